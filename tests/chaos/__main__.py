@@ -1,6 +1,6 @@
-"""A service that can be hurt: `python -m tests.chaos FOLDER --model DIR ...`, as `python -m coordinator`, with probes
-in the folder. It drafts what the folder says that answers are, and is mostly right. See tests.chaos.soak for what hurts
-it."""
+"""Coordinator with fault injection: `python -m tests.chaos FOLDER --model DIR ...` takes the options of `python -m
+coordinator` and puts probe sockets into FOLDER. The drafter proposes the known answers from FOLDER and is mostly right.
+The faults are in tests.chaos.faults, the runner in tests.chaos.soak."""
 
 import asyncio
 import json
@@ -24,11 +24,11 @@ from tests.support.golden.knowing import KnowingDrafter
 
 LOOK_SECONDS = 0.02
 IDLE_SECONDS = 120.0
-"""After a fault is healed, and clients have gone."""
+"""Limit for reaching the idle state after recovery, once all clients are gone."""
 ANSWERS = "answers.json"
-"""In the folder: the tokens of each answer that is known."""
+"""File in FOLDER with the tokens of each known answer."""
 RIGHT = 0.7
-"""Of the tokens that are drafted."""
+"""Share of drafted tokens that are correct."""
 
 
 def main(arguments: list[str]) -> int:
@@ -42,12 +42,12 @@ def main(arguments: list[str]) -> int:
 
 
 def drafter_of(folder: Path, _max_rows: int, _max_drafts: int, block_size: int) -> KnowingDrafter:
-    """Of models as small as these no step is long enough for the real one to draft."""
+    """Steps of models this small are too short for the real drafter to draft."""
     return KnowingDrafter(block_size, json.loads((folder / ANSWERS).read_bytes()), RIGHT)
 
 
 class ProbedEngine(Engine):
-    """An engine with points, and a probe in a folder."""
+    """An engine with fault points and a probe socket."""
 
     def __init__(self, folder: Path, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -90,12 +90,13 @@ class ProbedEngine(Engine):
         super()._tell(scheduler, outcomes)
 
     def _look_on(self, loop: asyncio.AbstractEventLoop) -> Look:
-        """Asked by another thread. Raises TimeoutError, with what there is to do, when that does not end."""
+        """Returns the idle engine's state to another thread. Raises TimeoutError, listing the pending work, if the
+        engine does not become idle."""
 
         async def look() -> Look:
             try:
                 async with asyncio.timeout(IDLE_SECONDS):
-                    while self._busy():  # noqa: ASYNC110, what is done on storage changes nothing that is told
+                    while self._busy():  # noqa: ASYNC110, storage work sends no notification
                         await asyncio.sleep(LOOK_SECONDS)
             except TimeoutError:
                 raise TimeoutError(f"still to do: {self._busy()}") from None
@@ -104,7 +105,7 @@ class ProbedEngine(Engine):
         return asyncio.run_coroutine_threadsafe(look(), loop).result()
 
     def _busy(self) -> dict[str, object]:
-        """What there is to do."""
+        """Pending work by name."""
         scheduler: Any = self._scheduler
         found: dict[str, object] = {
             "steps": len(self._steps),

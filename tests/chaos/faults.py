@@ -1,4 +1,4 @@
-"""What is done to a service, by name. Each is done once under load, and the service must be whole again after it."""
+"""Faults by name. Each is injected once under load, and the service must recover completely afterwards."""
 
 import asyncio
 import os
@@ -44,32 +44,32 @@ from tests.chaos.service import Service
 from tests.chaos.snapshots import Harm, cut_pieces, flip_bits, folder_of, lose_all, lose_files
 
 SHORT_SECONDS = 1.0
-"""How long a rank is stopped that is not to be given up."""
+"""Duration of a stop that is too short for the rank to be declared lost."""
 GONE_SECONDS = 120.0
 LOOK_SECONDS = 0.05
 MOST_DELAY = 2.0
-"""Seconds between two losses that are not at once."""
+"""Maximum seconds between two consecutive losses."""
 
 
 class Outcome(NamedTuple):
-    """What must have come of a fault: processes that are gone, and how many epochs there were at least."""
+    """Expected effects of a fault: processes that must be gone, and the minimum number of new epochs."""
 
     gone: frozenset[int] = frozenset()
     num_epochs: int = 0
 
 
 class Scene(NamedTuple):
-    """Where it happens. `pids` are the ranks'."""
+    """Target of a fault. `pids` are those of the ranks."""
 
     service: Service
     pids: list[int]
     random: Random
     load: Load | None = None
-    """Who asks meanwhile."""
+    """Running clients."""
 
     @property
     def turn(self) -> int:
-        """At which time something happens at a point."""
+        """A fault fires when its point is reached for this (random) time."""
         return self.random.randint(1, 6)
 
 
@@ -77,7 +77,7 @@ Do = Callable[[Scene], Awaitable[Outcome]]
 
 
 async def kill(scene: Scene, count: int, *, is_first: bool = False) -> Outcome:
-    """Kills ranks at once; rank 0 with others if it `is_first`."""
+    """Kills ranks at once, including rank 0 if `is_first`."""
     victims = scene.pids[:count] if is_first else scene.random.sample(scene.pids, count)
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
@@ -85,7 +85,7 @@ async def kill(scene: Scene, count: int, *, is_first: bool = False) -> Outcome:
 
 
 async def kill_later(scene: Scene) -> Outcome:
-    """Kills a second rank while the first one is being recovered, whatever that is at."""
+    """Kills a second rank after a random delay, during the recovery of the first."""
     first, second = scene.random.sample(scene.pids, 2)
     os.kill(first, signal.SIGKILL)
     await asyncio.sleep(scene.random.uniform(0.0, MOST_DELAY))
@@ -94,14 +94,14 @@ async def kill_later(scene: Scene) -> Outcome:
 
 
 async def hurt(scene: Scene, point: str, act: str, *, is_first: bool = False) -> Outcome:
-    """Has something happen to a rank at a point, for good; to rank 0 if that alone comes there."""
+    """Arms a permanent fault at a point of a random rank, or of rank 0 if `is_first`."""
     pid = scene.pids[0] if is_first else scene.random.choice(scene.pids)
     scene.service.arm(pid, Fault(point, act, scene.turn))
     return Outcome(frozenset((pid,)), 2)
 
 
 async def hurt_later(scene: Scene, point: str) -> Outcome:
-    """Kills a rank, and another one when it comes to a point in what follows."""
+    """Kills a rank, and another one when it reaches a point during the recovery."""
     first, second = scene.random.sample(scene.pids, 2)
     scene.service.arm(second, Fault(point, "kill"))
     os.kill(first, signal.SIGKILL)
@@ -109,20 +109,20 @@ async def hurt_later(scene: Scene, point: str) -> Outcome:
 
 
 async def hurt_committed(scene: Scene, point: str) -> Outcome:
-    """Kills a rank while the coordinator is at a point."""
+    """Kills a rank when the coordinator reaches a point."""
     pid = scene.random.choice(scene.pids)
     scene.service.arm_coordinator(Fault(point, "kill", scene.turn, pid))
     return Outcome(frozenset((pid,)), 2)
 
 
 async def fail(scene: Scene) -> Outcome:
-    """A rank raises, and lives."""
+    """A rank raises an error and stays alive."""
     scene.service.arm(scene.random.choice(scene.pids), Fault(STEP, "fail", scene.turn))
     return Outcome(num_epochs=1)
 
 
 async def exhaust(scene: Scene) -> Outcome:
-    """A rank may have no more memory than it has."""
+    """Limits the address space of a rank to its current size."""
     pid = scene.random.choice(scene.pids)
     resource.prlimit(pid, resource.RLIMIT_AS, (psutil.Process(pid).memory_info().vms,) * 2)
     scene.service.arm(pid, Fault(STEP, "allocate", scene.turn))
@@ -130,7 +130,7 @@ async def exhaust(scene: Scene) -> Outcome:
 
 
 async def stop(scene: Scene, seconds: float | None) -> Outcome:
-    """Stops a rank: for good, or for a time in which nobody gives it up."""
+    """Stops a rank permanently, or for `seconds`, which are too short for it to be declared lost."""
     pid = scene.random.choice(scene.pids)
     os.kill(pid, signal.SIGSTOP)
     if seconds is None:
@@ -141,8 +141,8 @@ async def stop(scene: Scene, seconds: float | None) -> Outcome:
 
 
 async def crowd_out(scene: Scene, point: str, *, by_coordinator: bool = False) -> Outcome:
-    """Kills a rank when it comes to a point, or when the coordinator does, while contexts are parked for others that
-    nobody asks, and come back for those who do."""
+    """Kills a rank when it or the coordinator reaches a point, while new contexts cause constant evictions and
+    restores."""
     pid = scene.random.choice(scene.pids)
     if by_coordinator:
         scene.service.arm_coordinator(Fault(point, "kill", scene.random.randint(1, 3), pid))
@@ -160,7 +160,7 @@ async def wait_gone(pid: int) -> None:
 
 
 async def take_storage_away(scene: Scene) -> Outcome:
-    """Kills a rank while its storage is not there; later it is again."""
+    """Kills a rank while its storage folder is missing; the folder returns later."""
     folder, pid = folder_of(scene.service.data), scene.random.choice(scene.pids)
     away = folder.with_name("away")
     folder.rename(away)
@@ -175,11 +175,11 @@ async def take_storage_away(scene: Scene) -> Outcome:
 async def end_everything(
     scene: Scene, point: str = "", *, crowds: bool = False, harm: Harm | None = None, again: str = ""
 ) -> Outcome:
-    """Kills all processes at once, or the coordinator when it comes to a point, and starts another service over the
-    same folder: what was acknowledged is there, what was deleted is not, and all answers are as before.
+    """Kills all processes at once, or the coordinator at a point, and starts another service with the same data folder.
+    Acknowledged contexts must exist, deleted ones must not, and all answers must be unchanged.
 
-    With `crowds` contexts are parked meanwhile; `harm` is done to what is on storage before the other service begins,
-    and a rank of that is killed when it comes to the point `again`.
+    With `crowds`, contexts are evicted meanwhile. `harm` damages the storage before the next service starts; a rank of
+    that service is killed when it reaches the point `again`.
     """
     service, load = scene.service, scene.load
     assert load is not None
@@ -275,4 +275,4 @@ FAULTS: dict[str, Do] = {
     "kill everything, and lose storage": partial(end_everything, harm=lose_all),
 }
 NO_LOSS = ("stop shortly",)
-"""After which the epoch is the same."""
+"""Faults that must not start a new epoch."""

@@ -1,10 +1,10 @@
-"""Hurts services in every way that is known, under load with known answers, and checks all that they promise.
+"""Injects every known fault into services under load with known answers, and checks every guarantee.
 
     python -m tests.chaos.soak --minutes 30
     python -m tests.chaos.soak --seed 17 --only "kill two" "poison"
 
-A run is a service of one seed, which deals the faults and chooses everything in them; it is whole again before the next
-fault comes. Without a seed it is a fresh one, run after run until the time is over; with one it is that run alone.
+A run is one service with one seed, which determines the order and the details of the faults. The service must recover
+completely before the next fault. Without --seed each run has a new one; with --seed only that run is executed.
 """
 
 import argparse
@@ -25,23 +25,23 @@ from tests.chaos.reference import make_reference
 from tests.chaos.service import Service
 
 FAMILIES = ("llama", "gemma3", "deepseek_v3")
-"""Full reach, windows, and latents."""
+"""Full attention, windows, and latents."""
 MOST_SECONDS = 600.0
-"""Of a run: no fault is begun later."""
+"""Maximum duration of a run: no fault starts later."""
 
 
 @dataclass
 class Row:
-    """What became of one fault, over all times that it was met."""
+    """Results of one fault over all its repetitions."""
 
     times: int = 0
     seconds: float = 0.0
-    """Until the service was whole, all in all."""
+    """Total time until recovery."""
     epochs: int = 0
     keys: float = 0.0
-    """Largest difference of a key, as a share of the largest one."""
+    """Largest key difference, relative to the largest key."""
     logits: float = 0.0
-    """Largest difference of a logprob, as a share of what is allowed."""
+    """Largest logprob difference, as a share of the tolerance."""
     told: Counter[str] = field(default_factory=Counter[str])
 
 
@@ -49,7 +49,7 @@ Table = dict[str, Row]
 
 
 def show(table: Table) -> str:
-    """For people."""
+    """Formats the table for the terminal."""
     head = f"{'fault':38} times  s/heal epochs streams  left ingests waits  keys off logprobs"
     lines = [
         f"{name:38} {row.times:5} {row.seconds / max(1, row.times):7.1f} {row.epochs:6} {row.told['streams']:7}"
@@ -61,26 +61,26 @@ def show(table: Table) -> str:
 
 
 def deal(seed: int, among: Iterable[str] = FAULTS) -> list[str]:
-    """Every fault once, in an order of the seed's."""
+    """Every fault once, in an order determined by the seed."""
     names = list(among)
     random.Random(seed).shuffle(names)
     return names
 
 
 def line(seed: int, names: Sequence[str]) -> str:
-    """What repeats a run."""
+    """Command line that repeats a run."""
     only = " ".join(f'"{name}"' for name in names)
     return f"python -m tests.chaos.soak --seed {seed} --only {only}"
 
 
 def settings_of(seed: int) -> dict[str, Any]:
-    """Windows are replicated in every other run that has some."""
+    """Windows are replicated in every other run of a model with windows."""
     return {"window_keys": "replicated"} if FAMILIES[seed % len(FAMILIES)] == "gemma3" and seed % 2 else {}
 
 
 async def play(seed: int, names: Sequence[str], table: Table, until: float) -> None:
-    """A run: faults of these names in their order, as many as begin in time. Raises what was wrong, with the line that
-    repeats it."""
+    """Executes a run: the faults in order, as many as start in time. Raises the first failure with the command line
+    that repeats it."""
     done = list[str]()
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         reference = make_reference(Path(folder) / "model", FAMILIES[seed % len(FAMILIES)], seed)
@@ -99,7 +99,7 @@ async def play(seed: int, names: Sequence[str], table: Table, until: float) -> N
 
 
 async def meet(service: Service, name: str, seed: int, row: Row) -> None:
-    """One fault, and all that must be true after it."""
+    """Injects one fault and executes all checks afterwards."""
     chance = random.Random(f"{seed} {name}")
     epoch, pids = (await service.client.cluster()).epoch, await service.pids()
     load = Load(service.client, service.reference, chance)

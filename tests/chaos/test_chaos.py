@@ -1,4 +1,4 @@
-"""Real processes are hurt under load with known answers: nothing that was promised may be missing afterwards."""
+"""Faults in real processes under load with known answers: every guarantee must still be met."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What is checked after a fault would show what it is checked for."""
+"""The checks of the chaos tests detect the errors that they are written for."""
 
 from collections import Counter
 from typing import Any
@@ -21,7 +21,7 @@ BOOK = {1: (0, {0: [(0, 4, 8)], 1: [(4, 6, 0), (6, 8, 2)]})}
 
 
 class Says:
-    """A client whose service answers with these indices."""
+    """A client whose service sends these token indices."""
 
     def __init__(self, *indices: int) -> None:
         self._indices = indices

@@ -30,12 +30,12 @@ def book(served: Served, tmp_path: Path):
 
 
 def expected(checkpoint: Path, text: str, num_tokens: int) -> list[int]:
-    """Greedy ids of transformers on begin token, template and text."""
+    """Greedy ids of transformers for begin token, template and text."""
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     ids = [0, *tokenizer.encode(f"<u>{text}</u>", add_special_tokens=False).ids]
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     prompt = torch.tensor([ids])
-    # without a mask of its own `generate` would take the begin token for padding
+    # without an explicit mask `generate` treats the begin token as padding
     options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
     found = model.generate(prompt, max_new_tokens=num_tokens, **options)
     return found[0, len(ids) :].tolist()
@@ -86,7 +86,7 @@ def test_clients_see_the_configured_model_name(served: Served):
 @pytest.mark.slow
 @pytest.mark.ray
 def test_clients_see_the_configured_model_name_on_ray(checkpoint: Path, tmp_path: Path):
-    """It stays when the folder has another name."""
+    """The name does not depend on the folder."""
     for folder in ("first", "second"):
         (tmp_path / folder).symlink_to(checkpoint)
         options = (
@@ -138,7 +138,7 @@ def test_resumed_client_prints_the_same_answer(served: Served):
     assert process.stdout is not None
     seen = [process.stdout.readline() for _ in range(5)]
     process.kill()
-    seen += process.stdout.read().splitlines(keepends=True)[:-1]  # the last line may be cut
+    seen += process.stdout.read().splitlines(keepends=True)[:-1]  # the last line may be incomplete
     process.wait()
     again = served.run(*command).stdout.splitlines()
     assert text_of(again).startswith(text_of(seen))

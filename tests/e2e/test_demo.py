@@ -1,4 +1,4 @@
-"""The demo and the evaluation with the model in the package, as users run them."""
+"""The demo and the evaluation with the embedded model, run as commands."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A service with a door for HTTP beside it."""
+"""A service with an HTTP gateway."""
 
 import json
 import os
@@ -151,8 +151,8 @@ MAX_TOKENS = 4000
 
 
 def test_disconnected_client_ends_the_generation_within_few_tokens() -> None:
-    """Counted, not timed: what the service generated beyond what had been read, until its row was free. One token a
-    step: with drafts as many come in the same time as are accepted."""
+    """Counts the tokens that are generated after the last read one until the row is free. One token per step: drafts
+    would add accepted tokens."""
     options = ("--launcher", "local", "--http", "0", "--kv-bytes", "60000000", "--metrics-port", "0")
     options += ("--max-draft-tokens", "0")
     with Served(*options) as service, Client(service.address) as client:
@@ -165,7 +165,7 @@ def test_disconnected_client_ends_the_generation_within_few_tokens() -> None:
             return int(float(line.split()[-1]))
 
         requested = {"model": "lookup", "prompt": "a", "stream": True, "max_tokens": MAX_TOKENS, "logprobs": 0}
-        requested["logit_bias"] = {str(token): -100 for token in range(256, 264)}  # it does not end of itself
+        requested["logit_bias"] = {str(token): -100 for token in range(256, 264)}  # it does not exit without a signal
         with httpx2.stream("POST", f"{url_of(service)}/v1/completions", json=requested, timeout=60) as stream:
             lines, num_read = stream.iter_lines(), 0
             while num_read < 20:

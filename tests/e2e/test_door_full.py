@@ -1,4 +1,4 @@
-"""Answers through a door that go on until there is no room, of a service that says itself where that is."""
+"""Answers through a gateway that use all remaining capacity."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ BOOK = "The door of the house is green. " * 8
 CAPACITY = 400
 QUESTION: Any = [{"role": "user", "content": "What colour?"}]
 NEVER_ENDS = {"logit_bias": {str(token): -100 for token in range(256, 264)}}
-"""All tokens of the model in the package that are no bytes."""
+"""All tokens of the embedded model that are not bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def create(openai: OpenAI) -> Any:
 
 @pytest.fixture
 def models(openai: OpenAI) -> list[str]:
-    """The model, and the book."""
+    """The model and the book."""
     return [each.id for each in openai.models.list()]
 
 

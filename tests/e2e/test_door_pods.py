@@ -1,7 +1,5 @@
-"""A pod of the door, as the manifests have it, in front of a service on another host that is a namespace, too.
-
-The service is the head's container `serve` with ranks of its own, since Ray is not what this is about.
-"""
+"""A gateway pod from the manifests in front of a service on another host; hosts are network namespaces. The service is
+the head's container `serve` with local ranks, without Ray."""
 
 import json
 import sys
@@ -21,7 +19,7 @@ from tests.support.manifests.secrets import closed
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 SERVICES = {"longleaf": 0, DOOR: 1}
-"""On which host the pods of each are."""
+"""Host of each kind of pod."""
 SECONDS = 60.0
 OF_SECURITY = ("--tls-cert=", "--tls-key=", "--credentials=", "--insecure")
 PROBE = """
@@ -72,12 +70,12 @@ while True:
 there.send(half)
 print(answer.read().decode(), flush=True)
 """
-"""Sends the second half of a document when the door takes no new callers any more."""
+"""Sends the second half of a document once the gateway accepts no new callers."""
 
 
 @dataclass
 class Running:
-    """The pods of a head and a door, and what callers need; nothing runs in the first yet."""
+    """The pods of a head and a gateway, and the settings of callers. The head pod starts empty."""
 
     head: RunningPod
     door: RunningPod
@@ -86,7 +84,7 @@ class Running:
 
     def start_door(self) -> None:
         process = self.door.start("door")
-        assert any(line.startswith("listening on ") for line in process.stdout)  # reads no further than to that line
+        assert any(line.startswith("listening on ") for line in process.stdout)  # reads up to that line
 
     def start_service(self) -> None:
         given = [word for word in self.head.pod.container("serve")["args"] if word.startswith(OF_SECURITY)]
@@ -95,7 +93,7 @@ class Running:
         assert any(line.startswith("listening on ") for line in process.stdout)
 
     def probe(self, name: str) -> int:
-        """The status that a kubelet sees, 0 for none."""
+        """The HTTP status that a kubelet gets; 0 if none."""
         container = self.door.pod.container("door")
         requested = container[name]["httpGet"]
         (port,) = [one["containerPort"] for one in container["ports"] if one["name"] == requested["port"]]
@@ -110,7 +108,7 @@ class Running:
             time.sleep(0.2)
 
     def ask(self, path: str, body: str = "", credential: str | None = None) -> tuple[int, dict]:
-        """What a client on the head's host is answered."""
+        """Response to a client on the head's host."""
         shown = self.credential if credential is None else credential
         command = [sys.executable, "-c", CLIENT, f"{self.url}{path}", shown, body]
         status, answer = json.loads(_told(self.head.execute("serve", command)))
@@ -137,7 +135,7 @@ def place() -> Iterator[Place]:
 
 @pytest.fixture(params=["open", "closed"])
 def running(request: pytest.FixtureRequest, place: Place, tmp_path: Path) -> Running:
-    """Both pods, as the smallest overlay has them, and as it is closed and watched."""
+    """Both pods, from the smallest overlay and with authentication and metrics."""
     (tmp_path / "mine").mkdir()
     secrets: Secrets = NO_SECRETS
     if request.param == "open":
@@ -154,7 +152,7 @@ def running(request: pytest.FixtureRequest, place: Place, tmp_path: Path) -> Run
 
 
 def test_gateway_pod_serves_requests_and_drains_running_streams(running: Running):
-    running.start_door()  # it may come before the service
+    running.start_door()  # the gateway may start before the service
     assert (running.probe("livenessProbe"), running.probe("readinessProbe")) == (200, 503)
     running.start_service()
     running.wait_ready()
@@ -170,11 +168,11 @@ def test_gateway_pod_serves_requests_and_drains_running_streams(running: Running
         assert stopped.result() == (0, 0)
     assert uploader.wait(timeout=60) == 0 and '"phase":"ready"' in reported, reported
     drain = float(options(running.door.pod.container("door"))["drain-seconds"])
-    assert time.monotonic() - began < drain  # it ended with its last stream, not by its own clock
+    assert time.monotonic() - began < drain  # it ended with its last stream, not at its time limit
 
 
 def check_who_comes_in(running: Running) -> None:
-    """Whom the service knows, with what they show to the door."""
+    """Checks which credentials the service accepts through the gateway."""
     if running.credential:
         for shown in ("", new_credential()):
             status, answer = running.ask("/v1/models", credential=shown)

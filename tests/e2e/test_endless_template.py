@@ -1,4 +1,4 @@
-"""A checkpoint whose chat template never ends: whoever serves it is told, or stops it, and nothing is left behind."""
+"""A checkpoint whose chat template never ends is refused or interrupted, and leaves nothing."""
 
 import shutil
 import signal
@@ -26,7 +26,7 @@ def endless(checkpoint: Path, tmp_path: Path) -> Path:
 
 
 def until_rendering(process: subprocess.Popen) -> list[psutil.Process]:
-    """All processes of the service, once the template is being rendered."""
+    """All processes of the service once it renders the template."""
     while process.poll() is None:
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         for member in family:

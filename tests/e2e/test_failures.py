@@ -1,4 +1,4 @@
-"""What happens when a service cannot start or is ended: clear words, the right exit code, nothing left behind."""
+"""Failed starts and shutdowns: clear messages, the right exit code, no remaining processes."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def start(command: list[str], started: ExitStack) -> subprocess.Popen:
-    """A process with a session of its own."""
+    """A process in a new session."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -28,7 +28,7 @@ def start(command: list[str], started: ExitStack) -> subprocess.Popen:
 
 
 def start_stream(service: Served, started: ExitStack, beside: tuple[str, ...] = ()) -> subprocess.Popen:
-    """A long generation that has begun to stream. `beside` is a command that becomes the one that asks for it."""
+    """Starts a long generation and waits for the first output. `beside` is a command that executes the client."""
     options = ["generate", "--prompt", "x", "--max-tokens", "8000", "--ignore-end-token", "--json"]
     command = [*beside, *CLI, *options, "--server", service.address]
     stream = forked.popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
@@ -74,7 +74,7 @@ REASONS = {
     "kind", ["headless", *(pytest.param(kind, marks=pytest.mark.extended) for kind in ("encoder", "broken"))]
 )
 def test_models_with_wrong_results_are_refused(tmp_path: Path, kind: str):
-    """All of them also where ranks load them: unit/workers/test_model."""
+    """The same checks at model load: unit/workers/test_model."""
     from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
     small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -142,10 +142,10 @@ def test_interrupt_during_start_prints_no_traceback(
     command = [*CLI, "serve", "--port", "0", "--model", str(checkpoint), "--world-size", "2", "--launcher", launcher]
     process = start([*command, "--kv-bytes", "8000000"], started)
     try:
-        process.wait(timeout=seconds)  # lets it come to some point of its start, whichever that is
+        process.wait(timeout=seconds)  # at an arbitrary point of the start
     except subprocess.TimeoutExpired:
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
+        os.killpg(process.pid, signal.SIGINT)  # like Ctrl-C
     _, errors = process.communicate(timeout=60)
     assert process.returncode in (0, 130, -signal.SIGINT)
     first, *notes = errors.splitlines() or [""]
@@ -205,7 +205,7 @@ def test_service_on_an_existing_ray_cluster_stops_on_any_signal(
 
 
 def without_tracebacks(lines: list[str], warnings: tuple[str, ...]) -> list[str]:
-    """The lines without those of tracebacks, which come after a line that begins like one of `warnings`."""
+    """Removes tracebacks, which follow lines that start like one of `warnings`."""
     found, is_after = list[str](), False
     for line in lines:
         is_warning = bool(warnings) and line.startswith(warnings)
@@ -219,8 +219,8 @@ def without_tracebacks(lines: list[str], warnings: tuple[str, ...]) -> list[str]
 def check_told(
     service: Served, stream: subprocess.Popen, updates: tuple[str, ...] = (), warnings: tuple[str, ...] = ()
 ) -> None:
-    """The open answer ended with the reason; the service itself had nothing to complain about, and has told what begins
-    like `news`, and perhaps like `warnings`."""
+    """The open answer ended with the reason. The service logged only lines that start like `news`, and possibly like
+    `warnings`."""
     _, errors = stream.communicate(timeout=60)
     assert stream.returncode == 1
     message = "the service is stopping, and waited 2 s for calls to end\n"
@@ -262,7 +262,7 @@ def test_signal_during_ray_start_leaves_no_processes(checkpoint: Path, started: 
 
 
 def runs(process: subprocess.Popen, name: str) -> bool:
-    """Whether a descendant has a name that starts so. Others may end while they are looked at."""
+    """Whether a descendant has a name with this prefix. Other descendants may end meanwhile."""
     for one in psutil.Process(process.pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             if one.name().startswith(name):
@@ -278,7 +278,7 @@ def test_unreachable_service_is_one_clear_line():
 
 @pytest.mark.extended
 def test_service_keeps_running_when_its_fork_server_is_killed(checkpoint: Path, started: ExitStack):
-    """With a real command, whose fork server has the environment of ranks and ignores terminals."""
+    """With the real command, whose fork server has the ranks' environment and ignores terminal signals."""
     options = ["--model", str(checkpoint), "--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000"]
     process = start([*CLI, "serve", "--port", "0", *options], started)
     assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""A service on two hosts, which are network namespaces: the ranks find each other without being told how."""
+"""A service on two hosts, which are network namespaces: the ranks find each other without configuration."""
 
 import subprocess
 from collections import Counter
@@ -16,9 +16,9 @@ from tests.support.witness import Witness
 pytestmark = [pytest.mark.ray, pytest.mark.extended, pytest.mark.timeout(600)]
 OPTIONS = ("--kv-bytes", "80000000")
 NEWS = ("member ", "epoch ", "recover")
-"""What a service tells of a lost rank begins so."""
+"""Start of a log line about a lost rank."""
 WARNINGS = ("rank ",)
-"""What ranks tell of it, if they see it before the coordinator does."""
+"""Start of the log lines of ranks that notice the loss before the coordinator."""
 
 
 def serve(nodes: RayNodes, checkpoint: Path, world_size: int, *more: str) -> Served:
@@ -38,14 +38,14 @@ def serve(nodes: RayNodes, checkpoint: Path, world_size: int, *more: str) -> Ser
 
 
 def answer(service: Served, folder: Path) -> str:
-    """What the model says to a question about a document."""
+    """The model's answer to a question about a document."""
     (document := folder / "book.txt").write_text("Call me Ishmael. Some years ago, never mind how long. " * 40)
     service.json("ingest", str(document), "--name", "book")
     return service.run("ask", "book", "Who?", "--max-tokens", "24", "--temperature", "0").stdout
 
 
 def check_together(nodes: RayNodes, service: Served, sizes: list[int]) -> None:
-    """So many ranks on each host, which meet in shared memory inside and over gloo between, are as exact as one."""
+    """This number of ranks on each host, with shared memory inside and gloo between hosts, is as exact as one rank."""
     found = service.json("cluster")
     workers = found["workers"]
     assert sorted(Counter(worker["node"] for worker in workers).values()) == sizes
@@ -61,7 +61,7 @@ def check_together(nodes: RayNodes, service: Served, sizes: list[int]) -> None:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What one host alone answers."""
+    """The answer of a single host."""
     with Served("--model", str(checkpoint), "--kv-bytes", "8000000", "--launcher", "local") as alone:
         return answer(alone, tmp_path_factory.mktemp("alone"))
 
@@ -85,7 +85,7 @@ def test_two_ranks_on_each_of_two_hosts_answer_like_one_rank(
 
 
 def check_a_lost_rank_is_replaced(nodes: RayNodes, service: Served) -> None:
-    """Whole hosts: test_hosts_lost."""
+    """Loss of whole hosts: test_hosts_lost."""
     with Witness(service.address, nodes.on(0)) as score_sum:
         score_sum.under_way()
         nodes.kill(1, "ray::WorkerActo")

@@ -1,5 +1,5 @@
-"""A host is lost. While a service runs, it goes on without it and takes it back; while it starts, who it was is said,
-and nobody is left."""
+"""Loss of a host: a running service continues and takes it back; a starting service names it and leaves no
+processes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
 @pytest.fixture
 def hurt(nodes: RayNodes) -> Iterator[RayNodes]:
-    """The cluster, whose second node begins anew after the test."""
+    """The cluster; its second node is restarted after the test."""
     yield nodes
     nodes.start(1)
 
@@ -59,14 +59,14 @@ def test_service_continues_without_a_lost_host_and_takes_it_back(
 
 
 def check_named(nodes: RayNodes, told: str) -> None:
-    """One of the second host's ranks, and where it was."""
+    """One of the second host's ranks is named with its node."""
     assert told.startswith(("error: rank 2 was lost: ", "error: rank 3 was lost: "))
     assert ", on node " in told and f"({nodes.network.addresses[1]})" in told
 
 
 @pytest.mark.parametrize("name", ["ray::IDLE", "ray::WorkerActo"])
 def test_host_lost_while_its_ranks_start_is_named(hurt: RayNodes, checkpoint: Path, started: ExitStack, name: str):
-    """Ray would look for another place for those that had not begun."""
+    """Ray would place ranks that have not started elsewhere."""
     options = ["--model", str(checkpoint), *OPTIONS, "--world-size", str(2 * SLOTS), "--ray-address", hurt.address]
     service, _ = start(started, [*hurt.on(0), *CLI, "serve", "--port", "0", *options], "starting ")
     while not hurt.runs(1, name):

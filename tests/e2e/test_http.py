@@ -1,4 +1,4 @@
-"""docs/http.md: its examples run, in their order, against a service."""
+"""docs/http.md: its examples run in order against a service."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""What a whole service writes while it is used: JSON, line by line, and nothing of what clients ask, or show."""
+"""The log of a whole service: JSON lines without content or credentials of clients."""
 
 import json
 import signal
@@ -18,21 +18,21 @@ from tests.support.command_line import Left, end
 from tests.support.tenants import METHODS, request_of
 
 TEXT = "Kestrelmoor"
-"""In every text that is asked, ingested or counted."""
+"""Part of every text that is sent."""
 CREDENTIAL = "Quillfeather-0123456789"
 WRONG = "Wrenhollow-0123456789"
 
 
 @dataclass
 class Written:
-    """What a service wrote until its end."""
+    """The output of a service until its exit."""
 
     stdout: str
     stderr: str
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """Those of standard error."""
+        """Lines of standard error."""
         return [json.loads(line) for line in self.stderr.splitlines()]
 
     def of(self, logger: str) -> list[dict[str, Any]]:
@@ -40,7 +40,7 @@ class Written:
 
 
 def call(address: str, name: str, credential: str, *fields: dict[str, Any], leaves: bool = False) -> str:
-    """The code of a call; one that `leaves` hears the first response alone."""
+    """The code of a call; with `leaves` the client disconnects after the first response."""
     method = METHODS[name]
     requests: list[Message] = [request_of(name, **each) for each in fields]
     with grpc.insecure_channel(address) as channel:
@@ -62,7 +62,7 @@ def call(address: str, name: str, credential: str, *fields: dict[str, Any], leav
 
 
 def use(address: str) -> dict[str, str]:
-    """Calls that answer, are left, and are refused, for every reason; their codes."""
+    """Makes calls that succeed, are cancelled, and are refused for every reason; returns their codes."""
     long = {"max_token_count": 1000, "ignore_end_token": True}
     prompt = {"text": f"who is {TEXT}?", "sampling": {"max_token_count": 4}}
     document = {"config": {"name": "contexts/book"}}, {"text": f"{TEXT} is a bird. ".encode() * 20}
@@ -83,7 +83,7 @@ def use(address: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def used(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Written]:
-    """The codes of the calls, and what a service wrote that has served them and lost a rank."""
+    """The codes of the calls, and the output of a service that has handled them and lost a rank."""
     folder = tmp_path_factory.mktemp("logs")
     (folder / "credentials").write_text(
         line_of(CredentialEntry(tenant="acme", role="admin", digests=(digest_of(CREDENTIAL),)))

@@ -1,5 +1,4 @@
-"""Ray on two hosts: what cannot work there is refused by the name of the node or the option, and benches measure
-between them."""
+"""Ray on two hosts: errors name the node or the option, and benchmarks measure between the hosts."""
 
 import json
 import shutil
@@ -19,7 +18,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.extended, pytest.mark.timeout(600)]
 
 
 def refused(nodes: RayNodes, model: Path, *options: str, token: str = TOKEN) -> str:
-    """What a service that cannot start says last; nothing of it is left."""
+    """Last output of a service that cannot start and leaves nothing."""
     own = ["--model", str(model), "--ray-address", nodes.address, "--kv-bytes", "8000000", *options]
     command = [*nodes.on(0, token), *CLI, "serve", "--port", "0", *own]
     found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -38,7 +37,7 @@ def test_missing_slots_are_reported(nodes: RayNodes, checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(("token", "why"), [("", "and there is no token"), ("another", "it refuses the token")])
 def test_missing_or_wrong_token_is_reported(nodes: RayNodes, checkpoint: Path, token: str, why: str) -> None:
-    """All that can be wrong with it: test_ray_tokens."""
+    """All token errors: test_ray_tokens."""
     reported = refused(nodes, checkpoint, token=token)
     assert reported.startswith(f"--ray-address: the Ray cluster at {nodes.address} cannot be joined: ")
     assert why in reported
@@ -60,7 +59,7 @@ MODELS: list[tuple[Callable[[Path], object], str]] = [
 def test_host_with_a_different_model_is_refused_by_name(
     nodes: RayNodes, checkpoint: Path, change: Callable[[Path], object], expected: str
 ) -> None:
-    """Both see the same path; what lies there differs, as on disks of their own."""
+    """Both nodes use the same path with different contents, as on separate disks."""
     folders = [folder / change.__name__ for folder in (nodes.shared, nodes.apart)]
     for folder in folders:
         shutil.copytree(checkpoint, folder)
@@ -71,7 +70,7 @@ def test_host_with_a_different_model_is_refused_by_name(
 
 
 def measure(nodes: RayNodes, name: str, *options: str) -> list[dict]:
-    """The rows of a bench on three ranks."""
+    """The rows of a benchmark on three ranks."""
     command = [*nodes.on(0), sys.executable, "-m", f"bench.{name}", "--ray-address", nodes.address, "--json"]
     command += ["--world-size", str(SLOTS + 1), *options]
     found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

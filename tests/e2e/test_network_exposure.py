@@ -1,4 +1,5 @@
-"""What others find of a service: from the network nothing, and on its machine doors of Ray that ask for a token."""
+"""The attack surface of a service: no open socket on the network, and only token-protected Ray sockets on its
+machine."""
 
 import json
 import os
@@ -31,21 +32,21 @@ ip route add default dev outer
 export RES_OPTIONS="timeout:1 attempts:1"
 exec "$@"
 """
-"""Of a machine whose address is not the loopback's. No name server answers there, and torch asks for names."""
+"""A machine whose address is not the loopback's. No name server answers there, and torch resolves names."""
 INSIDE = ("unshare", "--net", "--map-root-user", "sh", "-ec", NETWORK, "sh")
 WAITING = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
-"""The state, as the kernel tells it, of a socket that waits for others."""
+"""State of a listening socket, as the kernel prints it."""
 KNOWN = "a token that everybody knows"
 FIGURES = {"monitor.py", "dashboard.py", "ray::DashboardAgent"}
-"""Processes of Ray that tell figures to whoever asks on this machine, and nothing else, and take no token."""
+"""Ray processes that serve metrics on this machine without a token, and nothing else."""
 
 OWN = ("gcs_server", "raylet", "ray::CoordinatorActor", "ray::WorkerActor")
-"""Processes of Ray that keep their environment where others see it."""
+"""Ray processes whose environment is readable for others."""
 
 
 @pytest.fixture(scope="module")
 def inside() -> tuple[str, ...]:
-    """What to put before a command that is to run in a network of its own."""
+    """Command prefix for a separate network namespace."""
     try:
         tried = subprocess.run([*INSIDE, "true"], capture_output=True, text=True, timeout=20, check=False)
     except FileNotFoundError as error:
@@ -56,7 +57,7 @@ def inside() -> tuple[str, ...]:
 
 
 class Door(NamedTuple):
-    """A socket that waits for others, and the process that opened it."""
+    """A listening socket and the process that opened it."""
 
     owner: str
     host: str
@@ -71,7 +72,7 @@ class Door(NamedTuple):
 
 
 def doors(pid: int) -> set[Door]:
-    """All of the network in which a process runs."""
+    """All listening sockets of a process's network namespace."""
     owners = dict(_owners())
     found = set()
     for family, state in WAITING.items():
@@ -91,7 +92,7 @@ def _host(digits: str) -> str:
 
 
 def _owners() -> Iterator[tuple[str, str]]:
-    """Inodes of sockets, and who holds them: the name of a script, or of the process."""
+    """Socket inodes and their owner: the name of a script or of the process."""
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             scripts = [Path(word).name for word in process.cmdline() if word.endswith(".py")]
@@ -118,7 +119,7 @@ def test_unauthenticated_peer_finds_no_open_socket(
 
 
 def check_ray(service: Served, found: set[Door]) -> None:
-    """Ray answers only to who has its own token, and hides that."""
+    """Ray answers only callers with its token, and does not expose the token."""
     (raylet,) = (process for process in service.processes() if process.name() == "raylet")
     token_file = Path(raylet.environ()["RAY_AUTH_TOKEN_PATH"])
     token = token_file.read_text()
@@ -127,7 +128,7 @@ def check_ray(service: Served, found: set[Door]) -> None:
     own = [one.environ() for one in service.processes() if one.name().startswith(OWN)]
     assert len(own) == 5, "two ranks"
     assert {(each["RAY_AUTH_MODE"], each["RAY_AUTH_TOKEN_PATH"]) for each in own} == {("token", str(token_file))}
-    # not the ranks: beside Ray's doors, which are the coordinator's too, they have gloo's, which never answer
+    # not the ranks: the coordinator's Ray sockets are checked above, and gloo's never answer
     answers = knock(service, "", {door for door in found if door.owner != "ray::WorkerActor.run"})
     refused = {door for door, answer in answers.items() if answer in (["401"], ["UNAUTHENTICATED", "UNIMPLEMENTED"])}
     reported = {(door.owner, answer[0][:6]) for door, answer in answers.items() if door not in refused}
@@ -141,7 +142,7 @@ def check_ray(service: Served, found: set[Door]) -> None:
 
 
 def knock(service: Served, token: str, found: set[Door]) -> dict[Door, list[str]]:
-    """What a process that is in the service's network, and has this token or none, is answered; see stranger.py."""
+    """Response to a process in the service's network with this token or none (stranger.py)."""
     enter = ["nsenter", "--target", str(service.process.pid), "--user", "--net", "--preserve-credentials"]
     command = [*enter, sys.executable, stranger.__file__, token, *map(str, found)]
     reported = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout

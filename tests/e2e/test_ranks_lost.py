@@ -1,4 +1,4 @@
-"""A rank is lost while it serves: streams go on, who was lost is told, and another takes its place."""
+"""Rank losses during answers: streams continue, the loss is reported, and the rank is replaced."""
 
 import signal
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ LAUNCHERS = ["local", RAY]
 
 
 class Healing:
-    """A service of `world_size` ranks that is asked and watched while its ranks are lost."""
+    """A service of `world_size` ranks that is queried and watched while ranks are lost."""
 
     def __init__(self, started: ExitStack, checkpoint: Path, launcher: str, world_size: int, *options: str) -> None:
         own = ("--model", str(checkpoint), "--world-size", str(world_size), "--launcher", launcher)
@@ -29,7 +29,7 @@ class Healing:
         self.num_losses = 0
 
     def hurt(self, number: signal.Signals, *ranks: int) -> list[psutil.Process]:
-        """Ranks get a signal under an answer."""
+        """Sends a signal to ranks during an answer."""
         self.witness.under_way()
         lost = [psutil.Process(self.pids[rank]) for rank in ranks]
         for process in lost:
@@ -38,7 +38,7 @@ class Healing:
         return lost
 
     def heal(self, *lost: psutil.Process) -> list[dict[str, Any]]:
-        """The world is whole again, and these processes are gone; the losses so far."""
+        """Waits until the world is complete without these processes; returns the losses so far."""
         found = self.witness.healed(self.world_size, self.num_losses)
         assert len(found["losses"]) == self.num_losses
         nodes = {worker["node"] for worker in found["workers"]}
@@ -48,7 +48,7 @@ class Healing:
         return found["losses"]
 
     def end(self) -> None:
-        """All was well, and nothing is left."""
+        """Checks the results, and that no process remains."""
         self.witness.under_way()
         self.witness.check()
         found = self.service.json("cluster")

@@ -1,4 +1,4 @@
-"""Services over one data folder: killed at once with all their processes, and started again."""
+"""Services with one data folder: killed with all their processes and restarted."""
 
 import json
 import os
@@ -29,13 +29,13 @@ pytestmark = pytest.mark.timeout(300)
 
 
 class Service(ServiceProcess):
-    """Can be killed with all its processes."""
+    """A service that can be killed with all its processes."""
 
     def kill(self) -> None:
         main = psutil.Process(self._process.pid)
         everybody = [main, *main.children(recursive=True)]
         for process in everybody:
-            with suppress(psutil.NoSuchProcess):  # ranks end with the process that they were forked from
+            with suppress(psutil.NoSuchProcess):  # ranks exit with the process that they were forked from
                 process.kill()
         psutil.wait_procs(everybody, timeout=30)
         assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in everybody)
@@ -60,7 +60,7 @@ def serving(
 
 
 def ask(client: Client, context: str, question: str) -> tuple[tuple[int, ...], bool]:
-    """The ids of an answer, and whether the context came back for it."""
+    """The ids of an answer, and whether the context was restored for it."""
     ids: tuple[int, ...] = ()
     came_back = False
     for event in client.ask(context, question, max_tokens=24):
@@ -82,7 +82,7 @@ def contents(folder: Path) -> bytes:
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float = 180.0) -> None:
-    """What follows an acknowledgement on a storage comes soon, and not with it."""
+    """Waits for an effect on storage that follows an acknowledgement with a delay."""
     ends = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < ends

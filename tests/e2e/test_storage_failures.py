@@ -1,4 +1,4 @@
-"""Services whose storage of snapshots is damaged while they are away, or in trouble while they run."""
+"""Services whose snapshot storage is damaged between runs or fails during a run."""
 
 import json
 import os
@@ -31,11 +31,11 @@ QUESTION = BOOK.facts[0].question
 AGAIN = "done again"
 AWAY = "not done for now"
 NUM_EVENTS = 100
-"""Events that prove that a stream makes progress."""
+"""Number of events that proves that a stream progresses."""
 
 
 class Watched(Service):
-    """Tells where it serves, and what it has logged."""
+    """A running service with its address and log."""
 
     address = ""
 
@@ -63,19 +63,19 @@ def serving(
 
 
 def saved(folder: Path) -> list[Path]:
-    """The folders with manifests, in the order of their segments."""
+    """The folders with manifests, in segment order."""
     found = [path.parent for path in folder.rglob("manifest")]
     return sorted(found, key=lambda path: int(path.parent.name.rpartition("-")[2]))
 
 
 def ingest(client: Client, names: list[str]) -> dict[str, tuple[int, ...]]:
-    """Contexts with segments from 0 on, and what they answer."""
+    """Creates contexts with segments from 0 on; returns their answers."""
     for name in names:
         client.ingest(name, f"{name}. {BOOK.text}")
     return {name: ask(client, name, QUESTION)[0] for name in names}
 
 
-# --- while the service is away ---
+# --- while no service runs ---
 
 
 def flip(path: Path) -> None:
@@ -89,14 +89,14 @@ def first_piece(folder: Path) -> Path:
 
 
 def add_strangers(folder: Path) -> None:
-    """Files that no service writes."""
+    """Adds files that no service writes."""
     (folder / ".nfs0000000000000001").write_bytes(b"a file that was deleted while somebody read it")
     (folder / ("n" * 255)).write_bytes(b"a huge name")
     (folder / "loop").symlink_to(folder / "loop")
 
 
 def forge(folder: Path, **told: object) -> None:
-    """Writes a manifest anew that tells something else, of a right checksum."""
+    """Rewrites a manifest with changed fields and a valid checksum."""
     path = folder / "manifest"
     manifest = decode_manifest(path.read_bytes(), "manifest")
     path.write_bytes(seal(KIND, VERSION, msgspec.msgpack.encode(msgspec.structs.replace(manifest, **told))))
@@ -108,7 +108,7 @@ def forge_first_piece(folder: Path, **told: object) -> None:
 
 
 def forge_positions(folder: Path) -> None:
-    """The first piece tells that it has more positions than any memory."""
+    """Makes the first piece claim more positions than any memory holds."""
     piece = first_piece(folder)
     content = piece.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
@@ -162,7 +162,7 @@ def test_damaged_snapshots_are_reported_recomputed_and_saved_again(tmp_path: Pat
 
 
 def trouble_told(client: Client) -> str:
-    """Of the storage, to clients."""
+    """The storage error that clients see."""
     storage = client.cluster().storage
     assert storage is not None
     return storage.trouble
@@ -196,7 +196,8 @@ def test_full_disk_is_reported_once_and_deletions_free_space(tmp_path: Path) -> 
 
 @pytest.mark.extended
 def test_full_data_disk_accepts_deletions_and_restarts(tmp_path: Path) -> None:
-    """Where snapshots lie beside the catalog: they leave room, and what a stranger takes of it is set apart before."""
+    """Snapshots on the same disk as the catalog leave space for it; the space taken by another program is reserved
+    before."""
     with small_disk(tmp_path / "disk", 24 << 20) as disk:
         data = disk.folder / "data"
         names = [f"context-{number}" for number in range(40)]
@@ -222,7 +223,7 @@ def test_full_data_disk_accepts_deletions_and_restarts(tmp_path: Path) -> None:
 
 
 class Objects:
-    """What a server has, asked past any switch."""
+    """The objects of a server, read without the proxy that can be switched off."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._client = boto3.client("s3", endpoint_url=store.endpoint)
@@ -235,7 +236,7 @@ class Objects:
 
 
 class Reader(threading.Thread):
-    """Reads one answer after the other about a context until it is ended, and counts their events."""
+    """Reads one answer after the other about a context until it is stopped, and counts events."""
 
     def __init__(self, address: str, context: str) -> None:
         super().__init__(daemon=True)
@@ -275,10 +276,10 @@ def reading(address: str, context: str) -> Iterator[Reader]:
     "outage", [Switch.refuse, pytest.param(Switch.hang, marks=pytest.mark.slow)], ids=["refuses", "hangs"]
 )
 def test_unavailable_object_store_delays_no_other_call(tmp_path: Path, outage: Callable[[Switch], None]) -> None:
-    """The server comes back only when all calls have ended."""
+    """The server returns only after all calls have ended."""
     with object_store() as store, switch(int(store.endpoint.rpartition(":")[2])) as way:
         folder = Objects(store)
-        os.environ["AWS_ENDPOINT_URL_S3"] = f"http://127.0.0.1:{way.port}"  # for as long as the store is there
+        os.environ["AWS_ENDPOINT_URL_S3"] = f"http://127.0.0.1:{way.port}"  # while the store is reachable
         with serving(tmp_path, url=store.url) as (service, client):
             before = ingest(client, ["parked", "dropped"])
             wait_until(lambda: len(folder.manifests) == 2)
@@ -291,7 +292,7 @@ def test_unavailable_object_store_delays_no_other_call(tmp_path: Path, outage: C
             with reading(service.address, "new") as reader:
                 num_before = reader.num_events
                 assert ask(client, "parked", QUESTION) == (before["parked"], True)
-                if outage is Switch.hang:  # meanwhile its keys are waited for, for half a minute
+                if outage is Switch.hang:  # meanwhile the service waits for its keys, for half a minute
                     assert reader.num_events > num_before + NUM_EVENTS
                 wait_until(lambda: service.num_said(AWAY) == 2, 150)
                 assert ask(client, "new", QUESTION)[0] == before["new"]

@@ -1,4 +1,4 @@
-"""Tenants on whole services: each comes in by its credential over TLS, and sees what is its own alone."""
+"""Tenants of a whole service: each authenticates over TLS and sees only its own objects."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ LAUNCHERS = ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.ex
 def service(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Tenanted]:
-    """Of two ranks, in which acme and bolt have another `book` each."""
+    """A service of two ranks in which acme and bolt each have a `book`."""
     folder = tmp_path_factory.mktemp("tenants")
     options = ("--model", str(checkpoint), "--world-size", "2", "--launcher", request.param)
     options += ("--kv-bytes", "8000000", "--data-dir", str(folder / "data"), "--drain-seconds", "20")
@@ -44,7 +44,7 @@ def service(
 
 
 def test_each_tenant_gets_answers_from_its_own_book(service: Tenanted, checkpoint: Path) -> None:
-    """As one device would, by ids that transformers' generate gives for that tenant's own text."""
+    """Equals the answer of a single device: ids of transformers' generate for that tenant's text."""
     answers = {tenant: service.ask(tenant, "book", QUESTION, 24) for tenant in TEXTS}
     for tenant, text in TEXTS.items():
         assert answers[tenant] == expected(checkpoint, f"{text}\n\n{QUESTION}", 24), tenant

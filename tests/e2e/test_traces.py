@@ -1,4 +1,4 @@
-"""Spans of a whole service as a collector gets them, and a collector that is not there."""
+"""Spans of a whole service as a collector receives them, and a collector that is unreachable."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ TEXT = "Kestrelmoor"
 
 
 class Collector(TraceServiceServicer):
-    """Keeps the spans that it gets."""
+    """Stores the received spans."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []
@@ -54,7 +54,7 @@ def collecting() -> Iterator[tuple[Collector, str]]:
 
 
 def serve_and_ask(checkpoint: Path, collector: str) -> str:
-    """Has a service answer once, and ends it; what it wrote to standard error."""
+    """Runs a service for one answer; returns its standard error."""
     options = ("--model", str(checkpoint), "--world-size", "1", "--launcher", "local", "--kv-bytes", "8000000")
     process = forked.popen(
         [*forked.COORDINATOR, *options, "--model-name", "small", "--traces", "true"],

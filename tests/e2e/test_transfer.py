@@ -1,4 +1,4 @@
-"""Contexts that move: from one service to another, and out of a storage whose catalog was lost."""
+"""Transfer of contexts between services, and recovery from a storage whose catalog was lost."""
 
 import os
 from pathlib import Path
@@ -22,7 +22,7 @@ def longleaf(*arguments: str) -> str:
 
 
 def export(client: Client, context: str, file: Path) -> None:
-    """With its keys, which are on storage then."""
+    """Exports with keys, which are then on storage."""
     longleaf("contexts", "export", context, str(file), "--server", client.server)
 
 

@@ -1,4 +1,4 @@
-"""README.md and docs/user-guide.md: their examples run, in their order, against a service.
+"""README.md and docs/user-guide.md: their examples run in order against a service.
 
 Blocks of `sh` and `python` run. Blocks of `bash` start services, install packages or need other machines: the service
 starts with the options of the first `longleaf serve`, and every command and option exists.
@@ -35,11 +35,11 @@ OUTPUTS = {
         "passed": 1,
     },
 }
-"""How often each text is at least printed."""
+"""Minimum number of times that each text is printed."""
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
-    """Languages and contents of the code blocks of a page."""
+    """Languages and contents of a page's code blocks."""
     return BLOCK.findall((ROOT / page).read_text())
 
 
@@ -54,7 +54,7 @@ def commands(page: str) -> Iterator[list[str]]:
 
 
 def serve_options(page: str) -> list[str]:
-    """Options of the first `longleaf serve` of a page, with ports that the system chooses."""
+    """Options of the first `longleaf serve` of a page, with ports chosen by the system."""
     options = next(words[1:] for words in commands(page) if words[0] == "serve")
     options[options.index("--http") + 1] = "0"
     return options

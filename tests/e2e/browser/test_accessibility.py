@@ -1,4 +1,4 @@
-"""The page for readers without a mouse, without eyes, and with small screens."""
+"""The page with a keyboard, with a screen reader, and on small screens."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from tests.support.browser import Reader
 
 TEXT = "Nothing of note is written here, and nothing will be.\namber-12 = 4711\njade-7 = 0815\n" * 5
 LONG_WORD = "donaudampfschifffahrtsgesellschaftskapitaenskajuetentuerschloss"
-# what a screen reader needs, as a check of a page's elements; gives what is wrong
+# accessibility checks of the page's elements; returns the violations
 CHECK = """() => {
   const wrong = [];
   const shown = (each) => each.checkVisibility() && !each.closest('[aria-hidden=true]');
@@ -37,7 +37,7 @@ CHECK = """() => {
     if ([...list.children].some((each) => each.tagName !== 'LI')) wrong.push('a list of something else');
   return wrong;
 }"""
-# colours of text against what is behind it, by the formula of WCAG 2; gives what is under 4.5
+# contrast of text and background by the WCAG 2 formula; returns ratios under 4.5
 CONTRAST = """() => {
   const parse = (colour) => colour.match(/[\\d.]+/g).map(Number);
   const light = ([r, g, b]) => {
@@ -61,13 +61,13 @@ CONTRAST = """() => {
   }
   return low;
 }"""
-# whether the field, which sticks to the window, hides nothing of what was answered
+# whether the input, which sticks to the window, covers no part of the answers
 LAST_IN_SIGHT = """() => document.querySelector('.turns').getBoundingClientRect().bottom
   <= document.querySelector('.field-of-question').getBoundingClientRect().top"""
 
 
 def focused(reader: Reader) -> str:
-    """What the focus is on, by its name."""
+    """Accessible name of the focused element."""
     return reader.page.evaluate(
         "(document.activeElement.getAttribute('aria-label') ?? document.activeElement.labels?.[0]?.textContent"
         " ?? document.activeElement.textContent).trim()"

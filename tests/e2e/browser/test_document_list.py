@@ -1,4 +1,4 @@
-"""What is done with documents on the shelf."""
+"""Actions on documents in the list."""
 
 from datetime import datetime, timedelta
 
@@ -62,7 +62,7 @@ def test_part_of_a_document_is_forked(opened: Reader, behind: Behind):
 def test_document_is_deleted_after_confirmation(opened: Reader, behind: Behind):
     page = opened.page
     page.get_by_role("button", name="Delete…").click()
-    page.keyboard.press("Enter")  # the focus is on what changes nothing
+    page.keyboard.press("Enter")  # focus an element without side effects
     page.get_by_role("dialog").wait_for(state="detached")
     assert len(behind.contexts()) == 1
     page.get_by_role("button", name="Delete…").click()

@@ -1,4 +1,4 @@
-"""What the page says, and does by itself, when something is not as it should be."""
+"""Error messages of the page and its automatic recovery."""
 
 import json
 import re
@@ -19,7 +19,7 @@ QUESTION, ANSWER = "What is the value of amber-12?", "amber-12 is 4711"
 
 @pytest.fixture
 def own(browser: Any, tmp_path: Path) -> Iterator[tuple[Reader, Behind]]:
-    """A service of the test's own, since it is hurt, and a reader of it with the document `notes` open."""
+    """A separate service for fault injection, and a page with the document `notes` open."""
     with Behind("--data-dir", str(tmp_path / "data")) as behind, Reader(browser, behind.url) as reader:
         behind.ingest("notes", TEXT)
         reader.page.get_by_role("link", name="notes").click()
@@ -66,7 +66,7 @@ def test_lost_rank_and_its_recovery_are_shown(own: tuple[Reader, Behind]):
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
-    """A service that knows who may come in."""
+    """A service that requires credentials."""
     credentials = write_credentials(tmp_path_factory.mktemp("guarded"))
     with Behind("--credentials", str(credentials), credential=credential_of(ACME)) as behind:
         yield behind

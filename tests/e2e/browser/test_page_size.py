@@ -1,4 +1,4 @@
-"""What the page brings over the wire."""
+"""Transfer size of the page."""
 
 from typing import Any
 

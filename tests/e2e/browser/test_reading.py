@@ -1,4 +1,4 @@
-"""Reading through the page: a file becomes a document, and is asked."""
+"""Reading through the page: a file is uploaded and queried."""
 
 import re
 from typing import Any
@@ -56,7 +56,7 @@ def asked_of(reader: Reader) -> list[Any]:
 
 
 def test_question_includes_the_conversation_unless_the_reader_opts_out(browser: Any):
-    """The page takes this model for one that converses; what it says to that is told."""
+    """The model's name makes the page treat it as a chat model; the answers do not matter."""
     with Behind("--model-name", "teller") as behind, Reader(browser, behind.url) as reader:
         reader.add(("stock.txt", BOOK))
         page = reader.page
@@ -107,7 +107,7 @@ def test_stopped_answer_ends_the_generation(reader: Reader, behind: Behind):
 
 
 def test_markup_in_names_documents_questions_and_answers_is_shown_as_text(reader: Reader):
-    """The model repeats what it is asked for, so that its answers are full of tags."""
+    """The model repeats its input, so the answers contain the tags."""
     page = reader.page
     reader.add(("<img src=x onerror=alert(2)>.txt", MARKUP))
     page.get_by_role("heading", name="<img src=x onerror=alert(2)>").wait_for()

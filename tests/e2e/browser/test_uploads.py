@@ -1,4 +1,4 @@
-"""Uploads that are interrupted, refused, or go under names that are taken."""
+"""Uploads that are interrupted, refused, or use a taken name."""
 
 import re
 
@@ -11,7 +11,7 @@ OFFSET = "upload-offset"
 
 
 def sent(reader: Reader) -> list[int]:
-    """Where the parts began that were sent."""
+    """Offsets of the sent parts."""
     posts = [each for each in reader.requests if each.method == "POST" and OFFSET in each.headers]
     return [int(each.headers[OFFSET]) for each in posts]
 
@@ -125,7 +125,7 @@ def test_cancelled_upload_leaves_nothing(reader: Reader, behind: Behind):
     reader.slow_uploads(40_000)
     reader.add(("one.txt", LONG), ("two.txt", FILLER))
     page.locator(".sending .numbers", has_text="kB of 108 kB sent").first.wait_for()
-    page.get_by_role("button", name="Stop two").click()  # it has not begun
+    page.get_by_role("button", name="Stop two").click()  # prefill has not started
     page.get_by_role("button", name="Stop one").click()
     reader.slow_uploads(None)
     page.locator(".sending").wait_for(state="detached")

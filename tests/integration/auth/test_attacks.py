@@ -53,7 +53,7 @@ def house() -> FakeTransferEngine:
 
 @pytest.fixture
 async def channel(house: FakeTransferEngine, tmp_path: Path) -> AsyncIterator[grpc.aio.Channel]:
-    """To a service in which acme has a book and a generation that is held."""
+    """A channel to a service with a book and a retained generation of acme."""
     engine = FakeEngine()
     engine.answer = (ids("hi"),)
     engine.contexts["acme/book"] = list(ids("of acme"))

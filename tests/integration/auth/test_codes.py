@@ -75,7 +75,7 @@ async def drained(_: bool) -> Draining:
 
 @pytest.fixture
 async def address(tmp_path: Path) -> AsyncIterator[str]:
-    """A service in which acme has a book, a context of an earlier checkpoint, and a generation that is held."""
+    """A service in which acme has a book, a stale context and a retained generation."""
     engine = FakeEngine()
     engine.answer = (ids("hi"),)
     engine.contexts["acme/book"] = list(ids(SECRET))

@@ -1,4 +1,4 @@
-"""Certificates change while connections come and streams go on."""
+"""Certificates change during new connections and running streams."""
 
 import asyncio
 import logging

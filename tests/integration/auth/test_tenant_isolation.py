@@ -85,7 +85,7 @@ async def test_each_tenant_lists_only_its_own_objects(tmp_path: Path, tenant: st
 
 
 async def test_refusal_for_capacity_contains_no_figures_of_other_tenants(tmp_path: Path) -> None:
-    """Bolt gets the same refusal for a document without room, whatever acme stores."""
+    """Bolt gets the same refusal for a document without capacity, with and without contexts of acme."""
     reported = set[str]()
     for size in (400, 900):
         steps = {ACME: ingest("contexts/book", "a" * size), BOLT: ingest("contexts/book", "b" * 2900)}

@@ -1,4 +1,4 @@
-"""Encrypted connections: who is refused, who comes in as whom, and what else lies open."""
+"""Encrypted connections: rejected clients, the identity of accepted ones, and open ports."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -31,7 +31,7 @@ def test_bench_merge_counts_sent_bytes(tmp_path):
     assert [by_name["gloo", name]["collectives"] for name in ("paper", "packed", "gather")] == [3, 2, 1]
     gather = by_name["gloo", "gather"]
     assert gather["is_network_private"] is (obstacle() is None)
-    most = 1.3 * payload if gather["is_network_private"] else math.inf  # what else this machine sends counts, too
+    most = 1.3 * payload if gather["is_network_private"] else math.inf  # other traffic of this machine also counts
     assert payload <= gather["bytes_sent_per_rank"] < most
 
 

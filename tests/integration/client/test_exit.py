@@ -94,7 +94,7 @@ ASYNC = HEAD + dedent("""
 
 @pytest.fixture
 def endless(service: Served) -> Served:
-    """A service whose answers begin and do not end."""
+    """A service whose answers start and never end."""
     service.engine.answer = tuple((token_id,) for token_id in ids("two words"))
     service.engine.is_endless = True
     return service

@@ -39,7 +39,7 @@ async def test_slow_connection_is_not_an_error(service: Served) -> None:
 
 
 class Flaky:
-    """An engine's error that goes away after `times` retries."""
+    """An engine error that disappears after `times` retries."""
 
     def __init__(self, service: Served, error: LongleafError, times: int) -> None:
         self._engine, self._times = service.engine, times
@@ -123,7 +123,7 @@ async def test_permanent_errors_are_not_retried(service: Served, error: Longleaf
 async def test_recovery_longer_than_the_timeout_is_not_waited_for(
     service: Served, call: Callable[[AsyncClient], Any]
 ) -> None:
-    """What has the time waits as long as it is told."""
+    """A longer timeout waits for the announced time."""
     flaky = Flaky(service, Unavailable("recovering", 0.01), 1)
     async with AsyncClient(service.address, retries=QUICK, on_retry=flaky) as client:
         assert await call(client)
@@ -156,7 +156,7 @@ async def test_started_upload_is_not_sent_again(service: Served) -> None:
 
 
 class Sent:
-    """Counts the bytes of documents that a service takes; after `refuse_after` of them it refuses once."""
+    """Counts the document bytes that a service receives; refuses once after `refuse_after` of them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refuse_after: int | None = None) -> None:
         self.num_bytes = 0
@@ -174,7 +174,7 @@ class Sent:
 
 
 def once(*parts: bytes) -> Iterator[bytes]:
-    """A document that cannot be read again."""
+    """A document that can be read only once."""
     yield from parts
 
 

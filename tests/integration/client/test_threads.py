@@ -100,7 +100,7 @@ async def test_error_in_a_progress_callback_ends_the_upload_and_is_raised(
 
     def work() -> None:
         def on_progress(progress: IngestProgress) -> None:
-            if progress.processed:  # the engine has begun: an earlier report may end an upload without a stream
+            if progress.processed:  # the engine has started: an earlier report may end an upload without a stream
                 raise error
 
         with Client(service.address) as client:
@@ -216,7 +216,7 @@ async def test_closing_a_client_ends_waiting_calls_in_other_threads(service: Ser
 async def test_interrupt_between_two_lines_leaves_no_running_work(
     service: Served, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """It came after the work was begun, and before anything of the loop's thread was ready for it."""
+    """The interrupt arrives after the work was scheduled and before the loop's thread could handle it."""
     client = await use(lambda: Client(service.address))
     real = getattr(LoopThread, method)
 

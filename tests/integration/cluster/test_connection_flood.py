@@ -29,7 +29,7 @@ SPARE_TASKS = 8
 
 @contextmanager
 def crowded(control: RankManager) -> Iterator[None]:
-    """All of the crowd have come, and hammer until the end of the block."""
+    """All peers are connected and send until the end of the block."""
     server_key = control.invitations[0].server_key.decode()
     command = [sys.executable, "-m", crowd.__name__, control.address, server_key]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -63,7 +63,7 @@ async def test_hundred_unauthenticated_peers_delay_no_heartbeat_or_step(caplog: 
             while control.num_refused < NUM_REFUSED or any(map(int.__lt__, heard(), expected)):
                 assert await answer() > 0
                 num_answers += 1
-            while num_answers < NUM_ANSWERS:  # where heartbeats come sooner than answers
+            while num_answers < NUM_ANSWERS:  # where heartbeats arrive before answers
                 assert await answer() > 0
                 num_answers += 1
             assert control.num_refused > num_refused, "the crowd hammered meanwhile"

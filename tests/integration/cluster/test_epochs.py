@@ -1,4 +1,4 @@
-"""Consecutive epochs: the remaining members form the next epoch, whatever happens to the others meanwhile."""
+"""Consecutive epochs: the remaining members form the next epoch, independently of failures of the others."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class World:
-    """Control with scripted members; whom it kills is gone."""
+    """RankManager with scripted members; members that it kills disappear."""
 
     def __init__(self, world_size: int, nodes: str = "", *, has_late_pulses: bool = False, **settings: object) -> None:
         self.config = EngineConfig(model="none", world_size=world_size, **settings)  # type: ignore[arg-type]
@@ -48,7 +48,7 @@ class World:
         self.killed.append(member)
 
     async def add(self, node: str = "a", deaf_to: Collection[type[ToRank]] = ()) -> int:
-        """A member that loads the model beside the epoch."""
+        """Adds a member that loads the model beside the epoch."""
         number, invitation = self.control.roster.invite()
         self.members[number] = ScriptedMember(invitation, number, node, deaf_to)
         await self.control.roster.admit(number)
@@ -59,7 +59,7 @@ class World:
             self.members[number].beat()
 
     async def connect_pulses(self) -> None:
-        """Has the members be heard on the connections of their pulses: before that no fence can reach them."""
+        """Connects the heartbeat connections of the members: without them no abort can reach them."""
         self.beat(*self.members)
         await self.control.roster.wait(lambda: all(member.num_pulses for member in self.control.roster))
 
@@ -88,7 +88,7 @@ MakeWorld = Callable[..., Awaitable[World]]
 
 @pytest.fixture
 async def make_world() -> AsyncIterator[MakeWorld]:
-    """Worlds in their first epoch."""
+    """Checks that the epoch has these ranks: each gets a layout, and rank 0 answers a step."""
     worlds: list[World] = []
 
     async def make(*arguments: object, **settings: object) -> World:
@@ -242,7 +242,7 @@ async def test_measurements_are_not_repeated(make_world: MakeWorld) -> None:
     assert [join.merges for join in world.members[0].joins] == [(), (), timing]
 
 
-# --- who is silent, who hangs ---
+# --- silent and blocked members ---
 
 
 async def test_silent_member_is_killed_and_then_lost(make_world: MakeWorld) -> None:
@@ -284,7 +284,7 @@ async def test_late_answer_is_accepted(make_world: MakeWorld) -> None:
     world = await make_world(2, step_timeout=0.1)
     step = asyncio.ensure_future(world.control.group.step(StepPlan(1, 1, Decode(()))))
     await world.hear(0, StepPlan)
-    await asyncio.sleep(0.2)  # past the deadline, when members are asked how far they are
+    await asyncio.sleep(0.2)  # past the deadline, when members are asked for their progress
     await world.members[0].send(StepResult(1, 1, {1: (Token(3),)}))
     assert (await step).tokens == {1: (Token(3),)}
     assert world.killed == []
@@ -321,7 +321,7 @@ async def test_member_that_fails_to_join_twice_is_killed(make_world: MakeWorld, 
     monkeypatch.setattr(control_module, "ANSWER_SECONDS", 0.3)
     world = await make_world(3, form_timeout=0.3)
     world.members[1].deaf_to = (Join, AbortExchanges)
-    world.members[0].deaf_to = (Join,)  # it waits for the others until it is fenced
+    world.members[0].deaf_to = (Join,)  # it waits for the others until the abort
     await world.members[2].send(GroupFailure(2, 1, 1, "raised"))
     await world.control.group.wait_ended()
     forming = asyncio.create_task(world.control.form(2))
@@ -375,7 +375,7 @@ async def test_later_groups_get_more_time_if_the_first_one_was_slow() -> None:
 
 async def test_new_member_that_cannot_join_does_not_block_the_others(make_world: MakeWorld) -> None:
     world = await make_world(2, form_timeout=0.3)
-    await world.add(deaf_to=(Join,))  # it reaches no other member, and reports that when it is fenced
+    await world.add(deaf_to=(Join,))  # it reaches no other member, and reports that at the abort
     formation = await world.control.form(2)
     assert (formation.members, world.killed) == ((0, 1), [2])
     lost = [event for event in world.events if isinstance(event, MemberLost)]
@@ -417,7 +417,7 @@ async def test_messages_of_another_epoch_are_ignored(make_world: MakeWorld) -> N
     for message in (*old, GroupFailure(2, 3, 1, "a lie"), StepResult(2, 1, {})):
         await world.members[message.member if not isinstance(message, StepResult) else 2].send(message)
     await until(lambda: world.control.num_ignored == len(old) + 2)
-    await world.members[2].send(GroupFailure(2, 1, 7, "late", blamed=0))  # true, but of an epoch before
+    await world.members[2].send(GroupFailure(2, 1, 7, "late", blamed=0))  # correct, but of an earlier epoch
     await world.members[1].send(StepResult(1, 1, {0: (Token(666),)}))
     await world.check(2, 1, 2)
     assert world.control.num_ignored == len(old) + 2

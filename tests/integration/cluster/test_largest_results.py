@@ -1,4 +1,5 @@
-"""The most that ranks may say of a step is heard: what is too large ends a connection, and nobody is told."""
+"""The largest possible step result of a rank is accepted; larger messages close the connection and are not
+delivered."""
 
 import asyncio
 

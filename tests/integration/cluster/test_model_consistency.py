@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class OnNodes:
-    """Entry point of a rank that is the only one on its node, with the model in the folder of this number."""
+    """Entry point of a rank on a separate node, with the model in the folder of this number."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
@@ -42,7 +42,7 @@ def damaged(folder: Path) -> None:
 
 
 def configured(folder: Path) -> None:
-    """The model would not even load."""
+    """The model cannot even load."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 99}))
 

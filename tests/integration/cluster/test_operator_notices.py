@@ -1,4 +1,4 @@
-"""What whoever runs a service is told of its ranks."""
+"""Notices to the operator of a service about its ranks."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 async def told(actor: CoordinatorActor, last: str) -> list[str]:
-    """The news up to one that begins so."""
+    """The notices up to one with this prefix."""
     notes: list[str] = []
     while not notes or not notes[-1].startswith(last):
         reply = await actor.wait(until_news=True)
@@ -40,7 +40,7 @@ async def test_operator_is_notified_of_a_loss_and_its_recovery(tmp_path: Path) -
             os.kill(worker.pid, signal.SIGKILL)
         notes = await told(actor, "member 2 on node")
         node = worker.node
-        started = "member 2 was started in the place of member 1"  # before the others have met, or after
+        started = "member 2 was started in the place of member 1"  # before or after the others have joined
         assert started in notes
         assert [note for note in notes if note != started] == [
             f"member 1 on node {node}, rank 1 of epoch 1, was lost: was killed by signal 9",
@@ -56,7 +56,7 @@ async def test_operator_is_notified_of_a_loss_and_its_recovery(tmp_path: Path) -
 
 
 async def test_log_lines_during_shutdown_are_printed(tmp_path: Path) -> None:
-    """Such as the line of an auditor on the drain that waited for it."""
+    """Such as the audit line of the drain that caused the shutdown."""
     engine = EngineConfig(model=str(write_model(tmp_path)), world_size=1, block_size=16)
     telemetry = TelemetryConfig(log_level="info")
     config = ServiceConfig(engine=engine, launcher="local", telemetry=telemetry)

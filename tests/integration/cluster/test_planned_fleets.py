@@ -1,4 +1,4 @@
-"""What `longleaf models check` plans is what a fleet then says that it has."""
+"""The plans of `longleaf models check` equal the layouts that a fleet reports."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ KV_BYTES = 3 << 20
 
 
 def plan_of(config: EngineConfig, plans: tuple[CapacityPlan, ...]) -> CapacityPlan:
-    """That of the config's own mode; models without windows have no other than the first."""
+    """The plan of the config's own mode; models without windows only have the first one."""
     assert [plan.window_keys for plan in plans] == ["sharded", "replicated"][: len(plans)]
     return plans[-1] if config.window_keys == "replicated" else plans[0]
 
@@ -87,7 +87,7 @@ def test_service_admits_the_planned_number_of_contexts(span: int, block_size: in
 
 
 def test_infeasible_plan_is_refused_with_the_reason(tmp_path: Path) -> None:
-    """The pool holds blocks, but not the windows of a context and a generation."""
+    """The pool has blocks, but not enough for the windows of a context and a generation."""
     config = EngineConfig(model=str(make_checkpoint(tmp_path, "gemma3")), kv_bytes=1 << 18)
     sharded, replicated = check(config, has_weights=False).plans
     assert (sharded.reason, sharded.tokens) == ("", 256)

@@ -1,4 +1,4 @@
-"""Processes that die, stop, and are replaced, as each fleet has them. They compute nothing."""
+"""Processes that die, stop and are replaced, in each kind of fleet, without computation."""
 
 import asyncio
 import multiprocessing
@@ -32,7 +32,7 @@ FLEETS = [
 
 
 class World:
-    """Members as processes, and their exit states."""
+    """Members as processes, and their exit codes."""
 
     def __init__(self, fleet: Fleet, config: EngineConfig) -> None:
         self.fleet = fleet
@@ -53,7 +53,7 @@ class World:
 
 @asynccontextmanager
 async def running(fleet: Fleet, **settings: object) -> AsyncIterator[World]:
-    """A world whose fleet is launched. Nothing of it is left afterwards."""
+    """A world with a launched fleet; all of it is removed afterwards."""
     config = EngineConfig(model="none", **settings)  # type: ignore[arg-type]
     world = World(fleet, config)
     try:
@@ -102,7 +102,7 @@ async def test_stopped_member_is_killed_and_replaced(make_fleet: MakeFleet) -> N
         assert (await world.control.form(2)).members == (0,)
         await world.control.wait_joinable()
         assert (await world.control.form(3)).members == (0, 2)
-        await asyncio.to_thread(stopped.wait, 20)  # Ray takes its time
+        await asyncio.to_thread(stopped.wait, 20)  # Ray needs time
 
 
 @pytest.mark.parametrize("make_fleet", FLEETS)
@@ -127,7 +127,7 @@ async def test_world_survives_the_loss_of_all_but_one_member(make_fleet: MakeFle
             world.process(member).send_signal(signal.SIGKILL)
         await world.control.group.wait_ended()
         formation = await world.control.form(2)
-        while len(formation.members) > 1:  # the second death was seen later
+        while len(formation.members) > 1:  # the second exit was noticed later
             await world.control.group.wait_ended()
             formation = await world.control.form(formation.epoch + 1)
         assert formation.members == (1,)
@@ -178,7 +178,7 @@ def leave(spec: RankSpec) -> None:
 
 
 async def test_last_message_of_a_process_is_handled_before_its_exit() -> None:
-    """It sends the reason for its exit, which may arrive after the end of the process is noticed."""
+    """It sends the reason for its exit, which may arrive after the exit is noticed."""
     loop, config, fleet = asyncio.get_running_loop(), EngineConfig(model="none", world_size=1), LocalFleet(leave)
     control, reported = RankManager(config), loop.create_future()
     try:
@@ -212,7 +212,7 @@ async def test_shutdown_during_fork_server_import_prints_nothing(
     monkeypatch.setattr(forkserver, "_forkserver", server)
     monkeypatch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
     server.ensure_running()
-    os.kill(server._forkserver_pid, signal.SIGSTOP)  # answers as little as one that imports
+    os.kill(server._forkserver_pid, signal.SIGSTOP)  # it does not answer, like one that imports
     fleet, config = LocalFleet(MemberMain(), kill_server=fork_server.kill), EngineConfig(model="none", world_size=2)
     control = RankManager(config)
     launching = asyncio.create_task(fleet.launch(config, control.invitations, control.lost))

@@ -1,4 +1,4 @@
-"""What ranks log is in the coordinator's log: over the real channel, of real processes."""
+"""Log lines of ranks in the coordinator's log, over the real channel and from real processes."""
 
 import asyncio
 import logging
@@ -82,7 +82,7 @@ async def test_last_log_line_of_a_failing_member_is_forwarded(caplog: pytest.Log
 
 
 class Noisy(EchoRank):
-    """Logs as it starts."""
+    """Logs during its start."""
 
     def load(self) -> None:
         library.warning("shared memory is full (slower)")
@@ -94,7 +94,7 @@ class Noisy(EchoRank):
 
 @asynccontextmanager
 async def alive(control: RankManager, make_rank: Callable[[RankSpec], EchoRank]) -> AsyncIterator[None]:
-    """The first member lives as this rank, on a thread."""
+    """The first member runs as this rank, on a thread."""
     place = {"host": "127.0.0.1", "node": "here", "num_ranks_here": 1, "gpu": None}
     spec = RankSpec(member=0, config=CONFIG, invitation=control.invitations[0], **place)
     thread = Thread(target=serve, args=(spec, make_rank))
@@ -120,7 +120,7 @@ async def test_startup_output_is_not_logged_twice(caplog: pytest.LogCaptureFixtu
 
 
 class MadMain:
-    """Entry of a process that logs a hundred times in each step."""
+    """Entry point of a process that logs a hundred lines in each step."""
 
     def __call__(self, spec: RankSpec) -> None:
         live(spec, MadRank)
@@ -140,7 +140,7 @@ async def test_rank_that_floods_its_log_keeps_executing_steps(caplog: pytest.Log
         assert len(await answer(engine, 20)) == 20
         await until(lambda: set(texts(caplog)) != {"rank 0: mad"})
         assert engine.cluster().epoch == 1
-    num_mad = texts(caplog).count("rank 0: mad")  # more of them where steps take long, as so many a second are logged
+    num_mad = texts(caplog).count("rank 0: mad")  # more if steps are slow, because the limit is per second
     others = [text for text in texts(caplog) if text != "rank 0: mad"]
     counts = [int(text.removeprefix("rank 0: ").removesuffix(" more records were left out")) for text in others]
     assert 0 < sum(counts) <= 220 * 100 - num_mad

@@ -46,7 +46,7 @@ class Service:
 
 @asynccontextmanager
 async def serving(config: EngineConfig, fault: RankFault | None = None) -> AsyncIterator[Service]:
-    """A running engine; afterwards no process of it is left."""
+    """A running engine; checks that no process remains."""
     fleet = WatchedFleet(EchoMain(fault))
     control = RankManager(config, kill=fleet.kill)
     try:
@@ -149,7 +149,7 @@ async def test_rank_reports_its_error_before_it_closes(at_close: str) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_rank_that_hangs_past_the_deadline_is_killed(rank: int) -> None:
-    """Its pulse lives on."""
+    """Its heartbeats continue."""
     fault = RankFault(rank=rank, kind="hang", step=2)
     async with serving(config(world_size=2, step_timeout=0.5), fault) as service:
         answered = await answer(service.engine.submit(prompt(4, 100)))

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 
 
 class Service:
-    """An engine on a Ray fleet of its own; `stop` proves that no process of it is left and all slots are free."""
+    """An engine with its own Ray fleet; `stop` checks that no process remains and all slots are free."""
 
     def __init__(self, world_size: int, fault: RankFault | None = None, fleet: RayFleet | None = None) -> None:
         self.config = EngineConfig(
@@ -136,7 +136,7 @@ async def test_more_ranks_than_slots(ray_cluster: int) -> None:
 
 
 async def test_warnings_of_ranks_are_in_the_log(ray_cluster: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Not in a file of its worker."""
+    """Not only in the file of its Ray worker."""
     service = Service(world_size=2, fault=RankFault(rank=1, kind="raise", step=20))
     try:
         await service.start()

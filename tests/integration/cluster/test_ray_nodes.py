@@ -1,4 +1,4 @@
-"""A node of a Ray cluster dies with all that runs there, and another one takes its place."""
+"""A node of a Ray cluster dies with all its processes, and another one replaces it."""
 
 import os
 import shutil
@@ -82,7 +82,7 @@ def test_slot_of_a_dead_node_is_filled_on_a_new_node(
     started: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.startswith("RAY_")]:
-        monkeypatch.delenv(name)  # a Ray that another test started has left what it needs
+        monkeypatch.delenv(name)  # the Ray of an earlier test has released its resources
     folder = tempfile.mkdtemp(prefix="ll-", dir="/tmp")
     started.callback(shutil.rmtree, folder, ignore_errors=True)
     with socket.create_server((HERE, 0)) as free:

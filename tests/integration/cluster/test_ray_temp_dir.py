@@ -30,7 +30,7 @@ SECONDS = 20
 
 
 class Scene:
-    """A process that makes a folder, one that writes into it, and one that reads."""
+    """A process that creates a folder, one that writes into it, and one that reads."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -49,14 +49,14 @@ class Scene:
         return process
 
     def _holder(self, mode: str) -> subprocess.Popen:
-        """A process that has a log open."""
+        """A process with an open log file."""
         holder = self._start(HOLDER, str(self.folder / "log"), mode)
         assert holder.stdout is not None
         assert holder.stdout.readline()
         return holder
 
     def is_ended(self) -> bool:
-        """Whether the folder and its writer are gone, and the reader is not."""
+        """Whether the folder and its writer are gone and the reader is not."""
         assert self.writer.wait(SECONDS) == -signal.SIGKILL
         assert psutil.wait_procs([self.watcher], timeout=SECONDS)[1] == []
         deadline = time.monotonic() + SECONDS

@@ -34,7 +34,7 @@ Event = TypeVar("Event", bound=MemberEvent)
 
 
 class Places(FakeFleet):
-    """Starts scripted members. Those in `failing` die while they load, those in `strange` have another model."""
+    """Starts scripted members. Members in `failing` die while loading, members in `strange` have another model."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -62,7 +62,7 @@ class Places(FakeFleet):
 
 
 class Kept:
-    """A world of two whose lost members are replaced. Time passes only in sleeps."""
+    """A world of two members with replacement of losses. Time passes only in sleeps."""
 
     def __init__(self) -> None:
         self.fleet = Places()
@@ -91,7 +91,7 @@ class Kept:
         self._changed.set()
 
     async def wait_for(self, kind: type[Event], count: int = 1) -> list[Event]:
-        """The events of this kind, once there are so many."""
+        """The events of this type once there are that many."""
         while len(found := [event for event in self.events if isinstance(event, kind)]) < count:
             self._changed.clear()
             await self._changed.wait()
@@ -226,7 +226,7 @@ async def test_slot_that_cannot_be_filled_now_is_retried(kept: Kept, problem: Ex
     kept.fleet.problem = problem
     kept.control.lost(1, "its node died")
     assert await kept.wait_for(ReplacementDelayed) == [ReplacementDelayed(1, 5.0, message)]
-    for _ in range(1000):  # it looks again and again
+    for _ in range(1000):  # it retries periodically
         await asyncio.sleep(0)
     assert set(kept.slept) == {5.0}
     assert len(await kept.wait_for(ReplacementDelayed)) == 1, "told once"

@@ -54,7 +54,7 @@ async def fails(work: Awaitable[object], kind: type[Exception], told: str) -> No
 
 
 async def test_each_result_reaches_its_requester(world: World) -> None:
-    """In any order; under one ticket one member or several may save and fetch."""
+    """In any order; one ticket may save and fetch on one member or several."""
     saves = [asyncio.create_task(world.control.save(member, SAVE)) for member in (0, 1)]
     fetching = asyncio.create_task(world.control.fetch(1, FETCH))
     assert [await world.hear(0, Save), await world.hear(1, Save), await world.hear(1, Fetch)] == [SAVE, SAVE, FETCH]

@@ -67,7 +67,7 @@ async def control() -> AsyncIterator[RankManager]:
 
 
 def introduce(context: "zmq.Context[Socket]", control: RankManager, rank: int) -> Socket:
-    """The connection of a rank that is ready."""
+    """The connection of a ready rank."""
     invitation = control.invitations[rank]
     connection = connect(context, invitation, invitation.commands_id)
     connection.send(encode(Hello(rank, "node", "127.0.0.1", 1)))
@@ -94,7 +94,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def check_service(control: RankManager, ranks: Sequence[Socket]) -> None:
-    """Messages of the ranks arrive, no other peer was accepted, and rank 0 answers a step."""
+    """Messages of the ranks arrive, no other peer is accepted, and rank 0 answers a step."""
     formation, _ = await asyncio.gather(control.start(1), asyncio.to_thread(form, ranks))
     assert [ready.num_blocks for ready in formation.readies] == [4, 4]
     assert [hello.host for hello in control.hellos] == ["127.0.0.1"] * 2
@@ -123,7 +123,7 @@ def stranger_without_a_key(context: "zmq.Context[Socket]", control: RankManager)
 
 
 def stranger_with_a_key(context: "zmq.Context[Socket]", control: RankManager) -> Socket:
-    """It knows everything but a member's secret key."""
+    """Uses the correct name with an invalid secret key."""
     public, secret = zmq.curve_keypair()
     invitation = msgspec.structs.replace(control.invitations[0], public_key=public, secret_key=secret)
     return connect(context, invitation, control.invitations[0].commands_id)
@@ -150,7 +150,7 @@ async def test_unauthenticated_peer_is_refused_and_counted(context, control: Ran
 
 
 async def test_lost_rank_is_not_counted_as_unauthenticated(context, control: RankManager) -> None:
-    """Not even as another one connects, before that has proven who it is."""
+    """Even if another peer connects before the rank has authenticated."""
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
     for epoch in range(2, 6):
@@ -256,7 +256,7 @@ async def test_lost_member_is_refused_without_a_warning(context, control: RankMa
 
 
 async def test_abandoned_member_is_refused_before_the_next_epoch(context) -> None:
-    """While its process still lives, and with its own keys."""
+    """While its process still runs, with valid keys."""
     is_gone = asyncio.Event()
 
     async def kill(member: int) -> None:
@@ -322,7 +322,7 @@ async def test_closed_channel_leaves_no_resources(context) -> None:
     def threads() -> set[str]:
         found = set[str]()
         for task in Path("/proc/self/task").iterdir():
-            with suppress(FileNotFoundError):  # it has just ended
+            with suppress(FileNotFoundError):  # it has just exited
                 found |= {task.name} if "ZMQ" in (task / "comm").read_text() else set()
         return found
 
@@ -332,9 +332,9 @@ async def test_closed_channel_leaves_no_resources(context) -> None:
 
     gc.collect()  # of earlier tests
     previous = threads()
-    intruder = context.socket(zmq.DEALER)  # this context's threads are there from now on
+    intruder = context.socket(zmq.DEALER)  # this context's threads exist from here on
     intruder.setsockopt(zmq.LINGER, 0)
-    await until(lambda: len(threads() - previous) == 2)  # they name themselves, some time after they began
+    await until(lambda: len(threads() - previous) == 2)  # they set their names shortly after their start
     before = left()
     for _ in range(3):
         control = RankManager(CONFIG)

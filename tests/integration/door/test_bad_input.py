@@ -1,4 +1,4 @@
-"""Arbitrary input of clients: never a 500, and the service answers afterwards."""
+"""Arbitrary client input never causes a 500, and the service answers afterwards."""
 
 import asyncio
 import json
@@ -258,11 +258,11 @@ async def test_bodies_beyond_the_memory_budget_are_refused_with_retry_after(
         reader, writer = await asyncio.open_connection(host, int(port))
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 950\r\n"
         writer.write(f"{head}Expect: 100-continue\r\n\r\n".encode())
-        assert b"100" in await asyncio.wait_for(reader.readline(), 10)  # it is waited for
+        assert b"100" in await asyncio.wait_for(reader.readline(), 10)  # the gateway waits for it
         answer = await client.post(CHAT, json=GOOD)
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), answer.text
         writer.close()
-        while (await client.post(CHAT, json=GOOD)).status_code == 503:  # until the door has noticed
+        while (await client.post(CHAT, json=GOOD)).status_code == 503:  # until the gateway has noticed
             pass
         assert (await client.post(CHAT, json=GOOD)).status_code == 200
 
@@ -279,7 +279,7 @@ FIELDS = (
 VALUES = st.sampled_from(
     [0, 1, -1, 0.5, 1e308, 1 << 63, "", "x", "fake", "fake:book", "book", True, False, None, [], {}]
 )
-"""Values that are nearly valid."""
+"""Nearly valid values."""
 MESSAGES = st.lists(
     st.fixed_dictionaries(
         {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool"])},
@@ -324,7 +324,7 @@ def contents(draw: st.DrawFn, changes: st.SearchStrategy[dict[str, Any]]) -> byt
 @pytest.mark.parametrize("path", PLACES)
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_no_body_causes_a_500(path: str, examples: int, tmp_path: Path) -> None:
-    """The door is one and the same for all examples, and answers after each."""
+    """All examples share one gateway, which answers after each."""
     method, changes = PLACES[path]
     with standing(tmp_path / "model") as door:
         door.engine.answer, door.engine.contexts["book"] = (ids("x"),), list(ids("long"))

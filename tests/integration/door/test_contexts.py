@@ -182,7 +182,7 @@ EXAMPLES = (
 
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_any_split_interruption_and_resume_gives_the_whole_document(examples: int, tmp_path: Path) -> None:
-    """The door is one and the same for all examples."""
+    """All examples share one gateway."""
     numbers = itertools.count()
     with standing(tmp_path / "model") as door:
 
@@ -200,7 +200,7 @@ def test_any_split_interruption_and_resume_gives_the_whole_document(examples: in
 async def uploaded(
     client: httpx2.AsyncClient, whole: str, cut: str, content: bytes, cuts: list[tuple[int, bool]], is_appended: bool
 ) -> None:
-    """Makes two contexts, one at once, one in pieces."""
+    """Creates two contexts, one in one request, one in pieces."""
     for name in (whole, cut) if is_appended else ():
         await client.post(f"/v1/contexts/{name}", content=b"It begins. ", headers=PLAIN)
     more = "append=true" if is_appended else ""
@@ -219,7 +219,7 @@ async def uploaded(
 
 
 async def break_off(client: httpx2.AsyncClient, path: str, part: bytes, headers: dict[str, str]) -> None:
-    """Sends a part of a slice, and leaves."""
+    """Sends a part of a slice and disconnects."""
     host, _, port = str(client.base_url).removeprefix("http://").strip("/").rpartition(":")
     _, writer = await asyncio.open_connection(host, int(port))
     lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(part) + 1}"]
@@ -265,7 +265,7 @@ async def test_open_watch_does_not_block_gateway_shutdown(service: Served) -> No
 
 
 class Ids:
-    """A document of ids that breaks off."""
+    """A document of ids that is interrupted."""
 
     error = None
 
@@ -273,7 +273,7 @@ class Ids:
         self._parts = parts
 
     def acknowledge(self, offset: int) -> None:
-        """It is not sent again."""
+        """The event is acknowledged, so the engine does not send it again."""
 
     async def pieces_from(self, _: int) -> AsyncIterator[tuple[int, ...]]:
         for part in self._parts:

@@ -112,8 +112,8 @@ async def test_request_heads_are_bounded(url: str, monkeypatch: pytest.MonkeyPat
 
 
 async def test_connections_are_bounded(service: Served) -> None:
-    """Two connections are accepted, also while a third is open. The third is refused in JSON, and accepted once one of
-    the others has closed."""
+    """Two connections are accepted, even while a third is open. The third is refused in JSON, and accepted after
+    another has closed."""
     async with opened(service.address, max_connections=2) as url, AsyncExitStack() as connections:
         host, _, port = url.removeprefix("http://").rpartition(":")
 
@@ -178,7 +178,7 @@ async def test_invalid_settings_are_refused(service: Served) -> None:
 
 
 def test_responses_are_sent_without_delay() -> None:
-    """Else the parts of an answer wait for each other's receipts, which come up to 40 ms late."""
+    """Without TCP_NODELAY the parts of an answer wait for acknowledgements, up to 40 ms."""
     for host in ("127.0.0.1", "::1"):
         with listen(host, 0) as listener, socket.create_connection(listener.getsockname()[:2]):
             connection, _ = listener.accept()
@@ -214,7 +214,7 @@ async def test_each_caller_is_identified_by_its_credential(tmp_path: Path) -> No
     ],
 )
 async def test_body_of_a_caller_without_a_credential_is_not_read(tmp_path: Path, request_line: str) -> None:
-    """It would take its share of the memory that all bodies have."""
+    """It would use memory of the shared body budget."""
     credential, file = new_credential(), tmp_path / "credentials"
     file.write_text(f"{line_of(CredentialEntry(tenant='acme', role='user', digests=(digest_of(credential),)))}\n")
     served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.of(str(file)))
@@ -238,7 +238,7 @@ async def test_callers_without_a_credential_cannot_learn_the_model_name(tmp_path
             return answer.status_code, answer.text
 
         known = {"authorization": f"Bearer {credential}"}
-        assert (await asked("other", known))[0] == 404  # the door knows the name from now on
+        assert (await asked("other", known))[0] == 404  # the gateway has cached the name from here on
         for wrong in ({}, {"authorization": f"Bearer {new_credential()}"}):
             assert (await asked("fake", wrong))[0] == 401
             assert await asked("other", wrong) == await asked("fake", wrong)

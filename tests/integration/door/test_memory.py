@@ -1,4 +1,4 @@
-"""Long documents and prompts go through a door, and do not stay in it."""
+"""Long documents and prompts pass through a gateway without remaining in its memory."""
 
 import asyncio
 import sys
@@ -80,7 +80,7 @@ async def test_document_of_100_mb_uses_little_memory() -> None:
 
 
 class Generations(generation_service_pb2_grpc.GenerationServiceServicer):
-    """Has all requests wait: those that are `is_queued` hear so."""
+    """Queues all requests; those in `is_queued` get their position."""
 
     def __init__(self, is_queued: bool) -> None:
         self._is_queued = is_queued

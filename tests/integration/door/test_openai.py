@@ -1,4 +1,4 @@
-"""The openai package asks a door."""
+"""The openai package as a client of a gateway."""
 
 import asyncio
 import json
@@ -235,7 +235,7 @@ def special(name: str) -> int:
 
 
 def said(content: str, *others: int) -> tuple[Tokens | Ended, ...]:
-    """The engine's events for an answer of these tokens and the end token, each the likeliest, before `others`."""
+    """Engine events of an answer with these tokens and the end token, each the most likely, followed by `others`."""
     reported = list[Token]()
     for token in (*ids(content), special(END)):
         tops = [TokenLogprob(each, -0.5 * (i + 1)) for i, each in enumerate((token, *others))]
@@ -244,7 +244,7 @@ def said(content: str, *others: int) -> tuple[Tokens | Ended, ...]:
 
 
 async def test_tokens_of_partial_characters_are_given_as_bytes(service: Served, url: str) -> None:
-    """And places count characters, whether they come together or not."""
+    """Text offsets count characters, whether the tokens arrive together or separately."""
     service.engine.answer, service.engine.script = (), said("aдb", *ids("д"))
     requested: Any = {"model": "fake", "prompt": "So", "logprobs": 3}
     async with asking(url) as client:
@@ -379,7 +379,7 @@ async def test_accepted_drafts_are_reported_as_predictions(service: Served, url:
 
 
 async def test_every_text_chunk_matches_the_openai_type(service: Served, url: str) -> None:
-    """But for `finish_reason`: the package's type has no null, which OpenAI sends in all chunks but a choice's last."""
+    """Except `finish_reason`: the package's type has no null, which OpenAI sends in all chunks but a choice's last."""
     service.engine.answer, service.engine.script = (), said("aдb", *ids("д"))
     requested: Any = {"model": "fake", "prompt": "So", "logprobs": 3, "stream": True}
     async with asking(url) as client:

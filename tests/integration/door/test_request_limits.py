@@ -90,7 +90,7 @@ async def test_memory_stays_bounded_for_every_request_form() -> None:
 
 
 async def warm(host: str, port: int, process: psutil.Process) -> int:
-    """Has the door answer; gives the memory it has then, in bytes."""
+    """Queries the gateway once; returns its memory in bytes."""
     async with httpx2.AsyncClient(base_url=f"http://{host}:{port}") as client:
         assert (await client.get("/healthz")).status_code == 200
     return process.memory_info().rss
@@ -98,7 +98,7 @@ async def warm(host: str, port: int, process: psutil.Process) -> int:
 
 @pytest.fixture
 async def address(service: Served, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, int]]:
-    """A door with short times."""
+    """A gateway with short timeouts."""
     monkeypatch.setattr(protocol, "IDLE_SECONDS", 0.3)
     monkeypatch.setattr(protocol, "UNREAD_SECONDS", 0.5)
     async with opened(service.address) as url:
@@ -123,7 +123,7 @@ async def test_data_after_an_answered_request_is_limited_in_time(
     writer.write(head)
     async with asyncio.timeout(10):
         await reader.readuntil(b"\r\n\r\n")
-        while True:  # a byte now and then keeps no connection
+        while True:  # single bytes do not keep a connection open
             try:
                 if not await asyncio.wait_for(reader.read(1 << 16), 0.05):
                     break
@@ -135,7 +135,7 @@ async def test_data_after_an_answered_request_is_limited_in_time(
 
 
 async def test_request_after_a_pause_is_answered_completely(service: Served, address: tuple[str, int]) -> None:
-    """The time between two requests ends with the second's head: its answer may take longer."""
+    """The limit ends with the head of the second request: its answer may take longer."""
     reader, writer = await asyncio.open_connection(*address)
     body = b'{"model": "fake", "prompt": "x", "max_tokens": 2}'
     request = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
@@ -167,7 +167,7 @@ async def test_unread_answer_ends_after_a_timeout(monkeypatch: pytest.MonkeyPatc
         with suppress(ConnectionError):
             while content := await reader.read(1 << 20):
                 num_read += len(content)
-        assert num_read < sum(map(len, TEXTS)) // 2  # it was cut
+        assert num_read < sum(map(len, TEXTS)) // 2  # it was truncated
         writer.close()
 
 
@@ -194,7 +194,7 @@ async def test_number_of_headers_is_bounded(address: tuple[str, int]) -> None:
 
 
 async def test_trailers_are_not_parsed_as_headers(service: Served, address: tuple[str, int]) -> None:
-    """A short trailer is taken, and changes nothing."""
+    """A short trailer is accepted and has no effect."""
     reader, writer = await asyncio.open_connection(*address)
     body = b'{"model": "fake", "prompt": "x", "max_tokens": 2}'
     writer.write(b"POST /v1/completions HTTP/1.1\r\n" + CHUNKED + b"%x\r\n%b\r\n" % (len(body), body))
@@ -221,7 +221,7 @@ async def test_unauthenticated_peers_cannot_write_to_the_log(
 
 
 async def test_data_after_an_upgrade_is_not_parsed_as_a_request(address: tuple[str, int]) -> None:
-    """The parser would read a body behind one as the next request. Requests before it are answered."""
+    """The parser would read a following body as the next request. Earlier requests are answered."""
     upgrade = b" HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
     for request, reason in (
         (b"GET /healthz" + upgrade + b"\r\n", None),

@@ -47,7 +47,7 @@ async def test_running_calls_finish_after_any_signal(service: Served, number: si
         async with httpx2.AsyncClient(base_url=url) as other:
             await until_refused(other)
         service.engine.streams[0].released.set()
-        reported = [line async for line in lines if line]  # an end that is none would raise
+        reported = [line async for line in lines if line]  # an empty end would raise
         assert reported[-2] == "event: error" and "ended the stream before the answer's end" in reported[-1]
         assert await asyncio.wait_for(process.wait(), 30) == 0
 

@@ -1,4 +1,4 @@
-"""Streams through a door that are read more slowly than they come."""
+"""Streams through a gateway with readers slower than the source."""
 
 import json
 import sys
@@ -17,13 +17,13 @@ from longleaf.v1 import cluster_service_pb2_grpc, generation_service_pb2_grpc
 
 NUM_DELTAS = 800
 TEXTS = [f"{i:07} " * 8192 for i in range(NUM_DELTAS)]
-"""64 KiB each, 50 MiB in all: more than the sockets and flow-control windows on the way hold."""
+"""64 KiB each, 50 MiB in total: more than the sockets and flow-control windows in between hold."""
 MOST_GROWTH = 24 << 20
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "Who?"}], "stream": True}
 
 
 class Generations(generation_service_pb2_grpc.GenerationServiceServicer):
-    """Answers each with all texts, as fast as they are taken; knows how many were."""
+    """Answers each request with all texts at the reader's speed, and counts them."""
 
     def __init__(self) -> None:
         self.num_taken = list[int]()
@@ -56,7 +56,7 @@ class Door(NamedTuple):
 
 @asynccontextmanager
 async def service() -> AsyncIterator[tuple[str, Generations]]:
-    """Gives its address."""
+    """Returns its address."""
     generations, server = Generations(), grpc.aio.server()
     generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(generations, server)
     cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server(Clusters(), server)
@@ -109,7 +109,7 @@ async def test_slow_reader_delays_no_other_stream_and_gets_everything() -> None:
                     quick.see(line)
                     most = max(most, process.memory_info().rss)
             assert quick.num_seen == NUM_DELTAS
-            assert generations.num_taken[0] < NUM_DELTAS == generations.num_taken[1]  # the first stands still
+            assert generations.num_taken[0] < NUM_DELTAS == generations.num_taken[1]  # the first stream is blocked
             assert most - before < MOST_GROWTH, f"{(most - before) >> 20} MiB"
             last = ""
             async for line in slow_lines:

@@ -1,4 +1,4 @@
-"""Streams through a door: what is told while nothing is, and who reads slowly."""
+"""Streams through a gateway: status events during waits, and slow readers."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""Errors over real sockets: statuses, details, and the same error again at the client."""
+"""Errors over real sockets: statuses, details, and the same exception at the client."""
 
 import asyncio
 from pathlib import Path

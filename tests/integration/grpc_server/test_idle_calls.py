@@ -1,4 +1,4 @@
-"""Calls that nothing is said in for long."""
+"""Calls without messages for a long time."""
 
 import asyncio
 from pathlib import Path
@@ -10,7 +10,7 @@ from longleaf.types import Started
 from tests.support.service import FakeEngine, serving
 
 SILENT_SECONDS = 200.0
-"""Clients ask every 30 s whether the other side is there; a service ends all calls of one that seems to flood it."""
+"""Clients ping every 30 s; a service ends all calls of a client that seems to flood it."""
 
 
 @pytest.mark.slow

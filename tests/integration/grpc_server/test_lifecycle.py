@@ -1,4 +1,5 @@
-"""A service before its model is there, and while it ends: real sockets, real processes, ranks that compute nothing."""
+"""A service before its model is loaded and during shutdown, with real sockets and real processes; ranks compute
+nothing."""
 
 import asyncio
 import os
@@ -53,7 +54,7 @@ async def test_sampling_defaults_are_read_before_ranks_start(tmp_path: Path) -> 
 
 
 class Begun:
-    """A service that starts, and a client of it that tries once."""
+    """A starting service, and a client without retries."""
 
     def __init__(self, service: Service, client: AsyncClient, starting: asyncio.Task[int]) -> None:
         self.service, self.client, self.starting = service, client, starting
@@ -64,20 +65,20 @@ class Begun:
         return caught.value
 
     async def health(self) -> tuple[bool, ...]:
-        """The health of the model, and of the process."""
+        """Health of the model and the process."""
         model = {await self.client.is_healthy(name) for name in ("", *SERVICES)}
         return (*model, await self.client.is_healthy("liveness"))
 
 
 @asynccontextmanager
 async def begun(config: ServiceConfig, fleet: Fleet) -> AsyncIterator[Begun]:
-    """The port is open when this begins, and nothing else need be."""
+    """The port is open; nothing else is ready."""
     service = Service(config, fleet)
     starting = asyncio.create_task(service.start())
     try:
         async with AsyncClient(f"127.0.0.1:{config.port}", retries=0) as client:
             while not await is_listening(client):
-                await asyncio.sleep(0.01)  # no notification exists
+                await asyncio.sleep(0.01)  # there is no notification
                 assert not starting.done() or starting.result()
             yield Begun(service, client, starting)
     finally:
@@ -216,7 +217,7 @@ async def test_second_drain_does_not_wait(tmp_path: Path) -> None:
 
 
 async def test_signal_after_a_drain_call_counts_as_the_first(tmp_path: Path) -> None:
-    """As when a container is stopped whose hook has begun it."""
+    """As with a stopped container whose hook has started the drain."""
     async with begun(config_of(tmp_path, drain_seconds=600), LocalFleet(EchoMain())) as found:
         await found.starting
         upload = await Upload(found.client, "book").begin()
@@ -246,7 +247,7 @@ async def test_rank_loss_during_drain_is_waited_for(tmp_path: Path) -> None:
 
 
 class OnceMain(EchoMain):
-    """No replacement lives."""
+    """Entry point without working replacements."""
 
     def __call__(self, spec: RankSpec) -> None:
         if spec.member >= spec.config.world_size:
@@ -256,7 +257,7 @@ class OnceMain(EchoMain):
 
 async def test_drain_caller_is_notified_when_all_ranks_are_lost(tmp_path: Path) -> None:
     config = config_of(tmp_path, drain_seconds=600)
-    config = replace(config, engine=replace(config.engine, max_losses_per_minute=100))  # none is waited for
+    config = replace(config, engine=replace(config.engine, max_losses_per_minute=100))  # no replacement is awaited
     async with begun(config, LocalFleet(OnceMain())) as found:
         await found.starting
         workers = (await found.client.cluster()).workers
@@ -302,7 +303,7 @@ async def test_interrupted_drain_call_is_not_retried() -> None:
 
 
 async def test_stalled_clients_do_not_delay_shutdown_notices(tmp_path: Path) -> None:
-    """They read neither their health, nor the cluster, nor an answer, so their send buffers are full."""
+    """They read neither health nor cluster nor answer events, so their send buffers are full."""
     os.mkfifo(pipe := tmp_path / "pipe")
     config = config_of(tmp_path, drain_seconds=0.1)
     async with begun(config, LocalFleet(LateMain(pipe))) as found, Deaf(f"127.0.0.1:{config.port}") as deaf:

@@ -27,7 +27,7 @@ MANY = 2 * unauthenticated_limiter.MAX_CALLS
 
 @asynccontextmanager
 async def poisoned(address: str) -> AsyncGenerator[None, None]:
-    """After a call whose path is no UTF-8 has closed a port, and it is open again."""
+    """A port that was closed by a call with a non-UTF-8 path and is open again."""
     host, _, port = address.rpartition(":")
     async with Deaf(address) as intruder:
         await intruder.call(NO_UTF8)
@@ -110,7 +110,7 @@ async def test_silent_connections_leave_descriptors_to_others(tmp_path: Path, mo
 
 @asynccontextmanager
 async def silent(address: str, count: int) -> AsyncIterator[set[socket.socket]]:
-    """Unauthenticated connections that send nothing: those that are still open."""
+    """Unauthenticated connections that send nothing; returns those that are still open."""
     host, _, port = address.rpartition(":")
     loop, connections = asyncio.get_running_loop(), set[socket.socket]()
 

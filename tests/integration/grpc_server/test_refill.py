@@ -1,4 +1,4 @@
-"""An abandoned place is filled on request."""
+"""An abandoned slot is filled on request."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class FragileMain(EchoMain):
-    """No replacement lives while `broken` exists."""
+    """Replacements fail while `broken` exists."""
 
     def __init__(self, broken: Path) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class FragileMain(EchoMain):
 
 
 async def seen(client: AsyncClient, slot: str) -> Cluster:
-    """The cluster once this has become of the place of the rank that was lost first."""
+    """The cluster once the slot of the first lost rank has this state."""
     async for cluster in client.watch_cluster(min_interval=0.05):
         if cluster.losses and cluster.losses[0].slot == slot:
             return cluster

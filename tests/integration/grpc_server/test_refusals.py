@@ -38,7 +38,7 @@ def falls_silent(is_over: threading.Event) -> Iterator[bytes]:
 
 
 async def in_turns(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Parts of which one may be long in coming."""
+    """Parts, one of which may be delayed."""
     for part in parts:
         yield part
         await asyncio.sleep(0)
@@ -101,7 +101,7 @@ async def test_synchronous_client_gets_the_refusal_immediately(
 async def test_synchronous_stub_gets_the_refusal_immediately(
     service: Served, waits: Callable[[float, float], None], goes: Goes
 ) -> None:
-    """As those of other languages, whose libraries keep the status."""
+    """Like stubs of other languages, whose libraries keep the status."""
     waits(LONG, LONG)
 
     def use() -> None:
@@ -129,7 +129,7 @@ async def upward(num_more: int, *, ends: bool) -> AsyncIterator[ingest_pb.Ingest
 async def test_asyncio_stub_may_finish_sending(
     service: Served, channel: grpc.aio.Channel, waits: Callable[[float, float], None]
 ) -> None:
-    """Its library makes INTERNAL of a status that comes while it sends."""
+    """Its library turns a status that arrives during sending into INTERNAL."""
     waits(LONG, LONG)
     for _ in range(NUM_TIMES):
         with pytest.raises(grpc.RpcError) as caught:
@@ -173,7 +173,7 @@ def soon(seconds: float) -> Timestamp:
 async def test_asyncio_stub_that_never_ends_is_closed_eventually(
     service: Served, channel: grpc.aio.Channel, waits: Callable[[float, float], None]
 ) -> None:
-    """Even if it cannot hear why."""
+    """Even if it cannot receive the reason."""
     waits(LONG, 0.2)
     with pytest.raises(grpc.RpcError):
         [_ async for _ in ContextServiceStub(channel).IngestContext(upward(10**9, ends=True))]

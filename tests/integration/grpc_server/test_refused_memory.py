@@ -45,7 +45,7 @@ CASES: dict[str, tuple[grpc.StatusCode, str, tuple[Message | bytes, ...]]] = {
 
 @pytest.fixture(autouse=True)
 def _unlogged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("CRITICAL")  # its records would keep the errors
+    caplog.set_level("CRITICAL")  # its records would keep the errors alive
 
 
 @contextmanager

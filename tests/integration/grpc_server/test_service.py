@@ -32,7 +32,7 @@ async def test_synchronous_client_streams_stops_and_closes(service: Served) -> N
             assert client.is_healthy()
             with pytest.raises(NotFound):
                 client.delete_context("none")
-        forgotten.close()  # after its client: nothing to end any more
+        forgotten.close()  # after its client: nothing remains to be ended
         client.close()
         return first.text, client.server
 

@@ -1,5 +1,5 @@
-"""Long texts over real sockets: cut into tokens a window at a time, no further than they can fit, and only while their
-client is there."""
+"""Long texts over real sockets: tokenized in windows, only as far as they can fit, and only while their client is
+connected."""
 
 import asyncio
 import threading
@@ -24,19 +24,19 @@ pytestmark = pytest.mark.timeout(60)
 
 WINDOW = 1 << 16
 LONG = 10_000
-"""Characters from which a text is a long one's window, and waits at the gate."""
+"""Length in characters from which a text is one window of a long text and waits at the gate."""
 OTHER = "b" * (12 * WINDOW)
 NUM_THREADS = 2
 
 
 class Gate:
-    """A tokenizer that counts the windows of long texts, and holds them until it is opened."""
+    """A tokenizer that counts the windows of long texts and blocks them until it is opened."""
 
     def __init__(self, tokenizer: FastTokenizer) -> None:
         self._tokenizer = tokenizer
         self._open = threading.Event()
         self.num_windows = Counter[str]()
-        """Of a text, by the letter that it is made of."""
+        """Windows by the letter that a text consists of."""
         self.reached = threading.Semaphore(0)
 
     def open(self) -> None:
@@ -125,7 +125,7 @@ async def test_abandoned_texts_delay_no_other_client(gated: Gated) -> None:
         await asyncio.wait(calls)
     other = asyncio.ensure_future(count(gated.client, OTHER))
     for _ in range(20):
-        await gated.client.cluster()  # needs no thread: meanwhile the service hears who has left
+        await gated.client.cluster()  # needs no thread: meanwhile the service notices disconnected clients
     gate.open()
     assert await other == len(OTHER)
     assert gate.num_windows["a"] == NUM_THREADS

@@ -1,4 +1,4 @@
-"""Texts to ids and back, over real sockets."""
+"""Conversion of texts to ids and back, over real sockets."""
 
 from pathlib import Path
 from typing import Any, cast

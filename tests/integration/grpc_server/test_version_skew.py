@@ -43,13 +43,13 @@ def finished(reason: int = VALUE, sample: int = 0) -> Message:
 
 
 class LaterService(grpc.GenericRpcHandler):
-    """Answers the methods in `answers` with messages of the later version."""
+    """Answers the methods in `answers` with messages of a later version."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Answer] = {}
         self.requests: list[Any] = []
         self.num_lacking = 0
-        """Calls of methods that it does not have."""
+        """Calls of methods that it does not implement."""
         self.address = ""
 
     def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler | None:
@@ -67,7 +67,7 @@ class LaterService(grpc.GenericRpcHandler):
         return grpc.stream_stream_rpc_method_handler(answer, request)
 
     def say(self, method: str, *messages: Message) -> None:
-        """Answers once the first request is there, and keeps that."""
+        """Answers after the first request, and stores it."""
 
         async def answer(requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Message]:
             self.requests.append(await anext(aiter(requests)))
@@ -89,13 +89,13 @@ async def later() -> AsyncIterator[LaterService]:
 
 
 class Both:
-    """The two clients, called alike."""
+    """Both clients behind one interface."""
 
     def __init__(self, address: str, is_plain: bool) -> None:
         self._address, self._is_plain = address, is_plain
 
     async def list(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
-        """All that a stream yields."""
+        """All items of a stream."""
         if self._is_plain:
             return await self._plainly(lambda client: list(getattr(client, method)(*arguments, **options)))
         async with AsyncClient(self._address, retries=QUICK, on_retry=lambda _: None) as client:
@@ -166,7 +166,7 @@ async def test_ingest_reports_a_recovery(later: LaterService, client: Both) -> N
 
 
 def breaking_off(later: LaterService, *parts: list[Message]) -> None:
-    """Each call gets the next of `parts`; all but the last one break off after theirs."""
+    """Each call gets the next of `parts`; all but the last call fail after theirs."""
     left = list(parts)
 
     async def answer(requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Message]:
@@ -197,7 +197,7 @@ def text_of(found: list[Event]) -> str:
 async def test_answer_resumes_at_its_offset_despite_ignored_messages(
     later: LaterService, client: Both, before: list[Message], after: list[Message], index: int | None, text: str
 ) -> None:
-    """Also if the ignored messages carried tokens: the index of the next message counts them."""
+    """Even if ignored messages carried tokens: the index of the next message includes them."""
     breaking_off(later, before, [*after, finished(2)])
     found = await client.list("generate", "x", resumable=True, request_id="one")
     second = later.requests[1]
@@ -219,7 +219,7 @@ def progress(phase: int, **fields: Any) -> Message:
 
 
 async def test_unknown_ingest_phases_are_unspecified(later: LaterService, client: Both) -> None:
-    """The document is sent all the same, from where the service wants it."""
+    """The document is sent from the offset that the service wants."""
     sent: list[Any] = []
 
     async def answer(requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Message]:
@@ -364,8 +364,8 @@ async def test_fields_unknown_to_the_service_have_no_effect(service: Served, cha
 
 
 def test_requests_have_no_other_enum() -> None:
-    """One that has must be decoded so that values which this version does not know are refused by their field; then
-    it goes into the list of what is refused, and from here."""
+    """A new enum must be decoded so that unknown values are refused by field name; then it belongs in the table of
+    refused fields, and this list changes."""
     waiting, seen = [method.input_type for method in methods()], set()
     while waiting:
         message = waiting.pop()

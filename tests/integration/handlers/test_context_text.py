@@ -1,4 +1,4 @@
-"""The text of contexts, asked through the wire."""
+"""The text of contexts over the wire."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Contexts over real sockets, on an engine that says what it is told."""
+"""Contexts over real sockets, with a scripted engine."""
 
 import asyncio
 import time
@@ -249,7 +249,7 @@ async def test_priority_client_and_deadline_of_an_ingest_reach_the_engine(
     given, resumable, default = service.engine.claims
     assert (given.priority, given.client) == (-7, "me")
     assert given.deadline is not None
-    assert before + 400 < given.deadline < time.monotonic() + 505  # gRPC rounds it up to be sent
+    assert before + 400 < given.deadline < time.monotonic() + 505  # gRPC rounds it up for sending
     assert resumable.deadline is None
     assert (default.priority, default.client, default.deadline) == (0, "ipv4:127.0.0.1", None)
 

@@ -1,4 +1,4 @@
-"""Documents whose upload begins at one service and continues at its successor."""
+"""Documents whose upload starts at one service and continues at its successor."""
 
 import asyncio
 from array import array
@@ -50,12 +50,12 @@ class Desk:
         self.ingest = self.ingest_with(self.kept)
 
     def ingest_with(self, kept: DurableUploads) -> Ingest:
-        """That of a service that has no document in memory."""
+        """Ingests with a service that has no document in memory."""
         self.uploads = Uploads(kept=kept)
         return Ingest(self.engine, self._tokenizer, self.threads, self.uploads, ledger=self.ledger)
 
     def use_quotas(self) -> None:
-        """Those of the caller."""
+        """Sets the quotas of the caller."""
         self.ledger = QuotaEnforcer(
             lambda _: TenantUsage(),
             lambda: 0.0,
@@ -91,7 +91,7 @@ class Desk:
 
 @asynccontextmanager
 async def desk(folder: Path, date: float = 5.0) -> AsyncIterator[Desk]:
-    """As long as the block; then everything is dead but the catalog."""
+    """The ingests of a service for the block; only the catalog survives it."""
     catalog = await Catalog.open(folder / "catalog.db")
     found = Desk(folder, catalog, (await catalog.load()).uploads, date)
     yield found
@@ -146,7 +146,7 @@ async def test_ids_resume_after_the_last_received(tmp_path: Path) -> None:
 
 
 class Failing:
-    """A catalog that cannot keep the second part of an upload."""
+    """A catalog that cannot save the second part of an upload."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -172,7 +172,7 @@ class Failing:
 
 @pytest.mark.parametrize("is_another_service", [False, True])
 async def test_unsaved_parts_are_sent_again(tmp_path: Path, is_another_service: bool) -> None:
-    """Pieces are also sent again if later pieces were saved, and if the service that had them in memory has dropped
+    """Pieces are sent again even if later pieces were saved, or if the service that had them in memory has dropped
     them."""
     expected = await whole(tmp_path, cut(TEXT))
     async with desk(tmp_path) as one:
@@ -239,7 +239,7 @@ async def test_concurrent_uploads_stay_within_the_quota(tmp_path: Path) -> None:
     async with desk(tmp_path) as one:
         for each in headers:
             await one.run(each, array("I", range(5)), ends=False)
-    async with desk(tmp_path) as one:  # where each has to be looked for first
+    async with desk(tmp_path) as one:  # each must be looked up first
         one.use_quotas()
         reported = await asyncio.gather(*(one.run(each, array("I", [5]), ends=False) for each in headers))
         assert [bool(reports) for reports in reported].count(True) == 2
@@ -287,7 +287,7 @@ async def test_tokens_of_interrupted_uploads_count_against_the_quota(tmp_path: P
         await one.run(acme(0), array("I", range(5)), ends=False)
     async with desk(tmp_path) as one:
         one.use_quotas()
-        with pytest.raises(ResourceExhausted, match="quotas/tokens"):  # while it is sent, and not at its end
+        with pytest.raises(ResourceExhausted, match="quotas/tokens"):  # during the upload, not at its end
             await one.run(acme(1), array("I", range(8)), *[array("I", [])] * 3)
         assert one.uploads.num_tokens_of("acme") == 13
         with pytest.raises(ResourceExhausted, match="have 13 tokens"):
@@ -338,7 +338,7 @@ async def test_files_of_an_upload_do_not_change(tmp_path: Path) -> None:
 
 
 class Arrived:
-    """A document of so many tokens."""
+    """A document with this number of tokens."""
 
     settled = StablePrefix(0, 0)
     starts = array("Q")

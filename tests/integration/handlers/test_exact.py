@@ -52,7 +52,7 @@ async def test_every_response_reports_whether_it_is_exact(tmp_path: Path, settin
 
 
 async def test_unverified_rank_makes_answers_inexact(tmp_path: Path) -> None:
-    """Nor after the first epoch: a later verification by others would be of the same model."""
+    """Not even after the first epoch: a later verification by others would be of the same model."""
     note = "not verified: plain attention failed"
 
     class UncertainRanks(FakeRanks):

@@ -1,4 +1,4 @@
-"""Forged archives with a valid structure: they harm only their importer, whatever they contain."""
+"""Forged archives with a valid structure harm only their importer, for any content."""
 
 import logging
 import resource
@@ -28,11 +28,11 @@ TOLD = (InvalidArgument, CheckpointChanged, AlreadyExists, FailedPrecondition, R
 GROWTH = 64 << 20
 UNFORGED = (0, 16, 32, 48)
 BROKE_EPOCHS = (1000, 1004, 1020, 1030, 1032, 1038, 1046, 1057, 1087, 1121, 1129, 1145)
-"""With the code before these tests: tensors of other names or shapes, windows before their segment, other positions."""
+"""Findings in earlier code: tensors with other names or shapes, windows before their segment, other positions."""
 WERE_NEVER_ANSWERED = (1009, 1086, 1096, 1098, 1140)
-"""With that code: an unexpected error of a fetch left their segments neither restored nor recomputed."""
+"""Findings in earlier code: an unexpected fetch error left segments neither restored nor recomputed."""
 KEPT_SEEDS = (*UNFORGED, *BROKE_EPOCHS, *WERE_NEVER_ANSWERED)
-"""Each run has them."""
+"""Part of each run."""
 
 
 def peak_bytes() -> int:

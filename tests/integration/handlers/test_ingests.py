@@ -1,5 +1,5 @@
-"""Ingests whose clients leave, break off or have no time, over real sockets and on a real engine: whatever was held for
-them is free before another step."""
+"""Ingests whose clients disconnect, lose the connection or time out, over real sockets with a real engine: all their
+resources are free before the next step."""
 
 import asyncio
 import time
@@ -26,8 +26,8 @@ DOCUMENT = tuple(range(100)) * 6
 
 
 class Service:
-    """A service, a client behind a connection that can be broken, and one whose connection is whole: a call that comes
-    too soon after a break may still meet the old one."""
+    """A service, a client behind a connection that can be broken, and a client with a direct connection: a call too
+    soon after a break may still use the broken one."""
 
     def __init__(self, ranks: GatedRanks, engine: Engine, proxy: Proxy, far: AsyncClient, near: AsyncClient) -> None:
         self.ranks, self.engine, self.proxy, self.far, self.client = ranks, engine, proxy, far, near
@@ -82,7 +82,7 @@ def patience(leave: Leave) -> float | None:
 
 
 async def or_end(state: asyncio.Future[None] | asyncio.Task[None], ingest: asyncio.Task[Context]) -> None:
-    """Waits for the state, or for the end of an ingest that on a slow machine has passed its deadline before."""
+    """Waits for the state, or for the end of an ingest that passed its deadline on a slow machine."""
     await asyncio.wait([state, ingest], return_when=asyncio.FIRST_COMPLETED)
     state.cancel()
 
@@ -94,7 +94,7 @@ async def test_disconnected_running_ingest_releases_everything(service: Service,
     reading = comes_to(service.engine, lambda: service.num_held >= 3 * CHUNK)
     await or_end(asyncio.ensure_future(reading), ingest)
     await leave(service, ingest)
-    await comes_to(service.engine, lambda: not service.num_jobs)  # the third step is under way, and stays so
+    await comes_to(service.engine, lambda: not service.num_jobs)  # the third step is running and does not finish
     service.engine.audit()
     assert service.num_held == 0
     assert len(service.ranks.plans) == 2

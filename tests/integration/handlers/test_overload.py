@@ -1,4 +1,4 @@
-"""More than the service can take, clients that leave and clients that do not read: real sockets, real ranks."""
+"""Overload, disconnected clients and clients that do not read: real sockets, real ranks."""
 
 import asyncio
 import multiprocessing
@@ -32,7 +32,7 @@ CAPACITY = 8
 MIB = 1 << 20
 SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0))
 MANY = 20_000
-"""Tokens that take longer than a test."""
+"""Number of tokens that takes longer than a test."""
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -49,7 +49,7 @@ class Served:
         self.engine, self.address, self.client = engine, address, client
 
     async def until_idle(self) -> None:
-        """Waits until no job is left, and checks that nothing is held for one."""
+        """Waits until no job remains, and checks that all resources are free."""
         await until(lambda: not self.engine.cluster().running + self.engine.cluster().waiting)
         self.engine.audit()
         resident = sum(context.tokens for context in self.engine.list_contexts())
@@ -83,7 +83,7 @@ async def ask(client: AsyncClient, number: int, max_tokens: int = 40) -> tuple[i
 
 
 async def overload(client: AsyncClient, expected: list[tuple[int, ...]]) -> int:
-    """Four times more than fits at once; the number of those that were refused."""
+    """Sends four times the capacity; returns the number of refused requests."""
     calls = [ask(client, i % CAPACITY) for i in range(4 * CAPACITY)]
     results = await asyncio.gather(*calls, return_exceptions=True)
     refused = [result for result in results if isinstance(result, ResourceExhausted)]
@@ -166,7 +166,7 @@ async def pass_a_deadline(served: Served) -> None:
 
 
 def read_for_ever(address: str, first: object) -> None:
-    """In a separate process: reads an answer that does not end."""
+    """In a separate process: reads an endless answer."""
     with Client(address) as client:
         for event in client.generate([65, 66, 67], max_tokens=MANY, ignore_end_token=True):
             if isinstance(event, Delta):

@@ -1,4 +1,5 @@
-"""How far contexts and prompts may go, over real sockets: the whole coordinator, on ranks that answer by arithmetic."""
+"""Position limits of contexts and prompts, over real sockets: the whole coordinator, with ranks that answer by
+arithmetic."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -36,7 +37,7 @@ class Running:
         self.address, self.client, self.engine, self.ranks = address, client, engine, ranks
 
     def ropes(self) -> set[Rope]:
-        """The ropes that the ranks were sent so far."""
+        """Ropes sent to the ranks so far."""
         works = [plan.work for plan in self.ranks.plans]
         rows = [row for work in works if isinstance(work, Decode) for row in work.rows if row.path]
         return {part.rope for part in (*rows, *(work for work in works if isinstance(work, Prefill)))}
@@ -63,7 +64,7 @@ async def serving(folder: Path, *, allow_long: bool = False) -> AsyncIterator[Ru
 
 
 async def generate(client: AsyncClient, num_tokens: int, max_tokens: int) -> Started:
-    """The first event of the answer to a prompt of so many tokens; reads all."""
+    """Reads the whole answer to a prompt with this number of tokens; returns the first event."""
     events = [event async for event in client.generate((1,) * num_tokens, max_tokens=max_tokens, ignore_end_token=True)]
     assert isinstance(events[0], Started)
     return events[0]

@@ -48,7 +48,7 @@ class Ranks(GatedRanks):
 
 
 class Clock:
-    """The engine's, which a test may put forward."""
+    """The engine's clock, which a test may advance."""
 
     def __init__(self) -> None:
         self.ahead = 0.0
@@ -70,7 +70,7 @@ class Resumable:
     async def read(
         self, request: service_pb.GenerateRequest, num_tokens: int | None = None, timeout: float | None = None
     ) -> list[Event]:
-        """Events until so many tokens have come; then the call is cancelled. Raises typed errors."""
+        """Events until this number of tokens has arrived; then the call is cancelled. Raises typed errors."""
         found: list[Event] = []
         call = self._stub.Generate(request, timeout=timeout)
         try:

@@ -1,4 +1,4 @@
-"""Documents with a system's message before them."""
+"""Documents with a system message before them."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -38,7 +38,7 @@ class Desk:
         self.ingest = Ingest(self.engine, self.tokenizer, self.threads, Uploads(kept=kept))
 
     async def run(self, *pieces: IngestPiece, breaks_after: int | None = None) -> list[int]:
-        """The context, or nothing when the stream breaks, after so many bytes were received."""
+        """The context, or None if the stream breaks after this number of bytes."""
 
         async def stream() -> AsyncIterator[IngestPiece]:
             for piece in pieces:
@@ -50,7 +50,7 @@ class Desk:
         return self.engine.contexts[pieces[0].context]  # type: ignore[union-attr]
 
     async def received(self, header: IngestHeader) -> int:
-        """What a stream that goes on is told."""
+        """Offset that the service reports to a resumed stream."""
 
         async def stream() -> AsyncIterator[IngestPiece]:
             yield header
@@ -62,7 +62,7 @@ class Desk:
 
 @asynccontextmanager
 async def desk(folder: Path, template: str | None = CHATML) -> AsyncIterator[Desk]:
-    """As long as the block; then everything is dead but the catalog."""
+    """The ingests of a service for the block; only the catalog survives it."""
     catalog = await Catalog.open(folder / "catalog.db")
     retained = DurableUploads(catalog, (await catalog.load()).uploads)
     found = Desk(folder, template, catalog, retained)

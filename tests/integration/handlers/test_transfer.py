@@ -51,7 +51,7 @@ async def old(tmp_path: Path) -> AsyncIterator[tuple[FakeTransferEngine, str]]:
 
 @pytest.fixture
 async def new(tmp_path: Path) -> AsyncIterator[tuple[FakeTransferEngine, str]]:
-    """A service without any, and its address."""
+    """A service without contexts, and its address."""
     transfers = empty_house()
     async with serving(FakeEngine(), tmp_path / "new", house=transfers) as (_, address):
         yield transfers, address

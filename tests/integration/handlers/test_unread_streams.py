@@ -1,4 +1,4 @@
-"""Clients that open streams and do not read them, over real sockets: on a real engine with ranks that answer by
+"""Clients that open streams and do not read them, over real sockets: a real engine with ranks that answer by
 arithmetic."""
 
 from collections.abc import AsyncIterator
@@ -124,7 +124,7 @@ async def test_retained_generation_survives_its_unread_stream(tmp_path: Path) ->
 
 
 async def read_all(call: grpc.aio.UnaryStreamCall) -> int:
-    """Tokens that come. Raises typed errors."""
+    """The received tokens. Raises typed errors."""
     index = 0
     try:
         async for response in call:

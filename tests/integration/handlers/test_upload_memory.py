@@ -38,11 +38,11 @@ from tests.support.running import running
 MIB = 1 << 20
 PIECE = 64_000
 ID = 4.5
-"""Bytes of an id, with the room that a growing array has."""
+"""Bytes of an id, including the spare capacity of a growing array."""
 ELSE = 48 * MIB
 """Allowance for other memory: the tokenizer's window, messages in flight, and memory that the allocator retains."""
 AT_ONCE = 64 * MIB
-"""As above of a text that comes as one message, which the tokenizer has in its window whole."""
+"""As above for a text in one message, which is whole in the tokenizer's window."""
 GIVEN_BACK = 20 * MIB
 """The memory that may remain after the deletion of a document: less than its ids."""
 TRIM = "trim"
@@ -65,7 +65,7 @@ class Hasher(FakeRanks):
 
 
 def serve(pipe: Connection) -> None:
-    """The life of the service's process."""
+    """Entry point of the service process."""
     asyncio.run(serve_on(Hasher(), pipe))
 
 
@@ -129,7 +129,7 @@ def hollow() -> Iterator[Hollow]:
 
 
 def text_of(num_bytes: int) -> Iterator[bytes]:
-    """UTF-8 in pieces that cut characters."""
+    """UTF-8 in pieces that split characters."""
     resident = b""
     for number in range(0, num_bytes, len(BLOCK)):
         resident += f"Chapter {number}\n".encode() + BLOCK

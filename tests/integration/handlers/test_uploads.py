@@ -308,7 +308,7 @@ async def test_refused_document_is_not_retained(service: Served, channel: grpc.a
 
 
 async def test_truncated_document_is_not_acknowledged_and_resumes(service: Served, channel: grpc.aio.Channel) -> None:
-    """A stream that ends in good order, but too early."""
+    """A stream that ends without an error, but too early."""
     text = b"some text"
     cut = Raw(channel, total_size_bytes=len(text))
     await cut.open()
@@ -327,7 +327,7 @@ async def test_truncated_document_is_not_acknowledged_and_resumes(service: Serve
 
 @pytest.mark.parametrize("size", [1, 8])
 async def test_file_changed_during_upload_is_not_acknowledged(roomy: Served, tmp_path: Path, size: int) -> None:
-    """The clients say how long files are."""
+    """The clients send the length of files."""
     first, second = file_of(tmp_path, "a", bytes(2 * PIECE)), file_of(tmp_path, "b", b"text")
 
     def change(progress: IngestProgress) -> None:
@@ -459,7 +459,7 @@ async def test_part_may_be_larger_than_a_message() -> None:
         ([[5], "text"], "text: cannot be mixed with token_ids"),
         (["a\ud800"], "text: is not Unicode"),
     ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # alike in every process
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # identical in every process
 )
 async def test_invalid_document_types_raise_an_error(service: Served, document: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):

@@ -64,5 +64,5 @@ def limits(rank, owner):
 
 
 def test_node_and_rail_groups_have_the_same_timeout_as_others() -> None:
-    """Left to itself torch gives groups that are made later half an hour."""
+    """By default torch gives later groups half an hour."""
     assert run_ranks("aabb", limits, carrier=TransportChoice("gloo")) == [[timedelta(seconds=TIMEOUT)] * 3] * 4

@@ -1,4 +1,4 @@
-"""Ranks that meet in shared memory: as processes of one machine, and of pretended ones."""
+"""Ranks connected through shared memory: as processes of one machine, and of simulated ones."""
 
 import ctypes
 import logging
@@ -34,7 +34,8 @@ def close(found, wanted):
 
 
 def merge_everything(rank, owner):
-    """Checks every merge, twice, with one row and with several; the bits of those that promise the same everywhere."""
+    """Checks every merge twice, with one row and with several; returns the bits of merges that promise equal results
+    everywhere."""
     groups = owner.groups
     world_size, bits = groups.world.world_size, {}
     for rows in (1, 2 * world_size):
@@ -69,8 +70,8 @@ def use_small_boards(rank):
 
 
 def exchange_at_random(rank, owner):
-    """Thousands of operations of random kinds and sizes. Each result is looked at when the next one is about to start,
-    which is as long as it must live."""
+    """Thousands of operations of random kinds and sizes. Each result is checked just before the next operation starts,
+    up to which it must stay valid."""
     comm = owner.groups.world
     choice, n = random.Random(5), comm.world_size
     found = wanted = torch.zeros(0)
@@ -239,7 +240,7 @@ def test_messages_of_equal_size_but_different_types_are_refused_on_every_rank():
 
 def names_of_segments(rank, owner):
     owner.groups.world.all_reduce(torch.ones(1), "sum")  # leaving before the others have joined breaks the rendezvous
-    owner.groups.node.broadcast(torch.ones(1))  # the rank that takes the name away has done so
+    owner.groups.node.broadcast(torch.ones(1))  # the rank that unlinks the name has done so
     owner.pipe.send(os.getpid())
     return [path.name for path in FOLDER.glob("longleaf-*")]
 
@@ -257,7 +258,7 @@ def made_by(pids, names):
 
 
 def make_and_wait(pipe):
-    """The node's first rank, between the making of its segment and the taking away of its name."""
+    """The node's first rank, between the creation and the unlinking of its segment."""
     entrance = SegmentSetup((0, 1), 0, epoch=1, timeout=10)
     entrance.make()
     pipe.send(entrance.path)
@@ -266,7 +267,7 @@ def make_and_wait(pipe):
 
 @pytest.fixture
 def maker():
-    """A process that has made a segment and waits; the path of the segment."""
+    """A process that has created a segment and waits; the path of the segment."""
     pipe, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("forkserver").Process(target=make_and_wait, args=(theirs,))
     process.start()
@@ -279,7 +280,7 @@ def maker():
 
 
 def start_again():
-    """The steps of a rank's restart, except the creation of its own segment."""
+    """The steps of a rank's restart, except the creation of its segment."""
     entrance = SegmentSetup((0, 1), 0, epoch=1, timeout=10)
     entrance.make()
     entrance.path.unlink()
@@ -307,7 +308,7 @@ def test_unreaped_process_counts_as_dead():
 
 @pytest.mark.parametrize("field", ["pid", "started", "namespace"])
 def test_owner_is_identified_by_start_time_and_namespace(field):
-    """The number of a process is given again, and each namespace counts for itself."""
+    """Process ids are reused, and each namespace has its own."""
     here = ProcessIdentity.here()
     other = here._replace(**{field: 2**22 + 1 if field == "pid" else getattr(here, field) + 1})
     path = FOLDER / other.name(1)

@@ -1,4 +1,4 @@
-"""The answers of a real API server to the manifests, where KUBEBUILDER_ASSETS names one: unknown fields, Pod
+"""The responses of a real API server to the manifests, where KUBEBUILDER_ASSETS names one: unknown fields, Pod
 Security."""
 
 import copy

@@ -1,4 +1,4 @@
-"""Manifests and the Dockerfile, as the tools of others see them: kustomize, hadolint, an API server's own checks."""
+"""Manifests and the Dockerfile in third-party tools: kustomize, hadolint, the checks of an API server."""
 
 import subprocess
 from pathlib import Path

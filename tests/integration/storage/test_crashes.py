@@ -1,4 +1,4 @@
-"""Processes that are killed while they write: nobody ever believes a half of what they wrote."""
+"""Processes that are killed during writes: no reader accepts a partial write."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""A store in a real S3, and one that goes away."""
+"""A store in a real S3 server, and one that becomes unreachable."""
 
 import os
 import socket
@@ -96,7 +96,7 @@ def test_stopped_server():
             before = time.monotonic()
             with pytest.raises(StorageUnavailable, match="check that it .*can be reached"):
                 call()
-            assert time.monotonic() - before < 60  # and not as long as all tries of a driver take
+            assert time.monotonic() - before < 60  # and less than the retries of a driver take
 
 
 def test_server_that_never_answers(server, monkeypatch):

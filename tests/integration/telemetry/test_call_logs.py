@@ -89,7 +89,7 @@ async def watched(folder: Path, engine: FakeEngine, **telemetry: Any) -> AsyncGe
 
 
 class Told:
-    """The log objects on standard error. The client's library writes there, too, bypassing Python."""
+    """The log objects on standard error, where the client's library also writes, bypassing Python."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
@@ -126,7 +126,7 @@ async def test_every_call_has_one_line(tmp_path: Path, told: Told, name: str) ->
         code, *_ = await Caller(channel, tenant).call(name, requests)
     (line,) = told.of("coordinator.auth")
     assert line["method"].endswith(f"/{name}")
-    assert line["code"] == ("CANCELLED" if name == "WatchCluster" else code.name)  # its reader left
+    assert line["code"] == ("CANCELLED" if name == "WatchCluster" else code.name)  # its reader disconnected
     assert (line["level"], line["tenant"]) == ("info", tenant)
     assert line["host"].startswith(("ipv4:127.0.0.1", "ipv6:"))
     assert 0 <= line["seconds"] < 60

@@ -39,7 +39,7 @@ async def test_client_activity_is_counted_by_tenant(tmp_path: Path) -> None:
     async with measured(tmp_path) as found:
         await found.load()
         seen = await found.scrape()
-        # each character is a token, and the context has one before and one behind them
+        # each character is a token, and the template adds one token on each side
         for tenant, answers in ((ACME, 4), (BOLT, 3)):
             assert seen.value("longleaf_generated_tokens_total", tenant=tenant) == 8 * answers
             for name in (
@@ -108,12 +108,12 @@ async def test_invalid_credentials_file_is_exported(tmp_path: Path) -> None:
         (tmp_path / "credentials").write_text("nonsense")
         while (await found.scrape()).value("longleaf_reload_failures_total", file="credentials") == 0:
             assert await found.generate(ACME, "no-such-context") is StatusCode.NOT_FOUND
-            await asyncio.sleep(0.05)  # the file is looked at once a second
+            await asyncio.sleep(0.05)  # the file is checked once a second
         assert (await found.scrape()).value("longleaf_file_unusable", file="credentials") == 1
         assert (await found.scrape()).value("longleaf_reload_failures_total", file="credentials") == 1
         write_credentials(tmp_path)
         seen = await found.scrape()
-        while seen.value("longleaf_file_unusable", file="credentials"):  # though nobody calls
+        while seen.value("longleaf_file_unusable", file="credentials"):  # without any call
             await asyncio.sleep(0.05)
             seen = await found.scrape()
 

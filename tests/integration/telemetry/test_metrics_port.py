@@ -1,4 +1,4 @@
-"""The port of metrics, and who reaches it: anybody, with whatever they send."""
+"""The metrics port accepts unauthenticated peers and any input."""
 
 import asyncio
 import socket
@@ -15,7 +15,7 @@ GET = b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n"
 
 
 class Rendering:
-    """Gives a body, once it is let."""
+    """Returns a body once it is released."""
 
     def __init__(self, body: bytes = b"some metrics\n") -> None:
         self.body = body
@@ -42,7 +42,7 @@ async def listening(rendering: Rendering, seconds: float = 30.0) -> AsyncIterato
 
 
 async def say(port: int, request: bytes) -> bytes:
-    """All that is answered, until the service closes the connection."""
+    """The whole response until the service closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request)
     try:
@@ -52,7 +52,7 @@ async def say(port: int, request: bytes) -> bytes:
 
 
 def read_late(deaf: socket.socket) -> int:
-    """How many bytes come to one who begins to read when its time has passed."""
+    """Number of bytes that a reader gets that starts after its timeout."""
     count = 0
     try:
         while got := deaf.recv(1 << 20):
@@ -142,7 +142,7 @@ async def test_client_that_does_not_read_times_out_and_delays_no_other() -> None
             await rendering.is_asked.wait()
             rendering.body = b"some metrics\n"
             assert status(await say(port, GET)) == 200
-            assert await say(port, b"GET") == b""  # whose time ends later
+            assert await say(port, b"GET") == b""  # a connection with a later deadline
             assert await asyncio.to_thread(read_late, deaf) < 32 << 20
 
 

@@ -1,4 +1,4 @@
-"""The spans of calls, however they end, through a real server."""
+"""The spans of calls with every kind of end, through a real server."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
@@ -58,7 +58,7 @@ def generate(channel: grpc.aio.Channel, *metadata: tuple[str, str], **fields: An
 
 
 async def code_of(call: Any) -> StatusCode:
-    """How a call ends that is read to its end."""
+    """The status of a call that is read to its end."""
     with suppress(grpc.aio.AioRpcError):
         async for _ in call:
             pass
@@ -154,7 +154,8 @@ async def test_refused_caller_has_a_span_without_a_tenant(tmp_path: Path) -> Non
 
 
 async def test_retained_generation_continues_without_its_call_and_keeps_its_parent_span(tmp_path: Path) -> None:
-    """Its first reader leaves; what it was begun by is told nevertheless, also of what the second one lets it do."""
+    """The first reader disconnects. The span keeps the parent of the first call and covers the work for the second
+    one."""
     engine = FakeEngine()
     engine.is_endless = True
     async with traced(tmp_path, engine) as (channel, exporter):

@@ -44,7 +44,7 @@ def chunk(epoch: int, step: int, *pieces: Run) -> StepPlan:
 
 
 def asked(epoch: int, step: int, rank: int = 0) -> StepPlan:
-    """A question about all that is read."""
+    """A question about the whole document."""
     run, terms = Run(rank, 96, 99, (9,)), SamplingTerms(Sampling(max_tokens=NUM_TOKENS))
     return StepPlan(epoch, step, Decode((Row(7, (0, 1), 96, QUESTION, (run,), 0, terms),)))
 
@@ -80,7 +80,7 @@ def answer(members: Members, ranks: list[int], epoch: int) -> list[int]:
 
 PIECES = Run(0, 0, 32, (0, 1)), Run(1, 32, 64, (0, 1)), Run(2, 64, 96, (0, 1))
 HELD = KvLayout(2, (SegmentLayout(0, 0, (Run(1, 0, 32, (0, 1)), Run(0, 32, 64, (0, 1)))),))
-"""By the survivors, whose ranks have changed."""
+"""Stored by the survivors, whose ranks have changed."""
 LOST = Run(0, 64, 80, (2,)), Run(1, 80, 96, (2,))
 
 
@@ -114,13 +114,13 @@ def test_survivors_of_a_killed_rank_continue_with_their_segments(members, expect
 
 def test_abort_frees_members_that_wait_for_a_stopped_rank(members, expected):
     merges = read_and_break(members, FREEZE)
-    for member in (0, 1):  # a member that is fenced earlier is in no exchange with the stopped rank
+    for member in (0, 1):  # a member with an earlier abort is in no exchange with the stopped rank
         members.wait_for_step(member, 1, FREEZE)
     for member in (0, 1):
         members.say(member, AbortExchanges(1))
     broken = [members.broken(member) for member in (0, 1)]
     assert [(one.epoch, one.step) for one in broken] == [(1, FREEZE)] * 2
-    # the first to leave was freed by its fence; the other may notice that before its own fence arrives
+    # the first to leave was freed by its abort; the other may notice that before its own abort arrives
     reasons = {one.reason for one in broken}
     assert "epoch 1 was ended" in reasons and reasons <= {"epoch 1 was ended", "died or left the group"}
     members.kill(VICTIM)
@@ -141,7 +141,7 @@ def test_all_members_continue_after_one_has_raised(members, expected):
 
 
 def test_abort_frees_members_that_wait_for_a_rank_that_does_not_join(members, expected):
-    """And nothing of the try is left that would keep the next one from meeting."""
+    """Nothing remains of the attempt that would block the next one."""
     merges = read_and_break(members, KILL)
     for member in (0, 1):
         members.broken(member)
@@ -157,7 +157,7 @@ def test_abort_frees_members_that_wait_for_a_rank_that_does_not_join(members, ex
 
 
 def test_departed_member_is_detected_despite_references_to_the_group(members):
-    """Torch closes connections of a group with its last reference."""
+    """Torch closes a group's connections with its last reference."""
     read_and_break(members, KEEP)
     assert [members.broken(member).step for member in (0, 1, 2)] == [KEEP] * 3
 
@@ -181,7 +181,7 @@ def broken_over_and_over(members: Members, num_epochs: int) -> None:
 
 
 def least(found: list[list[dict[str, int]]]) -> list[dict[str, int]]:
-    """Of several looks at members, the least of each kind."""
+    """The minimum of each kind over several samples of the members."""
     return [{kind: min(look[kind] for look in looks) for kind in looks[0]} for looks in zip(*found, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Runs that move between processes: through shared memory in many pieces, over gloo, and with NCCL's calls."""
+"""Runs transferred between processes: through shared memory in many pieces, over gloo, and with NCCL's calls."""
 
 import pytest
 import torch

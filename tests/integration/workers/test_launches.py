@@ -1,4 +1,4 @@
-"""How much the steps of a rank ask of an accelerator, counted on a pretended one. The kernels of GPUs are held to its
+"""Accelerator operations of a rank's steps, counted on a simulated device. The GPU kernels are checked against the same
 limits in tests/triton."""
 
 import inspect
@@ -38,7 +38,7 @@ def test_launch_count_stays_within_its_limit_with_one_launch_for_all_reads(mix, 
 
 
 def test_loop_of_launches_is_detected(folder_of):
-    """As a kernel for each tail would be, in an operation of our own."""
+    """Such as one kernel per tail, in a custom operation."""
 
     class Looping(Lone):
         def attend(self, q_THD, k_KSD, v_KSV, reads, scale, softcap=None):
@@ -82,10 +82,10 @@ MIXED = (
 )
 GREEDY = (Sampling(), Sampling(num_logprobs=20))
 FROM_HERE = {("workers/step/inputs.py", "copy"): 1, ("workers/step/last_tokens.py", "copy"): 1}
-"""All inputs, and where the last ids of the sequences lie: steps of fixed shape need one copy in all."""
+"""All inputs, and the positions of the sequences' last ids: steps of fixed shape need one copy in total."""
 PARAMETERS = {("workers/sampling/device_sampler.py", "copy"): 1}
 TOLD = {("workers/sampling/device_sampler.py", "copy"): 1}
-"""Tokens, which rows are not finite, and logprobs."""
+"""Tokens, flags of non-finite rows, and logprobs."""
 
 
 def check_waits(log: Log) -> None:
@@ -101,7 +101,7 @@ def check_waits(log: Log) -> None:
 @pytest.mark.parametrize(("samplings", "parameters"), [(MIXED, PARAMETERS), (GREEDY, {})])
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_decode_step_waits_once_for_any_number_of_rows(past, prompts, samplings, parameters, world_size, folder_of):
-    """Parameters of rows that are greedy went there with the first step."""
+    """Parameters of greedy rows were copied with the first step."""
     log = decoded(Case(past=past, prompts=prompts, samplings=samplings, world_size=world_size), folder_of, Lone)
     check_waits(log)
     assert by_file(log, "to device") == FROM_HERE | parameters
@@ -143,7 +143,7 @@ def test_sampling_launch_count_does_not_depend_on_rows(folder_of):
 
 
 def test_chunk_copies_its_inputs_and_waits_once_at_its_end(folder_of):
-    """The wait is for the report whether its keys are finite: they are stored by then."""
+    """The wait reads whether its keys are finite, after they are stored."""
     log = prefilled(Case(), folder_of, dense)
     assert by_file(log, "to device") == {("workers/step/inputs.py", "copy"): 1}
     assert by_file(log, "to host") == {("workers/group_session.py", "copy"): 1}
@@ -152,12 +152,12 @@ def test_chunk_copies_its_inputs_and_waits_once_at_its_end(folder_of):
 
 
 def test_int8_waits_in_every_layer_to_count_its_blocks(folder_of):
-    """Today: the blocks that are written to, in two waits, and those that must grow."""
+    """Currently: the written blocks, in two waits, and the blocks that must grow."""
     assert decoded(Case(settings=INT8), folder_of, Lone).per_layer("wait") == {0: 3, 1: 3}
 
 
 def test_dense_launch_count_grows_with_the_keys(folder_of):
-    """The same for each tile of 1024 keys, and in each layer; the model's own do not grow."""
+    """Per tile of 1024 keys and per layer; the launches of the model do not grow."""
     logs = [decoded(Case(past=past), folder_of, dense) for past in (1024, 2048, 4096)]
     counts = [set(log.per_layer("launch").values()) for log in logs]
     (one,), (two,), (four,) = counts

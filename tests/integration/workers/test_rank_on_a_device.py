@@ -1,4 +1,4 @@
-"""Where the tensors of a rank lie, and how its weights come there, on a pretended accelerator that is not the first."""
+"""The device of a rank's tensors, and the loading of its weights, on a simulated accelerator that is not the first."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ from zoo import families as zoo
 from zoo.checkpoints import make_checkpoint
 
 FAMILIES = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "qwen2.5")
-"""Windows, sinks, latents in layers that are swapped, and weights that are tied."""
+"""Windows, sinks, latents in swapped layers, and tied weights."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -70,7 +70,7 @@ def test_all_tensors_of_a_rank_are_on_its_device(folder, settings):
 
 
 def tensors_of(owner: object, depth: int = 4) -> list[Tensor]:
-    """Tensors that an object leads to."""
+    """Tensors reachable from an object."""
     if isinstance(owner, Tensor) or not depth:
         return [owner] if isinstance(owner, Tensor) else []
     inside = owner.values() if isinstance(owner, dict) else owner if isinstance(owner, list) else vars(owner).values()
@@ -95,7 +95,7 @@ def test_drafts_are_verified_on_the_device_with_one_wait_at_the_end(tmp_path, ra
         log = made.accelerator.log.take()
     assert {event.name for event in log.of("allocation")} == {DEVICE}
     waits = [wait for wait in log.of("wait") if not wait.site.startswith("longleaf/kernels/int8.py")]
-    # for tokens, or for what was told of them; to keep 8 bits in torch.s operations takes waits
+    # for tokens or attribution; 8-bit quantization in torch operations takes waits
     assert len(waits) == 1, log.told("wait")
     ends = {one.end for one in made.rank.epoch._ledger.held(first.path[-1], 0, 100, run.rank)}
     assert ends == {run.end + 4}
@@ -148,7 +148,7 @@ def test_weights_are_not_read_ahead(llama, monkeypatch):
 
     monkeypatch.setattr("transformers.core_model_loading.ThreadPoolExecutor", refuse)
     for name, value in {**rank_environment(1), **dict.fromkeys(loading_environment(), "0")}.items():
-        monkeypatch.setenv(name, value)  # and as it was again afterwards
+        monkeypatch.setenv(name, value)  # and unchanged afterwards
     for name in loading_environment():
         monkeypatch.delenv(name)
     PretendedRank(llama, dtype="bfloat16")
@@ -217,8 +217,8 @@ SLACK = 48 << 20
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize(("device", "share"), [("cpu", 1), ("pretend", 0)])
 def test_host_memory_holds_at_most_one_weight_beyond_the_resident_ones(family, device, share, tmp_path):
-    """400 MiB of float32 that are served in bfloat16. Page cache of the file does not count: all ranks share it. Each
-    of Mixtral's stacked expert tensors is assembled from one tensor per expert."""
+    """400 MiB of float32 served in bfloat16. The file's page cache does not count: all ranks share it. Each of
+    Mixtral's stacked expert tensors is assembled from one tensor per expert."""
     sizes = {"num_layers": 8, "hidden": 1024, "num_heads": 16, "num_kv_heads": 8, "vocab_size": 4096}
     folder = make_checkpoint(tmp_path, family, ffn=3072 if family == "llama" else 768, **sizes)
     (tmp_path / "first").mkdir()

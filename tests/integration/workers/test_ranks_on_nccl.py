@@ -1,4 +1,4 @@
-"""Whole ranks, as threads, that join, execute plans and leave over a pretended NCCL: the same calls on each of them."""
+"""Whole ranks, as threads, that join, execute plans and leave over a simulated NCCL: all make the same calls."""
 
 from collections import Counter
 from pathlib import Path
@@ -25,7 +25,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 class Fleet:
-    """Ranks that are loaded, on the machines of `machines`, a letter per rank; they execute what a scheduler plans."""
+    """Loaded ranks on the machines of `machines`, a letter per rank; they execute the plans of a scheduler."""
 
     def __init__(self, folder: Path, machines: str, **settings: object) -> None:
         size = len(machines)
@@ -41,8 +41,8 @@ class Fleet:
         self.bench = Bench(blocks=(ready.num_blocks,) * size, windows=ready.windows, world_size=size, **options)
 
     def live(self, *, forgetful: int | None = None) -> Counter[type]:
-        """Joins, reads a document and two prompts, answers, leaves; kinds of work that were done. The rank `forgetful`
-        leaves out the last plan."""
+        """Joins, reads a document and two prompts, answers, leaves; returns the kinds of executed work. The rank
+        `forgetful` skips the last plan."""
         self.bench.ingest("book", 90)
         plans = self.bench.run()
         self.bench.ask(40, 3, "book")

@@ -12,7 +12,7 @@ from tests.support.accelerator.events import Log
 
 
 def noted(work) -> Log:
-    """The device events of work(queries, launcher); the queries exist before."""
+    """The device events of work(queries, launcher); the queries are created before."""
     accelerator = Accelerator()
     with accelerator.running():
         queries = torch.ones(4, 8).to(DEVICE)
@@ -149,7 +149,7 @@ def test_opaque_operations_are_refused():
 
 
 def test_patches_are_removed_afterwards():
-    """But that torch knows the device."""
+    """Except that torch knows the device."""
     noted(views)
     assert torch.tensor([1.0, 2.0]).tolist() == [1.0, 2.0]
     with pytest.raises((RuntimeError, AssertionError)):

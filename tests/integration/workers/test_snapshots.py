@@ -147,7 +147,7 @@ def test_slow_storage_delays_no_step_heartbeat_or_epoch(members: Members, storag
     members.say(1, Save(4, "again", 0, PARTS[1]))
     assert answer(members, [0, 1], 1, 2) == expected
     members.wait_for_step(1, 1, 1 + NUM_TOKENS)
-    while not (storage / "waiting").exists():  # an order that has not begun is dropped with its epoch
+    while not (storage / "waiting").exists():  # a request that has not started is dropped with its epoch
         time.sleep(0.01)
     members.form(2, [1], KvLayout(2, ()))
     members.say(1, Save(5, "gone", 0, PARTS[1]))
@@ -161,7 +161,7 @@ def test_slow_storage_delays_no_step_heartbeat_or_epoch(members: Members, storag
 
 
 def test_members_respond_while_blocked_in_a_step(members: Members, storage: Path) -> None:
-    """One waits in a step for the other, which has not begun it."""
+    """One waits in a step for the other, which has not started it."""
     parts = saved(members)
     os.mkfifo(gate := storage / "gate")
     ranges = tuple((run.start, run.end) for run in PARTS[1])

@@ -42,7 +42,7 @@ async def test_commits_of_several_tasks_follow_call_order(tmp_path: Path) -> Non
     others = [document("b", 2 * number + 1) for number in range(10)]
     pairs = zip(changes, others, strict=True)
     committed = await asyncio.gather(*(catalog.commit(change) for pair in pairs for change in pair))
-    # each one takes the place of the one before, whose segment goes
+    # each one replaces the previous one, whose segment is dropped
     assert [each.segments for each in committed] == [(), (), *((number,) for number in range(18))]
     retained = await catalog.load()
     assert [each.segment for each in retained.contexts] == [18, 19]
@@ -90,7 +90,7 @@ async def test_change_without_a_base_leaves_nothing(tmp_path: Path) -> None:
 
 
 async def test_dropped_segments_are_queued_for_deletion_on_storage(tmp_path: Path) -> None:
-    """Also the snapshot of a segment that was deleted while it was saved."""
+    """Includes the snapshot of a segment that was deleted while it was saved."""
     catalog = await Catalog.open(tmp_path / DATABASE)
     await catalog.commit(document("a", 0))
     await catalog.commit(Change(snapshots=(SnapshotRecord(segment=0, manifest="m/0", form="f", num_bytes=1),)))
@@ -110,7 +110,7 @@ async def test_segment_ids_are_never_reused(tmp_path: Path) -> None:
     catalog = await Catalog.open(tmp_path / DATABASE)
     await catalog.commit(document("a", 41))
     await catalog.commit(Change(dropped_contexts=("a",)))
-    await catalog.commit(document("b", 7))  # begun before, done later
+    await catalog.commit(document("b", 7))  # started before, finished later
     await catalog.close()
     catalog = await Catalog.open(tmp_path / DATABASE)
     assert (await catalog.load()).next_segment == 42
@@ -131,7 +131,7 @@ async def test_deleted_ids_are_erased_from_the_disk(tmp_path: Path) -> None:
 
 
 async def test_small_documents_leave_nothing_when_trees_are_balanced(tmp_path: Path) -> None:
-    """Without padding, copies of some outlive them."""
+    """Without padding, copies of some remain in the file."""
     catalog, random = await Catalog.open(tmp_path / DATABASE), Random(0)
     alive: dict[int, int] = {}
     gone: dict[int, int] = {}
@@ -184,7 +184,7 @@ async def test_ids_in_outgoing_entries_are_deleted_with_the_context(tmp_path: Pa
     (first,) = await catalog.outgoing(9)
     await catalog.commit(Change(outgoing=(OutboxEntry("m", None),)))
     assert not remains(tmp_path, ids(0, 500))
-    await catalog.done([first[0]])  # it was on its way when it was replaced
+    await catalog.done([first[0]])  # it was being sent when it was replaced
     assert [each for _, each in await catalog.outgoing(9)] == [OutboxEntry("m", None)]
     await catalog.close()
 

@@ -73,7 +73,7 @@ async def test_full_disk_prevents_the_creation_of_the_data_files(disk: Path) -> 
 
 @pytest.mark.parametrize("disk", [16], indirect=True)
 async def test_full_disk_accepts_deletions_and_restarts(disk: Path) -> None:
-    """The reserved space is used for this; it is reserved again once there is room."""
+    """Deletions use the reserved space, which is reserved again once there is room."""
     async with opened(disk) as (folder, catalog):
         for number in range(4):
             await catalog.commit(document(f"book{number}", number, 30_000))
@@ -101,7 +101,7 @@ async def test_full_disk_accepts_deletions_and_restarts(disk: Path) -> None:
 
 @pytest.mark.parametrize("disk", [16], indirect=True)
 async def test_disk_filled_between_deletions_leaves_space_for_the_next_one(disk: Path) -> None:
-    """And for the start of a service that was ended meanwhile."""
+    """Includes the start of a service that ended meanwhile."""
     async with opened(disk) as (_, catalog):
         for number in range(8):
             await catalog.commit(document(f"book{number}", number, 20_000))
@@ -130,7 +130,7 @@ async def test_outbox_entries_leave_space_for_the_next_deletion(disk: Path) -> N
 
 @pytest.mark.parametrize("disk", [520], indirect=True)
 async def test_space_freed_for_deletions_is_reserved_for_them(disk: Path) -> None:
-    """Neither uploads nor imports nor new contexts take it."""
+    """Uploads, imports and new contexts cannot use it."""
     async with opened(disk) as (folder, catalog):
         for number in range(3):
             await catalog.commit(document(f"book{number}", number, 300_000))
@@ -152,7 +152,7 @@ async def test_space_freed_for_deletions_is_reserved_for_them(disk: Path) -> Non
 def test_sparse_reserve_is_rewritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "reserve").touch()  # as one that was killed meanwhile leaves it
+    (tmp_path / "reserve").touch()  # like one that was killed meanwhile
     reserve = Reserve(tmp_path)
     assert not reserve.is_there
 
@@ -373,7 +373,7 @@ def test_reserve_that_cannot_grow_is_unchanged(tmp_path: Path, monkeypatch: pyte
         os.posix_fallocate(file.fileno(), 0, size)
 
     def fallocate(descriptor: int, start: int, length: int) -> None:
-        os.truncate(descriptor, length)  # a part of the room may have been taken
+        os.truncate(descriptor, length)  # a part of the space may have been used
         raise OSError(errno.ENOSPC, "no space")
 
     with monkeypatch.context() as patched:

@@ -66,7 +66,7 @@ def identity_of() -> Identity:
 
 
 class Service:
-    """Keeps contexts in a data folder and on storage, as one that has ended."""
+    """Writes contexts to a data folder and to storage, like a service that has ended."""
 
     def __init__(self, tmp_path: Path, identity: Identity) -> None:
         self.url, self.data_dir = str(tmp_path / "storage"), tmp_path / "data"

@@ -1,4 +1,4 @@
-"""A process that is killed while it answers leaves a journal of everything that it sent."""
+"""A process that is killed during answers leaves a journal of everything that it sent."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ REQUEST = asked(Sampling(max_tokens=2000, num_logprobs=0), num_samples=2)
 
 
 def told_until_killed(journal: Path, model: Path, count: int) -> list[Event]:
-    """The events that a client received from a process that is killed after this number of deltas or slightly more."""
+    """The events that a client received from a process that is killed after about this number of deltas."""
     command = [sys.executable, "-m", "tests.support.dying_service", str(journal), str(model), encoded(REQUEST)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None

@@ -1,4 +1,4 @@
-"""Snapshots of the first version can be opened: segments are restored bit for bit, and contexts."""
+"""Snapshots of the first version can be opened: segments are restored bit for bit, and contexts are rebuilt."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Snapshots over a real storage, for ranks that write data: the times of saving, and the segments that are deleted and
+"""Snapshots on real storage, with ranks that write data: when they are saved, and which segments are deleted and
 retained."""
 
 import asyncio
@@ -147,7 +147,7 @@ async def test_segment_moved_during_its_save_is_saved_again(tmp_path: Path) -> N
 
 
 class SlowStore(Store):
-    """One that takes its time to write."""
+    """A store with slow writes."""
 
     def put(self, name: str, parts: Sequence[Buffer], *, is_new: bool = False) -> WriteResult:
         time.sleep(0.2)
