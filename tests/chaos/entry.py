@@ -11,7 +11,7 @@ from workers.__main__ import live
 from workers.imports import for_good
 
 
-def live_as_rank(folder: Path, spec: RankSpec, telemetry: TelemetryConfig) -> None:
+def run_rank(folder: Path, spec: RankSpec, telemetry: TelemetryConfig) -> None:
     """Runs workers.__main__.main with a probe in `folder`, logging with default settings."""
     assert telemetry.has_plain_log
     apply_environment(network_environment(interface_of(spec.host)))

@@ -21,7 +21,7 @@ class Wrong(AssertionError):
     """A response to a client is wrong."""
 
 
-async def answer(client: AsyncClient, known: Known, told: Counter[str], leave_after: int = NEW) -> Known:
+async def answer(client: AsyncClient, known: Known, counts: Counter[str], leave_after: int = NEW) -> Known:
     """Reads an answer to its end or up to `leave_after` tokens, and returns it as received."""
     tokens, logprobs = list[int](), list[float]()
     options = {"max_tokens": NEW, "ignore_end_token": True, "num_logprobs": 1, **known.options}
@@ -29,7 +29,7 @@ async def answer(client: AsyncClient, known: Known, told: Counter[str], leave_af
     async with aclosing(events):
         async for event in events:
             if isinstance(event, Recovering):
-                told["waits"] += 1
+                counts["waits"] += 1
             if isinstance(event, Delta):
                 if event.index != len(tokens):
                     raise Wrong(f"{known.context}: index {event.index} after {len(tokens)} tokens")
@@ -37,7 +37,7 @@ async def answer(client: AsyncClient, known: Known, told: Counter[str], leave_af
                 logprobs += [one.logprob for one in event.logprobs]
                 if len(tokens) >= leave_after:
                     break
-    told["tokens"] += len(tokens)
+    counts["tokens"] += len(tokens)
     return replace(known, tokens=tuple(tokens), logprobs=tuple(logprobs))
 
 
@@ -70,11 +70,11 @@ class Load:
     """Clients that run until `end` is called."""
 
     def __init__(self, client: AsyncClient, reference: Reference, random: Random) -> None:
-        self.told = Counter[str]()
+        self.counts = Counter[str]()
         self._client = client
         self._reference = reference
         self._is_ending = False
-        self.may_break = False
+        self.may_lose_service = False
         """If set, clients stop when the service becomes unavailable."""
         self.made = set[str]()
         """Acknowledged contexts that are not deleted."""
@@ -82,9 +82,9 @@ class Load:
         """Contexts whose creation or deletion was not acknowledged."""
         self.deleted = set[str]()
         self._begun = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._be_client(number, random.random())) for number in range(CLIENTS)]
+        self._tasks = [asyncio.create_task(self._run_client(number, random.random())) for number in range(CLIENTS)]
 
-    async def wait_begun(self) -> None:
+    async def wait_started(self) -> None:
         """Returns when the first answer has been read. Raises the error of a client."""
         begun = asyncio.create_task(self._begun.wait())
         done, _ = await asyncio.wait([begun, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -106,30 +106,30 @@ class Load:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _be_client(self, number: int, seed: float) -> None:
+    async def _run_client(self, number: int, seed: float) -> None:
         random = Random(seed)
         while not self._is_ending:
             try:
                 if number == 0:
-                    await self._visit(f"{VISITOR}-{random.getrandbits(32)}")
+                    await self._ingest_and_delete(f"{VISITOR}-{random.getrandbits(32)}")
                 else:
                     await self._ask(random)
             except ResourceExhausted:  # until a lost rank is replaced
-                self.told["refused"] += 1
+                self.counts["refused"] += 1
             except Unavailable:
-                if not self.may_break:
+                if not self.may_lose_service:
                     raise
                 return
 
     async def _ask(self, random: Random) -> None:
         known = random.choice([one for one in self._reference.known if one.context != VISITOR])
         leave_after = random.randrange(1, NEW) if random.random() < 0.25 else NEW
-        found = await answer(self._client, known, self.told, leave_after)
+        found = await answer(self._client, known, self.counts, leave_after)
         check(found, known, leave_after)
-        self.told["left" if leave_after < NEW else "streams"] += 1
+        self.counts["left" if leave_after < NEW else "streams"] += 1
         self._begun.set()
 
-    async def _visit(self, name: str) -> None:
+    async def _ingest_and_delete(self, name: str) -> None:
         """Ingests a new document, queries it and deletes it."""
         try:
             self.unsure.add(name)
@@ -137,7 +137,7 @@ class Load:
             self.unsure.remove(name)
             self.made.add(name)
             for known in self._reference.asks(VISITOR):
-                check(await answer(self._client, replace(known, context=name), self.told), known)
+                check(await answer(self._client, replace(known, context=name), self.counts), known)
         finally:
             with suppress(LongleafError):
                 self.unsure.add(name)
@@ -145,4 +145,4 @@ class Load:
                 self.unsure.remove(name)
                 self.deleted.add(name)
                 self.made.discard(name)
-        self.told["ingests"] += 1
+        self.counts["ingests"] += 1

@@ -48,8 +48,8 @@ class ChaosRank(Rank):
         self._points = Points()
         super().__init__(spec, lambda url: ProbedStore(Storage.open(url), self._points))
         self._is_chunk = False
-        kv_transfer.settle = partial(self._settle, kv_transfer.settle)
-        Probe(folder, {"arm": self._points.arm, "book": self._book, "keys": self._keys}).start()
+        kv_transfer.settle = partial(self._commit_transfer, kv_transfer.settle)
+        Probe(folder, {"arm": self._points.arm, "book": self._block_table, "keys": self._keys}).start()
 
     def lay_out(self, model: Model, backend: Backend | None = None) -> None:
         super().lay_out(model, backend)
@@ -66,15 +66,15 @@ class ChaosRank(Rank):
         ready = super().join(join)
         assert self.epoch is not None
         self.epoch._tell = partial(
-            self._tell, WeakMethod(self.epoch._tell)
+            self._broadcast, WeakMethod(self.epoch._tell)
         )  # a strong reference would keep the epoch alive
         return ready
 
-    def _tell(self, tell: Any, ids_T: Tensor) -> Tensor:
+    def _broadcast(self, broadcast: Any, ids_T: Tensor) -> Tensor:
         self._points.reach(BROADCAST)
-        return tell()(ids_T)
+        return broadcast()(ids_T)
 
-    def _settle(self, commit: Any, *arguments: object) -> None:
+    def _commit_transfer(self, commit: Any, *arguments: object) -> None:
         self._points.reach(MOVE)
         commit(*arguments)
 
@@ -102,7 +102,7 @@ class ChaosRank(Rank):
 
     # --- its contents ---
 
-    def _book(self) -> dict[int, tuple[int, dict[int, list[tuple[int, int, int]]]]]:
+    def _block_table(self) -> dict[int, tuple[int, dict[int, list[tuple[int, int, int]]]]]:
         """The start of each segment and the extents that each rank stores of it."""
         ledger: Any = self._joined._ledger
         return {

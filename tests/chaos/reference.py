@@ -10,7 +10,7 @@ POISON = (511, 3, 511, 3, 511)
 DEADLY = (511, 4, 511, 4, 511)
 """Ids that kill rank 0."""
 BOOK, FORKED, LONG, VISITOR = "book", "forked", "long", "visitor"
-CROWD = "crowd"
+FILLER = "crowd"
 """Name prefix of the contexts that cause evictions."""
 TEMPERATURE = 0.8
 TOP_P = [0.95 - 0.001 * i for i in range(100)]

@@ -27,9 +27,9 @@ from longleaf.types import Cluster
 from tests.chaos.__main__ import ANSWERS
 from tests.chaos.load import Wrong, answer, check
 from tests.chaos.points import Fault, ask
-from tests.chaos.reference import BOOK, CROWD, CUT, FORKED, LONG, VISITOR, Reference
+from tests.chaos.reference import BOOK, CUT, FILLER, FORKED, LONG, VISITOR, Reference
 from tests.chaos.snapshots import GRACE_SECONDS, check_snapshots, contents, orphans
-from tests.chaos.views import Keys, Look, check_books, check_keys, keys_of
+from tests.chaos.views import Keys, Look, check_block_tables, check_keys, keys_of
 from tests.support.command_line import end
 
 WORLD_SIZE = 3
@@ -136,18 +136,18 @@ class Service:
     def arm_coordinator(self, fault: Fault | None) -> None:
         self.arm(self.process.pid, fault)
 
-    def note_family(self) -> None:
+    def record_processes(self) -> None:
         """Records all processes of the service before they end."""
         main = psutil.Process(self.process.pid)
         self._family = [main, *main.children(recursive=True)]
 
-    def kill_everything(self) -> None:
+    def kill_processes(self) -> None:
         """Kills all processes; only the data folder remains."""
         for process in self._family:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
-    async def begin_again(self) -> None:
+    async def restart(self) -> None:
         """Starts another service with the same data folder after the first one is dead."""
         await asyncio.to_thread(self.process.wait, STOP_SECONDS)
         left = await asyncio.to_thread(psutil.wait_procs, self._family, STOP_SECONDS)
@@ -157,34 +157,34 @@ class Service:
         await self._begin()
         await self.pids()
 
-    async def bring_back(self) -> float:
+    async def load_contexts(self) -> float:
         """Queries every context so that the ranks load it. Returns the largest logprob difference as a share of the
         tolerance."""
         retained = [known for known in self.reference.known if known.context in self._keys]
         return max([check(await answer(self.client, known, Counter()), known) for known in retained])
 
     @asynccontextmanager
-    async def crowd(self) -> AsyncGenerator[None, None]:
+    async def evicting(self) -> AsyncGenerator[None, None]:
         """Creates and deletes large contexts meanwhile, which causes evictions of all others."""
         is_over = asyncio.Event()
-        task = asyncio.create_task(self._crowd(is_over))
+        task = asyncio.create_task(self._fill_pool(is_over))
         try:
             yield
         finally:
             is_over.set()
             await task
             for context in await self.client.list_contexts():
-                if context.id.startswith(CROWD):
+                if context.id.startswith(FILLER):
                     await self.client.delete_context(context.id)
 
-    async def _crowd(self, is_over: asyncio.Event) -> None:
+    async def _fill_pool(self, is_over: asyncio.Event) -> None:
         document, numbers = self.reference.documents[LONG], count()
         while not is_over.is_set():
             number = next(numbers)
             with suppress(ResourceExhausted):
-                await self.client.ingest(f"{CROWD}-{number}", (number % 500 + 3, *document))
+                await self.client.ingest(f"{FILLER}-{number}", (number % 500 + 3, *document))
             with suppress(NotFound):
-                await self.client.delete_context(f"{CROWD}-{number - 2}")
+                await self.client.delete_context(f"{FILLER}-{number - 2}")
 
     # --- checks ---
 
@@ -214,20 +214,20 @@ class Service:
         for pid in await self.pids():
             self.arm(pid, None)
         self.arm_coordinator(None)
-        logits = await self.bring_back()
+        logits = await self.load_contexts()
         drafting = (await self.client.cluster()).drafting
         assert drafting is not None
         assert 0 < drafting.accepted_tokens < drafting.drafted_tokens, drafting
-        keys = await self._check_held()
+        keys = await self._check_stored()
         found = await self.client.verify(num_tokens=3 * 16 + 40)
         assert found.passed, found
         self._check_size()
         return keys, logits
 
-    async def _check_held(self) -> float:
+    async def _check_stored(self) -> float:
         look, pids = await self._idle(), await self.pids()
         assert sorted(look.paths) == sorted(self._keys)
-        check_books(self._folder, look, pids, self.config.block_size)
+        check_block_tables(self._folder, look, pids, self.config.block_size)
         check_snapshots(self.data, look)
         return max(
             check_keys(keys_of(self._folder, look, name, pids), wanted, name) for name, wanted in self._keys.items()
@@ -254,11 +254,11 @@ class Service:
     async def check_swept(self) -> None:
         """Checks that the next service with the same folder leaves only required objects on storage, and that deleted
         data is erased from the disk."""
-        self.note_family()
+        self.record_processes()
         await self.stop()
         await asyncio.sleep(GRACE_SECONDS)
-        await self.begin_again()
-        await self.bring_back()
+        await self.restart()
+        await self.load_contexts()
         look = await self._idle()
         deleted = np.array(self.reference.documents[VISITOR][:40], "<u4").tobytes()
         async with asyncio.timeout(LOOK_SECONDS * 1000):

@@ -42,32 +42,32 @@ class Row:
     """Largest key difference, relative to the largest key."""
     logits: float = 0.0
     """Largest logprob difference, as a share of the tolerance."""
-    told: Counter[str] = field(default_factory=Counter[str])
+    counts: Counter[str] = field(default_factory=Counter[str])
 
 
 Table = dict[str, Row]
 
 
-def show(table: Table) -> str:
+def format_table(table: Table) -> str:
     """Formats the table for the terminal."""
     head = f"{'fault':38} times  s/heal epochs streams  left ingests waits  keys off logprobs"
     lines = [
-        f"{name:38} {row.times:5} {row.seconds / max(1, row.times):7.1f} {row.epochs:6} {row.told['streams']:7}"
-        f" {row.told['left']:5} {row.told['ingests']:7} {row.told['waits']:5}"
+        f"{name:38} {row.times:5} {row.seconds / max(1, row.times):7.1f} {row.epochs:6} {row.counts['streams']:7}"
+        f" {row.counts['left']:5} {row.counts['ingests']:7} {row.counts['waits']:5}"
         f" {row.keys:9.1e} {row.logits:8.0%}"
         for name, row in table.items()
     ]
     return "\n".join([head, *lines])
 
 
-def deal(seed: int, among: Iterable[str] = FAULTS) -> list[str]:
+def shuffled_faults(seed: int, among: Iterable[str] = FAULTS) -> list[str]:
     """Every fault once, in an order determined by the seed."""
     names = list(among)
     random.Random(seed).shuffle(names)
     return names
 
 
-def line(seed: int, names: Sequence[str]) -> str:
+def repeat_command(seed: int, names: Sequence[str]) -> str:
     """Command line that repeats a run."""
     only = " ".join(f'"{name}"' for name in names)
     return f"python -m tests.chaos.soak --seed {seed} --only {only}"
@@ -78,7 +78,7 @@ def settings_of(seed: int) -> dict[str, Any]:
     return {"window_keys": "replicated"} if FAMILIES[seed % len(FAMILIES)] == "gemma3" and seed % 2 else {}
 
 
-async def play(seed: int, names: Sequence[str], table: Table, until: float) -> None:
+async def run_faults(seed: int, names: Sequence[str], table: Table, until: float) -> None:
     """Executes a run: the faults in order, as many as start in time. Raises the first failure with the command line
     that repeats it."""
     done = list[str]()
@@ -90,21 +90,21 @@ async def play(seed: int, names: Sequence[str], table: Table, until: float) -> N
                 for name in names:
                     if time.monotonic() < until:
                         done.append(name)
-                        await meet(service, name, seed, table.setdefault(name, Row()))
+                        await run_fault(service, name, seed, table.setdefault(name, Row()))
                 await service.check_swept()
                 await service.stop()
             except BaseException as error:
-                error.add_note(f"{service.log}\nto repeat it:\n  {line(seed, done)}")
+                error.add_note(f"{service.log}\nto repeat it:\n  {repeat_command(seed, done)}")
                 raise
 
 
-async def meet(service: Service, name: str, seed: int, row: Row) -> None:
+async def run_fault(service: Service, name: str, seed: int, row: Row) -> None:
     """Injects one fault and executes all checks afterwards."""
     chance = random.Random(f"{seed} {name}")
     epoch, pids = (await service.client.cluster()).epoch, await service.pids()
     load = Load(service.client, service.reference, chance)
     try:
-        await load.wait_begun()
+        await load.wait_started()
         began = time.monotonic()
         outcome = await FAULTS[name](Scene(service, pids, chance, load))
         healed = await service.wait_healed(set(outcome.gone), epoch + outcome.num_epochs)
@@ -115,7 +115,7 @@ async def meet(service: Service, name: str, seed: int, row: Row) -> None:
     if name in NO_LOSS:
         assert healed.epoch == epoch, healed.losses
     keys, logits = await service.check()
-    row.times, row.epochs, row.told = row.times + 1, row.epochs + healed.epoch - epoch, row.told + load.told
+    row.times, row.epochs, row.counts = row.times + 1, row.epochs + healed.epoch - epoch, row.counts + load.counts
     row.keys, row.logits = max(row.keys, keys), max(row.logits, logits)
     print(f"{name}: {healed.epoch - epoch} epochs, whole after {time.monotonic() - began:.1f} s", flush=True)
 
@@ -131,12 +131,12 @@ def main() -> None:
     try:
         while not runs or (given.minutes and time.monotonic() < until):
             seed = given.seed if given.seed is not None and not runs else random.SystemRandom().randrange(1_000_000)
-            names = given.only or deal(seed)
-            print(f"run {runs + 1}, seed {seed}: {line(seed, names)}", flush=True)
-            asyncio.run(play(seed, names, table, min(until, time.monotonic() + MOST_SECONDS)))
+            names = given.only or shuffled_faults(seed)
+            print(f"run {runs + 1}, seed {seed}: {repeat_command(seed, names)}", flush=True)
+            asyncio.run(run_faults(seed, names, table, min(until, time.monotonic() + MOST_SECONDS)))
             runs += 1
     finally:
-        print(f"{show(table)}\n{runs} runs found nothing wrong, {time.monotonic() - began:.0f} s", flush=True)
+        print(f"{format_table(table)}\n{runs} runs found nothing wrong, {time.monotonic() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ from longleaf.types import Delta
 from tests.chaos.load import Wrong, answer, check
 from tests.chaos.points import ACTS, STEP, Fault, Points
 from tests.chaos.reference import Known
-from tests.chaos.views import KEY_TOLERANCE, Look, check_book, check_keys
+from tests.chaos.views import KEY_TOLERANCE, Look, check_block_table, check_keys
 
 KNOWN = Known("book", (7, 8), (3, 4, 5), (-1.0, -2.0, -3.0), 1e-3)
 LOOK = Look((SegmentLayout(1, 0, (Run(0, 0, 4, (2,)), Run(1, 4, 8, (0,)))),), frozenset({9}), {}, {})
 BOOK = {1: (0, {0: [(0, 4, 8)], 1: [(4, 6, 0), (6, 8, 2)]})}
 
 
-class Says:
+class ScriptedClient:
     """A client whose service sends these token indices."""
 
     def __init__(self, *indices: int) -> None:
@@ -31,18 +31,18 @@ class Says:
             yield Delta(index, (KNOWN.tokens[index],), "", (Logprobs(KNOWN.logprobs[index], ()),))
 
 
-def asked(*indices: int) -> Any:
-    return answer(Says(*indices), KNOWN, Counter())  # type: ignore[arg-type]
+def read_answer(*indices: int) -> Any:
+    return answer(ScriptedClient(*indices), KNOWN, Counter())  # type: ignore[arg-type]
 
 
 async def test_known_answer_passes_the_check():
-    assert check(await asked(0, 1, 2), KNOWN, 3) == 0.0
+    assert check(await read_answer(0, 1, 2), KNOWN, 3) == 0.0
 
 
 @pytest.mark.parametrize("indices", [(0, 0), (0, 2), (1,), (0, 1, 1)])
 async def test_missing_or_repeated_token_index_is_detected(indices):
     with pytest.raises(Wrong, match="index"):
-        await asked(*indices)
+        await read_answer(*indices)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ def test_different_key_is_detected():
 )
 def test_different_block_table_is_detected(book):
     with pytest.raises(AssertionError, match="segment"):
-        check_book(1, book, LOOK, 4)
+        check_block_table(1, book, LOOK, 4)
 
 
 def test_block_tables_that_differ_in_layout_or_pending_deletions_are_equal():
-    check_book(1, {**BOOK, 9: (0, {})}, LOOK, 4)
+    check_block_table(1, {**BOOK, 9: (0, {})}, LOOK, 4)
 
 
 def test_fault_is_injected_once_at_its_turn(monkeypatch):

@@ -25,7 +25,7 @@ async def kill_another(scene: Scene, spared: int) -> Outcome:
     return await kill(scene._replace(pids=others), 1)
 
 
-async def go_through(service: Service, turns: int, spared: int | None, random: Random) -> list[dict[int, Size]]:
+async def inject_faults(service: Service, turns: int, spared: int | None, random: Random) -> list[dict[int, Size]]:
     """Injects consecutive faults under a stream, which must complete each time: a loss of a process other than
     `spared`, or an exception in a rank if `spared` is None. Returns the resource usage of each process after each
     fault."""
@@ -50,7 +50,7 @@ async def test_service_stays_within_tolerance_after_fifty_consecutive_losses(tmp
     async with Service(tmp_path, reference, kv_bytes=KV_BYTES) as service:
         await service.prepare()
         spared = (await service.pids())[1]
-        sizes = await go_through(service, LOSSES, spared, Random(1))
+        sizes = await inject_faults(service, LOSSES, spared, Random(1))
         assert spared in sizes[-1]
         check_growth(sizes, WARM_UP // 2)
         await service.check()
@@ -63,7 +63,7 @@ async def test_hundred_epochs_leak_no_resources(tmp_path: Path):
     reference = make_reference(tmp_path / "model", "gemma3", 2)
     async with Service(tmp_path, reference, kv_bytes=KV_BYTES) as service:
         await service.prepare()
-        sizes = await go_through(service, EPOCHS, None, Random(2))
+        sizes = await inject_faults(service, EPOCHS, None, Random(2))
         assert len(set(sizes[0]) & set(sizes[-1])) == 4
         check_growth(sizes, WARM_UP)
         await service.check()

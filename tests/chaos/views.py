@@ -12,7 +12,7 @@ from workers.kv_cache.block_table import BlockTable
 
 KEY_TOLERANCE = 2e-5
 """Largest difference of a stored number, relative to the largest one of its layer."""
-Told = dict[int, tuple[int, dict[int, list[tuple[int, int, int]]]]]
+RankTable = dict[int, tuple[int, dict[int, list[tuple[int, int, int]]]]]
 """By segment: its start, and the stored extents by rank."""
 Keys = dict[int, np.ndarray]
 """Stored keys of each token, [S, N, K, D], by layer."""
@@ -30,21 +30,21 @@ class Look(NamedTuple):
     """Manifest name of each segment on storage."""
 
 
-def slots(held: dict[int, list[tuple[int, int, int]]]) -> dict[int, dict[int, int]]:
+def slots(extents_by_rank: dict[int, list[tuple[int, int, int]]]) -> dict[int, dict[int, int]]:
     return {
         rank: {position: slot + position - start for start, end, slot in extents for position in range(start, end)}
-        for rank, extents in held.items()
+        for rank, extents in extents_by_rank.items()
         if extents
     }
 
 
-def check_books(folder: Path, look: Look, pids: list[int], block_size: int) -> None:
+def check_block_tables(folder: Path, look: Look, pids: list[int], block_size: int) -> None:
     """The block table of every rank equals that of the coordinator."""
     for rank, pid in enumerate(pids):
-        check_book(rank, ask(folder, pid, "book"), look, block_size)
+        check_block_table(rank, ask(folder, pid, "book"), look, block_size)
 
 
-def check_book(rank: int, found: Told, look: Look, block_size: int) -> None:
+def check_block_table(rank: int, found: RankTable, look: Look, block_size: int) -> None:
     """The block table of a rank equals that of the coordinator, except for segments with a pending removal."""
     wanted = BlockTable(0, block_size)
     wanted.replace(look.layout)

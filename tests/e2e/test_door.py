@@ -26,7 +26,7 @@ BOOK = "The door of the house is green. " * 40
 QUESTION = "What colour is the door?"
 
 
-def doors_of(served: Served) -> list[psutil.Process]:
+def gateways_of(served: Served) -> list[psutil.Process]:
     everybody = psutil.Process(served.process.pid).children(recursive=True)
     return [each for each in everybody if "--with-parent=True" in each.cmdline()]
 
@@ -69,8 +69,8 @@ def test_gateway_answers_equal_those_of_ask(
 
 
 def test_crashed_gateway_is_restarted(served: Served, url: str) -> None:
-    (door,) = doors_of(served)
-    door.kill()
+    (gateway,) = gateways_of(served)
+    gateway.kill()
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         time.sleep(0.2)
@@ -79,8 +79,8 @@ def test_crashed_gateway_is_restarted(served: Served, url: str) -> None:
             break
         except httpx2.TransportError:
             continue
-    (other,) = doors_of(served)
-    assert other.pid != door.pid
+    (other,) = gateways_of(served)
+    assert other.pid != gateway.pid
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

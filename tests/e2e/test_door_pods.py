@@ -78,12 +78,12 @@ class Running:
     """The pods of a head and a gateway, and the settings of callers. The head pod starts empty."""
 
     head: RunningPod
-    door: RunningPod
+    gateway: RunningPod
     url: str
     credential: str = ""
 
-    def start_door(self) -> None:
-        process = self.door.start("door")
+    def gateway(self) -> None:
+        process = self.gateway.start("door")
         assert any(line.startswith("listening on ") for line in process.stdout)  # reads up to that line
 
     def start_service(self) -> None:
@@ -94,12 +94,12 @@ class Running:
 
     def probe(self, name: str) -> int:
         """The HTTP status that a kubelet gets; 0 if none."""
-        container = self.door.pod.container("door")
+        container = self.gateway.pod.container("door")
         requested = container[name]["httpGet"]
         (port,) = [one["containerPort"] for one in container["ports"] if one["name"] == requested["port"]]
         scheme = requested.get("scheme", "HTTP").lower()
-        url = f"{scheme}://{self.door.address}:{port}{requested['path']}"
-        return int(_told(self.door.execute("door", [sys.executable, "-c", PROBE, url])))
+        url = f"{scheme}://{self.gateway.address}:{port}{requested['path']}"
+        return int(_in_place_of(self.gateway.execute("door", [sys.executable, "-c", PROBE, url])))
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + SECONDS
@@ -111,17 +111,17 @@ class Running:
         """Response to a client on the head's host."""
         shown = self.credential if credential is None else credential
         command = [sys.executable, "-c", CLIENT, f"{self.url}{path}", shown, body]
-        status, answer = json.loads(_told(self.head.execute("serve", command)))
+        status, answer = json.loads(_in_place_of(self.head.execute("serve", command)))
         return status, answer
 
     def metrics(self) -> str:
         reader = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=10).read().decode())"
-        port = options(self.door.pod.container("door"))["metrics-port"]
+        port = options(self.gateway.pod.container("door"))["metrics-port"]
         url = f"http://{DOOR}:{port}/metrics"
-        return _told(self.head.execute("serve", [sys.executable, "-c", reader, url]))
+        return _in_place_of(self.head.execute("serve", [sys.executable, "-c", reader, url]))
 
 
-def _told(process) -> str:
+def _in_place_of(process) -> str:
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     return output.strip()
@@ -152,7 +152,7 @@ def running(request: pytest.FixtureRequest, place: Place, tmp_path: Path) -> Run
 
 
 def test_gateway_pod_serves_requests_and_drains_running_streams(running: Running):
-    running.start_door()  # the gateway may start before the service
+    running.gateway()  # the gateway may start before the service
     assert (running.probe("livenessProbe"), running.probe("readinessProbe")) == (200, 503)
     running.start_service()
     running.wait_ready()
@@ -163,11 +163,11 @@ def test_gateway_pod_serves_requests_and_drains_running_streams(running: Running
     assert "\nlongleaf_door_streams 1.0\n" in running.metrics()
     began = time.monotonic()
     with ThreadPoolExecutor(1) as kubelet:
-        stopped = kubelet.submit(running.door.stop, "door")
+        stopped = kubelet.submit(running.gateway.stop, "door")
         reported = uploader.stdout.read()
         assert stopped.result() == (0, 0)
     assert uploader.wait(timeout=60) == 0 and '"phase":"ready"' in reported, reported
-    drain = float(options(running.door.pod.container("door"))["drain-seconds"])
+    drain = float(options(running.gateway.pod.container("door"))["drain-seconds"])
     assert time.monotonic() - began < drain  # it ended with its last stream, not at its time limit
 
 

@@ -33,12 +33,12 @@ def start(started: ExitStack, command: list[str], first: str) -> tuple[subproces
     return process, read_to(process, first)
 
 
-def read_to(process: subprocess.Popen, told: str) -> list[str]:
+def read_to(process: subprocess.Popen, text: str) -> list[str]:
     lines: list[str] = []
     assert process.stdout is not None
     for line in process.stdout:
         lines.append(line)
-        if told in line:
+        if text in line:
             return lines
     raise AssertionError("".join(lines))
 

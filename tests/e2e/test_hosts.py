@@ -15,7 +15,7 @@ from tests.support.witness import Witness
 
 pytestmark = [pytest.mark.ray, pytest.mark.extended, pytest.mark.timeout(600)]
 OPTIONS = ("--kv-bytes", "80000000")
-NEWS = ("member ", "epoch ", "recover")
+RECOVERY_LINES = ("member ", "epoch ", "recover")
 """Start of a log line about a lost rank."""
 WARNINGS = ("rank ",)
 """Start of the log lines of ranks that notice the loss before the coordinator."""
@@ -73,14 +73,14 @@ def test_two_ranks_on_each_of_two_hosts_answer_like_one_rank(
         assert answer(service, tmp_path) == expected != ""
         check_together(nodes, service, [SLOTS, SLOTS])
         assert "shared_memory inside nodes, gloo between 2 nodes x 2 ranks = 4" in service.run("cluster").stdout
-        check_a_second_one_is_refused(nodes, checkpoint)
+        check_second_coordinator_is_refused(nodes, checkpoint)
         processes = nodes.service()
         message = "ranks, the coordinator, the command that started it, and what renders its chat template"
         assert len(processes) == 2 * SLOTS + 3, message
         check_a_lost_rank_is_replaced(nodes, service)
         stream = start_stream(service, started, nodes.on(0))
         assert service.stop() == 0
-        check_told(service, stream, NEWS, WARNINGS)
+        check_told(service, stream, RECOVERY_LINES, WARNINGS)
         assert psutil.wait_procs(nodes.service(), timeout=20)[1] == []
 
 
@@ -94,7 +94,7 @@ def check_a_lost_rank_is_replaced(nodes: RayNodes, service: Served) -> None:
         score_sum.check()
 
 
-def check_a_second_one_is_refused(nodes: RayNodes, checkpoint: Path) -> None:
+def check_second_coordinator_is_refused(nodes: RayNodes, checkpoint: Path) -> None:
     options = ["--model", str(checkpoint), "--port", "0", "--ray-address", nodes.address]
     command = [*nodes.on(0), *CLI, "serve", *options]
     second = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)

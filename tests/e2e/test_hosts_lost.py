@@ -58,10 +58,10 @@ def test_service_continues_without_a_lost_host_and_takes_it_back(
         assert psutil.wait_procs(processes, timeout=20)[1] == []
 
 
-def check_named(nodes: RayNodes, told: str) -> None:
+def check_named(nodes: RayNodes, message: str) -> None:
     """One of the second host's ranks is named with its node."""
-    assert told.startswith(("error: rank 2 was lost: ", "error: rank 3 was lost: "))
-    assert ", on node " in told and f"({nodes.network.addresses[1]})" in told
+    assert message.startswith(("error: rank 2 was lost: ", "error: rank 3 was lost: "))
+    assert ", on node " in message and f"({nodes.network.addresses[1]})" in message
 
 
 @pytest.mark.parametrize("name", ["ray::IDLE", "ray::WorkerActo"])

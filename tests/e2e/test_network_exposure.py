@@ -56,7 +56,7 @@ def inside() -> tuple[str, ...]:
     return INSIDE
 
 
-class Door(NamedTuple):
+class ListeningSocket(NamedTuple):
     """A listening socket and the process that opened it."""
 
     owner: str
@@ -71,7 +71,7 @@ class Door(NamedTuple):
         return f"{self.host}:{self.port}"
 
 
-def doors(pid: int) -> set[Door]:
+def listening_sockets(pid: int) -> set[ListeningSocket]:
     """All listening sockets of a process's network namespace."""
     owners = dict(_owners())
     found = set()
@@ -80,7 +80,7 @@ def doors(pid: int) -> set[Door]:
             fields = line.split()
             if fields[3] == state:
                 host, port = fields[1].split(":")
-                found.add(Door(owners.get(fields[9], "?"), _host(host), int(port, 16)))
+                found.add(ListeningSocket(owners.get(fields[9], "?"), _host(host), int(port, 16)))
     return found
 
 
@@ -109,16 +109,16 @@ def test_unauthenticated_peer_finds_no_open_socket(
     monkeypatch.setenv("RAY_AUTH_TOKEN", KNOWN)
     options = ("--world-size", "2", "--launcher", launcher, "--kv-bytes", "8000000")
     service = started.enter_context(Served(*options, before=inside))
-    found = doors(service.process.pid)
+    found = listening_sockets(service.process.pid)
     assert len(found) >= 3, "gRPC, the control channel and the ranks' store at least"
-    assert {door for door in found if not door.is_on_loopback} == set()
+    assert {listener for listener in found if not listener.is_on_loopback} == set()
     if launcher == "ray":
         ours = int(service.address.rpartition(":")[2])
-        check_ray(service, {door for door in found if door.port != ours})
+        check_ray(service, {listener for listener in found if listener.port != ours})
     assert service.stop() == 0
 
 
-def check_ray(service: Served, found: set[Door]) -> None:
+def check_ray(service: Served, found: set[ListeningSocket]) -> None:
     """Ray answers only callers with its token, and does not expose the token."""
     (raylet,) = (process for process in service.processes() if process.name() == "raylet")
     token_file = Path(raylet.environ()["RAY_AUTH_TOKEN_PATH"])
@@ -129,25 +129,27 @@ def check_ray(service: Served, found: set[Door]) -> None:
     assert len(own) == 5, "two ranks"
     assert {(each["RAY_AUTH_MODE"], each["RAY_AUTH_TOKEN_PATH"]) for each in own} == {("token", str(token_file))}
     # not the ranks: the coordinator's Ray sockets are checked above, and gloo's never answer
-    answers = knock(service, "", {door for door in found if door.owner != "ray::WorkerActor.run"})
-    refused = {door for door, answer in answers.items() if answer in (["401"], ["UNAUTHENTICATED", "UNIMPLEMENTED"])}
-    reported = {(door.owner, answer[0][:6]) for door, answer in answers.items() if door not in refused}
+    answers = connect_to(service, "", {listener for listener in found if listener.owner != "ray::WorkerActor.run"})
+    refused = {
+        listener for listener, answer in answers.items() if answer in (["401"], ["UNAUTHENTICATED", "UNIMPLEMENTED"])
+    }
+    reported = {(listener.owner, answer[0][:6]) for listener, answer in answers.items() if listener not in refused}
     assert reported == {(owner, "# HELP") for owner in FIGURES} | {("ray::CoordinatorActor.wait", "")}, (
         "ZMQ says nothing"
     )
-    assert {"gcs_server", "raylet", "ray::CoordinatorActor.wait"} <= {door.owner for door in refused}
-    gcs = {door for door in found if door.owner == "gcs_server"}
-    assert [answer[:1] for answer in knock(service, KNOWN, gcs).values()] == [["UNAUTHENTICATED"]]
-    assert [answer[:1] for answer in knock(service, token, gcs).values()] == [["OK"]]
+    assert {"gcs_server", "raylet", "ray::CoordinatorActor.wait"} <= {listener.owner for listener in refused}
+    gcs = {listener for listener in found if listener.owner == "gcs_server"}
+    assert [answer[:1] for answer in connect_to(service, KNOWN, gcs).values()] == [["UNAUTHENTICATED"]]
+    assert [answer[:1] for answer in connect_to(service, token, gcs).values()] == [["OK"]]
 
 
-def knock(service: Served, token: str, found: set[Door]) -> dict[Door, list[str]]:
+def connect_to(service: Served, token: str, found: set[ListeningSocket]) -> dict[ListeningSocket, list[str]]:
     """Response to a process in the service's network with this token or none (stranger.py)."""
     enter = ["nsenter", "--target", str(service.process.pid), "--user", "--net", "--preserve-credentials"]
     command = [*enter, sys.executable, stranger.__file__, token, *map(str, found)]
     reported = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     answers = json.loads(reported)
-    return {door: answers[str(door)] for door in found}
+    return {listener: answers[str(listener)] for listener in found}
 
 
 @pytest.mark.extended

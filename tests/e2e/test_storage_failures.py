@@ -34,29 +34,29 @@ NUM_EVENTS = 100
 """Number of events that proves that a stream progresses."""
 
 
-class Watched(Service):
+class LoggedService(Service):
     """A running service with its address and log."""
 
     address = ""
 
     @property
-    def said(self) -> str:
+    def matching_lines(self) -> str:
         return os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")
 
-    def num_said(self, words: str) -> int:
-        return self.said.count(words)
+    def count_lines(self, words: str) -> int:
+        return self.matching_lines.count(words)
 
 
 @contextmanager
 def serving(
     data_dir: Path, world_size: int = 1, *, url: str | Path | None = None, quota: int | None = None
-) -> Iterator[tuple[Watched, Client]]:
+) -> Iterator[tuple[LoggedService, Client]]:
     config = EngineConfig(
         model=str(embedded_model()), world_size=world_size, snapshot_url=None if url is None else str(url)
     )
     data = DataConfig(data_dir=str(data_dir), snapshot_quota=quota)
     command = coordinator_command(config, launcher="local", host="127.0.0.1", port=0, data=data)
-    with Watched(command, forked.popen) as service:
+    with LoggedService(command, forked.popen) as service:
         service.address = service.wait_ready(120)
         with Client(service.address) as client:
             yield service, client
@@ -88,7 +88,7 @@ def first_piece(folder: Path) -> Path:
     return folder / "piece-00000.safetensors"
 
 
-def add_strangers(folder: Path) -> None:
+def add_foreign_files(folder: Path) -> None:
     """Adds files that no service writes."""
     (folder / ".nfs0000000000000001").write_bytes(b"a file that was deleted while somebody read it")
     (folder / ("n" * 255)).write_bytes(b"a huge name")
@@ -131,7 +131,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "of a negative size": lambda folder: forge_first_piece(folder, num_bytes=-1),
     "of overlapping runs": lambda folder: forge_first_piece(folder, runs=((0, 2**60),)),
     "of too many positions": forge_positions,
-    "among strangers": add_strangers,
+    "among strangers": add_foreign_files,
 }
 
 
@@ -145,12 +145,12 @@ def test_damaged_snapshots_are_reported_recomputed_and_saved_again(tmp_path: Pat
     folders = saved(tmp_path)
     for folder, damage in zip(folders, DAMAGES.values(), strict=True):
         damage(folder)
-        add_strangers(folder.parent)
+        add_foreign_files(folder.parent)
     with serving(tmp_path) as (service, client):
         for name, answer in before.items():
             assert ask(client, name, QUESTION) == (answer, True)
-        assert service.num_said("is damaged, and its tokens are read again") == 9
-        assert service.num_said("1 snapshots are not at") == 1
+        assert service.count_lines("is damaged, and its tokens are read again") == 9
+        assert service.count_lines("1 snapshots are not at") == 1
         wait_until(lambda: len(saved(tmp_path)) == len(names) and not set(folders[:-1]) & set(saved(tmp_path)))
         for name in names:
             client.delete_context(name)
@@ -161,7 +161,7 @@ def test_damaged_snapshots_are_reported_recomputed_and_saved_again(tmp_path: Pat
 # --- while the service runs ---
 
 
-def trouble_told(client: Client) -> str:
+def storage_error(client: Client) -> str:
     """The storage error that clients see."""
     storage = client.cluster().storage
     assert storage is not None
@@ -182,16 +182,16 @@ def test_full_disk_is_reported_once_and_deletions_free_space(tmp_path: Path) -> 
         fill(disk.folder / "stranger")
         client.ingest("second", f"{BOOK.text[:1000]} {QUESTION}")
         answer, _ = ask(client, "second", QUESTION)
-        wait_until(lambda: service.num_said(AWAY) == 2)
-        assert "it is full; make room there" in service.said
-        assert "it is full" in trouble_told(client)
+        wait_until(lambda: service.count_lines(AWAY) == 2)
+        assert "it is full; make room there" in service.matching_lines
+        assert "it is full" in storage_error(client)
         client.delete_context("first")
         wait_until(lambda: not first.exists())
         wait_until(lambda: len(saved(disk.folder)) == 1)
         assert ask(client, "second", QUESTION)[0] == answer
-        wait_until(lambda: service.num_said(AGAIN) == 2)
-        assert service.num_said(AWAY) == 2, "once each"
-        assert trouble_told(client) == ""
+        wait_until(lambda: service.count_lines(AGAIN) == 2)
+        assert service.count_lines(AWAY) == 2, "once each"
+        assert storage_error(client) == ""
 
 
 @pytest.mark.extended
@@ -204,8 +204,8 @@ def test_full_data_disk_accepts_deletions_and_restarts(tmp_path: Path) -> None:
         with serving(data) as (service, client):
             for name in names:
                 client.ingest(name, f"{name}. {BOOK.text[:1500]}")
-            wait_until(lambda: service.num_said(AWAY) == 1)
-            assert "are kept for deletions" in trouble_told(client)
+            wait_until(lambda: service.count_lines(AWAY) == 1)
+            assert "are kept for deletions" in storage_error(client)
             num_saved = len(saved(data))
             fill(disk.folder / "stranger")
             client.delete_context(names[0])
@@ -294,15 +294,15 @@ def test_unavailable_object_store_delays_no_other_call(tmp_path: Path, outage: C
                 assert ask(client, "parked", QUESTION) == (before["parked"], True)
                 if outage is Switch.hang:  # meanwhile the service waits for its keys, for half a minute
                     assert reader.num_events > num_before + NUM_EVENTS
-                wait_until(lambda: service.num_said(AWAY) == 2, 150)
+                wait_until(lambda: service.count_lines(AWAY) == 2, 150)
                 assert ask(client, "new", QUESTION)[0] == before["new"]
                 num_before = reader.num_events
                 wait_until(lambda: reader.num_events > num_before + NUM_EVENTS)
             assert len(folder.manifests) == 2
             way.carry()
             wait_until(lambda: len(folder.manifests) == 2 and dropped not in folder.manifests, 150)
-            wait_until(lambda: service.num_said(AGAIN) == 2, 150)
-            assert service.num_said(AWAY) == 2, "once each"
+            wait_until(lambda: service.count_lines(AGAIN) == 2, 150)
+            assert service.count_lines(AWAY) == 2, "once each"
             outage(way)
             client.ingest("last", f"{BOOK.text[:1000]} {QUESTION}")
         assert service._process.returncode == 0, "no process waits for a storage when it ends"
@@ -315,17 +315,17 @@ def test_missing_storage_folder_is_waited_for(tmp_path: Path) -> None:
         wait_until(lambda: len(saved(folder)) == 1)
         shutil.rmtree(folder)
         before |= ingest(client, ["other"])
-        wait_until(lambda: service.num_said(AWAY) == 2)
+        wait_until(lambda: service.count_lines(AWAY) == 2)
         client.delete_context("book")
         folder.mkdir()
         wait_until(lambda: len(saved(folder)) == 1)
-        wait_until(lambda: service.num_said(AGAIN) == 2)
-        assert service.num_said(AWAY) == 2, "once each"
+        wait_until(lambda: service.count_lines(AGAIN) == 2)
+        assert service.count_lines(AWAY) == 2, "once each"
         assert ask(client, "other", QUESTION)[0] == before["other"]
         service.kill()
     with serving(tmp_path / "data", url=folder) as (service, client):
         assert ask(client, "other", QUESTION) == (before["other"], True)
-        assert "read again" not in service.said
+        assert "read again" not in service.matching_lines
 
 
 @pytest.mark.extended
@@ -339,11 +339,11 @@ def test_file_in_place_of_the_storage_folder_is_reported_and_waited_for(tmp_path
     folder.write_text("no folder")
     with serving(tmp_path / "data", url=folder) as (service, client):
         assert ask(client, "book", QUESTION) == (before["book"], True)
-        wait_until(lambda: service.num_said("storage is not looked through") == 1)
+        wait_until(lambda: service.count_lines("storage is not looked through") == 1)
         folder.unlink()
         folder.mkdir()
         wait_until(lambda: len(saved(folder)) == 1, 100)
-        assert "1 snapshots are not at" in service.said
+        assert "1 snapshots are not at" in service.matching_lines
 
 
 def test_unwritable_storage_remains_readable(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_unwritable_storage_remains_readable(tmp_path: Path) -> None:
             assert ask(client, "book", QUESTION) == (before["book"], True)
             before |= ingest(client, ["other"])
             client.delete_context("book")
-            wait_until(lambda: service.num_said(AWAY) == 2)
-            assert "it is read-only; mount it for writing" in service.said
-            assert "read again" not in service.said
+            wait_until(lambda: service.count_lines(AWAY) == 2)
+            assert "it is read-only; mount it for writing" in service.matching_lines
+            assert "read again" not in service.matching_lines
             assert ask(client, "other", QUESTION)[0] == before["other"]

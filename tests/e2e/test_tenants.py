@@ -103,11 +103,11 @@ def test_admin_calls_are_refused_to_users(service: Tenanted, tenant: str, comman
     assert service.names(tenant) == ["book"]
 
 
-def check_line(found: subprocess.CompletedProcess[str], code: int, told: str) -> None:
+def check_line(found: subprocess.CompletedProcess[str], code: int, message: str) -> None:
     assert (found.returncode, found.stdout) == (code, "")
     [line] = found.stderr.splitlines()
     assert line.startswith("error: ")
-    assert told in line
+    assert message in line
 
 
 @pytest.mark.parametrize(
@@ -142,11 +142,11 @@ def test_service_beyond_the_loopback_requires_tls(checkpoint: Path, tmp_path: Pa
     check_does_not_start(checkpoint, "--insecure", "--host", "0.0.0.0", *given)
 
 
-def check_does_not_start(checkpoint: Path, told: str, *options: str) -> None:
+def check_does_not_start(checkpoint: Path, message: str, *options: str) -> None:
     command = [*CLI, "serve", "--model", str(checkpoint), "--port", "0", "--launcher", "local", *options]
     found = forked.run(command)
     assert (found.returncode, found.stdout) == (2, "")
     *others, line = found.stderr.splitlines()
     assert others in ([], ["starting 1 rank (local) …"])
     assert line.startswith("error: ")
-    assert told in line
+    assert message in line

@@ -46,11 +46,11 @@ def test_fact_retrieval_model_gets_single_questions_and_the_page_explains_it(rea
     reader.ask("What is the value of amber-12?")
     reader.ask("What is the value of jade-7?")
     assert not page.get_by_label("With what was said before").count()
-    assert [len(messages) for messages in asked_of(reader)] == [1, 1]
+    assert [len(messages) for messages in messages_of(reader)] == [1, 1]
     reader.audit()
 
 
-def asked_of(reader: Reader) -> list[Any]:
+def messages_of(reader: Reader) -> list[Any]:
     """The messages of each question."""
     return [each.post_data_json["messages"] for each in reader.requests if each.url.endswith("/chat/completions")]
 
@@ -72,7 +72,7 @@ def test_question_includes_the_conversation_unless_the_reader_opts_out(browser: 
         assert page.locator(".answer").last.inner_text().strip() == "jade-7 is 0815"
         page.get_by_role("button", name="Begin anew").click()
         assert page.locator(".question").count() == 0
-        output = [[(each["role"], each["content"].strip()) for each in messages] for messages in asked_of(reader)]
+        output = [[(each["role"], each["content"].strip()) for each in messages] for messages in messages_of(reader)]
         assert output == [
             [("user", first)],
             [("user", first), ("assistant", answer), ("user", second)],

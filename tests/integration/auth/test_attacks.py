@@ -47,19 +47,19 @@ NAMED: dict[str, tuple[str, ...]] = {
 
 
 @pytest.fixture
-def house() -> FakeTransferEngine:
+def transfers() -> FakeTransferEngine:
     return house_of(packable(name="acme/book"))
 
 
 @pytest.fixture
-async def channel(house: FakeTransferEngine, tmp_path: Path) -> AsyncIterator[grpc.aio.Channel]:
+async def channel(transfers: FakeTransferEngine, tmp_path: Path) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a service with a book and a retained generation of acme."""
     engine = FakeEngine()
     engine.answer = (ids("hi"),)
     engine.contexts["acme/book"] = list(ids("of acme"))
     authenticator = Credentials.of(str(write_credentials(tmp_path, DEFAULT_TENANT)))
     async with (
-        serving(engine, tmp_path / "model", house=house, authenticator=authenticator) as (_, address),
+        serving(engine, tmp_path / "model", house=transfers, authenticator=authenticator) as (_, address),
         grpc.aio.insecure_channel(address) as channel,
     ):
         fields = {"text": "a", "request_id": "held", "sampling": {"max_token_count": 1}}
@@ -141,14 +141,14 @@ async def test_upload_does_not_resume_an_interrupted_upload_of_another_tenant(
 @pytest.mark.parametrize("tenant", ATTACKERS)
 @pytest.mark.parametrize("forged", ["acme/play", "acme/book", "../acme/play", "acme∕play", "", "play\n"])
 async def test_forged_archive_name_creates_no_context_of_another_tenant(
-    channel: grpc.aio.Channel, house: FakeTransferEngine, tenant: str, forged: str
+    channel: grpc.aio.Channel, transfers: FakeTransferEngine, tenant: str, forged: str
 ) -> None:
     archive = packable(name=forged, vocabulary=200).packed()
     pieces = {"piece": {"offset": 0, "data": archive}}
-    before = set(house.contexts)
+    before = set(transfers.contexts)
     assert await code_of(channel, tenant, "ImportContext", {"config": {}}, pieces) == StatusCode.INVALID_ARGUMENT
-    assert set(house.contexts) == before
+    assert set(transfers.contexts) == before
     named = {"config": {"name": "contexts/mine"}}
     assert await code_of(channel, tenant, "ImportContext", named, pieces) == StatusCode.OK
     own = "mine" if tenant == DEFAULT_TENANT else f"{tenant}/mine"
-    assert set(house.contexts) == {*before, own}
+    assert set(transfers.contexts) == {*before, own}

@@ -117,7 +117,7 @@ async def test_each_role_gets_its_expected_code(address: str, name: str) -> None
 async def test_object_of_another_tenant_looks_like_a_missing_one(address: str, name: str) -> None:
     """Bolt names an object of acme, then one that does not exist."""
 
-    def nobodys(message: Message) -> Message:
+    def as_missing(message: Message) -> Message:
         text = message.SerializeToString()
         for name in (b"book", b"held", b"old"):
             text = text.replace(name, b"x" * len(name))
@@ -126,11 +126,11 @@ async def test_object_of_another_tenant_looks_like_a_missing_one(address: str, n
     async with grpc.aio.insecure_channel(address) as channel:
         bolt = Caller(channel, BOLT)
         code, _, reported = await bolt.call(name, requests_of(name))
-        other_code, _, other_told = await bolt.call(name, list(map(nobodys, requests_of(name))))
+        other_code, _, other_reported = await bolt.call(name, list(map(as_missing, requests_of(name))))
     assert code == other_code
     for known in ("book", "held", "old"):
         reported = reported.replace(known, "x" * len(known))
-    assert reported == other_told
+    assert reported == other_reported
 
 
 @pytest.mark.parametrize("change", [lambda text: text.upper(), lambda text: text + "x", lambda _: ""])

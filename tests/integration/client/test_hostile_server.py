@@ -119,7 +119,7 @@ async def served() -> AsyncIterator[Served]:
     await server.stop(None)
 
 
-def saying(*messages: bytes, ends: bool = True) -> Answer:
+def answering(*messages: bytes, ends: bool = True) -> Answer:
     async def answer(_: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         for message in messages:
             yield message
@@ -129,11 +129,11 @@ def saying(*messages: bytes, ends: bool = True) -> Answer:
     return answer
 
 
-def failing(code: grpc.StatusCode, told: str, details: bytes | None, *messages: bytes) -> Answer:
+def failing(code: grpc.StatusCode, details_text: str, details: bytes | None, *messages: bytes) -> Answer:
     async def answer(context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         for message in messages:
             yield message
-        await context.abort(code, told, () if details is None else ((DETAILS_KEY, details),))
+        await context.abort(code, details_text, () if details is None else ((DETAILS_KEY, details),))
 
     return answer
 
@@ -145,14 +145,14 @@ def test_every_method_is_tested() -> None:
 @pytest.mark.parametrize("name", [*CALLS, *OTHERS])
 async def test_malformed_message_raises_a_typed_error(served: Served, name: str) -> None:
     for message in (b"\xff", b"\x0a\xff\xff\xff\xff\x0f", random.Random(5).randbytes(3000)):
-        assert await served.outcome((CALLS | OTHERS)[name], saying(message)) is not None
+        assert await served.outcome((CALLS | OTHERS)[name], answering(message)) is not None
 
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", CALLS)
 async def test_odd_messages_raise_only_typed_errors(served: Served, name: str) -> None:
     for message in odd(TYPES[name], random.Random(name)):
-        await served.outcome(CALLS[name], saying(message.SerializeToString()))
+        await served.outcome(CALLS[name], answering(message.SerializeToString()))
 
 
 def odd(descriptor: Descriptor, rng: random.Random) -> list[Message]:
@@ -173,7 +173,7 @@ def odd(descriptor: Descriptor, rng: random.Random) -> list[Message]:
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("ends", [False, True], ids=["silent", "ends"])
 async def test_silent_server_ends_at_the_timeout(served: Served, name: str, ends: bool) -> None:
-    error = await served.outcome(CALLS[name], saying(ends=ends), 0.2)
+    error = await served.outcome(CALLS[name], answering(ends=ends), 0.2)
     if not ends:
         assert type(error) is DeadlineExceeded
 
@@ -190,7 +190,7 @@ async def test_endless_pages_end_at_the_timeout(served: Served) -> None:
 
 
 async def test_oversized_message_raises_a_typed_error(served: Served) -> None:
-    huge = saying(b"\x0a" + b"\xff\xff\xff\x7f" + bytes((1 << 26) + 1))
+    huge = answering(b"\x0a" + b"\xff\xff\xff\x7f" + bytes((1 << 26) + 1))
     for name in ("GetCluster", "Generate", "ExportContext", *UPLOADS):
         error = await served.outcome(CALLS[name], huge)
         assert error is not None

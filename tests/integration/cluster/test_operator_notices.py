@@ -20,7 +20,7 @@ from workers.fakes import EchoMain
 pytestmark = pytest.mark.timeout(60)
 
 
-async def told(actor: CoordinatorActor, last: str) -> list[str]:
+async def read_notices(actor: CoordinatorActor, last: str) -> list[str]:
     """The notices up to one with this prefix."""
     notes: list[str] = []
     while not notes or not notes[-1].startswith(last):
@@ -38,7 +38,7 @@ async def test_operator_is_notified_of_a_loss_and_its_recovery(tmp_path: Path) -
         async with AsyncClient(f"localhost:{port}") as client:
             worker = (await client.cluster()).workers[1]
             os.kill(worker.pid, signal.SIGKILL)
-        notes = await told(actor, "member 2 on node")
+        notes = await read_notices(actor, "member 2 on node")
         node = worker.node
         started = "member 2 was started in the place of member 1"  # before or after the others have joined
         assert started in notes

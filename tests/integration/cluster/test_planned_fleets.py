@@ -27,7 +27,7 @@ def plan_of(config: EngineConfig, plans: tuple[CapacityPlan, ...]) -> CapacityPl
     return plans[-1] if config.window_keys == "replicated" else plans[0]
 
 
-def told(fleet: Cluster) -> tuple[list[int], int]:
+def reported_layout(fleet: Cluster) -> tuple[list[int], int]:
     return [worker.max_tokens for worker in fleet.workers], fleet.max_window_tokens
 
 
@@ -58,7 +58,7 @@ async def test_plan_equals_the_layout_of_the_ranks(
     config = EngineConfig(model=str(make_checkpoint(tmp_path, family)), **given)
     plan = plan_of(config, check(config, has_weights=False).plans)
     async with running(config) as engine:
-        assert planned(plan) == told(engine.cluster())
+        assert planned(plan) == reported_layout(engine.cluster())
 
 
 @pytest.mark.extended
@@ -69,7 +69,7 @@ def test_plan_equals_the_report_of_a_service(tmp_path: Path) -> None:
     with ServiceProcess(command, forked.popen) as service, Client(service.wait_ready(240)) as client:
         fleet = client.cluster()
     plan = plan_of(config, report(config, None, has_weights=False).plans)
-    assert planned(plan) == told(fleet)
+    assert planned(plan) == reported_layout(fleet)
     assert plan.window_tokens > 0
 
 

@@ -40,15 +40,15 @@ class World:
         self.control = RankManager(config, kill=fleet.kill)
         self.events: list[MemberEvent] = []
         self.control.roster.watch(self.events.append)
-        self.keeper: ReplacementSupervisor | None = None
+        self.supervisor: ReplacementSupervisor | None = None
 
     def process(self, member: int) -> psutil.Process:
         [pid] = [hello.pid for hello in self.control.hellos if hello.member == member]
         return psutil.Process(pid)
 
     def keep(self, formation) -> ReplacementSupervisor:
-        self.keeper = ReplacementSupervisor(self.control.roster, self.fleet, self.config, formation.readies)
-        return self.keeper
+        self.supervisor = ReplacementSupervisor(self.control.roster, self.fleet, self.config, formation.readies)
+        return self.supervisor
 
 
 @asynccontextmanager
@@ -62,8 +62,8 @@ async def running(fleet: Fleet, **settings: object) -> AsyncIterator[World]:
         yield world
         processes = [psutil.Process(hello.pid) for hello in world.control.hellos if psutil.pid_exists(hello.pid)]
     finally:
-        if world.keeper is not None:
-            await world.keeper.close()
+        if world.supervisor is not None:
+            await world.supervisor.close()
         await world.control.close()
         await fleet.shutdown()
     assert (await asyncio.to_thread(psutil.wait_procs, processes, timeout=20))[1] == []

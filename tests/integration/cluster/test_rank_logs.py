@@ -33,12 +33,12 @@ library = logging.getLogger("longleaf.comm.shared_memory")
 ours = logging.getLogger("workers.rank")
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+def rank_records(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if record.name == "coordinator.cluster"]
 
 
 def texts(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in told(caplog)]
+    return [record.getMessage() for record in rank_records(caplog)]
 
 
 @asynccontextmanager
@@ -59,9 +59,9 @@ async def test_error_that_ends_an_epoch_is_logged_with_its_traceback(
 ) -> None:
     async with engine_of(2, EchoMain(RankFault(rank=1, kind="raise", step=20))) as engine:
         assert len(await answer(engine, 200)) == 200
-        await until(lambda: told(caplog))
+        await until(lambda: rank_records(caplog))
         [node] = {worker.node for worker in engine.cluster().workers}
-    [record] = told(caplog)
+    [record] = rank_records(caplog)
     assert (record.levelno, record.rank, record.node) == (logging.WARNING, 1, node)  # type: ignore[attr-defined]
     first, *traceback = record.getMessage().splitlines()
     assert first == "rank 1: epoch 1 is broken for member 1: RuntimeError: was told to raise"
@@ -74,7 +74,7 @@ async def test_last_log_line_of_a_failing_member_is_forwarded(caplog: pytest.Log
     await fleet.launch(CONFIG, control.invitations, control.lost)
     with pytest.raises(Exception, match="was told to raise"):
         await control.start(1)
-    [record] = told(caplog)
+    [record] = rank_records(caplog)
     assert record.levelno == logging.ERROR
     assert record.getMessage().startswith("rank 0: member 0 failed\nTraceback")
     await control.close()
@@ -136,7 +136,7 @@ class MadRank(EchoRank):
 async def test_rank_that_floods_its_log_keeps_executing_steps(caplog: pytest.LogCaptureFixture) -> None:
     async with engine_of(1, MadMain()) as engine:
         assert len(await answer(engine, 200)) == 200
-        await until(lambda: len(told(caplog)) >= MAX_KEPT)
+        await until(lambda: len(rank_records(caplog)) >= MAX_KEPT)
         assert len(await answer(engine, 20)) == 20
         await until(lambda: set(texts(caplog)) != {"rank 0: mad"})
         assert engine.cluster().epoch == 1
@@ -156,9 +156,9 @@ async def test_member_logs_over_both_connections_only_for_itself(
     await members[1]._pulse.send(encode(Logged(1, (LogRecord(30, "with the pulse"),))))
     await members[1].send(Logged(0, (LogRecord(30, "a lie"),)))
     await members[1]._pulse.send(encode(Logged(1, (LogRecord(10, "too little"),))))
-    await until(lambda: control.num_ignored == 2 and len(told(caplog)) == 2)
+    await until(lambda: control.num_ignored == 2 and len(rank_records(caplog)) == 2)
     assert sorted(texts(caplog)) == ["rank 1: beside the steps", "rank 1: with the pulse"]
-    assert {(record.rank, record.node, record.epoch) for record in told(caplog)} == {(1, "node", 1)}  # type: ignore[attr-defined]
+    assert {(record.rank, record.node, record.epoch) for record in rank_records(caplog)} == {(1, "node", 1)}  # type: ignore[attr-defined]
     for member in members:
         await member.close()
     await control.close()

@@ -68,12 +68,12 @@ def start(started: ExitStack, command: list[str], first: str) -> tuple[subproces
     return process, read_to(process, first)
 
 
-def read_to(process: subprocess.Popen[str], told: str) -> str:
+def read_to(process: subprocess.Popen[str], text: str) -> str:
     lines: list[str] = []
     assert process.stdout is not None
     for line in process.stdout:
         lines.append(line)
-        if told in line:
+        if text in line:
             return line
     raise AssertionError("".join(lines))
 

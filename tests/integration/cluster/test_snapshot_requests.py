@@ -47,8 +47,8 @@ async def world() -> AsyncIterator[World]:
     await made.control.close()
 
 
-async def fails(work: Awaitable[object], kind: type[Exception], told: str) -> None:
-    with pytest.raises(kind, match=told) as raised:
+async def fails(work: Awaitable[object], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message) as raised:
         await work
     assert raised.type is kind
 

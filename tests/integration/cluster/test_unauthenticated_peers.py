@@ -114,7 +114,7 @@ async def test_channel_binds_one_address_of_either_family(context) -> None:
     await control.close()
 
 
-def stranger_without_a_key(context: "zmq.Context[Socket]", control: RankManager) -> Socket:
+def peer_without_a_key(context: "zmq.Context[Socket]", control: RankManager) -> Socket:
     connection = context.socket(zmq.DEALER)
     connection.setsockopt(zmq.IDENTITY, b"rank-0")
     connection.setsockopt(zmq.LINGER, 0)  # unsent messages would delay the end of the test
@@ -122,20 +122,20 @@ def stranger_without_a_key(context: "zmq.Context[Socket]", control: RankManager)
     return connection
 
 
-def stranger_with_a_key(context: "zmq.Context[Socket]", control: RankManager) -> Socket:
+def peer_with_a_wrong_key(context: "zmq.Context[Socket]", control: RankManager) -> Socket:
     """Uses the correct name with an invalid secret key."""
     public, secret = zmq.curve_keypair()
     invitation = msgspec.structs.replace(control.invitations[0], public_key=public, secret_key=secret)
     return connect(context, invitation, control.invitations[0].commands_id)
 
 
-def stranger_with_a_stolen_name(context: "zmq.Context[Socket]", control: RankManager) -> Socket:
+def peer_with_a_stolen_name(context: "zmq.Context[Socket]", control: RankManager) -> Socket:
     """It claims to be rank 0 by its public key, whose secret it does not have."""
     invitation = msgspec.structs.replace(control.invitations[0], secret_key=zmq.curve_keypair()[1])
     return connect(context, invitation, invitation.commands_id)
 
 
-@pytest.mark.parametrize("enter", [stranger_without_a_key, stranger_with_a_key, stranger_with_a_stolen_name])
+@pytest.mark.parametrize("enter", [peer_without_a_key, peer_with_a_wrong_key, peer_with_a_stolen_name])
 async def test_unauthenticated_peer_is_refused_and_counted(context, control: RankManager, caplog, enter) -> None:
     intruder = enter(context, control)
     for message in (*LIES, StepResult(1, 1, {1: (Token(666),)})):
@@ -161,7 +161,7 @@ async def test_lost_rank_is_not_counted_as_unauthenticated(context, control: Ran
         ranks[1].send(encode(Hello(number, "node", "127.0.0.1", 1)))
         await until(lambda expected=number: control.hellos[-1].member == expected)
     assert control.num_refused == 0
-    intruder = stranger_with_a_key(context, control)
+    intruder = peer_with_a_wrong_key(context, control)
     await until(lambda: control.num_refused)
     intruder.close()
 
@@ -251,7 +251,7 @@ async def test_lost_member_is_refused_without_a_warning(context, control: RankMa
     assert [hello.member for hello in control.hellos] == [0]
     assert control.num_ignored == 0
     assert "strangers" not in caplog.text
-    stranger_with_a_key(context, control).send(b"")
+    peer_with_a_wrong_key(context, control).send(b"")
     await until(lambda: "strangers to the control channel: 1 so far" in caplog.text)
 
 
@@ -310,7 +310,7 @@ async def test_keys_are_not_disclosed(context, control: RankManager, caplog) -> 
     caplog.set_level(logging.DEBUG)
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
-    stranger_with_a_key(context, control)
+    peer_with_a_wrong_key(context, control)
     await until(lambda: control.num_refused)
     for invitation in control.invitations:
         assert isinstance(invitation, ConnectInfo)

@@ -326,15 +326,15 @@ def contents(draw: st.DrawFn, changes: st.SearchStrategy[dict[str, Any]]) -> byt
 def test_no_body_causes_a_500(path: str, examples: int, tmp_path: Path) -> None:
     """All examples share one gateway, which answers after each."""
     method, changes = PLACES[path]
-    with standing(tmp_path / "model") as door:
-        door.engine.answer, door.engine.contexts["book"] = (ids("x"),), list(ids("long"))
+    with standing(tmp_path / "model") as gateway:
+        gateway.engine.answer, gateway.engine.contexts["book"] = (ids("x"),), list(ids("long"))
 
         @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
         @given(content=contents(changes))
         def bears(content: bytes) -> None:
-            answer = door.run(door.client.request(method, path, content=content))
+            answer = gateway.run(gateway.client.request(method, path, content=content))
             assert answer.status_code < 500, (content, answer.text)
             assert '"code":"internal"' not in answer.text and "event: error" not in answer.text
-            assert door.run(door.client.post(CHAT, json=GOOD)).status_code == 200
+            assert gateway.run(gateway.client.post(CHAT, json=GOOD)).status_code == 200
 
         bears()

@@ -184,15 +184,15 @@ EXAMPLES = (
 def test_any_split_interruption_and_resume_gives_the_whole_document(examples: int, tmp_path: Path) -> None:
     """All examples share one gateway."""
     numbers = itertools.count()
-    with standing(tmp_path / "model") as door:
+    with standing(tmp_path / "model") as gateway:
 
         @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
         @given(text=st.text(min_size=1, max_size=40), cuts=CUTS, is_appended=st.booleans())
         def is_whole(text: str, cuts: list[tuple[int, bool]], is_appended: bool) -> None:
             number = next(numbers)
             whole, cut = f"whole{number}", f"cut{number}"
-            door.run(uploaded(door.client, whole, cut, text.encode(), cuts, is_appended))
-            assert door.engine.contexts.pop(cut) == door.engine.contexts.pop(whole)
+            gateway.run(uploaded(gateway.client, whole, cut, text.encode(), cuts, is_appended))
+            assert gateway.engine.contexts.pop(cut) == gateway.engine.contexts.pop(whole)
 
         is_whole()
 
@@ -255,12 +255,12 @@ async def test_head_request_for_the_cluster_returns_the_headers_and_ends(url: st
 
 
 async def test_open_watch_does_not_block_gateway_shutdown(service: Served) -> None:
-    async with httpx2.AsyncClient() as client, asyncio.timeout(60), AsyncExitStack() as door:
-        url = await door.enter_async_context(opened(service.address, drain_seconds=600))
+    async with httpx2.AsyncClient() as client, asyncio.timeout(60), AsyncExitStack() as gateway:
+        url = await gateway.enter_async_context(opened(service.address, drain_seconds=600))
         async with client.stream("GET", f"{url}/v1/cluster") as stream:
             lines = aiter(stream.aiter_lines())
             assert (await anext(lines)).startswith("data: ")
-            await door.aclose()
+            await gateway.aclose()
             assert [line async for line in lines] == [""], "it ends as it should, and is not broken off"
 
 

@@ -34,8 +34,8 @@ async def test_foreign_hosts_and_origins_are_refused(service: Served) -> None:
         ({"host": "localhost", "origin": "https://books.example"}, 200),
         ({"host": "localhost", "origin": "http://evil.example"}, 403),
     )
-    door = opened(service.address, public_url="https://books.example")
-    async with door as url, httpx2.AsyncClient(base_url=url) as client:
+    gateway = opened(service.address, public_url="https://books.example")
+    async with gateway as url, httpx2.AsyncClient(base_url=url) as client:
         for headers, status in cases:
             assert (await client.get("/v1/models", headers=headers)).status_code == status, headers
 
@@ -232,13 +232,13 @@ async def test_callers_without_a_credential_cannot_learn_the_model_name(tmp_path
     served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.of(str(file)))
     async with served as (_, address), opened(address) as url, httpx2.AsyncClient(base_url=url) as client:
 
-        async def asked(model: str, headers: dict[str, str]) -> tuple[int, str]:
+        async def query(model: str, headers: dict[str, str]) -> tuple[int, str]:
             body = {"model": model, "messages": [{"role": "user", "content": "Who?"}]}
             answer = await client.post("/v1/chat/completions", json=body, headers=headers)
             return answer.status_code, answer.text
 
         known = {"authorization": f"Bearer {credential}"}
-        assert (await asked("other", known))[0] == 404  # the gateway has cached the name from here on
+        assert (await query("other", known))[0] == 404  # the gateway has cached the name from here on
         for wrong in ({}, {"authorization": f"Bearer {new_credential()}"}):
-            assert (await asked("fake", wrong))[0] == 401
-            assert await asked("other", wrong) == await asked("fake", wrong)
+            assert (await query("fake", wrong))[0] == 401
+            assert await query("other", wrong) == await query("fake", wrong)

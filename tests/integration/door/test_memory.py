@@ -43,7 +43,7 @@ class Clusters(cluster_service_pb2_grpc.ClusterServiceServicer):
 
 
 @asynccontextmanager
-async def door(server: str) -> AsyncIterator[tuple[str, psutil.Process]]:
+async def gateway(server: str) -> AsyncIterator[tuple[str, psutil.Process]]:
     """A gateway in a separate process."""
     command = [sys.executable, "-m", "door", f"--server={server}", "--port=0"]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
@@ -62,7 +62,7 @@ async def test_document_of_100_mb_uses_little_memory() -> None:
     cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server(Clusters(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with door(f"127.0.0.1:{port}") as (url, process):
+    async with gateway(f"127.0.0.1:{port}") as (url, process):
         before = most = process.memory_info().rss
 
         async def document() -> AsyncIterator[bytes]:
@@ -108,7 +108,7 @@ async def test_queued_prompts_of_ids_use_little_memory(is_queued: bool) -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     body = b'{"model":"m","stream":true,"prompt":[%b1]}' % (b"70001," * (NUM_IDS - 1))
-    async with door(f"127.0.0.1:{port}") as (url, process), httpx2.AsyncClient(base_url=url, timeout=60) as client:
+    async with gateway(f"127.0.0.1:{port}") as (url, process), httpx2.AsyncClient(base_url=url, timeout=60) as client:
         assert (await client.get("/healthz")).status_code == 200
         before, asking, num_refused = process.memory_info().rss, list[asyncio.Task[Any]](), 0
         for i in range(NUM_PROMPTS):

@@ -234,7 +234,7 @@ def special(name: str) -> int:
     return next(number for token, number in BYTES.get_vocab().items() if token == name)
 
 
-def said(content: str, *others: int) -> tuple[Tokens | Ended, ...]:
+def scripted_answer(content: str, *others: int) -> tuple[Tokens | Ended, ...]:
     """Engine events of an answer with these tokens and the end token, each the most likely, followed by `others`."""
     reported = list[Token]()
     for token in (*ids(content), special(END)):
@@ -245,7 +245,7 @@ def said(content: str, *others: int) -> tuple[Tokens | Ended, ...]:
 
 async def test_tokens_of_partial_characters_are_given_as_bytes(service: Served, url: str) -> None:
     """Text offsets count characters, whether the tokens arrive together or separately."""
-    service.engine.answer, service.engine.script = (), said("aдb", *ids("д"))
+    service.engine.answer, service.engine.script = (), scripted_answer("aдb", *ids("д"))
     requested: Any = {"model": "fake", "prompt": "So", "logprobs": 3}
     async with asking(url) as client:
         logprobs = (await client.completions.create(**requested)).choices[0].logprobs
@@ -262,7 +262,7 @@ async def test_tokens_of_partial_characters_are_given_as_bytes(service: Served, 
 
 async def test_tokens_with_equal_text_are_all_listed(service: Served, url: str) -> None:
     begin, end = (special(name) for name in ("<|begin|>", END))
-    service.engine.answer, service.engine.script = (), said("a", begin, end)
+    service.engine.answer, service.engine.script = (), scripted_answer("a", begin, end)
     async with asking(url) as client:
         answer = await client.completions.create(model="fake", prompt="So", logprobs=3)
     assert answer.choices[0].logprobs is not None
@@ -303,7 +303,7 @@ async def test_line_separators_do_not_split_events(service: Served, url: str) ->
 
 
 async def test_end_token_has_no_entry(service: Served, url: str) -> None:
-    service.engine.answer, service.engine.script = (), said("ab")
+    service.engine.answer, service.engine.script = (), scripted_answer("ab")
     requested: Any = {"model": "fake", "messages": QUESTION, "logprobs": True}
     async with asking(url) as client:
         answer = await client.chat.completions.create(**requested)
@@ -380,7 +380,7 @@ async def test_accepted_drafts_are_reported_as_predictions(service: Served, url:
 
 async def test_every_text_chunk_matches_the_openai_type(service: Served, url: str) -> None:
     """Except `finish_reason`: the package's type has no null, which OpenAI sends in all chunks but a choice's last."""
-    service.engine.answer, service.engine.script = (), said("aдb", *ids("д"))
+    service.engine.answer, service.engine.script = (), scripted_answer("aдb", *ids("д"))
     requested: Any = {"model": "fake", "prompt": "So", "logprobs": 3, "stream": True}
     async with asking(url) as client:
         stream = await client.completions.create(**requested, stream_options={"include_usage": True})

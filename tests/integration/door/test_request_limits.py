@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from door import protocol
-from tests.integration.door.test_slow_readers import ASKED, TEXTS
+from tests.integration.door.test_slow_readers import REQUEST, TEXTS
 from tests.integration.door.test_slow_readers import service as slow_service
 from tests.support.doors import opened
 from tests.support.service import Served
@@ -52,7 +52,7 @@ ATTACKS = {
 
 
 @asynccontextmanager
-async def door() -> AsyncIterator[tuple[str, int, psutil.Process]]:
+async def gateway() -> AsyncIterator[tuple[str, int, psutil.Process]]:
     """A gateway in a separate process, without a service behind it."""
     command = [sys.executable, "-m", "door", "--server=127.0.0.1:1", "--port=0"]
     process = await create_subprocess_exec(*command, stdout=subprocess.PIPE)
@@ -66,8 +66,8 @@ async def door() -> AsyncIterator[tuple[str, int, psutil.Process]]:
 
 
 async def test_memory_stays_bounded_for_every_request_form() -> None:
-    async with door() as (host, port, process), asyncio.timeout(60):
-        before, wrong = await warm(host, port, process), list[str]()
+    async with gateway() as (host, port, process), asyncio.timeout(60):
+        before, wrong = await warmed_up_memory(host, port, process), list[str]()
         for name, attack in ATTACKS.items():
             reader, writer = await asyncio.open_connection(host, port)
             most, is_ended = 0, False
@@ -86,10 +86,10 @@ async def test_memory_stays_bounded_for_every_request_form() -> None:
             if not is_ended or most - before >= MOST_GROWTH:
                 wrong.append(f"{name}: {(most - before) >> 20} MiB, {'ended' if is_ended else 'goes on'}")
         assert not wrong
-        await warm(host, port, process)
+        await warmed_up_memory(host, port, process)
 
 
-async def warm(host: str, port: int, process: psutil.Process) -> int:
+async def warmed_up_memory(host: str, port: int, process: psutil.Process) -> int:
     """Queries the gateway once; returns its memory in bytes."""
     async with httpx2.AsyncClient(base_url=f"http://{host}:{port}") as client:
         assert (await client.get("/healthz")).status_code == 200
@@ -158,7 +158,7 @@ async def test_unread_answer_ends_after_a_timeout(monkeypatch: pytest.MonkeyPatc
     async with slow_service() as (server, _), opened(server) as url, asyncio.timeout(20):
         host, _, port = url.removeprefix("http://").rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=1)
-        body = json.dumps(ASKED | {"stream": is_streamed}).encode()
+        body = json.dumps(REQUEST | {"stream": is_streamed}).encode()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         await reader.readexactly(1)

@@ -19,7 +19,7 @@ CHAT = "/v1/chat/completions"
 
 
 @asynccontextmanager
-async def door(server: str, *options: str) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
+async def gateway(server: str, *options: str) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
     """A gateway in a separate process."""
     command = [sys.executable, "-m", "door", f"--server={server}", "--port=0", *options]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
@@ -37,7 +37,7 @@ async def door(server: str, *options: str) -> AsyncIterator[tuple[str, asyncio.s
 async def test_running_calls_finish_after_any_signal(service: Served, number: signal.Signals) -> None:
     service.engine.is_endless = True
     async with (
-        door(service.address, "--drain-seconds=60") as (url, process),
+        gateway(service.address, "--drain-seconds=60") as (url, process),
         httpx2.AsyncClient(base_url=url, timeout=60) as client,
         client.stream("POST", CHAT, json=STREAM) as stream,
     ):
@@ -66,7 +66,7 @@ async def until_refused(client: httpx2.AsyncClient) -> None:
 async def test_interrupted_client_gets_an_error_event(service: Served, number: signal.Signals) -> None:
     service.engine.is_endless = True
     async with (
-        door(service.address, "--drain-seconds=0") as (url, process),
+        gateway(service.address, "--drain-seconds=0") as (url, process),
         httpx2.AsyncClient(base_url=url, timeout=60) as client,
     ):
         whole = asyncio.create_task(client.post(CHAT, json=QUESTION))

@@ -19,7 +19,7 @@ NUM_DELTAS = 800
 TEXTS = [f"{i:07} " * 8192 for i in range(NUM_DELTAS)]
 """64 KiB each, 50 MiB in total: more than the sockets and flow-control windows in between hold."""
 MOST_GROWTH = 24 << 20
-ASKED = {"model": "m", "messages": [{"role": "user", "content": "Who?"}], "stream": True}
+REQUEST = {"model": "m", "messages": [{"role": "user", "content": "Who?"}], "stream": True}
 
 
 class Generations(generation_service_pb2_grpc.GenerationServiceServicer):
@@ -46,7 +46,7 @@ class Clusters(cluster_service_pb2_grpc.ClusterServiceServicer):
         return codec.encode_cluster(reported)
 
 
-class Door(NamedTuple):
+class GatewayMemory(NamedTuple):
     """A gateway in a separate process."""
 
     url: str
@@ -69,14 +69,14 @@ async def service() -> AsyncIterator[tuple[str, Generations]]:
 
 
 @asynccontextmanager
-async def door() -> AsyncIterator[Door]:
+async def gateway() -> AsyncIterator[GatewayMemory]:
     async with service() as (address, generations):
         command = [sys.executable, "-m", "door", f"--server={address}", "--port=0"]
         process = await create_subprocess_exec(*command, stdout=subprocess.PIPE)
         try:
             assert process.stdout is not None
             url = (await process.stdout.readline()).decode().removeprefix("listening on ").strip()
-            yield Door(url, psutil.Process(process.pid), generations)
+            yield GatewayMemory(url, psutil.Process(process.pid), generations)
         finally:
             process.terminate()
             await process.wait()
@@ -98,13 +98,13 @@ class Texts:
 
 
 async def test_slow_reader_delays_no_other_stream_and_gets_everything() -> None:
-    async with door() as (url, process, generations), httpx2.AsyncClient(base_url=url, timeout=60) as client:
+    async with gateway() as (url, process, generations), httpx2.AsyncClient(base_url=url, timeout=60) as client:
         slow, quick = Texts(), Texts()
-        async with client.stream("POST", "/v1/chat/completions", json=ASKED) as status:
+        async with client.stream("POST", "/v1/chat/completions", json=REQUEST) as status:
             slow_lines = status.aiter_lines()
             slow.see(await anext(slow_lines))
             before = most = process.memory_info().rss
-            async with client.stream("POST", "/v1/chat/completions", json=ASKED) as stream:
+            async with client.stream("POST", "/v1/chat/completions", json=REQUEST) as stream:
                 async for line in stream.aiter_lines():
                     quick.see(line)
                     most = max(most, process.memory_info().rss)

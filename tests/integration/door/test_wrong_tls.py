@@ -56,7 +56,7 @@ class Files:
         async with serving(FakeEngine(), folder, host, **options) as (_, address):
             yield address
 
-    def told(self, kind: str) -> dict[str, Any]:
+    def tls_options(self, kind: str) -> dict[str, Any]:
         """The TLS options of a gateway."""
         ours, theirs = str(self.ours.file), str(self.theirs.file)
         cert, key = map(str, self.theirs.write("door"))
@@ -88,7 +88,7 @@ async def test_callers_get_unavailable_and_operators_get_the_reason(
     async with files.service(tmp_path / "model", service) as address:
         bearer = {"authorization": f"Bearer {credential}"}
         async with (
-            opened(address, **files.told(message)) as url,
+            opened(address, **files.tls_options(message)) as url,
             httpx2.AsyncClient(base_url=url, timeout=20) as client,
         ):
             for method, path, sent in CALLS:
@@ -108,14 +108,14 @@ async def test_operator_log_has_the_reason_once(tmp_path: Path) -> None:
     files = Files(tmp_path)
     async with files.service(tmp_path / "model", "encrypted") as address:
         command = [sys.executable, "-m", "door", f"--server={address}", "--port=0", f"--tls-ca={files.theirs.file}"]
-        door = await create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        assert door.stdout is not None
-        url = (await door.stdout.readline()).decode().removeprefix("listening on ").strip()
+        gateway = await create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert gateway.stdout is not None
+        url = (await gateway.stdout.readline()).decode().removeprefix("listening on ").strip()
         async with httpx2.AsyncClient(base_url=url) as client:
             for _ in range(5):
                 assert (await client.get("/v1/models")).status_code == 503
-        door.terminate()
-        _, reported = await door.communicate()
+        gateway.terminate()
+        _, reported = await gateway.communicate()
     (line,) = reported.decode().splitlines()
     assert "no authority given here" in line and "the service cannot be reached" in line
 

@@ -50,7 +50,7 @@ async def silent_after(*parts: bytes) -> AsyncIterator[bytes]:
     await asyncio.Event().wait()
 
 
-def told_of(error: grpc.RpcError) -> tuple[grpc.StatusCode, bool]:
+def refusal_of(error: grpc.RpcError) -> tuple[grpc.StatusCode, bool]:
     return error.code(), "is not UTF-8 at byte 11" in (error.details() or "")
 
 
@@ -112,7 +112,7 @@ async def test_synchronous_stub_gets_the_refusal_immediately(
                 with pytest.raises(grpc.RpcError) as caught:
                     list(ContextServiceStub(channel).IngestContext(itertools.chain([CONFIG], pieces)))
                 is_over.set()
-                assert told_of(caught.value) == WRONG
+                assert refusal_of(caught.value) == WRONG
 
     await asyncio.to_thread(use)
 
@@ -134,7 +134,7 @@ async def test_asyncio_stub_may_finish_sending(
     for _ in range(NUM_TIMES):
         with pytest.raises(grpc.RpcError) as caught:
             [_ async for _ in ContextServiceStub(channel).IngestContext(upward(20, ends=True))]
-        assert told_of(caught.value) == WRONG
+        assert refusal_of(caught.value) == WRONG
 
 
 async def test_idle_asyncio_stub_gets_the_refusal_soon(
@@ -145,7 +145,7 @@ async def test_idle_asyncio_stub_gets_the_refusal_soon(
     async def use() -> None:
         with pytest.raises(grpc.RpcError) as caught:
             [_ async for _ in ContextServiceStub(channel).IngestContext(upward(0, ends=False))]
-        assert told_of(caught.value) == WRONG
+        assert refusal_of(caught.value) == WRONG
 
     await asyncio.gather(*[use() for _ in range(NUM_TIMES)])
 

@@ -19,17 +19,17 @@ from longleaf.v1 import generation_service_pb2 as service_pb
 from tests.support.fuzz.target import PLAIN, fuzzed
 from tests.support.service import FakeStream, Served
 
-KEPT = (grpc.aio.AbortError, LongleafError, RuntimeError, FrameType, Generate, IngestHeader)
+RETAINING_TYPES = (grpc.aio.AbortError, LongleafError, RuntimeError, FrameType, Generate, IngestHeader)
 """Types that keep a request alive."""
 GENERATE = "/longleaf.v1.GenerationService/Generate"
 INGEST = "/longleaf.v1.ContextService/IngestContext"
 CONTEXTS = "/longleaf.v1.ContextService"
 INVALID, MISSING = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 HEADER = codec.encode_ingest_piece(IngestHeader("moby"))
-HELD = {"request_id": "a", "resume_duration": {"seconds": 60}}
+RETAINED = {"request_id": "a", "resume_duration": {"seconds": 60}}
 CASES: dict[str, tuple[grpc.StatusCode, str, tuple[Message | bytes, ...]]] = {
     "too long a text": (INVALID, GENERATE, (service_pb.GenerateRequest(text="x" * 100_000),)),
-    "to be held": (INVALID, GENERATE, (service_pb.GenerateRequest(text="x" * 100_000, **HELD),)),
+    "to be held": (INVALID, GENERATE, (service_pb.GenerateRequest(text="x" * 100_000, **RETAINED),)),
     "checked in a thread": (INVALID, GENERATE, (service_pb.GenerateRequest(token_ids={"ids": [5] * 99 + [4000]}),)),
     "too many tokens": (INVALID, GENERATE, (service_pb.GenerateRequest(token_ids={"ids": [5] * 299}),)),
     "wrong sampling": (INVALID, GENERATE, (service_pb.GenerateRequest(text="x", sampling={"top_p": 2}),)),
@@ -86,7 +86,9 @@ async def left_over(
         with garbage() as found:
             for _ in range(3):
                 await code_of(channel, method, requests)
-        return sorted({f"{type(thing).__name__}: {thing!r:.200}" for thing in found if isinstance(thing, KEPT)})
+        return sorted(
+            {f"{type(thing).__name__}: {thing!r:.200}" for thing in found if isinstance(thing, RETAINING_TYPES)}
+        )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -104,7 +106,7 @@ async def test_request_is_freed_after_an_unexpected_error(service: Served, monke
     assert await left_over(service.address, grpc.StatusCode.INTERNAL, GENERATE, (request,)) == []
 
 
-@pytest.mark.parametrize("fields", [{}, HELD], ids=["plain", "held"])
+@pytest.mark.parametrize("fields", [{}, RETAINED], ids=["plain", "held"])
 async def test_request_is_freed_after_a_late_failure(
     service: Served, monkeypatch: pytest.MonkeyPatch, fields: dict[str, object]
 ) -> None:

@@ -27,7 +27,7 @@ STARTS, END, SIZE = (0, 200), 250, 32
 """Positions of the context's documents; no document is a whole number of spans."""
 SPANS = echo_spans(STARTS, END, SIZE)
 QUESTION = (7, 8, 9)
-ASKED = Provenance(span_tokens=SIZE, num_spans=64)
+PROVENANCE = Provenance(span_tokens=SIZE, num_spans=64)
 
 
 class Service:
@@ -36,7 +36,7 @@ class Service:
     def __init__(self, engine: Engine, ranks: FakeRanks, client: AsyncClient) -> None:
         self.engine, self.ranks, self.client = engine, ranks, client
 
-    async def ask(self, provenance: Provenance | None = ASKED, **options: Any) -> list[Event]:
+    async def ask(self, provenance: Provenance | None = PROVENANCE, **options: Any) -> list[Event]:
         return [e async for e in self.client.generate(QUESTION, context="moby", provenance=provenance, **options)]
 
     @property
@@ -83,7 +83,7 @@ def shares(sources: Sequence[Source]) -> dict[tuple[int, int], float]:
     return {(source.token_start, source.token_end): source.share for source in sources}
 
 
-def assert_tells(found: Attribution, expected: np.ndarray[Any, Any]) -> None:
+def check_attribution(found: Attribution, expected: np.ndarray[Any, Any]) -> None:
     assert shares(found.sources) == pytest.approx(dict(zip(SPANS, expected[:-NUM_OTHER_SHARES], strict=True)), abs=1e-6)
     others = (found.prompt_share, found.answer_share, found.sink_share)
     assert others == pytest.approx(tuple(expected[-NUM_OTHER_SHARES:]), abs=1e-6)
@@ -94,7 +94,7 @@ async def test_answer_reports_the_sources_of_its_tokens(service: Service) -> Non
     events = await service.ask(max_tokens=9)
     found = attribution(finished(events))
     assert found.num_tokens == 9
-    assert_tells(found, mean(0, 9))
+    check_attribution(found, mean(0, 9))
     ranked = [source.share for source in found.sources]
     assert ranked == sorted(ranked, reverse=True)
     assert all(source.contrast is None and source.drop is None for source in found.sources)
@@ -117,7 +117,7 @@ async def test_each_delta_reports_its_own_tokens(service: Service) -> None:
     events = await service.ask(each, max_tokens=5)
     at = 0
     for delta in (event for event in events if isinstance(event, Delta)):
-        assert_tells(attribution(delta), mean(at, len(delta.token_ids)))
+        check_attribution(attribution(delta), mean(at, len(delta.token_ids)))
         at += len(delta.token_ids)
     assert at == 5
 
@@ -130,21 +130,21 @@ async def test_tokens_after_a_stop_string_are_not_counted(service: Service) -> N
     count = len(answer(events))
     assert count < 30
     assert attribution(end).num_tokens == count
-    assert_tells(attribution(end), mean(0, count))
+    check_attribution(attribution(end), mean(0, count))
 
 
 async def test_each_sample_reports_its_own_sources(service: Service) -> None:
     events = await service.ask(max_tokens=6, num_samples=3)
     for sample in range(3):
         assert attribution(finished(events, sample)).num_tokens == len(answer(events, sample)) == 6
-        assert_tells(attribution(finished(events, sample)), mean(0, 6))
+        check_attribution(attribution(finished(events, sample)), mean(0, 6))
 
 
 async def test_hidden_sources_reach_the_ranks_and_the_answer_is_not_exact(service: Service) -> None:
     hidden = [(32, 96), (150, 151)]
     events = await service.ask(max_tokens=4, hidden=hidden)
     assert [event.is_exact for event in events if isinstance(event, Started | Finished)] == [False] * 2
-    assert_tells(attribution(finished(events)), mean(0, 4, hidden))
+    check_attribution(attribution(finished(events)), mean(0, 4, hidden))
     long = [5] * 40
     plain = [event async for event in service.client.generate(long, context="moby", hidden=hidden, max_tokens=1)]
     assert not finished(plain).is_exact

@@ -36,7 +36,7 @@ HEADER = IngestHeader("moby", upload_id="mine", settings=ContextSettings(display
 TEXT = ("Call me Ishmael. Some years ago, never mind how long precisely. \U0001f433 " * 6_000).encode()
 
 
-class Desk:
+class UploadService:
     """The ingests of one service over a catalog."""
 
     def __init__(self, folder: Path, catalog: Catalog, records: Sequence[Any], date: float) -> None:
@@ -44,14 +44,14 @@ class Desk:
         self.engine.max_positions = self.engine.total_tokens = 1 << 23
         self.threads = TokenizerPool()
         self.catalog = catalog
-        self.kept = DurableUploads(catalog, records, lambda: date)
+        self.durable = DurableUploads(catalog, records, lambda: date)
         self._tokenizer = Tokenizer.load(write_model(folder / "model"), DirectRenderer())
         self.ledger = UNLIMITED
-        self.ingest = self.ingest_with(self.kept)
+        self.ingest = self.ingest_with(self.durable)
 
-    def ingest_with(self, kept: DurableUploads) -> Ingest:
+    def ingest_with(self, durable: DurableUploads) -> Ingest:
         """Ingests with a service that has no document in memory."""
-        self.uploads = Uploads(kept=kept)
+        self.uploads = Uploads(kept=durable)
         return Ingest(self.engine, self._tokenizer, self.threads, self.uploads, ledger=self.ledger)
 
     def use_quotas(self) -> None:
@@ -62,7 +62,7 @@ class Desk:
             num_uploads=lambda tenant: self.uploads.num_of(tenant),
             num_upload_tokens=lambda tenant: self.uploads.num_tokens_of(tenant),
         )
-        self.ingest = self.ingest_with(self.kept)
+        self.ingest = self.ingest_with(self.durable)
 
     async def run(self, *pieces: IngestPiece, ends: bool = True) -> list[IngestProgress]:
         reports: list[IngestProgress] = []
@@ -90,12 +90,12 @@ class Desk:
 
 
 @asynccontextmanager
-async def desk(folder: Path, date: float = 5.0) -> AsyncIterator[Desk]:
+async def serving(folder: Path, date: float = 5.0) -> AsyncIterator[UploadService]:
     """The ingests of a service for the block; only the catalog survives it."""
     catalog = await Catalog.open(folder / "catalog.db")
-    found = Desk(folder, catalog, (await catalog.load()).uploads, date)
+    found = UploadService(folder, catalog, (await catalog.load()).uploads, date)
     yield found
-    await found.kept.close()
+    await found.durable.close()
     await found.threads.close()
     await catalog.close()
 
@@ -106,7 +106,7 @@ def cut(data: bytes, size: int = 1 << 16) -> list[bytes]:
 
 async def whole(folder: Path, pieces: Sequence[IngestPiece]) -> list[int]:
     """The context of an uninterrupted upload."""
-    async with desk(folder) as one:
+    async with serving(folder) as one:
         await one.run(IngestHeader("moby"), *pieces)
         return one.engine.contexts["moby"]
 
@@ -115,14 +115,14 @@ async def test_text_resumes_at_the_first_unsettled_byte(tmp_path: Path) -> None:
     expected = await whole(tmp_path, cut(TEXT))
     offsets = [0]
     while offsets[-1] < len(TEXT) * 0.7:
-        async with desk(tmp_path) as one:
+        async with serving(tmp_path) as one:
             sent = TEXT[offsets[-1] : offsets[-1] + 150_001]
             await one.run(HEADER, *cut(sent), ends=False)
-        async with desk(tmp_path) as one:
+        async with serving(tmp_path) as one:
             (first, *_) = await one.run(HEADER, ends=False)
             assert offsets[-1] < first.received_bytes <= offsets[-1] + len(sent)
             offsets.append(first.received_bytes)
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         one.engine.contexts["moby"] = [1]
         with pytest.raises(InvalidArgument, match=r"config\.append"):
             await one.run(IngestHeader("moby", upload_id="mine", append=True), b"x")
@@ -130,15 +130,15 @@ async def test_text_resumes_at_the_first_unsettled_byte(tmp_path: Path) -> None:
         reports = await one.run(HEADER, *cut(TEXT[offsets[-1] :]))
         assert reports[-1].phase == "ready"
         assert one.engine.contexts["moby"] == expected
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         assert (await one.run(HEADER, b"other", ends=False))[0].received_bytes == 0, "nothing is left of it"
 
 
 async def test_ids_resume_after_the_last_received(tmp_path: Path) -> None:
     ids = [i % 200 for i in range(200_000)]
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         await one.run(HEADER, tuple(ids[:150_000]), ends=False)
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         (first, *_) = await one.run(HEADER, ends=False)
         assert 0 < first.received_tokens <= 150_000
         await one.run(HEADER, tuple(ids[first.received_tokens :]))
@@ -175,21 +175,21 @@ async def test_unsaved_parts_are_sent_again(tmp_path: Path, is_another_service: 
     """Pieces are sent again even if later pieces were saved, or if the service that had them in memory has dropped
     them."""
     expected = await whole(tmp_path, cut(TEXT))
-    async with desk(tmp_path) as one:
-        one.kept = DurableUploads(failing := Failing(one.catalog), ())
-        one.ingest = one.ingest_with(one.kept)
+    async with serving(tmp_path) as one:
+        one.durable = DurableUploads(failing := Failing(one.catalog), ())
+        one.ingest = one.ingest_with(one.durable)
         await one.run(HEADER, *cut(TEXT[:400_000]), ends=False)
         assert failing.num_calls > 1
-        await one.kept.close()
+        await one.durable.close()
         if not is_another_service:
-            one.ingest = one.ingest_with(one.kept)
+            one.ingest = one.ingest_with(one.durable)
             await goes_on(one, expected)
     if is_another_service:
-        async with desk(tmp_path) as one:
+        async with serving(tmp_path) as one:
             await goes_on(one, expected)
 
 
-async def goes_on(one: Desk, expected: list[int]) -> None:
+async def goes_on(one: UploadService, expected: list[int]) -> None:
     """Sends the document from the offset that the service reports."""
     (first, *_) = await one.run(HEADER, ends=False)
     assert 0 < first.received_bytes < 300_000
@@ -199,31 +199,31 @@ async def goes_on(one: Desk, expected: list[int]) -> None:
 
 
 async def test_abandoned_uploads_are_dropped_after_the_retention_time(tmp_path: Path) -> None:
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         await one.run(HEADER, *cut(TEXT[:200_000]), ends=False)
-    async with desk(tmp_path, 5.0 + KEEP_SECONDS) as one:
-        one.kept.begin()
+    async with serving(tmp_path, 5.0 + KEEP_SECONDS) as one:
+        one.durable.begin()
         await asyncio.sleep(0)
         assert (await one.run(HEADER, ends=False))[0].received_bytes > 0
-    async with desk(tmp_path, 6.0 + KEEP_SECONDS) as one:
-        one.kept.begin()
+    async with serving(tmp_path, 6.0 + KEEP_SECONDS) as one:
+        one.durable.begin()
         await asyncio.sleep(0)
         assert (await one.run(HEADER, ends=False))[0].received_bytes == 0
 
 
 async def test_upload_of_a_previous_service_can_be_cancelled(tmp_path: Path) -> None:
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         await one.run(HEADER, *cut(TEXT[:150_001]), ends=False)
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         await one.ingest.cancel("moby", "mine")
         with pytest.raises(NotFound):
             await one.ingest.cancel("moby", "mine")
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         assert (await one.run(HEADER, ends=False))[0].received_bytes == 0
 
 
 async def test_finished_ingest_is_not_prefilled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         one.engine.contexts["moby"] = [1, 2, 3]
         monkeypatch.setattr(one.engine, "made_by", lambda _: "mine")
         for append in (False, True):
@@ -236,10 +236,10 @@ async def test_finished_ingest_is_not_prefilled_again(tmp_path: Path, monkeypatc
 async def test_concurrent_uploads_stay_within_the_quota(tmp_path: Path) -> None:
     CALLER.set(Caller(tenant="acme", quotas=Quotas(uploads=2)))
     headers = [IngestHeader(f"acme/{number}", tenant="acme", upload_id="mine") for number in range(6)]
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         for each in headers:
             await one.run(each, array("I", range(5)), ends=False)
-    async with desk(tmp_path) as one:  # each must be looked up first
+    async with serving(tmp_path) as one:  # each must be looked up first
         one.use_quotas()
         reported = await asyncio.gather(*(one.run(each, array("I", [5]), ends=False) for each in headers))
         assert [bool(reports) for reports in reported].count(True) == 2
@@ -266,26 +266,26 @@ def acme(number: int) -> IngestHeader:
 
 
 async def test_interrupted_uploads_count_against_the_quota_after_a_restart(tmp_path: Path) -> None:
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         for number in range(2):
             await one.run(acme(number), array("I", range(5)), ends=False)
     CALLER.set(Caller(tenant="acme", quotas=Quotas(uploads=2)))
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         one.use_quotas()
         with pytest.raises(ResourceExhausted, match="quotas/uploads"):
             await one.run(acme(2), array("I", [5]))
         await one.run(acme(0), array("I", [5]))
         assert one.engine.contexts["acme/0"] == [*range(5), 5]
-        one.kept.forget(acme(1))
+        one.durable.forget(acme(1))
         await one.run(acme(2), array("I", [5]))
 
 
 async def test_tokens_of_interrupted_uploads_count_against_the_quota(tmp_path: Path) -> None:
     CALLER.set(Caller(tenant="acme", quotas=Quotas(tokens=12)))
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         one.use_quotas()
         await one.run(acme(0), array("I", range(5)), ends=False)
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         one.use_quotas()
         with pytest.raises(ResourceExhausted, match="quotas/tokens"):  # during the upload, not at its end
             await one.run(acme(1), array("I", range(8)), *[array("I", [])] * 3)
@@ -299,7 +299,7 @@ async def test_tokens_of_interrupted_uploads_count_against_the_quota(tmp_path: P
 
 async def test_tokens_count_as_they_arrive(tmp_path: Path) -> None:
     CALLER.set(Caller(tenant="acme", quotas=Quotas(tokens_in_per_minute=4)))
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         one.use_quotas()
         await one.run(acme(0), array("I", range(5)), ends=False)
         with pytest.raises(ResourceExhausted, match="quotas/tokens_in_per_minute"):
@@ -307,32 +307,32 @@ async def test_tokens_count_as_they_arrive(tmp_path: Path) -> None:
 
 
 async def test_text_format_of_a_running_upload_is_persisted(tmp_path: Path) -> None:
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         await one.run(IngestHeader("moby"), *cut(TEXT))
         expected = one.engine.texts["moby"]
     assert expected is not None and expected.num_bytes == len(TEXT)
     sent = 0
     for _ in range(2):
-        async with desk(tmp_path) as one:
+        async with serving(tmp_path) as one:
             (first, *_) = await one.run(HEADER, *cut(TEXT[sent : sent + 150_001]), ends=False)
             sent = first.received_bytes
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         (first, *_) = await one.run(HEADER, ends=False)
         assert first.received_bytes > sent
         sent = first.received_bytes
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         await one.run(HEADER, *cut(TEXT[sent:]))
         assert one.engine.texts["moby"] == expected
 
 
 async def test_files_of_an_upload_do_not_change(tmp_path: Path) -> None:
     files = (TextFile("a.txt", 0), TextFile("b.txt", 1000))
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         await one.run(replace(HEADER, files=files), *cut(TEXT[:200_000]), ends=False)
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         with pytest.raises(InvalidArgument, match=r"config\.files: are not those that this upload began with"):
             await one.run(replace(HEADER, files=files[:1]))
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         (first, *_) = await one.run(replace(HEADER, files=files), ends=False)
         assert first.received_bytes > 0
 
@@ -340,7 +340,7 @@ async def test_files_of_an_upload_do_not_change(tmp_path: Path) -> None:
 class Arrived:
     """A document with this number of tokens."""
 
-    settled = StablePrefix(0, 0)
+    prefix = StablePrefix(0, 0)
     starts = array("Q")
 
     def __init__(self, num_tokens: int) -> None:
@@ -387,16 +387,16 @@ async def test_upload_dropped_as_expired_can_restart() -> None:
 async def test_tokens_of_work_left_by_a_stream_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     monkeypatch.setattr(QuotaEnforcer, "take_in", lambda _, num_tokens: taken.append(num_tokens))
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         one.use_quotas()
         digest = DocumentTokenizer.digest
         with monkeypatch.context() as patch:
             exporting: list[Callable[[], object]] = []
             loop = asyncio.get_running_loop()
 
-            def leave(intake: DocumentTokenizer) -> None:
+            def leave(tokenizer: DocumentTokenizer) -> None:
                 loop.call_soon_threadsafe(exporting[0])
-                digest(intake)
+                digest(tokenizer)
 
             patch.setattr(DocumentTokenizer, "digest", leave)
 

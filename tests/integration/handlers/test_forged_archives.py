@@ -23,7 +23,7 @@ from workers.kv_io.kv_piece import form_of
 
 pytestmark = pytest.mark.timeout(3600)
 
-TOLD = (InvalidArgument, CheckpointChanged, AlreadyExists, FailedPrecondition, ResourceExhausted)
+EXPECTED_ERRORS = (InvalidArgument, CheckpointChanged, AlreadyExists, FailedPrecondition, ResourceExhausted)
 """Errors that an importer may receive."""
 GROWTH = 64 << 20
 UNFORGED = (0, 16, 32, 48)
@@ -31,7 +31,7 @@ BROKE_EPOCHS = (1000, 1004, 1020, 1030, 1032, 1038, 1046, 1057, 1087, 1121, 1129
 """Findings in earlier code: tensors with other names or shapes, windows before their segment, other positions."""
 WERE_NEVER_ANSWERED = (1009, 1086, 1096, 1098, 1140)
 """Findings in earlier code: an unexpected fetch error left segments neither restored nor recomputed."""
-KEPT_SEEDS = (*UNFORGED, *BROKE_EPOCHS, *WERE_NEVER_ANSWERED)
+FIXED_SEEDS = (*UNFORGED, *BROKE_EPOCHS, *WERE_NEVER_ANSWERED)
 """Part of each run."""
 
 
@@ -40,7 +40,7 @@ def peak_bytes() -> int:
 
 
 def seeds(count: int) -> list[int]:
-    return [*KEPT_SEEDS, *range(2000, 2000 + count - len(KEPT_SEEDS))]
+    return [*FIXED_SEEDS, *range(2000, 2000 + count - len(FIXED_SEEDS))]
 
 
 LEVELS = [
@@ -65,7 +65,7 @@ async def test_forged_archive_is_imported_whole_or_refused_without_a_trace(count
         imports = ImportSessions(transfers, VOCABULARY, wall_clock=lambda: 12.0)
         try:
             context = await arrive(imports, forge(seed, slots, FINGERPRINT))
-        except TOLD as error:
+        except EXPECTED_ERRORS as error:
             ends[type(error).__name__] += 1
         else:
             assert context is not None and context.tokens == transfers.contexts[context.id].context.num_tokens, seed
@@ -94,7 +94,7 @@ async def test_imported_context_breaks_no_epoch_and_no_other_answer(
         for number, seed in enumerate(seeds(count)):
             try:
                 context = await arrive(imports, archive(seed, ranks))
-            except TOLD as error:
+            except EXPECTED_ERRORS as error:
                 ends[type(error).__name__] += 1
                 continue
             assert context is not None

@@ -38,7 +38,7 @@ class Service:
         return cluster.running + cluster.waiting
 
     @property
-    def num_held(self) -> int:
+    def num_used_tokens(self) -> int:
         """Tokens."""
         return sum(worker.tokens for worker in self.engine.cluster().workers)
 
@@ -91,12 +91,12 @@ async def or_end(state: asyncio.Future[None] | asyncio.Task[None], ingest: async
 async def test_disconnected_running_ingest_releases_everything(service: Service, leave: Leave) -> None:
     service.ranks.allow(2)
     ingest = service.start(patience(leave))
-    reading = comes_to(service.engine, lambda: service.num_held >= 3 * CHUNK)
+    reading = comes_to(service.engine, lambda: service.num_used_tokens >= 3 * CHUNK)
     await or_end(asyncio.ensure_future(reading), ingest)
     await leave(service, ingest)
     await comes_to(service.engine, lambda: not service.num_jobs)  # the third step is running and does not finish
     service.engine.audit()
-    assert service.num_held == 0
+    assert service.num_used_tokens == 0
     assert len(service.ranks.plans) == 2
     with pytest.raises(NotFound):
         await service.client.get_context("doc")
@@ -119,7 +119,7 @@ async def test_disconnected_queued_ingest_leaves_the_queue(service: Service, lea
     for answer in answers:
         async for _ in answer:
             pass
-    assert service.num_held == 0
+    assert service.num_used_tokens == 0
 
 
 async def test_infeasible_deadline_is_refused_immediately(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ async def test_ingest_past_its_context_expiry_releases_everything(service: Servi
     assert caught.value.field == "config.expire_time"
     assert not service.num_jobs
     service.engine.audit()
-    assert service.num_held == 0
+    assert service.num_used_tokens == 0
     service.ranks.allow(100)
     assert (await service.client.ingest("doc", DOCUMENT, upload_id=upload_id)).tokens == len(DOCUMENT)
 

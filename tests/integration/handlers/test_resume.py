@@ -249,7 +249,7 @@ async def test_deadline_of_the_first_synchronous_call_does_not_apply_to_the_next
     found: list[Event] = []
     loop = asyncio.get_running_loop()
 
-    def go_on(proxy: Proxy) -> None:
+    def release_stream(proxy: Proxy) -> None:
         resumable.clock.ahead = 1000.0
         proxy.drop()
         resumable.ranks.allow(10**4)
@@ -259,7 +259,7 @@ async def test_deadline_of_the_first_synchronous_call_does_not_apply_to_the_next
             for event in client.generate("x", resumable=True, request_id="one", **OPTIONS):
                 found.append(event)
                 if len(ids_of(found)) >= 10 and not resumable.clock.ahead:
-                    loop.call_soon_threadsafe(go_on, proxy)
+                    loop.call_soon_threadsafe(release_stream, proxy)
 
     async with breaking(resumable.address) as (proxy, address):
         await asyncio.to_thread(use, proxy, address)
@@ -348,8 +348,8 @@ async def test_retained_generation_is_found_through_every_channel(tmp_path: Path
     engine = FakeEngine()
     engine.is_endless = True
     use_cases = Application(engine, Tokenizer.load(write_model(tmp_path), DirectRenderer()), engine.describe)
-    doors = [GrpcServer(use_cases), GrpcServer(use_cases)]
-    here, there = [f"127.0.0.1:{await door.start('127.0.0.1', 0)}" for door in doors]
+    servers = [GrpcServer(use_cases), GrpcServer(use_cases)]
+    here, there = [f"127.0.0.1:{await server.start('127.0.0.1', 0)}" for server in servers]
     async with (
         AsyncClient(here) as client,
         AsyncClient(there) as other,
@@ -359,6 +359,6 @@ async def test_retained_generation_is_found_through_every_channel(tmp_path: Path
         await other.cancel_generation("held")
         with pytest.raises(Cancelled, match="generations/held"):
             _ = [event async for event in events]
-    for door in doors:
-        await door.stop()
+    for server in servers:
+        await server.stop()
     await use_cases.close()

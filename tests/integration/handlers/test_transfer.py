@@ -57,11 +57,11 @@ async def new(tmp_path: Path) -> AsyncIterator[tuple[FakeTransferEngine, str]]:
         yield transfers, address
 
 
-def keys_of(house: FakeTransferEngine, name: str = "moby") -> list[bytes]:
+def keys_of(transfers: FakeTransferEngine, name: str = "moby") -> list[bytes]:
     """The stored objects of a context, in order."""
-    stored = house.contexts[name]
+    stored = transfers.contexts[name]
     manifests = [stored.manifests[segment.id] for segment in stored.segments if segment.id in stored.manifests]
-    return [house.objects[name] for manifest in manifests for name in manifest.objects]
+    return [transfers.objects[name] for manifest in manifests for name in manifest.objects]
 
 
 def files_of(folder: Path) -> list[str]:

@@ -136,7 +136,7 @@ async def test_lost_rank_is_named(service: Served) -> None:
     assert isinstance(lost.value, RankLost)
 
 
-class ForgetfulRank(Rank):
+class PerturbedRank(Rank):
     """Rank 1 stores its keys correctly, but the values of its first slot are wrong: a single key of all is
     perturbed."""
 
@@ -158,8 +158,8 @@ class Perturbed:
         self._pool.values[layer][:, 0] = torch.flip(self._pool.values[layer][:, 0], dims=(-1,))
 
 
-def forgetful_main(spec: RankSpec) -> None:
-    live(spec, ForgetfulRank)
+def perturbed_main(spec: RankSpec) -> None:
+    live(spec, PerturbedRank)
 
 
 @asynccontextmanager
@@ -197,7 +197,7 @@ async def test_fleet_is_verified_beside_other_streams() -> None:
 
 
 async def test_fleet_with_one_wrong_value_fails() -> None:
-    async with serving(forgetful_main) as client:
+    async with serving(perturbed_main) as client:
         found = await client.verify()
         assert not found.passed
         assert found.failure == ""

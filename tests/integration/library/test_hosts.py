@@ -22,7 +22,7 @@ def network(request: pytest.FixtureRequest) -> Iterator[Network]:
         yield network
 
 
-def settle(namespaces: tuple[str, ...], rank: int) -> None:
+def enter_namespace(namespaces: tuple[str, ...], rank: int) -> None:
     """Moves the rank to a separate host."""
     enter(namespaces[rank])
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -39,7 +39,7 @@ def test_ranks_on_two_hosts_connect_without_configuration(network: Network) -> N
     """The machine's host name cannot be resolved here; gloo by default relies on it."""
     store = network.run(0, functools.partial(open_store, network.addresses[0]))
     ranks = Ranks("ab", network.addresses)
-    prepare = functools.partial(settle, network.namespaces)
+    prepare = functools.partial(enter_namespace, network.namespaces)
     processes = [RankProcess(rank, ranks, store, gather, prepare, "forkserver", {}) for rank in range(2)]
     names = (network.interface, f"={network.interface}")
     assert [process.result() for process in processes] == [([0, 1], names, {own}) for own in network.addresses]

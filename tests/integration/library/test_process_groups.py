@@ -48,13 +48,13 @@ def test_ranks_of_one_machine_exchange_no_pickle_and_listen_only_on_the_loopback
     assert run_ranks("aa", where_it_listens, forbid_pickles) == [("shared_memory", {"127.0.0.1"})] * 2
 
 
-def tell(rank, owner):
+def exchange_words(rank, owner):
     return process_group._tell_all(JoinMessage("/a/path", "why " * rank))
 
 
 def test_every_rank_receives_the_messages_of_all() -> None:
     words = [JoinMessage("/a/path", "why " * rank) for rank in range(3)]
-    assert run_ranks("abc", tell) == [words] * 3
+    assert run_ranks("abc", exchange_words) == [words] * 3
 
 
 def limits(rank, owner):

@@ -378,7 +378,7 @@ def fail_to_enter(rank):
         shared_memory.SegmentSetup.enter = enter
 
 
-def tell_transport(rank, owner):
+def report_transport(rank, owner):
     handler = logging.getLogger("longleaf.comm.shared_memory").handlers[0]
     found = owner.groups.node.all_gather(torch.tensor([rank]))
     assert len(found) == owner.groups.node.world_size
@@ -394,7 +394,7 @@ def tell_transport(rank, owner):
     ],
 )
 def test_all_ranks_fall_back_together_and_one_logs_the_reason(machines, prepare, reason):
-    results = run_ranks(machines, tell_transport, prepare)
+    results = run_ranks(machines, report_transport, prepare)
     assert [result[:2] for result in results] == [("gloo", "gloo")] * 3
     (text,), *others = [result[2] for result in results]
     assert reason in text and "gloo" in text

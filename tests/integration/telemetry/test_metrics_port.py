@@ -20,13 +20,13 @@ class Rendering:
     def __init__(self, body: bytes = b"some metrics\n") -> None:
         self.body = body
         self.error: Exception | None = None
-        self.may_go = asyncio.Event()
-        self.may_go.set()
-        self.is_asked = asyncio.Event()
+        self.released = asyncio.Event()
+        self.released.set()
+        self.requested = asyncio.Event()
 
     async def __call__(self) -> bytes:
-        self.is_asked.set()
-        await self.may_go.wait()
+        self.requested.set()
+        await self.released.wait()
         if self.error is not None:
             raise self.error
         return self.body
@@ -96,7 +96,7 @@ async def test_other_paths_are_not_found(line: bytes) -> None:
     rendering = Rendering()
     async with listening(rendering) as port:
         assert status(await say(port, line + b"\r\nHost: here\r\n\r\n")) == 404
-    assert not rendering.is_asked.is_set()
+    assert not rendering.requested.is_set()
 
 
 async def test_request_size_is_limited() -> None:
@@ -139,7 +139,7 @@ async def test_client_that_does_not_read_times_out_and_delays_no_other() -> None
     async with listening(rendering, seconds=0.5) as port:
         with socket.create_connection(("127.0.0.1", port)) as deaf:
             deaf.sendall(GET)
-            await rendering.is_asked.wait()
+            await rendering.requested.wait()
             rendering.body = b"some metrics\n"
             assert status(await say(port, GET)) == 200
             assert await say(port, b"GET") == b""  # a connection with a later deadline
@@ -169,10 +169,10 @@ async def test_many_unauthenticated_clients_do_not_block_metrics() -> None:
 
 async def test_open_connections_end_with_the_server() -> None:
     rendering = Rendering()
-    rendering.may_go.clear()
+    rendering.released.clear()
     async with listening(rendering) as port:
         waiting = asyncio.create_task(say(port, GET))
-        await rendering.is_asked.wait()
+        await rendering.requested.wait()
     assert await waiting == b""
     with pytest.raises(ConnectionRefusedError):
         await say(port, GET)

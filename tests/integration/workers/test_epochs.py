@@ -43,7 +43,7 @@ def chunk(epoch: int, step: int, *pieces: Run) -> StepPlan:
     return StepPlan(epoch, step, Prefill((0,), start, IDS[start:end], pieces))
 
 
-def asked(epoch: int, step: int, rank: int = 0) -> StepPlan:
+def question_step(epoch: int, step: int, rank: int = 0) -> StepPlan:
     """A question about the whole document."""
     run, terms = Run(rank, 96, 99, (9,)), SamplingTerms(Sampling(max_tokens=NUM_TOKENS))
     return StepPlan(epoch, step, Decode((Row(7, (0, 1), 96, QUESTION, (run,), 0, terms),)))
@@ -55,7 +55,7 @@ def further(epoch: int, step: int, index: int, rank: int = 0) -> StepPlan:
 
 
 def questions(epoch: int, step: int) -> list[StepPlan]:
-    return [asked(epoch, step), *(further(epoch, step + index, index) for index in range(1, NUM_TOKENS))]
+    return [question_step(epoch, step), *(further(epoch, step + index, index) for index in range(1, NUM_TOKENS))]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def answer(members: Members, ranks: list[int], epoch: int) -> list[int]:
 
 
 PIECES = Run(0, 0, 32, (0, 1)), Run(1, 32, 64, (0, 1)), Run(2, 64, 96, (0, 1))
-HELD = KvLayout(2, (SegmentLayout(0, 0, (Run(1, 0, 32, (0, 1)), Run(0, 32, 64, (0, 1)))),))
+LAYOUT = KvLayout(2, (SegmentLayout(0, 0, (Run(1, 0, 32, (0, 1)), Run(0, 32, 64, (0, 1)))),))
 """Stored by the survivors, whose ranks have changed."""
 LOST = Run(0, 64, 80, (2,)), Run(1, 80, 96, (2,))
 
@@ -89,14 +89,14 @@ def read_and_break(members: Members, step: int) -> tuple:
     readies = members.form(1, [0, 1, 2])
     members.tell([0, 1, 2], chunk(1, 1, *PIECES))
     assert members.hear(StepResult, 0).has_finite_keys
-    members.tell([0, 1, 2], asked(1, step), further(1, 1000, 1))
+    members.tell([0, 1, 2], question_step(1, step), further(1, 1000, 1))
     return readies[0].merges
 
 
-def go_on(members: Members, merges: tuple) -> list[int]:
+def recompute_and_answer(members: Members, merges: tuple) -> list[int]:
     """Two members recompute the lost keys and answer. Plans of the previous epoch are not executed."""
     members.tell([0, 1], further(1, 1001, 2))
-    readies = members.form(2, [1, 0], HELD, merges=merges)
+    readies = members.form(2, [1, 0], LAYOUT, merges=merges)
     assert [ready.merges for ready in readies] == [merges, merges], "nothing is measured anew"
     members.tell([1, 0], chunk(2, 1, *LOST))
     assert members.hear(StepResult, 1).epoch == 2
@@ -109,7 +109,7 @@ def test_survivors_of_a_killed_rank_continue_with_their_segments(members, expect
     assert [(one.epoch, one.step) for one in broken] == [(1, KILL)] * 2
     if members.nodes == "aaa":
         assert [one.blamed for one in broken] == [VICTIM] * 2
-    assert go_on(members, merges) == expected
+    assert recompute_and_answer(members, merges) == expected
 
 
 def test_abort_frees_members_that_wait_for_a_stopped_rank(members, expected):
@@ -124,7 +124,7 @@ def test_abort_frees_members_that_wait_for_a_stopped_rank(members, expected):
     reasons = {one.reason for one in broken}
     assert "epoch 1 was ended" in reasons and reasons <= {"epoch 1 was ended", "died or left the group"}
     members.kill(VICTIM)
-    assert go_on(members, merges) == expected
+    assert recompute_and_answer(members, merges) == expected
 
 
 def test_all_members_continue_after_one_has_raised(members, expected):
@@ -150,7 +150,7 @@ def test_abort_frees_members_that_wait_for_a_rank_that_does_not_join(members, ex
         assert members.wait_for_beat(member)
         members.say(member, AbortExchanges(2))
         assert members.broken(member).epoch == 2
-    members.form(3, [1, 0], KvLayout(3, HELD.segments), merges=merges)
+    members.form(3, [1, 0], KvLayout(3, LAYOUT.segments), merges=merges)
     members.tell([1, 0], chunk(3, 1, *LOST))
     assert members.hear(StepResult, 1).epoch == 3
     assert answer(members, [1, 0], 3) == expected
@@ -171,7 +171,7 @@ def broken_over_and_over(members: Members, num_epochs: int) -> None:
         ranks = [[0, 1, 2], [2, 0, 1], [1, 2]][epoch % 3]
         members.form(epoch, ranks, merges=merges)
         if epoch % 3:
-            members.tell(ranks, chunk(epoch, 1, Run(0, 0, 96, (0, 1, 2, 3, 4, 5))), asked(epoch, RAISE))
+            members.tell(ranks, chunk(epoch, 1, Run(0, 0, 96, (0, 1, 2, 3, 4, 5))), question_step(epoch, RAISE))
             assert {members.broken(member).epoch for member in ranks} == {epoch}
         if epoch % 3 == 0:
             found.append([members.held(member) for member in (0, 1, 2)])

@@ -84,7 +84,7 @@ GREEDY = (Sampling(), Sampling(num_logprobs=20))
 FROM_HERE = {("workers/step/inputs.py", "copy"): 1, ("workers/step/last_tokens.py", "copy"): 1}
 """All inputs, and the positions of the sequences' last ids: steps of fixed shape need one copy in total."""
 PARAMETERS = {("workers/sampling/device_sampler.py", "copy"): 1}
-TOLD = {("workers/sampling/device_sampler.py", "copy"): 1}
+REPORT_COPIES = {("workers/sampling/device_sampler.py", "copy"): 1}
 """Tokens, flags of non-finite rows, and logprobs."""
 
 
@@ -105,7 +105,7 @@ def test_decode_step_waits_once_for_any_number_of_rows(past, prompts, samplings,
     log = decoded(Case(past=past, prompts=prompts, samplings=samplings, world_size=world_size), folder_of, Lone)
     check_waits(log)
     assert by_file(log, "to device") == FROM_HERE | parameters
-    assert by_file(log, "to host") == TOLD
+    assert by_file(log, "to host") == REPORT_COPIES
     assert not log.per_layer("wait", "to device", "to host")
 
 

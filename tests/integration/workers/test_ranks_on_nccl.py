@@ -40,9 +40,9 @@ class Fleet:
         options = {name: getattr(config, name) for name in same}
         self.bench = Bench(blocks=(ready.num_blocks,) * size, windows=ready.windows, world_size=size, **options)
 
-    def live(self, *, forgetful: int | None = None) -> Counter[type]:
+    def live(self, *, skips_step: int | None = None) -> Counter[type]:
         """Joins, reads a document and two prompts, answers, leaves; returns the kinds of executed work. The rank
-        `forgetful` skips the last plan."""
+        `skips_step` does not execute the last plan."""
         self.bench.ingest("book", 90)
         plans = self.bench.run()
         self.bench.ask(40, 3, "book")
@@ -52,7 +52,7 @@ class Fleet:
         def work(number: int) -> str:
             rank = self.ranks[number]
             ready = rank.join(Join(1, number, "", 0, self._nodes))
-            for plan in plans[:-1] if number == forgetful else plans:
+            for plan in plans[:-1] if number == skips_step else plans:
                 rank.execute(plan)
             rank.close()
             return ready.transport
@@ -84,7 +84,7 @@ def test_ranks_make_the_same_nccl_calls_from_join_to_leave(folder, machines, set
 
 def test_rank_that_skips_a_step_is_detected(folder):
     with pytest.raises(CollectiveMismatch, match="rank 1 waits"):
-        Fleet(folder, "aaa", merge="gather").live(forgetful=2)
+        Fleet(folder, "aaa", merge="gather").live(skips_step=2)
 
 
 def test_graphs_are_released_before_their_groups(folder):

@@ -72,7 +72,7 @@ class Service:
         self.url, self.data_dir = str(tmp_path / "storage"), tmp_path / "data"
         self.folder = self.data_dir / identity.digest[:32]
         self.store, self.identity = Store.open(self.url), identity
-        self.kept = asyncio.run(self._live())
+        self.contents = asyncio.run(self._live())
 
     async def _live(self) -> CatalogContents:
         folder = DataFolder.open(self.data_dir, self.identity.digest, str(MODEL), self.identity.facts)
@@ -100,7 +100,7 @@ class Service:
         segment = note.segment and f"{self.service_id}-{note.segment.rpartition('-')[2]}"
         return replace(note, service=self.service_id, segment=segment)
 
-    def asked(self, **others) -> Rebuild:
+    def rebuild_request(self, **others) -> Rebuild:
         return Rebuild(url=self.url, data_dir=str(self.data_dir), model=str(MODEL), **others)
 
     def lose(self) -> None:
@@ -119,19 +119,19 @@ def service_of(tmp_path: Path, identity: Identity) -> Service:
     return Service(tmp_path, identity)
 
 
-def same(kept: CatalogContents) -> CatalogContents:
+def same(contents: CatalogContents) -> CatalogContents:
     """Without the last epoch and the outgoing segments, which storage does not record."""
-    return replace(kept, epoch=0, next_outgoing=0)
+    return replace(contents, epoch=0, next_outgoing=0)
 
 
 def test_lost_catalog_is_rebuilt_completely(service: Service) -> None:
     service.lose()
-    report = run(service.asked())
+    report = run(service.rebuild_request())
     assert [(each.name, each.tokens) for each in report.contexts] == [("book", 340), ("twig", 270)]
     assert (report.left_out, report.other_manifests, report.moved) == ((), 0, ())
     assert (report.folder, report.service) == (str(service.folder), service.service_id)
     found = asyncio.run(service.load())
-    assert same(found) == same(service.kept)
+    assert same(found) == same(service.contents)
     assert found.next_segment == 4
     assert {path.name for path in service.folder.iterdir()} <= {"catalog.db", "lock", "holder.json", "model.json"}
     assert (service.folder / "catalog.db").stat().st_mode & 0o777 == 0o600
@@ -139,7 +139,7 @@ def test_lost_catalog_is_rebuilt_completely(service: Service) -> None:
 
 async def test_engine_starts_from_a_rebuilt_catalog(service: Service) -> None:
     service.lose()
-    await asyncio.to_thread(run, service.asked())
+    await asyncio.to_thread(run, service.rebuild_request())
     persistence = MemoryLasting()
     persistence.catalog = FakeCatalog(await service.load())
     config = EngineConfig(model="none", world_size=2, block_size=4)
@@ -153,7 +153,7 @@ async def test_engine_starts_from_a_rebuilt_catalog(service: Service) -> None:
 
 def test_numbering_continues_after_a_rebuild(service: Service) -> None:
     service.lose()
-    run(service.asked())
+    run(service.rebuild_request())
 
     async def goes_on() -> None:
         catalog = await Catalog.open(service.folder / "catalog.db")
@@ -177,26 +177,26 @@ def test_damaged_catalog_is_moved_aside_with_its_files(service: Service, harm: s
         path.write_bytes(content[:100] if harm == "cut" else b"?" * len(content))
     (service.folder / "journal").mkdir()
     (service.folder / "journal" / "x.journal").write_bytes(b"held")
-    report = run(service.asked())
+    report = run(service.rebuild_request())
     names = [Path(name).name for name in report.moved]
     assert [name.partition(".damaged-")[0] for name in names] == ["catalog.db"] * (len(names) - 1) + ["journal"]
     assert any(name.endswith("Z-wal") for name in names)
     if harm != "wal alone":
         assert Path(report.moved[0]).read_bytes() == (content[:100] if harm == "cut" else b"?" * len(content))
     assert (Path(report.moved[-1]) / "x.journal").read_bytes() == b"held"
-    assert same(asyncio.run(service.load())) == same(service.kept)
+    assert same(asyncio.run(service.load())) == same(service.contents)
 
 
 def test_intact_catalog_is_replaced_only_on_request(service: Service) -> None:
     before = {path.name: path.read_bytes() for path in service.folder.iterdir()}
     with pytest.raises(CatalogError, match="keeps 2 contexts: --replace"):
-        run(service.asked())
+        run(service.rebuild_request())
     assert {name: (service.folder / name).read_bytes() for name in before if "holder" not in name} == {
         name: content for name, content in before.items() if "holder" not in name
     }
-    report = run(service.asked(may_replace=True))
+    report = run(service.rebuild_request(may_replace=True))
     assert Path(report.moved[0]).name.startswith("catalog.db.damaged-")
-    assert same(asyncio.run(service.load())) == same(service.kept)
+    assert same(asyncio.run(service.load())) == same(service.contents)
     assert read_only_catalog(service.folder).epoch == EPOCH, "that was still to be read"
 
 
@@ -204,15 +204,15 @@ def test_new_catalog_without_contexts_may_be_replaced(service: Service) -> None:
     service.lose()
     fresh = asyncio.run(service.load())
     assert not fresh.contexts
-    report = run(service.asked())
+    report = run(service.rebuild_request())
     assert Path(report.moved[0]).name.startswith("catalog.db.damaged-")
-    assert same(asyncio.run(service.load())) == same(service.kept)
+    assert same(asyncio.run(service.load())) == same(service.contents)
 
 
 def test_damage_on_storage_is_reported_and_the_rest_restored(service: Service) -> None:
     manifest = service.manifest(MORE)
     service.store.put(manifest.pieces[0].name, [b"short"])
-    report = run(service.asked(may_replace=True))
+    report = run(service.rebuild_request(may_replace=True))
     assert [each.name for each in report.contexts] == ["twig"]
     assert [each.name for each in report.left_out] == ["book"]
     assert "had 40 bytes, and has 5" in report.left_out[0].reason
@@ -225,7 +225,7 @@ def test_damage_on_storage_is_reported_and_the_rest_restored(service: Service) -
 def test_damaged_newest_note_restores_no_older_one(service: Service) -> None:
     name = replace(deletion("book", 2), service=service.service_id).place.name
     service.store.put(name, [service.store.get(name)[:-3]])
-    report = run(service.asked(may_replace=True))
+    report = run(service.rebuild_request(may_replace=True))
     assert [each.name for each in report.contexts] == ["twig"]
     assert [each.name for each in report.left_out] == ["book"]
 
@@ -236,10 +236,10 @@ def test_services_that_share_a_storage_are_distinguished(service: Service) -> No
     put_note(service.store, note_of(context("theirs", 8, 5), 3, other))
     put_manifest(service.store, manifest_of(segment(9, 5), service.service_id, "another checkpoint"))
     with pytest.raises(InvalidArgument, match=rf"--service: .*{other} \(1 context\)"):
-        run(service.asked(may_replace=True))
-    report = run(service.asked(may_replace=True, service=service.service_id))
+        run(service.rebuild_request(may_replace=True))
+    report = run(service.rebuild_request(may_replace=True, service=service.service_id))
     assert (len(report.contexts), report.other_manifests) == (2, 1)
-    report = run(service.asked(may_replace=True, service=other))
+    report = run(service.rebuild_request(may_replace=True, service=other))
     assert [each.name for each in report.contexts] == ["theirs"]
     assert asyncio.run(service.load()).service_id == other
 
@@ -248,14 +248,14 @@ def test_folder_of_a_running_service_is_refused(service: Service) -> None:
     resident = DataFolder.open(service.data_dir, service.identity.digest, str(MODEL), service.identity.facts)
     try:
         with pytest.raises(CatalogError, match="is used by process"):
-            run(service.asked(may_replace=True))
+            run(service.rebuild_request(may_replace=True))
     finally:
         resident.close()
 
 
 def test_different_dtype_is_a_different_checkpoint(service: Service) -> None:
     with pytest.raises(InvalidArgument, match="--from: nothing lies there"):
-        run(service.asked(dtype="bfloat16"))
+        run(service.rebuild_request(dtype="bfloat16"))
 
 
 def test_command_reports_its_result(service: Service) -> None:

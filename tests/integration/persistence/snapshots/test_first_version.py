@@ -34,10 +34,12 @@ def first() -> Store:
     return Store.open(str(FIXTURE), is_tried=False)
 
 
-def restore(pool: KvPool, told: Told, runs: tuple) -> None:
+def restore(pool: KvPool, piece_ref: Told, runs: tuple) -> None:
     of_windows = runs == WINDOWS
-    piece = KvPiece(told.name, first().get(told.name, told.digest), pool, told.runs, of_windows=of_windows)
-    assert told.runs == tuple((run.start, run.end) for run in runs)
+    piece = KvPiece(
+        piece_ref.name, first().get(piece_ref.name, piece_ref.digest), pool, piece_ref.runs, of_windows=of_windows
+    )
+    assert piece_ref.runs == tuple((run.start, run.end) for run in runs)
     numbers = piece.find(runs, BLOCK)
     assert numbers is not None
     piece.restore(pool, numbers, [block for run in runs for block in run.blocks])

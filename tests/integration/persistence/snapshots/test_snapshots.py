@@ -78,7 +78,7 @@ class Bench:
         """Of segments, by the last part of their names."""
         return {entry.name.rpartition("/")[2] for entry in self.store.list(segments_folder(SERVICE))}
 
-    def is_noted_as_deleted(self, name: str) -> bool:
+    def is_marked_deleted(self, name: str) -> bool:
         note = read_notes(self.store).newest.get((SERVICE, name))
         return note is not None and note.is_deleted
 
