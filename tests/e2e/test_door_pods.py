@@ -82,7 +82,7 @@ class Running:
     url: str
     credential: str = ""
 
-    def gateway(self) -> None:
+    def start_gateway(self) -> None:
         process = self.gateway.start("door")
         assert any(line.startswith("listening on ") for line in process.stdout)  # reads up to that line
 
@@ -99,7 +99,7 @@ class Running:
         (port,) = [one["containerPort"] for one in container["ports"] if one["name"] == requested["port"]]
         scheme = requested.get("scheme", "HTTP").lower()
         url = f"{scheme}://{self.gateway.address}:{port}{requested['path']}"
-        return int(_in_place_of(self.gateway.execute("door", [sys.executable, "-c", PROBE, url])))
+        return int(_output_of(self.gateway.execute("door", [sys.executable, "-c", PROBE, url])))
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + SECONDS
@@ -111,17 +111,17 @@ class Running:
         """Response to a client on the head's host."""
         shown = self.credential if credential is None else credential
         command = [sys.executable, "-c", CLIENT, f"{self.url}{path}", shown, body]
-        status, answer = json.loads(_in_place_of(self.head.execute("serve", command)))
+        status, answer = json.loads(_output_of(self.head.execute("serve", command)))
         return status, answer
 
     def metrics(self) -> str:
         reader = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=10).read().decode())"
         port = options(self.gateway.pod.container("door"))["metrics-port"]
         url = f"http://{DOOR}:{port}/metrics"
-        return _in_place_of(self.head.execute("serve", [sys.executable, "-c", reader, url]))
+        return _output_of(self.head.execute("serve", [sys.executable, "-c", reader, url]))
 
 
-def _in_place_of(process) -> str:
+def _output_of(process) -> str:
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     return output.strip()
@@ -152,7 +152,7 @@ def running(request: pytest.FixtureRequest, place: Place, tmp_path: Path) -> Run
 
 
 def test_gateway_pod_serves_requests_and_drains_running_streams(running: Running):
-    running.gateway()  # the gateway may start before the service
+    running.start_gateway()  # the gateway may start before the service
     assert (running.probe("livenessProbe"), running.probe("readinessProbe")) == (200, 503)
     running.start_service()
     running.wait_ready()

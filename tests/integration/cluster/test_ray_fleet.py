@@ -16,7 +16,7 @@ from coordinator.engine_messages import Prompt, Tokens
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
 from longleaf.sampling import Sampling
-from tests.integration.cluster.test_rank_logs import told
+from tests.integration.cluster.test_rank_logs import rank_records
 from tests.integration.cluster.test_unauthenticated_peers import until
 from tests.support.ray_calls import CountingActor, count_calls, stop_counting
 from workers.fakes import EchoActor, RankFault
@@ -142,8 +142,8 @@ async def test_warnings_of_ranks_are_in_the_log(ray_cluster: int, caplog: pytest
         await service.start()
         assert len(await service.answer(100, 100)) == 100
         (node,) = {worker.node for worker in service.engine.cluster().workers}
-        await until(lambda: told(caplog))
-        [record] = told(caplog)
+        await until(lambda: rank_records(caplog))
+        [record] = rank_records(caplog)
         assert (record.rank, record.node, record.levelno) == (1, node, logging.WARNING)  # type: ignore[attr-defined]
         assert record.getMessage().endswith("\nRuntimeError: was told to raise")
     finally:
