@@ -203,8 +203,8 @@ async def restart_service(
     retained = {known.context for known in service.reference.known if known.context != VISITOR}
     missing, wrong = (retained | load.made) - load.unsure - found, found - retained - load.made - load.unsure
     wrong = {name for name in wrong if not name.startswith(FILLER)}
-    assert not missing, f"acknowledged, and gone: {missing}"
-    assert not wrong, f"deleted, or never there: {wrong}"
+    assert not missing, f"acknowledged but missing: {missing}"
+    assert not wrong, f"deleted or never created: {wrong}"
     for name in found - retained:
         await service.client.delete_context(name)
     gone = set(scene.pids)
@@ -255,7 +255,7 @@ FAULTS: dict[str, Do] = {
     "kill before a piece is written": partial(inject, point=SAVE, act="kill"),
     "kill when a piece is written": partial(inject, point=SAVED, act="kill"),
     "kill before a piece is read": partial(evict_under_load, point=FETCH),
-    "kill before what was read is held": partial(evict_under_load, point=RESTORE),
+    "kill before a fetched piece is restored": partial(evict_under_load, point=RESTORE),
     "kill when a segment is parked": partial(evict_under_load, point=PARK, by_coordinator=True),
     "kill when a parked segment is needed": partial(evict_under_load, point=CALL, by_coordinator=True),
     "kill while a manifest is written": partial(kill_at_coordinator_point, point=MANIFEST),

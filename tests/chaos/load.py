@@ -61,9 +61,9 @@ async def ask_poison(client: AsyncClient, poison: tuple[int, ...]) -> None:
             pass
     except LongleafError as error:
         if BROKE_AGAIN not in str(error):
-            raise Wrong(f"the poison was told: {error}") from error
+            raise Wrong(f"the poison request failed with another error: {error}") from error
     else:
-        raise Wrong("the poison was answered")
+        raise Wrong("the poison request was answered")
 
 
 class Load:

@@ -151,7 +151,7 @@ class Service:
         """Starts another service with the same data folder after the first one is dead."""
         await asyncio.to_thread(self.process.wait, STOP_SECONDS)
         left = await asyncio.to_thread(psutil.wait_procs, self._family, STOP_SECONDS)
-        assert not left[1], "ranks end with the coordinator"
+        assert not left[1], "ranks exit with the coordinator"
         self._sizes.clear()
         self._started.clear()
         await self._begin()

@@ -94,7 +94,7 @@ async def run_faults(seed: int, names: Sequence[str], table: Table, until: float
                 await service.check_swept()
                 await service.stop()
             except BaseException as error:
-                error.add_note(f"{service.log}\nto repeat it:\n  {repeat_command(seed, done)}")
+                error.add_note(f"{service.log}\nrepeat with:\n  {repeat_command(seed, done)}")
                 raise
 
 
@@ -122,8 +122,8 @@ async def run_fault(service: Service, name: str, seed: int, row: Row) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, help="new runs begin until then")
-    parser.add_argument("--seed", type=int, help="of one run; by default a fresh one for each of many")
+    parser.add_argument("--minutes", type=float, help="start new runs until this time has passed")
+    parser.add_argument("--seed", type=int, help="seed of a single run; by default each run has a new one")
     parser.add_argument("--only", nargs="+", choices=FAULTS, help="faults, in this order")
     given = parser.parse_args()
     began, table, runs = time.monotonic(), Table(), 0
@@ -136,7 +136,7 @@ def main() -> None:
             asyncio.run(run_faults(seed, names, table, min(until, time.monotonic() + MOST_SECONDS)))
             runs += 1
     finally:
-        print(f"{format_table(table)}\n{runs} runs found nothing wrong, {time.monotonic() - began:.0f} s", flush=True)
+        print(f"{format_table(table)}\n{runs} runs passed, {time.monotonic() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

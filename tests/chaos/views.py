@@ -52,7 +52,7 @@ def check_block_table(rank: int, found: RankTable, look: Look, block_size: int) 
     assert not missing, f"rank {rank} does not know of segments {sorted(missing)}"
     for segment, (start, resident) in found.items():
         if segment not in look.forgotten:
-            assert segment in wanted._held, f"rank {rank} knows of segment {segment}, and the coordinator does not"
+            assert segment in wanted._held, f"rank {rank} knows of segment {segment}, but the coordinator does not"
             extents = {number: [tuple(e) for e in one.extents] for number, one in wanted._held[segment].items()}
             found_slots, slots_wanted = slots(resident), slots(extents)
             windows = slots_wanted.pop(EVERY_RANK, {}).items()
@@ -72,7 +72,7 @@ def keys_of(folder: Path, look: Look, context: str, pids: list[int]) -> Keys:
                 resident = ask(folder, pids[run.rank], "keys", [run])
                 pieces.append((run.start, max(start, run.start), min(end, run.end), resident))
     ends = [0, *(end for _, _, end, _ in pieces)]
-    assert [start for _, start, _, _ in pieces] == ends[:-1], f"{context}: not all is held, or in another order"
+    assert [start for _, start, _, _ in pieces] == ends[:-1], f"{context}: stored runs are incomplete or out of order"
     layers = pieces[0][3]
     return {
         layer: np.concatenate([resident[layer][low - first : high - first] for first, low, high, resident in pieces])

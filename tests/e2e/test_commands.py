@@ -201,7 +201,7 @@ def test_rejected_documents_leave_no_context(served: Served, book, tmp_path: Pat
     file.write_bytes(content)
     found = served.run("ingest", str(file), "--name", "bad")
     assert (found.returncode, words in found.stderr) == (2, True), found.stderr
-    assert found.stderr.startswith(f"error: {file}: "), "nothing of a progress bar stands above"
+    assert found.stderr.startswith(f"error: {file}: "), "no part of a progress bar remains above"
     assert [context["id"] for context in served.json("contexts", "list")["contexts"]] == ["book"]
     appended = served.run("ingest", str(file), "--name", "book", "--append")
     assert appended.returncode == 2

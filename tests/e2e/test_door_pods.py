@@ -24,9 +24,9 @@ SECONDS = 60.0
 OF_SECURITY = ("--tls-cert=", "--tls-key=", "--credentials=", "--insecure")
 PROBE = """
 import ssl, sys, urllib.error, urllib.request
-nobody = ssl._create_unverified_context()  # as a kubelet
+unverified = ssl._create_unverified_context()  # as a kubelet
 try:
-    print(urllib.request.urlopen(sys.argv[1], timeout=5, context=nobody).status)
+    print(urllib.request.urlopen(sys.argv[1], timeout=5, context=unverified).status)
 except urllib.error.HTTPError as error:
     print(error.code)
 except OSError:

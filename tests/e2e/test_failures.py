@@ -151,7 +151,7 @@ def test_interrupt_during_start_prints_no_traceback(
     first, *notes = errors.splitlines() or [""]
     assert first in ("", f"starting 2 ranks ({launcher}) …")
     known = ("kernels: ", "merge for up to ", "contexts are kept in memory alone, ")
-    assert all(note.startswith(known) for note in notes), "it may have come so far"
+    assert all(note.startswith(known) for note in notes), "it may have progressed this far"
     assert psutil.wait_procs(family, timeout=20)[1] == []
 
 
@@ -201,7 +201,7 @@ def test_service_on_an_existing_ray_cluster_stops_on_any_signal(
     assert service.stop(number) == 0
     check_told(service, stream)
     assert psutil.wait_procs(ranks, timeout=20)[1] == []
-    assert ray.is_initialized(), "the cluster is not ours to end"
+    assert ray.is_initialized(), "the service must not stop an existing cluster"
 
 
 def without_tracebacks(lines: list[str], warnings: tuple[str, ...]) -> list[str]:

@@ -75,7 +75,7 @@ def test_two_ranks_on_each_of_two_hosts_answer_like_one_rank(
         assert "shared_memory inside nodes, gloo between 2 nodes x 2 ranks = 4" in service.run("cluster").stdout
         check_second_coordinator_is_refused(nodes, checkpoint)
         processes = nodes.service()
-        message = "ranks, the coordinator, the command that started it, and what renders its chat template"
+        message = "ranks, coordinator, the command that started it, and the template renderer"
         assert len(processes) == 2 * SLOTS + 3, message
         check_a_lost_rank_is_replaced(nodes, service)
         stream = start_stream(service, started, nodes.on(0))
@@ -86,12 +86,12 @@ def test_two_ranks_on_each_of_two_hosts_answer_like_one_rank(
 
 def check_a_lost_rank_is_replaced(nodes: RayNodes, service: Served) -> None:
     """Loss of whole hosts: test_hosts_lost."""
-    with Witness(service.address, nodes.on(0)) as score_sum:
-        score_sum.under_way()
+    with Witness(service.address, nodes.on(0)) as observer:
+        observer.under_way()
         nodes.kill(1, "ray::WorkerActo")
-        [loss] = score_sum.healed(2 * SLOTS, 1)["losses"]
+        [loss] = observer.healed(2 * SLOTS, 1)["losses"]
         assert loss["rank"] in (2, 3)
-        score_sum.check()
+        observer.check()
 
 
 def check_second_coordinator_is_refused(nodes: RayNodes, checkpoint: Path) -> None:

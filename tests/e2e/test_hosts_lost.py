@@ -38,22 +38,22 @@ def test_service_continues_without_a_lost_host_and_takes_it_back(
 ):
     with serve(hurt, checkpoint, 2 * SLOTS, "--lost-after", "3") as service:
         num_processes, [here, away] = len(hurt.service()), hurt.network.addresses
-        with Witness(service.address, hurt.on(0)) as score_sum:
+        with Witness(service.address, hurt.on(0)) as observer:
             [node] = {one["node"] for one in service.json("cluster")["workers"] if one["address"] == away}
-            score_sum.under_way()
+            observer.under_way()
             hurting(hurt)
-            found = score_sum.cluster(lambda found: found["world_size"] == SLOTS)
+            found = observer.cluster(lambda found: found["world_size"] == SLOTS)
             assert {worker["address"] for worker in found["workers"]} == {here}
             for _ in range(2):
-                score_sum.under_way()
+                observer.under_way()
             hurt.mend() if hurting is cut else hurt.start(1)
-            found = score_sum.healed(2 * SLOTS, SLOTS)
+            found = observer.healed(2 * SLOTS, SLOTS)
             assert {worker["address"] for worker in found["workers"]} == {here, away}
             assert [(loss["rank"] in (2, 3), loss["node"]) for loss in found["losses"]] == [(True, node)] * SLOTS
-            score_sum.under_way()
-            score_sum.check()
+            observer.under_way()
+            observer.check()
         processes = hurt.service()
-        assert len(processes) == num_processes, "of those that were lost nobody is left"
+        assert len(processes) == num_processes, "processes of the lost ranks remain"
         assert service.stop() == 0
         assert psutil.wait_procs(processes, timeout=20)[1] == []
 

@@ -36,7 +36,7 @@ exec "$@"
 INSIDE = ("unshare", "--net", "--map-root-user", "sh", "-ec", NETWORK, "sh")
 WAITING = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
 """State of a listening socket, as the kernel prints it."""
-KNOWN = "a token that everybody knows"
+KNOWN = "a publicly known token"
 FIGURES = {"monitor.py", "dashboard.py", "ray::DashboardAgent"}
 """Ray processes that serve metrics on this machine without a token, and nothing else."""
 
@@ -135,7 +135,7 @@ def check_ray(service: Served, found: set[ListeningSocket]) -> None:
     }
     reported = {(listener.owner, answer[0][:6]) for listener, answer in answers.items() if listener not in refused}
     assert reported == {(owner, "# HELP") for owner in FIGURES} | {("ray::CoordinatorActor.wait", "")}, (
-        "ZMQ says nothing"
+        "ZMQ sends nothing"
     )
     assert {"gcs_server", "raylet", "ray::CoordinatorActor.wait"} <= {listener.owner for listener in refused}
     gcs = {listener for listener in found if listener.owner == "gcs_server"}
@@ -158,7 +158,7 @@ def test_files_in_the_start_directory_are_not_executed(
     checkpoint: Path, started: ExitStack, tmp_path: Path, launcher: str
 ):
     for name in ("coordinator", "workers", "msgspec", "sitecustomize"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('a stranger ran')")
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the start directory was executed')")
     (tmp_path / "model").symlink_to(checkpoint)
     options = ("--model", "model", "--launcher", launcher, "--kv-bytes", "8000000")
     service = started.enter_context(Served(*options, before=("env", "-C", str(tmp_path))))

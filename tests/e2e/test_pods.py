@@ -39,20 +39,20 @@ import asyncio, json, sys
 from longleaf.client import AsyncClient
 from longleaf.errors import LongleafError
 
-def tell(what, **facts):
+def report(what, **facts):
     print(json.dumps({"what": what, **facts}), flush=True)
 
 async def talk(client, max_tokens):
     while True:
-        begun, told = False, []
+        begun, last = False, []
         try:
             async for event in client.generate("x", max_tokens=max_tokens, ignore_end_token=True):
                 if not begun:
-                    tell("begun")
-                begun, told = True, event
+                    report("begun")
+                begun, last = True, event
         except LongleafError as error:
-            return tell("broken" if begun else "refused", error=str(error))
-        tell(type(told).__name__, reason=told.reason, is_whole=told.usage.completion_tokens == max_tokens)
+            return report("broken" if begun else "refused", error=str(error))
+        report(type(last).__name__, reason=last.reason, is_whole=last.usage.completion_tokens == max_tokens)
 
 async def main():
     async with AsyncClient(sys.argv[1], retries=0) as client:
@@ -145,7 +145,7 @@ def check_told(told: list[dict]) -> None:
     assert all((one["reason"], one["is_whole"]) == ("length", True) for one in told if one["what"] == "Finished")
     first = what.index("refused")
     assert "takes no new calls" in told[first]["error"]  # later clients may be refused
-    assert "Finished" in what[first:], "no answer was under way when the drain began"
+    assert "Finished" in what[first:], "no answer was running when the drain started"
 
 
 @pytest.mark.ray
@@ -208,17 +208,17 @@ def test_secured_pods_authenticate_clients_export_metrics_and_stop_by_their_hook
 @pytest.mark.timeout(600)
 def test_service_recovers_when_a_rank_pod_is_lost_and_recreated(running: Running, place: Place):
     head, members = running
-    with Witness(f"{head.address}:{DEFAULT_PORT}", head.inside) as score_sum:
-        score_sum.under_way()
+    with Witness(f"{head.address}:{DEFAULT_PORT}", head.inside) as observer:
+        observer.under_way()
         members[0].delete()
         num_lost = 4 // NUM_PODS
-        score_sum.cluster(lambda found: found["world_size"] == 4 - num_lost)
-        score_sum.under_way()
+        observer.cluster(lambda found: found["world_size"] == 4 - num_lost)
+        observer.under_way()
         start_ray(place(RANKS, 1), head)
-        found = score_sum.healed(4, num_lost)
+        found = observer.healed(4, num_lost)
         assert len({worker["node"] for worker in found["workers"]}) == NUM_PODS
-        score_sum.under_way()
-        score_sum.check()
+        observer.under_way()
+        observer.check()
     assert probe(head, "readinessProbe") == probe(head, "livenessProbe") == "SERVING"
     hook, code = head.stop("serve")
     assert (hook, code) == (0, 0)

@@ -89,7 +89,7 @@ def refused(cluster: Head, checkpoint: Path, **variables: str) -> str:
     )
     assert (found.returncode, found.stdout) == (2, "")
     *others, reported = found.stderr.splitlines()
-    assert others == ["starting 1 rank (ray) …"], "neither a traceback nor what Ray says"
+    assert others == ["starting 1 rank (ray) …"], "neither a traceback nor output of Ray"
     prefix = f"error: --ray-address: the Ray cluster at {cluster.address} cannot be joined: "
     assert reported.startswith(prefix)
     return reported.removeprefix(prefix)

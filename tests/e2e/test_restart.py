@@ -266,7 +266,7 @@ def test_stale_contexts_are_recomputed_with_the_new_weights(tmp_path: Path) -> N
         assert ask(client, "twig", "?")[1]
     shutil.copy(embedded_model() / "model.safetensors", model)
     with serving(data_dir, model=model, dtype="float32") as (_, client):
-        assert ask(client, "book", question) == (before, True), "what was kept for it is as it was"
+        assert ask(client, "book", question) == (before, True), "the data for these weights is unchanged"
 
 
 @pytest.mark.extended

@@ -131,7 +131,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "of a negative size": lambda folder: forge_first_piece(folder, num_bytes=-1),
     "of overlapping runs": lambda folder: forge_first_piece(folder, runs=((0, 2**60),)),
     "of too many positions": forge_positions,
-    "among strangers": add_foreign_files,
+    "among foreign files": add_foreign_files,
 }
 
 
@@ -305,7 +305,7 @@ def test_unavailable_object_store_delays_no_other_call(tmp_path: Path, outage: C
             assert service.count_lines(AWAY) == 2, "once each"
             outage(way)
             client.ingest("last", f"{BOOK.text[:1000]} {QUESTION}")
-        assert service._process.returncode == 0, "no process waits for a storage when it ends"
+        assert service._process.returncode == 0, "no exiting process waits for the storage"
 
 
 def test_missing_storage_folder_is_waited_for(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_tenants_keep_their_contexts_and_unowned_ones_go_to_the_default_tenant(
     with Tenanted(tmp_path, *options(checkpoint, tmp_path / "data")) as tenanted:
         for tenant in (ACME, BOLT):
             with tenanted.client(tenant) as client:
-                assert names(client) == [], "what was there before is of the tenant default"
+                assert names(client) == [], "earlier contexts belong to the default tenant"
                 client.ingest("book", TEXTS[tenant])
                 answers[tenant], _ = ask(client, "book", QUESTION)
         assert tenanted.served.stop() == 0

@@ -53,7 +53,7 @@ def test_each_tenant_gets_answers_from_its_own_book(service: Tenanted, checkpoin
 
 @pytest.mark.extended
 def test_each_tenant_lists_its_own_contexts_and_an_admin_sees_no_more(service: Tenanted) -> None:
-    service.ingest(BOLT, "play", "of bolt alone")
+    service.ingest(BOLT, "play", "only for bolt")
     assert (service.names(ACME), service.names(BOLT), service.names(OPS)) == (["book"], ["book", "play"], [])
     reported = service.run_as(ACME, "contexts", "show", "play")
     missing = service.run_as(ACME, "contexts", "show", "none")

@@ -44,7 +44,7 @@ def test_context_is_imported_by_a_service_with_a_different_number_of_ranks(tmp_p
         assert ask(client, "copy", QUESTION) == (expected, True)
         export(client, "copy", again)
         assert abs(again.stat().st_size - archive.stat().st_size) < 4096, (
-            "its keys were restored, and leave as they came"
+            "its keys were restored and are exported unchanged"
         )
         client.delete_context("copy")
 

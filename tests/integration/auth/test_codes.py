@@ -108,7 +108,7 @@ async def test_each_role_gets_its_expected_code(address: str, name: str) -> None
             found, responses, reported = await Caller(channel, tenant).call(name, requests_of(name))
             assert found == code, (tenant, reported)
             text = f"{texts_in(responses)}\n{reported}"
-            assert "acme/" not in text, "ids are told as tenants call them"
+            assert "acme/" not in text, "ids have no tenant prefix"
             if tenant != ACME:
                 assert "acme" not in text
 

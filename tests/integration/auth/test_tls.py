@@ -262,6 +262,6 @@ async def test_unset_options_come_from_the_environment(
         assert await num_tokens(address, Access()) == len("anybody's")
         with pytest.raises(InvalidArgument, match="serves encrypted connections alone"):
             await num_tokens(address, PLAIN)
-    monkeypatch.setenv("LONGLEAF_CREDENTIAL", "secret of nobody")
+    monkeypatch.setenv("LONGLEAF_CREDENTIAL", "unknown-secret")
     with pytest.raises(InvalidArgument, match="credential"):
         AsyncClient("127.0.0.1:1")

@@ -215,7 +215,7 @@ async def test_only_members_that_loaded_the_model_join(make_world: MakeWorld) ->
     await waiting
     assert (await world.control.form(3)).members == (0, 2)
     assert world.events[-1] == MemberJoined(2, 1, "b", 3)
-    assert world.members[0].fences == [AbortExchanges(1)], "an epoch that ends in order needs none"
+    assert world.members[0].fences == [AbortExchanges(1)], "an orderly end needs no abort"
     await world.check(3, 0, 2)
     waiting = asyncio.create_task(world.control.wait_joinable())
     await asyncio.sleep(0)
@@ -300,9 +300,9 @@ async def test_member_lost_while_an_epoch_forms_is_excluded(make_world: MakeWorl
     await world.control.group.wait_ended()
     forming = asyncio.create_task(world.control.form(2))
     await until(lambda: [join.epoch for join in world.members[2].joins] == [1, 2])
-    world.control.lost(2, "vanished, too")
+    world.control.lost(2, "also vanished")
     formation = await forming
-    assert (formation.epoch, formation.members) == (3, (1,)), "the second attempt has a number of its own"
+    assert (formation.epoch, formation.members) == (3, (1,)), "the second attempt has a new number"
     await world.check(3, 1)
 
 
@@ -313,7 +313,7 @@ async def test_member_lost_before_it_opens_a_store_is_excluded(make_world: MakeW
     await world.control.group.wait_ended()
     forming = asyncio.create_task(world.control.form(2))
     await until(lambda: world.control.group.epoch == 2)
-    world.control.lost(1, "vanished, too")
+    world.control.lost(1, "also vanished")
     assert (await forming).members == (2,)
 
 

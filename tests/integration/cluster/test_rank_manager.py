@@ -257,7 +257,7 @@ async def test_unexpected_message_ends_the_rank(joined: int, message: StepPlan |
     control._channel.send([0], message)
     where = f"out of place in epoch {joined}" if joined else "before the model is loaded"
     text = str((await control.group.wait_ended()).error)
-    assert text.endswith(f"{where}: {type(message).__name__}"), "nothing of what is in it"
+    assert text.endswith(f"{where}: {type(message).__name__}"), "the content of the message is not shown"
     assert await process == 1
     await control.close()
 

@@ -73,7 +73,7 @@ async def test_token_makes_no_call_to_ray(ray_cluster: int, tmp_path: Path) -> N
     try:
         await service.start()
         counts = [calls.num_calls]
-        assert counts[0] >= 4, "two actors were made and told to run"
+        assert counts[0] >= 4, "two actors were created and started"
         for max_tokens in (100, 200):
             assert len(await service.answer(100, max_tokens)) == max_tokens
             counts.append(calls.num_calls)

@@ -153,9 +153,9 @@ async def test_slot_lost_during_loading_is_abandoned_until_requested(world: Supe
         ReplacementStarted(4, 3),
     ]
     assert [event.member for event in await world.wait_for(MemberLost)] == [1, 2, 3, 4]
-    assert world.fleet.killed == [], "they died of themselves"
+    assert world.fleet.killed == [], "they exited without a kill"
     assert world.supervisor.refill() == 1
-    assert world.supervisor.refill() == 0, "it is being filled"
+    assert world.supervisor.refill() == 0, "a replacement is running"
     await world.control.wait_joinable()
     assert await world.wait_for(ReplacementStarted, 4) == [
         ReplacementStarted(2, 1),
@@ -165,7 +165,7 @@ async def test_slot_lost_during_loading_is_abandoned_until_requested(world: Supe
     ]
     assert (await world.control.form(2)).members == (0, 5)
     assert world.supervisor.refill() == 0
-    assert len(world.fleet.replaced) == 4, "nobody is missing"
+    assert len(world.fleet.replaced) == 4, "no member is missing"
 
 
 async def test_established_rank_starts_without_earlier_failures(world: SupervisedWorld) -> None:
@@ -198,10 +198,10 @@ async def test_missing_slot_stops_blocking_and_is_filled_when_it_returns(world: 
     assert (given_up.lost, given_up.reason) == (1, message)
     assert world.now >= CONFIG.start_timeout
     await world.control.wait_settled()
-    assert world.supervisor.refill() == 0, "it is still looked for"
+    assert world.supervisor.refill() == 0, "the slot is still searched for"
     world.fleet.problem = None
     await world.control.wait_joinable()
-    assert len([event for event in world.events if isinstance(event, ReplacementAbandoned)]) == 1, "told once"
+    assert len([event for event in world.events if isinstance(event, ReplacementAbandoned)]) == 1, "reported once"
     assert [loss.slot for loss in world.control.losses] == ["filling"]
 
 
@@ -215,7 +215,7 @@ async def test_replacement_has_the_model_of_the_others(world: SupervisedWorld) -
     assert reported[-2:] == [MemberLost(4, None, 0, "node", given_up.reason.partition("the last: ")[2], True), given_up]
     assert [loss.slot for loss in world.control.losses] == ["given_up"] * 4
     await world.supervisor.close()
-    assert world.events == reported, "it is told once"
+    assert world.events == reported, "it is reported once"
 
 
 @pytest.mark.parametrize(
@@ -231,8 +231,8 @@ async def test_slot_that_cannot_be_filled_now_is_retried(
     for _ in range(1000):  # it retries periodically
         await asyncio.sleep(0)
     assert set(world.slept) == {5.0}
-    assert len(await world.wait_for(ReplacementDelayed)) == 1, "told once"
-    assert len(list(world.control.roster)) <= 2, "nobody is waited for who was not started"
+    assert len(await world.wait_for(ReplacementDelayed)) == 1, "reported once"
+    assert len(list(world.control.roster)) <= 2, "only started members are waited for"
     world.fleet.problem = None
     await world.control.wait_joinable()
     [replacing] = await world.wait_for(ReplacementStarted)

@@ -144,8 +144,8 @@ async def test_unauthenticated_peer_is_refused_and_counted(context, control: Ran
     await until(lambda: control.num_refused)
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
-    assert control.num_ignored == 0, "nothing of it was even read"
-    assert intruder.poll(0) == 0, "it was told nothing"
+    assert control.num_ignored == 0, "none of its data was read"
+    assert intruder.poll(0) == 0, "it received nothing"
     assert "refused connections of strangers to the control channel: 1 so far" in caplog.text
 
 
@@ -266,19 +266,19 @@ async def test_abandoned_member_is_refused_before_the_next_epoch(context) -> Non
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
     assert decode_to_rank(ranks[1].recv()) == PLAN
-    control.roster.end(1, "was given up")
-    ranks[1].send(encode(Died(1, "of its own accord")))
+    control.roster.end(1, "was abandoned")
+    ranks[1].send(encode(Died(1, "exited voluntarily")))
     await until(lambda: control.num_refused == 1)
     again = connect(context, control.invitations[1], control.invitations[1].commands_id)
-    again.send(encode(Died(1, "of its own accord")))
+    again.send(encode(Died(1, "exited voluntarily")))
     await until(lambda: control.num_refused == 2)
     forming = asyncio.create_task(control.form(2))
     is_gone.set()
     assert isinstance(decode_to_rank(await asyncio.to_thread(ranks[0].recv)), Join)
     ranks[0].send(encode(Ready(0, "cpu", "float32", 4, 64, epoch=2)))
     assert (await forming).members == (0,)
-    assert [loss.reason for loss in control.losses] == ["was given up"]
-    assert (ranks[1].poll(0), again.poll(0)) == (0, 0), "it was told nothing"
+    assert [loss.reason for loss in control.losses] == ["was abandoned"]
+    assert (ranks[1].poll(0), again.poll(0)) == (0, 0), "it received nothing"
     assert (control.num_refused, control.num_ignored) == (2, 0)
     await control.close()
 

@@ -261,7 +261,7 @@ async def test_open_watch_does_not_block_gateway_shutdown(service: Served) -> No
             lines = aiter(stream.aiter_lines())
             assert (await anext(lines)).startswith("data: ")
             await gateway.aclose()
-            assert [line async for line in lines] == [""], "it ends as it should, and is not broken off"
+            assert [line async for line in lines] == [""], "it ends normally and is not cut off"
 
 
 class Ids:

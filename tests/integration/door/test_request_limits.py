@@ -84,7 +84,7 @@ async def test_memory_stays_bounded_for_every_request_form() -> None:
                 most = max(most, process.memory_info().rss)
             writer.close()
             if not is_ended or most - before >= MOST_GROWTH:
-                wrong.append(f"{name}: {(most - before) >> 20} MiB, {'ended' if is_ended else 'goes on'}")
+                wrong.append(f"{name}: {(most - before) >> 20} MiB, {'ended' if is_ended else 'continues'}")
         assert not wrong
         await warmed_up_memory(host, port, process)
 

@@ -21,7 +21,7 @@ async def until(lines: Any, line: str) -> None:
     async for found in lines:
         if found == line:
             return
-    raise AssertionError(f"{line} was not told")
+    raise AssertionError(f"{line} was not received")
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ async def test_loading_service_can_be_drained(tmp_path: Path, caplog: pytest.Log
         assert await found.client.drain() == Draining(open_calls=0, limit=2.0)
         await found.service.wait_drained()
         assert "takes no new calls" in str(await found.refusal())
-    assert caplog.messages == [], "nothing is wrong, and thousands may be refused"
+    assert caplog.messages == [], "refusals are expected and are not logged"
 
 
 async def test_running_calls_finish_and_new_calls_are_refused(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ async def test_running_calls_finish_and_new_calls_are_refused(tmp_path: Path) ->
         events = [event async for event in answer]
         assert isinstance(events[-1], Finished)
         assert sum(len(event.token_ids) for event in events if isinstance(event, Delta)) == 200
-        assert not ending.done(), "the ingest runs on"
+        assert not ending.done(), "the ingest continues"
         upload.finish()
         assert (await upload.task).tokens > 0
         await ending
@@ -198,7 +198,7 @@ async def test_remaining_calls_end_with_the_reason_and_drain_callers_are_notifie
         await found.service.wait()
         with pytest.raises(Unavailable, match="^the service is stopping, and waited 100 ms for calls to end$"):
             await upload.task
-        assert not waiting.done(), "whoever runs the service does not know of it yet"
+        assert not waiting.done(), "the operator is not notified yet"
         await found.service.stop()
         assert await waiting == Draining(open_calls=1, limit=0.1)
 

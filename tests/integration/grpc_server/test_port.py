@@ -52,7 +52,7 @@ async def test_non_utf8_path_closes_the_port_only_briefly(service: Served) -> No
     for _ in range(3):
         async with poisoned(service.address), AsyncClient(service.address) as other:
             assert await other.list_contexts() == []
-    assert len(service.engine.streams) == 1 and not service.engine.streams[0].closed.is_set(), "what runs goes on"
+    assert len(service.engine.streams) == 1 and not service.engine.streams[0].closed.is_set(), "running calls continue"
     await stream.aclose()
 
 

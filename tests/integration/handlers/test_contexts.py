@@ -303,7 +303,7 @@ async def test_list_reads_only_the_contexts_of_its_page(tmp_path: Path, looked_a
                 request = ingest_pb.ListContextsRequest(page_size=7, page_token=page.next_page_token)
                 page = await ContextServiceStub(channel).ListContexts(request)
                 names += [context.name for context in page.contexts]
-                assert len(looked_at) <= 7 + 1, "the first of the next page tells that there is one"
+                assert len(looked_at) <= 7 + 1, "the first entry of the next page shows that it exists"
         assert names == [f"contexts/c{number:02}" for number in range(30)]
 
 
@@ -314,4 +314,4 @@ async def test_question_does_not_walk_the_blocks_of_the_ranks(tmp_path: Path, lo
         await collect(client.ask("book", "x", max_tokens=2))
         assert looked_at == []
         await client.ingest("book", range(10), append=True)
-        assert looked_at == ["book"], "once, to tell its client of it"
+        assert looked_at == ["book"], "once, for the response"

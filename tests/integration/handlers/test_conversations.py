@@ -220,7 +220,7 @@ async def test_render_errors_name_the_cause(
         error = await refused(service, *messages, context=context)
         assert error.field == field
         assert message in error.description
-        assert await ids_of(service, QUERY), "a single question can be asked all the same"
+        assert await ids_of(service, QUERY), "a single question still works"
 
 
 async def test_conversation_needs_the_template(service: Served) -> None:

@@ -335,7 +335,7 @@ async def test_closing_reader_cancels_the_generation(resumable: Resumable, name:
         async for event in answer:
             if isinstance(event, Delta):
                 break
-    assert resumable.engine.cluster().running == (1 if name else 0), "it can be come back to by its name alone"
+    assert resumable.engine.cluster().running == (1 if name else 0), "only a named generation is resumable"
 
 
 async def test_generation_ids_are_checked_before_they_are_sent(resumable: Resumable) -> None:

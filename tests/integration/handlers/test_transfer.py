@@ -192,7 +192,7 @@ async def test_import_resumes_over_a_new_connection(new: tuple[FakeTransferEngin
             )
             assert proxy.num_dropped == 2
         assert keys_of(new[0], context.id) == list(MOBY.objects.values())
-        assert sorted(seen) == seen, "what has come is not sent again"
+        assert sorted(seen) == seen, "received data is not sent again"
 
 
 async def test_expired_import_is_sent_again_from_a_rereadable_source(

@@ -181,7 +181,7 @@ async def test_long_text_is_stored_only_as_ids(hollow: Hollow, num_bytes: int) -
         assert hollow.peak - before < most, "no more than the document, its segment, and the index of that"
         await client.delete_context("long")
         await client.delete_context("short-again")
-        assert hollow.trim() - before < GIVEN_BACK, "all of it is given back"
+        assert hollow.trim() - before < GIVEN_BACK, "all of it is released"
     assert hollow.end() == expected_hash(len(BLOCK), len(BLOCK), num_bytes)
 
 
@@ -225,12 +225,12 @@ async def test_oversized_piece_is_refused_with_its_limit(hollow: Hollow) -> None
     with pytest.raises(grpc.aio.AioRpcError, match=f"{MAX_PIECE_BYTES:,}") as caught:
         await send_at_once(hollow.address, bytes(MAX_PIECE_BYTES + 1))
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert await send_at_once(hollow.address, b"short") == 6, "the service goes on, and keeps nothing of it"
+    assert await send_at_once(hollow.address, b"short") == 6, "the service continues and retains none of it"
 
 
 async def test_oversized_message_is_refused_with_its_limit(hollow: Hollow) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match=str(MAX_REQUEST_BYTES)) as caught:
         await send_at_once(hollow.address, bytes(MAX_REQUEST_BYTES + 1))
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert await send_at_once(hollow.address, b"short") == 6, "the service goes on, and keeps nothing of it"
+    assert await send_at_once(hollow.address, b"short") == 6, "the service continues and retains none of it"
     assert hollow.peak < 64 * MAX_REQUEST_BYTES

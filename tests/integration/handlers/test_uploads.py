@@ -60,7 +60,7 @@ async def test_pieces_may_have_any_size(roomy: Served, size: int) -> None:
     if size >= 100:
         growing = [progress.received_tokens for progress in seen if progress.phase == "receiving"]
         assert growing == sorted(growing)
-        assert 0 < growing[-1] < context.tokens, "tokens are made while the text arrives"
+        assert 0 < growing[-1] < context.tokens, "tokenization runs during the upload"
 
 
 async def test_token_ids_may_arrive_in_pieces_of_any_size(roomy: Served) -> None:
@@ -93,7 +93,7 @@ async def test_two_connection_losses_lose_no_data(
         context = await client.ingest("moby", shape(text), upload_id="mine", on_progress=seen.append)
         assert proxy.num_dropped == 2
     offsets = [max(p.received_bytes, p.received_tokens) for p in seen if p.phase == "receiving"]
-    assert 0 < max(offsets) < len(text.encode()), "what was received is not sent again"
+    assert 0 < max(offsets) < len(text.encode()), "received data is not sent again"
     opening = [] if isinstance(shape(text), tuple) else OPENING
     assert roomy.engine.contexts["moby"] == [*opening, *ids(text)]
     assert context.tokens == len(opening) + len(ids(text))
@@ -213,7 +213,7 @@ async def test_prefill_continues_without_its_stream(service: Served, channel: gr
     stream.released.set()
     last = await second.finish()
     assert (last.phase, last.context.token_count) == (ingest_pb.INGEST_PHASE_READY, 11)
-    assert await Raw(channel).open() == last, "whoever asks later is told the same"
+    assert await Raw(channel).open() == last, "a later request gets the same report"
 
 
 @pytest.mark.parametrize("append", [False, True])

@@ -193,7 +193,7 @@ async def test_fleet_is_verified_beside_other_streams() -> None:
         resident = [worker.tokens for worker in (await client.cluster()).workers]
         again = await client.verify(seed=3)
         assert again.passed
-        assert [worker.tokens for worker in (await client.cluster()).workers] == resident, "nothing of it is kept"
+        assert [worker.tokens for worker in (await client.cluster()).workers] == resident, "none of it is retained"
 
 
 async def test_fleet_with_one_wrong_value_fails() -> None:

@@ -138,7 +138,7 @@ def test_dead_rank_is_named_before_it_is_reaped(machines, method):
         error = processes[rank].result()
         assert isinstance(error, RankLost)
         assert error.rank == 2 and "died" in error.reason
-    assert method == "forkserver" or psutil.pid_exists(processes[2].process.pid), "it is a zombie still"
+    assert method == "forkserver" or psutil.pid_exists(processes[2].process.pid), "it is still a zombie"
     assert [process.end() for process in processes] == [0, 0, -signal.SIGKILL]
 
 
@@ -289,7 +289,7 @@ def start_again():
 def test_leftovers_of_a_killed_rank_are_removed_at_the_next_start(maker):
     process, path = maker
     start_again()
-    assert path.exists(), "its maker lives"
+    assert path.exists(), "its owner is alive"
     process.kill()
     process.join()
     start_again()

@@ -97,7 +97,7 @@ def recompute_and_answer(members: Members, merges: tuple) -> list[int]:
     """Two members recompute the lost keys and answer. Plans of the previous epoch are not executed."""
     members.tell([0, 1], further(1, 1001, 2))
     readies = members.form(2, [1, 0], LAYOUT, merges=merges)
-    assert [ready.merges for ready in readies] == [merges, merges], "nothing is measured anew"
+    assert [ready.merges for ready in readies] == [merges, merges], "no measurement is repeated"
     members.tell([1, 0], chunk(2, 1, *LOST))
     assert members.hear(StepResult, 1).epoch == 2
     return answer(members, [1, 0], 2)
@@ -177,7 +177,7 @@ def broken_over_and_over(members: Members, num_epochs: int) -> None:
             found.append([members.held(member) for member in (0, 1, 2)])
     del found[0]  # until then not every member has been rank 0, whose store opens two files permanently
     half = len(found) // 2
-    assert least(found[:half]) == least(found[half:]), "files, threads or shared memory are left"
+    assert least(found[:half]) == least(found[half:]), "no files, threads or shared memory may remain"
 
 
 def least(found: list[list[dict[str, int]]]) -> list[dict[str, int]]:

@@ -213,7 +213,7 @@ SLACK = 48 << 20
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures what Linux tells")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize(("device", "share"), [("cpu", 1), ("pretend", 0)])
 def test_host_memory_holds_at_most_one_weight_beyond_the_resident_ones(family, device, share, tmp_path):
@@ -252,5 +252,5 @@ def test_attribution_is_accumulated_on_the_device_without_a_wait(llama, settings
     for step in made.steps():
         assert {event.name for event in step.log.of("allocation")} <= {DEVICE}
         waits = [event for event in step.log.of("wait") if event.site.startswith("workers/")]
-        assert all(event.layer is None and event.name == "event" for event in waits), "before the step has ended"
+        assert all(event.layer is None and event.name == "event" for event in waits), "before the end of the step"
     assert requested

@@ -85,7 +85,7 @@ async def test_full_disk_accepts_deletions_and_restarts(disk: Path) -> None:
             folder.reserve.check()
         with pytest.raises(StorageUnavailable, match="the disk is full"):
             await catalog.commit(document("late", 9, 100_000))
-        assert (folder.path / "reserve").exists(), "it is not for what is new"
+        assert (folder.path / "reserve").exists(), "new data must not use the reserve"
         assert (await catalog.commit(Change(dropped_contexts=("book0",)))).segments == (0,)
         (disk / "other").unlink()
         await catalog.commit(Change(dropped_contexts=("book1",)))

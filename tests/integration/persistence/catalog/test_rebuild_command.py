@@ -166,12 +166,12 @@ def test_numbering_continues_after_a_rebuild(service: Service) -> None:
     asyncio.run(goes_on())
 
 
-@pytest.mark.parametrize("harm", ["cut", "bytes", "wal alone"])
+@pytest.mark.parametrize("harm", ["cut", "bytes", "only wal"])
 def test_damaged_catalog_is_moved_aside_with_its_files(service: Service, harm: str) -> None:
     path = service.folder / "catalog.db"
     content = path.read_bytes()
     (service.folder / "catalog.db-wal").write_bytes(b"a log")
-    if harm == "wal alone":
+    if harm == "only wal":
         path.unlink()
     else:
         path.write_bytes(content[:100] if harm == "cut" else b"?" * len(content))
@@ -181,7 +181,7 @@ def test_damaged_catalog_is_moved_aside_with_its_files(service: Service, harm: s
     names = [Path(name).name for name in report.moved]
     assert [name.partition(".damaged-")[0] for name in names] == ["catalog.db"] * (len(names) - 1) + ["journal"]
     assert any(name.endswith("Z-wal") for name in names)
-    if harm != "wal alone":
+    if harm != "only wal":
         assert Path(report.moved[0]).read_bytes() == (content[:100] if harm == "cut" else b"?" * len(content))
     assert (Path(report.moved[-1]) / "x.journal").read_bytes() == b"held"
     assert same(asyncio.run(service.load())) == same(service.contents)
@@ -197,7 +197,7 @@ def test_intact_catalog_is_replaced_only_on_request(service: Service) -> None:
     report = run(service.rebuild_request(may_replace=True))
     assert Path(report.moved[0]).name.startswith("catalog.db.damaged-")
     assert same(asyncio.run(service.load())) == same(service.contents)
-    assert read_only_catalog(service.folder).epoch == EPOCH, "that was still to be read"
+    assert read_only_catalog(service.folder).epoch == EPOCH, "the intact file remains readable"
 
 
 def test_new_catalog_without_contexts_may_be_replaced(service: Service) -> None:

@@ -48,7 +48,7 @@ def restore(pool: KvPool, piece_ref: Told, runs: tuple) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_segments_are_restored_bit_for_bit(name: str) -> None:
     manifest = read_manifest(first(), attempt(name).manifest)
-    assert manifest.form == form(name), "ranks of this version can take it in"
+    assert manifest.form == form(name), "ranks of this version can load it"
     assert manifest.token_ids == token_ids(name).tobytes()
     pool, wanted = POOLS[name](), known(name)
     for reported, runs in zip(manifest.pieces, PIECES, strict=True):
