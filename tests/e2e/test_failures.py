@@ -180,7 +180,7 @@ def test_stopped_service_ends_open_answers_with_the_reason(checkpoint: Path, sta
     service = started.enter_context(Served(*options))
     stream = start_stream(service, started)
     assert service.stop() == 0
-    check_told(service, stream)
+    check_ended_with_reason(service, stream)
 
 
 @pytest.mark.extended
@@ -199,7 +199,7 @@ def test_service_on_an_existing_ray_cluster_stops_on_any_signal(
     ranks = [psutil.Process(pid) for pid in service.rank_pids()]
     stream = start_stream(service, started)
     assert service.stop(number) == 0
-    check_told(service, stream)
+    check_ended_with_reason(service, stream)
     assert psutil.wait_procs(ranks, timeout=20)[1] == []
     assert ray.is_initialized(), "the service must not stop an existing cluster"
 
@@ -216,7 +216,7 @@ def without_tracebacks(lines: list[str], warnings: tuple[str, ...]) -> list[str]
     return found
 
 
-def check_told(
+def check_ended_with_reason(
     service: Served, stream: subprocess.Popen, updates: tuple[str, ...] = (), warnings: tuple[str, ...] = ()
 ) -> None:
     """The open answer ended with the reason. The service logged only lines that start like `news`, and possibly like

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.test_failures import check_told, start_stream
+from tests.e2e.test_failures import check_ended_with_reason, start_stream
 from tests.support.command_line import CLI, Served
 from tests.support.network.ray_nodes import SLOTS, RayNodes, ray_nodes
 from tests.support.witness import Witness
@@ -80,7 +80,7 @@ def test_two_ranks_on_each_of_two_hosts_answer_like_one_rank(
         check_a_lost_rank_is_replaced(nodes, service)
         stream = start_stream(service, started, nodes.on(0))
         assert service.stop() == 0
-        check_told(service, stream, RECOVERY_LINES, WARNINGS)
+        check_ended_with_reason(service, stream, RECOVERY_LINES, WARNINGS)
         assert psutil.wait_procs(nodes.service(), timeout=20)[1] == []
 
 

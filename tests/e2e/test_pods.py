@@ -138,13 +138,13 @@ def run(head: RunningPod, *command: str) -> str:
     return output
 
 
-def check_told(told: list[dict]) -> None:
+def check_streams_complete(reports: list[dict]) -> None:
     """Checks that every started answer is complete, and that some ended after the first client was refused."""
-    what = [one["what"] for one in told]
-    assert what.count("begun") == what.count("Finished") and "broken" not in what, told[-20:]
-    assert all((one["reason"], one["is_whole"]) == ("length", True) for one in told if one["what"] == "Finished")
+    what = [one["what"] for one in reports]
+    assert what.count("begun") == what.count("Finished") and "broken" not in what, reports[-20:]
+    assert all((one["reason"], one["is_whole"]) == ("length", True) for one in reports if one["what"] == "Finished")
     first = what.index("refused")
-    assert "takes no new calls" in told[first]["error"]  # later clients may be refused
+    assert "takes no new calls" in reports[first]["error"]  # later clients may be refused
     assert "Finished" in what[first:], "no answer was running when the drain started"
 
 
@@ -161,7 +161,7 @@ def test_streams_complete_when_all_pods_stop_at_once(running: Running):
         lines += talkers.stdout.readlines()
         codes = {container: stop.result() for container, stop in stopped.items()}
     assert talkers.wait(timeout=60) == 0, lines
-    check_told([json.loads(line) for line in lines])
+    check_streams_complete([json.loads(line) for line in lines])
     assert 0 in {codes["head", "serve"][0], codes["head", "ray-head"][0]}
     assert codes["head", "serve"][1] == 0
 
@@ -198,7 +198,7 @@ def test_secured_pods_authenticate_clients_export_metrics_and_stop_by_their_hook
         lines += talkers.stdout.readlines()
         codes = {name: stop.result() for name, stop in zip(head.containers, stops, strict=True)}
     assert talkers.wait(timeout=60) == 0, lines
-    check_told([json.loads(line) for line in lines])
+    check_streams_complete([json.loads(line) for line in lines])
     assert 0 in {codes["serve"][0], codes["ray-head"][0]}
     assert codes["serve"][1] == 0
 

@@ -95,16 +95,16 @@ def add_foreign_files(folder: Path) -> None:
     (folder / "loop").symlink_to(folder / "loop")
 
 
-def forge(folder: Path, **told: object) -> None:
+def forge(folder: Path, **fields: object) -> None:
     """Rewrites a manifest with changed fields and a valid checksum."""
     path = folder / "manifest"
     manifest = decode_manifest(path.read_bytes(), "manifest")
-    path.write_bytes(seal(KIND, VERSION, msgspec.msgpack.encode(msgspec.structs.replace(manifest, **told))))
+    path.write_bytes(seal(KIND, VERSION, msgspec.msgpack.encode(msgspec.structs.replace(manifest, **fields))))
 
 
-def forge_first_piece(folder: Path, **told: object) -> None:
+def forge_first_piece(folder: Path, **fields: object) -> None:
     first, *others = decode_manifest((folder / "manifest").read_bytes(), "manifest").pieces
-    forge(folder, pieces=(msgspec.structs.replace(first, **told), *others))
+    forge(folder, pieces=(msgspec.structs.replace(first, **fields), *others))
 
 
 def forge_positions(folder: Path) -> None:

@@ -193,9 +193,9 @@ async def test_slot_whose_replacements_load_but_never_join_is_abandoned(world: S
 async def test_missing_slot_stops_blocking_and_is_filled_when_it_returns(world: SupervisedWorld) -> None:
     world.fleet.problem = StartError("no slot")
     world.control.lost(1, "its node died")
-    [given_up] = await world.wait_for(ReplacementAbandoned)
+    [abandoned] = await world.wait_for(ReplacementAbandoned)
     message = "it was not there for 5 min, and is filled when it is: no slot"
-    assert (given_up.lost, given_up.reason) == (1, message)
+    assert (abandoned.lost, abandoned.reason) == (1, message)
     assert world.now >= CONFIG.start_timeout
     await world.control.wait_settled()
     assert world.supervisor.refill() == 0, "the slot is still searched for"
@@ -208,11 +208,14 @@ async def test_missing_slot_stops_blocking_and_is_filled_when_it_returns(world: 
 async def test_replacement_has_the_model_of_the_others(world: SupervisedWorld) -> None:
     world.fleet.strange = {2, 3, 4}
     world.control.lost(1, "vanished")
-    [given_up] = await world.wait_for(ReplacementAbandoned)
-    assert given_up.reason.endswith("has another tokenizer.json than node node (127.0.0.1)")
+    [abandoned] = await world.wait_for(ReplacementAbandoned)
+    assert abandoned.reason.endswith("has another tokenizer.json than node node (127.0.0.1)")
     assert world.fleet.killed == [2, 3, 4]
     reported = list(world.events)
-    assert reported[-2:] == [MemberLost(4, None, 0, "node", given_up.reason.partition("the last: ")[2], True), given_up]
+    assert reported[-2:] == [
+        MemberLost(4, None, 0, "node", abandoned.reason.partition("the last: ")[2], True),
+        abandoned,
+    ]
     assert [loss.slot for loss in world.control.losses] == ["given_up"] * 4
     await world.supervisor.close()
     assert world.events == reported, "it is reported once"

@@ -167,7 +167,7 @@ async def test_loading_service_can_be_drained(tmp_path: Path, caplog: pytest.Log
         assert await found.client.drain() == Draining(open_calls=0, limit=2.0)
         await found.service.wait_drained()
         assert "takes no new calls" in str(await found.refusal())
-    assert caplog.messages == [], "refusals are expected and are not logged"
+    assert caplog.messages == [], "refusals during a drain are not logged: there may be thousands"
 
 
 async def test_running_calls_finish_and_new_calls_are_refused(tmp_path: Path) -> None:

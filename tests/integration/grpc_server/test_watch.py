@@ -46,15 +46,15 @@ async def test_engine_changes_are_reported(tmp_path: Path) -> None:
         aclosing(client.watch_cluster(min_interval=0.01)) as changes,
     ):
         assert sum(worker.tokens for worker in (await anext(changes)).workers) == 0
-        watching = asyncio.create_task(_wait_held(changes, 20))
+        watching = asyncio.create_task(_wait_stored_tokens(changes, 20))
         await client.ingest("moby", tuple(range(20)))
         await watching
-        watching = asyncio.create_task(_wait_held(changes, 0))
+        watching = asyncio.create_task(_wait_stored_tokens(changes, 0))
         await client.delete_context("moby")
         await watching
 
 
-async def _wait_held(changes: AsyncIterator[Cluster], tokens: int) -> None:
+async def _wait_stored_tokens(changes: AsyncIterator[Cluster], tokens: int) -> None:
     async for cluster in changes:
         if sum(worker.tokens for worker in cluster.workers) == tokens and not cluster.running:
             return

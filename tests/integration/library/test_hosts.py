@@ -48,7 +48,7 @@ def test_ranks_on_two_hosts_connect_without_configuration(network: Network) -> N
 
 def test_interface_of_an_address() -> None:
     assert interface_of("127.0.0.1") == interface_of("127.0.0.2") == interface_of("::1") == "lo"
-    assert interface_of("192.0.2.1") is None, "no host has an address reserved for documentation"
+    assert interface_of("192.0.2.1") is None, "documentation addresses belong to no host"
     assert interface_of("a-name") is None
 
 

@@ -197,7 +197,7 @@ def test_intact_catalog_is_replaced_only_on_request(service: Service) -> None:
     report = run(service.rebuild_request(may_replace=True))
     assert Path(report.moved[0]).name.startswith("catalog.db.damaged-")
     assert same(asyncio.run(service.load())) == same(service.contents)
-    assert read_only_catalog(service.folder).epoch == EPOCH, "the intact file remains readable"
+    assert read_only_catalog(service.folder).epoch == EPOCH, "the intact catalog was read"
 
 
 def test_new_catalog_without_contexts_may_be_replaced(service: Service) -> None:
