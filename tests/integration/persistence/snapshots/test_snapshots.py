@@ -182,7 +182,7 @@ async def test_deleted_segments_leave_storage_and_stay_deleted(tmp_path: Path) -
         await until(lambda: bench.snapshots.is_usable(3))
         await bench.snapshots.commit(Change(dropped_contexts=("book",)))
         await until(lambda: not bench.objects)
-        await until(lambda: bench.is_noted_as_deleted("book"))
+        await until(lambda: bench.is_marked_deleted("book"))
 
 
 async def test_deletion_during_a_full_resend_stays_deleted(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ async def test_deletion_during_a_full_resend_stays_deleted(tmp_path: Path) -> No
         catalog.release()
         await deleting
         await until(lambda: (SERVICE, "other") in read_notes(bench.store).newest)
-        await until(lambda: bench.is_noted_as_deleted("book"))
+        await until(lambda: bench.is_marked_deleted("book"))
         assert not read_notes(bench.store).newest[SERVICE, "other"].is_deleted
         numbers = [note.number for note in read_notes(bench.store).newest.values()]
         assert len(set(numbers)) == len(numbers)
@@ -210,7 +210,7 @@ async def test_exported_segments_are_held_back_from_deletion(tmp_path: Path) -> 
         await until(lambda: bench.snapshots.is_usable(3))
         name = bench.snapshots.hold(3)
         await bench.snapshots.commit(Change(dropped_contexts=("book",)))
-        await until(lambda: bench.is_noted_as_deleted("book"))
+        await until(lambda: bench.is_marked_deleted("book"))
         assert "manifest" in bench.objects
         bench.snapshots.release(name)
         await until(lambda: not bench.objects)
