@@ -1,4 +1,4 @@
-"""Where the process of a rank that can be hurt begins. Imports no torch before its environment is complete."""
+"""Entry point of a rank process with fault injection. Imports no torch before its environment is complete."""
 
 from functools import partial
 from pathlib import Path
@@ -11,8 +11,8 @@ from workers.__main__ import live
 from workers.imports import for_good
 
 
-def live_as_rank(folder: Path, spec: RankSpec, telemetry: TelemetryConfig) -> None:
-    """As workers.__main__.main, with a probe in `folder`; its log is that of the default settings."""
+def run_rank(folder: Path, spec: RankSpec, telemetry: TelemetryConfig) -> None:
+    """Runs workers.__main__.main with a probe in `folder`, logging with default settings."""
     assert telemetry.has_plain_log
     apply_environment(network_environment(interface_of(spec.host)))
     with for_good():

@@ -1,4 +1,4 @@
-"""Uploads that are interrupted, refused, or go under names that are taken."""
+"""Uploads that are interrupted, refused, or use a taken name."""
 
 import re
 
@@ -11,12 +11,12 @@ OFFSET = "upload-offset"
 
 
 def sent(reader: Reader) -> list[int]:
-    """Where the parts began that were sent."""
+    """Offsets of the sent parts."""
     posts = [each for each in reader.requests if each.method == "POST" and OFFSET in each.headers]
     return [int(each.headers[OFFSET]) for each in posts]
 
 
-def test_a_reload_while_bytes_are_sent_goes_on_from_where_it_was(reader: Reader, behind: Behind):
+def test_reload_during_upload_resumes_from_the_received_offset(reader: Reader, behind: Behind):
     page = reader.page
     reader.slow_uploads(40_000)
     reader.add(("The long book.txt", LONG))
@@ -36,7 +36,7 @@ def test_a_reload_while_bytes_are_sent_goes_on_from_where_it_was(reader: Reader,
     reader.audit()
 
 
-def test_a_reload_while_it_is_read_needs_no_file(reader: Reader, behind: Behind):
+def test_reload_during_prefill_needs_no_file(reader: Reader, behind: Behind):
     page = reader.page
     reader.add(("long.txt", LONG))
     page.locator(".sending .numbers", has_text=re.compile(r"[1-9][\d,]* of 108,017 tokens read")).wait_for()
@@ -50,7 +50,7 @@ def test_a_reload_while_it_is_read_needs_no_file(reader: Reader, behind: Behind)
     reader.audit()
 
 
-def test_several_files_go_one_after_the_other(reader: Reader, behind: Behind):
+def test_several_files_upload_one_after_the_other(reader: Reader, behind: Behind):
     reader.add(("One.txt", FILLER), ("Two.txt", FILLER * 2), ("Drei Äpfel.txt", FILLER * 3))
     for title in ("One", "Two", "Drei Äpfel"):
         reader.page.get_by_role("link", name=title).wait_for()
@@ -58,7 +58,7 @@ def test_several_files_go_one_after_the_other(reader: Reader, behind: Behind):
     reader.audit()
 
 
-def test_a_name_that_is_taken_is_told_before_anything_is_sent(reader: Reader, behind: Behind):
+def test_duplicate_name_is_reported_before_upload(reader: Reader, behind: Behind):
     behind.ingest("notes", "jade-7 = 0815\n" + FILLER)
     page = reader.page
     page.get_by_role("link", name="notes").wait_for()
@@ -79,7 +79,7 @@ def test_a_name_that_is_taken_is_told_before_anything_is_sent(reader: Reader, be
     reader.audit()
 
 
-def test_a_name_that_somebody_took_meanwhile_can_be_changed_or_appended_to(reader: Reader, behind: Behind):
+def test_name_taken_during_upload_can_be_changed_or_appended_to(reader: Reader, behind: Behind):
     page = reader.page
     page.get_by_role("heading", name="Put a book on the shelf").wait_for()
     reader.choose(("notes.txt", FILLER), ("more.txt", FILLER))
@@ -97,7 +97,7 @@ def test_a_name_that_somebody_took_meanwhile_can_be_changed_or_appended_to(reade
     reader.audit(OF_A_STATUS.format(409))
 
 
-def test_what_is_being_read_is_stopped_for_good(reader: Reader, behind: Behind):
+def test_cancelled_prefill_is_not_resumed(reader: Reader, behind: Behind):
     page = reader.page
     behind.ingest("notes", FILLER)
     with behind.standing_still():
@@ -120,12 +120,12 @@ def test_what_is_being_read_is_stopped_for_good(reader: Reader, behind: Behind):
     reader.audit()
 
 
-def test_what_is_being_sent_is_stopped_and_nothing_is_kept_of_it(reader: Reader, behind: Behind):
+def test_cancelled_upload_leaves_nothing(reader: Reader, behind: Behind):
     page = reader.page
     reader.slow_uploads(40_000)
     reader.add(("one.txt", LONG), ("two.txt", FILLER))
     page.locator(".sending .numbers", has_text="kB of 108 kB sent").first.wait_for()
-    page.get_by_role("button", name="Stop two").click()  # it has not begun
+    page.get_by_role("button", name="Stop two").click()  # prefill has not started
     page.get_by_role("button", name="Stop one").click()
     reader.slow_uploads(None)
     page.locator(".sending").wait_for(state="detached")
@@ -144,7 +144,7 @@ def add_to_the_end(reader: Reader, name: str) -> None:
     reader.page.keyboard.press("Enter")
 
 
-def test_a_document_that_is_open_is_added_to(reader: Reader, behind: Behind):
+def test_open_document_can_be_appended_to(reader: Reader, behind: Behind):
     behind.ingest("notes", FILLER)
     page = reader.page
     page.get_by_role("link", name="notes").click()
@@ -155,7 +155,7 @@ def test_a_document_that_is_open_is_added_to(reader: Reader, behind: Behind):
     reader.audit()
 
 
-def test_what_is_no_text_is_refused_before_anything_is_sent(reader: Reader):
+def test_non_text_file_is_rejected_before_upload(reader: Reader):
     page = reader.page
     bad = [("a.pdf", b"%PDF-1.7"), ("b.txt", b"\xff\xfea\x00"), ("c.txt", b"caf\xe9 au lait"), ("d.txt", b"")]
     files = [{"name": name, "mimeType": "text/plain", "buffer": content} for name, content in bad]
@@ -167,7 +167,7 @@ def test_what_is_no_text_is_refused_before_anything_is_sent(reader: Reader):
     reader.audit()
 
 
-def test_what_turns_out_to_be_no_text_is_told(reader: Reader):
+def test_non_text_content_found_during_upload_is_reported(reader: Reader):
     reader.choose(("late.txt", FILLER * 2000))
     reader.page.get_by_role("button", name="Cancel").click()
     bad = {"name": "late.txt", "mimeType": "text/plain", "buffer": (FILLER * 2000).encode() + b"\xff\xff"}
@@ -179,7 +179,7 @@ def test_what_turns_out_to_be_no_text_is_told(reader: Reader):
     reader.audit(OF_A_STATUS.format(400))
 
 
-def test_a_drop_anywhere_on_the_page_adds(reader: Reader):
+def test_file_dropped_anywhere_on_the_page_is_added(reader: Reader):
     page = reader.page
     made = (
         "const data = new DataTransfer(); data.items.add(new File(['amber-12 = 4711\\n'], 'Dropped.md')); return data;"

@@ -1,4 +1,5 @@
-"""The most that ranks may say of a step is heard: what is too large ends a connection, and nobody is told."""
+"""The largest possible step result of a rank is accepted; larger messages close the connection and are not
+delivered."""
 
 import asyncio
 
@@ -32,7 +33,7 @@ def attention(num_spans: int) -> Attention:
 
 @pytest.mark.parametrize("max_sequences", [1, 64])
 @pytest.mark.parametrize("max_drafts", [0, 31])
-async def test_the_largest_answer_to_a_step_is_heard(max_sequences: int, max_drafts: int) -> None:
+async def test_largest_possible_step_result_is_accepted(max_sequences: int, max_drafts: int) -> None:
     control = RankManager(EngineConfig(model="none", max_sequences=max_sequences, max_draft_tokens=max_drafts))
     rank = ScriptedMember(control.invitations[0], 0)
     await control.start(1)

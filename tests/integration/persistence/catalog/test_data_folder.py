@@ -26,7 +26,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("umask")
-async def test_nobody_else_may_read_any_file(tmp_path: Path) -> None:
+async def test_files_are_readable_only_by_their_owner(tmp_path: Path) -> None:
     folder = DataFolder.open(tmp_path / "data", DIGEST, "model", {})
     folder.tell_address("127.0.0.1:1234")
     catalog = await Catalog.open(folder.database)
@@ -39,7 +39,7 @@ async def test_nobody_else_may_read_any_file(tmp_path: Path) -> None:
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder.path, folder.path.parent)] == [0o700, 0o700]
 
 
-def test_a_folder_has_one_service_and_others_are_told_which(tmp_path: Path) -> None:
+def test_locked_folder_names_its_service(tmp_path: Path) -> None:
     folder = DataFolder.open(tmp_path, DIGEST, "model", {})
     for address in ("", "10.0.0.1:50051"):
         folder.tell_address(address)
@@ -52,7 +52,7 @@ def test_a_folder_has_one_service_and_others_are_told_which(tmp_path: Path) -> N
     other.close()
 
 
-def test_a_holder_that_says_nothing_holds_it_all_the_same(tmp_path: Path) -> None:
+def test_lock_without_holder_information_is_still_a_lock(tmp_path: Path) -> None:
     folder = DataFolder.open(tmp_path, DIGEST, "model", {})
     (folder.path / "holder.json").write_bytes(b"")
     with pytest.raises(CatalogError, match="is in use by another process"):
@@ -70,7 +70,7 @@ time.sleep(600)
 """
 
 
-def test_the_lock_goes_with_a_holder_that_is_killed(tmp_path: Path) -> None:
+def test_lock_is_released_when_its_holder_is_killed(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path), DIGEST], stdout=subprocess.PIPE, text=True
     ) as child:
@@ -83,7 +83,7 @@ def test_the_lock_goes_with_a_holder_that_is_killed(tmp_path: Path) -> None:
     DataFolder.open(tmp_path, DIGEST, "model", {}).close()
 
 
-def test_other_models_are_told_with_their_facts(tmp_path: Path) -> None:
+def test_other_models_are_listed_with_their_details(tmp_path: Path) -> None:
     first = DataFolder.open(tmp_path, DIGEST, "old", {"config.json": "ab", "dtype": "float32"})
     first.close()
     (tmp_path / "notes.txt").write_text("hello")
@@ -99,7 +99,7 @@ def test_other_models_are_told_with_their_facts(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_no_folder_of_this_user_is_refused(tmp_path: Path) -> None:
+def test_path_that_is_not_a_folder_of_this_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("hello")
     with pytest.raises(CatalogError, match="file is a file: give a folder"):
         DataFolder.open(tmp_path / "file", DIGEST, "model", {})
@@ -108,7 +108,7 @@ def test_what_is_no_folder_of_this_user_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give folders away")
-def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+def test_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     for place in (tmp_path / "data", tmp_path / "data" / DIGEST[:32]):
         place.mkdir()
         os.chown(place, 12345, 12345)

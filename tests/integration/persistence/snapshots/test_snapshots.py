@@ -1,4 +1,4 @@
-"""Snapshots over a real storage, for ranks that write data: the times of saving, and the segments that are deleted and
+"""Snapshots on real storage, with ranks that write data: when they are saved, and which segments are deleted and
 retained."""
 
 import asyncio
@@ -78,7 +78,7 @@ class Bench:
         """Of segments, by the last part of their names."""
         return {entry.name.rpartition("/")[2] for entry in self.store.list(segments_folder(SERVICE))}
 
-    def is_noted_as_deleted(self, name: str) -> bool:
+    def is_marked_deleted(self, name: str) -> bool:
         note = read_notes(self.store).newest.get((SERVICE, name))
         return note is not None and note.is_deleted
 
@@ -102,7 +102,7 @@ async def opened(
             await bench.snapshots.close()
 
 
-async def test_what_is_sealed_is_saved_and_can_be_read(tmp_path: Path) -> None:
+async def test_sealed_segments_are_saved_and_readable(tmp_path: Path) -> None:
     async with opened(tmp_path) as bench:
         await bench.ingest(3)
         await until(lambda: bench.snapshots.is_usable(3))
@@ -117,7 +117,7 @@ async def test_what_is_sealed_is_saved_and_can_be_read(tmp_path: Path) -> None:
             await bench.snapshots.manifest(segment(3, 9))
 
 
-async def test_on_demand_all_who_ask_are_answered_once(tmp_path: Path) -> None:
+async def test_concurrent_save_requests_share_one_save(tmp_path: Path) -> None:
     async with opened(tmp_path, RetentionPolicy("demand")) as bench:
         await bench.ingest(3)
         assert not bench.snapshots.is_usable(3)
@@ -127,7 +127,7 @@ async def test_on_demand_all_who_ask_are_answered_once(tmp_path: Path) -> None:
             await bench.snapshots.save([4])
 
 
-async def test_nothing_is_written_where_that_is_off(tmp_path: Path) -> None:
+async def test_disabled_snapshots_write_nothing(tmp_path: Path) -> None:
     async with opened(tmp_path, RetentionPolicy("off")) as bench:
         await bench.ingest(3)
         with pytest.raises(InvalidArgument, match="--snapshots off"):
@@ -135,7 +135,7 @@ async def test_nothing_is_written_where_that_is_off(tmp_path: Path) -> None:
         assert not bench.ranks.orders
 
 
-async def test_what_moves_while_it_is_saved_is_saved_again(tmp_path: Path) -> None:
+async def test_segment_moved_during_its_save_is_saved_again(tmp_path: Path) -> None:
     async with opened(tmp_path) as bench:
         bench.ranks.may_answer.clear()
         await bench.ingest(3)
@@ -147,14 +147,14 @@ async def test_what_moves_while_it_is_saved_is_saved_again(tmp_path: Path) -> No
 
 
 class SlowStore(Store):
-    """One that takes its time to write."""
+    """A store with slow writes."""
 
     def put(self, name: str, parts: Sequence[Buffer], *, is_new: bool = False) -> WriteResult:
         time.sleep(0.2)
         return super().put(name, parts, is_new=is_new)
 
 
-async def test_what_ranks_still_write_when_a_piece_fails_is_deleted_too(tmp_path: Path) -> None:
+async def test_pieces_written_after_a_failure_are_deleted(tmp_path: Path) -> None:
     async with opened(tmp_path) as bench:
         bench.ranks.store = SlowStore(LocalFiles(tmp_path), str(tmp_path))
         bench.ranks.failures = [StorageUnavailable("it is away")]
@@ -164,7 +164,7 @@ async def test_what_ranks_still_write_when_a_piece_fails_is_deleted_too(tmp_path
         assert len({entry.name.split("/")[-2] for entry in bench.store.list(segments_folder(SERVICE))}) == 1
 
 
-async def test_what_is_deleted_while_it_is_saved_leaves_nothing(tmp_path: Path) -> None:
+async def test_segment_deleted_during_its_save_leaves_nothing(tmp_path: Path) -> None:
     async with opened(tmp_path) as bench:
         bench.ranks.may_answer.clear()
         await bench.ingest(3)
@@ -176,16 +176,16 @@ async def test_what_is_deleted_while_it_is_saved_leaves_nothing(tmp_path: Path) 
         assert bench.catalog.kept.snapshots == ()
 
 
-async def test_what_is_deleted_goes_from_storage_and_stays_deleted(tmp_path: Path) -> None:
+async def test_deleted_segments_leave_storage_and_stay_deleted(tmp_path: Path) -> None:
     async with opened(tmp_path) as bench:
         await bench.ingest(3)
         await until(lambda: bench.snapshots.is_usable(3))
         await bench.snapshots.commit(Change(dropped_contexts=("book",)))
         await until(lambda: not bench.objects)
-        await until(lambda: bench.is_noted_as_deleted("book"))
+        await until(lambda: bench.is_marked_deleted("book"))
 
 
-async def test_what_is_deleted_while_storage_is_told_of_everything_stays_deleted(tmp_path: Path) -> None:
+async def test_deletion_during_a_full_resend_stays_deleted(tmp_path: Path) -> None:
     """A storage that is empty or replaced receives all contexts at the start, while changes continue."""
     catalog = FakeCatalog()
     for number, name in enumerate(("book", "other")):
@@ -198,25 +198,25 @@ async def test_what_is_deleted_while_storage_is_told_of_everything_stays_deleted
         catalog.release()
         await deleting
         await until(lambda: (SERVICE, "other") in read_notes(bench.store).newest)
-        await until(lambda: bench.is_noted_as_deleted("book"))
+        await until(lambda: bench.is_marked_deleted("book"))
         assert not read_notes(bench.store).newest[SERVICE, "other"].is_deleted
         numbers = [note.number for note in read_notes(bench.store).newest.values()]
         assert len(set(numbers)) == len(numbers)
 
 
-async def test_what_leaves_is_held_back_from_deletion(tmp_path: Path) -> None:
+async def test_exported_segments_are_held_back_from_deletion(tmp_path: Path) -> None:
     async with opened(tmp_path) as bench:
         await bench.ingest(3)
         await until(lambda: bench.snapshots.is_usable(3))
         name = bench.snapshots.hold(3)
         await bench.snapshots.commit(Change(dropped_contexts=("book",)))
-        await until(lambda: bench.is_noted_as_deleted("book"))
+        await until(lambda: bench.is_marked_deleted("book"))
         assert "manifest" in bench.objects
         bench.snapshots.release(name)
         await until(lambda: not bench.objects)
 
 
-async def test_a_storage_that_is_away_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_unavailable_storage_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with opened(tmp_path, RetentionPolicy(grace=1e12)) as bench:
         bench.ranks.failures = [StorageUnavailable("it is away")]
         await bench.ingest(3)
@@ -229,7 +229,7 @@ async def test_a_storage_that_is_away_is_waited_for(tmp_path: Path, caplog: pyte
         assert bench.views[-1] == Storage(snapshots="seal", url=bench.store.url)
 
 
-async def test_trouble_ends_with_what_met_it(tmp_path: Path) -> None:
+async def test_storage_error_state_ends_with_its_operation(tmp_path: Path) -> None:
     async with opened(tmp_path) as bench:
         bench.ranks.failures = [StorageUnavailable("it is away")]
         await bench.ingest(3)
@@ -239,7 +239,7 @@ async def test_trouble_ends_with_what_met_it(tmp_path: Path) -> None:
         assert not bench.snapshots._wanted
 
 
-async def test_a_lost_rank_is_no_trouble_of_storage(tmp_path: Path) -> None:
+async def test_lost_rank_is_not_a_storage_error(tmp_path: Path) -> None:
     async with opened(tmp_path) as bench:
         bench.ranks.failures = [RankLost(1, "it died")]
         await bench.ingest(3)
@@ -250,7 +250,7 @@ async def test_a_lost_rank_is_no_trouble_of_storage(tmp_path: Path) -> None:
         await until(lambda: bench.snapshots.is_usable(3))
 
 
-async def test_ranks_that_write_elsewhere_are_told(tmp_path: Path) -> None:
+async def test_ranks_with_different_storage_are_reported(tmp_path: Path) -> None:
     async with opened(tmp_path / "here") as bench:
         bench.ranks.store = Store.open(str(tmp_path / "there"))
         await bench.ingest(3)
@@ -258,7 +258,7 @@ async def test_ranks_that_write_elsewhere_are_told(tmp_path: Path) -> None:
         assert "--snapshot-url must be storage that all machines share" in bench.snapshots.view().trouble
 
 
-async def test_what_is_forgotten_is_saved_anew(tmp_path: Path) -> None:
+async def test_missing_segments_are_saved_again(tmp_path: Path) -> None:
     async with opened(tmp_path) as bench:
         await bench.ingest(3)
         await until(lambda: bench.snapshots.is_usable(3))
@@ -270,7 +270,7 @@ async def test_what_is_forgotten_is_saved_anew(tmp_path: Path) -> None:
         await until(lambda: len(list(bench.store.list(segments_folder(SERVICE)))) == 4)
 
 
-async def test_another_service_believes_what_is_there_and_nothing_else(tmp_path: Path) -> None:
+async def test_another_service_trusts_only_existing_segments(tmp_path: Path) -> None:
     catalog = FakeCatalog()
     async with opened(tmp_path / "a", catalog=catalog) as bench:
         await bench.ingest(3)

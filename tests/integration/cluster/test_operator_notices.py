@@ -1,4 +1,4 @@
-"""What whoever runs a service is told of its ranks."""
+"""Notices to the operator of a service about its ranks."""
 
 import asyncio
 import logging
@@ -20,8 +20,8 @@ from workers.fakes import EchoMain
 pytestmark = pytest.mark.timeout(60)
 
 
-async def told(actor: CoordinatorActor, last: str) -> list[str]:
-    """The news up to one that begins so."""
+async def read_notices(actor: CoordinatorActor, last: str) -> list[str]:
+    """The notices up to one with this prefix."""
     notes: list[str] = []
     while not notes or not notes[-1].startswith(last):
         reply = await actor.wait(until_news=True)
@@ -30,7 +30,7 @@ async def told(actor: CoordinatorActor, last: str) -> list[str]:
     return notes
 
 
-async def test_whoever_runs_a_service_is_told_of_a_loss_and_of_what_becomes_of_it(tmp_path: Path) -> None:
+async def test_operator_is_notified_of_a_loss_and_its_recovery(tmp_path: Path) -> None:
     engine = EngineConfig(model=str(write_model(tmp_path)), world_size=2, block_size=16)
     actor = CoordinatorActor(ServiceConfig(engine=engine, launcher="local"), lambda: LocalFleet(EchoMain()))
     try:
@@ -38,9 +38,9 @@ async def test_whoever_runs_a_service_is_told_of_a_loss_and_of_what_becomes_of_i
         async with AsyncClient(f"localhost:{port}") as client:
             worker = (await client.cluster()).workers[1]
             os.kill(worker.pid, signal.SIGKILL)
-        notes = await told(actor, "member 2 on node")
+        notes = await read_notices(actor, "member 2 on node")
         node = worker.node
-        started = "started member 2 to replace member 1"  # before the others have met, or after
+        started = "started member 2 to replace member 1"  # before or after the others have joined
         assert started in notes
         assert [note for note in notes if note != started] == [
             f"lost member 1 on node {node}, rank 1 of epoch 1: was killed by signal 9",
@@ -55,8 +55,8 @@ async def test_whoever_runs_a_service_is_told_of_a_loss_and_of_what_becomes_of_i
     assert not logging.getLogger("coordinator").handlers
 
 
-async def test_what_is_logged_while_a_service_is_taken_down_is_told_at_last(tmp_path: Path) -> None:
-    """Such as the line of an auditor on the drain that waited for it."""
+async def test_log_lines_during_shutdown_are_printed(tmp_path: Path) -> None:
+    """Such as the audit line of the drain that caused the shutdown."""
     engine = EngineConfig(model=str(write_model(tmp_path)), world_size=1, block_size=16)
     telemetry = TelemetryConfig(log_level="info")
     config = ServiceConfig(engine=engine, launcher="local", telemetry=telemetry)

@@ -1,4 +1,5 @@
-"""A service before its model is there, and while it ends: real sockets, real processes, ranks that compute nothing."""
+"""A service before its model is loaded and during shutdown, with real sockets and real processes; ranks compute
+nothing."""
 
 import asyncio
 import os
@@ -43,7 +44,7 @@ def config_of(folder: Path, **settings: float) -> ServiceConfig:
     return ServiceConfig(engine=engine, port=port, launcher="local", **settings)  # type: ignore[arg-type]
 
 
-async def test_sampling_defaults_of_the_model_are_read_before_its_ranks_start(tmp_path: Path) -> None:
+async def test_sampling_defaults_are_read_before_ranks_start(tmp_path: Path) -> None:
     config = replace(config_of(tmp_path), sampling_defaults="model")
     (tmp_path / "generation_config.json").write_text('{"do_sample": true, "top_p": 2}')
     service = Service(config, FakeFleet(0))
@@ -53,7 +54,7 @@ async def test_sampling_defaults_of_the_model_are_read_before_its_ranks_start(tm
 
 
 class Begun:
-    """A service that starts, and a client of it that tries once."""
+    """A starting service, and a client without retries."""
 
     def __init__(self, service: Service, client: AsyncClient, starting: asyncio.Task[int]) -> None:
         self.service, self.client, self.starting = service, client, starting
@@ -64,20 +65,20 @@ class Begun:
         return caught.value
 
     async def health(self) -> tuple[bool, ...]:
-        """The health of the model, and of the process."""
+        """Health of the model and the process."""
         model = {await self.client.is_healthy(name) for name in ("", *SERVICES)}
         return (*model, await self.client.is_healthy("liveness"))
 
 
 @asynccontextmanager
 async def begun(config: ServiceConfig, fleet: Fleet) -> AsyncIterator[Begun]:
-    """The port is open when this begins, and nothing else need be."""
+    """The port is open; nothing else is ready."""
     service = Service(config, fleet)
     starting = asyncio.create_task(service.start())
     try:
         async with AsyncClient(f"127.0.0.1:{config.port}", retries=0) as client:
             while not await is_listening(client):
-                await asyncio.sleep(0.01)  # no notification exists
+                await asyncio.sleep(0.01)  # there is no notification
                 assert not starting.done() or starting.result()
             yield Begun(service, client, starting)
     finally:
@@ -112,7 +113,7 @@ class LateMain:
         live(spec, lambda spec: LateRank(spec, self._pipe))
 
 
-async def test_calls_are_told_how_many_ranks_are_ready(tmp_path: Path) -> None:
+async def test_calls_during_start_report_the_number_of_ready_ranks(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
     async with begun(config_of(tmp_path), LocalFleet(LateMain(pipe))) as found:
         while found.service.loading.num_ready < 1:
@@ -126,7 +127,7 @@ async def test_calls_are_told_how_many_ranks_are_ready(tmp_path: Path) -> None:
         assert (await found.client.cluster()).world_size == 2
 
 
-async def test_who_watches_health_sees_the_begin_and_the_end(tmp_path: Path) -> None:
+async def test_health_watch_reports_start_and_shutdown(tmp_path: Path) -> None:
     """Clients that balance over several services watch health. The shutdown does not wait for the watchers."""
     os.mkfifo(pipe := tmp_path / "pipe")
     config, response = config_of(tmp_path), HealthCheckResponse
@@ -151,7 +152,7 @@ async def test_who_watches_health_sees_the_begin_and_the_end(tmp_path: Path) -> 
             assert [one async for one in ended] == []
 
 
-async def test_slots_that_are_missing_are_told(tmp_path: Path) -> None:
+async def test_missing_slots_are_reported(tmp_path: Path) -> None:
     fleet = FakeFleet(num_missing=5)
     async with begun(config_of(tmp_path, wait_for_ranks=60), fleet) as found:
         await fleet.asked.wait()
@@ -160,16 +161,16 @@ async def test_slots_that_are_missing_are_told(tmp_path: Path) -> None:
         assert not found.starting.done()
 
 
-async def test_a_service_that_loads_can_be_drained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_loading_service_can_be_drained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with begun(config_of(tmp_path), FakeFleet(num_missing=1)) as found:
         await found.refusal()
         assert await found.client.drain() == Draining(open_calls=0, limit=2.0)
         await found.service.wait_drained()
         assert "accepts no new calls" in str(await found.refusal())
-    assert caplog.messages == [], "nothing is wrong, and thousands may be refused"
+    assert caplog.messages == [], "refusals during a drain are not logged: there may be thousands"
 
 
-async def test_what_runs_may_end_and_nothing_new_begins(tmp_path: Path) -> None:
+async def test_running_calls_finish_and_new_calls_are_refused(tmp_path: Path) -> None:
     async with begun(config_of(tmp_path, drain_seconds=60), LocalFleet(EchoMain())) as found:
         await found.starting
         answer = found.client.generate("x", max_tokens=200, ignore_end_token=True)
@@ -183,13 +184,13 @@ async def test_what_runs_may_end_and_nothing_new_begins(tmp_path: Path) -> None:
         events = [event async for event in answer]
         assert isinstance(events[-1], Finished)
         assert sum(len(event.token_ids) for event in events if isinstance(event, Delta)) == 200
-        assert not ending.done(), "the ingest runs on"
+        assert not ending.done(), "the ingest continues"
         upload.finish()
         assert (await upload.task).tokens > 0
         await ending
 
 
-async def test_the_rest_is_told_why_and_whoever_waits_knows_when(tmp_path: Path) -> None:
+async def test_remaining_calls_end_with_the_reason_and_drain_callers_are_notified(tmp_path: Path) -> None:
     async with begun(config_of(tmp_path, drain_seconds=0.1), LocalFleet(EchoMain())) as found:
         await found.starting
         upload = await Upload(found.client, "book").begin()
@@ -197,12 +198,12 @@ async def test_the_rest_is_told_why_and_whoever_waits_knows_when(tmp_path: Path)
         await found.service.wait()
         with pytest.raises(Unavailable, match="^the service is stopping; waited 100 ms for calls to end$"):
             await upload.task
-        assert not waiting.done(), "whoever runs the service does not know of it yet"
+        assert not waiting.done(), "the operator is not notified yet"
         await found.service.stop()
         assert await waiting == Draining(open_calls=1, limit=0.1)
 
 
-async def test_a_second_time_nothing_is_waited_for(tmp_path: Path) -> None:
+async def test_second_drain_does_not_wait(tmp_path: Path) -> None:
     async with begun(config_of(tmp_path, drain_seconds=600), LocalFleet(EchoMain())) as found:
         await found.starting
         upload = await Upload(found.client, "book").begin()
@@ -215,8 +216,8 @@ async def test_a_second_time_nothing_is_waited_for(tmp_path: Path) -> None:
             await upload.task
 
 
-async def test_a_signal_after_a_call_to_drain_is_the_first_one(tmp_path: Path) -> None:
-    """As when a container is stopped whose hook has begun it."""
+async def test_signal_after_a_drain_call_counts_as_the_first(tmp_path: Path) -> None:
+    """As with a stopped container whose hook has started the drain."""
     async with begun(config_of(tmp_path, drain_seconds=600), LocalFleet(EchoMain())) as found:
         await found.starting
         upload = await Upload(found.client, "book").begin()
@@ -229,7 +230,7 @@ async def test_a_signal_after_a_call_to_drain_is_the_first_one(tmp_path: Path) -
         await found.service.wait()
 
 
-async def test_a_rank_that_is_lost_meanwhile_is_waited_out(tmp_path: Path) -> None:
+async def test_rank_loss_during_drain_is_waited_for(tmp_path: Path) -> None:
     async with begun(config_of(tmp_path, drain_seconds=600), LocalFleet(EchoMain())) as found:
         await found.starting
         worker = (await found.client.cluster()).workers[1]
@@ -246,7 +247,7 @@ async def test_a_rank_that_is_lost_meanwhile_is_waited_out(tmp_path: Path) -> No
 
 
 class OnceMain(EchoMain):
-    """No replacement lives."""
+    """Entry point without working replacements."""
 
     def __call__(self, spec: RankSpec) -> None:
         if spec.member >= spec.config.world_size:
@@ -254,9 +255,9 @@ class OnceMain(EchoMain):
         super().__call__(spec)
 
 
-async def test_who_waits_is_told_when_all_ranks_are_lost_meanwhile(tmp_path: Path) -> None:
+async def test_drain_caller_is_notified_when_all_ranks_are_lost(tmp_path: Path) -> None:
     config = config_of(tmp_path, drain_seconds=600)
-    config = replace(config, engine=replace(config.engine, max_losses_per_minute=100))  # none is waited for
+    config = replace(config, engine=replace(config.engine, max_losses_per_minute=100))  # no replacement is awaited
     async with begun(config, LocalFleet(OnceMain())) as found:
         await found.starting
         workers = (await found.client.cluster()).workers
@@ -275,7 +276,7 @@ async def test_who_waits_is_told_when_all_ranks_are_lost_meanwhile(tmp_path: Pat
             await upload.task
 
 
-async def test_who_waits_is_told_when_nothing_was_drained(tmp_path: Path) -> None:
+async def test_drain_caller_is_notified_when_shutdown_skips_the_drain(tmp_path: Path) -> None:
     """The operator stops the service immediately."""
     async with begun(config_of(tmp_path, drain_seconds=600), LocalFleet(EchoMain())) as found:
         await found.starting
@@ -290,7 +291,7 @@ async def test_who_waits_is_told_when_nothing_was_drained(tmp_path: Path) -> Non
             await upload.task
 
 
-async def test_nobody_asks_twice_for_the_end() -> None:
+async def test_interrupted_drain_call_is_not_retried() -> None:
     """A second request could reach the successor of the process that has ended."""
     retries: list[Retry] = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -301,8 +302,8 @@ async def test_nobody_asks_twice_for_the_end() -> None:
     assert retries == []
 
 
-async def test_clients_that_take_nothing_keep_nobody_from_being_told(tmp_path: Path) -> None:
-    """They read neither their health, nor the cluster, nor an answer, so their send buffers are full."""
+async def test_stalled_clients_do_not_delay_shutdown_notices(tmp_path: Path) -> None:
+    """They read neither health nor cluster nor answer events, so their send buffers are full."""
     os.mkfifo(pipe := tmp_path / "pipe")
     config = config_of(tmp_path, drain_seconds=0.1)
     async with begun(config, LocalFleet(LateMain(pipe))) as found, Deaf(f"127.0.0.1:{config.port}") as deaf:
@@ -318,7 +319,7 @@ async def test_clients_that_take_nothing_keep_nobody_from_being_told(tmp_path: P
         assert await found.health() == (False, True)
 
 
-async def test_callers_from_elsewhere_drain_and_refill_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_remote_callers_cannot_drain_or_refill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with begun(config_of(tmp_path), LocalFleet(EchoMain())) as found:
         await found.starting
         monkeypatch.setattr(servicers, "is_here", lambda peer: False)

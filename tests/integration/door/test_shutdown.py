@@ -19,7 +19,7 @@ CHAT = "/v1/chat/completions"
 
 
 @asynccontextmanager
-async def door(server: str, *options: str) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
+async def gateway(server: str, *options: str) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
     """A gateway in a separate process."""
     command = [sys.executable, "-m", "door", f"--server={server}", "--port=0", *options]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
@@ -34,10 +34,10 @@ async def door(server: str, *options: str) -> AsyncIterator[tuple[str, asyncio.s
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-async def test_whatever_signal_ends_it_what_runs_goes_on(service: Served, number: signal.Signals) -> None:
+async def test_running_calls_finish_after_any_signal(service: Served, number: signal.Signals) -> None:
     service.engine.is_endless = True
     async with (
-        door(service.address, "--drain-seconds=60") as (url, process),
+        gateway(service.address, "--drain-seconds=60") as (url, process),
         httpx2.AsyncClient(base_url=url, timeout=60) as client,
         client.stream("POST", CHAT, json=STREAM) as stream,
     ):
@@ -47,7 +47,7 @@ async def test_whatever_signal_ends_it_what_runs_goes_on(service: Served, number
         async with httpx2.AsyncClient(base_url=url) as other:
             await until_refused(other)
         service.engine.streams[0].released.set()
-        reported = [line async for line in lines if line]  # an end that is none would raise
+        reported = [line async for line in lines if line]  # an empty end would raise
         assert reported[-2] == "event: error" and "ended the stream before the answer's end" in reported[-1]
         assert await asyncio.wait_for(process.wait(), 30) == 0
 
@@ -63,10 +63,10 @@ async def until_refused(client: httpx2.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-async def test_who_is_cut_is_told(service: Served, number: signal.Signals) -> None:
+async def test_interrupted_client_gets_an_error_event(service: Served, number: signal.Signals) -> None:
     service.engine.is_endless = True
     async with (
-        door(service.address, "--drain-seconds=0") as (url, process),
+        gateway(service.address, "--drain-seconds=0") as (url, process),
         httpx2.AsyncClient(base_url=url, timeout=60) as client,
     ):
         whole = asyncio.create_task(client.post(CHAT, json=QUESTION))

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class OnNodes:
-    """Entry point of a rank that is the only one on its node, with the model in the folder of this number."""
+    """Entry point of a rank on a separate node, with the model in the folder of this number."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
@@ -42,7 +42,7 @@ def damaged(folder: Path) -> None:
 
 
 def configured(folder: Path) -> None:
-    """The model would not even load."""
+    """The model cannot even load."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 99}))
 
@@ -55,7 +55,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("change", "expected"), CHANGES.values(), ids=CHANGES)
-async def test_a_node_with_another_model_is_refused_by_name(
+async def test_node_with_a_different_model_is_refused_by_name(
     tmp_path: Path, change: Callable[[Path], object], expected: str
 ) -> None:
     shutil.copytree(embedded_model(), tmp_path / "other")
@@ -72,7 +72,7 @@ async def test_a_node_with_another_model_is_refused_by_name(
     assert not [process for process in fleet.children if process.is_running()]
 
 
-async def test_copies_of_a_model_are_the_same(tmp_path: Path) -> None:
+async def test_copies_of_a_model_are_equal(tmp_path: Path) -> None:
     shutil.copytree(embedded_model(), tmp_path / "copy")
     config = EngineConfig(model=str(embedded_model()), world_size=2, kv_bytes=1 << 20)
     make_fleet = partial(LocalFleet, OnNodes([embedded_model(), tmp_path / "copy"]))

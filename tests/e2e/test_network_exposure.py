@@ -1,4 +1,5 @@
-"""What others find of a service: from the network nothing, and on its machine doors of Ray that ask for a token."""
+"""The attack surface of a service: no open socket on the network, and only token-protected Ray sockets on its
+machine."""
 
 import json
 import os
@@ -31,21 +32,21 @@ ip route add default dev outer
 export RES_OPTIONS="timeout:1 attempts:1"
 exec "$@"
 """
-"""Of a machine whose address is not the loopback's. No name server answers there, and torch asks for names."""
+"""A machine whose address is not the loopback's. No name server answers there, and torch resolves names."""
 INSIDE = ("unshare", "--net", "--map-root-user", "sh", "-ec", NETWORK, "sh")
 WAITING = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}
-"""The state, as the kernel tells it, of a socket that waits for others."""
-KNOWN = "a token that everybody knows"
+"""State of a listening socket, as the kernel prints it."""
+KNOWN = "a publicly known token"
 FIGURES = {"monitor.py", "dashboard.py", "ray::DashboardAgent"}
-"""Processes of Ray that tell figures to whoever asks on this machine, and nothing else, and take no token."""
+"""Ray processes that serve metrics on this machine without a token, and nothing else."""
 
 OWN = ("gcs_server", "raylet", "ray::CoordinatorActor", "ray::WorkerActor")
-"""Processes of Ray that keep their environment where others see it."""
+"""Ray processes whose environment is readable for others."""
 
 
 @pytest.fixture(scope="module")
 def inside() -> tuple[str, ...]:
-    """What to put before a command that is to run in a network of its own."""
+    """Command prefix for a separate network namespace."""
     try:
         tried = subprocess.run([*INSIDE, "true"], capture_output=True, text=True, timeout=20, check=False)
     except FileNotFoundError as error:
@@ -55,8 +56,8 @@ def inside() -> tuple[str, ...]:
     return INSIDE
 
 
-class Door(NamedTuple):
-    """A socket that waits for others, and the process that opened it."""
+class ListeningSocket(NamedTuple):
+    """A listening socket and the process that opened it."""
 
     owner: str
     host: str
@@ -70,8 +71,8 @@ class Door(NamedTuple):
         return f"{self.host}:{self.port}"
 
 
-def doors(pid: int) -> set[Door]:
-    """All of the network in which a process runs."""
+def listening_sockets(pid: int) -> set[ListeningSocket]:
+    """All listening sockets of a process's network namespace."""
     owners = dict(_owners())
     found = set()
     for family, state in WAITING.items():
@@ -79,7 +80,7 @@ def doors(pid: int) -> set[Door]:
             fields = line.split()
             if fields[3] == state:
                 host, port = fields[1].split(":")
-                found.add(Door(owners.get(fields[9], "?"), _host(host), int(port, 16)))
+                found.add(ListeningSocket(owners.get(fields[9], "?"), _host(host), int(port, 16)))
     return found
 
 
@@ -91,7 +92,7 @@ def _host(digits: str) -> str:
 
 
 def _owners() -> Iterator[tuple[str, str]]:
-    """Inodes of sockets, and who holds them: the name of a script, or of the process."""
+    """Socket inodes and their owner: the name of a script or of the process."""
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             scripts = [Path(word).name for word in process.cmdline() if word.endswith(".py")]
@@ -101,24 +102,24 @@ def _owners() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.extended])])
-def test_a_stranger_finds_no_open_door(
+def test_unauthenticated_peer_finds_no_open_socket(
     started: ExitStack, inside: tuple[str, ...], launcher: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_AUTH_TOKEN", KNOWN)
     options = ("--world-size", "2", "--launcher", launcher, "--kv-bytes", "8000000")
     service = started.enter_context(Served(*options, before=inside))
-    found = doors(service.process.pid)
+    found = listening_sockets(service.process.pid)
     assert len(found) >= 3, "gRPC, the control channel and the ranks' store at least"
-    assert {door for door in found if not door.is_on_loopback} == set()
+    assert {listener for listener in found if not listener.is_on_loopback} == set()
     if launcher == "ray":
         ours = int(service.address.rpartition(":")[2])
-        check_ray(service, {door for door in found if door.port != ours})
+        check_ray(service, {listener for listener in found if listener.port != ours})
     assert service.stop() == 0
 
 
-def check_ray(service: Served, found: set[Door]) -> None:
-    """Ray answers only to who has its own token, and hides that."""
+def check_ray(service: Served, found: set[ListeningSocket]) -> None:
+    """Ray answers only callers with its token, and does not expose the token."""
     (raylet,) = (process for process in service.processes() if process.name() == "raylet")
     token_file = Path(raylet.environ()["RAY_AUTH_TOKEN_PATH"])
     token = token_file.read_text()
@@ -127,35 +128,37 @@ def check_ray(service: Served, found: set[Door]) -> None:
     own = [one.environ() for one in service.processes() if one.name().startswith(OWN)]
     assert len(own) == 5, "two ranks"
     assert {(each["RAY_AUTH_MODE"], each["RAY_AUTH_TOKEN_PATH"]) for each in own} == {("token", str(token_file))}
-    # not the ranks: beside Ray's doors, which are the coordinator's too, they have gloo's, which never answer
-    answers = knock(service, "", {door for door in found if door.owner != "ray::WorkerActor.run"})
-    refused = {door for door, answer in answers.items() if answer in (["401"], ["UNAUTHENTICATED", "UNIMPLEMENTED"])}
-    reported = {(door.owner, answer[0][:6]) for door, answer in answers.items() if door not in refused}
+    # not the ranks: the coordinator's Ray sockets are checked above, and gloo's never answer
+    answers = connect_to(service, "", {listener for listener in found if listener.owner != "ray::WorkerActor.run"})
+    refused = {
+        listener for listener, answer in answers.items() if answer in (["401"], ["UNAUTHENTICATED", "UNIMPLEMENTED"])
+    }
+    reported = {(listener.owner, answer[0][:6]) for listener, answer in answers.items() if listener not in refused}
     assert reported == {(owner, "# HELP") for owner in FIGURES} | {("ray::CoordinatorActor.wait", "")}, (
-        "ZMQ says nothing"
+        "ZMQ sends nothing"
     )
-    assert {"gcs_server", "raylet", "ray::CoordinatorActor.wait"} <= {door.owner for door in refused}
-    gcs = {door for door in found if door.owner == "gcs_server"}
-    assert [answer[:1] for answer in knock(service, KNOWN, gcs).values()] == [["UNAUTHENTICATED"]]
-    assert [answer[:1] for answer in knock(service, token, gcs).values()] == [["OK"]]
+    assert {"gcs_server", "raylet", "ray::CoordinatorActor.wait"} <= {listener.owner for listener in refused}
+    gcs = {listener for listener in found if listener.owner == "gcs_server"}
+    assert [answer[:1] for answer in connect_to(service, KNOWN, gcs).values()] == [["UNAUTHENTICATED"]]
+    assert [answer[:1] for answer in connect_to(service, token, gcs).values()] == [["OK"]]
 
 
-def knock(service: Served, token: str, found: set[Door]) -> dict[Door, list[str]]:
-    """What a process that is in the service's network, and has this token or none, is answered; see stranger.py."""
+def connect_to(service: Served, token: str, found: set[ListeningSocket]) -> dict[ListeningSocket, list[str]]:
+    """Response to a process in the service's network with this token or none (stranger.py)."""
     enter = ["nsenter", "--target", str(service.process.pid), "--user", "--net", "--preserve-credentials"]
     command = [*enter, sys.executable, stranger.__file__, token, *map(str, found)]
     reported = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     answers = json.loads(reported)
-    return {door: answers[str(door)] for door in found}
+    return {listener: answers[str(listener)] for listener in found}
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
-def test_nothing_in_the_folder_where_it_was_started_is_run(
+def test_files_in_the_start_directory_are_not_executed(
     checkpoint: Path, started: ExitStack, tmp_path: Path, launcher: str
 ):
     for name in ("coordinator", "workers", "msgspec", "sitecustomize"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('a stranger ran')")
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the start directory was executed')")
     (tmp_path / "model").symlink_to(checkpoint)
     options = ("--model", "model", "--launcher", launcher, "--kv-bytes", "8000000")
     service = started.enter_context(Served(*options, before=("env", "-C", str(tmp_path))))

@@ -1,4 +1,4 @@
-"""What the page says, and does by itself, when something is not as it should be."""
+"""Error messages of the page and its automatic recovery."""
 
 import json
 import re
@@ -19,7 +19,7 @@ QUESTION, ANSWER = "What is the value of amber-12?", "amber-12 is 4711"
 
 @pytest.fixture
 def own(browser: Any, tmp_path: Path) -> Iterator[tuple[Reader, Behind]]:
-    """A service of the test's own, since it is hurt, and a reader of it with the document `notes` open."""
+    """A separate service for fault injection, and a page with the document `notes` open."""
     with Behind("--data-dir", str(tmp_path / "data")) as behind, Reader(browser, behind.url) as reader:
         behind.ingest("notes", TEXT)
         reader.page.get_by_role("link", name="notes").click()
@@ -28,7 +28,7 @@ def own(browser: Any, tmp_path: Path) -> Iterator[tuple[Reader, Behind]]:
 
 
 @pytest.mark.parametrize("whom", ["service", "door"])
-def test_what_is_lost_is_found_again_by_itself(own: tuple[Reader, Behind], whom: str):
+def test_page_reconnects_after_the_service_restarts(own: tuple[Reader, Behind], whom: str):
     reader, behind = own
     page = reader.page
     assert reader.ask(QUESTION) == ANSWER
@@ -50,7 +50,7 @@ def test_what_is_lost_is_found_again_by_itself(own: tuple[Reader, Behind], whom:
     reader.audit(OF_A_STATUS.format(50), GONE)
 
 
-def test_a_lost_rank_is_told_and_healed_before_the_readers_eyes(own: tuple[Reader, Behind]):
+def test_lost_rank_and_its_recovery_are_shown(own: tuple[Reader, Behind]):
     reader, behind = own
     behind.ingest("long", TEXT * 40)
     behind.kill_rank(1)
@@ -66,13 +66,13 @@ def test_a_lost_rank_is_told_and_healed_before_the_readers_eyes(own: tuple[Reade
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
-    """A service that knows who may come in."""
+    """A service that requires credentials."""
     credentials = write_credentials(tmp_path_factory.mktemp("guarded"))
     with Behind("--credentials", str(credentials), credential=credential_of(ACME)) as behind:
         yield behind
 
 
-def test_a_credential_is_asked_for_refused_and_taken(browser: Any, guarded: Behind):
+def test_page_asks_for_a_credential_and_rejects_a_wrong_one(browser: Any, guarded: Behind):
     with Reader(browser, guarded.url) as reader:
         page = reader.page
         dialog = page.get_by_role("dialog", name="Who is reading?")
@@ -96,7 +96,7 @@ def test_a_credential_is_asked_for_refused_and_taken(browser: Any, guarded: Behi
         reader.audit(OF_A_STATUS.format(401))
 
 
-def test_who_gives_no_credential_is_told_and_may_give_it_later(browser: Any, guarded: Behind):
+def test_dismissed_credential_prompt_is_reported_and_can_be_reopened(browser: Any, guarded: Behind):
     with Reader(browser, guarded.url) as reader:
         page = reader.page
         page.get_by_role("dialog", name="Who is reading?").wait_for()
@@ -130,7 +130,7 @@ def test_who_gives_no_credential_is_told_and_may_give_it_later(browser: Any, gua
         (500, "", None, "The service says: why."),
     ],
 )
-def test_errors_are_sentences_with_what_to_do(reader: Reader, status: int, code: str, wait: str | None, message: str):
+def test_errors_are_sentences_with_advice(reader: Reader, status: int, code: str, wait: str | None, message: str):
     headers = {} if wait is None else {"retry-after": wait}
     script = """async ([status, code, headers]) => {
       const { Refusal, sentence } = await import('/page/errors.js');
@@ -140,7 +140,7 @@ def test_errors_are_sentences_with_what_to_do(reader: Reader, status: int, code:
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.error.__name__)
-def test_an_error_in_a_stream_is_the_same_sentence_as_one_before_it(reader: Reader, row: Any):
+def test_error_in_a_stream_reads_like_an_error_before_it(reader: Reader, row: Any):
     script = """async ([status, kind, code]) => {
       const { Refusal, refusalOf, sentence } = await import('/page/errors.js');
       const error = { message: 'why', type: kind, code };
@@ -151,7 +151,7 @@ def test_an_error_in_a_stream_is_the_same_sentence_as_one_before_it(reader: Read
     assert event == answer
 
 
-def test_an_answer_that_fails_in_the_middle_keeps_what_came_and_says_why(reader: Reader, behind: Behind):
+def test_answer_that_fails_midway_keeps_its_text_and_shows_the_reason(reader: Reader, behind: Behind):
     behind.ingest("notes", TEXT)
     page = reader.page
     page.get_by_role("link", name="notes").click()
@@ -171,7 +171,7 @@ def test_an_answer_that_fails_in_the_middle_keeps_what_came_and_says_why(reader:
     reader.audit()
 
 
-def test_of_no_room_the_page_gives_its_own_advice_alone(reader: Reader):
+def test_out_of_capacity_error_shows_only_the_advice_of_the_page(reader: Reader):
     script = """async (message) => {
       const { Refusal, sentence } = await import('/page/errors.js');
       return sentence(new Refusal(429, { message, code: 'insufficient_quota' }));

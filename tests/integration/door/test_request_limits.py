@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from door import protocol
-from tests.integration.door.test_slow_readers import ASKED, TEXTS
+from tests.integration.door.test_slow_readers import REQUEST, TEXTS
 from tests.integration.door.test_slow_readers import service as slow_service
 from tests.support.doors import opened
 from tests.support.service import Served
@@ -52,7 +52,7 @@ ATTACKS = {
 
 
 @asynccontextmanager
-async def door() -> AsyncIterator[tuple[str, int, psutil.Process]]:
+async def gateway() -> AsyncIterator[tuple[str, int, psutil.Process]]:
     """A gateway in a separate process, without a service behind it."""
     command = [sys.executable, "-m", "door", "--server=127.0.0.1:1", "--port=0"]
     process = await create_subprocess_exec(*command, stdout=subprocess.PIPE)
@@ -65,9 +65,9 @@ async def door() -> AsyncIterator[tuple[str, int, psutil.Process]]:
         await process.wait()
 
 
-async def test_no_shape_of_a_request_grows_the_door() -> None:
-    async with door() as (host, port, process), asyncio.timeout(60):
-        before, wrong = await warm(host, port, process), list[str]()
+async def test_memory_stays_bounded_for_every_request_form() -> None:
+    async with gateway() as (host, port, process), asyncio.timeout(60):
+        before, wrong = await warmed_up_memory(host, port, process), list[str]()
         for name, attack in ATTACKS.items():
             reader, writer = await asyncio.open_connection(host, port)
             most, is_ended = 0, False
@@ -84,13 +84,13 @@ async def test_no_shape_of_a_request_grows_the_door() -> None:
                 most = max(most, process.memory_info().rss)
             writer.close()
             if not is_ended or most - before >= MOST_GROWTH:
-                wrong.append(f"{name}: {(most - before) >> 20} MiB, {'ended' if is_ended else 'goes on'}")
+                wrong.append(f"{name}: {(most - before) >> 20} MiB, {'ended' if is_ended else 'continues'}")
         assert not wrong
-        await warm(host, port, process)
+        await warmed_up_memory(host, port, process)
 
 
-async def warm(host: str, port: int, process: psutil.Process) -> int:
-    """Has the door answer; gives the memory it has then, in bytes."""
+async def warmed_up_memory(host: str, port: int, process: psutil.Process) -> int:
+    """Queries the gateway once; returns its memory in bytes."""
     async with httpx2.AsyncClient(base_url=f"http://{host}:{port}") as client:
         assert (await client.get("/healthz")).status_code == 200
     return process.memory_info().rss
@@ -98,7 +98,7 @@ async def warm(host: str, port: int, process: psutil.Process) -> int:
 
 @pytest.fixture
 async def address(service: Served, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, int]]:
-    """A door with short times."""
+    """A gateway with short timeouts."""
     monkeypatch.setattr(protocol, "IDLE_SECONDS", 0.3)
     monkeypatch.setattr(protocol, "UNREAD_SECONDS", 0.5)
     async with opened(service.address) as url:
@@ -116,14 +116,14 @@ async def address(service: Served, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
         (b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999\r\n\r\n", b"x"),
     ],
 )
-async def test_what_follows_an_answered_request_is_limited_in_time(
+async def test_data_after_an_answered_request_is_limited_in_time(
     address: tuple[str, int], head: bytes, later: bytes
 ) -> None:
     reader, writer = await asyncio.open_connection(*address)
     writer.write(head)
     async with asyncio.timeout(10):
         await reader.readuntil(b"\r\n\r\n")
-        while True:  # a byte now and then keeps no connection
+        while True:  # single bytes do not keep a connection open
             try:
                 if not await asyncio.wait_for(reader.read(1 << 16), 0.05):
                     break
@@ -134,8 +134,8 @@ async def test_what_follows_an_answered_request_is_limited_in_time(
     writer.close()
 
 
-async def test_a_request_after_a_pause_is_answered_in_full(service: Served, address: tuple[str, int]) -> None:
-    """The time between two requests ends with the second's head: its answer may take longer."""
+async def test_request_after_a_pause_is_answered_completely(service: Served, address: tuple[str, int]) -> None:
+    """The limit ends with the head of the second request: its answer may take longer."""
     reader, writer = await asyncio.open_connection(*address)
     body = b'{"model": "fake", "prompt": "x", "max_tokens": 2}'
     request = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
@@ -153,12 +153,12 @@ async def test_a_request_after_a_pause_is_answered_in_full(service: Served, addr
 
 
 @pytest.mark.parametrize("is_streamed", [True, pytest.param(False, marks=pytest.mark.extended)])
-async def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch, is_streamed: bool) -> None:
+async def test_unread_answer_ends_after_a_timeout(monkeypatch: pytest.MonkeyPatch, is_streamed: bool) -> None:
     monkeypatch.setattr(protocol, "UNREAD_SECONDS", 0.3)
     async with slow_service() as (server, _), opened(server) as url, asyncio.timeout(20):
         host, _, port = url.removeprefix("http://").rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=1)
-        body = json.dumps(ASKED | {"stream": is_streamed}).encode()
+        body = json.dumps(REQUEST | {"stream": is_streamed}).encode()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         await reader.readexactly(1)
@@ -167,11 +167,11 @@ async def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch,
         with suppress(ConnectionError):
             while content := await reader.read(1 << 20):
                 num_read += len(content)
-        assert num_read < sum(map(len, TEXTS)) // 2  # it was cut
+        assert num_read < sum(map(len, TEXTS)) // 2  # it was truncated
         writer.close()
 
 
-async def test_few_requests_wait_behind_another(service: Served, address: tuple[str, int]) -> None:
+async def test_pipelined_requests_are_limited(service: Served, address: tuple[str, int]) -> None:
     """Accepted requests are answered, and the last response closes the connection."""
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(10):
@@ -184,7 +184,7 @@ async def test_few_requests_wait_behind_another(service: Served, address: tuple[
     writer.close()
 
 
-async def test_the_number_of_headers_is_bounded(address: tuple[str, int]) -> None:
+async def test_number_of_headers_is_bounded(address: tuple[str, int]) -> None:
     for number, status in ((protocol.MAX_HEADERS - 1, b"200"), (protocol.MAX_HEADERS, b"431")):
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n" + b"a:b\r\n" * number + b"\r\n")
@@ -193,8 +193,8 @@ async def test_the_number_of_headers_is_bounded(address: tuple[str, int]) -> Non
         writer.close()
 
 
-async def test_trailers_are_no_headers(service: Served, address: tuple[str, int]) -> None:
-    """A short trailer is taken, and changes nothing."""
+async def test_trailers_are_not_parsed_as_headers(service: Served, address: tuple[str, int]) -> None:
+    """A short trailer is accepted and has no effect."""
     reader, writer = await asyncio.open_connection(*address)
     body = b'{"model": "fake", "prompt": "x", "max_tokens": 2}'
     writer.write(b"POST /v1/completions HTTP/1.1\r\n" + CHUNKED + b"%x\r\n%b\r\n" % (len(body), body))
@@ -204,7 +204,9 @@ async def test_trailers_are_no_headers(service: Served, address: tuple[str, int]
     writer.close()
 
 
-async def test_strangers_write_no_log(address: tuple[str, int], caplog: pytest.LogCaptureFixture) -> None:
+async def test_unauthenticated_peers_cannot_write_to_the_log(
+    address: tuple[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
     """Neither malformed HTTP nor an upgrade request is logged."""
     upgrade = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade, close\r\nUpgrade: websocket\r\n\r\n"
     for sent, status in ((b"nonsense\r\n\r\n", b"400"), (upgrade, b"200")):
@@ -218,8 +220,8 @@ async def test_strangers_write_no_log(address: tuple[str, int], caplog: pytest.L
     ] == []
 
 
-async def test_what_follows_an_upgrade_is_no_request(address: tuple[str, int]) -> None:
-    """The parser would read a body behind one as the next request. Requests before it are answered."""
+async def test_data_after_an_upgrade_is_not_parsed_as_a_request(address: tuple[str, int]) -> None:
+    """The parser would read a following body as the next request. Earlier requests are answered."""
     upgrade = b" HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
     for request, reason in (
         (b"GET /healthz" + upgrade + b"\r\n", None),

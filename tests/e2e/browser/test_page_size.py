@@ -1,4 +1,4 @@
-"""What the page brings over the wire."""
+"""Transfer size of the page."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from tests.support.behind_door import Behind
 MOST_BYTES = 60_000
 
 
-def test_all_of_the_page_is_small_over_the_wire_with_headers(browser: Any, behind: Behind):
+def test_page_transfer_size_with_headers_is_small(browser: Any, behind: Behind):
     _, sizes = open_page(browser, behind.url)
     assert len(sizes) > 20
     assert sum(sizes) <= MOST_BYTES

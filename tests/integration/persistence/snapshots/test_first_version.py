@@ -1,4 +1,4 @@
-"""Snapshots of the first version can be opened: segments are restored bit for bit, and contexts."""
+"""Snapshots of the first version can be opened: segments are restored bit for bit, and contexts are rebuilt."""
 
 from pathlib import Path
 
@@ -34,19 +34,21 @@ def first() -> Store:
     return Store.open(str(FIXTURE), is_tried=False)
 
 
-def restore(pool: KvPool, told: Told, runs: tuple) -> None:
+def restore(pool: KvPool, piece_ref: Told, runs: tuple) -> None:
     of_windows = runs == WINDOWS
-    piece = KvPiece(told.name, first().get(told.name, told.digest), pool, told.runs, of_windows=of_windows)
-    assert told.runs == tuple((run.start, run.end) for run in runs)
+    piece = KvPiece(
+        piece_ref.name, first().get(piece_ref.name, piece_ref.digest), pool, piece_ref.runs, of_windows=of_windows
+    )
+    assert piece_ref.runs == tuple((run.start, run.end) for run in runs)
     numbers = piece.find(runs, BLOCK)
     assert numbers is not None
     piece.restore(pool, numbers, [block for run in runs for block in run.blocks])
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_segments_come_back_to_the_bit(name: str) -> None:
+def test_segments_are_restored_bit_for_bit(name: str) -> None:
     manifest = read_manifest(first(), attempt(name).manifest)
-    assert manifest.form == form(name), "ranks of this version can take it in"
+    assert manifest.form == form(name), "ranks of this version can load it"
     assert manifest.token_ids == token_ids(name).tobytes()
     pool, wanted = POOLS[name](), known(name)
     for reported, runs in zip(manifest.pieces, PIECES, strict=True):
@@ -63,7 +65,7 @@ def test_segments_come_back_to_the_bit(name: str) -> None:
             assert torch.equal(found.tensor[:, last, in_use], part.tensor[:, last, in_use]), found.name
 
 
-def test_a_catalog_is_made_of_it() -> None:
+def test_catalog_is_rebuilt_from_a_first_version_snapshot() -> None:
     stored = read_stored(first(), CHECKPOINT)
     assert not stored.damaged
     made = rebuild(stored, choose_service(stored, None))
@@ -77,7 +79,7 @@ def test_a_catalog_is_made_of_it() -> None:
     assert not made.left_out
 
 
-def test_this_version_writes_the_same(tmp_path: Path) -> None:
+def test_this_version_writes_the_same_bytes(tmp_path: Path) -> None:
     """A change of the format must keep the files here and add new ones."""
     write_first(tmp_path / "again")
     found = {path.relative_to(tmp_path / "again"): path.read_bytes() for path in files(tmp_path / "again")}

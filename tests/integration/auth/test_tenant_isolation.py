@@ -31,7 +31,7 @@ async def served(folder: Path, scripts: dict[str, Sequence[Step]], **quotas: Quo
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(acme=SCRIPT, bolt=SCRIPT, ops=SCRIPT)
-def test_each_hears_what_it_would_hear_alone(
+def test_each_tenant_gets_the_same_results_as_without_the_other(
     tmp_path: Path, acme: list[Step], bolt: list[Step], ops: list[Step]
 ) -> None:
     ops = [step for step in ops if step[0] == "Generate"]  # an admin sees how full ranks are
@@ -44,7 +44,7 @@ def test_each_hears_what_it_would_hear_alone(
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(acme=SCRIPT, bolt=SCRIPT, most=st.integers(0, 2))
-def test_a_quota_of_one_changes_nothing_for_the_other(
+def test_quota_of_one_tenant_does_not_affect_the_other(
     tmp_path: Path, acme: list[Step], bolt: list[Step], most: int
 ) -> None:
     quotas = {BOLT: Quotas(contexts=most, generations=1, waiting=most)}
@@ -55,7 +55,7 @@ def test_a_quota_of_one_changes_nothing_for_the_other(
             assert reported.startswith("quotas/"), (name, reported)
 
 
-async def test_beginnings_are_shared_only_where_that_is_allowed(tmp_path: Path) -> None:
+async def test_prefixes_are_shared_between_tenants_only_if_allowed(tmp_path: Path) -> None:
     """Tenant bolt sends the prompt that acme has just sent; the answer reports the number of cached tokens."""
     step = generate(None, TEXTS[0], "one")
     for shares, resident in ((False, 0), (True, len(TEXTS[0]) // 4 * 4)):
@@ -73,7 +73,7 @@ async def test_beginnings_are_shared_only_where_that_is_allowed(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("tenant", [ACME, BOLT])
-async def test_the_lists_of_each_have_its_own_alone(tmp_path: Path, tenant: str) -> None:
+async def test_each_tenant_lists_only_its_own_objects(tmp_path: Path, tenant: str) -> None:
     ingests = {
         who: [("IngestContext", [{"config": {"name": f"contexts/{who}-{i}"}}, {"text": b"x"}]) for i in range(3)]
         for who in (ACME, BOLT)
@@ -84,8 +84,8 @@ async def test_the_lists_of_each_have_its_own_alone(tmp_path: Path, tenant: str)
     assert [each["name"] for each in page["contexts"]] == [f"contexts/{tenant}-0", f"contexts/{tenant}-1"]
 
 
-async def test_what_finds_no_room_is_told_no_figures_of_others(tmp_path: Path) -> None:
-    """Bolt gets the same refusal for a document without room, whatever acme stores."""
+async def test_refusal_for_capacity_contains_no_figures_of_other_tenants(tmp_path: Path) -> None:
+    """Bolt gets the same refusal for a document without capacity, with and without contexts of acme."""
     reported = set[str]()
     for size in (400, 900):
         steps = {ACME: ingest("contexts/book", "a" * size), BOLT: ingest("contexts/book", "b" * 2900)}

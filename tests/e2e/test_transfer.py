@@ -1,4 +1,4 @@
-"""Contexts that move: from one service to another, and out of a storage whose catalog was lost."""
+"""Transfer of contexts between services, and recovery from a storage whose catalog was lost."""
 
 import os
 from pathlib import Path
@@ -22,12 +22,12 @@ def longleaf(*arguments: str) -> str:
 
 
 def export(client: Client, context: str, file: Path) -> None:
-    """With its keys, which are on storage then."""
+    """Exports with keys, which are then on storage."""
     longleaf("contexts", "export", context, str(file), "--server", client.server)
 
 
 @pytest.mark.extended
-def test_a_context_moves_to_a_service_with_other_ranks(tmp_path: Path) -> None:
+def test_context_is_imported_by_a_service_with_a_different_number_of_ranks(tmp_path: Path) -> None:
     archive, again = tmp_path / "book.parcel", tmp_path / "again.parcel"
     with serving(tmp_path / "here", 2) as (_, client):
         client.ingest("book", HAYSTACK.text, display_name="a book")
@@ -44,13 +44,13 @@ def test_a_context_moves_to_a_service_with_other_ranks(tmp_path: Path) -> None:
         assert ask(client, "copy", QUESTION) == (expected, True)
         export(client, "copy", again)
         assert abs(again.stat().st_size - archive.stat().st_size) < 4096, (
-            "its keys were restored, and leave as they came"
+            "its keys were restored and are exported unchanged"
         )
         client.delete_context("copy")
 
 
 @pytest.mark.slow
-def test_a_lost_catalog_is_made_anew_of_what_lies_on_storage(tmp_path: Path) -> None:
+def test_lost_catalog_is_rebuilt_from_storage(tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
     with serving(data_dir, 2) as (service, client):
         client.ingest("book", HAYSTACK.text, display_name="a book")

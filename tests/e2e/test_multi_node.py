@@ -1,5 +1,4 @@
-"""Ray on two hosts: what cannot work there is refused by the name of the node or the option, and benches measure
-between them."""
+"""Ray on two hosts: errors name the node or the option, and benchmarks measure between the hosts."""
 
 import json
 import shutil
@@ -19,7 +18,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.extended, pytest.mark.timeout(600)]
 
 
 def refused(nodes: RayNodes, model: Path, *options: str, token: str = TOKEN) -> str:
-    """What a service that cannot start says last; nothing of it is left."""
+    """Last output of a service that cannot start and leaves nothing."""
     own = ["--model", str(model), "--ray-address", nodes.address, "--kv-bytes", "8000000", *options]
     command = [*nodes.on(0, token), *CLI, "serve", "--port", "0", *own]
     found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -31,14 +30,14 @@ def refused(nodes: RayNodes, model: Path, *options: str, token: str = TOKEN) -> 
     return errors[0].removeprefix("error: ")
 
 
-def test_slots_that_did_not_come_are_told(nodes: RayNodes, checkpoint: Path) -> None:
+def test_missing_slots_are_reported(nodes: RayNodes, checkpoint: Path) -> None:
     reported = refused(nodes, checkpoint, "--world-size", "5", "--wait-for-ranks", "1")
     assert reported == "world size 5 needs 5 slots, the cluster has 4, and --wait-for-ranks has passed"
 
 
 @pytest.mark.parametrize(("token", "why"), [("", "no token was found"), ("another", "it rejects the token")])
-def test_a_token_that_is_missing_or_wrong_is_told(nodes: RayNodes, checkpoint: Path, token: str, why: str) -> None:
-    """All that can be wrong with it: test_ray_tokens."""
+def test_missing_or_wrong_token_is_reported(nodes: RayNodes, checkpoint: Path, token: str, why: str) -> None:
+    """All token errors: test_ray_tokens."""
     reported = refused(nodes, checkpoint, token=token)
     assert reported.startswith(f"--ray-address: the Ray cluster at {nodes.address} cannot be joined: ")
     assert why in reported
@@ -57,10 +56,10 @@ MODELS: list[tuple[Callable[[Path], object], str]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("change", "expected"), MODELS, ids=["another", "missing"])
-def test_a_host_with_another_model_is_refused_by_name(
+def test_host_with_a_different_model_is_refused_by_name(
     nodes: RayNodes, checkpoint: Path, change: Callable[[Path], object], expected: str
 ) -> None:
-    """Both see the same path; what lies there differs, as on disks of their own."""
+    """Both nodes use the same path with different contents, as on separate disks."""
     folders = [folder / change.__name__ for folder in (nodes.shared, nodes.apart)]
     for folder in folders:
         shutil.copytree(checkpoint, folder)
@@ -71,7 +70,7 @@ def test_a_host_with_another_model_is_refused_by_name(
 
 
 def measure(nodes: RayNodes, name: str, *options: str) -> list[dict]:
-    """The rows of a bench on three ranks."""
+    """The rows of a benchmark on three ranks."""
     command = [*nodes.on(0), sys.executable, "-m", f"bench.{name}", "--ray-address", nodes.address, "--json"]
     command += ["--world-size", str(SLOTS + 1), *options]
     found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -80,7 +79,7 @@ def measure(nodes: RayNodes, name: str, *options: str) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_merges_are_measured_between_nodes(nodes: RayNodes, tmp_path: Path) -> None:
+def test_merge_benchmark_measures_between_nodes(nodes: RayNodes, tmp_path: Path) -> None:
     rows = measure(nodes, "merge", "--batch", "1", "--repeats", "2", "--out", str(tmp_path))
     assert {row["nodes"] for row in rows} == {2}
     merges = {(row["transport"], row["merge"]) for row in rows}
@@ -88,7 +87,7 @@ def test_merges_are_measured_between_nodes(nodes: RayNodes, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_attention_is_measured_between_nodes(nodes: RayNodes, tmp_path: Path) -> None:
+def test_attention_benchmark_measures_between_nodes(nodes: RayNodes, tmp_path: Path) -> None:
     rows = measure(nodes, "attention", "--length", "4096", "--repeats", "2", "--out", str(tmp_path))
     trees = {(row["transport"], row["nodes"]) for row in rows if row["method"] == "tree"}
     assert trees == {("gloo", 2), ("shared_memory", 2)}

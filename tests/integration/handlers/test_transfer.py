@@ -51,24 +51,24 @@ async def old(tmp_path: Path) -> AsyncIterator[tuple[FakeTransferEngine, str]]:
 
 @pytest.fixture
 async def new(tmp_path: Path) -> AsyncIterator[tuple[FakeTransferEngine, str]]:
-    """A service without any, and its address."""
+    """A service without contexts, and its address."""
     transfers = empty_house()
     async with serving(FakeEngine(), tmp_path / "new", house=transfers) as (_, address):
         yield transfers, address
 
 
-def keys_of(house: FakeTransferEngine, name: str = "moby") -> list[bytes]:
+def keys_of(transfers: FakeTransferEngine, name: str = "moby") -> list[bytes]:
     """The stored objects of a context, in order."""
-    stored = house.contexts[name]
+    stored = transfers.contexts[name]
     manifests = [stored.manifests[segment.id] for segment in stored.segments if segment.id in stored.manifests]
-    return [house.objects[name] for manifest in manifests for name in manifest.objects]
+    return [transfers.objects[name] for manifest in manifests for name in manifest.objects]
 
 
 def files_of(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_file())
 
 
-async def test_a_context_moves_from_service_to_service(
+async def test_context_is_transferred_between_services(
     old: tuple[FakeTransferEngine, str], new: tuple[FakeTransferEngine, str], tmp_path: Path
 ) -> None:
     path, seen, arrived = tmp_path / "moby.context", list[ExportProgress](), list[ImportProgress]()
@@ -85,7 +85,7 @@ async def test_a_context_moves_from_service_to_service(
     assert (old[0].num_open, new[0].num_arriving) == (0, 0)
 
 
-async def test_the_sync_client_moves_contexts_too(
+async def test_synchronous_client_transfers_contexts(
     old: tuple[FakeTransferEngine, str], new: tuple[FakeTransferEngine, str], tmp_path: Path
 ) -> None:
     def move() -> None:
@@ -99,7 +99,7 @@ async def test_the_sync_client_moves_contexts_too(
     assert (len(seen), arrived[-1].key_tokens, new[0].objects) == (1, 0, {})
 
 
-async def test_an_export_goes_on_over_a_new_connection(old: tuple[FakeTransferEngine, str], tmp_path: Path) -> None:
+async def test_export_resumes_over_a_new_connection(old: tuple[FakeTransferEngine, str], tmp_path: Path) -> None:
     for target in (tmp_path / "moby", io.BytesIO()):
         async with breaking(old[1]) as (proxy, address), AsyncClient(address, retries=QUICK) as client:
             drops = [1 << 20, 3 << 20]
@@ -114,9 +114,7 @@ async def test_an_export_goes_on_over_a_new_connection(old: tuple[FakeTransferEn
         assert (target.read_bytes() if isinstance(target, Path) else target.getvalue()) == WHOLE
 
 
-async def test_a_later_call_goes_on_with_what_is_in_the_file(
-    old: tuple[FakeTransferEngine, str], tmp_path: Path
-) -> None:
+async def test_later_export_call_resumes_from_the_file(old: tuple[FakeTransferEngine, str], tmp_path: Path) -> None:
     path, offsets = tmp_path / "moby", list[int]()
     part = tmp_path / "moby.part"
 
@@ -136,7 +134,7 @@ async def test_a_later_call_goes_on_with_what_is_in_the_file(
     assert files_of(tmp_path) == ["moby"]
 
 
-async def test_a_file_is_not_gone_on_with_when_the_context_has_changed(
+async def test_export_file_of_a_changed_context_is_not_resumed(
     old: tuple[FakeTransferEngine, str], tmp_path: Path
 ) -> None:
     path = tmp_path / "moby"
@@ -157,7 +155,7 @@ async def test_a_file_is_not_gone_on_with_when_the_context_has_changed(
     assert not (tmp_path / "moby.part").exists()
 
 
-async def test_files_are_not_written_over(old: tuple[FakeTransferEngine, str], tmp_path: Path) -> None:
+async def test_files_are_not_overwritten(old: tuple[FakeTransferEngine, str], tmp_path: Path) -> None:
     (tmp_path / "moby").write_text("mine")
     async with AsyncClient(old[1]) as client:
         with pytest.raises(InvalidArgument, match="file: .*moby is there already"):
@@ -169,7 +167,7 @@ async def test_files_are_not_written_over(old: tuple[FakeTransferEngine, str], t
     assert (tmp_path / "moby").read_text() == "mine"
 
 
-async def test_an_export_raises_what_the_service_says(old: tuple[FakeTransferEngine, str]) -> None:
+async def test_export_raises_the_error_of_the_service(old: tuple[FakeTransferEngine, str]) -> None:
     async with AsyncClient(old[1], retries=0) as client:
         with pytest.raises(NotFound, match="contexts/dick"):
             await client.export_context("dick", io.BytesIO())
@@ -183,7 +181,7 @@ async def test_an_export_raises_what_the_service_says(old: tuple[FakeTransferEng
         assert target.getvalue() == WHOLE
 
 
-async def test_an_import_goes_on_over_a_new_connection(new: tuple[FakeTransferEngine, str], tmp_path: Path) -> None:
+async def test_import_resumes_over_a_new_connection(new: tuple[FakeTransferEngine, str], tmp_path: Path) -> None:
     path = tmp_path / "moby"
     path.write_bytes(WHOLE)
     for name, source in (("file", path), ("pipe", io.BytesIO(WHOLE))):
@@ -194,10 +192,10 @@ async def test_an_import_goes_on_over_a_new_connection(new: tuple[FakeTransferEn
             )
             assert proxy.num_dropped == 2
         assert keys_of(new[0], context.id) == list(MOBY.objects.values())
-        assert sorted(seen) == seen, "what has come is not sent again"
+        assert sorted(seen) == seen, "received data is not sent again"
 
 
-async def test_what_a_service_keeps_no_more_is_sent_again_where_it_can_be_read_again(
+async def test_expired_import_is_sent_again_from_a_rereadable_source(
     new: tuple[FakeTransferEngine, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "moby").write_bytes(WHOLE)
@@ -218,14 +216,14 @@ async def test_what_a_service_keeps_no_more_is_sent_again_where_it_can_be_read_a
     assert keys_of(new[0], "file") == list(MOBY.objects.values())
 
 
-async def test_an_import_outlives_a_storage_that_is_away(new: tuple[FakeTransferEngine, str]) -> None:
+async def test_import_survives_unavailable_storage(new: tuple[FakeTransferEngine, str]) -> None:
     async with AsyncClient(new[1], retries=QUICK) as client:
         new[0].failures = [StorageUnavailable("away")] * 3
         await client.import_context(io.BytesIO(WHOLE))
     assert keys_of(new[0]) == list(MOBY.objects.values())
 
 
-async def test_an_import_that_was_made_is_told_again(new: tuple[FakeTransferEngine, str]) -> None:
+async def test_completed_import_is_acknowledged_again(new: tuple[FakeTransferEngine, str]) -> None:
     async with AsyncClient(new[1]) as client:
         first = await client.import_context(io.BytesIO(WHOLE), upload_id="mine")
         assert await client.import_context(io.BytesIO(WHOLE), upload_id="mine") == first
@@ -247,7 +245,7 @@ DAMAGED = WHOLE[:2_000_000] + b"?" + WHOLE[2_000_001:]
     ],
     ids=["empty", "text", "cut", "longer", "damaged"],
 )
-async def test_what_is_no_parcel_is_told_and_leaves_nothing(
+async def test_invalid_archive_is_reported_and_leaves_nothing(
     new: tuple[FakeTransferEngine, str], data: bytes, error: type[LongleafError], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_bytes(data)
@@ -258,7 +256,7 @@ async def test_what_is_no_parcel_is_told_and_leaves_nothing(
     assert (new[0].contexts, new[0].objects, new[0].num_arriving) == ({}, {}, 0)
 
 
-async def test_another_model_is_told_before_all_is_sent(new: tuple[FakeTransferEngine, str]) -> None:
+async def test_archive_of_another_model_is_refused_before_all_is_sent(new: tuple[FakeTransferEngine, str]) -> None:
     given, seen = packable(piece_bytes=700_000, vocabulary=256), list[int]()
     given.head = replace(given.head, fingerprint=Fingerprint("cd" * 32, {"config.json": "02"}))
     async with AsyncClient(new[1]) as client:
@@ -269,7 +267,7 @@ async def test_another_model_is_told_before_all_is_sent(new: tuple[FakeTransferE
     assert seen == [0]
 
 
-async def test_a_service_that_moves_nothing_says_so(tmp_path: Path) -> None:
+async def test_service_without_transfers_refuses_them(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path / "model") as (_, address), AsyncClient(address) as client:
         with pytest.raises(FailedPrecondition, match="does not support export and import"):
             await client.export_context("moby", io.BytesIO())
@@ -286,7 +284,7 @@ async def test_a_service_that_moves_nothing_says_so(tmp_path: Path) -> None:
         ({"name": "contexts/moby", "digest": "x" * 200}, "digest"),
     ],
 )
-async def test_wrong_requests_for_a_parcel_name_the_field(
+async def test_invalid_export_requests_name_the_field(
     old: tuple[FakeTransferEngine, str], request_: dict[str, Any], field: str
 ) -> None:
     async with grpc.aio.insecure_channel(old[1]) as channel:
@@ -314,7 +312,7 @@ async def test_wrong_requests_for_a_parcel_name_the_field(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_wrong_imports_name_the_field(
+async def test_invalid_imports_name_the_field(
     new: tuple[FakeTransferEngine, str], requests: list[dict[str, Any]], field: str
 ) -> None:
     async def upward() -> AsyncIterator[context_pb.ImportContextRequest]:
@@ -329,7 +327,7 @@ async def test_wrong_imports_name_the_field(
     assert error.field == field
 
 
-async def test_a_service_that_breaks_off_is_not_asked_for_ever(new: tuple[FakeTransferEngine, str]) -> None:
+async def test_service_that_keeps_interrupting_is_not_retried_forever(new: tuple[FakeTransferEngine, str]) -> None:
     quick = Retries(limit=2, first_delay=0.0)
     async with breaking(new[1], *[100] * 50) as (_, address), AsyncClient(address, retries=quick) as client:
         with pytest.raises(Unavailable):
@@ -351,5 +349,5 @@ async def test_a_service_that_breaks_off_is_not_asked_for_ever(new: tuple[FakeTr
         (codec.encode_import_progress, codec.decode_import_progress, ImportProgress(received_bytes=0)),
     ],
 )
-def test_messages_travel(encode: Any, decode: Any, message: object) -> None:
+def test_messages_are_transferred(encode: Any, decode: Any, message: object) -> None:
     assert decode(encode(message)) == message

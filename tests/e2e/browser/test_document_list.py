@@ -1,4 +1,4 @@
-"""What is done with documents on the shelf."""
+"""Actions on documents in the list."""
 
 from datetime import datetime, timedelta
 
@@ -19,7 +19,7 @@ def opened(reader: Reader, behind: Behind) -> Reader:
     return reader
 
 
-def test_a_document_is_pinned_and_not_pinned_any_more(opened: Reader, behind: Behind):
+def test_document_is_pinned_and_unpinned(opened: Reader, behind: Behind):
     page = opened.page
     page.get_by_role("button", name="Pin", exact=True).click()
     page.get_by_role("link", name="notes").filter(has_text="pinned").wait_for()
@@ -30,7 +30,7 @@ def test_a_document_is_pinned_and_not_pinned_any_more(opened: Reader, behind: Be
     opened.audit()
 
 
-def test_a_document_is_given_a_time_and_freed_of_it(opened: Reader, behind: Behind):
+def test_document_expiry_is_set_and_cleared(opened: Reader, behind: Behind):
     page = opened.page
     page.get_by_label("Expires").select_option("In a day")
     page.get_by_role("link", name="notes").filter(has_text="expires in 24 h").wait_for()
@@ -43,7 +43,7 @@ def test_a_document_is_given_a_time_and_freed_of_it(opened: Reader, behind: Behi
     opened.audit()
 
 
-def test_a_document_is_forked_in_part(opened: Reader, behind: Behind):
+def test_part_of_a_document_is_forked(opened: Reader, behind: Behind):
     page = opened.page
     page.get_by_role("button", name="Fork…").click()
     page.get_by_label("Name").fill("notes")
@@ -59,10 +59,10 @@ def test_a_document_is_forked_in_part(opened: Reader, behind: Behind):
     opened.audit()
 
 
-def test_a_document_is_deleted_when_that_is_confirmed(opened: Reader, behind: Behind):
+def test_document_is_deleted_after_confirmation(opened: Reader, behind: Behind):
     page = opened.page
     page.get_by_role("button", name="Delete…").click()
-    page.keyboard.press("Enter")  # the focus is on what changes nothing
+    page.keyboard.press("Enter")  # focus an element without side effects
     page.get_by_role("dialog").wait_for(state="detached")
     assert len(behind.contexts()) == 1
     page.get_by_role("button", name="Delete…").click()
@@ -72,7 +72,7 @@ def test_a_document_is_deleted_when_that_is_confirmed(opened: Reader, behind: Be
     opened.audit()
 
 
-def test_what_others_do_is_seen_without_asking(opened: Reader, behind: Behind):
+def test_changes_by_other_clients_appear_without_reload(opened: Reader, behind: Behind):
     page = opened.page
     behind.ingest("another", TEXT)
     page.get_by_role("link", name="another").wait_for()
@@ -81,7 +81,7 @@ def test_what_others_do_is_seen_without_asking(opened: Reader, behind: Behind):
     opened.audit()
 
 
-def test_an_answer_of_a_document_that_is_gone_says_what_to_do(opened: Reader, behind: Behind):
+def test_question_about_a_deleted_document_shows_advice(opened: Reader, behind: Behind):
     page = opened.page
     with opened.held_back("**/v1/contexts"):
         behind.delete("notes")
@@ -91,7 +91,7 @@ def test_an_answer_of_a_document_that_is_gone_says_what_to_do(opened: Reader, be
     opened.audit(OF_A_STATUS.format(404))
 
 
-def test_the_map_says_which_part_lies_where(opened: Reader, behind: Behind):
+def test_placement_map_shows_the_rank_of_each_part(opened: Reader, behind: Behind):
     places = opened.page.get_by_role("complementary", name="Where it lies")
     [context] = behind.contexts()
     for share in context.shares:

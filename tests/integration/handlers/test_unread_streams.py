@@ -1,4 +1,4 @@
-"""Clients that open streams and do not read them, over real sockets: on a real engine with ranks that answer by
+"""Clients that open streams and do not read them, over real sockets: a real engine with ranks that answer by
 arithmetic."""
 
 from collections.abc import AsyncIterator
@@ -71,7 +71,7 @@ async def unread(folder: Path, **settings: float) -> AsyncIterator[Unread]:
         engine.audit()
 
 
-async def test_streams_that_nobody_reads_refuse_nobody(tmp_path: Path) -> None:
+async def test_unread_streams_do_not_block_other_requests(tmp_path: Path) -> None:
     async with unread(tmp_path, **CAPACITY) as streams:
         calls = []
         for number in range(5):
@@ -81,7 +81,7 @@ async def test_streams_that_nobody_reads_refuse_nobody(tmp_path: Path) -> None:
         assert streams.num_unread == 5
 
 
-async def test_of_too_many_the_one_of_the_client_with_most_is_ended_that_nobody_has_read_longest(
+async def test_longest_unread_stream_of_the_client_with_most_is_ended(
     tmp_path: Path,
 ) -> None:
     async with unread(tmp_path, **CAPACITY) as streams:
@@ -99,7 +99,7 @@ async def test_of_too_many_the_one_of_the_client_with_most_is_ended_that_nobody_
         assert len(await streams.ask()) == 3
 
 
-async def test_a_stream_is_ended_when_nobody_reads_it_for_so_long(tmp_path: Path) -> None:
+async def test_unread_stream_ends_after_the_limit(tmp_path: Path) -> None:
     async with unread(tmp_path, unread_timeout=0.3) as streams:
         calls = [streams.open() for _ in range(3)]
         await comes_to(streams.engine, lambda: streams.engine.cluster().running == 3)
@@ -110,7 +110,7 @@ async def test_a_stream_is_ended_when_nobody_reads_it_for_so_long(tmp_path: Path
                 await read_all(call)
 
 
-async def test_a_held_generation_outlives_a_stream_that_is_not_read(tmp_path: Path) -> None:
+async def test_retained_generation_survives_its_unread_stream(tmp_path: Path) -> None:
     async with unread(tmp_path, unread_timeout=2.0) as streams:
         call = streams.open(seconds=60.0, request_id="one")
         await comes_to(streams.engine, lambda: streams.num_unread == 1)
@@ -124,7 +124,7 @@ async def test_a_held_generation_outlives_a_stream_that_is_not_read(tmp_path: Pa
 
 
 async def read_all(call: grpc.aio.UnaryStreamCall) -> int:
-    """Tokens that come. Raises typed errors."""
+    """The received tokens. Raises typed errors."""
     index = 0
     try:
         async for response in call:

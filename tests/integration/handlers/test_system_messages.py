@@ -1,4 +1,4 @@
-"""Documents with a system's message before them."""
+"""Documents with a system message before them."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,19 +26,19 @@ SYSTEM = f"Speak like a whaler. {END}<|im_start|>"
 TEXT = ("Call me Ishmael. Some years ago, never mind how long precisely. \U0001f433 " * 6_000).encode()
 
 
-class Desk:
+class UploadService:
     """The ingests of a service."""
 
-    def __init__(self, folder: Path, template: str | None, catalog: Catalog, kept: DurableUploads) -> None:
+    def __init__(self, folder: Path, template: str | None, catalog: Catalog, durable: DurableUploads) -> None:
         self.engine = FakeEngine()
         self.engine.max_positions = self.engine.total_tokens = 1 << 23
         self.tokenizer = Tokenizer.load(write_model(folder / "model", chat_tokenizer(), template), DirectRenderer())
         self.threads = TokenizerPool()
-        self.catalog, self.kept = catalog, kept
-        self.ingest = Ingest(self.engine, self.tokenizer, self.threads, Uploads(kept=kept))
+        self.catalog, self.durable = catalog, durable
+        self.ingest = Ingest(self.engine, self.tokenizer, self.threads, Uploads(kept=durable))
 
     async def run(self, *pieces: IngestPiece, breaks_after: int | None = None) -> list[int]:
-        """The context, or nothing when the stream breaks, after so many bytes were received."""
+        """The context, or None if the stream breaks after this number of bytes."""
 
         async def stream() -> AsyncIterator[IngestPiece]:
             for piece in pieces:
@@ -50,7 +50,7 @@ class Desk:
         return self.engine.contexts[pieces[0].context]  # type: ignore[union-attr]
 
     async def received(self, header: IngestHeader) -> int:
-        """What a stream that goes on is told."""
+        """Offset that the service reports to a resumed stream."""
 
         async def stream() -> AsyncIterator[IngestPiece]:
             yield header
@@ -61,11 +61,11 @@ class Desk:
 
 
 @asynccontextmanager
-async def desk(folder: Path, template: str | None = CHATML) -> AsyncIterator[Desk]:
-    """As long as the block; then everything is dead but the catalog."""
+async def serving(folder: Path, template: str | None = CHATML) -> AsyncIterator[UploadService]:
+    """The ingests of a service for the block; only the catalog survives it."""
     catalog = await Catalog.open(folder / "catalog.db")
     retained = DurableUploads(catalog, (await catalog.load()).uploads)
-    found = Desk(folder, template, catalog, retained)
+    found = UploadService(folder, template, catalog, retained)
     try:
         yield found
     finally:
@@ -96,8 +96,10 @@ def plain(text: str) -> list[int]:
         (MISTRAL, "<|begin|>[INST]", "\n\n"),
     ],
 )
-async def test_the_template_puts_it_before_the_document(template: str, before: str, after: str, tmp_path: Path) -> None:
-    async with desk(tmp_path, template) as one:
+async def test_template_places_the_system_message_before_the_document(
+    template: str, before: str, after: str, tmp_path: Path
+) -> None:
+    async with serving(tmp_path, template) as one:
         found = await one.run(IngestHeader("moby", system=SYSTEM), b"Call me Ishmael.")
         assert found == [*control(before), *plain(SYSTEM), *control(after), *plain("Call me Ishmael.")]
 
@@ -106,12 +108,12 @@ CHANGES_THE_END = CHATML + "{% if messages[0].role == 'system' %}Obey: {% endif 
 
 
 @pytest.mark.parametrize("template", [None, GEMMA, CHANGES_THE_END], ids=["none", "gemma", "end"])
-async def test_a_template_that_has_no_place_for_it_is_told_at_once(template: str | None, tmp_path: Path) -> None:
+async def test_template_without_a_system_message_is_refused_immediately(template: str | None, tmp_path: Path) -> None:
     async def nothing() -> AsyncIterator[IngestPiece]:
         yield IngestHeader("moby", system=SYSTEM)
         raise AssertionError("read on")
 
-    async with desk(tmp_path, template) as one:
+    async with serving(tmp_path, template) as one:
         with pytest.raises(InvalidArgument) as caught:
             async for _ in one.ingest.run(nothing()):
                 pass
@@ -119,8 +121,8 @@ async def test_a_template_that_has_no_place_for_it_is_told_at_once(template: str
         assert await one.run(IngestHeader("moby"), b"Call me Ishmael.")
 
 
-async def test_it_counts_among_what_must_fit(tmp_path: Path) -> None:
-    async with desk(tmp_path) as one:
+async def test_system_message_counts_toward_the_size_limit(tmp_path: Path) -> None:
+    async with serving(tmp_path) as one:
         one.engine.max_positions = 100
         with pytest.raises(InvalidArgument) as caught:
             await one.run(IngestHeader("moby", system="ab " * 50), b"x")
@@ -133,17 +135,17 @@ async def test_it_counts_among_what_must_fit(tmp_path: Path) -> None:
         assert await one.run(IngestHeader("moby"), b"1" * 60)
 
 
-async def test_it_does_not_go_with_token_ids(tmp_path: Path) -> None:
-    async with desk(tmp_path) as one:
+async def test_system_message_with_token_ids_is_refused(tmp_path: Path) -> None:
+    async with serving(tmp_path) as one:
         with pytest.raises(InvalidArgument) as caught:
             await one.run(IngestHeader("moby", system=SYSTEM), [1, 2, 3])
         assert caught.value.field == FIELD
         assert "moby" not in one.engine.contexts
 
 
-async def test_an_upload_goes_on_with_the_same_one_alone(tmp_path: Path) -> None:
+async def test_upload_resumes_only_with_the_same_system_message(tmp_path: Path) -> None:
     header = IngestHeader("moby", upload_id="mine", system=SYSTEM)
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         expected = await one.run(IngestHeader("whole", system=SYSTEM), *cut(TEXT))
         await one.run(header, *cut(TEXT), breaks_after=150_000)
         offset = await one.received(header)
@@ -155,12 +157,12 @@ async def test_an_upload_goes_on_with_the_same_one_alone(tmp_path: Path) -> None
         assert await one.run(header, *cut(TEXT[offset:])) == expected
 
 
-async def test_a_kept_upload_goes_on_with_another_service(tmp_path: Path) -> None:
+async def test_durable_upload_resumes_in_another_service(tmp_path: Path) -> None:
     header = IngestHeader("moby", upload_id="mine", system=SYSTEM)
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         expected = await one.run(IngestHeader("whole", system=SYSTEM), *cut(TEXT))
         await one.run(header, *cut(TEXT), breaks_after=150_000)
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         for other in ("", "Speak."):
             with pytest.raises(InvalidArgument) as caught:
                 await one.received(IngestHeader("moby", upload_id="mine", system=other))

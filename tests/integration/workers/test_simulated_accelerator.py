@@ -11,8 +11,8 @@ from tests.support.accelerator.dispatch import DEVICE
 from tests.support.accelerator.events import Log
 
 
-def noted(work) -> Log:
-    """The device events of work(queries, launcher); the queries exist before."""
+def device_events(work) -> Log:
+    """The device events of work(queries, launcher); the queries are created before."""
     accelerator = Accelerator()
     with accelerator.running():
         queries = torch.ones(4, 8).to(DEVICE)
@@ -21,7 +21,7 @@ def noted(work) -> Log:
     return accelerator.log.take()
 
 
-def told(log: Log) -> list[tuple[str, str]]:
+def transfers(log: Log) -> list[tuple[str, str]]:
     return [(event.kind, event.name) for event in log.events if event.kind != "allocation"]
 
 
@@ -99,24 +99,24 @@ COPY_BACK = [("to host", "copy"), ("wait", "to host")]
         (lambda q, launch: torch.ones(3) + 1, []),
     ],
 )
-def test_what_code_asks_of_the_device(work, expected):
-    assert told(noted(work)) == expected
+def test_operations_are_counted_by_type(work, expected):
+    assert transfers(device_events(work)) == expected
 
 
-def test_numbers_that_come_from_the_device_are_ones():
+def test_numbers_read_from_the_device_are_ones():
     def read(q, launch):
         assert (q.tolist(), q[0, 0].item(), bool(q.any())) == ([[1.0] * 8] * 4, 1.0, True)
         assert q.nonzero().shape == (32, 2)
 
-    noted(read)
+    device_events(read)
 
 
-def test_memory_is_counted_where_it_is_new():
+def test_memory_is_counted_at_allocation():
     def work(q, launch):
         q.mul_(2).view(-1)
         q.to(torch.float64)
 
-    [event] = noted(work).of("allocation")
+    [event] = device_events(work).of("allocation")
     assert (event.name, event.num_bytes) == (DEVICE, 4 * 8 * 8)
 
 
@@ -127,30 +127,30 @@ def test_each_event_has_its_line():
 
     first = inspect.getsourcelines(work)[1]
     sites = [f"{__file__[__file__.index('tests/') :]}:{first + i}" for i in (1, 2, 2)]
-    assert [event.site for event in noted(work).of("launch", "to host", "wait")] == sites
+    assert [event.site for event in device_events(work).of("launch", "to host", "wait")] == sites
 
 
 @pytest.mark.parametrize("grid", [(0,), (), (1, 1, 1, 1), (2.0,)])
-def test_grids_that_triton_refuses(grid):
+def test_grids_refused_by_triton(grid):
     with pytest.raises(ValueError, match="a_kernel: a grid"):
-        noted(lambda q, launch: launch(a_kernel, grid, q))
+        device_events(lambda q, launch: launch(a_kernel, grid, q))
 
 
-def test_kernels_get_tensors_of_the_device_alone():
+def test_kernels_accept_only_device_tensors():
     with pytest.raises(ValueError, match="a_kernel: argument 1 lies on cpu"):
-        noted(lambda q, launch: launch(a_kernel, lambda constants: (constants["N"],), q, torch.ones(1), N=4))
+        device_events(lambda q, launch: launch(a_kernel, lambda constants: (constants["N"],), q, torch.ones(1), N=4))
 
 
-def test_operations_that_cannot_be_looked_into_are_refused():
+def test_opaque_operations_are_refused():
     with torch.library._scoped_library("longleaf_tests_closed", "DEF") as library:
         library.define("closed(Tensor x) -> Tensor")
         with pytest.raises(NotImplementedError, match="longleaf_tests_closed::closed"):
-            noted(lambda q, launch: torch.ops.longleaf_tests_closed.closed(q))
+            device_events(lambda q, launch: torch.ops.longleaf_tests_closed.closed(q))
 
 
-def test_nothing_of_it_is_left_behind():
-    """But that torch knows the device."""
-    noted(views)
+def test_patches_are_removed_afterwards():
+    """Except that torch knows the device."""
+    device_events(views)
     assert torch.tensor([1.0, 2.0]).tolist() == [1.0, 2.0]
     with pytest.raises((RuntimeError, AssertionError)):
         torch.cuda.synchronize(DEVICE)

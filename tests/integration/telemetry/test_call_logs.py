@@ -88,8 +88,8 @@ async def watched(folder: Path, engine: FakeEngine, **telemetry: Any) -> AsyncGe
         await watching.stop()
 
 
-class Told:
-    """The log objects on standard error. The client's library writes there, too, bypassing Python."""
+class LogOutput:
+    """The log objects on standard error, where the client's library also writes, bypassing Python."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
@@ -102,8 +102,8 @@ class Told:
 
 
 @pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> Told:
-    return Told(capsys)
+def log_output(capsys: pytest.CaptureFixture[str]) -> LogOutput:
+    return LogOutput(capsys)
 
 
 def test_every_method_is_called_below() -> None:
@@ -111,7 +111,7 @@ def test_every_method_is_called_below() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))
-async def test_every_call_has_one_line(tmp_path: Path, told: Told, name: str) -> None:
+async def test_every_call_has_one_line(tmp_path: Path, log_output: LogOutput, name: str) -> None:
     engine = FakeEngine()
     engine.answer = (ids("hi"),)
     tenant = OPS if name in ("VerifyCluster", "Drain", "RefillSlots") else ACME
@@ -120,40 +120,40 @@ async def test_every_call_has_one_line(tmp_path: Path, told: Told, name: str) ->
             fields = {"text": "a", "request_id": "held", "resume_duration": {"seconds": 60}}
             request = request_of("Generate", **fields, sampling={"max_token_count": 1})
             await Caller(channel, tenant).call("Generate", [request])
-            told.of("")
-            told.text = ""
+            log_output.of("")
+            log_output.text = ""
         requests = [request_of(name, **fields) for fields in REQUESTS[name]]
         code, *_ = await Caller(channel, tenant).call(name, requests)
-    (line,) = told.of("coordinator.auth")
+    (line,) = log_output.of("coordinator.auth")
     assert line["method"].endswith(f"/{name}")
-    assert line["code"] == ("CANCELLED" if name == "WatchCluster" else code.name)  # its reader left
+    assert line["code"] == ("CANCELLED" if name == "WatchCluster" else code.name)  # its reader disconnected
     assert (line["level"], line["tenant"]) == ("info", tenant)
     assert line["host"].startswith(("ipv4:127.0.0.1", "ipv6:"))
     assert 0 <= line["seconds"] < 60
     assert line.get("context") == CONTEXTS.get(name)
     assert ("request" in line) == (name in ("Generate", "CancelGeneration"))
-    audited = [(each["level"], each["message"], each["tenant"]) for each in told.of("coordinator.audit")]
+    audited = [(each["level"], each["message"], each["tenant"]) for each in log_output.of("coordinator.audit")]
     assert audited == ([("warning", AUDITED[name], tenant)] if name in AUDITED else [])
     for secret in (SECRET, credential_of(tenant)):
-        assert secret not in told.text
+        assert secret not in log_output.text
 
 
-async def test_of_a_wrong_request_the_field_is_told_and_not_what_was_in_it(tmp_path: Path, told: Told) -> None:
+async def test_invalid_request_logs_the_field_without_its_value(tmp_path: Path, log_output: LogOutput) -> None:
     async with watched(tmp_path, FakeEngine(), log_level="debug") as channel:
         code, *_ = await Caller(channel, ACME).call("GetContext", [request_of("GetContext", name=SECRET)])
         assert code == StatusCode.INVALID_ARGUMENT
-    (line,) = told.of("coordinator.auth")
+    (line,) = log_output.of("coordinator.auth")
     assert (line["code"], line["field"], line["message"]) == (
         "INVALID_ARGUMENT",
         "name",
         "call ended with InvalidArgument",
     )
-    assert SECRET not in told.text
+    assert SECRET not in log_output.text
 
 
 @pytest.mark.parametrize("error", [ValueError(SECRET), KeyError(SECRET)])
-async def test_of_an_error_of_ours_the_place_is_logged_and_not_what_it_quotes(
-    tmp_path: Path, told: Told, error: Exception
+async def test_internal_error_logs_its_location_without_the_quoted_text(
+    tmp_path: Path, log_output: LogOutput, error: Exception
 ) -> None:
     engine = FakeEngine()
     engine.error = error
@@ -161,31 +161,35 @@ async def test_of_an_error_of_ours_the_place_is_logged_and_not_what_it_quotes(
         request = request_of("Generate", text="a", sampling={"max_token_count": 1})
         code, *_ = await Caller(channel, ACME).call("Generate", [request])
         assert code == StatusCode.INTERNAL
-    (line,) = told.of("coordinator.grpc_server.interceptors")
+    (line,) = log_output.of("coordinator.grpc_server.interceptors")
     assert (line["level"], line["tenant"], line["method"]) == (
         "error",
         ACME,
         "/longleaf.v1.GenerationService/Generate",
     )
     assert "in submit" in line["error"] and type(error).__name__ in line["error"]
-    assert SECRET not in told.text
+    assert SECRET not in log_output.text
 
 
 @pytest.mark.parametrize(
     ("error", "code"), [(NotFinite("token 3"), "DATA_LOSS"), (RankLost(1, "was killed"), "UNAVAILABLE")]
 )
-async def test_how_a_generation_failed_is_told(tmp_path: Path, told: Told, error: Exception, code: str) -> None:
+async def test_failed_generation_logs_its_error(
+    tmp_path: Path, log_output: LogOutput, error: Exception, code: str
+) -> None:
     engine = FakeEngine()
     engine.late_error = error  # type: ignore[assignment]
     async with watched(tmp_path, engine) as channel:
         request = request_of("Generate", text="a", sampling={"max_token_count": 1}, request_id="mine")
         await Caller(channel, ACME).call("Generate", [request])
-    (line,) = told.of("coordinator.auth")
+    (line,) = log_output.of("coordinator.auth")
     assert (line["code"], line["request"]) == (code, "mine")
     assert line["message"] == f"call ended with {type(error).__name__}"
 
 
-async def test_a_generation_whose_reader_leaves_is_told_as_cancelled(tmp_path: Path, told: Told) -> None:
+async def test_generation_of_a_disconnected_reader_is_logged_as_cancelled(
+    tmp_path: Path, log_output: LogOutput
+) -> None:
     engine = FakeEngine()
     engine.is_endless = True
     async with watched(tmp_path, engine) as channel:
@@ -195,31 +199,31 @@ async def test_a_generation_whose_reader_leaves_is_told_as_cancelled(tmp_path: P
         )(request_of("Generate", text="a", sampling={"max_token_count": 1}), metadata=bearer(ACME))
         await call.read()
         call.cancel()
-    (line,) = told.of("coordinator.auth")
+    (line,) = log_output.of("coordinator.auth")
     assert line["code"] == "CANCELLED"
 
 
-async def test_refused_calls_are_audited(tmp_path: Path, told: Told) -> None:
+async def test_refused_calls_are_audited(tmp_path: Path, log_output: LogOutput) -> None:
     async with watched(tmp_path, FakeEngine(), log_level="warning") as channel:
         await Caller(channel, None).call("GetCluster", [request_of("GetCluster")])
         await Caller(channel, ACME).call("Drain", [request_of("Drain")])
-    lines = [(each["message"], each["code"], each.get("tenant", "")) for each in told.of("coordinator.audit")]
+    lines = [(each["message"], each["code"], each.get("tenant", "")) for each in log_output.of("coordinator.audit")]
     assert lines == [("call refused", "UNAUTHENTICATED", ""), ("call refused", "PERMISSION_DENIED", ACME)]
-    assert told.of("coordinator.auth") == []
+    assert log_output.of("coordinator.auth") == []
 
 
-async def test_a_flood_of_refused_calls_writes_few_lines(tmp_path: Path, told: Told) -> None:
+async def test_flood_of_refused_calls_writes_few_lines(tmp_path: Path, log_output: LogOutput) -> None:
     async with watched(tmp_path, FakeEngine()) as channel:
         anonymous = Caller(channel, None)
         codes = await asyncio.gather(*(anonymous.call("GetCluster", [request_of("GetCluster")]) for _ in range(300)))
         assert {code for code, *_ in codes} == {StatusCode.UNAUTHENTICATED}
-    refused = told.of("coordinator.audit")
+    refused = log_output.of("coordinator.audit")
     assert 2 <= len(refused) <= 20, len(refused)
-    assert len(told.of("coordinator.auth")) <= 5
+    assert len(log_output.of("coordinator.auth")) <= 5
 
 
 @pytest.mark.parametrize(("is_open", "telemetry"), [(True, {}), (False, {}), (True, {"log_level": "info"})])
-async def test_who_asked_for_nothing_reads_of_no_call(is_open: bool, telemetry: dict[str, Any]) -> None:
+async def test_calls_are_not_logged_by_default(is_open: bool, telemetry: dict[str, Any]) -> None:
     watching = Telemetry(TelemetryConfig(**telemetry), "fake", "local", is_open)
     observers = await watching.start()
     try:

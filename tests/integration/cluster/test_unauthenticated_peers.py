@@ -67,7 +67,7 @@ async def control() -> AsyncIterator[RankManager]:
 
 
 def introduce(context: "zmq.Context[Socket]", control: RankManager, rank: int) -> Socket:
-    """The connection of a rank that is ready."""
+    """The connection of a ready rank."""
     invitation = control.invitations[rank]
     connection = connect(context, invitation, invitation.commands_id)
     connection.send(encode(Hello(rank, "node", "127.0.0.1", 1)))
@@ -94,7 +94,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def check_service(control: RankManager, ranks: Sequence[Socket]) -> None:
-    """Messages of the ranks arrive, no other peer was accepted, and rank 0 answers a step."""
+    """Messages of the ranks arrive, no other peer is accepted, and rank 0 answers a step."""
     formation, _ = await asyncio.gather(control.start(1), asyncio.to_thread(form, ranks))
     assert [ready.num_blocks for ready in formation.readies] == [4, 4]
     assert [hello.host for hello in control.hellos] == ["127.0.0.1"] * 2
@@ -104,7 +104,7 @@ async def check_service(control: RankManager, ranks: Sequence[Socket]) -> None:
     assert (await step).tokens == {1: (Token(5),)}
 
 
-async def test_the_channel_is_on_one_address_of_either_kind(context) -> None:
+async def test_channel_binds_one_address_of_either_family(context) -> None:
     control = RankManager(CONFIG, "::1")
     assert re.fullmatch(r"tcp://\[::1\]:\d+", control.address)
     ranks = [introduce(context, control, rank) for rank in range(2)]
@@ -114,7 +114,7 @@ async def test_the_channel_is_on_one_address_of_either_kind(context) -> None:
     await control.close()
 
 
-def stranger_without_a_key(context: "zmq.Context[Socket]", control: RankManager) -> Socket:
+def peer_without_a_key(context: "zmq.Context[Socket]", control: RankManager) -> Socket:
     connection = context.socket(zmq.DEALER)
     connection.setsockopt(zmq.IDENTITY, b"rank-0")
     connection.setsockopt(zmq.LINGER, 0)  # unsent messages would delay the end of the test
@@ -122,21 +122,21 @@ def stranger_without_a_key(context: "zmq.Context[Socket]", control: RankManager)
     return connection
 
 
-def stranger_with_a_key(context: "zmq.Context[Socket]", control: RankManager) -> Socket:
-    """It knows everything but a member's secret key."""
+def peer_with_a_wrong_key(context: "zmq.Context[Socket]", control: RankManager) -> Socket:
+    """Uses the correct name with an invalid secret key."""
     public, secret = zmq.curve_keypair()
     invitation = msgspec.structs.replace(control.invitations[0], public_key=public, secret_key=secret)
     return connect(context, invitation, control.invitations[0].commands_id)
 
 
-def stranger_with_a_stolen_name(context: "zmq.Context[Socket]", control: RankManager) -> Socket:
+def peer_with_a_stolen_name(context: "zmq.Context[Socket]", control: RankManager) -> Socket:
     """It claims to be rank 0 by its public key, whose secret it does not have."""
     invitation = msgspec.structs.replace(control.invitations[0], secret_key=zmq.curve_keypair()[1])
     return connect(context, invitation, invitation.commands_id)
 
 
-@pytest.mark.parametrize("enter", [stranger_without_a_key, stranger_with_a_key, stranger_with_a_stolen_name])
-async def test_a_stranger_is_refused_and_counted(context, control: RankManager, caplog, enter) -> None:
+@pytest.mark.parametrize("enter", [peer_without_a_key, peer_with_a_wrong_key, peer_with_a_stolen_name])
+async def test_unauthenticated_peer_is_refused_and_counted(context, control: RankManager, caplog, enter) -> None:
     intruder = enter(context, control)
     for message in (*LIES, StepResult(1, 1, {1: (Token(666),)})):
         intruder.send(encode(message))
@@ -144,13 +144,13 @@ async def test_a_stranger_is_refused_and_counted(context, control: RankManager, 
     await until(lambda: control.num_refused)
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
-    assert control.num_ignored == 0, "nothing of it was even read"
-    assert intruder.poll(0) == 0, "it was told nothing"
+    assert control.num_ignored == 0, "none of its data was read"
+    assert intruder.poll(0) == 0, "it received nothing"
     assert "rejected unauthenticated connections to the control channel: 1 so far" in caplog.text
 
 
-async def test_a_rank_that_is_lost_is_no_stranger(context, control: RankManager) -> None:
-    """Not even as another one connects, before that has proven who it is."""
+async def test_lost_rank_is_not_counted_as_unauthenticated(context, control: RankManager) -> None:
+    """Even if another peer connects before the rank has authenticated."""
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
     for epoch in range(2, 6):
@@ -161,7 +161,7 @@ async def test_a_rank_that_is_lost_is_no_stranger(context, control: RankManager)
         ranks[1].send(encode(Hello(number, "node", "127.0.0.1", 1)))
         await until(lambda expected=number: control.hellos[-1].member == expected)
     assert control.num_refused == 0
-    intruder = stranger_with_a_key(context, control)
+    intruder = peer_with_a_wrong_key(context, control)
     await until(lambda: control.num_refused)
     intruder.close()
 
@@ -175,7 +175,7 @@ def is_ended(connection: socket.socket) -> bool:
     return True
 
 
-async def test_connections_that_say_nothing_or_rubbish_are_ended(context, monkeypatch) -> None:
+async def test_silent_and_malformed_connections_are_closed(context, monkeypatch) -> None:
     monkeypatch.setattr(member_auth, "HANDSHAKE_MILLISECONDS", 1000)
     control = RankManager(CONFIG)
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
@@ -194,7 +194,7 @@ async def test_connections_that_say_nothing_or_rubbish_are_ended(context, monkey
     await control.close()
 
 
-async def test_a_rank_is_heard_for_itself_alone(context, control: RankManager, caplog) -> None:
+async def test_rank_may_send_only_its_own_messages(context, control: RankManager, caplog) -> None:
     ranks = [introduce(context, control, rank) for rank in range(2)]
     for lie in LIES:
         ranks[1].send(encode(lie))
@@ -219,7 +219,7 @@ async def test_a_rank_is_heard_for_itself_alone(context, control: RankManager, c
 
 
 @pytest.mark.parametrize("name", ["commands_id", "pulse_id"])
-async def test_a_rank_cannot_take_the_connection_of_another(context, control: RankManager, name: str) -> None:
+async def test_rank_cannot_take_over_the_connection_of_another(context, control: RankManager, name: str) -> None:
     """An impostor would have to guess the other's public key, and even then its own key identifies it."""
     thief = connect(context, control.invitations[1], getattr(control.invitations[0], name))
     for lie in LIES:
@@ -231,7 +231,7 @@ async def test_a_rank_cannot_take_the_connection_of_another(context, control: Ra
     assert control.hellos == ()
 
 
-async def test_a_second_connection_of_the_same_name_takes_nothing_over(context, control: RankManager) -> None:
+async def test_second_connection_with_the_same_name_takes_over_nothing(context, control: RankManager) -> None:
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
     replayed = connect(context, control.invitations[1], control.invitations[0].commands_id)
@@ -243,7 +243,7 @@ async def test_a_second_connection_of_the_same_name_takes_nothing_over(context, 
     assert replayed.poll(0) == 0
 
 
-async def test_a_member_that_was_lost_is_a_stranger_and_no_warning(context, control: RankManager, caplog) -> None:
+async def test_lost_member_is_refused_without_a_warning(context, control: RankManager, caplog) -> None:
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
     control.lost(1, "vanished")
@@ -256,12 +256,12 @@ async def test_a_member_that_was_lost_is_a_stranger_and_no_warning(context, cont
     assert [hello.member for hello in control.hellos] == [0]
     assert control.num_ignored == 0
     assert "unauthenticated" not in caplog.text
-    stranger_with_a_key(context, control).send(b"")
+    peer_with_a_wrong_key(context, control).send(b"")
     await until(lambda: "unauthenticated connections to the control channel: 1 so far" in caplog.text)
 
 
-async def test_a_member_that_is_given_up_is_a_stranger_before_the_next_epoch(context) -> None:
-    """While its process still lives, and with its own keys."""
+async def test_abandoned_member_is_refused_before_the_next_epoch(context) -> None:
+    """While its process still runs, with valid keys."""
     is_gone = asyncio.Event()
 
     async def kill(member: int) -> None:
@@ -271,24 +271,24 @@ async def test_a_member_that_is_given_up_is_a_stranger_before_the_next_epoch(con
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
     assert decode_to_rank(ranks[1].recv()) == PLAN
-    control.roster.end(1, "was given up")
-    ranks[1].send(encode(Died(1, "of its own accord")))
+    control.roster.end(1, "was abandoned")
+    ranks[1].send(encode(Died(1, "exited voluntarily")))
     await until(lambda: control.num_refused == 1)
     again = connect(context, control.invitations[1], control.invitations[1].commands_id)
-    again.send(encode(Died(1, "of its own accord")))
+    again.send(encode(Died(1, "exited voluntarily")))
     await until(lambda: control.num_refused == 2)
     forming = asyncio.create_task(control.form(2))
     is_gone.set()
     assert isinstance(decode_to_rank(await asyncio.to_thread(ranks[0].recv)), Join)
     ranks[0].send(encode(Ready(0, "cpu", "float32", 4, 64, epoch=2)))
     assert (await forming).members == (0,)
-    assert [loss.reason for loss in control.losses] == ["was given up"]
-    assert (ranks[1].poll(0), again.poll(0)) == (0, 0), "it was told nothing"
+    assert [loss.reason for loss in control.losses] == ["was abandoned"]
+    assert (ranks[1].poll(0), again.poll(0)) == (0, 0), "it received nothing"
     assert (control.num_refused, control.num_ignored) == (2, 0)
     await control.close()
 
 
-async def test_one_that_never_ceases_to_speak_leaves_all_else_its_turns(context, control: RankManager) -> None:
+async def test_flooding_peer_does_not_starve_other_messages(context, control: RankManager) -> None:
     connection = introduce(context, control, 1)
     await until(lambda: control.hellos)
     control.roster.lose(1, "vanished")
@@ -301,7 +301,7 @@ async def test_one_that_never_ceases_to_speak_leaves_all_else_its_turns(context,
     assert num_turns >= num_messages // control_socket.MAX_AT_ONCE
 
 
-async def test_a_message_too_large_for_any_rank_is_not_taken(context, control: RankManager) -> None:
+async def test_message_too_large_for_any_rank_is_dropped(context, control: RankManager) -> None:
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
     ranks[1].send(encode(Died(1, "x" * (8 << 20))))
@@ -311,11 +311,11 @@ async def test_a_message_too_large_for_any_rank_is_not_taken(context, control: R
     assert (error.rank, error.reason) == (0, "the last word")
 
 
-async def test_keys_are_told_nowhere(context, control: RankManager, caplog) -> None:
+async def test_keys_are_not_disclosed(context, control: RankManager, caplog) -> None:
     caplog.set_level(logging.DEBUG)
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
-    stranger_with_a_key(context, control)
+    peer_with_a_wrong_key(context, control)
     await until(lambda: control.num_refused)
     for invitation in control.invitations:
         assert isinstance(invitation, ConnectInfo)
@@ -323,11 +323,11 @@ async def test_keys_are_told_nowhere(context, control: RankManager, caplog) -> N
             assert secret not in f"{invitation!r} {invitation} {invitation.__rich_repr__()} {caplog.text}"
 
 
-async def test_nothing_of_a_closed_channel_is_left(context) -> None:
+async def test_closed_channel_leaves_no_resources(context) -> None:
     def threads() -> set[str]:
         found = set[str]()
         for task in Path("/proc/self/task").iterdir():
-            with suppress(FileNotFoundError):  # it has just ended
+            with suppress(FileNotFoundError):  # it has just exited
                 found |= {task.name} if "ZMQ" in (task / "comm").read_text() else set()
         return found
 
@@ -337,9 +337,9 @@ async def test_nothing_of_a_closed_channel_is_left(context) -> None:
 
     gc.collect()  # of earlier tests
     previous = threads()
-    intruder = context.socket(zmq.DEALER)  # this context's threads are there from now on
+    intruder = context.socket(zmq.DEALER)  # this context's threads exist from here on
     intruder.setsockopt(zmq.LINGER, 0)
-    await until(lambda: len(threads() - previous) == 2)  # they name themselves, some time after they began
+    await until(lambda: len(threads() - previous) == 2)  # they set their names shortly after their start
     before = left()
     for _ in range(3):
         control = RankManager(CONFIG)

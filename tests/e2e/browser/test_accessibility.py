@@ -1,4 +1,4 @@
-"""The page for readers without a mouse, without eyes, and with small screens."""
+"""The page with a keyboard, with a screen reader, and on small screens."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from tests.support.browser import Reader
 
 TEXT = "Nothing of note is written here, and nothing will be.\namber-12 = 4711\njade-7 = 0815\n" * 5
 LONG_WORD = "donaudampfschifffahrtsgesellschaftskapitaenskajuetentuerschloss"
-# what a screen reader needs, as a check of a page's elements; gives what is wrong
+# accessibility checks of the page's elements; returns the violations
 CHECK = """() => {
   const wrong = [];
   const shown = (each) => each.checkVisibility() && !each.closest('[aria-hidden=true]');
@@ -37,7 +37,7 @@ CHECK = """() => {
     if ([...list.children].some((each) => each.tagName !== 'LI')) wrong.push('a list of something else');
   return wrong;
 }"""
-# colours of text against what is behind it, by the formula of WCAG 2; gives what is under 4.5
+# contrast of text and background by the WCAG 2 formula; returns ratios under 4.5
 CONTRAST = """() => {
   const parse = (colour) => colour.match(/[\\d.]+/g).map(Number);
   const light = ([r, g, b]) => {
@@ -61,13 +61,13 @@ CONTRAST = """() => {
   }
   return low;
 }"""
-# whether the field, which sticks to the window, hides nothing of what was answered
+# whether the input, which sticks to the window, covers no part of the answers
 LAST_IN_SIGHT = """() => document.querySelector('.turns').getBoundingClientRect().bottom
   <= document.querySelector('.field-of-question').getBoundingClientRect().top"""
 
 
 def focused(reader: Reader) -> str:
-    """What the focus is on, by its name."""
+    """Accessible name of the focused element."""
     return reader.page.evaluate(
         "(document.activeElement.getAttribute('aria-label') ?? document.activeElement.labels?.[0]?.textContent"
         " ?? document.activeElement.textContent).trim()"
@@ -82,7 +82,7 @@ def tab_to(reader: Reader, name: str, backwards: bool = False) -> None:
     raise AssertionError(f"the focus never comes to {name}")
 
 
-def test_everything_is_done_by_keyboard(reader: Reader, behind: Behind):
+def test_every_action_works_by_keyboard(reader: Reader, behind: Behind):
     page = reader.page
     page.get_by_role("heading", name="Put a book on the shelf").wait_for()
     keys = page.keyboard
@@ -127,7 +127,7 @@ def test_everything_is_done_by_keyboard(reader: Reader, behind: Behind):
     reader.audit()
 
 
-def test_a_screen_reader_hears_what_happens_and_no_single_token(reader: Reader):
+def test_screen_reader_announces_events_but_not_single_tokens(reader: Reader):
     page = reader.page
     page.evaluate(
         "globalThis.said = []; const told = document.querySelector('.unseen[role=status]');"
@@ -145,7 +145,7 @@ def test_a_screen_reader_hears_what_happens_and_no_single_token(reader: Reader):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 800, 1280])
-def test_names_places_and_colours_are_right_at_every_width(browser: Any, behind: Behind, width: int, scheme: str):
+def test_labels_layout_and_contrast_are_correct_at_every_width(browser: Any, behind: Behind, width: int, scheme: str):
     size = {"width": width, "height": 640}
     with Reader(browser, behind.url, viewport=size, color_scheme=scheme, reduced_motion="reduce") as reader:
         page = reader.page
@@ -172,7 +172,7 @@ def test_names_places_and_colours_are_right_at_every_width(browser: Any, behind:
         reader.audit()
 
 
-def test_on_a_small_screen_the_shelf_makes_room_for_the_document(browser: Any, behind: Behind):
+def test_document_list_collapses_on_a_small_screen(browser: Any, behind: Behind):
     behind.ingest("notes", TEXT)
     with Reader(browser, behind.url, viewport={"width": 320, "height": 640}) as reader:
         page = reader.page
@@ -186,7 +186,7 @@ def test_on_a_small_screen_the_shelf_makes_room_for_the_document(browser: Any, b
         reader.audit()
 
 
-def test_on_a_small_screen_the_last_answer_is_in_sight_unless_the_reader_went_up(browser: Any, behind: Behind):
+def test_last_answer_stays_visible_on_a_small_screen_unless_the_reader_scrolls_up(browser: Any, behind: Behind):
     behind.ingest("notes", TEXT)
     with Reader(browser, behind.url, viewport={"width": 320, "height": 640}) as reader:
         page = reader.page
@@ -204,7 +204,7 @@ def test_on_a_small_screen_the_last_answer_is_in_sight_unless_the_reader_went_up
         reader.audit()
 
 
-def test_the_page_has_landmarks(reader: Reader, behind: Behind):
+def test_page_has_landmarks(reader: Reader, behind: Behind):
     behind.ingest("notes", TEXT)
     page = reader.page
     page.get_by_role("link", name="notes").click()
@@ -234,13 +234,13 @@ def test_the_page_has_landmarks(reader: Reader, behind: Behind):
         ("x" * 62 + " y.txt", "x" * 62),
     ],
 )
-def test_names_are_made_of_those_of_files(reader: Reader, name: str, found: str):
+def test_document_names_are_derived_from_file_names(reader: Reader, name: str, found: str):
     calls = f"[files.nameOf({json.dumps(name)}), files.complaint({json.dumps(found)})]"
     script = f"import('/page/files.js').then((files) => {calls})"
     assert reader.page.evaluate(script) == [found, ""]
 
 
-def test_events_are_the_same_however_a_stream_is_cut(reader: Reader):
+def test_events_are_parsed_the_same_for_every_split_of_the_stream(reader: Reader):
     script = """async () => {
       const { eventsOf } = await import('/page/sse.js');
       const text = ': queued 3\\n\\ndata: {"a":"鯨🐋"}\\r\\n\\r\\nevent: error\\ndata: 1\\ndata: 2\\n\\ndata: cut';

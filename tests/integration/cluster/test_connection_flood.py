@@ -13,7 +13,7 @@ from coordinator.cluster.rank_manager import RankManager
 from coordinator.engine_messages import Prompt
 from longleaf.config import EngineConfig
 from longleaf.sampling import Sampling
-from tests.integration.cluster.test_strangers import until
+from tests.integration.cluster.test_unauthenticated_peers import until
 from tests.support.network import crowd
 from tests.support.running import WatchedFleet, running_on
 from workers.fakes import EchoMain
@@ -29,7 +29,7 @@ SPARE_TASKS = 8
 
 @contextmanager
 def crowded(control: RankManager) -> Iterator[None]:
-    """All of the crowd have come, and hammer until the end of the block."""
+    """All peers are connected and send until the end of the block."""
     server_key = control.invitations[0].server_key.decode()
     command = [sys.executable, "-m", crowd.__name__, control.address, server_key]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -42,7 +42,7 @@ def crowded(control: RankManager) -> Iterator[None]:
         process.communicate()
 
 
-async def test_a_hundred_strangers_stop_no_heartbeat_and_no_step(caplog: pytest.LogCaptureFixture) -> None:
+async def test_hundred_unauthenticated_peers_delay_no_heartbeat_or_step(caplog: pytest.LogCaptureFixture) -> None:
     config = EngineConfig(model="none", world_size=2, chunk_size=64, block_size=16, replicate_below=8)
     fleet = WatchedFleet(EchoMain())
     control = RankManager(config, kill=fleet.kill)
@@ -63,10 +63,10 @@ async def test_a_hundred_strangers_stop_no_heartbeat_and_no_step(caplog: pytest.
             while control.num_refused < NUM_REFUSED or any(map(int.__lt__, heard(), expected)):
                 assert await answer() > 0
                 num_answers += 1
-            while num_answers < NUM_ANSWERS:  # where heartbeats come sooner than answers
+            while num_answers < NUM_ANSWERS:  # where heartbeats arrive before answers
                 assert await answer() > 0
                 num_answers += 1
-            assert control.num_refused > num_refused, "the crowd hammered meanwhile"
+            assert control.num_refused > num_refused, "the peers kept connecting"
         connections = control._channel._members._connections
         await until(lambda: process.num_fds() <= num_files and not connections._candidates)
         assert len(asyncio.all_tasks()) <= num_tasks + SPARE_TASKS

@@ -1,4 +1,4 @@
-"""A process that is killed while it answers leaves a journal of everything that it sent."""
+"""A process that is killed during answers leaves a journal of everything that it sent."""
 
 import subprocess
 import sys
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.timeout(120)
 REQUEST = asked(Sampling(max_tokens=2000, num_logprobs=0), num_samples=2)
 
 
-def told_until_killed(journal: Path, model: Path, count: int) -> list[Event]:
-    """The events that a client received from a process that is killed after this number of deltas or slightly more."""
+def events_until_killed(journal: Path, model: Path, count: int) -> list[Event]:
+    """The events that a client received from a process that is killed after about this number of deltas."""
     command = [sys.executable, "-m", "tests.support.dying_service", str(journal), str(model), encoded(REQUEST)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
@@ -30,9 +30,9 @@ def told_until_killed(journal: Path, model: Path, count: int) -> list[Event]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [1, 37, 600])
-async def test_what_a_killed_process_told_goes_on(tmp_path: Path, count: int) -> None:
+async def test_events_sent_by_a_killed_process_are_replayed(tmp_path: Path, count: int) -> None:
     journal, tokenizer = tmp_path / "journal", tokenizer_of(tmp_path / "model")
-    seen = told_until_killed(journal, tmp_path / "model", count)
+    seen = events_until_killed(journal, tmp_path / "model", count)
     assert count <= num_tokens(seen) < 4000
     async with serving(journal, tokenizer) as service:
         seen += await service.read(Resume("one", num_tokens(seen)))

@@ -1,4 +1,4 @@
-"""Calls that nothing is said in for long."""
+"""Calls without messages for a long time."""
 
 import asyncio
 from pathlib import Path
@@ -10,12 +10,12 @@ from longleaf.types import Started
 from tests.support.service import FakeEngine, serving
 
 SILENT_SECONDS = 200.0
-"""Clients ask every 30 s whether the other side is there; a service ends all calls of one that seems to flood it."""
+"""Clients ping every 30 s; a service ends all calls of a client that seems to flood it."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-async def test_a_call_in_which_nothing_is_said_for_minutes_goes_on(tmp_path: Path) -> None:
+async def test_call_without_messages_for_minutes_continues(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.is_endless = True
     async with (

@@ -44,7 +44,9 @@ async def read(events: AsyncIterator[object]) -> tuple[dict[int, list[int]], lis
 
 @pytest.mark.parametrize("options", [{}, {"resumable": True}])
 @pytest.mark.parametrize("index", [0, 4])
-async def test_an_answer_ends_at_its_token_and_others_go_on(tmp_path: Path, index: int, options: dict) -> None:
+async def test_answer_ends_at_its_non_finite_token_and_others_continue(
+    tmp_path: Path, index: int, options: dict
+) -> None:
     async with serving(tmp_path, {(1, index)}) as (client, _):
         whole, _, _ = await read(client.generate(PROMPT, max_tokens=9, ignore_end_token=True))
         beside = client.generate(PROMPT, max_tokens=9, ignore_end_token=True)
@@ -56,7 +58,7 @@ async def test_an_answer_ends_at_its_token_and_others_go_on(tmp_path: Path, inde
         assert await read(beside) == (whole, [0], "")
 
 
-async def test_of_several_samples_only_the_broken_one_ends(tmp_path: Path) -> None:
+async def test_only_the_non_finite_sample_of_several_ends(tmp_path: Path) -> None:
     requested = {"max_tokens": 9, "num_samples": 3, "ignore_end_token": True}
     async with serving(tmp_path, {(3 + 1, 2)}) as (client, _):
         whole, _, _ = await read(client.generate(PROMPT, **requested))
@@ -66,7 +68,7 @@ async def test_of_several_samples_only_the_broken_one_ends(tmp_path: Path) -> No
         assert tokens == "token 2 of answer 1"
 
 
-async def test_a_broken_document_is_not_acknowledged_and_what_was_held_stays(tmp_path: Path) -> None:
+async def test_non_finite_document_is_not_acknowledged_and_existing_contexts_remain(tmp_path: Path) -> None:
     async with serving(tmp_path, {(2, None), (5, None)}) as (client, _):
         with pytest.raises(NotFinite, match="tokens 32 to 39 of the document"):
             await client.ingest("moby", tuple(range(40)), upload_id="1")
@@ -80,14 +82,14 @@ async def test_a_broken_document_is_not_acknowledged_and_what_was_held_stays(tmp
         assert (await read(client.ask("moby", "who?", max_tokens=3)))[2] == ""
 
 
-async def test_a_broken_prompt_ends_all_its_samples(tmp_path: Path) -> None:
+async def test_non_finite_prompt_ends_all_its_samples(tmp_path: Path) -> None:
     async with serving(tmp_path, {(1, None)}) as (client, _):
         ids, ended, tokens = await read(client.generate(tuple(range(50)), num_samples=2))
         assert (ids, ended, tokens) == ({}, [], "tokens 0 to 31 of the prompt")
         assert (await read(client.generate(tuple(range(50)), max_tokens=3)))[2] == ""
 
 
-async def test_a_verification_says_why_there_is_nothing_to_compare(tmp_path: Path) -> None:
+async def test_non_finite_verification_reports_that_nothing_can_be_compared(tmp_path: Path) -> None:
     async with serving(tmp_path, {(0, 3)}) as (client, _):
         found = await client.verify()
         assert not found.passed
@@ -95,7 +97,7 @@ async def test_a_verification_says_why_there_is_nothing_to_compare(tmp_path: Pat
         assert (await client.verify()).passed
 
 
-async def test_the_status_is_data_loss(tmp_path: Path) -> None:
+async def test_status_is_data_loss(tmp_path: Path) -> None:
     async with serving(tmp_path, {(0, 0)}) as (_, address), grpc.aio.insecure_channel(address) as channel:
         stub = generation_service_pb2_grpc.GenerationServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -1,4 +1,4 @@
-"""Services whose storage of snapshots is damaged while they are away, or in trouble while they run."""
+"""Services whose snapshot storage is damaged between runs or fails during a run."""
 
 import json
 import os
@@ -31,51 +31,51 @@ QUESTION = BOOK.facts[0].question
 AGAIN = "succeeded again"
 AWAY = "failed, will retry"
 NUM_EVENTS = 100
-"""Events that prove that a stream makes progress."""
+"""Number of events that proves that a stream progresses."""
 
 
-class Watched(Service):
-    """Tells where it serves, and what it has logged."""
+class LoggedService(Service):
+    """A running service with its address and log."""
 
     address = ""
 
     @property
-    def said(self) -> str:
+    def matching_lines(self) -> str:
         return os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")
 
-    def num_said(self, words: str) -> int:
-        return self.said.count(words)
+    def count_lines(self, words: str) -> int:
+        return self.matching_lines.count(words)
 
 
 @contextmanager
 def serving(
     data_dir: Path, world_size: int = 1, *, url: str | Path | None = None, quota: int | None = None
-) -> Iterator[tuple[Watched, Client]]:
+) -> Iterator[tuple[LoggedService, Client]]:
     config = EngineConfig(
         model=str(embedded_model()), world_size=world_size, snapshot_url=None if url is None else str(url)
     )
     data = DataConfig(data_dir=str(data_dir), snapshot_quota=quota)
     command = coordinator_command(config, launcher="local", host="127.0.0.1", port=0, data=data)
-    with Watched(command, forked.popen) as service:
+    with LoggedService(command, forked.popen) as service:
         service.address = service.wait_ready(120)
         with Client(service.address) as client:
             yield service, client
 
 
 def saved(folder: Path) -> list[Path]:
-    """The folders with manifests, in the order of their segments."""
+    """The folders with manifests, in segment order."""
     found = [path.parent for path in folder.rglob("manifest")]
     return sorted(found, key=lambda path: int(path.parent.name.rpartition("-")[2]))
 
 
 def ingest(client: Client, names: list[str]) -> dict[str, tuple[int, ...]]:
-    """Contexts with segments from 0 on, and what they answer."""
+    """Creates contexts with segments from 0 on; returns their answers."""
     for name in names:
         client.ingest(name, f"{name}. {BOOK.text}")
     return {name: ask(client, name, QUESTION)[0] for name in names}
 
 
-# --- while the service is away ---
+# --- while no service runs ---
 
 
 def flip(path: Path) -> None:
@@ -88,27 +88,27 @@ def first_piece(folder: Path) -> Path:
     return folder / "piece-00000.safetensors"
 
 
-def add_strangers(folder: Path) -> None:
-    """Files that no service writes."""
+def add_foreign_files(folder: Path) -> None:
+    """Adds files that no service writes."""
     (folder / ".nfs0000000000000001").write_bytes(b"a file that was deleted while somebody read it")
     (folder / ("n" * 255)).write_bytes(b"a huge name")
     (folder / "loop").symlink_to(folder / "loop")
 
 
-def forge(folder: Path, **told: object) -> None:
-    """Writes a manifest anew that tells something else, of a right checksum."""
+def forge(folder: Path, **fields: object) -> None:
+    """Rewrites a manifest with changed fields and a valid checksum."""
     path = folder / "manifest"
     manifest = decode_manifest(path.read_bytes(), "manifest")
-    path.write_bytes(seal(KIND, VERSION, msgspec.msgpack.encode(msgspec.structs.replace(manifest, **told))))
+    path.write_bytes(seal(KIND, VERSION, msgspec.msgpack.encode(msgspec.structs.replace(manifest, **fields))))
 
 
-def forge_first_piece(folder: Path, **told: object) -> None:
+def forge_first_piece(folder: Path, **fields: object) -> None:
     first, *others = decode_manifest((folder / "manifest").read_bytes(), "manifest").pieces
-    forge(folder, pieces=(msgspec.structs.replace(first, **told), *others))
+    forge(folder, pieces=(msgspec.structs.replace(first, **fields), *others))
 
 
 def forge_positions(folder: Path) -> None:
-    """The first piece tells that it has more positions than any memory."""
+    """Makes the first piece claim more positions than any memory holds."""
     piece = first_piece(folder)
     content = piece.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
@@ -131,12 +131,12 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "of a negative size": lambda folder: forge_first_piece(folder, num_bytes=-1),
     "of overlapping runs": lambda folder: forge_first_piece(folder, runs=((0, 2**60),)),
     "of too many positions": forge_positions,
-    "among strangers": add_strangers,
+    "among foreign files": add_foreign_files,
 }
 
 
 @pytest.mark.extended
-def test_what_is_damaged_is_told_read_again_and_saved_anew(tmp_path: Path) -> None:
+def test_damaged_snapshots_are_reported_recomputed_and_saved_again(tmp_path: Path) -> None:
     names = [f"context-{i}" for i in range(len(DAMAGES))]
     with serving(tmp_path, 2) as (service, client):
         before = ingest(client, names)
@@ -145,12 +145,12 @@ def test_what_is_damaged_is_told_read_again_and_saved_anew(tmp_path: Path) -> No
     folders = saved(tmp_path)
     for folder, damage in zip(folders, DAMAGES.values(), strict=True):
         damage(folder)
-        add_strangers(folder.parent)
+        add_foreign_files(folder.parent)
     with serving(tmp_path) as (service, client):
         for name, answer in before.items():
             assert ask(client, name, QUESTION) == (answer, True)
-        assert service.num_said("is damaged; recomputing the tokens") == 9
-        assert service.num_said("1 snapshots are missing from") == 1
+        assert service.count_lines("is damaged; recomputing the tokens") == 9
+        assert service.count_lines("1 snapshots are missing from") == 1
         wait_until(lambda: len(saved(tmp_path)) == len(names) and not set(folders[:-1]) & set(saved(tmp_path)))
         for name in names:
             client.delete_context(name)
@@ -161,14 +161,14 @@ def test_what_is_damaged_is_told_read_again_and_saved_anew(tmp_path: Path) -> No
 # --- while the service runs ---
 
 
-def trouble_told(client: Client) -> str:
-    """Of the storage, to clients."""
+def storage_error(client: Client) -> str:
+    """The storage error that clients see."""
     storage = client.cluster().storage
     assert storage is not None
     return storage.trouble
 
 
-def test_a_full_disk_is_told_once_and_deletions_make_room_on_it(tmp_path: Path) -> None:
+def test_full_disk_is_reported_once_and_deletions_free_space(tmp_path: Path) -> None:
     with (
         small_disk(tmp_path / "disk", 12 << 20) as disk,
         serving(tmp_path / "data", url=disk.folder) as (
@@ -182,29 +182,30 @@ def test_a_full_disk_is_told_once_and_deletions_make_room_on_it(tmp_path: Path) 
         fill(disk.folder / "stranger")
         client.ingest("second", f"{BOOK.text[:1000]} {QUESTION}")
         answer, _ = ask(client, "second", QUESTION)
-        wait_until(lambda: service.num_said(AWAY) == 2)
-        assert "it is full; free space there" in service.said
-        assert "it is full" in trouble_told(client)
+        wait_until(lambda: service.count_lines(AWAY) == 2)
+        assert "it is full; free space there" in service.matching_lines
+        assert "it is full" in storage_error(client)
         client.delete_context("first")
         wait_until(lambda: not first.exists())
         wait_until(lambda: len(saved(disk.folder)) == 1)
         assert ask(client, "second", QUESTION)[0] == answer
-        wait_until(lambda: service.num_said(AGAIN) == 2)
-        assert service.num_said(AWAY) == 2, "once each"
-        assert trouble_told(client) == ""
+        wait_until(lambda: service.count_lines(AGAIN) == 2)
+        assert service.count_lines(AWAY) == 2, "once each"
+        assert storage_error(client) == ""
 
 
 @pytest.mark.extended
-def test_a_full_disk_of_the_data_folder_takes_deletions_and_starts(tmp_path: Path) -> None:
-    """Where snapshots lie beside the catalog: they leave room, and what a stranger takes of it is set apart before."""
+def test_full_data_disk_accepts_deletions_and_restarts(tmp_path: Path) -> None:
+    """Snapshots on the same disk as the catalog leave space for it; the space taken by another program is reserved
+    before."""
     with small_disk(tmp_path / "disk", 24 << 20) as disk:
         data = disk.folder / "data"
         names = [f"context-{number}" for number in range(40)]
         with serving(data) as (service, client):
             for name in names:
                 client.ingest(name, f"{name}. {BOOK.text[:1500]}")
-            wait_until(lambda: service.num_said(AWAY) == 1)
-            assert "are reserved for deletions" in trouble_told(client)
+            wait_until(lambda: service.count_lines(AWAY) == 1)
+            assert "are reserved for deletions" in storage_error(client)
             num_saved = len(saved(data))
             fill(disk.folder / "stranger")
             client.delete_context(names[0])
@@ -222,7 +223,7 @@ def test_a_full_disk_of_the_data_folder_takes_deletions_and_starts(tmp_path: Pat
 
 
 class Objects:
-    """What a server has, asked past any switch."""
+    """The objects of a server, read without the proxy that can be switched off."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._client = boto3.client("s3", endpoint_url=store.endpoint)
@@ -235,7 +236,7 @@ class Objects:
 
 
 class Reader(threading.Thread):
-    """Reads one answer after the other about a context until it is ended, and counts their events."""
+    """Reads one answer after the other about a context until it is stopped, and counts events."""
 
     def __init__(self, address: str, context: str) -> None:
         super().__init__(daemon=True)
@@ -274,11 +275,11 @@ def reading(address: str, context: str) -> Iterator[Reader]:
 @pytest.mark.parametrize(
     "outage", [Switch.refuse, pytest.param(Switch.hang, marks=pytest.mark.slow)], ids=["refuses", "hangs"]
 )
-def test_a_server_that_is_away_holds_up_nobody_else(tmp_path: Path, outage: Callable[[Switch], None]) -> None:
-    """The server comes back only when all calls have ended."""
+def test_unavailable_object_store_delays_no_other_call(tmp_path: Path, outage: Callable[[Switch], None]) -> None:
+    """The server returns only after all calls have ended."""
     with object_store() as store, switch(int(store.endpoint.rpartition(":")[2])) as way:
         folder = Objects(store)
-        os.environ["AWS_ENDPOINT_URL_S3"] = f"http://127.0.0.1:{way.port}"  # for as long as the store is there
+        os.environ["AWS_ENDPOINT_URL_S3"] = f"http://127.0.0.1:{way.port}"  # while the store is reachable
         with serving(tmp_path, url=store.url) as (service, client):
             before = ingest(client, ["parked", "dropped"])
             wait_until(lambda: len(folder.manifests) == 2)
@@ -291,44 +292,44 @@ def test_a_server_that_is_away_holds_up_nobody_else(tmp_path: Path, outage: Call
             with reading(service.address, "new") as reader:
                 num_before = reader.num_events
                 assert ask(client, "parked", QUESTION) == (before["parked"], True)
-                if outage is Switch.hang:  # meanwhile its keys are waited for, for half a minute
+                if outage is Switch.hang:  # meanwhile the service waits for its keys, for half a minute
                     assert reader.num_events > num_before + NUM_EVENTS
-                wait_until(lambda: service.num_said(AWAY) == 2, 150)
+                wait_until(lambda: service.count_lines(AWAY) == 2, 150)
                 assert ask(client, "new", QUESTION)[0] == before["new"]
                 num_before = reader.num_events
                 wait_until(lambda: reader.num_events > num_before + NUM_EVENTS)
             assert len(folder.manifests) == 2
             way.carry()
             wait_until(lambda: len(folder.manifests) == 2 and dropped not in folder.manifests, 150)
-            wait_until(lambda: service.num_said(AGAIN) == 2, 150)
-            assert service.num_said(AWAY) == 2, "once each"
+            wait_until(lambda: service.count_lines(AGAIN) == 2, 150)
+            assert service.count_lines(AWAY) == 2, "once each"
             outage(way)
             client.ingest("last", f"{BOOK.text[:1000]} {QUESTION}")
-        assert service._process.returncode == 0, "no process waits for a storage when it ends"
+        assert service._process.returncode == 0, "no exiting process waits for the storage"
 
 
-def test_a_folder_that_goes_is_waited_for(tmp_path: Path) -> None:
+def test_missing_storage_folder_is_waited_for(tmp_path: Path) -> None:
     folder = tmp_path / "snapshots"
     with serving(tmp_path / "data", url=folder, quota=1 << 30) as (service, client):
         before = ingest(client, ["book"])
         wait_until(lambda: len(saved(folder)) == 1)
         shutil.rmtree(folder)
         before |= ingest(client, ["other"])
-        wait_until(lambda: service.num_said(AWAY) == 2)
+        wait_until(lambda: service.count_lines(AWAY) == 2)
         client.delete_context("book")
         folder.mkdir()
         wait_until(lambda: len(saved(folder)) == 1)
-        wait_until(lambda: service.num_said(AGAIN) == 2)
-        assert service.num_said(AWAY) == 2, "once each"
+        wait_until(lambda: service.count_lines(AGAIN) == 2)
+        assert service.count_lines(AWAY) == 2, "once each"
         assert ask(client, "other", QUESTION)[0] == before["other"]
         service.kill()
     with serving(tmp_path / "data", url=folder) as (service, client):
         assert ask(client, "other", QUESTION) == (before["other"], True)
-        assert "recomputing" not in service.said
+        assert "recomputing" not in service.matching_lines
 
 
 @pytest.mark.extended
-def test_a_file_in_place_of_the_folder_is_told_and_waited_for(tmp_path: Path) -> None:
+def test_file_in_place_of_the_storage_folder_is_reported_and_waited_for(tmp_path: Path) -> None:
     folder = tmp_path / "snapshots"
     with serving(tmp_path / "data", url=folder) as (service, client):
         before = ingest(client, ["book"])
@@ -338,14 +339,14 @@ def test_a_file_in_place_of_the_folder_is_told_and_waited_for(tmp_path: Path) ->
     folder.write_text("no folder")
     with serving(tmp_path / "data", url=folder) as (service, client):
         assert ask(client, "book", QUESTION) == (before["book"], True)
-        wait_until(lambda: service.num_said("garbage collection failed") == 1)
+        wait_until(lambda: service.count_lines("garbage collection failed") == 1)
         folder.unlink()
         folder.mkdir()
         wait_until(lambda: len(saved(folder)) == 1, 100)
-        assert "1 snapshots are missing from" in service.said
+        assert "1 snapshots are missing from" in service.matching_lines
 
 
-def test_what_cannot_be_written_can_still_be_read(tmp_path: Path) -> None:
+def test_unwritable_storage_remains_readable(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 32 << 20) as disk:
         with serving(tmp_path / "data", url=disk.folder) as (service, client):
             before = ingest(client, ["book"])
@@ -356,7 +357,7 @@ def test_what_cannot_be_written_can_still_be_read(tmp_path: Path) -> None:
             assert ask(client, "book", QUESTION) == (before["book"], True)
             before |= ingest(client, ["other"])
             client.delete_context("book")
-            wait_until(lambda: service.num_said(AWAY) == 2)
-            assert "it is read-only; mount it for writing" in service.said
-            assert "recomputing" not in service.said
+            wait_until(lambda: service.count_lines(AWAY) == 2)
+            assert "it is read-only; mount it for writing" in service.matching_lines
+            assert "recomputing" not in service.matching_lines
             assert ask(client, "other", QUESTION)[0] == before["other"]

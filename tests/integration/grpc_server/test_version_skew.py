@@ -43,13 +43,13 @@ def finished(reason: int = VALUE, sample: int = 0) -> Message:
 
 
 class LaterService(grpc.GenericRpcHandler):
-    """Answers the methods in `answers` with messages of the later version."""
+    """Answers the methods in `answers` with messages of a later version."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Answer] = {}
         self.requests: list[Any] = []
         self.num_lacking = 0
-        """Calls of methods that it does not have."""
+        """Calls of methods that it does not implement."""
         self.address = ""
 
     def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler | None:
@@ -67,7 +67,7 @@ class LaterService(grpc.GenericRpcHandler):
         return grpc.stream_stream_rpc_method_handler(answer, request)
 
     def say(self, method: str, *messages: Message) -> None:
-        """Answers once the first request is there, and keeps that."""
+        """Answers after the first request, and stores it."""
 
         async def answer(requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Message]:
             self.requests.append(await anext(aiter(requests)))
@@ -89,13 +89,13 @@ async def later() -> AsyncIterator[LaterService]:
 
 
 class Both:
-    """The two clients, called alike."""
+    """Both clients behind one interface."""
 
     def __init__(self, address: str, is_plain: bool) -> None:
         self._address, self._is_plain = address, is_plain
 
     async def list(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
-        """All that a stream yields."""
+        """All items of a stream."""
         if self._is_plain:
             return await self._plainly(lambda client: list(getattr(client, method)(*arguments, **options)))
         async with AsyncClient(self._address, retries=QUICK, on_retry=lambda _: None) as client:
@@ -123,14 +123,14 @@ def client(later: LaterService, request: pytest.FixtureRequest) -> Both:
 # --- an older client ---
 
 
-async def test_unknown_events_are_passed_over(later: LaterService, client: Both) -> None:
+async def test_unknown_events_are_ignored(later: LaterService, client: Both) -> None:
     later.say("Generate", STARTED, UNKNOWN, PROGRESS, delta(0, 1, 2), UNKNOWN, finished())
     found = await client.list("generate", "x")
     assert [type(event) for event in found] == [Started, Progress, Delta, Finished]
     assert found[-1].reason == "unspecified"
 
 
-async def test_a_reason_that_is_not_set_is_no_other(later: LaterService, client: Both) -> None:
+async def test_unset_reason_is_unspecified(later: LaterService, client: Both) -> None:
     later.say("Generate", STARTED, finished(0))
     assert (await client.list("generate", "x"))[-1].reason == "unspecified"
 
@@ -138,7 +138,7 @@ async def test_a_reason_that_is_not_set_is_no_other(later: LaterService, client:
 RECOVERING = {"lost_token_count": 8, "recovered_token_count": 32, "total_token_count": 64, NEWER: "x"}
 
 
-async def test_a_recovery_is_told_between_deltas_that_follow_one_another(later: LaterService, client: Both) -> None:
+async def test_recovery_is_reported_between_consecutive_deltas(later: LaterService, client: Both) -> None:
     recovering = NEW.GenerateResponse(recovering=RECOVERING)
     later.say("Generate", STARTED, delta(0, 1), recovering, recovering, delta(1, 2), finished(2))
     found = await client.list("generate", "x")
@@ -146,9 +146,7 @@ async def test_a_recovery_is_told_between_deltas_that_follow_one_another(later: 
     assert [event.index for event in found if isinstance(event, Delta)] == [0, 1]
 
 
-async def test_an_answer_that_breaks_off_in_a_recovery_goes_on_at_the_next_token(
-    later: LaterService, client: Both
-) -> None:
+async def test_answer_interrupted_in_a_recovery_resumes_at_the_next_token(later: LaterService, client: Both) -> None:
     recovering = NEW.GenerateResponse(recovering=RECOVERING)
     breaking_off(later, [STARTED, delta(0, 1), recovering], [STARTED, recovering, delta(1, 2), finished(2)])
     found = await client.list("generate", "x", resumable=True)
@@ -156,7 +154,7 @@ async def test_an_answer_that_breaks_off_in_a_recovery_goes_on_at_the_next_token
     assert text_of(found) == "bc"
 
 
-async def test_an_ingest_tells_of_a_recovery(later: LaterService, client: Both) -> None:
+async def test_ingest_reports_a_recovery(later: LaterService, client: Both) -> None:
     reported = [progress(1), progress(5, recovering=RECOVERING, processed_token_count=3), progress(4, context=CONTEXT)]
     later.say("IngestContext", *reported)
     found: list[IngestProgress] = await client.list("ingest_steps", "book", b"")
@@ -168,7 +166,7 @@ async def test_an_ingest_tells_of_a_recovery(later: LaterService, client: Both) 
 
 
 def breaking_off(later: LaterService, *parts: list[Message]) -> None:
-    """Each call gets the next of `parts`; all but the last one break off after theirs."""
+    """Each call gets the next of `parts`; all but the last call fail after theirs."""
     left = list(parts)
 
     async def answer(requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Message]:
@@ -196,10 +194,10 @@ def text_of(found: list[Event]) -> str:
     ],
     ids=["first", "nothing yet", "last", "in front", "between"],
 )
-async def test_an_answer_goes_on_where_it_broke_off_whatever_was_passed_over(
+async def test_answer_resumes_at_its_offset_despite_ignored_messages(
     later: LaterService, client: Both, before: list[Message], after: list[Message], index: int | None, text: str
 ) -> None:
-    """Also if the ignored messages carried tokens: the index of the next message counts them."""
+    """Even if ignored messages carried tokens: the index of the next message includes them."""
     breaking_off(later, before, [*after, finished(2)])
     found = await client.list("generate", "x", resumable=True, request_id="one")
     second = later.requests[1]
@@ -208,7 +206,7 @@ async def test_an_answer_goes_on_where_it_broke_off_whatever_was_passed_over(
     assert found[-1].reason == "stop"
 
 
-async def test_the_tokens_of_all_samples_count(later: LaterService, client: Both) -> None:
+async def test_tokens_of_all_samples_are_counted(later: LaterService, client: Both) -> None:
     first = [STARTED, UNKNOWN, delta(2, 1), delta(0, 2, sample=1), UNKNOWN]
     breaking_off(later, first, [STARTED, delta(3, 3), finished(2), finished(2, 1)])
     found = await client.list("generate", "x", resumable=True, num_samples=2)
@@ -220,8 +218,8 @@ def progress(phase: int, **fields: Any) -> Message:
     return NEW.IngestContextResponse(phase=phase, **fields, newer="x")
 
 
-async def test_unknown_phases_of_an_ingest_are_unspecified(later: LaterService, client: Both) -> None:
-    """The document is sent all the same, from where the service wants it."""
+async def test_unknown_ingest_phases_are_unspecified(later: LaterService, client: Both) -> None:
+    """The document is sent from the offset that the service wants."""
     sent: list[Any] = []
 
     async def answer(requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Message]:
@@ -242,12 +240,12 @@ async def test_unknown_phases_of_an_ingest_are_unspecified(later: LaterService, 
     assert (await client.call("ingest", "book", "grass", upload_id="one")).tokens == 3
 
 
-async def test_what_comes_after_the_context_does_not_hide_it(later: LaterService, client: Both) -> None:
+async def test_messages_after_the_context_do_not_hide_it(later: LaterService, client: Both) -> None:
     later.say("IngestContext", progress(1), progress(4, context=CONTEXT), progress(VALUE))
     assert (await client.call("ingest", "book", b"")).id == "book"
 
 
-async def test_unknown_fields_are_passed_over(later: LaterService, client: Both) -> None:
+async def test_unknown_fields_are_ignored(later: LaterService, client: Both) -> None:
     later.say("GetContext", NEW.Context(**CONTEXT))
     found: Context = await client.call("get_context", "book")
     assert (found.id, found.tokens, found.positions.precision) == ("book", 3, "unspecified")
@@ -277,7 +275,7 @@ async def test_unknown_fields_are_passed_over(later: LaterService, client: Both)
     ],
     ids=str,
 )
-def test_an_error_for_an_unknown_reason_is_no_other(
+def test_unknown_error_reason_is_unspecified(
     code: grpc.StatusCode, reason: str | None, kind: type[LongleafError]
 ) -> None:
     status = status_pb2.Status(code=code.value[0], message="it is so")
@@ -289,7 +287,7 @@ def test_an_error_for_an_unknown_reason_is_no_other(
     assert str(error) == ("it is so" if kind is not LongleafError else f"{code.name}: it is so")
 
 
-async def test_the_command_line_passes_over_what_it_does_not_know(
+async def test_command_line_ignores_unknown_fields(
     later: LaterService, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     terminal = Terminal(later.address, None, capsys)  # type: ignore[arg-type]
@@ -313,7 +311,7 @@ async def test_the_command_line_passes_over_what_it_does_not_know(
 # --- a newer client ---
 
 
-async def test_a_call_that_an_earlier_service_does_not_have_is_made_once(later: LaterService, client: Both) -> None:
+async def test_call_missing_in_an_older_service_is_made_once(later: LaterService, client: Both) -> None:
     with pytest.raises(LongleafError, match="does not implement this call of longleaf.v1") as caught:
         await client.call("cluster")
     assert (type(caught.value), later.num_lacking) == (LongleafError, 1)
@@ -346,7 +344,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("path", "request_", "field"), REFUSED, ids=[field for *_, field in REFUSED])
-async def test_what_a_newer_client_asks_for_is_refused_by_its_field(
+async def test_unsupported_field_of_a_newer_client_is_refused_by_name(
     service: Served, channel: grpc.aio.Channel, path: str, request_: Message, field: str
 ) -> None:
     call: Any = channel.stream_stream(f"/longleaf.v1.{path}")
@@ -357,7 +355,7 @@ async def test_what_a_newer_client_asks_for_is_refused_by_its_field(
     assert error.field == field
 
 
-async def test_fields_that_a_service_does_not_know_have_no_effect(service: Served, channel: grpc.aio.Channel) -> None:
+async def test_fields_unknown_to_the_service_have_no_effect(service: Served, channel: grpc.aio.Channel) -> None:
     service.engine.answer = ((1, 2),)
     request = NEW.GenerateRequest(text="x", sampling={"top_k": 3, NEWER: "x"}, newer="x")
     call: Any = channel.unary_stream("/longleaf.v1.GenerationService/Generate")
@@ -366,8 +364,8 @@ async def test_fields_that_a_service_does_not_know_have_no_effect(service: Serve
 
 
 def test_requests_have_no_other_enum() -> None:
-    """One that has must be decoded so that values which this version does not know are refused by their field; then
-    it goes into the list of what is refused, and from here."""
+    """A new enum must be decoded so that unknown values are refused by field name; then it belongs in the table of
+    refused fields, and this list changes."""
     waiting, seen = [method.input_type for method in methods()], set()
     while waiting:
         message = waiting.pop()

@@ -1,4 +1,4 @@
-"""What tenants have outlives the service, and leaves it, for each as its own."""
+"""Contexts of tenants keep their owner across restarts and transfers."""
 
 import random
 from array import array
@@ -32,7 +32,9 @@ def names(client: Client) -> list[str]:
 
 
 @pytest.mark.slow
-def test_each_has_its_own_again_and_what_was_nobodys_is_the_defaults(checkpoint: Path, tmp_path: Path) -> None:
+def test_tenants_keep_their_contexts_and_unowned_ones_go_to_the_default_tenant(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     answers: dict[str, tuple[int, ...]] = {}
     with Served(*options(checkpoint, tmp_path / "data")) as service, Client(service.address) as client:
         client.ingest("book", TEXTS[DEFAULT_TENANT])
@@ -41,7 +43,7 @@ def test_each_has_its_own_again_and_what_was_nobodys_is_the_defaults(checkpoint:
     with Tenanted(tmp_path, *options(checkpoint, tmp_path / "data")) as tenanted:
         for tenant in (ACME, BOLT):
             with tenanted.client(tenant) as client:
-                assert names(client) == [], "what was there before is of the tenant default"
+                assert names(client) == [], "earlier contexts belong to the default tenant"
                 client.ingest("book", TEXTS[tenant])
                 answers[tenant], _ = ask(client, "book", QUESTION)
         assert tenanted.served.stop() == 0
@@ -58,8 +60,8 @@ def test_each_has_its_own_again_and_what_was_nobodys_is_the_defaults(checkpoint:
 
 
 @pytest.mark.slow
-def test_a_parcel_becomes_whose_who_takes_it_and_tells_of_nothing_else(checkpoint: Path, tmp_path: Path) -> None:
-    """Of acme's `secret`, of which `excerpt` is the first part, nothing that is behind goes along."""
+def test_archive_belongs_to_its_importer_and_contains_no_other_data(checkpoint: Path, tmp_path: Path) -> None:
+    """The archive of acme's `excerpt`, the first part of `secret`, contains nothing of the rest."""
     draw, archive, whole = random.Random(5), tmp_path / "excerpt.parcel", tmp_path / "secret.parcel"
     with Tenanted(tmp_path, *options(checkpoint, tmp_path / "data")) as tenanted:
         with tenanted.client(ACME) as acme, tenanted.client(BOLT) as bolt:
