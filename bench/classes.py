@@ -25,7 +25,7 @@ from zoo.classes import KINDS
 
 
 class Walk(msgspec.Struct, frozen=True):
-    """What was found, with one version of transformers."""
+    """The results with one version of transformers."""
 
     transformers: str
     findings: tuple[Finding, ...]

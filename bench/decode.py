@@ -1,7 +1,7 @@
 """Decode speed on long contexts: this service at world size 1 against transformers' `generate`.
 
 Both hold the same contexts before the clock runs, use one thread each and take turns. In a batch each generation has a
-context of its own, or all ask the same one; `generate` then holds that once per row, as it must. Usage:
+separate context, or all share one; `generate` must then hold the shared context once per row. Usage:
 
     python -m bench.decode --json
     python -m bench.decode --context 8000 --model random-llama --batch 8

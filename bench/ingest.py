@@ -62,7 +62,7 @@ def row(
 
 
 def once(service: Service, baseline: Baseline, ids: list[int]) -> tuple[float, float]:
-    """Seconds of the service and of the baseline for one reading of `ids`."""
+    """Seconds of one ingest of `ids`: service, then baseline."""
     our_seconds = service.ingest("ingest", ids)
     service.delete("ingest")
     begin = time.perf_counter()

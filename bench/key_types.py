@@ -108,7 +108,7 @@ def quantized(k_KSD: Tensor, v_KSD: Tensor) -> Int8Layer:
 
 
 def differing(backend: Backend, step: "partial[Partial]", num_keys: int, dtype: torch.dtype) -> float:
-    """Share of the elements of the answer that tell whether the keys lay on one rank or on several."""
+    """Share of the elements of the answer that differ between keys on one rank and keys on several."""
     wire, share = PartialCodec(backend), num_keys // NUM_RANKS
     shares = [Reads([Read(0, 1, low, low + share)]) for low in range(0, num_keys, share)]
     merged = wire.fold(torch.stack([wire.pack(step(reads)) for reads in shares])).out_THD

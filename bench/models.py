@@ -1,14 +1,14 @@
-"""Whether Longleaf answers as transformers' `generate` does, for every family, world size and state of a context.
+"""Agreement of Longleaf with transformers' `generate`, for every family, world size and state of a context.
 
-Random checkpoints with the config of their family, greedy: see tests/golden, of which this is the table. A family is
-exact when all its answers in float32 are the same tokens. In half precision tokens say little, as rounding decides
-between close ones: there it is how far logits are from float32, against how far plain attention in that type is. What a
-model is refused for is what `longleaf serve` would say. Usage:
+Random checkpoints with the config of their family, greedy; tests/golden has the same cases. A family is exact when all
+its answers in float32 are the same tokens. In half precision tokens are a weak measure, as rounding decides between
+close ones: there the table compares the distance of logits from float32 with that of plain attention in the same type.
+Refusals are those of `longleaf serve`. Usage:
 
     python -m bench.models --json                           # prints the rows
     python -m bench.models --write                          # also keeps them in bench/results, and writes the page
     python -m bench.models --family llama4 phi3 --write     # only some of them; the other rows stay
-    python -m bench.models --dtype bfloat16 --write         # only one type; what was found in the others stays
+    python -m bench.models --dtype bfloat16 --write         # only one type; results of the others stay
     python -m bench.models --page                           # writes docs/models.md from the rows that are there
 """
 

@@ -1,10 +1,10 @@
-"""Reading one chunk after a past that ranks hold already: gathered queries, gathered keys, and the choice by bytes.
+"""Prefill of one chunk after a past that the ranks hold: gathered queries, gathered keys, and the choice by bytes.
 
 Ranks are processes on this machine's CPUs, over gloo and in shared memory, with the parts of the real worker. The past
-is dealt as the coordinator deals it, with random keys: neither bytes nor speed depend on what it holds. Bytes and
-collectives are counted on the tensors that a rank hands over; what all others read counts once for each of them over
-gloo, as the choice counts it, and once in shared memory, where it is written once. A turn lasts as long as its slowest
-rank. Usage:
+is distributed as the coordinator does it, with random keys: neither bytes nor speed depend on the values. Bytes and
+collectives are counted on the tensors that a rank sends; over gloo data that all others read counts once for each of
+them, as in the choice, and in shared memory, where it is written once, it counts once. A turn lasts as long as its
+slowest rank. Usage:
 
     python -m bench.prefill --json
     python -m bench.prefill --world-size 2 --past 0 2000 --chunk 1000 --repeats 1

@@ -1,23 +1,23 @@
-"""What it costs that a rank dies: one of four ranks is killed under a live stream, again and again.
+"""The cost of a lost rank: one of four ranks is killed under a live stream, repeatedly.
 
-The service is started as a user would start it, and watched as a user would watch it. Usage:
+The service is started and watched with the public commands. Usage:
 
     python -m bench.recover --json
     python -m bench.recover --model embedded --tokens 65536 --repeats 2 --losses 0
 
 Per model, medians over the kills, in seconds from the kill:
 
-    noticed_s         until the service knew it
+    noticed_s         until the service detected it
     formed_s          from there until the others were a group again
     recovery_s        until all keys that were lost are held again
     stall_s           the longest time without a token of the stream, from the kill on
     restored_world_s  until there are as many ranks as before
-    full_ingest_s     what reading the whole document takes, in the same run
-    ratio             recovery_s over full_ingest_s; the worst of the models is told on top
+    full_ingest_s     duration of the ingest of the whole document, in the same run
+    ratio             recovery_s over full_ingest_s; the worst of the models is printed first
 
-The stream's tokens are held against those of a stream that nothing disturbed; `near_ties` of these were chosen by less
-than 0.0001, and may be others after a loss. Then many ranks are lost of a service that holds little, for how long it
-takes to notice that: killed, with either launcher; stopped, which is noticed by silence; and gone with their Ray node.
+The stream's tokens are compared with those of an undisturbed stream; `near_ties` of these were chosen by less than
+0.0001, and may differ after a loss. Then a service with few keys loses many ranks, to measure the detection time:
+killed, with either launcher; stopped, which is detected by silence; and lost with their Ray node.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--model", dest="models", nargs="+", choices=NAMES, default=[EMBEDDED, RANDOM_LLAMA])
-    parser.add_argument("--tokens", type=int, help="of the document; by default as many as were published")
+    parser.add_argument("--tokens", type=int, help="tokens of the document; by default as many as were published")
     parser.add_argument("--repeats", type=int, default=5, help="losses per model")
     parser.add_argument("--losses", type=int, default=20, help="per way in which they are noticed; 0: none")
     given = parser.parse_args()
@@ -232,7 +232,7 @@ async def stream(client: AsyncClient) -> AsyncIterator[Told]:
 
 
 def longest_gap(times: Sequence[float], since: float) -> float:
-    """The longest time without a token, of the times after `since`."""
+    """The longest time without a token, among the times after `since`."""
     after = [since, *(at for at in times if at > since)]
     return max((b - a for a, b in pairwise(after)), default=0.0)
 

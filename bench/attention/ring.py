@@ -71,11 +71,11 @@ class Ring:
 
 
 class QueryRing:
-    """Pass-Q: a query goes round with its partial, and each rank adds what its own keys have to say.
+    """Pass-Q: a query travels around the ring with its partial, and each rank adds the contribution of its keys.
 
-    The heads are cut into N shares, one of which sets out from each rank, so that all ranks compute at every hop. After
-    N - 1 hops each share is finished on some rank, and one all-gather gives all of them to all ranks: one exchange
-    where going round once more would take N - 1.
+    The heads are cut into N shares, one of which starts at each rank, so that all ranks compute at every hop. After N -
+    1 hops each share is finished on some rank, and one all-gather distributes all shares: one exchange instead of the N
+    - 1 of a second round.
     """
 
     def __init__(self, comm: Comm, backend: Backend) -> None:

@@ -24,7 +24,7 @@ CONTEXT = "draft"
 
 
 class Asked(NamedTuple):
-    """What to ask, and in which document."""
+    """A question and its document."""
 
     document: str | list[int]
     questions: list[str]

@@ -25,7 +25,7 @@ WARM_UP = 5
 
 
 def measure(options: Options) -> Row:
-    """Commits of small contexts and of those of `tokens` ids, and the load of many."""
+    """Measures commits of small contexts and of contexts of `tokens` ids, and loads of many."""
     with TemporaryDirectory(prefix="longleaf-bench-") as folder:
         return asyncio.run(_measure(Path(folder), options))
 

@@ -1,4 +1,4 @@
-"""The journal's share of a step: what it takes to write down a step's tokens, beside what the step takes."""
+"""The journal's share of a step: the time to append a step's tokens over the duration of the step."""
 
 import asyncio
 import time
@@ -53,7 +53,7 @@ def measure(options: Options) -> Row:
 
 
 def append_seconds(folder: Path, steps: int) -> list[float]:
-    """Of each step: an entry is written for each generation, in the same folder and form as by a service."""
+    """Seconds per step. Each step appends one entry per generation, in the folder layout and format of a service."""
     found = list[float]()
     with records(Journal(folder)) as opened:
         for step in range(steps):
@@ -81,7 +81,7 @@ def records(journal: Journal) -> Iterator[list[JournalWriter]]:
 
 
 async def step_seconds(address: str, measured: Subject, options: Options) -> tuple[list[float], list[float]]:
-    """Seconds per step while all generations run: of those that are held, and of others, in turns."""
+    """Median seconds per step with all generations running, in turns: resumable generations, then others."""
     resident, others = list[float](), list[float]()
     async with AsyncClient(address) as client:
         await client.ingest(CONTEXT, tuple(measured.tokens(options.tokens)))

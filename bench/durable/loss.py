@@ -55,7 +55,7 @@ async def _read_and_lose(address: str, measured: Subject, options: Options, fold
 
 
 async def _read(client: AsyncClient, context: str, ids: tuple[int, ...], folder: SnapshotFolder | None) -> float:
-    """Seconds of reading a context anew. Returns when its snapshot is complete."""
+    """Seconds to ingest a context after deleting it. Returns when its snapshot is complete."""
     before = folder.manifests if folder is not None else frozenset[Path]()
     with suppress(NotFound):
         await client.delete_context(context)

@@ -1,6 +1,7 @@
-"""A context whose keys and values were given up for others: how long until it answers, from a snapshot and read again.
+"""Time to the first token of an evicted context, restored from a snapshot and recomputed.
 
-Two documents are asked in turns by a service that has room for one and a half: each question parks the other one.
+A service with room for one and a half documents answers questions about two in turns: each question evicts the other
+document.
 """
 
 import asyncio
@@ -99,11 +100,11 @@ async def fill(measured: Subject, options: Options, mode: Snapshots, address: st
 
 
 async def ask_parked(client: AsyncClient, context: str) -> Turn:
-    """Raises RuntimeError where nothing had to come back."""
+    """Raises RuntimeError if no keys were missing."""
     state = (await client.get_context(context)).state
     answered = await ask(client, context)
     if state != "parked" or not answered.lost_tokens:
-        raise RuntimeError(f"{context} was {state}, and {answered.lost_tokens:,} of its tokens had to come back")
+        raise RuntimeError(f"{context} was {state}, and {answered.lost_tokens:,} of its tokens were missing")
     return Turn(answered.back_s, answered.first_token_s)
 
 

@@ -1,5 +1,6 @@
-"""Reading documents with snapshots and without, in turns: when they are acknowledged, when they are on storage, and
-what a stream loses meanwhile."""
+"""Ingest with snapshots and without, in turns: the time to the acknowledgement, the time until storage is complete, and
+the slowdown of a concurrent stream.
+"""
 
 import asyncio
 import time

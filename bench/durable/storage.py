@@ -1,5 +1,6 @@
-"""How fast bytes come to storage and back, beside a plain copy of a file, each time of the same bytes: with objects
-alone, and as snapshots of a service."""
+"""Throughput of storage in both directions compared with a plain copy of the same bytes: for single objects, and for
+snapshots of a service.
+"""
 
 import asyncio
 import os
@@ -20,7 +21,7 @@ from longleaf.storage.store import Store
 
 LEAST = 0.5
 OBJECT_BYTES = 16 << 20
-"""About what a piece of a snapshot has."""
+"""About the size of a piece of a snapshot."""
 MIB = 1 << 20
 
 
@@ -84,7 +85,7 @@ async def _save_and_restore(
 
 
 def told(name: str, num_bytes: int, turns: list[Turn]) -> tuple[Row, list[Goal]]:
-    """MiB per second, and ratios of what was measured in the same turn, above 1 where a copy is slower."""
+    """MiB per second, and ratios within one turn; above 1 the plain copy is slower."""
     rates = {"save": "save_s", "restore": "restore_s", "copy": "copy_s"}
     figures: Row = {f"{name}_mib": round(num_bytes / MIB, 1)}
     for what, field in rates.items():

@@ -1,4 +1,4 @@
-"""What was measured, for people."""
+"""Text tables of the results."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,7 +8,7 @@ TOLD_APART = ("part", "goals", "machine")
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A block of lines for each part: its figures, and what was wanted."""
+    """Lines for each part: its figures, then its goals."""
     return "\n".join(line for row in rows for line in _lines(row))
 
 

@@ -18,13 +18,13 @@ def parser_of(bench: str, description: str | None, parts: Iterable[str]) -> argp
         f"python -m bench.{bench}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--only", nargs="+", choices=list(parts), default=list(parts), help="what to measure")
+    parser.add_argument("--only", nargs="+", choices=list(parts), default=list(parts), help="parts to measure")
     parser.add_argument("--into", type=Path, metavar="FILE", help="a result whose other parts stay as they are")
     return parser
 
 
 def run_parts(bench: str, parts: Iterable[str], given: argparse.Namespace, measure: Callable[[str], Row]) -> None:
-    """Measures what was asked for, and writes and prints it beside what the file has had."""
+    """Runs the selected parts, then writes and prints their rows together with the earlier rows of the file."""
     rows = kept(given.into)
     for name in given.only:
         rows = joined(parts, rows, {"part": name, **measure(name), "machine": describe()})
@@ -41,8 +41,9 @@ def gathered(
     line: Callable[[Row], str],
     order: Callable[[Row], Any] = lambda _: 0,
 ) -> list[Row]:
-    """Tells and writes each row as soon as it is measured, so that a run that is broken off loses none: beside those of
-    the file that are of something else (`beside`), in this order. Gives all of them."""
+    """Prints and writes each row as soon as it is measured, so that an interrupted run loses none. The file keeps the
+    earlier rows of other keys (`beside`), sorted by `order`. Returns all rows.
+    """
     before, new = kept(given.into), list[Row]()
     rows = before
     for row in measured:
@@ -66,7 +67,7 @@ def joined(parts: Iterable[str], before: list[Row], row: Row) -> list[Row]:
 
 
 def beside(before: Iterable[Row], measured: Sequence[Row], keys: Sequence[str]) -> list[Row]:
-    """What was measured, behind those rows of before that are of something else: that differ in one of the keys."""
+    """The earlier rows that differ from every new row in one of the keys, then the new rows."""
     new = {tuple(row[key] for key in keys) for row in measured}
     return [*(row for row in before if tuple(row[key] for key in keys) not in new), *measured]
 

@@ -24,7 +24,7 @@ from longleaf.launch import BAD_INPUT
 from longleaf.network_interfaces import interface_of
 
 NETWORK = Network("ray", "", (), 0, 0)
-"""Machines of unknown topology; other traffic is counted, too."""
+"""Machines of unknown topology; the counts include other traffic."""
 Work = Callable[..., Any]
 
 

@@ -1,28 +1,28 @@
-"""What hostile clients do to everybody else: each attack beside one honest stream, against the same without the attack.
+"""The effect of hostile clients on other clients: each attack beside one honest stream, compared with no attack.
 
-A service of its own is started for each attack. It is left alone and attacked in turns, after a warm-up; medians count.
+Each attack gets a separate service. Turns without and with the attack alternate after a warm-up; results are medians.
 Meanwhile an honest client reads one long stream and makes small requests, one after another. Usage:
 
     python -m bench.hostile --json                                  # all attacks
     python -m bench.hostile --attacks watchers calls_at_once --repeats 3
-    python -m bench.hostile --list                                  # what there is
+    python -m bench.hostile --list                                  # names of the attacks
 
 stream     the longest time between two tokens of the honest stream
-heartbeat  the longest time between two beats of a task that wakes every 5 ms on the coordinator's event loop: how long
-           nobody at all was served (wanted: at most 100 ms more than without the attack)
-callback   how long a callback of the coordinator's event loop computes: 99.9 % of them at most for so long; 0 for less
-           than a millisecond. num_long_callbacks computed for more than 5 ms (wanted: at most one of a thousand, over
-           all attacks together; gRPC itself takes 6 to 9 ms to receive a message of 4 MiB)
-answer     the longest wait for a small honest request, from its first attempt; one begins after the attack, too
-peak       how far the memory of the coordinator (and of the door where HTTP is attacked) rose above where the turn
-           began
-remaining  this memory a second after the attack, above where it stood before the first attack; nothing is
-           collected or trimmed for the measurement (wanted: at most 64 MiB)
-statuses   how the attacker's calls ended; a CANCELLED that the attacker did not ask for is a fault, and so is INTERNAL
+heartbeat  the longest time between two beats of a task that runs every 5 ms on the coordinator's event loop: the
+           longest time in which no client was served (wanted: at most 100 ms more than without the attack)
+callback   the 99.9th percentile of the duration of a callback on the coordinator's event loop; 0 for less than a
+           millisecond. num_long_callbacks computed for more than 5 ms (wanted: at most one of a thousand, over all
+           attacks together; gRPC itself takes 6 to 9 ms to receive a message of 4 MiB)
+answer     the longest wait for a small honest request, from its first attempt; one request starts after the attack
+peak       growth of the memory of the coordinator (plus that of the door where HTTP is attacked) during the turn
+remaining  this memory a second after the attack, relative to its value before the first attack; the measurement
+           triggers no garbage collection and no trimming (wanted: at most 64 MiB)
+statuses   status codes of the attacker's calls; a CANCELLED that the attacker did not request is a fault, as is
+           INTERNAL
 
-The attacker is a process of its own, and would be a machine of its own elsewhere. So it runs at a low priority (nice
-10): where both want a processor, the service gets it. What the attacker computes is told as attacker_cpu_s, and the
-row `burn`, of an attacker that computes without sending anything, tells what that alone costs here. Reads /proc, so it
+The attacker is a separate process; elsewhere it would be a separate machine. It therefore runs at a low priority (nice
+10): where both want a processor, the service gets it. attacker_cpu_s is the CPU time of the attacker, and the
+row `burn` shows the effect of that CPU time with an attacker that computes without sending anything. Reads /proc, so it
 needs Linux.
 """
 
@@ -279,7 +279,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the attacks, and make none")
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS), metavar="NAME")
     parser.add_argument("--repeats", type=int, default=5, help="turns without and with each attack")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn; of attacks that could go on for ever")
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of a turn, for attacks without an end")
     parser.add_argument("--world-size", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.repeats < 1 or not 0.1 <= options.seconds <= 20 or options.world_size < 1:

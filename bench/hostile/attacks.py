@@ -465,7 +465,7 @@ ATTACKS = {
         run=partial(abandon_texts, num_bytes=payloads.TAKEN, count=16), told="16 texts of 4 MiB whose askers leave"
     ),
     "ingested_ids_1mib": Attack(run=send_ids_at_once, told="100 documents of 2 million ids at once"),
-    "unread_streams": Attack(run=leave_unread, told="320 streams that nobody reads", options=UNREAD_OPTIONS),
+    "unread_streams": Attack(run=leave_unread, told="320 streams that are never read", options=UNREAD_OPTIONS),
     "head_of_line": Attack(run=fill_the_pool, told="a document that waits for room", kv_bytes=SMALL_POOL),
     "stalled_uploads": Attack(run=stall_uploads, told="400 uploads that stall after 450,000 ids"),
     "list_contexts": Attack(run=list_forks, told="4 who list 5,001 contexts again and again"),

@@ -1,14 +1,14 @@
-"""Which facts a served model finds in long documents: accuracy by task, length and depth.
+"""Retrieval of facts in long documents by a served model: accuracy by task, length and depth.
 
-Seeded documents with facts in them are ingested by a service, which is asked for the facts over gRPC. Answers are kept
-line by line, so a run that broke off goes on where it stopped. Usage:
+A service ingests seeded documents with facts in them, and answers questions about the facts over gRPC. Answers are
+stored line by line, so an interrupted run resumes. Usage:
 
     python -m bench.needle --json                                       # the embedded model, a service started here
     python -m bench.needle --lengths 4000 64000 --questions 20
-    python -m bench.needle --server localhost:50051 --instruction "Answer with the value alone, or say: not found."
+    python -m bench.needle --server localhost:50051 --instruction "Answer only with the value, or with: not found."
 
-Lengths are in tokens of the served model. Right means that the answer holds the fact's whole value, or says "not
-found" for a key that the document does not hold.
+Lengths are in tokens of the served model. An answer is right if it contains the fact's whole value, or "not found" for
+a key that the document does not have.
 """
 
 import argparse
@@ -116,7 +116,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")
     parser.add_argument("--questions", type=int, default=100, help="per task and length")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--instruction", default="", help="what to say before each question")
+    parser.add_argument("--instruction", default="", help="instruction before each question")
     parser.add_argument("--max-tokens", type=int, default=96, help="of an answer")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of needle.jsonl, needle.json and needle.png")
     return parser.parse_args()

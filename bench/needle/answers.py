@@ -1,4 +1,4 @@
-"""Answers on disk, one line each, so that a measurement that broke off goes on where it stopped; and their table."""
+"""Answers on disk, one line each, so that an interrupted measurement resumes; and their table."""
 
 from collections.abc import Iterable, Iterator
 from math import sqrt
@@ -9,7 +9,7 @@ import msgspec
 Z = 1.959964
 """Two-sided 95 % quantile of the normal distribution."""
 DEPTHS = 10
-"""Parts of a document that accuracy is told for."""
+"""Parts of a document by which accuracy is reported."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -27,7 +27,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What was asked, what was said, and whether that was right. Times in seconds, lengths in tokens."""
+    """A question, its answer, and whether the answer was right. Times in seconds, lengths in tokens."""
 
     place: Place
     depth: float | None

@@ -18,7 +18,7 @@ from longleaf.kernels.gpu.variants import KernelVariant
 
 
 class Resources(NamedTuple):
-    """What one program of a compiled kernel takes."""
+    """Resources of one program of a compiled kernel."""
 
     registers: int
     """Of a thread."""
@@ -27,7 +27,7 @@ class Resources(NamedTuple):
     shared: int
     """Bytes of shared memory."""
     cycles: int = 0
-    """Of a scheduler, that a warp's turn of the loop over tiles takes; 0: no such loop, or not told."""
+    """Cycles of a scheduler for one warp's turn of the loop over tiles; 0: no such loop, or unknown."""
 
     def __str__(self) -> str:
         return "/".join(map(str, self))
@@ -38,7 +38,7 @@ class Resources(NamedTuple):
 
 
 def compile_variant(variant: KernelVariant, target: Target) -> Resources:
-    """What the compiler makes of a variant. Raises whatever it raises."""
+    """Compiles a variant. Any error of the compiler propagates."""
     names = list(variant.signature)
     source = ASTSource(
         fn=variant.kernel,

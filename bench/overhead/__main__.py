@@ -112,7 +112,7 @@ def row(found: list[Gap], batch: int) -> dict[str, float]:
 
 @asynccontextmanager
 async def serving(config: EngineConfig, measured: Subject, folder: Path) -> AsyncIterator[tuple[DecodeSteps, str]]:
-    """A service on a port of its own, without Ray; it ends with the block, and then the times lie in `folder`."""
+    """A service on its own port, without Ray. It stops at the end of the block, and then the times are in `folder`."""
     control, fleet, decodes = RankManager(config), LocalFleet(TimedMain(folder)), DecodeSteps()
     engine = Engine(control, config, measured.max_positions, observe=decodes.note)
     running: asyncio.Task[None] | None = None

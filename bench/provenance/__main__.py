@@ -1,19 +1,20 @@
-"""Whether the sources that are told of answers are where the answers stand, and what it costs to tell them.
+"""Accuracy of the reported sources of answers, and the cost of reporting them.
 
 Documents and questions are those of bench.needle: single facts, facts among near duplicates, and keys that the document
 does not hold. Usage:
 
     python -m bench.provenance --json                                    # the embedded model; takes hours
     python -m bench.provenance --lengths 4000 64000 --questions 20
-    python -m bench.provenance --model random-llama --lengths            # what it costs another model, and nothing else
-    python -m bench.provenance --model FOLDER --into provenance.json     # another model, beside what is in the file
+    python -m bench.provenance --model random-llama --lengths            # only the cost, for another model
+    python -m bench.provenance --model FOLDER --into provenance.json     # another model, beside the rows in the file
 
-Rows tell of right answers, and of wrong ones apart, in how many of them (`of`) the first source, or one of the first
-three, is where the fact stands, and in how many hiding it costs the answer most. held_or_absent: how well the first
-source's share, and the largest drop, tell right answers of the text from keys that it does not hold (area under the ROC
-curve); `invented`: to how many of those keys the model gave a value all the same. cost: milliseconds per token of an
-answer without and with sources. Methods are raw and contrast, as in docs/provenance.md. `--model` measures without
-targets: wants are for the embedded model up to 256,000 tokens. With `--into FILE.json` there is a picture beside it.
+Rows count, for right and for wrong answers separately, in how many of them (`of`) the first source, or one of the first
+three, contains the fact, and in how many hiding the fact costs the answer most. held_or_absent: the area under the ROC
+curve with which the first source's share, and the largest drop, separate right answers from answers about keys that are
+not in the text; `invented`: the number of those keys for which the model still gave a value. cost: milliseconds per
+token of an answer without and with sources. Methods are raw and contrast, as in docs/provenance.md. `--model` measures
+without targets: the targets are for the embedded model up to 256,000 tokens. With `--into FILE.json` a picture is
+written beside it.
 """
 
 import argparse

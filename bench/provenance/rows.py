@@ -9,8 +9,9 @@ Row = dict[str, Any]
 
 
 def rows(asked: Iterable[Asked]) -> list[Row]:
-    """By length, task and method: of the right answers, and of the wrong ones apart. Then by length how well share and
-    drop tell answers that stand in the text from those that stand nowhere."""
+    """Rows by length, task and method, for right and for wrong answers separately; then, by length, how well share and
+    drop separate answers that are in the text from answers that are not.
+    """
     groups = dict[tuple[int, str, str, bool], list[Asked]]()
     for each in asked:
         if each.task != "absent":

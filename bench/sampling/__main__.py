@@ -1,4 +1,4 @@
-"""What choosing the tokens of a step takes on rank 0, while all other ranks wait: rows together against one by one.
+"""Sampling of a step's tokens on rank 0, while all other ranks wait: all rows together against one by one.
 
 The logits are random: the `peaked` ones have few likely tokens, the others thousands and tens of thousands. Both sides
 take turns on one thread and must choose the same tokens. Usage:

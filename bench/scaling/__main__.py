@@ -1,8 +1,8 @@
 """Two ranks on two cores against one rank on one core, over one long context: ingest and decode.
 
-The service's engine on real ranks, without gRPC, one thread per rank. Both fleets live at the same time and take turns;
-while one works the other waits in a socket. `ceiling` is what as many processes gain here with no service between them.
-Usage:
+The service's engine on real ranks, without gRPC, one thread per rank. Both fleets exist at the same time and take
+turns; while one works the other waits in a socket. `ceiling` is the gain of as many processes on this machine without a
+service. Usage:
 
     python -m bench.scaling --json
     python -m bench.scaling --context 32000 --repeats 2
