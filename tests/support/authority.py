@@ -26,7 +26,7 @@ Key = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey
 
 
 class Authority:
-    """Makes certificates that are valid for a day, into a folder of its own."""
+    """Makes certificates that are valid for a day, in a separate folder."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ class Authority:
         return files
 
     def access(self, name: str = "", *uris: str, credential: str = "") -> Access:
-        """How a client comes in that trusts this authority; with a certificate of its own where it has a name."""
+        """The access options of a client that trusts this authority; `name` adds a client certificate."""
         access = Access(tls_ca=self.file, tls_cert="", tls_key="", credential=credential)
         if name:
             access["tls_cert"], access["tls_key"] = self.write(name, self.make(*uris))

@@ -33,8 +33,9 @@ async def opened(server: str, **settings: Any) -> AsyncGenerator[str, None]:
 
 
 class Standing:
-    """A service on a fake engine, a door in front of it, and a client of that, which stay for many examples. Between
-    what is run nothing happens."""
+    """A service on a fake engine, a door in front of it, and a client of the door, shared by many examples. Nothing
+    runs between the examples.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, engine: FakeEngine, client: httpx2.AsyncClient) -> None:
         self._loop, self.engine, self.client = loop, engine, client

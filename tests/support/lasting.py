@@ -1,4 +1,4 @@
-"""What outlives an engine, in memory: a catalog, and a journal that notes what it must forget."""
+"""The state that survives an engine, in memory: a catalog, and a journal that records removals."""
 
 from coordinator.persistence.catalog.fakes import FakeCatalog
 from coordinator.persistence.catalog.records import CatalogContents
@@ -8,7 +8,7 @@ from longleaf.errors import LongleafError
 
 
 class NotedJournal:
-    """Notes which contexts are forgotten. It may be told to fail."""
+    """Records the contexts whose entries are removed. Its failures can be set."""
 
     def __init__(self) -> None:
         self.forgotten: list[str] = []

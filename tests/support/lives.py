@@ -146,7 +146,7 @@ class Members:
 
     def _listen(self, deadline: float) -> None:
         left = deadline - time.monotonic()
-        assert left > 0 and self._socket.poll(1 + int(left * 1000)), f"it is not said; what else was said: {self._said}"
+        assert left > 0 and self._socket.poll(1 + int(left * 1000)), f"no such message; other messages: {self._said}"
         message = decode_from_rank(self._socket.recv_multipart()[1])
         if isinstance(message, Heartbeat):
             self.beats[message.member] = message

@@ -190,8 +190,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return self.ledger.token_ids(path)
 
     def _check_end(self, path: TokenPath) -> None:
-        """Checks that a path can be continued: the tokens within its windows are where they were stored, whatever was
-        evicted."""
+        """Checks that a path can be continued: the tokens within its windows are in their slots after any eviction."""
         if self.window_ledger:
             self.window_ledger.check_place(path.ids, path.end)
 
@@ -369,7 +368,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         except Unavailable:
             assert self.windows and num_tokens not in self.ends[source]
-            assert self.is_disturbed, "what windows show there is held again when all is"
+            assert self.is_disturbed, "the keys within windows are restored with the others"
             return
         except (AlreadyExists, NotFound):
             return

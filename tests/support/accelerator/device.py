@@ -20,7 +20,7 @@ preflight = model.preflight
 
 
 class Accelerator:
-    """One pretended device. `log` has all that was asked of it since it was last taken."""
+    """One fake device. `log` holds all requests since the last `take`."""
 
     def __init__(self) -> None:
         register()
@@ -56,5 +56,5 @@ class Accelerator:
 
 
 def _preflight_without_numbers(module: PreTrainedModel, device: str, *, has_weights: bool = True) -> Any:
-    """The device knows no numbers, so rows cannot be told from each other there."""
+    """The device has no numbers, so checks that compare rows are impossible there."""
     return preflight(module, device, has_weights=False)

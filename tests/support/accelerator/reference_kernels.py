@@ -40,7 +40,7 @@ def attend_items_int8(table, q, keys, values, exponents, scales, out, lse, scale
 
 
 def _attend(table: Tensor, q: Tensor, k_SD: Tensor, v_SV: Tensor, out: Tensor, lse: Tensor, asked: Any) -> None:
-    """All items, of one key head."""
+    """All items for one key head."""
     scale, cap, group, head = asked
     numbers = table.tolist()
     num_items, stretches_at = numbers[:2]

@@ -100,13 +100,14 @@ class Case:
 
 
 def layouts(runs):
-    """What is held of segments."""
+    """The layouts of segments with these runs."""
     return [SegmentLayout(segment, resident[0].start, tuple(resident)) for segment, resident in enumerate(runs)]
 
 
 def lose(case):
-    """The new tokens, of which some runs were lost: what is held then, and pieces that read them again, at most one per
-    rank and on other ranks than before."""
+    """The new tokens with some runs lost: the remaining layouts, and pieces that recompute the lost runs, at most one
+    per rank and on other ranks than before.
+    """
     dice = random.Random(case.seed)
     placer = BlockPlacer([4 * NUM_BLOCKS] * case.world_size, BLOCK)
     reservation = placer.reserve(placer.num_blocks)
@@ -130,7 +131,7 @@ def lose(case):
 
 
 def builder(case, rank, held, way, dtype=torch.float32, kind=FloatKvPool, num_blocks=NUM_BLOCKS):
-    """One rank's inputs, and its pool with the keys and values that are held; NaN is what nobody may read."""
+    """One rank's inputs, and its pool with the resident keys and values; slots that must not be read are NaN."""
     layers = {0: case.spec}
     pool, ledger = kind(layers, num_blocks, BLOCK, dtype, "cpu"), BlockTable(rank, BLOCK)
     _, k, v = case.tensors(dtype)

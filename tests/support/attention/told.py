@@ -1,4 +1,4 @@
-"""What kernels are asked to tell of blocks of keys, and what they must tell, in float64."""
+"""Reads with attribution of blocks of keys, and their expected sums in float64."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from longleaf.attention.partial import Partial
 
 
 def drawn_reads(data: Any, num_rows: int) -> tuple[list[Read], list[AttributedRead], int]:
-    """Reads of slots one after the other, what is told of them, and how many slots there are."""
+    """Reads of consecutive slots, their attributed ranges, and the number of slots."""
     reads, reported, slot, start = list[Read](), list[AttributedRead](), data.draw(st.integers(0, 40)), 0
     for _ in range(data.draw(st.integers(1, 4))):
         rows = sorted(data.draw(st.lists(st.integers(0, num_rows), min_size=2, max_size=2, unique=True)))
@@ -38,7 +38,7 @@ class Dense:
         self.num_heads = q_THD.shape[1]
 
     def shares(self, read: Read, row: int, head: int, lse: float) -> Tensor:
-        """Of each key of a read."""
+        """The share of each key of a read."""
         keys_SD = self._k_KSD[head // self.group, read.slot_start : read.slot_end]
         scores_S = keys_SD @ self._q_THD[row, head] * self._scale
         if self._cap is not None:

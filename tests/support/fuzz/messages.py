@@ -96,7 +96,7 @@ def bases(descriptor: Descriptor) -> list[Message]:
 
 
 def paths(descriptor: Descriptor, before: Path = ()) -> Iterator[Path]:
-    """Every field of a message and of its nested messages."""
+    """Every field of a message and its nested messages."""
     for field in descriptor.fields:
         path = (*before, field)
         yield path

@@ -61,8 +61,9 @@ class Dense:
 
 
 def expected(weights: dict[int, Tensor], rows: Sequence[int], starts: Sequence[int], end: int, spans: Spans) -> Told:
-    """What rows are to tell in the mean, float64, by weights [H, R, T] of layers: of a context whose segments start
-    there, and which has an end."""
+    """The expected mean attribution of rows, float64, by weights [H, R, T] of layers, for a context with segments at
+    `starts` and its end at `end`.
+    """
     edges = [p for a, b in zip(starts, [*starts[1:], end], strict=True) for p in range(a, b, spans.size)]
     edges += [end, spans.prompt_end]
     accumulator, codes = [], []

@@ -1,4 +1,4 @@
-"""Engines over a data folder, on ranks that are processes, and what lies on storage of their contexts."""
+"""Engines over a data folder, on ranks that are processes, and the stored state of their contexts."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -47,9 +47,9 @@ class Lasting:
         await self.durability.snapshots.save(self.segments)
 
     async def save_anew(self) -> None:
-        """What ranks hold, in place of all that was on storage."""
+        """Replaces all stored segments by the keys that ranks hold."""
         for segment in self.segments:
-            await self.durability.snapshots.forget({segment: "to be written anew"})
+            await self.durability.snapshots.forget({segment: "to be rewritten"})
         remove(next(self.folder.rglob("segments")))
         await self.save()
 

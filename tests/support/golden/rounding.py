@@ -15,7 +15,7 @@ from tests.support.threads import config_for
 
 
 class Length(NamedTuple):
-    """Tokens of a prompt and of its continuation; both are prefixes of a golden prompt."""
+    """The tokens of a prompt and its continuation; both are prefixes of a golden prompt."""
 
     prompt: int
     steps: int
@@ -59,10 +59,10 @@ async def served_logits(golden: Golden, held=(), length: Length = USUAL, **setti
 
 
 def ratio(golden: Golden, found: Tensor, plain: Tensor, exact: Tensor) -> float:
-    """By how many times as much as the plain model the service is off, in the Euclidean or the largest distance.
+    """The error of the service over that of the plain model, in the Euclidean or the largest distance.
 
-    With experts in the median over the steps: where two experts come close, rounding alone chooses the other one, in
-    the plain model as well, and this step is then off by a hundred times as much.
+    With experts the median over the steps: where two experts are close, rounding can select the other one, in the plain
+    model as well, and the error of this step is then a hundred times as large.
     """
     has_experts = "expert" in (golden.folder / "config.json").read_text()
 

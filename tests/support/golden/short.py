@@ -33,7 +33,7 @@ SEEDS = range(1, 20)
 
 
 class Short(NamedTuple):
-    """The continuations of a document and of each of two questions."""
+    """The continuations of a document and two questions."""
 
     goldens: tuple[Golden, Golden]
 

@@ -29,7 +29,7 @@ async def running(config: EngineConfig, spoil: Spoil | None = None, machines: st
 
 
 class Logits:
-    """Notes what rank 0 samples from: of the first row, step by step."""
+    """Records the logits from which rank 0 samples: the first row, step by step."""
 
     def __init__(self) -> None:
         self._found: list[torch.Tensor] = []

@@ -36,8 +36,9 @@ PARTS = ("ray::WorkerActor", "ray::CoordinatorActor", "coordinator")
 
 
 class RayNodes:
-    """The nodes, by the number of their host. All see the folder `shared`; on the second host that of `apart` lies
-    there, as on a disk of its own."""
+    """The nodes, by the number of their host. All see the folder `shared`; the second host sees the folder of `apart`
+    in its place, like a separate disk.
+    """
 
     def __init__(self, network: Network, folder: Path) -> None:
         self.network = network
