@@ -159,7 +159,7 @@ def test_latents_are_not_kept_in_8_bits(goldens):
 
 
 def test_under_another_attention_function_the_model_is_the_plain_one(goldens):
-    """So that answers can be compared with what transformers makes of the same weights."""
+    """Answers can then be compared with those of transformers for the same weights."""
     golden = goldens(FAMILY)
     ids = torch.tensor([golden.prompt[:40]])
     plain = AutoModelForCausalLM.from_pretrained(golden.folder, dtype=torch.float32, attn_implementation="eager")

@@ -1,5 +1,6 @@
-"""Contexts move to services with other ranks: the same bits of keys where nothing is computed anew, and right answers
-where it must be."""
+"""Contexts move to services with other ranks: the same bits of keys where nothing is recomputed, and right answers
+where recomputation is needed.
+"""
 
 from collections.abc import AsyncIterator, Sequence
 

@@ -1,4 +1,4 @@
-"""Ranks as processes that pretend to be on machines of their own: what they exchange goes through gloo."""
+"""Ranks as processes on separate simulated machines: their exchanges go through gloo."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,6 @@
-"""Where rows say that they attended, what they give with something hidden, and how tokens are scored: against dense
-attention of float64.
+"""Attribution of rows, results with hidden positions, and scores of tokens: compared with dense attention in float64.
 
-The context's path leads through a part of its first segment only, as after a fork.
+The context's path uses only a part of its first segment, as after a fork.
 """
 
 import itertools
@@ -20,8 +19,7 @@ from tests.support.thinned import thinned
 from tests.support.threads import config_for
 
 CUT, ASKED, SIZE, STEPS = 610, 960, 32, 3
-"""Where the second segment goes on from within the first one, where the question begins, tokens of a span and of an
-answer."""
+"""Where the second segment branches off the first one, where the question begins, tokens of a span and of an answer."""
 TOLERANCE = 2e-5
 """Of a share: the model itself is float32."""
 FAMILIES = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "llama4", "gemma3", "qwen2", "cohere2", "olmo2")

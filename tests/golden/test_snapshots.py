@@ -1,4 +1,4 @@
-"""Contexts come back from storage to other ranks: the same bits of keys, the answers of transformers' `generate`."""
+"""Other ranks restore contexts from storage: the same bits of keys, and the answers of transformers' `generate`."""
 
 import pytest
 import torch

@@ -38,7 +38,9 @@ CHUNK_SIZES = (64, 300, 4096)
 
 
 async def forked(engine, prompt):
-    """At ends of segments: within them the windows are gone. What comes after is wrong, and other owners go away."""
+    """Forks at the ends of segments, because the windows within them are gone. The later tokens are wrong, and other
+    owners are deleted.
+    """
     wrong = prompt[::-1]
     await ingest(engine, "trunk", prompt[:411])
     await ingest(engine, "trunk", wrong[:150])
@@ -93,7 +95,7 @@ async def test_tokens_equal_generate_in_the_full_product(goldens, family, world_
 
 @pytest.mark.parametrize("number", [0, 1])
 async def test_a_rank_that_keeps_other_keys_is_noticed(goldens, number):
-    """Each rank's own copy counts: what one of them computes from it goes into the keys and partials of all layers."""
+    """Each rank's own copy counts: its results enter the keys and partials of all layers."""
     golden = goldens("gemma3")
 
     def forgetful(index, rank):

@@ -1,5 +1,6 @@
-"""Of any answer exactly the tokens that it tells are counted, however they come and wherever it stops; and sums of any
-shares are ranked as they are."""
+"""Exactly the delivered tokens of an answer are counted, for any order of events and any stop; sums of arbitrary shares
+are ranked correctly.
+"""
 
 from collections.abc import Sequence
 
@@ -58,7 +59,7 @@ def tellings(draw: st.DrawFn) -> tuple[list[list[int]], list[engine_messages.Eve
 def test_exactly_what_is_told_is_counted(
     reporting: tuple[list[list[int]], list[engine_messages.Event]], stops: list[str], num_before: int
 ) -> None:
-    """Of the first `num_before` events another service has kept the tokens alone."""
+    """For the first `num_before` events another service has kept only the tokens."""
     samples, output = reporting
     sampling = Sampling(max_tokens=20, stop=tuple(stops))
     request = Generate(input="", context="doc", sampling=sampling, num_samples=len(samples), provenance=Provenance())

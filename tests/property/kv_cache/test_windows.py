@@ -1,4 +1,4 @@
-"""Runs that roll: what tokens see is held, little more is, and no promise is exceeded."""
+"""Rolling windows: tokens find their keys, little more is resident, and no reservation is exceeded."""
 
 from bisect import bisect_left, bisect_right
 
@@ -52,7 +52,7 @@ def test_growth_keeps_what_is_seen_and_its_promise(
 
 @st.composite
 def paths(draw: st.DrawFn, windows: WindowSpec) -> tuple[TokenPath, SegmentPlacements]:
-    """A path that branches off its segments wherever they can be continued, and what is held of these."""
+    """A path that branches off its segments wherever they can be continued, and their placements."""
     placer = BlockPlacer([100], draw(st.integers(1, 5)), windows)
     reservation = placer.reserve(placer.num_blocks)
     assert reservation is not None

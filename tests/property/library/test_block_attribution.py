@@ -1,4 +1,4 @@
-"""What the compiled decode kernel tells of blocks of keys, and what is added up of it, against float64."""
+"""The attribution of the compiled decode kernel to blocks of keys, and its sums, compared with float64."""
 
 import torch
 from hypothesis import given, settings

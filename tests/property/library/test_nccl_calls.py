@@ -1,5 +1,6 @@
-"""What ranks ask of NCCL, on a pretended one: the same calls in the same order on every rank of a group, and no send
-without its receipt, for every merge, layout and step, while epochs are formed and ended."""
+"""The NCCL calls of ranks, on a fake NCCL: the same calls in the same order on every rank of a group, and no send
+without its receive, for every merge, layout and step, while epochs are formed and ended.
+"""
 
 import threading
 from collections import Counter
@@ -112,7 +113,7 @@ def neighbours(members):
     return set(zip(members, (*members[1:], members[0]), strict=True))
 
 
-# --- what is found ---
+# --- detected faults ---
 
 
 def faulty(fault, machines="aaabb", name="exchange", **options):
@@ -160,7 +161,7 @@ def test_a_rank_that_does_something_else_is_found(fault, name, num_epochs):
 @pytest.mark.parametrize("name", MERGES)
 @pytest.mark.parametrize("number", range(4))
 def test_a_rank_that_leaves_out_one_call_is_found(name, number):
-    """Whichever it is: the tensor that comes back is its own, so that it goes on as if nothing had happened."""
+    """For any omitted call: the rank gets its own tensor as the result, and continues without an error."""
     parts, left_out = random_partials(5, rows=5), []
 
     class Forgetful(process_group.ProcessGroupComm):
@@ -203,7 +204,7 @@ def test_a_rank_that_leaves_out_one_call_is_found(name, number):
 
 @pytest.mark.parametrize("world_size", [3, 5, 7])
 def test_sends_that_not_all_ranks_join_need_a_group_that_is_formed(world_size):
-    """Which is what the exchange at the start is for, and the device that the world is bound to."""
+    """The exchange at the start and the bound device of the world ensure this."""
 
     def work(rank, groups):
         return make_merge("butterfly", groups, PartialCodec(BACKEND)).to_all(random_partials(world_size, rows=1)[rank])
@@ -252,7 +253,7 @@ def test_numbers_that_get_lost_are_told():
 
 
 def test_ranks_that_share_a_gpu_are_told_alike():
-    """Two of three say the same of their GPUs."""
+    """Two of three report the same GPU."""
     fake = FakeDistributed(3)
 
     def work(rank):

@@ -25,7 +25,7 @@ seeds = st.integers(0, 2**31)
 
 
 def tensors(seed, num_tokens):
-    """Keys and values [K, T, D]; some channels are far larger than others, one is zero, and tokens differ, too."""
+    """Keys and values [K, T, D]; some channels are far larger than others, one is zero, and tokens differ."""
     generator = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(HEADS, num_tokens, DIM, generator=generator) for _ in range(2))
     channels = 10 ** torch.empty(HEADS, 1, DIM).uniform_(-4, 4, generator=generator)
@@ -56,7 +56,7 @@ def test_keys_alone_are_those_that_are_read(seed, start, num_keys):
 @settings(max_examples=100, deadline=None)
 @given(seeds, bounds_of(3 * BLOCK + 3))
 def test_what_a_block_holds_depends_on_its_tokens_alone(seed, bounds):
-    """However they come, one by one or all at once, and whatever the slots held before."""
+    """For any partition of the stores, and any earlier content of the slots."""
     k, v = tensors(seed, bounds[-1])
     slots = torch.cat([torch.arange(b * BLOCK, (b + 1) * BLOCK) for b in (4, 1, 2, 0)])[: bounds[-1]]
     whole, parts = layer(), layer()

@@ -86,8 +86,7 @@ def test_a_chunk_behind_a_long_past_takes_two_rounds():
 
 
 def test_pieces_of_many_ranks_take_no_more_rounds_than_one():
-    """The rows of all ranks' pieces see the past; over what this rank has of the chunk, those that come later see all
-    of it."""
+    """The rows of all ranks' pieces see the past; the rows after this rank's piece of the chunk see all of it."""
     num_ranks, size = 64, 512
     reads = [Read(0, num_ranks * size, 0, 50_000)]
     own = Extent(5 * size, 6 * size, 50_000)

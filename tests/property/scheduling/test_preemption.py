@@ -1,4 +1,4 @@
-"""Who gives way to whom, found for all that wait at once, against a look at each pair."""
+"""Preemption, computed for all waiting jobs at once, compared with a check of each pair."""
 
 from array import array
 

@@ -1,4 +1,4 @@
-"""Rows tell once what does not change: what ranks make of them is what whole rows would have said."""
+"""Rows send constant fields once: the ranks reconstruct the whole rows."""
 
 from collections import Counter, deque
 from contextlib import suppress
@@ -25,8 +25,9 @@ NUM_RANKS = 2
 
 
 class Watched(Bench):
-    """Notes the whole rows of each plan when it is made, and holds against them what each rank makes of the plan, in
-    its turn and from its bytes."""
+    """Records the whole rows of each plan when it is made, and compares each rank's reconstruction from the encoded
+    plans, in their order.
+    """
 
     def __init__(self, windows: WindowSpec | None = None, **changes: object) -> None:
         rotary = Rotary(kind="longrope", scaled_from=SCALED_FROM)
@@ -34,7 +35,7 @@ class Watched(Bench):
         self.ranks = [RowState(self.config.block_size) for _ in range(NUM_RANKS)]
         self.under_way: deque[tuple[StepPlan, StepPlan]] = deque()
         self.num_first = Counter[int]()
-        """By sequence, the rows that told everything."""
+        """By sequence, the number of rows with all fields."""
 
     def plan(self) -> bool:
         """Whether there was something to do."""

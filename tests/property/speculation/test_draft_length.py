@@ -1,4 +1,4 @@
-"""How many tokens are drafted, whatever the chances and the times."""
+"""Lengths of drafts, for any acceptance rates and step times."""
 
 from itertools import product
 
@@ -58,7 +58,7 @@ def test_no_other_lengths_give_more_tokens_per_second(
 
 
 class Loop:
-    """Steps of one sequence whose drafts are right as often as told, with the times that they take."""
+    """Steps of one sequence whose drafts have `num_right` right tokens, with step times `seconds`."""
 
     def __init__(self, seconds: list[float], num_right: int) -> None:
         self.seconds = seconds

@@ -1,4 +1,4 @@
-"""Manifests and notes come back as they were, and nothing else is taken for one."""
+"""Manifests and notes survive a round trip, and no other object is taken for one."""
 
 import msgspec
 import pytest

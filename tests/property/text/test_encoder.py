@@ -1,4 +1,4 @@
-"""Ids of a text that arrives in pieces are those of the whole text, whatever the tokenizer."""
+"""Ids of a text that arrives in pieces are those of the whole text, for any tokenizer."""
 
 import itertools
 import json
@@ -125,7 +125,7 @@ def tokenizer_of(name: str) -> FastTokenizer:
 
 
 def texts() -> st.SearchStrategy[str]:
-    """Prose, scripts, digits, runs of anything, marks that combine, and what looks like control tokens."""
+    """Prose, scripts, digits, long runs, combining marks, and text that resembles control tokens."""
     words = st.lists(st.sampled_from(SYLLABLES), min_size=1, max_size=9).map("".join)
     prose = st.lists(words, max_size=40).map(" ".join)
     units = st.sampled_from(["a", " ", "\n", "7", "ab", " \n", "世", "\u0301", "-", "\r\n"])

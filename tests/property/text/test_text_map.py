@@ -1,4 +1,4 @@
-"""Which text the tokens of a context are: whatever the text, however it is cut, forked and appended to."""
+"""The text of the tokens of a context, for any text and any cuts, forks and appends."""
 
 from array import array
 from collections.abc import Callable

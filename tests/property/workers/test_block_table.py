@@ -1,4 +1,6 @@
-"""What a ledger finds after runs came in any order, went elsewhere and were lost, against a table of positions."""
+"""The entries of a block table after runs arrived in any order, moved and were lost, compared with a table of
+positions.
+"""
 
 import pytest
 from hypothesis import given
@@ -50,7 +52,7 @@ def test_what_is_held_is_what_was_put_last(puts, asked):
 
 
 def test_a_run_that_comes_in_the_middle_leaves_those_behind_it():
-    """What vanished here was missing in every answer, without an error."""
+    """A run that vanished here was missing in every answer, without an error."""
     resident = SegmentSlots()
     for start in (0, 256, 512, 768, 128):
         resident.put(run_at(start, start + 128, first_block=start), BLOCK)
@@ -85,7 +87,7 @@ def test_a_segment_starts_where_the_layout_says_though_its_first_run_was_lost():
 
 
 def test_what_is_read_again_is_seen_once_the_layout_told_the_start_and_not_when_it_is_guessed():
-    """A guess from the runs that were left: the keys of the first one are there, and nobody looks for them."""
+    """With a start guessed from the remaining runs, the keys of the first run are resident but never read."""
     reported, guessed = BlockTable(0, BLOCK), BlockTable(0, BLOCK)
     reported.replace([SegmentLayout(3, 0, (SECOND,))])
     guessed.put(3, [SECOND])

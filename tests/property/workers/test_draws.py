@@ -1,4 +1,4 @@
-"""Rows drawn together get the tokens that the definition gives each of them alone, whatever their settings."""
+"""Rows sampled together get the same tokens as rows sampled one by one, for any settings."""
 
 import torch
 from hypothesis import given, settings

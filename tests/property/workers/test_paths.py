@@ -1,4 +1,6 @@
-"""What a rank finds on a path whose parts use only the beginnings of segments, against one position after another."""
+"""The parts that a rank finds on a path whose segments are used only up to a position, compared with a scan of
+positions.
+"""
 
 from dataclasses import dataclass
 
@@ -26,7 +28,7 @@ class Tree:
     def slots(self, path: tuple[int, ...], end: int) -> dict[int, tuple[int, int]]:
         """Rank and slot of each position before `end`."""
         found: dict[int, tuple[int, int]] = {}
-        for segment in path:  # what a later segment holds covers what an earlier one holds beyond
+        for segment in path:  # a later segment overrides the positions of an earlier one beyond its start
             for run in self.runs[segment]:
                 for i, position in enumerate(range(run.start, run.end)):
                     found[position] = (run.rank, run.blocks[i // BLOCK] * BLOCK + i % BLOCK)

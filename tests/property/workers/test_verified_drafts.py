@@ -24,7 +24,7 @@ KINDS = (
 SEQUENCES = st.lists(
     st.tuples(st.sampled_from(KINDS), st.lists(st.booleans(), max_size=MOST), st.integers(0, 3)), min_size=1, max_size=5
 )
-"""How each is sampled, whether drafts are right, and where its answer goes on."""
+"""For each sequence: its sampling, whether each draft is right, and the index of its first token."""
 SAMPLERS = {"of a CPU": Sampler, "of a device": lambda: DeviceSampler("cpu", 16)}
 
 
@@ -65,7 +65,7 @@ def test_tokens_behind_drafts_are_those_of_single_steps(make, asked, seed, broke
     wanted = [step_by_step(kind, first, logits_SPV[i]) for i, (kind, _, first) in enumerate(asked)]
     rows, parts = [], []
     for i, (kind, are_right, first) in enumerate(asked):
-        pairs = zip(wanted[i], are_right, strict=False)  # behind what breaks nothing can be guessed
+        pairs = zip(wanted[i], are_right, strict=False)  # drafts stop at a step that fails
         rows.append(
             row(i, first, kind, tuple(token.id if is_right else (token.id + 1) % V for token, is_right in pairs))
         )
@@ -83,7 +83,7 @@ def test_tokens_behind_drafts_are_those_of_single_steps(make, asked, seed, broke
     assert sampler.broken == {i for i, tokens in enumerate(wanted) if not tokens}
     left = [
         i for i, tokens in enumerate(found) if 0 < len(tokens) < len(wanted[i])
-    ]  # penalties count what was accepted
+    ]  # penalties count the accepted tokens
     if left:
         more = sampler.start(
             [row(i, asked[i][2] + len(found[i])) for i in left],
@@ -94,7 +94,7 @@ def test_tokens_behind_drafts_are_those_of_single_steps(make, asked, seed, broke
 
 
 def check_same(found, wanted):
-    """Of tokens equally likely it is open which ones are told; sums may differ in their last bit."""
+    """The order of equally likely tokens is arbitrary; sums may differ in their last bit."""
     assert [token.id for token in found] == [token.id for token in wanted]
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours.logprobs is None) == (theirs.logprobs is None)

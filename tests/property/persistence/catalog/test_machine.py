@@ -1,4 +1,4 @@
-"""Any changes, closed and opened at any point or killed: what is kept is what a dictionary would hold."""
+"""Any changes, with closing, opening or killing at any point: the stored state equals that of a dictionary."""
 
 import asyncio
 import shutil
@@ -82,7 +82,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, count=COUNTS, rope=st.builds(Rope, st.integers(0, 9), st.booleans()), data=st.data())
     def ingest(self, name: str, count: int, rope: Rope, data: st.DataObject) -> None:
-        """A context that is new, made anew, or appended to."""
+        """A context that is new, replaced, or appended to."""
         old = next((each for each in self.kept.contexts if each.id == name and data.draw(st.booleans())), None)
         new = self.new_segment(count, old, rope)
         record = replace(old, segment=new.id, num_tokens=new.end) if old else context(name, new.id, new.end)

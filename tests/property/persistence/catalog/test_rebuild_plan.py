@@ -1,4 +1,4 @@
-"""Any history of contexts: what its notes and manifests are made into is the catalog that was."""
+"""Any history of contexts: its notes and manifests rebuild the same catalog."""
 
 from dataclasses import dataclass, field
 

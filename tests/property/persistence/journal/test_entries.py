@@ -1,4 +1,4 @@
-"""Whatever is torn off or damaged of a journal, what is read is a beginning of what was written."""
+"""For any truncation of or damage to a journal, the entries read are a prefix of the entries written."""
 
 from io import BytesIO
 from pathlib import Path
