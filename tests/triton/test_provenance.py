@@ -1,4 +1,4 @@
-"""Where rows of small models say that they attended, on the kernels of GPUs: against dense attention of float64."""
+"""Attribution of rows of small models, on the kernels of GPUs, compared with dense attention in float64."""
 
 import pytest
 import torch
@@ -15,8 +15,9 @@ from tests.support.threads import config_for
 from zoo.checkpoints import make_checkpoint
 
 CUT, ASKED, END, SIZE, STEPS = 110, 170, 175, 32, 2
-"""Where the second segment goes on from within the first one, where the question begins and ends, tokens of a span and
-of an answer."""
+"""Where the second segment branches off the first one, where the question begins and ends, tokens of a span and of an
+answer.
+"""
 PROMPT = draw_ids(END)
 TOLERANCE = 2e-5
 NUM_MULTIPROCESSORS = 2
@@ -29,8 +30,9 @@ def split_keys(monkeypatch):
 
 
 def answered(folder, world_size, spans, **settings):
-    """Ranks on the kernels of CPUs read a context; on those of GPUs they answer. Whose shares are told, what was said,
-    and the logits."""
+    """Ranks prefill a context with the kernels of CPUs, and answer with those of GPUs. Returns the attributed shares,
+    the tokens and the logits.
+    """
     settings = {"block_size": 2 * SIZE, "merge": "gather", "kv_bytes": 1 << 20, **settings}
     service, launches = Service(config_for(folder, world_size=world_size, **settings)), Launches()
     service.ingest(0, (), PROMPT[:CUT] + draw_ids(20, seed=8), 0, 64)
