@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.service import client_of
 from bench.needle.answers import wilson
@@ -90,7 +90,7 @@ def main() -> None:
             for count in counts:
                 row = measure(client, kind, count, options.documents, options.seed)
                 rows.append(row | {"machine": describe()})
-                tell(f"{kind:8} {count:>5,}: {row['right']} of {row['asked']} right, {row['ended']} ended")
+                log(f"{kind:8} {count:>5,}: {row['right']} of {row['asked']} right, {row['ended']} ended")
     if options.json:
         print(msgspec.json.encode(rows).decode())
 

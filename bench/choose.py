@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from bench.harness.arguments import RESULTS, tell, unwind_on_terminate
+from bench.harness.arguments import RESULTS, log, unwind_on_terminate
 from bench.harness.hosts import one_host
 from bench.harness.machine import describe
 from bench.harness.ranks import Placement, Rank, run
@@ -42,7 +42,7 @@ def main() -> None:
         for num_nodes in options.nodes:
             for world_size in options.world_sizes:
                 placement = Placement(world_size, num_nodes, network)
-                tell(str(placement.topology))
+                log(str(placement.topology))
                 rows += judge(placement, [run(race, placement, options.repeats) for _ in range(options.runs)])
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "choose.json").write_text(json.dumps({"machine": describe(), "rows": rows}, indent=1) + "\n")

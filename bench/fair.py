@@ -12,7 +12,7 @@ import json
 import time
 from statistics import quantiles
 
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.service import START_SECONDS
 from bench.harness.subjects import EMBEDDED, Subject, subject
@@ -51,7 +51,7 @@ async def measure(
 ) -> dict[str, dict[str, float]]:
     """Gaps of one stream without and with the ingest, and the speed of the ingest."""
     async with AsyncClient(address) as client:
-        tell(f"ingesting {context} tokens for the stream")
+        log(f"ingesting {context} tokens for the stream")
         await client.ingest(STREAM, tuple(measured.tokens(context)))
         answer = client.generate([65], context=STREAM, max_tokens=MAX_TOKENS, ignore_end_token=True)
         arrivals: list[float] = []
@@ -65,7 +65,7 @@ async def measure(
 
         reading = asyncio.create_task(read())
         await enough.wait()
-        tell(f"ingesting {ingest} tokens beside it")
+        log(f"ingesting {ingest} tokens beside it")
         began = time.perf_counter()
         await client.ingest(DOCUMENT, tuple(measured.tokens(ingest, seed=1)))
         ended = time.perf_counter()

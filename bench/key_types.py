@@ -95,8 +95,8 @@ def over(backend: Backend, q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor, reads: R
     return backend.attend(q_THD, k_KSD, v_KSD, reads, q_THD.shape[2] ** -0.5)
 
 
-def over_int8(backend: Backend, q_THD: Tensor, kept: Int8Layer, reads: Reads) -> Partial:
-    return backend.attend_int8(q_THD, kept, reads, q_THD.shape[2] ** -0.5)
+def over_int8(backend: Backend, q_THD: Tensor, quantized: Int8Layer, reads: Reads) -> Partial:
+    return backend.attend_int8(q_THD, quantized, reads, q_THD.shape[2] ** -0.5)
 
 
 def quantized(k_KSD: Tensor, v_KSD: Tensor) -> Int8Layer:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from bench.harness.arguments import RESULTS, add_ray_address, check_ray_address, tell, unwind_on_terminate
+from bench.harness.arguments import RESULTS, add_ray_address, check_ray_address, log, unwind_on_terminate
 from bench.harness.hosts import Network, one_host
 from bench.harness.machine import describe
 from bench.harness.ranks import Placement, Rank, run
@@ -62,7 +62,7 @@ def here(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     with one_host() as network:
         for placement in placements(options, network):
-            tell(f"{placement.topology} on {placement.device}")
+            log(f"{placement.topology} on {placement.device}")
             rows += rows_of(placement, run(turns, placement, options), options)
     return rows
 
@@ -74,7 +74,7 @@ def on_ray(options: argparse.Namespace) -> list[Row]:
         for world_size in options.world_sizes:
             for device in ("cpu", "cuda") if num_gpus() >= world_size else ("cpu",):
                 placement, found = run_on_ray(turns, world_size, device, options)
-                tell(f"{placement.topology} on {device}")
+                log(f"{placement.topology} on {device}")
                 rows += rows_of(placement, found, options)
     return rows
 

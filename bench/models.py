@@ -23,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.harness.arguments import tell
+from bench.harness.arguments import log
 from bench.pages.rendering import render
 from longleaf.errors import LongleafError, ModelRefused
 from tests.support.golden.plain import NEW_TOKENS, Golden, make_golden
@@ -76,7 +76,7 @@ def run(family: Family | Refused, dtypes: Sequence[str], world_sizes: Sequence[i
         try:
             loaded = model.load(str(make_checkpoint(Path(folder), family)), "float32", "cpu")
         except ModelRefused as refused:
-            tell(f"{family}: refused, {refused}")
+            log(f"{family}: refused, {refused}")
             return row(family, refused=str(refused))
         golden = make_golden(Path(folder), family)
         found: Row = {"family": family}
@@ -84,7 +84,7 @@ def run(family: Family | Refused, dtypes: Sequence[str], world_sizes: Sequence[i
             found = measure_exactness(golden, family, loaded.bytes_per_token, world_sizes)
         for dtype in (dtype for dtype in HALVES if dtype in dtypes):
             found[dtype] = asyncio.run(measure_rounding(golden, dtype, world_sizes))
-            tell(f"{family} in {dtype}: {half(found[dtype])}")
+            log(f"{family} in {dtype}: {half(found[dtype])}")
     return found
 
 
@@ -92,7 +92,7 @@ def measure_exactness(golden: Golden, family: str, bytes_per_token: int, world_s
     """Tokens and logits in float32, in every state."""
     found = [asyncio.run(compare(golden, state, n)) for n in world_sizes for state in STATES]
     is_exact, difference = all(same for same, _ in found), max(difference for _, difference in found)
-    tell(f"{family}: {'exact' if is_exact else 'NOT exact'}, logits differ by {difference:.1e}")
+    log(f"{family}: {'exact' if is_exact else 'NOT exact'}, logits differ by {difference:.1e}")
     return row(family, is_exact, difference, bytes_per_token, world_sizes)
 
 

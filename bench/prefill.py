@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.multiprocessing as mp
 
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.subjects import RANDOM_LLAMA, subject
 from coordinator.kv_cache.block_placer import BlockPlacer
@@ -125,7 +125,7 @@ def measure(rank: int, reader: Reader, groups: Groups, repeats: int) -> list[Row
             sent, collectives = comm.bytes_sent - bytes_before, comm.num_operations - before
             rows[way] = {"layers_gathering_keys": num_layers, "bytes_sent_per_rank": sent, "collectives": collectives}
             if rank == 0:
-                tell(f"  {'warm-up' if turn == 0 else turn}, {way}: {times[-1]:.2f} s, {sent / 2**20:,.1f} MiB")
+                log(f"  {'warm-up' if turn == 0 else turn}, {way}: {times[-1]:.2f} s, {sent / 2**20:,.1f} MiB")
     for way, times in seconds.items():
         rows[way] |= {"seconds_median": round(median(times[1:]), 4), "seconds_min": round(min(times[1:]), 4)}
     return [{"way": way, **row} for way, row in rows.items()]
@@ -142,7 +142,7 @@ def live(rank: int, folder: str, port: int, options: argparse.Namespace, output:
         owner = ProcessGroups(rank, topology, store, epoch=epoch, timeout=TIMEOUT, carrier=TransportChoice(transport))
         for chunk, past in product(options.chunk, options.past):
             if rank == 0:
-                tell(f"{options.world_size} ranks, {transport}, {chunk} tokens after {past}")
+                log(f"{options.world_size} ranks, {transport}, {chunk} tokens after {past}")
             found = measure(rank, Reader(rank, model, owner.groups, past, chunk), owner.groups, options.repeats)
             used = owner.groups.world.transport
             rows += [{"transport": used, "past_tokens": past, "chunk_tokens": chunk, **row} for row in found]

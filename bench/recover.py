@@ -33,7 +33,7 @@ from itertools import pairwise
 from statistics import median, quantiles
 from typing import NamedTuple, Protocol
 
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.ray_nodes import RayNodes, ray_nodes
 from bench.harness.service import START_SECONDS
@@ -88,7 +88,7 @@ class Measured(NamedTuple):
     kills: list[Kill]
 
 
-class Told(NamedTuple):
+class StreamToken(NamedTuple):
     """A token of a stream, when it came, and by how much it was chosen."""
 
     time: float
@@ -208,7 +208,7 @@ async def measure(address: str, measured: Subject, num_tokens: int, repeats: int
             began = time.perf_counter()
             await client.ingest(CONTEXT, document)
             times.append(time.perf_counter() - began)
-        tell(f"{measured.name}: {num_tokens:,} tokens are read in {median(times):.2f} s")
+        log(f"{measured.name}: {num_tokens:,} tokens are read in {median(times):.2f} s")
         return await lose_in_turns(client, median(times), repeats, hurt)
 
 
@@ -221,14 +221,14 @@ async def lose_in_turns(client: AsyncClient, full_ingest_s: float, repeats: int,
     return Measured(full_ingest_s, near_ties, kills)
 
 
-async def stream(client: AsyncClient) -> AsyncIterator[Told]:
+async def stream(client: AsyncClient) -> AsyncIterator[StreamToken]:
     """A greedy answer."""
     requested = client.generate(QUESTION, context=CONTEXT, max_tokens=STREAMED, ignore_end_token=True, num_logprobs=2)
     async for event in requested:
         if isinstance(event, Delta):
             for token, logprobs in zip(event.token_ids, event.logprobs, strict=True):
                 best, second = logprobs.top
-                yield Told(time.time(), token, best.logprob - second.logprob)
+                yield StreamToken(time.time(), token, best.logprob - second.logprob)
 
 
 def longest_gap(times: Sequence[float], since: float) -> float:
@@ -256,7 +256,7 @@ class Watch:
 async def lose(client: AsyncClient, turn: int, hurt: Hurt, expected: list[int]) -> Kill:
     """Loses ranks under a stream, and waits until everything is as before."""
     before, watch = await client.cluster(), Watch(client)
-    reported, enough = list[Told](), asyncio.Event()
+    reported, enough = list[StreamToken](), asyncio.Event()
 
     async def read() -> None:
         async for one in stream(client):
@@ -277,7 +277,7 @@ async def lose(client: AsyncClient, turn: int, hurt: Hurt, expected: list[int]) 
     recovery = watch.latest.recovery
     noticed = min(loss.time for loss in watch.latest.losses if loss.time > killed)
     assert recovery is not None
-    tell(f"loss {turn + 1}: all is held again after {recovered - killed:.2f} s, {recovery.lost_tokens:,} tokens")
+    log(f"loss {turn + 1}: all is held again after {recovered - killed:.2f} s, {recovery.lost_tokens:,} tokens")
     return Kill(
         noticed_s=noticed - killed,
         formed_s=formed - noticed,

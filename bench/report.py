@@ -42,7 +42,7 @@ def main() -> None:
     options = parser.parse_args()
     for name in () if options.page else options.only:
         run(name)
-    (RESULTS / "README.md").write_text(page(kept()))
+    (RESULTS / "README.md").write_text(page(read_results()))
 
 
 def file(name: str) -> Path:
@@ -56,7 +56,7 @@ def run(name: str) -> None:
     file(name).write_text(output)
 
 
-def kept() -> dict[str, Any]:
+def read_results() -> dict[str, Any]:
     """All measurements, new and earlier, and the notes on surprising ones."""
     found = {
         name: json.loads(file(name).read_text()) for name in (*BENCHES, "needle", "provenance") if file(name).is_file()

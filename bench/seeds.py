@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.engine import Generations, running
 from bench.harness.machine import describe
 from longleaf.config import EngineConfig
@@ -69,7 +69,7 @@ def measure(vocabulary: int, world_size: int, options: argparse.Namespace) -> di
         "tokens_per_difference": round(num_compared / len(differing)) if differing else None,
         "machine": describe(),
     }
-    tell(text(row))
+    log(text(row))
     return row
 
 
@@ -85,9 +85,9 @@ async def generate(config: EngineConfig, options: argparse.Namespace) -> tuple[A
     async with running(config) as generations:
         sides: list[Answers] = []
         for turn in ("one by one", "one by one again"):
-            tell(f"{options.answers} answers, {turn}")
+            log(f"{options.answers} answers, {turn}")
             sides.append([await answer(generations, number) for number in range(options.answers)])
-        tell(f"{options.together} at once")
+        log(f"{options.together} at once")
         places = asyncio.Semaphore(options.together)
 
         async def in_turn(number: int) -> tuple[int, ...]:

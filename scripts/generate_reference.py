@@ -41,7 +41,7 @@ def page(protos: list[FileDescriptorProto]) -> str:
 
 def sections(proto: FileDescriptorProto) -> Iterator[str]:
     """A section for each message and each enum of one file."""
-    comments = {tuple(found.path): told(found.leading_comments) for found in proto.source_code_info.location}
+    comments = {tuple(found.path): comment_text(found.leading_comments) for found in proto.source_code_info.location}
     for i, message in enumerate(proto.message_type):
         rows = [
             (field.name, kind(field, message), comments.get((MESSAGES, i, INNER, j), ""))
@@ -56,7 +56,7 @@ def sections(proto: FileDescriptorProto) -> Iterator[str]:
         yield from section(enum.name, comments.get((ENUMS, i), ""), ("value", "number", "meaning"), rows)
 
 
-def told(comment: str) -> str:
+def comment_text(comment: str) -> str:
     return " ".join(comment.split()).replace("|", "\\|").replace("<", "\\<")
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "support" / "manifests" / "schemas"
-KEPT = ("type", "enum", "required", "pattern", "format", "default", "minimum", "maximum", "minLength", "maxLength")
-KEPT_OF_LISTS = ("minItems", "maxItems", "uniqueItems", "minProperties", "maxProperties")
+KEYWORDS = ("type", "enum", "required", "pattern", "format", "default", "minimum", "maximum", "minLength", "maxLength")
+LIST_KEYWORDS = ("minItems", "maxItems", "uniqueItems", "minProperties", "maxProperties")
 INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 
 
@@ -22,7 +22,7 @@ def strict(schema: dict[str, Any]) -> dict[str, Any]:
     """The JSON Schema of a structural schema; it refuses unknown fields."""
     if schema.get("x-kubernetes-int-or-string"):
         return INT_OR_STRING | ({"pattern": schema["pattern"]} if "pattern" in schema else {})
-    found: dict[str, Any] = {name: schema[name] for name in (*KEPT, *KEPT_OF_LISTS) if name in schema}
+    found: dict[str, Any] = {name: schema[name] for name in (*KEYWORDS, *LIST_KEYWORDS) if name in schema}
     if schema.get("nullable"):
         found["type"] = [schema["type"], "null"]
     if "items" in schema:

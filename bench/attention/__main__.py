@@ -30,7 +30,7 @@ import psutil
 from bench.attention import steps
 from bench.attention.chart import draw
 from bench.attention.steps import ONE_DEVICE, RING, Key, Row, Size
-from bench.harness.arguments import RESULTS, add_ray_address, check_ray_address, tell, unwind_on_terminate
+from bench.harness.arguments import RESULTS, add_ray_address, check_ray_address, log, unwind_on_terminate
 from bench.harness.hosts import LOOPBACK, TWO_TIER, Network, hosts, obstacle, one_host, rate
 from bench.harness.machine import describe
 from bench.harness.ranks import Placement, run
@@ -103,7 +103,7 @@ def on_ray(options: argparse.Namespace) -> Iterator[Row]:
             if not shrink:
                 continue
             placement, found = run_on_ray(steps.measure, world_size, "cpu", shrink, options.repeats, options.seconds)
-            tell(f"{title(placement.network)}, {placement.topology}")
+            log(f"{title(placement.network)}, {placement.topology}")
             for i, size in enumerate(shrink):
                 yield from rows_of(placement, size, [rank[i] for rank in found])
 
@@ -123,7 +123,7 @@ def on_network(name: str, options: argparse.Namespace) -> Iterator[Row]:
         return
     reason = obstacle()
     if reason is not None:
-        tell(f"skipped {TWO_TIER}: {reason}")
+        log(f"skipped {TWO_TIER}: {reason}")
         return
     with hosts(options.hosts, inside_gbit=options.inside, between_gbit=options.between) as network:
         for world_size in options.world_sizes:
@@ -139,7 +139,7 @@ def measure(placement: Placement, lengths: list[int], options: argparse.Namespac
     """The rows of one world size on one network."""
     shrink = sizes_of(lengths, placement.world_size, options)
     tokens = ", ".join(f"{size.context_tokens:,}" for size in shrink)
-    tell(f"{title(placement.network)}, {placement.topology}: {tokens} tokens")
+    log(f"{title(placement.network)}, {placement.topology}: {tokens} tokens")
     if not shrink:
         return []
     found = run(steps.measure, placement, shrink, options.repeats, options.seconds)
@@ -157,7 +157,7 @@ def fits(size: Size, world_size: int) -> bool:
     needed = size.key_bytes(size.context_tokens) * (2 + min(2, world_size - 1)) + world_size * RANK_BYTES
     has = psutil.virtual_memory().available
     if needed > has:
-        tell(f"skipped {size.context_tokens:,} tokens on {world_size} ranks: {needed:,} bytes needed, {has:,} free")
+        log(f"skipped {size.context_tokens:,} tokens on {world_size} ranks: {needed:,} bytes needed, {has:,} free")
     return needed <= has
 
 

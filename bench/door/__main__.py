@@ -35,7 +35,7 @@ from bench.door.reading import (
 )
 from bench.door.services import STREAMS, Doored, paced, real
 from bench.durable.options import Goal, Row, spread
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.parts import parser_of, run_parts
 from bench.production.options import Options, result
 from bench.production.others import Others
@@ -89,9 +89,7 @@ async def _turns(doored: Doored, options: Options) -> tuple[list[list[Pace]], li
         for turn in range(options.repeats):
             for side in (GRPC, DOOR) if turn % 2 else (DOOR, GRPC):
                 paces[side].append(await pace(reads[side], STREAMS, options.seconds, doored.door))
-            tell(
-                f"turn {turn + 1}: {paces[GRPC][-1].per_s:.0f} deltas/s over gRPC, {paces[DOOR][-1].per_s:.0f} by HTTP"
-            )
+            log(f"turn {turn + 1}: {paces[GRPC][-1].per_s:.0f} deltas/s over gRPC, {paces[DOOR][-1].per_s:.0f} by HTTP")
     return paces, firsts
 
 
@@ -145,7 +143,7 @@ def measure(name: str, given: argparse.Namespace) -> Row:
     """The results of a part."""
     part = PARTS[name]
     options = Options(repeats=given.repeats or part.repeats, seconds=part.seconds, world_size=given.world_size)
-    tell(f"{name}: {options.repeats} repeats")
+    log(f"{name}: {options.repeats} repeats")
     others = Others()
     found = part.measure(options)
     return {"others": round(others.cores, 2), **found}

@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.draft import answers
 from bench.draft.rows import KV_DTYPES, Case, measure
 from bench.durable.options import Row
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.parts import gathered
 from bench.harness.service import client_of
@@ -43,7 +43,7 @@ def main() -> None:
 
 def measure_all(options: argparse.Namespace) -> Iterator[Row]:
     for name in filter(is_there, options.models):
-        for part, each in (("rows", steps), ("answers", asked)):
+        for part, each in (("rows", steps), ("answers", measure_answers)):
             if part in options.only:
                 for row in each(name, options):
                     yield {"part": part, "kind": "", **row, "machine": describe()}
@@ -52,11 +52,11 @@ def measure_all(options: argparse.Namespace) -> Iterator[Row]:
 def steps(name: str, options: argparse.Namespace) -> Iterator[Row]:
     with subject(name) as measured:
         for case in cases(options):
-            tell(f"{name}, {case.context_tokens:,} tokens, {case.kv_dtype}, world size {case.world_size}")
+            log(f"{name}, {case.context_tokens:,} tokens, {case.kv_dtype}, world size {case.world_size}")
             yield from measure(measured, case, options.repeats)
 
 
-def asked(name: str, options: argparse.Namespace) -> Iterator[Row]:
+def measure_answers(name: str, options: argparse.Namespace) -> Iterator[Row]:
     for kind in KINDS[name]:
         with subject(name) as measured:
             config = EngineConfig(model=str(measured.folder))

@@ -7,7 +7,7 @@ from longleaf.sampling import Sampling
 EPOCH = 1
 CONTEXT, ANSWER = 0, 1
 """Segments: the context, and the tokens that the sequence adds on rank 0."""
-TELLER, SEQUENCE = 0, 1
+LAYOUT_ROW, SEQUENCE = 0, 1
 FIRST_ID, NUM_IDS = 3, 200
 """Ids to give: none is special in the models that are measured."""
 
@@ -31,11 +31,11 @@ class Plans:
         )
         self._first_block = max(len(run.blocks) for run in self._runs)
 
-    def told(self) -> StepPlan:
+    def layout_plan(self) -> StepPlan:
         """The first plan announces the layout of the context. It has one row with the last token of the context and
         samples nothing.
         """
-        return self._plan(Row(TELLER, (CONTEXT,), self._num_keys - 1, (FIRST_ID,), self._runs, -1))
+        return self._plan(Row(LAYOUT_ROW, (CONTEXT,), self._num_keys - 1, (FIRST_ID,), self._runs, -1))
 
     def next(self, num_rows: int) -> StepPlan:
         """A step of so many tokens of the sequence, at the positions after those before."""

@@ -85,7 +85,7 @@ def on_rank(here: ranks.Rank, folder: str, case: Case, repeats: int) -> dict[int
     rank.connect(here.groups["shared_memory"] if case.world_size > 1 else None)
     fill(rank)
     plans = Plans(case.context_tokens, case.world_size, BLOCK_SIZE)
-    rank.execute(plans.told())
+    rank.execute(plans.layout_plan())
     calls = {count: partial(step, rank, plans, count) for count in COUNTS}
     return here.take_turns(calls, repeats=repeats, warm_up=WARM_UP)
 

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from bench.durable import catalog, journal, loss, parked, restart, saving, storage
 from bench.durable.options import Options, Row
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.parts import parser_of, run_parts
 
 
@@ -84,7 +84,7 @@ def measure(name: str, given: argparse.Namespace) -> Row:
         repeats=given.repeats or part.repeats,
         world_size=given.world_size or part.world_size,
     )
-    tell(f"{name}: {options.tokens:,} tokens")
+    log(f"{name}: {options.tokens:,} tokens")
     return part.measure(options)
 
 

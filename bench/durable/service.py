@@ -44,7 +44,7 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-class KeptService(ServiceProcess):
+class TimedService(ServiceProcess):
     """Knows when it was started."""
 
     def __enter__(self) -> Self:

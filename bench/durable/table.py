@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from bench.durable.options import Row
 
-TOLD_APART = ("part", "goals", "machine")
+NOT_FIGURES = ("part", "goals", "machine")
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -15,7 +15,7 @@ def table(rows: Sequence[Row]) -> str:
 def _lines(row: Row) -> Iterator[str]:
     yield row["part"]
     for name, value in row.items():
-        if name not in TOLD_APART:
+        if name not in NOT_FIGURES:
             yield f"  {name:28} {_shown(value)}"
     for goal in row["goals"]:
         verdict = "met" if goal["is_met"] else "missed"

@@ -82,6 +82,6 @@ def show(rows: list[dict[str, object]], arguments: Arguments) -> None:
         )
 
 
-def tell(message: str) -> None:
-    """Reports progress."""
+def log(message: str) -> None:
+    """Logs progress to stderr."""
     print(message, file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TypeVar
 
-from bench.harness.arguments import tell
+from bench.harness.arguments import log
 
 T = TypeVar("T")
 FOLDER = Path("/run/netns")
@@ -77,7 +77,7 @@ def one_host() -> AbstractContextManager[Network]:
     reason = obstacle()
     if reason is None:
         return hosts(1)
-    tell(f"{reason}; so bytes are counted on the machine's loopback, including other traffic")
+    log(f"{reason}; so bytes are counted on the machine's loopback, including other traffic")
     return nullcontext(OWN)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.durable.options import Row
 from bench.durable.table import table
-from bench.harness.arguments import tell
+from bench.harness.arguments import log
 from bench.harness.machine import describe
 
 
@@ -25,12 +25,12 @@ def parser_of(bench: str, description: str | None, parts: Iterable[str]) -> argp
 
 def run_parts(bench: str, parts: Iterable[str], given: argparse.Namespace, measure: Callable[[str], Row]) -> None:
     """Runs the selected parts, then writes and prints their rows together with the earlier rows of the file."""
-    rows = kept(given.into)
+    rows = read_rows(given.into)
     for name in given.only:
         rows = joined(parts, rows, {"part": name, **measure(name), "machine": describe()})
         if given.into is not None:  # at once: a part that fails shall not cost the others
-            given.into.write_text(told(bench, rows) + "\n")
-    print(told(bench, rows) if given.json else table(rows))
+            given.into.write_text(to_json(bench, rows) + "\n")
+    print(to_json(bench, rows) if given.json else table(rows))
 
 
 def gathered(
@@ -44,19 +44,19 @@ def gathered(
     """Prints and writes each row as soon as it is measured, so that an interrupted run loses none. The file keeps the
     earlier rows of other keys (`beside`), sorted by `order`. Returns all rows.
     """
-    before, new = kept(given.into), list[Row]()
+    before, new = read_rows(given.into), list[Row]()
     rows = before
     for row in measured:
         new.append(row)
         rows = sorted(beside(before, new, keys), key=order)
         if given.into is not None:
-            given.into.write_text(told(bench, rows) + "\n")
+            given.into.write_text(to_json(bench, rows) + "\n")
         if given.json:
-            tell(line(row))
+            log(line(row))
         else:
             print(line(row), flush=True)
     if given.json:
-        print(told(bench, rows))
+        print(to_json(bench, rows))
     return rows
 
 
@@ -72,11 +72,11 @@ def beside(before: Iterable[Row], measured: Sequence[Row], keys: Sequence[str]) 
     return [*(row for row in before if tuple(row[key] for key in keys) not in new), *measured]
 
 
-def kept(file: Path | None) -> list[Row]:
+def read_rows(file: Path | None) -> list[Row]:
     """The rows of a result; none where there is none."""
     return json.loads(file.read_text())["rows"] if file is not None and file.is_file() else []
 
 
-def told(bench: str, rows: Sequence[Row]) -> str:
+def to_json(bench: str, rows: Sequence[Row]) -> str:
     """A result as JSON."""
     return json.dumps({"bench": bench, "rows": rows}, indent=2)

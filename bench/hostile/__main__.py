@@ -43,7 +43,7 @@ from typing import Any
 
 import psutil
 
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.memory import Memory
 from bench.harness.service import START_SECONDS
@@ -68,7 +68,7 @@ CONTEXT_TOKENS = 2000
 BYTES = 256
 """Token ids of the embedded model that are bytes."""
 WARM_UP_SECONDS = 0.5
-SETTLE_SECONDS = 1.0
+QUIET_SECONDS = 1.0
 ANSWER_SECONDS = 60.0
 """Timeout of a small request. After a timeout the service is replaced."""
 MOST_REMAINING_MIB = 1024
@@ -121,7 +121,7 @@ class Watch:
             _, alone = await self._turn(asyncio.sleep(seconds))
             calls = asyncio.get_running_loop().run_in_executor(attackers, attack, name, self._target, seconds)
             outcome, attacked = await self._turn(calls)
-            await asyncio.sleep(SETTLE_SECONDS)
+            await asyncio.sleep(QUIET_SECONDS)
             assert isinstance(outcome, Outcome)
             attacked["remaining_mib"] = (self._resident - self._stood) / MIB
             attacked["attacker_cpu_s"] = outcome.cpu_seconds
@@ -229,7 +229,7 @@ def row(name: str, options: argparse.Namespace, turns: Turns) -> dict[str, Any]:
     return {
         "bench": "hostile",
         "attack": name,
-        "told": ATTACKS[name].told,
+        "told": ATTACKS[name].description,
         "world_size": options.world_size,
         "repeats": options.repeats,
         "seconds": options.seconds,
@@ -291,7 +291,7 @@ def main() -> None:
     unwind_on_terminate()
     options = parse()
     if options.list:
-        print("\n".join(f"{name:23} {chosen.told}" for name, chosen in ATTACKS.items()))
+        print("\n".join(f"{name:23} {chosen.description}" for name, chosen in ATTACKS.items()))
         return
     rows: list[dict[str, object]] = []
     context = get_context("spawn")
@@ -299,7 +299,7 @@ def main() -> None:
         attackers.submit(os.getpid).result()  # so that it does not start in the first turn
         for name in options.attacks:
             rows.append(measure(name, options, attackers))
-            tell(line(rows[-1]))
+            log(line(rows[-1]))
     print(json.dumps(rows, indent=2) if options.json else "\n".join(map(line, rows)))
 
 

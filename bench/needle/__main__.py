@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.harness.arguments import RESULTS, tell, unwind_on_terminate
+from bench.harness.arguments import RESULTS, log, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.service import client_of
 from bench.needle.answers import Answer, Answers, Place, rows
@@ -66,32 +66,44 @@ class Asker:
         began = time.perf_counter()
         resident = self._client.ingest(name, document.text).tokens
         speed = resident / (time.perf_counter() - began)
-        tell(f"{title}: {resident:,} tokens read at {speed:,.0f}/s")
+        log(f"{title}: {resident:,} tokens read at {speed:,.0f}/s")
         self._ask_all(name, first, resident, speed)
         if later:
             resident = self._client.ingest(name, document.appended, append=True).tokens
             self._ask_all(name, later, resident, speed)
         self._client.delete_context(name)
 
-    def _open(self, asked: tuple[Question, ...], document: Place) -> list[tuple[Place, Question]]:
+    def _open(self, questions: tuple[Question, ...], document: Place) -> list[tuple[Place, Question]]:
         """The questions that are wanted and have no answer yet."""
-        places = (msgspec.structs.replace(document, task=question.task, question=i) for i, question in enumerate(asked))
+        places = (
+            msgspec.structs.replace(document, task=question.task, question=i) for i, question in enumerate(questions)
+        )
         wanted = (
-            (place, question) for place, question in zip(places, asked, strict=True) if place not in self._answers
+            (place, question) for place, question in zip(places, questions, strict=True) if place not in self._answers
         )
         return [(place, question) for place, question in wanted if question.task in self._options.tasks]
 
-    def _ask_all(self, context: str, asked: list[tuple[Place, Question]], held: int, speed: float) -> None:
+    def _ask_all(self, context: str, questions: list[tuple[Place, Question]], num_tokens: int, speed: float) -> None:
         right: dict[str, list[bool]] = {}
-        for place, question in asked:
+        for place, question in questions:
             text, first_token = self._ask(context, question)
             is_right = question.is_answered(text)
             right.setdefault(place.task, []).append(is_right)
             self._answers.add(
-                Answer(place, question.depth, question.text, question.values, text, is_right, held, speed, first_token)
+                Answer(
+                    place,
+                    question.depth,
+                    question.text,
+                    question.values,
+                    text,
+                    is_right,
+                    num_tokens,
+                    speed,
+                    first_token,
+                )
             )
         for task, found in right.items():
-            tell(f"  {task}: {sum(found)} of {len(found)}")
+            log(f"  {task}: {sum(found)} of {len(found)}")
 
     def _ask(self, context: str, question: Question) -> tuple[str, float]:
         """The answer, and the seconds to its first token."""

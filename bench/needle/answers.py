@@ -99,9 +99,9 @@ def _row(model: str, task: str, tokens: int, depth: float | None, group: list[An
     }
 
 
-def wilson(right: int, asked: int) -> tuple[float, float]:
+def wilson(right: int, total: int) -> tuple[float, float]:
     """The 95 % score interval of a share (Wilson 1927)."""
-    share = right / asked
-    centre = share + Z * Z / (2 * asked)
-    spread = Z * sqrt(share * (1 - share) / asked + Z * Z / (4 * asked * asked))
-    return max(0.0, (centre - spread) / (1 + Z * Z / asked)), min(1.0, (centre + spread) / (1 + Z * Z / asked))
+    share = right / total
+    centre = share + Z * Z / (2 * total)
+    spread = Z * sqrt(share * (1 - share) / total + Z * Z / (4 * total * total))
+    return max(0.0, (centre - spread) / (1 + Z * Z / total)), min(1.0, (centre + spread) / (1 + Z * Z / total))

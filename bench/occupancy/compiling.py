@@ -54,10 +54,10 @@ def compile_variant(variant: KernelVariant, target: Target) -> Resources:
 
 
 def _of_amd(assembly: str, shared: int) -> Resources:
-    def told(name: str) -> int:
+    def metadata_value(name: str) -> int:
         return int(re.search(rf"\.{name}:\s+(\d+)", assembly)[1])  # pyright: ignore[reportOptionalSubscript]
 
-    return Resources(told("vgpr_count"), told("private_segment_fixed_size"), shared)
+    return Resources(metadata_value("vgpr_count"), metadata_value("private_segment_fixed_size"), shared)
 
 
 def _of_nvidia(cubin: bytes, shared: int) -> Resources:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.harness.arguments import RESULTS, tell
+from bench.harness.arguments import RESULTS, log
 from bench.predict import cluster, constants
 from bench.predict.chart import draw
 from bench.predict.measured import KINDS, Missing, Row, fits, load
@@ -52,7 +52,7 @@ def here(folder: Path, seed: int) -> dict[str, Any]:
         try:
             rows += load(folder / name)
         except Missing as error:
-            tell(str(error))
+            log(str(error))
             missing.append(str(error))
     return {"fits": fits(rows, seed), "missing": missing}
 

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from bench.durable.options import Row
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.parts import parser_of, run_parts
 from bench.production import cost, flood, rotation
 from bench.production.options import Options
@@ -77,7 +77,7 @@ def measure(name: str, given: argparse.Namespace) -> Row:
     options = Options(
         repeats=given.repeats or part.repeats, seconds=given.seconds or part.seconds, world_size=given.world_size
     )
-    tell(f"{name}: {options.repeats} repeats")
+    log(f"{name}: {options.repeats} repeats")
     others = Others()
     found = part.measure(options)
     return {"others": round(others.cores, 2), **found}

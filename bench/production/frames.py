@@ -61,7 +61,7 @@ class Answers:
         self._buffer = b""
         self.num_ended = 0
         """Calls that were answered to their end."""
-        self.is_leaving = False
+        self.is_draining = False
         """Whether the service wants no more calls on this connection."""
 
     def take(self, data: bytes) -> bytes:
@@ -71,7 +71,7 @@ class Answers:
             if kind in (HEADERS, DATA):
                 self.num_ended += bool(flags & END_STREAM)
             elif kind == GOAWAY:
-                self.is_leaving = True
+                self.is_draining = True
             elif kind in (PING, SETTINGS) and not flags & ACK:
                 replies.append(frame(kind, ACK, 0, payload if kind == PING else b""))
         return b"".join(replies)

@@ -22,13 +22,13 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.parts import gathered
 from bench.harness.service import client_of
 from bench.harness.subjects import EMBEDDED, NAMES, checkpoint
 from bench.needle.documents import Question, prose, size_of
-from bench.provenance.asking import Asked, ask, place_of
+from bench.provenance.asking import Attributed, ask, place_of
 from bench.provenance.chart import draw
 from bench.provenance.cost import cost
 from bench.provenance.rows import Row, rows
@@ -74,7 +74,7 @@ def measure(client: Client, given: argparse.Namespace) -> Iterator[Row]:
         yield cost(client, tokens, given.repeats)
 
 
-def examine(client: Client, tokens: int, count: int) -> Iterator[Asked]:
+def examine(client: Client, tokens: int, count: int) -> Iterator[Attributed]:
     """Documents of one length, with so many questions of each task in all."""
     size = size_of(client, "prose", tokens)
     most = num_together(tokens)
@@ -85,7 +85,7 @@ def examine(client: Client, tokens: int, count: int) -> Iterator[Asked]:
         found = list(_ask_all(client, document.text, document.questions, tokens))
         client.delete_context(CONTEXT)
         right = sum(each.rank == 0 and each.method == "raw" for each in found)
-        tell(f"{tokens:,} tokens, document {number + 1} ({resident:,} tokens): the first source is right {right} times")
+        log(f"{tokens:,} tokens, document {number + 1} ({resident:,} tokens): the first source is right {right} times")
         yield from found
 
 
@@ -94,7 +94,7 @@ def num_together(tokens: int) -> int:
     return min(PER_DOCUMENT, max(1, tokens // TOKENS_PER_QUESTION))
 
 
-def _ask_all(client: Client, text: str, questions: tuple[Question, ...], tokens: int) -> Iterator[Asked]:
+def _ask_all(client: Client, text: str, questions: tuple[Question, ...], tokens: int) -> Iterator[Attributed]:
     for question in questions:
         if question.task in TASKS:
             place = place_of(client, CONTEXT, text, question)

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 
 import psutil
 
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.engine import Generations, running
 from bench.harness.machine import describe
 from bench.harness.subjects import EMBEDDED, NAMES, Subject, subject
@@ -65,7 +65,7 @@ async def measure(measured: Subject, options: argparse.Namespace) -> list[dict[s
                 if turn:
                     reading.append(len(document) / seconds)
                     answering.append((len(times) - 1) / (times[-1] - times[0]))
-            tell(f"{turn or 'warm-up'}: {ingested[0][-1:]} and {ingested[1][-1:]} read, {decoded} answered tokens/s")
+            log(f"{turn or 'warm-up'}: {ingested[0][-1:]} and {ingested[1][-1:]} read, {decoded} answered tokens/s")
     common = {
         "model": measured.name,
         "context_tokens": options.context,

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.service import hosted
 from bench.harness.timing import percentiles
@@ -49,7 +49,7 @@ class Load:
         for length in self._options.lengths:
             names = [f"bench-serve-{length}-{i}" for i in range(number)]
             for name in names:
-                tell(f"ingesting {name}")
+                log(f"ingesting {name}")
                 await self._client.ingest(name, documents.make(length))
             self._contexts[length] = names
         async for _ in self._client.generate(documents.make(WARM_UP), max_tokens=WARM_UP, ignore_end_token=True):
@@ -78,7 +78,7 @@ class Load:
     async def measure(self, rate: float) -> dict[str, object]:
         """One row."""
         plan = self.plan(rate)
-        tell(f"{rate:g}/s: {len(plan)} requests in {self._options.duration:g} s")
+        log(f"{rate:g}/s: {len(plan)} requests in {self._options.duration:g} s")
         answers = await run(self._client, plan, self._options.timeout)
         options = vars(self._options)
         shown = ("documents", "lengths", "question", "outputs", "duration", "seed")
