@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
-from tests.support.chat_templates import CONTROL, FORGETFUL, LLAMA, MISTRAL, THINKING, chat_tokenizer
+from tests.support.chat_templates import CONTROL, LLAMA, MISTRAL, PASTLESS, THINKING, chat_tokenizer
 from tests.support.conversations import conversation_ids
 from tests.support.sentencepiece import sentencepiece_tokenizer
 from tests.support.service import END, write_model
@@ -52,7 +52,7 @@ TEMPLATES = {
     "as JSON": HEAD + "{{ m.content | tojson }}" + TAIL,
     "skips empty messages": EACH + "{% if m.content %}{{ '<' + m.role + '>' + m.content }}{% endif %}" + TAIL,
     "asks for documents": "{% if documents is not none or tools %}DOCUMENTS{% endif %}" + HEAD + TEXT + TAIL,
-    "leaves out the past": FORGETFUL,
+    "leaves out the past": PASTLESS,
     "leaves out answers": THINKING,
     "trims": LLAMA,
 }
@@ -99,7 +99,7 @@ def check(ours: Tokenizer, theirs: Any, turns: Sequence[tuple[str, str]], *, has
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_ids_are_those_of_transformers(kind: str, template: str, turns: list[tuple[str, str]], tmp_path: Path) -> None:
-    if template == FORGETFUL:
+    if template == PASTLESS:
         turns = [turn for turn in turns if turn[0] != "system"]
     check(*both(tmp_path / "model", fast_tokenizer(kind), template), turns)
 

@@ -17,7 +17,7 @@ from tests.support.threads import config_for
 from workers.sampling.device_sampler import DeviceSampler
 from workers.step.last_tokens import DeviceIds
 
-CUT, ASKED, NEW, MOST = 310, 460, 24, 7
+CUT, START, NEW, MOST = 310, 460, 24, 7
 """Where the second segment branches off the first one, where questions begin, tokens of an answer, and drafts of a step
 at most.
 """
@@ -41,7 +41,7 @@ def drafting_of(golden, world_size, draft, *, on_device=False, **settings):
     is_replicated = settings.get("window_keys") == "replicated"
     wrong = () if is_replicated else golden.prompt[: 90 + CUT][::-1][:90]
     service.ingest(0, (), golden.prompt[:CUT] + wrong, 0, 200)
-    service.ingest(1, (0,), golden.prompt[CUT:ASKED], CUT, 128)
+    service.ingest(1, (0,), golden.prompt[CUT:START], CUT, 128)
     return Drafting(service, draft)
 
 
@@ -49,10 +49,10 @@ def answer(golden, world_size, draft, **settings):
     """Sequences of all samplings with a maximum of sharing, answered together."""
     drafting = drafting_of(golden, world_size, draft, **settings)
     rows = [
-        drafting.ask((0, 1), golden.prompt[ASKED + i : ASKED + 9 + 3 * i], ASKED, sampling)
+        drafting.ask((0, 1), golden.prompt[START + i : START + 9 + 3 * i], START, sampling)
         for i, sampling in enumerate(SAMPLINGS)
     ]
-    rows.append(drafting.ask((0,), golden.prompt[ASKED : ASKED + 5], CUT, SAMPLINGS[1]))
+    rows.append(drafting.ask((0,), golden.prompt[START : START + 5], CUT, SAMPLINGS[1]))
     return drafting, drafting.answer(rows, NEW)
 
 
@@ -115,7 +115,7 @@ def test_what_was_accepted_is_compared_with_plain_attention(goldens, world_size,
     golden, found = goldens("llama"), []
     for draft in (never, guess([golden.tokens], MOST, SHARES[kind])):
         drafting = drafting_of(golden, world_size, draft)
-        row = drafting.ask((0, 1), golden.prompt[ASKED:], ASKED, Sampling(), before=golden.prompt[:ASKED])
+        row = drafting.ask((0, 1), golden.prompt[START:], START, Sampling(), before=golden.prompt[:START])
         assert drafting.answer([row], NEW) == [golden.tokens[:NEW]]
         assert [len(result.comparisons) for result in drafting.results] == [0] * (drafting.num_steps - 1) + [1]
         found += drafting.results[-1].comparisons.values()
@@ -160,7 +160,7 @@ def test_in_8_bits_blocks_hold_what_was_accepted_and_no_trace_of_the_rest(golden
     _, answers = answer(golden, world_size, never, kv_dtype="int8")
     drafting = drafting_of(golden, world_size, guess(answers, MOST, share), kv_dtype="int8")
     stores = [Stores(drafting, rank) for rank in drafting.ranks]
-    rows = [drafting.ask((0, 1), golden.prompt[ASKED + i : ASKED + 5 + i], ASKED, s) for i, s in enumerate(SAMPLINGS)]
+    rows = [drafting.ask((0, 1), golden.prompt[START + i : START + 5 + i], START, s) for i, s in enumerate(SAMPLINGS)]
     drafting.answer(rows, NEW)
     assert drafting.num_refused > 0 or kind == "right"
     found = [drafting.blocks(number) for number in range(world_size)]

@@ -114,8 +114,8 @@ async def test_penalties_and_logprobs_are_those_of_generate(goldens, world_size)
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": NEW_TOKENS}
     penalties = {"repetition_penalty": 1.5, "sequence_bias": {(7,): 1.5}}
     model = load_plain(golden.folder)
-    tell = {"return_dict_in_generate": True, "output_logits": True}
-    found = model.generate(torch.tensor([prompt]), **options, **penalties, **tell)
+    output_options = {"return_dict_in_generate": True, "output_logits": True}
+    found = model.generate(torch.tensor([prompt]), **options, **penalties, **output_options)
     wanted = tuple(found.sequences[0, len(prompt) :].tolist())
     assert wanted != tuple(model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist())
     sampling = Sampling(

@@ -10,7 +10,7 @@ from tests.support.golden.states import running
 from tests.support.thinned import thinned
 from tests.support.threads import config_for
 
-KEPT = 900
+CONTEXT_TOKENS = 900
 """Tokens of the prompt that a context holds, where there is one."""
 CUTS = ((0, 1), (1, 9), (14, None), (NEW_TOKENS - 1, 3))
 """Delivered tokens of each of two samples; None: all of them."""
@@ -38,8 +38,8 @@ async def read(engine, prompt):
 async def prompt_in(engine, golden, state, options):
     context = None if state == "plain" else "book"
     if context is not None:
-        await ingest(engine, context, golden.prompt[:KEPT])
-    requested = golden.prompt if context is None else golden.prompt[KEPT:]
+        await ingest(engine, context, golden.prompt[:CONTEXT_TOKENS])
+    requested = golden.prompt if context is None else golden.prompt[CONTEXT_TOKENS:]
     sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True, num_logprobs=2, **options)
     return Prompt(context=context, token_ids=requested, sampling=sampling, num_samples=2)
 

@@ -152,7 +152,7 @@ def test_every_class_of_transformers_with_latents_is_recognised():
         assert latent.is_latent(made) or hasattr(made, "indexer"), layer
 
 
-def test_latents_are_not_kept_in_8_bits(goldens):
+def test_latents_are_not_stored_in_8_bits(goldens):
     rank = Rank(make_spec(0, config_for(goldens(FAMILY).folder, kv_dtype="int8")))
     with pytest.raises(ModelRefused, match="kv_dtype: int8 .* latent attention"):
         rank.load()

@@ -162,7 +162,7 @@ async def test_a_document_of_which_a_key_is_not_finite_is_not_acknowledged(golde
         ("values", INF, 981, "token 0 of the answer"),
     ],
 )
-async def test_what_spoils_a_held_context_ends_the_answers_over_it_alone(goldens, stored, value, retained, tokens):
+async def test_a_non_finite_value_in_a_context_ends_only_the_answers_over_it(goldens, stored, value, retained, tokens):
     golden, pools = goldens("llama"), {}
 
     def watch(index, rank):

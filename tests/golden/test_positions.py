@@ -330,7 +330,7 @@ async def test_float64_is_for_what_is_declared_long(scaled):
 
 
 @torch.inference_mode()
-def test_far_queries_meet_their_neighbours_only_in_float64(scaled):
+def test_far_queries_match_adjacent_keys_only_in_float64(scaled):
     """A rotation is relative: the scores of a query and the keys just before it are the same wherever they lie."""
     model = AutoModelForCausalLM.from_pretrained(scaled("llama3"), dtype=torch.float32)
     ids = torch.tensor([ids_of(64)])

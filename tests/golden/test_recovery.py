@@ -16,7 +16,7 @@ from tests.support.threads import config_for
 
 KEY_TOLERANCE = 2e-5
 """Largest difference of a stored number, as a share of the largest such number of its layer."""
-CUT, ASKED, NEW = 610, 960, 12
+CUT, START, NEW = 610, 960, 12
 """Where the second segment branches off the first one, where the question begins, tokens of an answer."""
 FAMILIES = ("llama", "gemma3", "llama4", "deepseek_v3", "gpt_oss", "gemma2", "mistral")
 """Full reach, windows, sections, latents, sinks, soft caps, and only windows."""
@@ -35,12 +35,12 @@ def service_of(golden, world_size, **settings):
     is_replicated = settings.get("window_keys") == "replicated"
     wrong = () if is_replicated else golden.prompt[: 90 + CUT][::-1][:90]
     service.ingest(0, (), golden.prompt[:CUT] + wrong, 0, 200)
-    service.ingest(1, (0,), golden.prompt[CUT:ASKED], CUT, 128)
+    service.ingest(1, (0,), golden.prompt[CUT:START], CUT, 128)
     return service
 
 
 def ask(service, golden):
-    return service.ask((0, 1), golden.prompt[ASKED:], ASKED, NEW)
+    return service.ask((0, 1), golden.prompt[START:], START, NEW)
 
 
 def check_keys(service, fresh):
@@ -185,12 +185,12 @@ def test_with_windows_on_every_rank_a_segment_is_read_again_from_where_it_begins
     windows = service.segments[0].window_runs
     assert {run.rank for run in windows} == {EVERY_RANK}
     service.move(0, [], windows)
-    service.ingest(1, (0,), golden.prompt[CUT:ASKED], CUT, 300)
+    service.ingest(1, (0,), golden.prompt[CUT:START], CUT, 300)
     check_keys(service, fresh)
     check_answer(service, golden, logits)
 
 
-def test_with_windows_on_every_rank_pieces_that_are_no_neighbours_are_refused(goldens):
+def test_with_replicated_windows_pieces_must_be_adjacent(goldens):
     service = service_of(goldens("gemma3"), 2, window_keys="replicated", kv_bytes=24 << 20, window_bytes=6 << 20)
     with pytest.raises(ValueError, match="must follow one another"):
         service.read(1, [(0, CUT, CUT + 16), (1, CUT + 32, CUT + 48)])

@@ -20,7 +20,7 @@ from coordinator.handlers.application import Application
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.credentials import Quotas
-from tests.support.apart import SCRIPT, Said, Step, play
+from tests.support.apart import SCRIPT, Responses, Step, play
 from tests.support.golden.plain import ask_plain, draw_ids
 from tests.support.running import running
 from tests.support.tenants import ACME, BOLT, Caller, credentials, request_of
@@ -31,7 +31,7 @@ LEAST_GAP = 1e-3
 """Gap between the first and the second logit at every step: other rounding then chooses the same token."""
 NUM_NEW = 24
 NUM_QUESTION = 21
-HELD = (310, 150)
+CONTEXT_LENGTHS = (310, 150)
 """Tokens of the contexts of a tenant."""
 NAMES = ("book", "play")
 Ids = tuple[int, ...]
@@ -97,8 +97,8 @@ class Reader:
         await asyncio.gather(*map(self.ingest, NAMES))
         requests = {f"{name}-{turn}": name for name in NAMES for turn in range(2)}
         answers = await asyncio.gather(*(self.ask(name, request_id) for request_id, name in requests.items()))
-        told_again = await asyncio.gather(*(self.ask(name, request_id) for request_id, name in requests.items()))
-        assert told_again == answers
+        replayed = await asyncio.gather(*(self.ask(name, request_id) for request_id, name in requests.items()))
+        assert replayed == answers
         return dict(zip(requests, answers, strict=True))
 
 
@@ -107,7 +107,7 @@ async def test_each_tenants_tokens_equal_generate_of_its_own_text(checkpoint: Pa
     goldens = {
         tenant: {
             name: clear_prompt(checkpoint, resident + NUM_QUESTION, seeds)
-            for name, resident in zip(NAMES, HELD, strict=True)
+            for name, resident in zip(NAMES, CONTEXT_LENGTHS, strict=True)
         }
         for tenant in (ACME, BOLT)
     }
@@ -127,7 +127,7 @@ async def test_each_tenants_tokens_equal_generate_of_its_own_text(checkpoint: Pa
         assert answers == {request_id: expected[request_id.partition("-")[0]] for request_id in answers}, tenant
 
 
-async def heard(checkpoint: Path, folder: Path, scripts: dict[str, Sequence[Step]]) -> dict[str, Said]:
+async def heard(checkpoint: Path, folder: Path, scripts: dict[str, Sequence[Step]]) -> dict[str, Responses]:
     """The responses to each tenant while all play their scripts at the same time."""
     async with serving(checkpoint, folder) as address:
         found = await asyncio.gather(*(play(address, tenant, script) for tenant, script in scripts.items()))

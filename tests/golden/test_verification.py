@@ -66,7 +66,7 @@ def deaf(index, rank):
         rank.epoch.peers.merge.to_all = lambda partial: merge(Partial.identity(*partial.out_THD.shape))
 
 
-def forgetful(index, rank):
+def loses_first_key(index, rank):
     """Rank 1 does not keep the first of its keys: it finds zeros there."""
     if index == 1:
         for retained in (*rank.pool.keys.values(), *rank.pool.values.values()):
@@ -92,7 +92,7 @@ def uncapped(index, rank):
 
 @pytest.mark.parametrize(
     ("family", "spoil"),
-    [("llama", deaf), ("mistral", forgetful), ("gpt_oss", steep), ("gemma2", uncapped)],
+    [("llama", deaf), ("mistral", loses_first_key), ("gpt_oss", steep), ("gemma2", uncapped)],
 )
 async def test_wrong_ranks_fail(goldens, family, spoil):
     golden = goldens(family)
@@ -143,7 +143,7 @@ def test_a_distance_is_a_share_of_the_spread_and_a_median():
     assert distance(found_NV, exact_NV) != distance(found_NV, exact_NV), "NaN, wherever it is"
 
 
-async def test_what_cannot_be_compared_is_told_and_the_ranks_live_on(goldens):
+async def test_a_failed_comparison_is_reported_and_the_ranks_continue(goldens):
     def lame(index, rank):
         rank.epoch._verifier._model = None
 

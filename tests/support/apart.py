@@ -52,7 +52,7 @@ STEPS = st.one_of(
     st.just(("GetCluster", [{}])),
 )
 SCRIPT = st.lists(STEPS, min_size=1, max_size=8)
-Said = list[tuple[str, StatusCode, list[Any], str]]
+Responses = list[tuple[str, StatusCode, list[Any], str]]
 
 
 def _plain(value: Any) -> Any:
@@ -63,9 +63,9 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
-async def play(address: str, tenant: str, script: Sequence[Step]) -> Said:
+async def play(address: str, tenant: str, script: Sequence[Step]) -> Responses:
     """The responses to the tenant's script."""
-    output: Said = []
+    output: Responses = []
     async with grpc.aio.insecure_channel(address) as channel:
         caller = Caller(channel, tenant)
         for name, requests in script:

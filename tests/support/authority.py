@@ -37,7 +37,9 @@ class Authority:
         self.file = folder / "ca.pem"
         self.file.write_bytes(own.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM))
 
-    def _builder(self, name: x509.Name, key: Key, life: timedelta, age: timedelta = 2 * DAY) -> x509.CertificateBuilder:
+    def _builder(
+        self, name: x509.Name, key: Key, validity: timedelta, age: timedelta = 2 * DAY
+    ) -> x509.CertificateBuilder:
         now = datetime.now(UTC)
         return (
             x509.CertificateBuilder()
@@ -46,14 +48,14 @@ class Authority:
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - age)
-            .not_valid_after(now + life)
+            .not_valid_after(now + validity)
         )
 
     def make(
         self,
         *uris: str,
         key: Key | None = None,
-        life: timedelta = DAY,
+        validity: timedelta = DAY,
         age: timedelta = 2 * DAY,
         others: Sequence[x509.GeneralName] = (),
     ) -> tuple[bytes, bytes]:
@@ -66,7 +68,7 @@ class Authority:
             *others,
         ]
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "someone")])
-        builder = self._builder(name, key, life, age).add_extension(x509.SubjectAlternativeName(names), False)
+        builder = self._builder(name, key, validity, age).add_extension(x509.SubjectAlternativeName(names), False)
         return builder.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM), pem_of(key)
 
     def write(self, name: str, pair: tuple[bytes, bytes] | None = None) -> tuple[Path, Path]:

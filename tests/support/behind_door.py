@@ -95,7 +95,7 @@ class Behind:
             time.sleep(0.05)
 
     @contextmanager
-    def standing_still(self) -> Iterator[None]:
+    def frozen_ranks(self) -> Iterator[None]:
         """Ranks compute nothing meanwhile."""
         pids = [worker.pid for worker in self.cluster().workers]
         for pid in pids:

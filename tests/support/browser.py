@@ -99,7 +99,7 @@ class Reader:
         self._context.grant_permissions(list(permissions))
 
     @contextmanager
-    def held_back(self, pattern: str) -> Iterator[None]:
+    def delayed(self, pattern: str) -> Iterator[None]:
         """Requests to these addresses wait meanwhile."""
         waiting: list[Any] = []
         self.page.route(pattern, lambda route: waiting.append(route))  # Playwright modifies its argument

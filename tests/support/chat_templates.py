@@ -53,7 +53,7 @@ MISTRAL = (
     "{{- message['content'] + '<|end|>' }}{%- endif %}{%- endfor %}"
 )
 """Mistral v3: puts a system's message into the last turn."""
-FORGETFUL = (
+PASTLESS = (
     "{{ bos_token }}{% for message in messages[-2:] %}{{ '<|im_start|>' + message.role + '\n' + message.content + "
     "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )

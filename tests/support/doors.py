@@ -32,7 +32,7 @@ async def opened(server: str, **settings: Any) -> AsyncGenerator[str, None]:
         await asyncio.wait([serving])
 
 
-class Standing:
+class SharedService:
     """A service on a fake engine, a door in front of it, and a client of the door, shared by many examples. Nothing
     runs between the examples.
     """
@@ -45,7 +45,7 @@ class Standing:
 
 
 @contextmanager
-def standing(folder: Path) -> Generator[Standing, None, None]:
+def shared_service(folder: Path) -> Generator[SharedService, None, None]:
     loop, engine = asyncio.new_event_loop(), FakeEngine()
 
     @asynccontextmanager
@@ -59,7 +59,7 @@ def standing(folder: Path) -> Generator[Standing, None, None]:
 
     it = entered()
     try:
-        yield Standing(loop, engine, loop.run_until_complete(it.__aenter__()))
+        yield SharedService(loop, engine, loop.run_until_complete(it.__aenter__()))
         loop.run_until_complete(it.__aexit__(None, None, None))
         loop.run_until_complete(loop.shutdown_default_executor())
     finally:

@@ -28,11 +28,11 @@ class DurableMachine(RecoveringMachine):
         return [job for job in self.documents if job in self.open and self.scheduler.sealed(job) is not None]
 
     @precondition(lambda self: self.sealed)
-    @rule(data=st.data(), is_kept=st.booleans())
-    def keep(self, data: st.DataObject, is_kept: bool) -> None:
+    @rule(data=st.data(), is_saved=st.booleans())
+    def keep(self, data: st.DataObject, is_saved: bool) -> None:
         """Saving a document succeeds or fails."""
         job = data.draw(st.sampled_from(self.sealed), label="document")
-        if is_kept:
+        if is_saved:
             self._acknowledge(job)
         else:
             self.scheduler.fail(job, StorageUnavailable("the disk is full"))
@@ -52,14 +52,14 @@ class DurableMachine(RecoveringMachine):
     def _schedule(self) -> bool:
         return super()._schedule() or (bool(self.sealed) and not self._keep_all() and super()._schedule())
 
-    def _nobody_is_stuck(self) -> None:
+    def _no_job_is_stuck(self) -> None:
         if not self.sealed:
-            super()._nobody_is_stuck()
+            super()._no_job_is_stuck()
 
-    def _nobody_waits_for_those_behind(self) -> None:
+    def _no_job_waits_for_later_ones(self) -> None:
         """Contexts in use are exempt: they cannot be evicted, whichever job releases room."""
         if not any(self.scheduler.contexts.find(name) for name in self.scheduler._requests.contexts if name):
-            super()._nobody_waits_for_those_behind()
+            super()._no_job_waits_for_later_ones()
 
     def _is_right(self, job: int, error: LongleafError) -> None:
         if not isinstance(error, StorageUnavailable):

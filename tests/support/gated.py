@@ -34,14 +34,14 @@ class GatedRanks(FakeRanks):
         super().__init__(num_blocks=256, vocab=VOCAB)
         self._seconds_per_token = seconds_per_token
         self._steps = asyncio.Semaphore(0)
-        self.are_asked = asyncio.Event()
+        self.has_step = asyncio.Event()
 
     def allow(self, steps: int) -> None:
         for _ in range(steps):
             self._steps.release()
 
     async def step(self, plan: StepPlan) -> StepResult:
-        self.are_asked.set()
+        self.has_step.set()
         await self._steps.acquire()
         result = await super().step(plan)
         return msgspec.structs.replace(result, seconds=self._seconds_per_token * plan.num_tokens)

@@ -7,7 +7,7 @@ from coordinator.persistence.snapshots.snapshots import Snapshots
 from longleaf.errors import LongleafError
 
 
-class NotedJournal:
+class RecordingJournal:
     """Records the contexts whose entries are removed. Its failures can be set."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class MemoryLasting:
 
     def __init__(self) -> None:
         self.catalog = FakeCatalog()
-        self.journal = NotedJournal()
+        self.journal = RecordingJournal()
         self.snapshots: Snapshots | None = None
         self.earlier: dict[str, StaleContext] = {}
         """Contexts that an earlier checkpoint has read."""

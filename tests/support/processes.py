@@ -47,7 +47,7 @@ class RankProcess:
         except EOFError:
             return None
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Sends something to the rank that waits in `owner.pipe.recv()`."""
         self._pipe.send(message)
 

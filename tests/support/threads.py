@@ -115,7 +115,7 @@ class ThreadRanks:
             raise error_of(order.name, reported.failure)
         return reported
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _deliver(self, outcome: Outcome) -> None:
         self._orders.pop((outcome.member, type(outcome), outcome.ticket)).set_result(outcome)
 
     async def close(self) -> None:
@@ -134,7 +134,7 @@ class ThreadRanks:
             try:
                 plan = decode_to_rank(data)
                 if isinstance(plan, Save | Fetch | Discard):
-                    rank.carry_out(plan, self._tell)
+                    rank.carry_out(plan, self._deliver)
                     continue
                 assert isinstance(plan, StepPlan)
                 if begun is not None and not plan.may_overlap:

@@ -14,7 +14,7 @@ from longleaf.kernels.backend import AttributionBackend
 from longleaf.kernels.cpu.block_attribution import NativeBlockAttribution
 from longleaf.kernels.gpu.backend import TritonKernels
 from tests.support.attention.partials import seeds
-from tests.support.attention.told import Dense, check_told, drawn_reads
+from tests.support.attention.told import Dense, check_sums, drawn_reads
 
 SCALE, KEY_HEADS, BLOCK_SIZE = 0.4, 2, 64
 KERNELS = TritonKernels(4)
@@ -78,7 +78,7 @@ def test_blocks_have_the_shares_of_dense_attention_and_change_no_bit(
     assert torch.equal(partial.out_THD, plain.out_THD) and torch.equal(partial.lse_TH, plain.lse_TH)
     reported_KE2 = sums.take()
     assert reported_KE2 is not None and sums.take() is None
-    check_told(Dense(layer.q, layer.keys, SCALE, cap), reads, sums, reported_KE2, partial)
+    check_sums(Dense(layer.q, layer.keys, SCALE, cap), reads, sums, reported_KE2, partial)
 
 
 def asked(*reads):

@@ -5,7 +5,7 @@ import torch
 
 from longleaf.kernels.gpu.backend import TritonKernels
 from longleaf.rank_protocol.step import Decode, Spans
-from tests.support.golden.attended import Dense, expected, told
+from tests.support.golden.attended import Dense, expected, unpack_attention
 from tests.support.golden.epochs import Service
 from tests.support.golden.interpreted import Launches
 from tests.support.golden.plain import draw_ids
@@ -48,7 +48,7 @@ def answered(folder, world_size, spans, **settings):
     logits.watch(0, rank)
     for _ in range(STEPS):
         results.append(service.epoch.execute(Decode(tuple(rows))))
-        rows = [service.go_on(row) for row in rows]
+        rows = [service.next_row(row) for row in rows]
     tokens = [result.tokens[asking][0].id for result in results]
     full_layers = service.members[0]._ready.full_layers
     return [result.attention.get(asking) for result in results], tokens, logits.first(STEPS), full_layers, launches
@@ -79,7 +79,7 @@ def test_shares_are_those_of_dense_attention_and_to_ask_changes_no_bit(
     assert "add_shares" in launches.names
     _, weights = Dense(folder, full_layers)((*PROMPT, *tokens[:-1]))
     for i, attention in enumerate(found):
-        shares, wanted = told(attention), expected(weights, [END - 1 + i], (0, CUT), ASKED, spans)
+        shares, wanted = unpack_attention(attention), expected(weights, [END - 1 + i], (0, CUT), ASKED, spans)
         assert abs(float(shares.means.double().sum()) - 1) <= 1e-5
         tolerance = 1e-3 if settings else TOLERANCE  # keys in 8 bits are others
         assert (shares.means - wanted.means).abs().max() <= tolerance

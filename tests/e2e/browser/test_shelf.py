@@ -83,7 +83,7 @@ def test_what_others_do_is_seen_without_asking(opened: Reader, behind: Behind):
 
 def test_an_answer_of_a_document_that_is_gone_says_what_to_do(opened: Reader, behind: Behind):
     page = opened.page
-    with opened.held_back("**/v1/contexts"):
+    with opened.delayed("**/v1/contexts"):
         behind.delete("notes")
         page.locator("#question").fill("What is the value of amber-12?")
         page.keyboard.press("Enter")

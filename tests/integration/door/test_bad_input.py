@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from door import app, callers
 from door.bodies import BodyReader
-from tests.support.doors import opened, standing
+from tests.support.doors import opened, shared_service
 from tests.support.service import FakeEngine, Served, ids, serving
 
 CHAT = "/v1/chat/completions"
@@ -326,7 +326,7 @@ def contents(draw: st.DrawFn, changes: st.SearchStrategy[dict[str, Any]]) -> byt
 def test_no_body_is_a_500(path: str, examples: int, tmp_path: Path) -> None:
     """The door is one and the same for all examples, and answers after each."""
     method, changes = PLACES[path]
-    with standing(tmp_path / "model") as door:
+    with shared_service(tmp_path / "model") as door:
         door.engine.answer, door.engine.contexts["book"] = (ids("x"),), list(ids("long"))
 
         @settings(max_examples=examples, suppress_health_check=list(HealthCheck))

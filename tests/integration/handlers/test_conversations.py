@@ -16,7 +16,7 @@ from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient, Client
 from longleaf.errors import InvalidArgument, NotFound
 from longleaf.types import Conversation, Finished, Message
-from tests.support.chat_templates import CHATML, CONTROL, FORGETFUL, GEMMA, chat_tokenizer
+from tests.support.chat_templates import CHATML, CONTROL, GEMMA, PASTLESS, chat_tokenizer
 from tests.support.service import END, FakeEngine, Served, collect, write_model
 
 pytestmark = pytest.mark.timeout(60)
@@ -200,7 +200,7 @@ BEGINS_ANEW = "{% if messages | length > 1 %}A chat: {% endif %}" + CHATML
         (GEMMA, [SYSTEM, ASKED], None, "conversation.messages[0]", "System role not supported"),
         (GEMMA, [ASKED, SAID, MORE, MORE], None, "conversation.messages[3]", "roles must alternate"),
         (GEMMA, [SYSTEM, SYSTEM, ASKED, SAID, SAID, MORE], "book", "conversation.messages[4]", "must alternate"),
-        (FORGETFUL, [SYSTEM, ASKED, SAID, MORE], "book", "conversation.messages[1]", "leaves out the user's message"),
+        (PASTLESS, [SYSTEM, ASKED, SAID, MORE], "book", "conversation.messages[1]", "leaves out the user's message"),
         (BEGINS_ANEW, [SYSTEM, ASKED, SAID, MORE], "book", "conversation.messages[1]", "in another way than"),
         (CHATML, [SYSTEM, SAID, MORE], "book", "conversation.messages[1].role", "is the assistant's"),
         (CHATML, [ASKED, SAID], None, "conversation.messages[1].role", "must be the user's"),

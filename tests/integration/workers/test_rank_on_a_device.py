@@ -96,7 +96,7 @@ def test_drafts_are_verified_there_and_nothing_waits_before_the_end(tmp_path, ra
     assert {event.name for event in log.of("allocation")} == {DEVICE}
     waits = [wait for wait in log.of("wait") if not wait.site.startswith("longleaf/kernels/int8.py")]
     # for tokens, or for what was told of them; to keep 8 bits in torch.s operations takes waits
-    assert len(waits) == 1, log.told("wait")
+    assert len(waits) == 1, log.summary("wait")
     ends = {one.end for one in made.rank.epoch._ledger.held(first.path[-1], 0, 100, run.rank)}
     assert ends == {run.end + 4}
 

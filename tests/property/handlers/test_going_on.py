@@ -52,7 +52,7 @@ async def undisturbed(request: Generate, folder: Path, naps: list[int]) -> list[
     return found
 
 
-async def go_on(folder: Path, copy: Path, num_bytes: int, found: list[tuple[Event, int]]) -> list[Event]:
+async def resume_from(folder: Path, copy: Path, num_bytes: int, found: list[tuple[Event, int]]) -> list[Event]:
     """All events of a client that had read everything up to `num_bytes` of the journal, and then reconnects."""
     shutil.copytree(folder, copy)
     with file_in(copy).open("r+b") as file:
@@ -77,7 +77,7 @@ def test_a_generation_goes_on_wherever_its_service_died(
         events, (first, last) = [event for event, _ in found], (found[0][1], found[-1][1])
         for number, death in enumerate(deaths):
             size = first + round(death * (last - first))
-            again = await go_on(folder / "journal", folder / str(number), size, found)
+            again = await resume_from(folder / "journal", folder / str(number), size, found)
             for sample in range(num_samples):
                 assert whole(again, sample) == whole(events, sample)
 

@@ -74,7 +74,7 @@ def paths(draw: st.DrawFn, windows: WindowSpec) -> tuple[TokenPath, SegmentPlace
 
 @settings(max_examples=300)
 @given(WINDOWS, st.data())
-def test_seams_are_where_all_that_is_seen_is_held(windows: WindowSpec, data: st.DataObject) -> None:
+def test_continuation_points_have_all_visible_keys(windows: WindowSpec, data: st.DataObject) -> None:
     path, holdings = data.draw(paths(windows))
     holdings.audit(path)
     resident = {p for segment, _, end in path.parts() for p in positions(holdings[segment].window_runs) if p < end}

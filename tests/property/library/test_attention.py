@@ -206,7 +206,7 @@ def test_tiles_of_the_dense_kernel_do_not_show(monkeypatch, tile_keys, tile_scor
 
 @settings(max_examples=40, deadline=None)
 @given(seeds, st.integers(0, 12), st.integers(0, 12), st.sampled_from([1.0, 100.0]))
-def test_a_sink_is_one_more_key_without_a_value_whoever_adds_it(seed, cut, num_keys, scale):
+def test_a_sink_is_one_more_key_without_a_value(seed, cut, num_keys, scale):
     generator = torch.Generator().manual_seed(seed)
     q, sink_H = torch.randn(3, 4, 8, generator=generator), scale * torch.randn(4, generator=generator)
     k, v = (torch.randn(num_keys, 4, 8, generator=generator) for _ in range(2))

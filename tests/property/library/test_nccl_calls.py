@@ -104,11 +104,11 @@ def test_groups_are_formed_in_one_order_before_anybody_uses_them():
     assert begin == ["form", "split", "split", "split", "split", "all_reduce RedOpType.SUM"]
     for group in first:
         assert group.is_formed
-        assert {pair: len(sent) for pair, sent in group.sent.items()} == dict.fromkeys(neighbours(group.members), 1)
+        assert {pair: len(sent) for pair, sent in group.sent.items()} == dict.fromkeys(ring_pairs(group.members), 1)
     assert Counter(calls.ended) == Counter((rank, how) for rank in range(5) for how in ("destroyed", "aborted"))
 
 
-def neighbours(members):
+def ring_pairs(members):
     """Each rank and the next one."""
     return set(zip(members, (*members[1:], members[0]), strict=True))
 
@@ -164,7 +164,7 @@ def test_a_rank_that_leaves_out_one_call_is_found(name, number):
     """For any omitted call: the rank gets its own tensor as the result, and continues without an error."""
     parts, left_out = random_partials(5, rows=5), []
 
-    class Forgetful(process_group.ProcessGroupComm):
+    class OmittingComm(process_group.ProcessGroupComm):
         turn = 0
 
         def _start(self, sent, received, to, source):
@@ -188,7 +188,7 @@ def test_a_rank_that_leaves_out_one_call_is_found(name, number):
 
     def work(rank, groups):
         if rank == 2:
-            groups.world.__class__ = Forgetful
+            groups.world.__class__ = OmittingComm
             for attribute in ("all_gather", "all_to_all", "all_reduce"):
                 setattr(groups.world, attribute, forget(groups.world, attribute))
         return merge_both_ways(name, parts)(rank, groups)
@@ -221,7 +221,7 @@ def test_sends_that_not_all_ranks_join_need_a_group_that_is_formed(world_size):
             unbound.run(work)
 
 
-def test_who_gives_up_waits_for_nobody_that_is_gone():
+def test_an_abort_does_not_wait_for_lost_ranks():
     class Gone(Exception):
         pass
 
@@ -244,7 +244,7 @@ def test_who_gives_up_waits_for_nobody_that_is_gone():
         assert Counter(fleet.calls.ended) == Counter([] if waits else [(0, "aborted"), (2, "aborted")])
 
 
-def test_numbers_that_get_lost_are_told():
+def test_lost_numbers_are_reported():
     def lose(self, tensor, op, group):
         tensor.zero_()
 
@@ -252,7 +252,7 @@ def test_numbers_that_get_lost_are_told():
         Fleet("aaa").run(lambda rank, groups: None)
 
 
-def test_ranks_that_share_a_gpu_are_told_alike():
+def test_ranks_that_share_a_gpu_agree():
     """Two of three report the same GPU."""
     fake = FakeDistributed(3)
 
@@ -264,7 +264,7 @@ def test_ranks_that_share_a_gpu_are_told_alike():
     assert found == [process_group.TransportChoice("gloo", f"GPU-{rank // 2}") for rank in range(3)]
 
 
-def test_calls_that_differ_are_told():
+def test_differing_calls_are_reported():
     calls = FakeDistributed(2)
     with patch.object(process_group, "dist", calls):
         options = {"store": calls.store, "world_size": 2, "timeout": None}

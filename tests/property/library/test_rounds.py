@@ -56,7 +56,7 @@ def test_sequences_cover_all_rows_once_and_have_the_keys_of_their_reads(reads):
 
 @pytest.mark.usefixtures("small")
 @given(reads=rectangles(NUM_ROWS, most=12))
-def test_members_and_pieces_tell_which_rows_see_keys_in_which_round(reads):
+def test_members_and_pieces_name_the_rows_of_each_round(reads):
     found = planned(reads).rounds
     bits, pieces = varlen_plan.members(found, NUM_ROWS), list(varlen_plan.pieces(found))
     for i, one in enumerate(found):

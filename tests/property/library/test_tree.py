@@ -202,7 +202,7 @@ def test_a_merge_that_hiccups_once_is_not_given_up(monkeypatch):
     assert counts["paper"] == len(timings), "a hopeless merge is measured once"
 
 
-def test_a_rank_that_fails_is_told_and_holds_up_nobody():
+def test_a_failed_rank_is_reported_and_blocks_no_other():
     """Whichever of their groups the others wait in."""
 
     def work(rank, groups):

@@ -112,7 +112,7 @@ def test_many_blocks_of_one_row_are_few_items():
     assert [table.num_keys(item) for item in table.items] == [MIN_PIECE] * 4 and len(table.stretches) == 16
 
 
-def test_what_many_rows_share_is_read_by_neighbours_at_the_same_time():
+def test_shared_keys_are_read_by_adjacent_programs():
     reads = [
         Read(0, 16, 0, 1 << 17),
         *(Read(i, i + 1, (1 << 17) + 300 * i, (1 << 17) + 300 * (i + 1)) for i in range(16)),

@@ -103,7 +103,7 @@ def act(bench: Watched, action: tuple) -> None:  # type: ignore[type-arg]
     actions=st.lists(ACTIONS, min_size=4, max_size=30),
 )
 @settings(max_examples=150, deadline=None)
-def test_ranks_know_what_whole_rows_would_have_said(
+def test_ranks_reconstruct_whole_rows(
     windows: WindowSpec | None,
     max_sequences: int,
     actions: list[tuple],  # type: ignore[type-arg]
@@ -121,7 +121,7 @@ def test_ranks_know_what_whole_rows_would_have_said(
 @pytest.mark.parametrize(
     "windows", [None, WindowSpec(reaches=(AttentionSpan(8),), num_blocks=60)], ids=["sharded", "replicated"]
 )
-def test_an_answer_that_is_preempted_tells_everything_again(windows: WindowSpec | None) -> None:
+def test_a_preempted_answer_sends_all_fields_again(windows: WindowSpec | None) -> None:
     bench = Watched(windows, max_sequences=2)
     job = bench.ask(SCALED_FROM + 1, max_tokens=20, num_samples=2)
     bench.steps(9, 2)
@@ -181,7 +181,7 @@ def step(*rows: Row, release: tuple[int, ...] = ()) -> StepPlan:
     return StepPlan(1, 1, Decode(rows), release_sequences=release)
 
 
-def test_what_was_not_told_is_refused() -> None:
+def test_missing_fields_are_refused() -> None:
     reported = RowState(4)
     with pytest.raises(ValueError, match="sequence 7, of which nothing was told"):
         reported.complete(step(NEXT))
@@ -192,7 +192,7 @@ def test_what_was_not_told_is_refused() -> None:
         reported.complete(step(NEXT))
 
 
-def test_a_sequence_begins_anew_in_the_plan_that_releases_it() -> None:
+def test_a_sequence_restarts_in_the_plan_that_releases_it() -> None:
     reported, again = RowState(4), Row(7, (1, 3), 40, (5,), (Run(0, 40, 41, (8,)),), 0)
     reported.complete(step(FIRST))
     assert reported.complete(step(again, release=(7,))) == step(again, release=(7,))

@@ -162,7 +162,7 @@ def test_pieces_give_the_ids_of_the_whole(name: str, text: str, cuts: list[int])
 @pytest.mark.parametrize("name", MAKERS)
 @given(text=texts(), cut=st.integers(0, 1 << 20), cuts=st.lists(st.integers(0, 1 << 20), max_size=3))
 @settings(max_examples=40, deadline=None)
-def test_another_encoder_goes_on_from_what_is_settled(name: str, text: str, cut: int, cuts: list[int]) -> None:
+def test_another_encoder_resumes_from_the_stable_tokens(name: str, text: str, cut: int, cuts: list[int]) -> None:
     tokenizer, cut = tokenizer_of(name), cut % (len(text) + 1)
     first = Encoder(tokenizer, (1, 2), sizes=SMALL)
     first.push(text[:cut])
@@ -177,7 +177,7 @@ LOCAL = [name for name in MAKERS if name not in ("unigram", "wordpiece")]
 
 @pytest.mark.parametrize("name", LOCAL)
 @pytest.mark.parametrize("kind", ["a", " ", "\n", "ab", "世界", "one two "])
-def test_a_run_without_end_is_held_in_one_window(name: str, kind: str) -> None:
+def test_an_endless_run_stays_in_one_window(name: str, kind: str) -> None:
     tokenizer = tokenizer_of(name)
     encoder, text = Encoder(tokenizer, sizes=WindowSizes(usual=1000, margin=300)), kind * 5000
     resident = 0

@@ -146,7 +146,7 @@ def test_where_tokens_are_made_text_together_none_has_bytes_of_its_own(
     assert Tokenizer.load(write_model(tmp_path, words(decoder), None), DirectRenderer()).alphabet.spell is None
 
 
-def test_no_bytes_are_made_when_nobody_asks() -> None:
+def test_no_bytes_are_made_without_a_request() -> None:
     def spell(token_id: int, is_first: bool) -> bytes:
         raise AssertionError("nobody asked")
 

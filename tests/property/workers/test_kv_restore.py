@@ -240,7 +240,7 @@ def test_what_makes_no_sense_restores_nothing(portions):
         assert torch.equal(Content(rank.pool).export(range(NUM_BLOCKS)), bits)
 
 
-def test_what_is_held_is_not_restored():
+def test_resident_keys_are_not_restored():
     ranks = group()
     carry_out(Restore(SEGMENT, START, (RestorePortion(0, (RUN,)),)), ranks)
     for start, portion in [

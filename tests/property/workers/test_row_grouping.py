@@ -59,10 +59,10 @@ class Forest:
         self.runs.append(runs)
         return len(self.paths) - 1
 
-    def add_row(self, parent: int | None, held: int, count: int, *, at_end: bool = False) -> None:
+    def add_row(self, parent: int | None, num_resident: int, count: int, *, at_end: bool = False) -> None:
         """A sequence whose own segment holds `held` tokens and receives `count` more."""
-        own, number = self.grow(parent, held + count, at_end=at_end), len(self.rows)
-        start, path = self.runs[own][0].start + held, self.paths[own]
+        own, number = self.grow(parent, num_resident + count, at_end=at_end), len(self.rows)
+        start, path = self.runs[own][0].start + num_resident, self.paths[own]
         ids = tuple(number * IDS + i for i in range(count)) if count > 1 or self.dice.random() < 0.5 else ()
         index = self.dice.choice([-1, 0, 7])
         hidden = self._hidden(self.runs[own][0].start) if self.can_hide else ()

@@ -57,14 +57,16 @@ def step_by_step(sampling, first, logits_PV):
 
 @pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
 @given(
-    asked=SEQUENCES, seed=st.integers(0, 1 << 20), broken=st.sets(st.tuples(st.integers(0, 4), st.integers(0, MOST)))
+    drawn=SEQUENCES,
+    seed=st.integers(0, 1 << 20),
+    broken=st.sets(st.tuples(st.integers(0, 4), st.integers(0, MOST))),
 )
 @settings(max_examples=150, deadline=None)
-def test_tokens_behind_drafts_are_those_of_single_steps(make, asked, seed, broken):
-    logits_SPV = logits_of(len(asked), seed, broken if seed % 3 == 0 else ())
-    wanted = [step_by_step(kind, first, logits_SPV[i]) for i, (kind, _, first) in enumerate(asked)]
+def test_tokens_behind_drafts_are_those_of_single_steps(make, drawn, seed, broken):
+    logits_SPV = logits_of(len(drawn), seed, broken if seed % 3 == 0 else ())
+    wanted = [step_by_step(kind, first, logits_SPV[i]) for i, (kind, _, first) in enumerate(drawn)]
     rows, parts = [], []
-    for i, (kind, are_right, first) in enumerate(asked):
+    for i, (kind, are_right, first) in enumerate(drawn):
         pairs = zip(wanted[i], are_right, strict=False)  # drafts stop at a step that fails
         rows.append(
             row(i, first, kind, tuple(token.id if is_right else (token.id + 1) % V for token, is_right in pairs))
@@ -73,7 +75,7 @@ def test_tokens_behind_drafts_are_those_of_single_steps(make, asked, seed, broke
     sampler = make()
     choice = sampler.start(rows, torch.cat(parts))
     found = choice.tokens()
-    for i, (tokens, (_, are_right, _)) in enumerate(zip(found, asked, strict=True)):
+    for i, (tokens, (_, are_right, _)) in enumerate(zip(found, drawn, strict=True)):
         num_drafts = len(rows[i].draft_ids)
         num_right = [*are_right[:num_drafts], False].index(False)
         check_same(tokens, wanted[i][: 1 + num_right])
@@ -86,7 +88,7 @@ def test_tokens_behind_drafts_are_those_of_single_steps(make, asked, seed, broke
     ]  # penalties count the accepted tokens
     if left:
         more = sampler.start(
-            [row(i, asked[i][2] + len(found[i])) for i in left],
+            [row(i, drawn[i][2] + len(found[i])) for i in left],
             torch.stack([logits_SPV[i, len(found[i])] for i in left]),
         )
         for i, tokens in zip(left, more.tokens(), strict=True):

@@ -38,13 +38,13 @@ class Accelerator:
             # modules that are moved to where they are would change each FakeTensor for itself, which torch cannot
             stack.enter_context(patch.object(torch.utils, "swap_tensors", lambda *_: None))
             stack.enter_context(patch.object(model, "preflight", _preflight_without_numbers))
-            stack.enter_context(self._telling_layers())
+            stack.enter_context(self._labelled_layers())
             stack.enter_context(Numbers())
             stack.enter_context(Dispatch(self.log, self._fake))
             yield
 
     @contextmanager
-    def _telling_layers(self) -> Generator[None, None, None]:
+    def _labelled_layers(self) -> Generator[None, None, None]:
         def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
             with self.log.within(module.layer_idx):  # pyright: ignore[reportArgumentType]
                 return hook.attention(module, *args, **kwargs)

@@ -140,7 +140,7 @@ class PretendedRank:
         """Executes all pending work, step by step. Chunks that are not computed are only recorded by the rank."""
         while (plan := self.bench.schedule()) is not None:
             if isinstance(plan.work, Prefill) and not computes_chunks:
-                self._tell(plan.work)
+                self._record_placement(plan.work)
             else:
                 yield Step(plan, self.logged(plan))
             self.bench.commit(plan)
@@ -151,7 +151,7 @@ class PretendedRank:
             self.rank.execute(plan)
         return self.accelerator.log.take()
 
-    def _tell(self, work: Prefill) -> None:
+    def _record_placement(self, work: Prefill) -> None:
         """Which blocks hold a chunk is noted where its inputs are built."""
         assert self.rank.epoch is not None
         with self.accelerator.running():

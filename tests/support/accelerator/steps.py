@@ -60,10 +60,10 @@ class Lone(Dense):
     def attend_int8(self, q_THD, kept, reads, scale, softcap=None):
         return self._attend(q_THD, q_THD.shape[2], *kept[:4])
 
-    def _attend(self, q_THD, value_dim, *kept):
+    def _attend(self, q_THD, value_dim, *tensors):
         out_THV = q_THD.new_empty(*q_THD.shape[:2], value_dim, dtype=torch.float32)
         partial = Partial(out_THV, out_THV.new_empty(q_THD.shape[:2]))
-        self.launcher(Lone, (len(q_THD),), q_THD, *kept, partial.out_THD, partial.lse_TH)
+        self.launcher(Lone, (len(q_THD),), q_THD, *tensors, partial.out_THD, partial.lse_TH)
         return partial
 
 
@@ -163,4 +163,4 @@ def prefilled(case: Case, folder_of: FolderOf, make_backend: MakeBackend) -> Log
 def check_limit(log: Log, most: int) -> None:
     counts = log.per_layer("launch")
     assert counts, "no layer launched anything"
-    assert max(counts.values()) <= most, f"launches per layer: {dict(counts)}\n{log.told('launch')}"
+    assert max(counts.values()) <= most, f"launches per layer: {dict(counts)}\n{log.summary('launch')}"

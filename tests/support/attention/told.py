@@ -47,7 +47,7 @@ class Dense:
         return torch.where(torch.arange(len(scores_S)) <= distance, (scores_S - lse).exp(), 0.0)
 
 
-def check_told(dense: Dense, reads: Sequence[Read], sums: BlockSums, reported_KE2: Tensor, partial: Partial) -> None:
+def check_sums(dense: Dense, reads: Sequence[Read], sums: BlockSums, reported_KE2: Tensor, partial: Partial) -> None:
     """That entries have the shares of dense attention, where rows see anything."""
     for read, each in zip(reads, sums.reads, strict=True):
         for row in range(each.first_row, each.end_row):
@@ -67,14 +67,16 @@ def _check_row(read: Read, each: AttributedRead, wanted_S: Tensor, found_E: Tens
             assert share == pytest.approx(right, abs=3e-5)
 
 
-def _bounds(read: Read, told: AttributedRead) -> list[tuple[int, int]]:
+def _bounds(read: Read, attributed: AttributedRead) -> list[tuple[int, int]]:
     """Slots [low, high) of each entry of a row."""
-    edge = {told.edge} if told.edge != NO_EDGE else set[int]()
+    edge = {attributed.edge} if attributed.edge != NO_EDGE else set[int]()
     first = read.slot_start // BLOCK * BLOCK + BLOCK
     cuts = sorted({read.slot_start, read.slot_end, *edge, *range(first, read.slot_end, BLOCK)})
     found = list(zip(cuts, cuts[1:], strict=False))
-    if edge and told.edge % BLOCK == 0:  # no block is cut: the numbers behind the edge leave one out
-        found.insert(next(i for i, (low, _) in enumerate(found) if low == told.edge), (told.edge, told.edge))
+    if edge and attributed.edge % BLOCK == 0:  # no block is cut: the numbers behind the edge leave one out
+        found.insert(
+            next(i for i, (low, _) in enumerate(found) if low == attributed.edge), (attributed.edge, attributed.edge)
+        )
     return found
 
 

@@ -33,7 +33,7 @@ def plain_logits(golden: Golden, dtype: str = "float32", length: Length = USUAL)
     return load_plain(golden.folder, getattr(torch, dtype))(ids, logits_to_keep=length.steps).logits[0].float()
 
 
-async def served_logits(golden: Golden, held=(), length: Length = USUAL, **settings) -> Tensor:
+async def served_logits(golden: Golden, prefix=(), length: Length = USUAL, **settings) -> Tensor:
     """The logits of the service: a prompt, then decode steps with given tokens.
 
     With `held`, the prompt continues a fork of a context, in the middle of the last of the parts that end there.
@@ -49,10 +49,10 @@ async def served_logits(golden: Golden, held=(), length: Length = USUAL, **setti
 
     sampling = Sampling(max_tokens=length.steps, ignore_end_token=True)
     async with running(config_for(golden.folder, **{"chunk_size": 320, **settings}), lead) as engine:
-        for start, end in itertools.pairwise((0, *held)):
+        for start, end in itertools.pairwise((0, *prefix)):
             await ingest(engine, "book", golden.prompt[start:end])
-        fork = "fork" if held else None
-        num_resident = (await engine.fork_context("book", "fork", held[-1] - 10)).tokens if fork else 0
+        fork = "fork" if prefix else None
+        num_resident = (await engine.fork_context("book", "fork", prefix[-1] - 10)).tokens if fork else 0
         prompt = Prompt(context=fork, token_ids=golden.prompt[num_resident : length.prompt], sampling=sampling)
         _ = [event async for event in engine.submit(prompt)]
     return torch.stack(seen[: length.steps])

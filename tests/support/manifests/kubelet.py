@@ -34,7 +34,7 @@ NO_SECRETS: Secrets = {}
 Names = Mapping[str, str]
 """Addresses by the names of Services."""
 NO_NAMES: Names = {}
-NOBODY: Mapping[str, int] = {}
+NO_PROCESSES: Mapping[str, int] = {}
 NAMESPACE = "longleaf"
 TOKEN = "a token of the cluster"
 PAUSE = """
@@ -91,7 +91,7 @@ def install_folders_in_tmp() -> list[str]:
 
 
 @contextmanager
-def placing(num_hosts: int, names: Mapping[str, int] = NOBODY) -> Iterator["Place"]:
+def placing(num_hosts: int, names: Mapping[str, int] = NO_PROCESSES) -> Iterator["Place"]:
     """Makes pods on hosts, whose Services have these names; in each runs nothing yet. `names` gives a host's number."""
     if reason := obstacle():
         lacks(reason)

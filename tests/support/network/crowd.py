@@ -19,7 +19,7 @@ STAY_SECONDS = 0.02
 """How long one that ZMQ refuses stays: time for a handshake."""
 
 
-class Crowd:
+class Flood:
     """Each peer reconnects as fast as it can: without a key, with an unknown key, or with invalid bytes."""
 
     def __init__(self, address: str, server_key: bytes) -> None:
@@ -65,4 +65,4 @@ class Crowd:
 
 
 if __name__ == "__main__":
-    asyncio.run(Crowd(sys.argv[1], sys.argv[2].encode()).hammer())
+    asyncio.run(Flood(sys.argv[1], sys.argv[2].encode()).hammer())

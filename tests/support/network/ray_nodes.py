@@ -80,9 +80,9 @@ class RayNodes:
         else:
             raise AssertionError(output)
         if is_again:
-            self._forget_earlier()
+            self._remove_old_nodes()
 
-    def _forget_earlier(self) -> None:
+    def _remove_old_nodes(self) -> None:
         """Waits until Ray knows of every node that has ended: until then it counts their slots."""
         command = [*self.on(0), sys.executable, "-c", COUNT, self.address, str(len(self._nodes))]
         subprocess.run(command, check=True, timeout=120)
