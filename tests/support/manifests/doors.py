@@ -60,7 +60,7 @@ def service_may_listen(documents: Documents) -> Iterator[str]:
     except InvalidArgument as error:
         yield f"serve: {error}"
     if is_closed and "insecure" in given:
-        yield "serve: has --insecure without need"
+        yield "serve: says --insecure, and need not"
 
 
 def files_are_mounted(documents: Documents) -> Iterator[str]:

@@ -42,7 +42,7 @@ def door_may_listen(documents: Documents) -> Iterator[str]:
     if ("tls-cert" in given) != ("tls-cert" in service) or ("tls-ca" in given) != ("tls-cert" in service):
         yield "door: is not encrypted as the service is"
     if "insecure" in given and "insecure" not in service:
-        yield "door: has --insecure without need"
+        yield "door: says --insecure, and need not"
     secrets = {one["spec"]["secretName"]: one["metadata"]["name"] for one in of_kind(documents, "Certificate")}
     for path in (given[name] for name in FILES if name in given):
         try:
@@ -131,7 +131,7 @@ def doors_are_scaled(documents: Documents) -> Iterator[str]:
         yield "door: no HorizontalPodAutoscaler has two of it at least"
         return
     if "replicas" in deployment["spec"]:
-        yield "door: applying it removes the replicas that the HorizontalPodAutoscaler added"
+        yield "door: who applies it takes away what the HorizontalPodAutoscaler added"
     metrics = scalers[0]["metrics"]
     reported = {one["pods"]["metric"]["name"] if one["type"] == "Pods" else one["resource"]["name"] for one in metrics}
     if reported != {"cpu"} | ({STREAMS} if of_kind(documents, "PodMonitor") else set[str]()):
