@@ -93,7 +93,7 @@ async def read(engine: Engine, context: str, token_ids: Ids) -> None:
     await ingest(engine, context, token_ids, LONGEST)
 
 
-async def repeated(engine: Engine, short: Short) -> Answers:
+async def kept(engine: Engine, short: Short) -> Answers:
     """Read in two parts, then asked two questions at once."""
     await read(engine, "book", short.document[:7])
     await read(engine, "book", short.document[7:])
@@ -119,7 +119,7 @@ async def parted(engine: Engine, short: Short) -> Answers:
     return [await say(engine, short.goldens[1], DOCUMENT, "twig")]
 
 
-STATES: dict[str, State] = {state.__name__: state for state in (fresh, repeated, forked)}
+STATES: dict[str, State] = {state.__name__: state for state in (fresh, kept, forked)}
 
 
 class Sampled:

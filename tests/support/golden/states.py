@@ -53,7 +53,7 @@ async def fresh(engine: Engine, prompt: Ids) -> list[Ids]:
     return [await answer(engine, prompt)]
 
 
-async def cached(engine: Engine, prompt: Ids) -> list[Ids]:
+async def kept(engine: Engine, prompt: Ids) -> list[Ids]:
     """Asked twice, and something else between."""
     await ingest(engine, "book", prompt[:CONTEXT_LEN])
     first = await answer(engine, prompt[CONTEXT_LEN:], "book")
@@ -90,4 +90,4 @@ async def forked(engine: Engine, prompt: Ids) -> list[Ids]:
     ]
 
 
-STATES: dict[str, State] = {state.__name__: state for state in (fresh, cached, questioned, appended, forked)}
+STATES: dict[str, State] = {state.__name__: state for state in (fresh, kept, questioned, appended, forked)}
