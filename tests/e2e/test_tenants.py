@@ -132,7 +132,7 @@ def test_unusable_tls_keys_are_reported_by_their_option(
         secret = ec.generate_private_key(ec.SECP256R1())
         cert, key = authority.write("server", (authority.make(key=secret)[0], pem_of(secret, b"passphrase")))
     else:
-        cert, key = authority.write("server", authority.make(life=-DAY))
+        cert, key = authority.write("server", authority.make(validity=-DAY))
     check_does_not_start(checkpoint, message, "--tls-cert", str(cert), "--tls-key", str(key))
 
 

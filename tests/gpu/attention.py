@@ -70,7 +70,7 @@ def every_type_and_dim(place: Place) -> None:
 
 
 def few_rows(place: Place) -> None:
-    """One row, and rows of one key head, of one query head."""
+    """One query row: with one query head, and with several heads per key head."""
     for key_heads, group in ((1, 1), (1, 8), (8, 1), (4, 4)):
         q = place.drawn(1, 1, key_heads * group, 128, dtype=torch.bfloat16)
         k, v = (place.drawn(i, key_heads, place.num_keys, 128, dtype=torch.bfloat16) for i in (2, 3))
@@ -90,7 +90,7 @@ def latents(place: Place) -> None:
 
 
 def keys_in_8_bits(place: Place) -> None:
-    """What is stored in 8 bits is attended to as what it stands for."""
+    """Keys and values in 8 bits give the attention of their dequantized values."""
     num_slots = place.num_keys // BLOCK_SIZE * BLOCK_SIZE
     slots = torch.arange(num_slots, device=place.device)
     reads = [read._replace(slot_end=min(read.slot_end, num_slots)) for read in mixed(place)]
@@ -106,7 +106,7 @@ def keys_in_8_bits(place: Place) -> None:
 
 
 def blocks_are_told_of(place: Place) -> None:
-    """Shares of blocks of keys; partials have the bits that they have when nobody asks."""
+    """Shares of blocks of keys; partials have the same bits as without attribution."""
     reads = mixed(place)
     for dtype in TOLERANCES:
         for dim in (64, 128):
@@ -125,7 +125,7 @@ def blocks_are_told_of(place: Place) -> None:
 
 
 def asked(reads: list[Read]) -> Reads:
-    """All rows of some reads are told of."""
+    """All rows of some reads are attributed."""
     found, reported = Reads(reads), list[AttributedRead]()
     for read in reads:
         reported.append(told_read(read[2:4], reported[-1].end if reported else 0, read[:2]))
@@ -134,7 +134,7 @@ def asked(reads: list[Read]) -> Reads:
 
 
 def check_shares(read: Read, reported_KRGE2: Tensor, q_THD: Tensor, k_KSD: Tensor, lse_TH: Tensor) -> None:
-    """What is told of a read, [K, rows, G, entries, 2] in float64."""
+    """Compares the attribution of a read, [K, rows, G, entries, 2], in float64."""
     rows, slots = slice(read.row_start, read.row_end), slice(read.slot_start, read.slot_end)
     sizes, ends = (KEY_HEADS, -1), (read.slot_start % BLOCK, -read.slot_end % BLOCK)
     lse_KRG1 = lse_TH[rows].double().unflatten(1, sizes).transpose(0, 1)[..., None]
@@ -161,7 +161,7 @@ def many_rows(place: Place) -> None:
 
 
 def many_rows_by_flash_kernels(place: Place) -> None:
-    """The same chunks, and the self-test of a rank, where flash kernels take what they can."""
+    """The same chunks, and the self-test of a rank, with flash kernels where they apply."""
     there = flash_on(place)
     for dtype in (torch.float16, torch.bfloat16):
         complaint = probe(there.kernels, there.device, dtype)

@@ -1,4 +1,4 @@
-"""Steps with drafts of a small random model: what is said, and from which logits, is what steps of one token say."""
+"""Steps with drafts of a small random model: tokens and logits equal those of steps of one token."""
 
 import random
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ def drafted(place: Place, asked: "Sequence[Asked]", known: "Sequence[Sequence[To
 def row(
     sequence: int, one: "Asked", said: "Sequence[Token]", known: "Sequence[Token]", each: int, dice: random.Random
 ) -> "Row":
-    """The row behind what was said, with drafts that fit into its block and its answer."""
+    """The next row after the tokens so far, with drafts that fit into its block and its answer."""
     from bench.gpu import plans
 
     index = len(said)

@@ -1,4 +1,4 @@
-"""What the host does around kernels on a GPU: it waits for nothing, and a graph of its launches serves other work."""
+"""The host's work around kernels on a GPU: it does not wait, and a graph of its launches serves other work."""
 
 import torch
 
@@ -39,7 +39,7 @@ def no_call_waits(place: Place) -> None:
 
 
 def add_shares(place: Place, reads: Reads, partial: Partial) -> None:
-    """Of what the first row told of the last layer, in two columns."""
+    """Adds the first row's attribution of the last layer to two columns."""
     assert reads.told is not None
     reported_KE2, num_entries = reads.told.take(), reads.told.reads[0].num_entries
     assert reported_KE2 is not None

@@ -16,7 +16,7 @@ def conversation_ids(tokenizer: Tokenizer, turns: Sequence[tuple[str, str]]) -> 
 
 
 def question_ids(tokenizer: Tokenizer, turns: Sequence[tuple[str, str]]) -> list[int]:
-    """Those of what follows a document."""
+    """The ids that follow a document."""
     if tokenizer.chat_template is None:
         pieces = tokenizer.plain_question(turns[0][1])
     else:

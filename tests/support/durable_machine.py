@@ -30,11 +30,11 @@ class DurableMachine(RecoveringMachine):
         return [job for job in self.documents if job in self.open and self.scheduler.sealed(job) is not None]
 
     @precondition(lambda self: self.sealed)
-    @rule(data=st.data(), is_kept=st.booleans())
-    def keep(self, data: st.DataObject, is_kept: bool) -> None:
+    @rule(data=st.data(), is_saved=st.booleans())
+    def keep(self, data: st.DataObject, is_saved: bool) -> None:
         """Saving a document succeeds or fails."""
         job = data.draw(st.sampled_from(self.sealed), label="document")
-        if is_kept:
+        if is_saved:
             self._acknowledge(job)
         else:
             self.scheduler.fail(job, StorageUnavailable("the disk is full"))
@@ -54,9 +54,9 @@ class DurableMachine(RecoveringMachine):
     def _schedule(self) -> bool:
         return super()._schedule() or (bool(self.sealed) and not self._keep_all() and super()._schedule())
 
-    def _nobody_is_stuck(self) -> None:
+    def _no_job_is_stuck(self) -> None:
         if not self.sealed:
-            super()._nobody_is_stuck()
+            super()._no_job_is_stuck()
 
     def _is_kept_out(self, job: Job) -> bool:
         """Whether the contexts in use and the documents leave too few blocks for a waiting job. A request references

@@ -1,4 +1,4 @@
-"""Waits until calls have ended on the server's side, too, which a client that leaves does not see."""
+"""Waits until calls have ended on the server, which is later than the client's disconnect."""
 
 import asyncio
 from collections.abc import Generator
@@ -9,7 +9,9 @@ from coordinator.telemetry.observers import CallRecord, Saw
 
 
 class OpenCalls:
-    """An observer that counts what is open. The first of several, so that the others were told when it is."""
+    """An observer that counts open calls and generations. It is the first of several, so that the others have run
+    before it.
+    """
 
     def __init__(self) -> None:
         self._num_open = 0

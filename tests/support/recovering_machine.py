@@ -54,9 +54,9 @@ class RecoveringMachine(SchedulerMachine):
     def is_disturbed(self) -> bool:
         return self.is_between or self.may_grow or not self.scheduler._healing.is_over
 
-    def _nobody_is_stuck(self) -> None:
+    def _no_job_is_stuck(self) -> None:
         if not (self.is_between or self.may_grow):
-            super()._nobody_is_stuck()
+            super()._no_job_is_stuck()
 
     # --- the end of an epoch ---
 
@@ -115,7 +115,7 @@ class RecoveringMachine(SchedulerMachine):
 
     @precondition(lambda self: self.may_grow and not self.is_between)
     @rule()
-    def settle(self) -> None:
+    def finish_growth(self) -> None:
         self.scheduler.settle()
         self.may_grow = False
         self.waited.clear()
@@ -212,7 +212,7 @@ class RecoveringMachine(SchedulerMachine):
             if self.is_between:
                 self._form(list(range(len(self.num_blocks))), False)
             if self.may_grow:
-                self.settle()
+                self.finish_growth()
             self._recovers()
         super().teardown()
 

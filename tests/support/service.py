@@ -369,8 +369,9 @@ async def serving(
     template: str = TEMPLATE,
     **options: Any,
 ) -> AsyncGenerator[tuple[GrpcServer, str], None]:
-    """The service on a port of its own; gives the server and its address. `options` are the server's; its
-    observers are told of generations, too."""
+    """The service on its own port; gives the server and its address. `options` are the server's; its observers also
+    observe generations.
+    """
     tokenizer = Tokenizer.load(write_model(folder, template=template), DirectRenderer())
     observers = options.get("observers", NOBODY)
     use_cases = Application(

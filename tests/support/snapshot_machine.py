@@ -137,9 +137,9 @@ class SnapshotMachine(DurableMachine):
     def _schedule(self) -> bool:
         return super()._schedule() or (self._fetch_all() and super()._schedule())
 
-    def _nobody_is_stuck(self) -> None:
+    def _no_job_is_stuck(self) -> None:
         if not any(map(self.scheduler.restoring.has, self.scheduler.segments.holdings)):
-            super()._nobody_is_stuck()
+            super()._no_job_is_stuck()
 
     @rule(data=st.data(), steps=st.integers(1, 9))
     def save_and_die(self, data: st.DataObject, steps: int) -> None:

@@ -1,5 +1,6 @@
-"""What the attention kernels tell of blocks of keys, against float64, and what is added up of it, against the same of
-CPUs."""
+"""Attribution of the attention kernels to blocks of keys, compared with float64, and its sums, compared with those on
+CPUs.
+"""
 
 import pytest
 import torch
@@ -13,14 +14,14 @@ from longleaf.kernels.backend import AttributionBackend
 from longleaf.kernels.cpu.block_attribution import NativeBlockAttribution
 from longleaf.kernels.gpu.backend import TritonKernels
 from tests.support.attention.partials import seeds
-from tests.support.attention.told import Dense, check_told, drawn_reads
+from tests.support.attention.told import Dense, check_sums, drawn_reads
 
 SCALE, KEY_HEADS, BLOCK_SIZE = 0.4, 2, 64
 KERNELS = TritonKernels(4)
 
 
 class Layer:
-    """Queries of a type over keys and values of the same, or in 8 bits; what no read names is NaN."""
+    """Queries of a type over keys and values of the same type, or in 8 bits; slots outside all reads are NaN."""
 
     def __init__(self, seed, num_rows, group, dim, kind, dtype, num_slots):
         generator = torch.Generator().manual_seed(seed)
@@ -64,7 +65,7 @@ def any_cut(monkeypatch):
 def test_blocks_have_the_shares_of_dense_attention_and_change_no_bit(
     kind, dtype, data, seed, num_rows, group, dim, cap, tile_keys, num_multiprocessors
 ):
-    """Of tiles and pieces of any size, and in memory in which another layer was told of."""
+    """With tiles and pieces of any size, and in memory that holds the attribution of another layer."""
     reads, reported, num_slots = drawn_reads(data, num_rows)
     layer, before = (Layer(seed + i, num_rows, group, dim, kind, dtype, num_slots) for i in range(2))
     kernels, sums = TritonKernels(num_multiprocessors), BlockSums(reported)
@@ -77,11 +78,11 @@ def test_blocks_have_the_shares_of_dense_attention_and_change_no_bit(
     assert torch.equal(partial.out_THD, plain.out_THD) and torch.equal(partial.lse_TH, plain.lse_TH)
     reported_KE2 = sums.take()
     assert reported_KE2 is not None and sums.take() is None
-    check_told(Dense(layer.q, layer.keys, SCALE, cap), reads, sums, reported_KE2, partial)
+    check_sums(Dense(layer.q, layer.keys, SCALE, cap), reads, sums, reported_KE2, partial)
 
 
 def asked(*reads):
-    """All rows of some reads are told of."""
+    """All rows of some reads are attributed."""
     found, reported = Reads(reads), []
     for read in reads:
         reported.append(told_read(read[2:4], reported[-1].end if reported else 0, read[:2]))
@@ -119,7 +120,7 @@ def test_nor_are_blocks_of_keys_in_8_bits_that_begin_elsewhere():
 
 
 def drawn_columns(data, num_rows, num_entries):
-    """Of some tellers, whose rows have some runs of their entries count into some columns."""
+    """Attribution rows, each with runs of entries that count into some columns."""
     runs, attribution_rows, row = [], [], 0
     while row < num_rows:
         end, first_run = data.draw(st.integers(row + 1, num_rows)), len(runs)

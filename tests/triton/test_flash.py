@@ -1,5 +1,6 @@
-"""The backend that leaves many rows to flash kernels, with a pretended one of these: what goes where, and how it is
-joined."""
+"""The backend that uses flash kernels for many rows, with a fake one: the distribution of reads, and the merge of
+results.
+"""
 
 import logging
 
@@ -31,7 +32,7 @@ def small(monkeypatch):
 
 
 class Launches:
-    """A launcher that notes what it launches."""
+    """A launcher that records its launches."""
 
     def __init__(self):
         self.names = []
@@ -54,7 +55,7 @@ def kernels(launcher=launch):
 
 
 def check(q, k, v, reads, softcap=None):
-    """That the partial is right, and that of what no row sees nothing is looked at."""
+    """Checks that the partial is right, and that slots outside all reads are not loaded."""
     wanted = expected(q, k, v, reads, SCALE, softcap)
     is_named = torch.zeros(NUM_SLOTS, dtype=torch.bool)
     for read in reads:
@@ -77,7 +78,7 @@ def test_any_rectangles_are_read(data, seed, num_rows, dtype):
 
 
 def launched(q, k, v, reads, softcap=None):
-    """What is launched of ours, and how often flash kernels are; the table is there before."""
+    """The launches of our kernels, and the number of flash launches; the table exists before."""
     names, pretended = Launches(), PretendedFlash()
     backend = FlashKernels(4, pretended, names)
     backend.attend(q, k, v, reads, SCALE, softcap)
@@ -170,7 +171,7 @@ def whole(monkeypatch):
 
 
 def wrong_by(change):
-    """A flash kernel that gives what `change` makes of out and lse."""
+    """A flash kernel whose out and lse are modified by `change`."""
 
     def run(*args):
         return change(*PretendedFlash()(*args))
@@ -218,7 +219,7 @@ def test_the_first_that_is_there_and_right_is_used(monkeypatch, caplog):
 @pytest.mark.usefixtures("whole")
 @pytest.mark.parametrize("name", ["torch", "torch's varlen_attn"])
 def test_torch_takes_what_it_is_given_and_nothing_is_asked_of_the_device(name):
-    """Shapes and types, by what torch knows of its kernels without a device."""
+    """Shapes and types, from torch's metadata of its kernels, without a device."""
     names = []
 
     def note(kernel, *args, **constants):

@@ -73,7 +73,7 @@ def test_a_name_that_no_check_has_is_refused(monkeypatch):
 
 
 def what_is_installed_with(*names):
-    """Files and folders of some distributions and of what they need."""
+    """Files and folders of some distributions and their dependencies."""
     found, waiting = {}, list(names)
     while waiting:
         name = re.match(r"[\w.-]+", waiting.pop())[0].lower()
@@ -94,7 +94,7 @@ import bench.gpu.choosing, bench.gpu.sharing, bench.gpu.steps, zoo.checkpoints
 
 
 def run_with(folder, script, *names):
-    """Runs a script in an interpreter that has some distributions and what they need, and nothing else."""
+    """Runs a script in an interpreter that has only these distributions and their dependencies."""
     for path in what_is_installed_with(*names):
         (folder / path.name).symlink_to(path)
     environment = os.environ | {"PYTHONPATH": f"{os.getcwd()}:{folder}"}

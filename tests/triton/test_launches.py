@@ -1,4 +1,4 @@
-"""What the host does around the kernels: it launches few, copies once, and never looks into a tensor."""
+"""The host's work around the kernels: it launches few, copies once, and never reads a tensor."""
 
 import warnings
 
@@ -14,7 +14,7 @@ LAYER_READS = Reads([Read(0, 3, 0, 90), Read(1, 2, 90, 100), Read(2, 3, 95, 100,
 
 
 class Launches:
-    """A launcher that only notes what it is told to launch."""
+    """A launcher that only records its launches."""
 
     def __init__(self):
         self.names = []

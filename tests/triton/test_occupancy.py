@@ -1,4 +1,6 @@
-"""What the compiler makes of the kernels, ahead of time and without a GPU, held to the golden table and to limits."""
+"""The compiler's figures for the kernels, ahead of time and without a GPU, compared with the golden table and with
+limits.
+"""
 
 import os
 import re
@@ -30,7 +32,7 @@ PAIRS = [(name, target) for name, row in KEPT.items() for target in row]
 
 
 def compiled(pattern, target):
-    """The table of what is compiled now, in a process that does not interpret."""
+    """The table of the current kernels, compiled in a process without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "bench.occupancy", "--fresh", "--only", pattern, "--target", target]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Kernels in a captured function: launches are replayed over memory that was filled anew."""
+"""Kernels in a captured function: launches are replayed over memory with new content."""
 
 import pytest
 import torch

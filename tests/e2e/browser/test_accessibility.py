@@ -195,7 +195,7 @@ def test_last_answer_stays_visible_on_a_small_screen_unless_the_reader_scrolls_u
             reader.ask("What is the value of amber-12?")
         page.wait_for_function(LAST_IN_SIGHT)
         page.locator("#question").fill("What is the value of jade-7?")
-        with behind.standing_still():
+        with behind.frozen_ranks():
             page.keyboard.press("Enter")
             page.get_by_text("Asking…").wait_for()
             page.evaluate("scrollTo(0, 0)")

@@ -83,7 +83,7 @@ def test_changes_by_other_clients_appear_without_reload(opened: Reader, behind: 
 
 def test_question_about_a_deleted_document_shows_advice(opened: Reader, behind: Behind):
     page = opened.page
-    with opened.held_back("**/v1/contexts"):
+    with opened.delayed("**/v1/contexts"):
         behind.delete("notes")
         page.locator("#question").fill("What is the value of amber-12?")
         page.keyboard.press("Enter")

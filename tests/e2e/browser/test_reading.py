@@ -96,7 +96,7 @@ def test_stopped_answer_ends_the_generation(reader: Reader, behind: Behind):
     reader.add(("stock.txt", BOOK))
     page = reader.page
     page.locator("#question").fill("What is the value of amber-12?")
-    with behind.standing_still():
+    with behind.frozen_ranks():
         page.get_by_role("button", name="Ask", exact=True).click()
         page.get_by_role("button", name="Stop", exact=True).click()
         page.get_by_text("Stopped before an answer came.").wait_for()

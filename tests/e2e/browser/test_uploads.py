@@ -83,7 +83,7 @@ def test_name_taken_during_upload_can_be_changed_or_appended_to(reader: Reader, 
     page = reader.page
     page.get_by_role("heading", name="Put a book on the shelf").wait_for()
     reader.choose(("notes.txt", FILLER), ("more.txt", FILLER))
-    with reader.held_back("**/v1/contexts"):
+    with reader.delayed("**/v1/contexts"):
         behind.ingest("notes", FILLER)
         behind.ingest("more", FILLER)
         page.get_by_role("button", name="Add to the shelf").click()
@@ -100,14 +100,14 @@ def test_name_taken_during_upload_can_be_changed_or_appended_to(reader: Reader, 
 def test_cancelled_prefill_is_not_resumed(reader: Reader, behind: Behind):
     page = reader.page
     behind.ingest("notes", FILLER)
-    with behind.standing_still():
+    with behind.frozen_ranks():
         reader.add(("long.txt", LONG))
         page.get_by_text("All is sent").wait_for()
         page.get_by_role("button", name="Stop long").click()
         page.locator(".sending").wait_for(state="detached")
     behind.wait_idle()
     page.get_by_role("link", name="notes").click()
-    with behind.standing_still():
+    with behind.frozen_ranks():
         add_to_the_end(reader, "more.txt")
         page.get_by_text("All is sent").wait_for()
         page.get_by_role("button", name="Stop more").click()

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from coordinator.cluster.fakes import FakeRanks
 from longleaf.credentials import Quotas
 from tests.support import gated
-from tests.support.apart import SCRIPT, TEXTS, Said, Step, generate, ingest, play
+from tests.support.apart import SCRIPT, TEXTS, Responses, Step, generate, ingest, play
 from tests.support.tenants import ACME, BOLT, OPS, credentials
 
 
-async def served(folder: Path, scripts: dict[str, Sequence[Step]], **quotas: Quotas) -> dict[str, Said]:
+async def served(folder: Path, scripts: dict[str, Sequence[Step]], **quotas: Quotas) -> dict[str, Responses]:
     """The results of each tenant when all run their scripts concurrently, and one answer runs at a time."""
     ranks = FakeRanks(2, 400, vocab=gated.VOCAB)
     options: dict[str, Any] = {"chunk_size": 8, "replicate_below": 4, "world_size": 2, "max_sequences": 1}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from door import app, callers
 from door.bodies import BodyReader
-from tests.support.doors import opened, standing
+from tests.support.doors import opened, shared_service
 from tests.support.service import FakeEngine, Served, ids, serving
 
 CHAT = "/v1/chat/completions"
@@ -326,7 +326,7 @@ def contents(draw: st.DrawFn, changes: st.SearchStrategy[dict[str, Any]]) -> byt
 def test_no_body_causes_a_500(path: str, examples: int, tmp_path: Path) -> None:
     """All examples share one gateway, which answers after each."""
     method, changes = PLACES[path]
-    with standing(tmp_path / "model") as gateway:
+    with shared_service(tmp_path / "model") as gateway:
         gateway.engine.answer, gateway.engine.contexts["book"] = (ids("x"),), list(ids("long"))
 
         @settings(max_examples=examples, suppress_health_check=list(HealthCheck))

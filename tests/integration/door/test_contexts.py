@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from longleaf.client.proxy_client import ProxyClient
 from longleaf.errors import NotFound
 from longleaf.types import Drafting, IngestHeader
-from tests.support.doors import opened, standing
+from tests.support.doors import opened, shared_service
 from tests.support.service import TEXT, Served, ids
 
 PLAIN = {"content-type": "text/plain"}
@@ -184,7 +184,7 @@ EXAMPLES = (
 def test_any_split_interruption_and_resume_gives_the_whole_document(examples: int, tmp_path: Path) -> None:
     """All examples share one gateway."""
     numbers = itertools.count()
-    with standing(tmp_path / "model") as gateway:
+    with shared_service(tmp_path / "model") as gateway:
 
         @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
         @given(text=st.text(min_size=1, max_size=40), cuts=CUTS, is_appended=st.booleans())

@@ -16,7 +16,7 @@ from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient, Client
 from longleaf.errors import InvalidArgument, NotFound
 from longleaf.types import Conversation, Finished, Message
-from tests.support.chat_templates import CHATML, CONTROL, FORGETFUL, GEMMA, chat_tokenizer
+from tests.support.chat_templates import CHATML, CONTROL, GEMMA, PASTLESS, chat_tokenizer
 from tests.support.service import END, FakeEngine, Served, collect, write_model
 
 pytestmark = pytest.mark.timeout(60)
@@ -201,7 +201,7 @@ RESTARTING = "{% if messages | length > 1 %}A chat: {% endif %}" + CHATML
         (GEMMA, [SYSTEM, QUERY], None, "conversation.messages[0]", "System role not supported"),
         (GEMMA, [QUERY, REPLY, MORE, MORE], None, "conversation.messages[3]", "roles must alternate"),
         (GEMMA, [SYSTEM, SYSTEM, QUERY, REPLY, REPLY, MORE], "book", "conversation.messages[4]", "must alternate"),
-        (FORGETFUL, [SYSTEM, QUERY, REPLY, MORE], "book", "conversation.messages[1]", "leaves out the user's message"),
+        (PASTLESS, [SYSTEM, QUERY, REPLY, MORE], "book", "conversation.messages[1]", "leaves out the user's message"),
         (RESTARTING, [SYSTEM, QUERY, REPLY, MORE], "book", "conversation.messages[1]", "differs from that of"),
         (CHATML, [SYSTEM, REPLY, MORE], "book", "conversation.messages[1].role", "has the role assistant"),
         (CHATML, [QUERY, REPLY], None, "conversation.messages[1].role", "must have the role user"),

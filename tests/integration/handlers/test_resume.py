@@ -170,7 +170,7 @@ async def test_unretained_generation_is_not_found(resumable: Resumable) -> None:
 async def test_unretained_generation_is_not_run_twice(resumable: Resumable) -> None:
     resumable.ranks.allow(20)
     reading = asyncio.create_task(resumable.read(request("a", seconds=0.0)))
-    await resumable.ranks.are_asked.wait()
+    await resumable.ranks.has_step.wait()
     with pytest.raises(AlreadyExists, match="generations/a"):
         await resumable.read(request("a", seconds=0.0))
     resumable.ranks.allow(10**4)

@@ -183,7 +183,7 @@ def come_late(rank, owner):
 def test_missing_rank_is_named_by_all():
     processes = start_ranks("aaa", come_late, timeout=2.5)
     errors = [processes[rank].result() for rank in (0, 2)]
-    processes[1].tell("come")
+    processes[1].send("come")
     errors.append(processes[1].result())
     assert [error.rank for error in errors] == [1, 1, 1]
     reasons = {error.reason for error in errors}
@@ -417,7 +417,7 @@ def test_step_number_may_wrap_around():
     processes = start_ranks("aa", wrap_around)
     assert [process.result() for process in processes] == ["set", "set"]
     for process in processes:
-        process.tell("go")
+        process.send("go")
     wanted = [[[step * 10], [step * 10 + 1]] for step in range(20)]
     assert [process.result() for process in processes] == [(wanted, 13), (wanted, 13)]
     assert [process.end() for process in processes] == [0, 0]

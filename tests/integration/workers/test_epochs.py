@@ -174,7 +174,7 @@ def broken_over_and_over(members: Members, num_epochs: int) -> None:
             members.tell(ranks, chunk(epoch, 1, Run(0, 0, 96, (0, 1, 2, 3, 4, 5))), question_step(epoch, RAISE))
             assert {members.broken(member).epoch for member in ranks} == {epoch}
         if epoch % 3 == 0:
-            found.append([members.held(member) for member in (0, 1, 2)])
+            found.append([members.open_resources(member) for member in (0, 1, 2)])
     del found[0]  # until then not every member has been rank 0, whose store opens two files permanently
     half = len(found) // 2
     assert least(found[:half]) == least(found[half:]), "no files, threads or shared memory may remain"

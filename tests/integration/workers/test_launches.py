@@ -90,7 +90,7 @@ REPORT_COPIES = {("workers/sampling/device_sampler.py", "copy"): 1}
 
 def check_waits(log: Log) -> None:
     """A step waits once, at its end."""
-    assert len(log.of("wait")) == 1, f"waits:\n{log.told('wait')}"
+    assert len(log.of("wait")) == 1, f"waits:\n{log.summary('wait')}"
     assert log.events[-1] == log.of("wait")[0]
     assert log.of("wait")[0].name == "event"
     assert len(log.of("to host")) <= 1

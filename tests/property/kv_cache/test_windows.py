@@ -1,4 +1,4 @@
-"""Runs that roll: what tokens see is held, little more is, and no promise is exceeded."""
+"""Rolling windows: tokens find their keys, little more is resident, and no reservation is exceeded."""
 
 from bisect import bisect_left, bisect_right
 
@@ -52,7 +52,7 @@ def test_growth_keeps_what_is_seen_and_its_promise(
 
 @st.composite
 def paths(draw: st.DrawFn, windows: WindowSpec) -> tuple[TokenPath, SegmentPlacements]:
-    """A path that branches off its segments wherever they can be continued, and what is held of these."""
+    """A path that branches off its segments wherever they can be continued, and their placements."""
     placer = BlockPlacer([100], draw(st.integers(1, 5)), windows)
     reservation = placer.reserve(placer.num_blocks)
     assert reservation is not None
@@ -74,7 +74,7 @@ def paths(draw: st.DrawFn, windows: WindowSpec) -> tuple[TokenPath, SegmentPlace
 
 @settings(max_examples=300)
 @given(WINDOWS, st.data())
-def test_seams_are_where_all_that_is_seen_is_held(windows: WindowSpec, data: st.DataObject) -> None:
+def test_continuation_points_have_all_visible_keys(windows: WindowSpec, data: st.DataObject) -> None:
     path, holdings = data.draw(paths(windows))
     holdings.audit(path)
     resident = {p for segment, _, end in path.parts() for p in positions(holdings[segment].window_runs) if p < end}

@@ -1,4 +1,4 @@
-"""What the compiled decode kernel tells of blocks of keys, and what is added up of it, against float64."""
+"""The attribution of the compiled decode kernel to blocks of keys, and its sums, compared with float64."""
 
 import torch
 from hypothesis import given, settings
@@ -10,7 +10,7 @@ from longleaf.kernels import int8
 from longleaf.kernels.cpu.block_attribution import NativeBlockAttribution
 from longleaf.kernels.cpu.decode import NativeDecode
 from tests.support.attention.partials import seeds
-from tests.support.attention.told import Dense, check_told, drawn_reads
+from tests.support.attention.told import Dense, check_sums, drawn_reads
 
 SCALE, KV_HEADS = 0.4, 2
 
@@ -51,10 +51,10 @@ def test_blocks_have_the_shares_of_dense_attention_and_change_no_bit(data, seed,
     assert torch.equal(partial.out_THD, plain.out_THD) and torch.equal(partial.lse_TH, plain.lse_TH)
     reported_KE2 = asking.told.take()
     assert asking.told.take() is None
-    check_told(Dense(q, keys, SCALE, cap), reads, asking.told, reported_KE2, partial)
+    check_sums(Dense(q, keys, SCALE, cap), reads, asking.told, reported_KE2, partial)
 
 
-def test_shares_add_up_by_column_head_and_teller():
+def test_shares_add_up_by_column_head_and_row():
     generator = torch.Generator().manual_seed(5)
     group, num_entries, num_rows = 2, 7, 3
     reported = BlockSums([told_read((0, num_entries * BLOCK), 0, (0, num_rows))])

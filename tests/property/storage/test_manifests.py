@@ -1,4 +1,4 @@
-"""Manifests and notes come back as they were, and nothing else is taken for one."""
+"""Manifests and notes survive a round trip, and no other object is taken for one."""
 
 import msgspec
 import pytest
@@ -155,7 +155,7 @@ def test_no_other_bytes_are_taken(data):
 
 @settings(max_examples=20)
 @given(st.integers(1, 50))
-def test_later_versions_are_told_from_damage(more):
+def test_later_versions_differ_from_damage(more):
     with pytest.raises(DataLoss, match=f"version {VERSION + more}.*use a later one"):
         decode_manifest(seal(KIND, VERSION + more, b"whatever"), "name")
     assert unseal(seal(b"note", 1, b"content"), b"note", 1 + more, "name") == b"content"
@@ -170,7 +170,7 @@ def test_a_note_is_no_manifest_and_of_its_place_alone():
 
 
 @given(IDS, IDS, IDS, CONTEXTS, st.integers(0, 10**20 - 1), st.integers(0, 10**6))
-def test_names_tell_what_they_are_of(service, segment, attempt, context, number, index):
+def test_names_identify_their_objects(service, segment, attempt, context, number, index):
     place, tried = NotePlace(service, context, number), Attempt(service, segment, attempt)
     assert place_of_note(place.name) == place
     assert attempt_of_manifest(tried.manifest) == tried

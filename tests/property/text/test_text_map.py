@@ -1,4 +1,4 @@
-"""Which text the tokens of a context are: whatever the text, however it is cut, forked and appended to."""
+"""The text of the tokens of a context, for any text and any cuts, forks and appends."""
 
 from array import array
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def test_the_bytes_of_a_span_are_those_of_its_tokens(
 @pytest.mark.parametrize("name", MAKERS)
 @given(text=texts(), cuts=CUTS, lead=st.sampled_from([0, 3, 64]), places=st.tuples(PLACE, PLACE))
 @settings(max_examples=30, deadline=None)
-def test_text_is_told_in_whole_characters(
+def test_text_is_reported_in_whole_characters(
     name: str, text: str, cuts: list[int], lead: int, places: tuple[int, int]
 ) -> None:
     part, data = document(name, text, cuts, lead), text.encode()
@@ -158,7 +158,7 @@ def test_lines_are_counted(name: str, text: str, cuts: list[int], place: int) ->
 
 @given(text=texts(), cut=PLACE)
 @settings(max_examples=30, deadline=None)
-def test_another_intake_goes_on(text: str, cut: int) -> None:
+def test_another_tokenizer_resumes(text: str, cut: int) -> None:
     name = "bytes"
     tokenizer = tokenizer_of(name)
     whole = document(name, text, [], 2)

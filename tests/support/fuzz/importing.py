@@ -28,7 +28,7 @@ AT_ONCE = 500
 
 
 class PieceRanks(StoringRanks):
-    """Ranks that take in what they have fetched as those with a model do: a mistake in it ends the epoch."""
+    """Ranks that decode the fetched pieces as those with a model do: an error in one ends the epoch."""
 
     def __init__(self, store: Store, *, windows: bool) -> None:
         super().__init__(store, windows=WINDOWS if windows else None)
@@ -80,7 +80,7 @@ async def importing(*, windows: bool) -> AsyncGenerator[tuple[Service, PieceRank
 
 
 async def arrive(imports: ImportSessions, data: bytes) -> Context | None:
-    """Imports an archive. Raises what the client is told."""
+    """Imports an archive. Raises the client's error."""
 
     async def sent() -> AsyncIterator[ImportHeader | ArchiveChunk]:
         yield ImportHeader()

@@ -1,4 +1,4 @@
-"""A drafter that knows the answers, and is right as often as it is told: what an engine does with drafts is real."""
+"""A drafter that knows the answers, with a configurable share of right drafts. The engine is real."""
 
 import random
 from collections.abc import Sequence as Several
@@ -13,8 +13,9 @@ MOST = 7
 
 
 class KnowingDrafter(Drafter):
-    """Drafts the answer that goes on like what was said; each token is right with the probability `share`.
-    Whether steps wait, and how long drafts are, is drawn."""
+    """Drafts the continuation of the answer that matches the output; each token is right with the probability `share`.
+    Waiting and draft lengths are random.
+    """
 
     def __init__(self, block_size: int, answers: Several[Several[int]], share: float, seed: int = 0) -> None:
         super().__init__(64, MOST, block_size)

@@ -86,7 +86,11 @@ def test_records_dropped_by_a_rank_are_counted(coordinator: FakeCoordinator, cap
     assert logged_messages(caplog) == ["rank 0: first"]
     coordinator.log(5, LogRecord(30, "second"))
     coordinator.log(5, LogRecord(30, "third"))
-    assert logged_messages(caplog) == ["rank 0: 7 log records dropped: too many per second", "rank 0: second", "rank 0: third"]
+    assert logged_messages(caplog) == [
+        "rank 0: 7 log records dropped: too many per second",
+        "rank 0: second",
+        "rank 0: third",
+    ]
 
 
 def test_state_of_a_lost_member_is_removed(coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture) -> None:

@@ -314,9 +314,7 @@ async def test_pieces_that_do_not_cover_their_segment_are_refused(make_imports: 
     engine, given = empty_house(), packable()
     number, manifest = next(iter(given.manifests.items()))
     given.manifests[number] = replace(manifest, pieces=manifest.pieces[1:])
-    await refused(
-        make_imports(engine), engine, given.packed(), InvalidArgument, "the pieces of a segment are invalid"
-    )
+    await refused(make_imports(engine), engine, given.packed(), InvalidArgument, "the pieces of a segment are invalid")
 
 
 @pytest.mark.parametrize("cut", [1, 3, 5])

@@ -27,8 +27,8 @@ SPOILED: dict[str, tuple[Callable[[Authority], tuple[bytes, bytes]], str, str]] 
     "an empty certificate": (lambda a: (b" \n", a.make()[1]), "tls_cert", "is empty"),
     "a certificate that is none": (lambda a: (b"hello", a.make()[1]), "tls_cert", "no readable PEM certificate"),
     "half a certificate": (lambda a: (a.make()[0][:200], a.make()[1]), "tls_cert", "no readable PEM certificate"),
-    "an expired one": (lambda a: a.make(life=timedelta(days=-1)), "tls_cert", "expired at 2"),
-    "one that is not valid yet": (lambda a: a.make(age=-DAY, life=2 * DAY), "tls_cert", "is not valid before 2"),
+    "an expired one": (lambda a: a.make(validity=timedelta(days=-1)), "tls_cert", "expired at 2"),
+    "one that is not valid yet": (lambda a: a.make(age=-DAY, validity=2 * DAY), "tls_cert", "is not valid before 2"),
     "a weak key": (lambda a: a.make(key=rsa.generate_private_key(65537, 1024)), "tls_cert", "RSA key of 1,024 bits"),
     "a key of a curve that TLS has not": (
         lambda a: a.make(key=ec.generate_private_key(ec.SECP256K1())),
