@@ -31,9 +31,9 @@ def test_notes_on_a_start_are_told_by_the_coordinator_and_not_by_the_rank_too(
 ) -> None:
     logs = Logs(TelemetryConfig(log_level="debug"), LOGGERS)
     try:
-        with taking_notes() as texts:
+        with taking_notes() as notes:
             logging.getLogger("longleaf.kernels").warning("slower")
         logging.getLogger("longleaf.kernels").warning("later")
     finally:
         logs.take_down()
-    assert (texts, capsys.readouterr().err) == (["slower"], "later\n")
+    assert (notes.warnings, capsys.readouterr().err) == (["slower"], "later\n")
