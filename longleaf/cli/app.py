@@ -10,6 +10,7 @@ from longleaf.cli import contexts, credentials, demo, door, generate, ingest, mo
 from longleaf.cli.cluster import cluster
 from longleaf.cli.drain import drain
 from longleaf.cli.help import CommandGroup
+from longleaf.cli.options import message_of
 from longleaf.cli.refill import refill
 from longleaf.cli.verify import verify
 from longleaf.config import DataConfig, EngineConfig
@@ -115,11 +116,12 @@ def describe(error: LongleafError) -> str:
     if isinstance(error, NotFound) and (context := error.name.removeprefix(CONTEXTS)) != error.name:
         return f"there is no context named {context}; `longleaf contexts list` lists all contexts"
     if not isinstance(error, InvalidArgument):
-        return str(error)
+        return message_of(error)
     structs = (EngineConfig, DataConfig, SecurityConfig, TelemetryConfig, HttpConfig)
     settings = {name: flag_of(name) for struct in structs for name in struct.__struct_fields__}
     field = (settings | OPTIONS).get(error.field, error.field)
-    return f"{field}: {in_flags(error.description, ACCESS)}"
+    advice = "; any text may be the --display-name" if error.field == "config.name" else ""
+    return f"{field}: {in_flags(error.description, ACCESS)}{advice}"
 
 
 def exit_code(error: LongleafError) -> int:

@@ -206,7 +206,7 @@ def _show(context: Context, as_json: bool) -> None:
 
 
 def lifetime(context: Context) -> str:
-    """The times of creation, of the last change and of expiry."""
+    """The creation time, the last change and the expiry time."""
     end = "never expires" if context.expires is None else f"expires {_date(context.expires)}"
     pin = ", pinned" if context.is_pinned else ""
     return f"created {_date(context.created)}, updated {_date(context.updated)}, {end}{pin}"

@@ -23,8 +23,8 @@ def fetch(
 ) -> None:
     """Copy a checkpoint from storage into a folder, and print its fingerprint.
 
-    The folder appears only when it is complete. An existing folder is checked, and not fetched again. Exit code 2: the
-    fingerprint differs from --fingerprint; 1: the storage cannot be read.
+    The download uses a temporary folder until it is complete. An existing folder is checked, and not fetched again.
+    Exit code 2: the fingerprint differs from --fingerprint; 1: the storage cannot be read.
 
     Examples:
 

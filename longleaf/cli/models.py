@@ -72,9 +72,7 @@ def check(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Plan for the pools of this running service.", show_default="none"),
     ] = None,
-    load: Annotated[
-        bool, typer.Option("--load", help="Also load the weights, and compare with plain attention.")
-    ] = False,
+    load: Annotated[bool, typer.Option("--load", help="Load the weights, and compare with plain attention.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check whether a checkpoint can be served, and how many tokens fit.

@@ -1,5 +1,6 @@
 """Options that several commands share, and output functions."""
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 from longleaf.client import Client, Retry
 from longleaf.client.channels import Access
 from longleaf.credentials import looks_secret
-from longleaf.errors import InvalidArgument
+from longleaf.errors import InvalidArgument, LongleafError
 from longleaf.formatting import human_seconds
 from longleaf.model_report import AttentionReport
 from longleaf.types import Cluster, Finished, ModelInfo
@@ -95,6 +96,17 @@ def connect(server: ServerOptions, retries: int = IMPATIENT) -> Client:
     return Client(server.server, retries=retries, on_retry=RetryReporter().report, **access)
 
 
+_REFUSED = re.compile(r"the server at (\S+) does not answer \(.*Connection refused.*", re.DOTALL)
+
+
+def message_of(error: LongleafError) -> str:
+    """The error message, with advice if no process listens on the address."""
+    refused = _REFUSED.match(str(error))
+    if refused is None:
+        return str(error)
+    return f"nothing listens on {refused[1]}: start `longleaf serve`, or give another --server"
+
+
 class RetryReporter:
     """Reports retries on stderr. A reason is printed once, until another one follows."""
 
@@ -102,7 +114,7 @@ class RetryReporter:
         self._last = ""
 
     def report(self, retry: Retry) -> None:
-        reason = str(retry.error)
+        reason = message_of(retry.error)
         if reason != self._last:
             self._last = reason
             print(f"retrying in {human_seconds(retry.delay)}: {reason}", file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ from longleaf.formatting import human_count
 
 @takes_server
 def refill(server: ServerOptions, as_json: AsJson = False) -> None:
-    """Start ranks in the slots that the service has given up.
+    """Start ranks in slots whose replacements failed.
 
     A lost rank is replaced automatically. After three replacements in a row that were lost before they had loaded the
     model, the slot stays empty, and the other ranks take over its work: see `longleaf cluster`. Run this command once
@@ -27,5 +27,5 @@ def refill(server: ServerOptions, as_json: AsJson = False) -> None:
 def told(num_slots: int) -> str:
     """The number of slots in which ranks are started."""
     if not num_slots:
-        return "no slot was given up"
+        return "the service has given up no slot"
     return f"starting ranks in {human_count(num_slots, 'slot')}"

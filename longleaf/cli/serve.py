@@ -207,7 +207,7 @@ class ServeFlags:
         PartialDtype, option(RANKS, "Type of partials on the wire; bfloat16 rounds them by 2^-8 per hop.")
     ] = _DEFAULTS.partials
     prefill: Annotated[
-        PrefillName, option(RANKS, "What ranks gather during prefill; auto: whichever has fewer bytes.")
+        PrefillName, option(RANKS, "Tensors that ranks gather during prefill; auto: those with fewer bytes.")
     ] = _DEFAULTS.prefill
     kv_bytes: Annotated[
         int | None,

@@ -44,7 +44,7 @@ def detokenize(
     token_ids: Annotated[list[int], typer.Argument(help="Token ids.", metavar="ID...")],
     server: ServerOptions,
     special: Annotated[
-        bool, typer.Option("--special", help="Also show special tokens, which are omitted by default.")
+        bool, typer.Option("--special", help="Keep special tokens, which are omitted by default.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -44,8 +44,8 @@ def export_context(
 ) -> None:
     """Export a context to a file.
 
-    The file contains the keys and values that are in storage. Another service with the same model can import it,
-    whatever its number of ranks.
+    The file contains the keys and values that are in storage. Any other service with the same model can import it; the
+    number of ranks may differ.
 
     Example: longleaf contexts export book book.context
     """

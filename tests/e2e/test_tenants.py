@@ -86,7 +86,7 @@ def test_who_has_no_right_credential_learns_so_in_one_line(service: Tenanted, tm
 def test_who_speaks_plainly_learns_so(service: Tenanted) -> None:
     found = service.run("contexts", "list", LONGLEAF_CREDENTIAL=credential_of(ACME))
     check_line(found, 2, "--tls-ca: ")
-    assert "serves encrypted connections alone: name its authority here or in LONGLEAF_TLS_CA" in found.stderr
+    assert "requires TLS: give its certificate authority here or in LONGLEAF_TLS_CA" in found.stderr
 
 
 def test_who_trusts_another_authority_learns_so(service: Tenanted, tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ async def test_files_are_not_written_over(old: tuple[FakeTransferEngine, str], t
     async with AsyncClient(old[1]) as client:
         with pytest.raises(InvalidArgument, match="file: .*moby is there already"):
             await client.export_context("moby", tmp_path / "moby")
-        with pytest.raises(InvalidArgument, match="resume: there is no .*dick.part to go on with"):
+        with pytest.raises(InvalidArgument, match="resume: there is no .*dick.part to continue"):
             await client.export_context("moby", tmp_path / "dick", resume=True)
         with pytest.raises(InvalidArgument, match="file: cannot be written: No such file"):
             await client.export_context("moby", tmp_path / "none" / "dick")
