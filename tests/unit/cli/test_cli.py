@@ -8,11 +8,15 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
+from typer.main import get_command
 
 from longleaf.cli import app
 from longleaf.cli.cluster import (
@@ -522,3 +526,26 @@ def test_an_interrupt_while_serve_becomes_the_coordinator_is_quiet(
     command = [str(Path(sys.executable).with_name("longleaf")), "serve", "--port", "0"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "starting 1 rank (ray) …\n")
+
+
+def command_paths(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield path
+    for name, each in getattr(command, "commands", {}).items():
+        yield from command_paths(each, (*path, name))
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("path", list(command_paths(get_command(app.app))), ids=" ".join)
+def test_help_fills_its_lines_and_shows_no_python_types(
+    path: tuple[str, ...], columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        app.main([*path, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= columns for line in lines)
+    assert not any(mark in line for line in lines for mark in ("<", "list[", "default: ()", "...]..."))
+    paragraphs = lines[: next(i for i, line in enumerate(lines) if line and not line.startswith(("Usage", " ")))]
+    for line, following in pairwise(paragraphs):
+        if line.startswith("  ") and following.startswith("  "):
+            assert len(f"{line} {following.split()[0]}") > columns - 2, f"torn after: {line}"

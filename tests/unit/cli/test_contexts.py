@@ -32,7 +32,7 @@ async def test_a_context_is_read_anew(terminal: Terminal) -> None:
     assert (code, "tokenizer.json changed" in err) == (2, True)
     code, out, _ = await terminal.run("contexts", "reread", "--all")
     assert code == 0
-    assert [line.partition(":")[0] for line in out.splitlines()] == ["dick", "left out", "left out"]
+    assert [line.partition(":")[0] for line in out.splitlines()] == ["dick", "skipped", "skipped"]
     [found] = await terminal.json("contexts", "reread", "--all")
     assert [each["name"] for each in found["left_out"]] == ["ahab", "dick", "moby"]
     terminal.engine.earlier = {}

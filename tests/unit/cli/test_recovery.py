@@ -52,7 +52,7 @@ def test_a_loss_is_told_with_what_became_of_its_place(changes: dict[str, Any], m
 def test_why_a_place_stays_empty_is_told_once() -> None:
     changes: list[dict[str, Any]] = [{}, {"slot": "given_up", "slot_reason": "a"}, {"slot": "given_up"}]
     losses = [msgspec.structs.replace(LOSS, **changes[number]) for number in (0, 1, 1, 2, 1, 1)]
-    reported = [line.partition("its place ")[2] for line in loss_lines(losses, now=100.0)]
+    reported = [line.partition("its slot ")[2] for line in loss_lines(losses, now=100.0)]
     empty = "stays empty"
     assert reported == ["is being filled", empty, f"{empty}: a", empty, empty, f"{empty}: a"]
 
