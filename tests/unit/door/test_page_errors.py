@@ -31,4 +31,4 @@ def test_what_can_never_work_is_not_to_be_tried_again() -> None:
     message = (
         "9,031 tokens or more cannot fit in the 8,192 tokens of the model's context, those that it was trained for."
     )
-    assert found[0][1] == f"The service does not take this: {message}"
+    assert found[0][1] == f"The request is invalid: {message}"
