@@ -65,23 +65,23 @@ export const isAbort = (error) => error?.name === "AbortError";
 export function sentence(error) {
   if (error instanceof Unreachable) return "The service cannot be reached. The page keeps trying, and nothing is lost.";
   if (!(error instanceof Refusal)) return `The page failed: ${error?.message ?? error}. Reload it.`;
-  return SENTENCES[error.status]?.(error) ?? `The service reports: ${told(error)}`;
+  return SENTENCES[error.status]?.(error) ?? `The service reports: ${messageOf(error)}`;
 }
 
 const SENTENCES = {
-  400: (error) => `The request is invalid: ${told(error)}`,
+  400: (error) => `The request is invalid: ${messageOf(error)}`,
   401: () => "The service requires a credential.",
-  403: (error) => `Your credential does not allow this: ${told(error)} Use another one, or ask the operator of the service.`,
+  403: (error) => `Your credential does not allow this: ${messageOf(error)} Use another one, or ask the operator of the service.`,
   404: (error) =>
     error.code === "model_not_found" || error.code === "context_not_found"
       ? "This document does not exist. It was deleted or has expired. Add its file again."
-      : `Not found: ${told(error)}`,
+      : `Not found: ${messageOf(error)}`,
   409: (error) =>
     error.code === "already_exists"
       ? "This name is taken. Choose another one, or append the file to that document."
-      : `This is not possible now: ${told(error)}`,
-  410: (error) => `The stored document is damaged: ${told(error)} Add the file again.`,
-  413: (error) => `This is too large: ${told(error)}`,
+      : `This is not possible now: ${messageOf(error)}`,
+  410: (error) => `The stored document is damaged: ${messageOf(error)} Add the file again.`,
+  413: (error) => `This is too large: ${messageOf(error)}`,
   415: () => "Only plain text is supported. Save the document as text, and add that file.",
   421: () => "The service does not accept this address. Open the page at the address that you received from the operator.",
   429: (error) =>
@@ -95,14 +95,14 @@ const SENTENCES = {
 
 function unavailable(error) {
   if (/does not answer|cannot be reached/.test(error.message)) return "The service cannot be reached. Try again in a moment.";
-  return `The service is not available: ${told(error)} Try again in a moment.`;
+  return `The service is not available: ${messageOf(error)} Try again in a moment.`;
 }
 
 /** The message without the service's advice, which is for API clients. */
-const bare = (error) => told({ ...error, message: error.message.replace(/^(window )?pool: /, "").replace(/; delete a context.*$/, "") });
+const bare = (error) => messageOf({ ...error, message: error.message.replace(/^(window )?pool: /, "").replace(/; delete a context.*$/, "") });
 
 /** The service's message as a sentence, without the field and without options of the operator. */
-function told(error) {
+function messageOf(error) {
   const own = (error.message || `status ${error.status}`).trim();
   const words = own.replace(/^body: /, "").replace(/, and only a service started with --allow-long goes on/, "");
   return /[.!?]$/.test(words) ? words : `${words}.`;

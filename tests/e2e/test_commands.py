@@ -183,12 +183,12 @@ def test_the_start_prints_a_summary(served: Served):
 
 
 BAD_INPUT = [
-    (("ask", "nobody", "Who?"), "contexts/nobody"),
+    (("ask", "nobody", "Who?"), "no context named nobody"),
     (("generate", "--prompt", "x" * 40_000), "8,192"),
-    (("contexts", "show", "nobody"), "contexts/nobody"),
+    (("contexts", "show", "nobody"), "no context named nobody"),
     (("generate", "--prompt", "x", "--temperature", "-1"), "temperature"),
     (("generate", "--prompt", ""), "prompt is empty"),
-    (("ask", "", "Who?"), "contexts/"),
+    (("ask", "", "Who?"), "'' is not a valid context name"),
     (("generate", "--prompt", "x", "--max-tokens", "9000"), "8,192"),
     (("ingest", "/nowhere/at/all", "--name", "x"), "/nowhere/at/all"),
 ]

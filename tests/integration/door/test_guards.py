@@ -92,7 +92,7 @@ async def test_no_credential_is_looked_into(service: Served, url: str) -> None:
 async def test_paths_and_methods_that_are_none_are_told_what_there_is(url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         answer = await client.post("/chat/completions", json={})  # base_url lacks /v1
-        assert (answer.status_code, "it is at /v1/chat/completions" in answer.text) == (404, True)
+        assert (answer.status_code, "use /v1/chat/completions" in answer.text) == (404, True)
         answer = await client.get("/v1/chat/completions")
         assert (answer.status_code, answer.json()["error"]["message"]) == (405, "GET is not for this path, but POST")
 
