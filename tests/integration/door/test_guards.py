@@ -86,7 +86,7 @@ async def test_no_credential_is_looked_into(service: Served, url: str) -> None:
         for given in ("Basic eA==", "Bearer", "Bearer a b"):
             answer = await client.get("/v1/models", headers={"authorization": given})
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
-            assert "give Authorization: Bearer CREDENTIAL (api_key in" in answer.json()["error"]["message"]
+            assert "send Authorization: Bearer CREDENTIAL (api_key in" in answer.json()["error"]["message"]
 
 
 async def test_paths_and_methods_that_are_none_are_told_what_there_is(url: str) -> None:
@@ -94,7 +94,7 @@ async def test_paths_and_methods_that_are_none_are_told_what_there_is(url: str) 
         answer = await client.post("/chat/completions", json={})  # base_url lacks /v1
         assert (answer.status_code, "use /v1/chat/completions" in answer.text) == (404, True)
         answer = await client.get("/v1/chat/completions")
-        assert (answer.status_code, answer.json()["error"]["message"]) == (405, "GET is not for this path, but POST")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (405, "GET is not allowed, only POST")
 
 
 async def test_heads_are_bounded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
