@@ -25,7 +25,6 @@ app = CommandGroup(
     Try `longleaf demo`, or start `longleaf serve` and run in another terminal:
 
       longleaf ingest book.txt --name book
-
       longleaf ask book "Who is the captain?"
     """,
 )

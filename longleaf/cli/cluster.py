@@ -35,7 +35,6 @@ def cluster(server: ServerOptions, watch: Watch = False, interval: Interval = 1.
     Examples:
 
       longleaf cluster
-
       longleaf cluster --watch
     """
     if watch:

@@ -97,7 +97,6 @@ def show_text(
     Examples:
 
       longleaf contexts text book
-
       longleaf contexts text book --tokens 4096-4160
     """
     if tokens is not None and of_bytes is not None:

@@ -29,7 +29,6 @@ def fetch(
     Examples:
 
       longleaf models fetch hf://HuggingFaceTB/SmolLM2-135M-Instruct ./smollm
-
       longleaf models fetch s3://models/Qwen3-8B /models/Qwen3-8B
     """
     if folder.exists():

@@ -43,7 +43,6 @@ def ask(
     Examples:
 
       longleaf ask book "Who is the captain?"
-
       longleaf ask book "Summarize chapter 3." --max-tokens 500 --sources
     """
     options = flags.options(as_json) | traced.options()
@@ -66,7 +65,6 @@ def generate(
     Examples:
 
       longleaf generate --prompt "Write a haiku about a whale." --max-tokens 50
-
       longleaf generate --raw --prompt "Call me" --temperature 0.8 --samples 3
     """
     options = flags.options(as_json)

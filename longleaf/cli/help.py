@@ -1,6 +1,7 @@
 """Layout of the help pages: options under headings, and names of values instead of Python types."""
 
 import inspect
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 MAX_COLUMNS = 120
+MAX_NAME = 28
+"""Width of the column of names."""
 OPTIONS = "Options"
 METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: ""}
 """Names of option values by their types. A flag has no value."""
@@ -32,13 +35,15 @@ class HelpCommand(TyperCommand):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self.help = with_verbatim_blocks(self.help or "")
         for param in self.params:
             if isinstance(param, TyperArgument) and param.metavar is None:
                 param.metavar = str(param.name).upper()
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS]", *(_usage(param) for param in self.params if isinstance(param, TyperArgument))]
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        write_help_text(self.help or "", formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         write_parameters(self.get_params(ctx), ctx, formatter)
@@ -47,9 +52,8 @@ class HelpCommand(TyperCommand):
 class HelpGroup(TyperGroup):
     """A group of commands."""
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self.help = with_verbatim_blocks(self.help or "")
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        write_help_text(self.help or "", formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         write_parameters(self.get_params(ctx), ctx, formatter)
@@ -60,13 +64,29 @@ class HelpGroup(TyperGroup):
         commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
         rows = [(name, first_paragraph(command.help or "")) for name, command in commands if command is not None]
         with formatter.section("Commands"):
-            formatter.write_dl(rows)
+            write_rows(rows, formatter)
 
 
-def with_verbatim_blocks(text: str) -> str:
-    """Marks indented paragraphs, such as examples, so that the lines of these are kept. All others are wrapped."""
-    paragraphs = inspect.cleandoc(text).split("\n\n")
-    return "\n\n".join(f"\b\n{each}" if each.startswith(" ") else each for each in paragraphs)
+def write_help_text(text: str, formatter: Any) -> None:
+    """Writes paragraphs. Indented ones, such as examples, keep their lines; all others are wrapped."""
+    for paragraph in inspect.cleandoc(text).split("\n\n"):
+        lines = paragraph.split("\n") if paragraph.startswith(" ") else wrapped(paragraph, formatter.width - 2)
+        formatter.write("\n" + "".join(f"  {line}\n" for line in lines))
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Lines of at most `width` columns. Words with hyphens, such as options, are not split."""
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def write_rows(rows: Sequence[tuple[str, str]], formatter: Any) -> None:
+    """Writes names with their descriptions in a second column. A long name has its own line."""
+    column = min(max(len(name) for name, _ in rows), MAX_NAME) + 4
+    for name, description in rows:
+        lines = wrapped(description, formatter.width - column)
+        first = lines.pop(0) if len(name) + 4 <= column and lines else ""
+        formatter.write(f"  {name}".ljust(column if first else 0) + f"{first}\n")
+        formatter.write("".join(f"{'':{column}}{line}\n" for line in lines))
 
 
 def first_paragraph(text: str) -> str:
@@ -85,7 +105,7 @@ def write_parameters(params: Sequence[Any], ctx: Any, formatter: Any) -> None:
             sections.setdefault(heading, []).append((_option(param, ctx), _description(param, ctx)))
     for heading, rows in sections.items():
         with formatter.section(heading):
-            formatter.write_dl(rows)
+            write_rows(rows, formatter)
 
 
 def _usage(argument: TyperArgument) -> str:

@@ -90,7 +90,6 @@ def ingest(
     Examples:
 
       longleaf ingest book.txt --name book
-
       pdftotext report.pdf - | longleaf ingest - --name report
     """
     given = {"ttl": ttl, "display_name": display_name or None, "is_pinned": pin or None, "capacity": capacity}

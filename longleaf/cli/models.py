@@ -89,7 +89,6 @@ def check(
     Examples:
 
       longleaf models check ./Qwen3-0.6B
-
       longleaf models check ./Qwen3-0.6B --world-size 4 --kv-bytes 8000000000
     """
     config = EngineConfig(

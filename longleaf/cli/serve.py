@@ -134,8 +134,8 @@ class ServeFlags:
         SnapshotsChoice,
         option(
             KEEPING,
-            "When keys and values are written to storage, from which they are loaded instead of computed again: "
-            "seal: after each ingest; demand: on export; off: never.",
+            "When keys and values are written to storage, so that they need not be computed again; seal: after each "
+            "ingest; demand: on export; off: never.",
         ),
     ] = DataConfig().snapshots
     snapshot_url: Annotated[
@@ -409,7 +409,6 @@ def serve(flags: ServeFlags, as_json: AsJson = False) -> None:
     Examples:
 
       longleaf serve --launcher local --http 8000
-
       longleaf serve --model ./Qwen3-0.6B --world-size 4 --data-dir ~/.longleaf
     """
     command = coordinator_command(

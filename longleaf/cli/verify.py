@@ -56,7 +56,6 @@ def verify(
     Examples:
 
       longleaf verify
-
       longleaf verify --prompt-tokens 600
     """
     given = None if text is None else read_input(text, "--text")

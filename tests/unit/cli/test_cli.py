@@ -547,5 +547,5 @@ def test_help_fills_its_lines_and_shows_no_python_types(
     assert not any(mark in line for line in lines for mark in ("<", "list[", "default: ()", "...]..."))
     paragraphs = lines[: next(i for i, line in enumerate(lines) if line and not line.startswith(("Usage", " ")))]
     for line, following in pairwise(paragraphs):
-        if line.startswith("  ") and following.startswith("  "):
+        if line[:2] == following[:2] == "  " and line[2] != " ":
             assert len(f"{line} {following.split()[0]}") > columns - 2, f"torn after: {line}"
