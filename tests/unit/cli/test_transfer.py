@@ -103,7 +103,7 @@ async def test_an_export_goes_on_with_its_part(leaving: Terminal, tmp_path: Path
     assert (code, err) == (2, message)
     digest.write_text("")
     code, _, err = await leaving.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
-    message = f"error: --resume: {digest} does not say what {part} is of; export it anew, without it\n"
+    message = f"error: --resume: {digest} has no digest of {part}: export again without resume\n"
     assert (code, err, part.read_bytes()) == (2, message, WHOLE[:500])
 
 
