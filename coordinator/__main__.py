@@ -50,7 +50,7 @@ from coordinator.telemetry import logs
 from longleaf.config import DataConfig, EngineConfig, join_address
 from longleaf.errors import InvalidArgument, StartError
 from longleaf.formatting import human_seconds
-from longleaf.launch import BAD_INPUT, LISTENING, SILENT
+from longleaf.launch import BAD_INPUT, LISTENING, SILENT, labeled
 from longleaf.service_settings import HttpConfig, SecurityConfig, TelemetryConfig
 from workers.__main__ import main as worker_main
 from workers.actor import WorkerActor
@@ -109,7 +109,7 @@ def announce(config: ServiceConfig, reply: StartResult) -> None:
     message = msgspec.json.encode({"address": address}).decode() if config.as_json else f"{LISTENING}{address}"
     print(message, flush=True)
     if reply.http:
-        message = f"page and HTTP: {reply.http} (base_url of OpenAI's clients: {reply.http}/v1)"
+        message = labeled("HTTP", f"{reply.http} (page), {reply.http}/v1 (base_url of OpenAI clients)")
         print(msgspec.json.encode({"http": reply.http}).decode() if config.as_json else message, flush=True)
 
 

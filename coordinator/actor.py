@@ -33,8 +33,8 @@ class StartResult(msgspec.Struct, frozen=True):
     http: str = ""
     """Address of the HTTP gateway; empty if it is off."""
     notes: tuple[str, ...] = ()
-    """After the start: the merge that was chosen and why, and settings that make the ranks slower than necessary.
-    Later: events, such as lost ranks and the outcome of their recovery."""
+    """After the start: warnings, such as settings that make the ranks slower than necessary, and the summary of the
+    service. Later: events, such as lost ranks and the outcome of their recovery."""
     error: str = ""
     exit_code: int = 0
 
@@ -123,6 +123,7 @@ class CoordinatorActor:
             return StartResult()
         try:
             notes = logs.noted(self._telemetry, self._service.notes)
+            notes += logs.summarized(self._telemetry, self._service.summary)
             return StartResult(port=starting.result(), http=self._service.http, notes=notes)
         except Exception as error:
             await self._service.stop()

@@ -27,6 +27,7 @@ from coordinator.kv_cache.positions import UNLIMITED
 from coordinator.malloc_tuning import return_large
 from coordinator.persistence.open import PersistentState
 from coordinator.settings import ServiceConfig
+from coordinator.startup_summary import summarize
 from coordinator.telemetry.counters import Counts
 from coordinator.telemetry.metric_sources import MetricSources
 from coordinator.telemetry.observers import Observers
@@ -94,7 +95,10 @@ class Service:
         self.http = ""
         """Address of the HTTP gateway; empty if it is off."""
         self.notes: tuple[str, ...] = ()
-        """Messages that the ranks logged during the start, without duplicates, followed by notes of the service."""
+        """Warnings that the ranks logged during the start, without duplicates, followed by notes of the service. At
+        level info, the ranks' informational messages come first."""
+        self.summary: tuple[tuple[str, str], ...] = ()
+        """The model, the ranks and the limits, as pairs of a label and a text."""
 
     async def start(self) -> int:
         """Opens the port, starts all components and returns the port. Raises StartError, ModelRefused, InvalidArgument
@@ -143,10 +147,14 @@ class Service:
         if self._config.launcher == "local":
             devices = [ready.device for ready in readies]
             reported += idle_processors(config.world_size, config.threads_per_rank, devices, num_processors())
-        self.notes = (*dict.fromkeys(note for ready in readies for note in ready.notes), *retained, *reported)
+        logged = [note for ready in readies for note in ready.notes]
+        if self._config.telemetry.log_level in ("debug", "info"):
+            logged = [detail for ready in readies for detail in ready.details] + logged
+        self.notes = (*dict.fromkeys(logged), *retained, *reported)
         self._loop = asyncio.create_task(self._engine.run())
         model = self._describe(self._engine, tokenizer, readies[0])
         describe = partial(self._engine.cluster, model, self._config.launcher)
+        self.summary = summarize(describe(), self._engine.positions.limit)
         self._use_cases = self._make_use_cases(self._engine, tokenizer, describe)
         await self._use_cases.generation.take_up()
         if self._durability is not None:

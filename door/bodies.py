@@ -34,7 +34,7 @@ LARGE_BYTES = 1 << 18
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 Body = TypeVar("Body", bound=msgspec.Struct)
 T = TypeVar("T")
-PATH = re.compile(r"^(?P<told>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?$", re.DOTALL)
+PATH = re.compile(r"^(?P<message>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?$", re.DOTALL)
 
 
 class BodyReader:
@@ -87,9 +87,9 @@ class BodyReader:
                     share.grow(len(content) + len(part))
                     content += part
         except TimeoutError:
-            raise HttpProblem(408, "the body did not come", headers={"connection": "close"}) from None
+            raise HttpProblem(408, "the body was not received in time", headers={"connection": "close"}) from None
         except ClientDisconnect:
-            raise HttpProblem(400, "the body ended before its end") from None
+            raise HttpProblem(400, "the body is incomplete") from None
         return content
 
     async def _next(self, stream: AsyncGenerator[bytes, None]) -> bytes | None:
@@ -132,7 +132,7 @@ class MemoryLease:
         """The same for a decoded body."""
         more = max(0, num_bytes - self._num_bytes)
         if self._held.num_bytes + more > self._held.max_bytes:
-            message = "the door takes in as much as it can, come again"
+            message = "the gateway is receiving as much as it can: try again later"
             raise unavailable(message)
         self._num_bytes += more
         self._held.num_bytes += more
@@ -164,7 +164,7 @@ def _decode_as(convert: Callable[[dict[str, Any]], T], content: bytearray) -> tu
     """The result of `convert` for a JSON object, and its memory including copies. Raises HttpProblem."""
     decoded = decode(content)
     if not isinstance(decoded, dict):
-        raise HttpProblem(400, "the body is no JSON object")
+        raise HttpProblem(400, "the body is not a JSON object")
     found = cast(dict[str, Any], decoded)
     num_bytes = max(COPIES * len(content), _text_bytes(found))
     return convert(found), num_bytes
@@ -191,7 +191,7 @@ def answered(body: object, status: int = 200) -> Response:
 
 
 def too_large() -> HttpProblem:
-    message = f"the body has more than {MAX_JSON_BYTES:,} bytes; a document goes to POST /v1/contexts/NAME"
+    message = f"the body has more than {MAX_JSON_BYTES:,} bytes; send documents to POST /v1/contexts/NAME"
     return HttpProblem(413, message)  # further data is discarded, because closing the connection would lose this answer
 
 
@@ -207,7 +207,7 @@ def decode(content: bytes | bytearray) -> object:
     except RecursionError:
         raise HttpProblem(400, "the body is nested too deeply") from None
     except ValueError as error:
-        raise HttpProblem(400, f"the body is no JSON: {error}") from None
+        raise HttpProblem(400, f"the body is not JSON: {error}") from None
     return found
 
 
@@ -229,12 +229,12 @@ def _check_size(content: bytes | bytearray) -> None:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name is there twice in one object")
+        raise ValueError("an object has a name twice")
     return found
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def _check_texts(found: object) -> None:
@@ -244,7 +244,7 @@ def _check_texts(found: object) -> None:
             try:
                 found.encode()
             except UnicodeEncodeError:
-                raise ValueError("a text has half of a surrogate pair") from None
+                raise ValueError("a string has a lone surrogate") from None
         case dict():
             for name, value in cast(dict[str, object], found).items():
                 _check_texts(name)
@@ -262,7 +262,7 @@ def converted(raw: object, kind: type[Body], parent: str = "") -> Body:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         match = PATH.match(str(error))
-        path, reported = (match["path"] or "", match["told"]) if match is not None else ("", str(error))
+        path, reported = (match["path"] or "", match["message"]) if match is not None else ("", str(error))
         param = ".".join(filter(None, (parent, path))) or None
         raise HttpProblem(400, f"{param or 'the body'}: {reported}", param=param, code="invalid_type") from None
     except (OverflowError, RecursionError) as error:

@@ -122,7 +122,7 @@ async def until_left(request: Request, work: Awaitable[Any]) -> Any:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
             return tasks[0].result()
-        raise HttpProblem(499, "the caller left")
+        raise HttpProblem(499, "the client disconnected")
     finally:
         for task in tasks:
             task.cancel()

@@ -63,5 +63,5 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.public_url is not None:
             check_public_url(self.public_url)
         if not (is_loopback(self.host) or self.insecure or self.tls_cert is not None):
-            rule = f"{self.host} can be reached from other machines: give --tls-cert, or --insecure"
+            rule = f"{self.host} can be reached from other machines: give --tls-cert or --insecure"
             raise InvalidArgument("host", rule)

@@ -40,6 +40,11 @@ SHOWN_LINES = 5
 """Last lines of a failed service's log to show."""
 
 
+def labeled(label: str, text: str) -> str:
+    """A line of the start-up summary, aligned with the line that has the address."""
+    return f"{label:<{len(LISTENING)}}{text}"
+
+
 def coordinator_command(
     config: EngineConfig,
     *,

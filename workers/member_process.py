@@ -77,8 +77,8 @@ class MemberStatus:
 
 
 @contextmanager
-def taking_notes() -> Iterator[list[str]]:
-    """Captures the INFO messages of the library in a list: how ranks merge and why, and performance hints.
+def taking_notes() -> Iterator["LogCapture"]:
+    """Captures the log messages of the library from INFO on.
 
     Only the coordinator reports these messages. The local log of a rank is hard to find: under Ray it is a file of the
     worker.
@@ -89,7 +89,7 @@ def taking_notes() -> Iterator[list[str]]:
     logger.addHandler(notes)
     logger.propagate = False
     try:
-        yield notes.texts
+        yield notes
     finally:
         logger.propagate = True
         logger.removeHandler(notes)
@@ -101,10 +101,14 @@ class LogCapture(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self.texts: list[str] = []
+        self.warnings: list[str] = []
+        """Messages of WARNING and above, such as performance hints."""
+        self.details: list[str] = []
+        """Messages below WARNING, such as the choice of the merge and its reason."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+        texts = self.details if record.levelno < logging.WARNING else self.warnings
+        texts.append(record.getMessage())
 
 
 def is_noted(record: logging.LogRecord) -> bool:
@@ -178,7 +182,7 @@ class MemberProcess:
         """The last epoch that has ended for this member."""
         self._step = 0
         """The current step, or the last one that was begun in this epoch."""
-        self._notes: list[str] = []
+        self._notes = LogCapture()
         """Messages logged while the model was loaded, until they are reported."""
         self._has_failed = False
         """Whether the last attempt to join an epoch failed for a reason local to this machine."""
@@ -256,8 +260,9 @@ class MemberProcess:
             ready = self._rank.join(join)
         self._look_up()
         self._join, self._has_failed = join, False
-        self._mailbox.send(msgspec.structs.replace(ready, notes=(*self._notes, *more)))
-        self._notes = []
+        notes = (*self._notes.warnings, *more.warnings)
+        self._mailbox.send(msgspec.structs.replace(ready, notes=notes, details=(*self._notes.details, *more.details)))
+        self._notes = LogCapture()
 
     def _start(self, plan: StepPlan) -> None:
         """Begins a step and answers the previous one, which comes first unless the two may overlap."""

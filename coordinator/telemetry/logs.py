@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 
 from coordinator.telemetry.observers import CURRENT
-from longleaf.launch import ERROR
+from longleaf.launch import ERROR, labeled
 from longleaf.logs import Facts, JsonFormatter, LineFormatter, Logs, formatter_of
 from longleaf.service_settings import TelemetryConfig
 from longleaf.tenants import name_of
@@ -43,6 +43,13 @@ def formatter(config: TelemetryConfig) -> LineFormatter:
 def noted(config: TelemetryConfig, texts: Sequence[str]) -> tuple[str, ...]:
     """Formats notes about a start as log lines, which appear at every log level."""
     return tuple(texts) if config.log_format == "text" else tuple(_line(logging.INFO, text) for text in texts)
+
+
+def summarized(config: TelemetryConfig, rows: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """The summary of a start: aligned lines for people, or lines of the log."""
+    if config.log_format == "text":
+        return tuple(labeled(label, text) for label, text in rows)
+    return tuple(_line(logging.INFO, f"{label}: {text}") for label, text in rows)
 
 
 def failed(config: TelemetryConfig, error: str) -> str:

@@ -66,7 +66,9 @@ def context_problem(error: LongleafError) -> HttpProblem:
 def check_new(name: str) -> None:
     """Raises HttpProblem for an invalid name of a new context."""
     if CONTEXT_ID.fullmatch(name) is None:
-        message = f"id: {name[:100]} is no name: 1 to 63 of a-z, 0-9, '.', '_' and '-', first and last a-z or 0-9"
+        message = (
+            f"id: {name[:100]!r} is not valid: 1 to 63 of a-z, 0-9, '.', '_' and '-', the first and last a-z or 0-9"
+        )
         raise HttpProblem(400, message, param="id", code="invalid_value")
 
 
@@ -100,7 +102,7 @@ async def update_context(request: Request) -> Response:
     if "pinned" in given:
         given["is_pinned"] = given.pop("pinned")
     if not given:
-        raise HttpProblem(400, f"give {', '.join(ContextPatch.__struct_fields__)}: at least one of them")
+        raise HttpProblem(400, f"give at least one of {', '.join(ContextPatch.__struct_fields__)}")
     return await _told(request, client, await _tried(client.update_context(name, **given)))
 
 
@@ -109,9 +111,9 @@ async def delete_context(request: Request) -> Response:
     client, name, given = client_of(request), named(request), dict(request.query_params)
     upload_id = given.pop("upload_id", None)
     if given:
-        raise HttpProblem(400, f"{min(given)}: is no parameter of this", param=min(given))
+        raise HttpProblem(400, f"unknown parameter: {min(given)}", param=min(given))
     if upload_id == "":  # a missing value does not mean the context
-        raise HttpProblem(400, "upload_id: name the upload", param="upload_id")
+        raise HttpProblem(400, "upload_id: is required", param="upload_id")
     await _tried(client.delete_context(name) if upload_id is None else client.cancel_ingest(name, upload_id))
     return Response(status_code=204)
 

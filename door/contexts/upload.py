@@ -83,12 +83,12 @@ class UploadBody:
             async with asyncio.timeout(IDLE_SECONDS):
                 message = await self._receive()
         except TimeoutError:
-            self.error = Unavailable("the body did not come")
+            self.error = Unavailable("the body was not received in time")
             raise self.error from None
         if message["type"] == "http.disconnect":
             self._has_left = True
             self._over.set()
-            self.error = Unavailable("the caller left")
+            self.error = Unavailable("the client disconnected")
             raise self.error
         if not message.get("more_body", False):
             self._over.set()
@@ -116,7 +116,7 @@ async def upload(request: Request) -> Response:
     try:
         first = await anext(steps)
         if first.phase == "receiving" and first.received_bytes != offset:
-            message = f"Upload-Offset: the service has {first.received_bytes:,} bytes of it, go on from there"
+            message = f"Upload-Offset: the service has {first.received_bytes:,} bytes; continue at that offset"
             headers = {"upload-offset": str(first.received_bytes)}
             raise HttpProblem(409, message, param="Upload-Offset", code="wrong_offset", headers=headers)
         if first.phase == "receiving":  # errors before the first byte of the answer become the status
@@ -177,7 +177,7 @@ async def uploaded(request: Request) -> Response:
     """The received size of an upload. An unknown upload is not created."""
     client, header = client_of(request), _header(request, 0)
     if not header.upload_id:
-        raise HttpProblem(400, "upload_id: name the upload", param="upload_id")
+        raise HttpProblem(400, "upload_id: is required", param="upload_id")
     steps = client.ingest_once(header, UploadBody(request.receive, -1))
     try:
         async with aclosing(steps):
@@ -204,18 +204,20 @@ def _header(request: Request, offset: int) -> IngestHeader:
     HttpProblem."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if request.method == "POST" and (kind.endswith("json") or kind.startswith("multipart/")):
-        raise HttpProblem(415, "the body is to be the document itself, such as text/plain")
+        raise HttpProblem(415, "the body must be the document itself, such as text/plain")
     charset = _charset(request)
     if request.method == "POST" and charset not in CHARSETS:
-        raise HttpProblem(415, f"charset {charset[:100]}: a document is read as UTF-8 alone")
+        raise HttpProblem(415, f"charset {charset[:100]} is not supported: documents must be UTF-8")
     given = dict(request.query_params)
     if unknown := given.keys() - PARAMETERS:
-        raise HttpProblem(400, f"{min(unknown)}: is no parameter of this", param=min(unknown))
+        raise HttpProblem(400, f"unknown parameter: {min(unknown)}", param=min(unknown))
     total, declared = _number(request, "upload-length"), _number(request, "content-length")
     if request.method == "POST" and total is None and declared is not None:
         total = offset + declared
     if total is not None and total < offset + (declared or 0):
-        raise HttpProblem(400, "Upload-Length: is less than what this sends", param="Upload-Length")
+        raise HttpProblem(
+            400, "Upload-Length: is less than the offset and the length of the body", param="Upload-Length"
+        )
     options = dict[str, Any]()
     if (name := given.get("display_name")) is not None:
         options["display_name"] = name
@@ -242,7 +244,7 @@ def _number(request: Request, header: str) -> int | None:
     if value is None:
         return None
     if not (value.isascii() and value.isdigit() and len(value) <= 18):
-        raise HttpProblem(400, f"{header}: is no number of bytes", param=header)
+        raise HttpProblem(400, f"{header}: is not a number of bytes", param=header)
     return int(value)
 
 
@@ -259,7 +261,7 @@ def _whole(given: dict[str, str], name: str) -> int:
     except ValueError:
         found = 1 << 63
     if abs(found) >= 1 << 31:
-        raise HttpProblem(400, f"{name}: must be a whole number", param=name)
+        raise HttpProblem(400, f"{name}: must be an integer", param=name)
     return found
 
 
@@ -269,5 +271,5 @@ def _positive(given: dict[str, str], name: str) -> float:
     except ValueError:
         found = math.nan
     if not 0 < found <= MAX_TIME:
-        raise HttpProblem(400, f"{name}: must be a positive number, and before the year 10000", param=name)
+        raise HttpProblem(400, f"{name}: must be positive and end before the year 10000", param=name)
     return found

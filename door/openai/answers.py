@@ -100,7 +100,7 @@ async def answer(request: Request, asking: PendingCompletion, share: MemoryLease
         try:
             first = await until_left(request, anext(events))
         except StopAsyncIteration:
-            raise Unavailable("the service ended the answer before it began") from None
+            raise Unavailable("the service ended the stream before the answer") from None
         share.give_back()
         if not is_streamed:
             return answered(await until_left(request, _whole(events, attribution_row)))
@@ -143,7 +143,7 @@ async def _told(
                     case _:
                         note(reported)
         if len(ends) < attribution_row.num_samples:
-            raise Unavailable("the service ended the answer before its end")
+            raise Unavailable("the service ended the stream before the end of the answer")
     except LongleafError as error:
         yield event(_problem(error, names).body, "error")
         return
@@ -165,7 +165,7 @@ async def _whole(events: AsyncGenerator[Event, None], attribution_row: ChunkForm
                 case _:
                     pass
     if len(ends) < attribution_row.num_samples:
-        raise Unavailable("the service ended the answer before its end")
+        raise Unavailable("the service ended the stream before the end of the answer")
     ordered = [ends[sample] for sample in sorted(ends)]
     return attribution_row.whole(deltas, ordered, usage_of(ordered)) | exactness_of(ordered)
 

@@ -61,7 +61,7 @@ async def target_of(request: Request, client: AsyncClient, model: str, context: 
         message = f"context: is {context[:100]}, and model names {target.context}"
         raise HttpProblem(400, message, param="context", code="invalid_value")
     if CONTEXT_ID.fullmatch(context) is None:
-        raise HttpProblem(400, "context: is no name of a context", param="context", code="invalid_value")
+        raise HttpProblem(400, "context: is not a valid context name", param="context", code="invalid_value")
     return ModelTarget(model, context)
 
 

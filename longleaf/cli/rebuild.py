@@ -22,33 +22,39 @@ def rebuild(
     url: Annotated[
         str,
         typer.Option(
-            "--from", metavar="URL", help="The storage: what --snapshot-url was, else DIR/FINGERPRINT/snapshots."
+            "--from",
+            metavar="URL",
+            help="The storage: the --snapshot-url of the service, else DIR/FINGERPRINT/snapshots.",
         ),
     ],
-    data_dir: Annotated[Path, typer.Option(help="Folder in which the service keeps contexts.")],
+    data_dir: Annotated[Path, typer.Option(help="The --data-dir of the service.", metavar="DIR")],
     model: Annotated[
-        Path | None, typer.Option(help="Folder of the checkpoint.", show_default="the small model in the package")
+        Path | None,
+        typer.Option(help="Folder of the checkpoint.", show_default="the packaged look-up model", metavar="DIR"),
     ] = None,
-    dtype: Annotated[DtypeName, typer.Option(help="Numeric type in which it is served.")] = "auto",
+    dtype: Annotated[DtypeName, typer.Option(help="The --dtype of the service.")] = "auto",
     service: Annotated[
         str | None,
         typer.Option(
-            metavar="ID", help="Whose contexts, where several services keep theirs there.", show_default="the only one"
+            metavar="ID",
+            help="Service whose contexts to restore, if several services used the storage.",
+            show_default="the only one",
         ),
     ] = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Move a catalog aside that is sound and has contexts.")
+        bool, typer.Option("--replace", help="Allow replacing a valid catalog that has contexts.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a catalog anew that was lost or damaged, from what the service wrote to storage.
+    """Rebuild a lost or damaged catalog from storage.
 
-    The service must not run. Contexts are there as they were when they were last written to storage, and parked: keys
-    and values come from there when they are asked. What was deleted stays so; what is damaged, or not there as a whole,
-    is left out, and told. A catalog that is there is not written into, but moved aside, with the answers that were
-    held.
+    The service must not run. Contexts are restored as they were last written to storage. They are parked: their keys
+    and values are loaded on the next request. Deleted contexts stay deleted. Damaged or incomplete contexts are skipped
+    and listed with the reason. An existing catalog is moved aside, together with its resumable answers.
 
-    Example: longleaf contexts rebuild --from s3://bucket/longleaf --data-dir ~/.longleaf --model ./Qwen3-0.6B
+    Example:
+
+      longleaf contexts rebuild --from s3://bucket/longleaf --data-dir ~/.longleaf
     """
     requested = Rebuild(
         url=url,
@@ -63,11 +69,11 @@ def rebuild(
         print_json(report)
     else:
         _show(report)
-        print(f"start the service over it: longleaf serve {_serve_options(requested, report)}")
+        print(f"start the service: longleaf serve {_serve_options(requested, report)}")
 
 
 def _serve_options(asked: Rebuild, report: RebuildReport) -> str:
-    """Those without which it would not find contexts, or their keys and values."""
+    """The options that the service needs to find the contexts, and their keys and values."""
     options = ["--model", asked.model, "--data-dir", asked.data_dir]
     if asked.dtype != "auto":
         options += ["--dtype", asked.dtype]
@@ -78,7 +84,7 @@ def _serve_options(asked: Rebuild, report: RebuildReport) -> str:
 
 
 def _run(asked: Rebuild) -> RebuildReport:
-    """Has the coordinator do it, which says itself why it cannot."""
+    """Runs the coordinator's command, which prints its own errors."""
     # -P: a folder named `tokenizers` where the command was typed must not shadow the library.
     command = [
         sys.executable,
@@ -102,8 +108,8 @@ def _show(report: RebuildReport) -> None:
             table.add_row(context.name, f"{context.tokens:,}")
         Console().print(table)
     for left in report.left_out:
-        print(f"left out: {left.name}: {left.reason}")
+        print(f"skipped: {left.name}: {left.reason}")
     if report.other_manifests:
-        print(f"passed over: {report.other_manifests:,} manifests of another checkpoint")
+        print(f"ignored: {report.other_manifests:,} manifests of other checkpoints")
     contexts = human_count(len(report.contexts), "context")
-    print(f"{report.folder} keeps {contexts} of service {report.service}")
+    print(f"{report.folder} has {contexts} of service {report.service}")

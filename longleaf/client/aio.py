@@ -305,7 +305,7 @@ class AsyncClient(ContextMethods):
         return await self._calls.once(self._cluster.Drain, "Drain", request, codec.decode_draining, timeout)
 
     async def refill(self, *, timeout: float | None = None) -> int:
-        """Starts ranks in the slots that the service had given up, and returns the number of slots; permitted only from
+        """Starts ranks in slots whose replacements failed, and returns the number of slots; permitted only from
         its own machine. Raises PermissionDenied."""
         request, count = cluster_pb.RefillSlotsRequest(), attrgetter("slot_count")
         return await self._calls.once(self._cluster.RefillSlots, "RefillSlots", request, count, timeout)

@@ -29,7 +29,7 @@ from longleaf.types import (
 
 T = TypeVar("T")
 PART, DIGEST = ".part", ".part.digest"
-"""Suffixes of the incomplete file, and of the file that records the digest of its archive."""
+"""Suffixes of the incomplete file, and of the file with the digest of the archive."""
 
 
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -82,13 +82,13 @@ class FileTarget(ArchiveTarget):
     @classmethod
     def _open(cls, path: Path, resume: bool) -> "FileTarget":
         if path.exists():
-            raise InvalidArgument("file", f"{path} is there already; move it away, or name another one")
+            raise InvalidArgument("file", f"{path} exists; move it, or give another name")
         part, recorded = _beside(path, PART), _beside(path, DIGEST)
         if resume and not (part.exists() and recorded.exists()):
-            raise InvalidArgument("resume", f"there is no {part} to go on with")
+            raise InvalidArgument("resume", f"there is no {part} to continue")
         digest = recorded.read_text().strip() if resume else ""
         if resume and not _DIGEST.fullmatch(digest):
-            raise InvalidArgument("resume", f"{recorded} does not say what {part} is of; export it anew, without it")
+            raise InvalidArgument("resume", f"{recorded} has no digest of {part}: export again without resume")
         target = cls(path, part.open("ab" if resume else "wb"))
         if resume:
             target.num_bytes, target.digest = part.stat().st_size, digest
@@ -155,7 +155,7 @@ async def export(
                         await target.begin(updates)
                     elif archive is not None and updates:
                         if target.num_bytes + len(updates) > archive.num_bytes:
-                            raise LongleafError(f"{calls.server} sends more than it said")
+                            raise LongleafError(f"{calls.server} sent more bytes than it announced")
                         await target.write(updates)
                         attempts.renew()
                         yield ExportProgress(target.num_bytes, archive)
@@ -173,7 +173,7 @@ async def export(
 
 def _checked(updates: ExportedArchive, before: ExportedArchive | None, server: str) -> ExportedArchive:
     if before not in (None, updates):
-        raise LongleafError(f"{server} goes on with another parcel than it began with")
+        raise LongleafError(f"{server} sent another archive than before")
     return updates
 
 

@@ -50,9 +50,9 @@ def open_channel(server: str, access: Access) -> Any:
     credential = _given(access, "credential")
     for name, value, other in (("tls_cert", tls_cert, tls_key), ("tls_key", tls_key, tls_cert)):
         if value and not other:
-            raise InvalidArgument(name, f"needs {'tls_key' if name == 'tls_cert' else 'tls_cert'} beside it")
+            raise InvalidArgument(name, f"needs {'tls_key' if name == 'tls_cert' else 'tls_cert'}")
         if value and not tls_ca:
-            raise InvalidArgument(name, "needs tls_ca: without the service's authority nothing is encrypted")
+            raise InvalidArgument(name, "needs tls_ca: the connection is not encrypted without it")
     if credential:
         check_credential(credential, server, access)
     channel = _encrypted(server, tls_ca, tls_cert, tls_key) if tls_ca else _plain(server)
@@ -78,7 +78,7 @@ def check_credential(credential: str, server: str, access: Access) -> None:
     is_safe = bool(_given(access, "tls_ca")) or access.get("insecure", False)
     host = server.rpartition(":")[0].strip("[]")
     if not (is_safe or is_loopback(host) or server.startswith("unix:")):
-        raise InvalidArgument("credential", f"would go to {host} in plain text: give tls_ca, too")
+        raise InvalidArgument("credential", f"would be sent to {host} in plain text: give tls_ca")
 
 
 def _plain(server: str) -> grpc.aio.Channel:

@@ -1,8 +1,6 @@
 """Document sources: text, bytes, files and streams are read as pieces of bounded size."""
 
 import asyncio
-import errno
-import os
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
@@ -147,9 +145,7 @@ class UploadSource:
     async def _begin_anew(self) -> None:
         """Restarts reading from the beginning. Raises Unavailable."""
         if self._document is None:
-            message = (
-                "the service does not hold any more what it had acknowledged, and the document cannot be read again"
-            )
+            message = "the service has lost acknowledged parts of the document, and the document cannot be read again"
             self.error = Unavailable(message)
             raise self.error
         await self._close()
@@ -259,8 +255,8 @@ def _size_on_disk(path: Path) -> int | None:
     size."""
     try:
         status = path.stat()
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     except OSError as error:
         raise InvalidArgument("file", f"{path} cannot be read: {error.strerror}") from error
+    if path.is_dir():
+        raise InvalidArgument("file", f"{path} is a folder: give its files, such as {path / '*.txt'}")
     return status.st_size or None if path.is_file() else None

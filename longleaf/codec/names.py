@@ -32,9 +32,10 @@ def context_id(name: str, field: str = "name") -> str:
     """Id in the resource name `name`, the value of `field`. Raises InvalidArgument for an invalid name."""
     match = _CONTEXT_NAME.fullmatch(name)
     if match is None:
-        shown = name if len(name) <= 100 else name[:100] + "…"
-        rule = "1 to 63 characters of a-z, 0-9, '.', '_', '-', the first and last a letter or digit"
-        raise InvalidArgument(field, f"{shown!r} is not a valid name: contexts/ID, with an ID of {rule}")
+        shown = name.removeprefix("contexts/") if name.startswith("contexts/") else name
+        shown = shown if len(shown) <= 100 else shown[:100] + "…"
+        rule = "1 to 63 characters of a-z, 0-9, '.', '_' and '-', the first and the last a letter or digit"
+        raise InvalidArgument(field, f"{shown!r} is not a valid context name: {rule}")
     return match[1]
 
 

@@ -150,7 +150,7 @@ def test_interrupt_during_start_prints_no_traceback(
     assert process.returncode in (0, 130, -signal.SIGINT)
     first, *notes = errors.splitlines() or [""]
     assert first in ("", f"starting 2 ranks ({launcher}) …")
-    known = ("kernels: ", "merge for up to ", "contexts are only in memory ")
+    known = ("model ", "ranks ", "document ", "room ", "contexts are only in memory ")
     assert all(note.startswith(known) for note in notes), "it may have progressed this far"
     assert psutil.wait_procs(family, timeout=20)[1] == []
 

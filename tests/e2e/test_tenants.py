@@ -86,7 +86,7 @@ def test_wrong_credential_is_reported_in_one_line(service: Tenanted, tmp_path: P
 def test_plaintext_client_of_a_tls_service_gets_an_error(service: Tenanted) -> None:
     found = service.run("contexts", "list", LONGLEAF_CREDENTIAL=credential_of(ACME))
     check_line(found, 2, "--tls-ca: ")
-    assert "serves encrypted connections alone: name its authority here or in LONGLEAF_TLS_CA" in found.stderr
+    assert "requires TLS: give its certificate authority here or in LONGLEAF_TLS_CA" in found.stderr
 
 
 def test_client_with_another_authority_gets_an_error(service: Tenanted, tmp_path: Path) -> None:

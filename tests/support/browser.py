@@ -81,7 +81,7 @@ class Reader:
     def add(self, *files: tuple[str, str]) -> None:
         """And has them go under the names that the page proposes."""
         self.choose(*files)
-        self.page.get_by_role("button", name="Add to the shelf").click()
+        self.page.get_by_role("button", name="Upload").click()
 
     def ask(self, question: str) -> str:
         """The whole answer."""

@@ -84,7 +84,7 @@ def tab_to(reader: Reader, name: str, backwards: bool = False) -> None:
 
 def test_every_action_works_by_keyboard(reader: Reader, behind: Behind):
     page = reader.page
-    page.get_by_role("heading", name="Put a book on the shelf").wait_for()
+    page.get_by_role("heading", name="Add your first document").wait_for()
     keys = page.keyboard
     file = {"name": "Stock.txt", "mimeType": "text/plain", "buffer": TEXT.encode()}
     page.on("filechooser", lambda chooser: chooser.set_files([file]))
@@ -139,7 +139,7 @@ def test_screen_reader_announces_events_but_not_single_tokens(reader: Reader):
     answer = reader.ask("What is the value of amber-12?")
     output = [sentence.strip() for sentence in page.evaluate("said")]
     assert output[-2:] == ["Asked.", f"Answered: {answer}"]
-    assert "stock.txt has been read." in output and len(output) < 10
+    assert "stock.txt is ready." in output and len(output) < 10
     reader.audit()
 
 
@@ -155,11 +155,11 @@ def test_labels_layout_and_contrast_are_correct_at_every_width(browser: Any, beh
             assert page.evaluate(CONTRAST) == []
             assert reader.fits()
 
-        page.get_by_role("heading", name="Put a book on the shelf").wait_for()
+        page.get_by_role("heading", name="Add your first document").wait_for()
         check()
         reader.choose((f"{LONG_WORD}.txt", TEXT), ("b.pdf", "%PDF"))
         check()
-        page.get_by_role("button", name="Add to the shelf").click()
+        page.get_by_role("button", name="Upload").click()
         page.locator("#question").wait_for()
         check()
         reader.ask("What is the value of amber-12?")
@@ -178,9 +178,9 @@ def test_document_list_collapses_on_a_small_screen(browser: Any, behind: Behind)
         page = reader.page
         page.get_by_role("link", name="notes").click()
         page.locator("#question").wait_for()
-        assert not page.get_by_role("heading", name="Shelf").is_visible()
-        page.get_by_role("link", name="Back to the shelf").click()
-        page.get_by_role("heading", name="Shelf").wait_for()
+        assert not page.get_by_role("heading", name="Documents").is_visible()
+        page.get_by_role("link", name="Back to the documents").click()
+        page.get_by_role("heading", name="Documents").wait_for()
         page.go_back()
         page.locator("#question").wait_for()
         reader.audit()
@@ -213,8 +213,8 @@ def test_page_has_landmarks(reader: Reader, behind: Behind):
     for line in (
         "- banner",
         "- main",
-        '- complementary "Shelf"',
-        '- complementary "Where it lies"',
+        '- complementary "Documents"',
+        '- complementary "Memory"',
         '- textbox "Ask this document"',
     ):
         assert line in snapshot

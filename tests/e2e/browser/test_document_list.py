@@ -67,7 +67,7 @@ def test_document_is_deleted_after_confirmation(opened: Reader, behind: Behind):
     assert len(behind.contexts()) == 1
     page.get_by_role("button", name="Delete…").click()
     page.get_by_role("button", name="Delete it").click()
-    page.get_by_role("heading", name="Put a book on the shelf").wait_for()
+    page.get_by_role("heading", name="Add your first document").wait_for()
     assert behind.contexts() == []
     opened.audit()
 
@@ -77,7 +77,7 @@ def test_changes_by_other_clients_appear_without_reload(opened: Reader, behind: 
     behind.ingest("another", TEXT)
     page.get_by_role("link", name="another").wait_for()
     behind.delete("notes")
-    page.get_by_role("heading", name="notes is not on the shelf").wait_for()
+    page.get_by_role("heading", name="notes does not exist").wait_for()
     opened.audit()
 
 
@@ -87,12 +87,12 @@ def test_question_about_a_deleted_document_shows_advice(opened: Reader, behind: 
         behind.delete("notes")
         page.locator("#question").fill("What is the value of amber-12?")
         page.keyboard.press("Enter")
-        page.get_by_text("This document is not there any more.").wait_for()
+        page.get_by_text("This document does not exist.").wait_for()
     opened.audit(OF_A_STATUS.format(404))
 
 
 def test_placement_map_shows_the_rank_of_each_part(opened: Reader, behind: Behind):
-    places = opened.page.get_by_role("complementary", name="Where it lies")
+    places = opened.page.get_by_role("complementary", name="Memory")
     [context] = behind.contexts()
     for share in context.shares:
         row = places.locator("li", has_text=f"Rank {share.rank}")

@@ -39,7 +39,7 @@ def test_page_reconnects_after_the_service_restarts(own: tuple[Reader, Behind], 
     page.keyboard.press("Enter")
     page.get_by_role("button", name="Ask again").wait_for()
     reader.add(("More.txt", TEXT))
-    page.get_by_text("Goes on by itself").wait_for()
+    page.get_by_text("The upload continues automatically").wait_for()
     getattr(behind, f"find_{whom}")()
     page.get_by_text("connected", exact=True).wait_for()
     page.get_by_role("link", name="More").wait_for()
@@ -54,11 +54,11 @@ def test_lost_rank_and_its_recovery_are_shown(own: tuple[Reader, Behind]):
     reader, behind = own
     behind.ingest("long", TEXT * 40)
     behind.kill_rank(1)
-    places = reader.page.get_by_role("complementary", name="Where it lies")
-    places.get_by_text("What it held is being read again").wait_for()
-    places.get_by_text(re.compile(r"[\d,]+ of [\d,]+ tokens are back")).wait_for()
+    places = reader.page.get_by_role("complementary", name="Memory")
+    places.get_by_text("Its part of the documents is being restored").wait_for()
+    places.get_by_text(re.compile(r"[\d,]+ of [\d,]+ tokens restored")).wait_for()
     places.get_by_text("One rank was lost").click()
-    places.get_by_text(re.compile(r"Rank 1 on .* Another one has taken its place\.")).wait_for()
+    places.get_by_text(re.compile(r"Rank 1 on .* A replacement is running\.")).wait_for()
     assert reader.ask(QUESTION) == ANSWER
     assert places.get_by_role("listitem").filter(has_text=re.compile(r"^Rank [01]")).count() == 2
     reader.audit()
@@ -75,59 +75,59 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
 def test_page_asks_for_a_credential_and_rejects_a_wrong_one(browser: Any, guarded: Behind):
     with Reader(browser, guarded.url) as reader:
         page = reader.page
-        dialog = page.get_by_role("dialog", name="Who is reading?")
+        dialog = page.get_by_role("dialog", name="Credential required")
         dialog.get_by_label("Credential").fill("secret-of-nobody")
         page.keyboard.press("Enter")
         dialog.get_by_text("The service refused this credential.").wait_for()
         dialog.get_by_label("Credential").fill(credential_of(ACME))
         page.keyboard.press("Enter")
-        page.get_by_role("heading", name="Put a book on the shelf").wait_for()
+        page.get_by_role("heading", name="Add your first document").wait_for()
         reader.add(("notes.txt", TEXT))
         page.locator("#question").wait_for()
         assert reader.ask(QUESTION) == ANSWER
         page.get_by_role("button", name="Change credential").click()
         page.get_by_label("Credential").fill(credential_of(BOLT))
         page.keyboard.press("Enter")
-        page.get_by_role("heading", name="notes is not on the shelf").wait_for()
+        page.get_by_role("heading", name="notes does not exist").wait_for()
         retained = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
         assert "secret-of" not in retained + page.content()
         page.reload()
-        page.get_by_role("dialog", name="Who is reading?").wait_for()
+        page.get_by_role("dialog", name="Credential required").wait_for()
         reader.audit(OF_A_STATUS.format(401))
 
 
 def test_dismissed_credential_prompt_is_reported_and_can_be_reopened(browser: Any, guarded: Behind):
     with Reader(browser, guarded.url) as reader:
         page = reader.page
-        page.get_by_role("dialog", name="Who is reading?").wait_for()
+        page.get_by_role("dialog", name="Credential required").wait_for()
         page.keyboard.press("Escape")
-        page.get_by_text("The service asks for a credential.").wait_for()
-        page.get_by_role("button", name="Give a credential").click()
+        page.get_by_text("The service requires a credential.").wait_for()
+        page.get_by_role("button", name="Enter a credential").click()
         page.get_by_label("Credential").fill("secret-of-nobody")
-        page.get_by_role("button", name="Go on").click()
+        page.get_by_role("button", name="Continue").click()
         page.get_by_text("The service refused this credential.").wait_for()
         page.get_by_role("button", name="Not now").click()
-        page.get_by_role("button", name="Give a credential").click()
+        page.get_by_role("button", name="Enter a credential").click()
         page.get_by_label("Credential").fill(credential_of(ACME))
-        page.get_by_role("button", name="Go on").click()
+        page.get_by_role("button", name="Continue").click()
         page.get_by_text("connected", exact=True).wait_for()
-        page.get_by_role("heading", name=re.compile("Put a book|Choose a document")).wait_for()
+        page.get_by_role("heading", name=re.compile("Add your first document|Choose a document")).wait_for()
         reader.audit(OF_A_STATUS.format(401))
 
 
 @pytest.mark.parametrize(
     ("status", "code", "wait", "message"),
     [
-        (400, "", None, "The service does not take this: why."),
+        (400, "", None, "The request is invalid: why."),
         (404, "context_not_found", None, "add its file again"),
-        (409, "already_exists", None, "Choose another one, or add the file to the end"),
+        (409, "already_exists", None, "Choose another one, or append the file"),
         (410, "", None, "Add the file again."),
         (415, "", None, "Save the document as text"),
-        (429, "", "7", "It can be tried again in 7 s."),
-        (429, "insufficient_quota", None, "Delete what you no longer need"),
-        (503, "", "1", "The service cannot do this now: why. It may in a moment."),
-        (504, "", None, "Try again when less is going on."),
-        (500, "", None, "The service says: why."),
+        (429, "", "7", "Try again in 7 s."),
+        (429, "insufficient_quota", None, "Delete documents, or wait"),
+        (503, "", "1", "The service is not available: why. Try again in a moment."),
+        (504, "", None, "Try again when the load is lower."),
+        (500, "", None, "The service reports: why."),
     ],
 )
 def test_errors_are_sentences_with_advice(reader: Reader, status: int, code: str, wait: str | None, message: str):
@@ -162,7 +162,7 @@ def test_answer_that_fails_midway_keeps_its_text_and_shows_the_reason(reader: Re
     page.locator("#question").fill(QUESTION)
     page.keyboard.press("Enter")
     reported = page.get_by_role("alert").inner_text()
-    assert reported.startswith("What was kept of this is damaged: the ranks that held it are gone. Add the file again.")
+    assert reported.startswith("The stored document is damaged: the ranks that held it are gone. Add the file again.")
     assert page.locator(".answer").inner_text() == "amber-12 is"
     page.unroute("**/chat/completions")
     page.get_by_role("button", name="Ask again").click()
@@ -178,6 +178,6 @@ def test_out_of_capacity_error_shows_only_the_advice_of_the_page(reader: Reader)
     }"""
     message = "pool: 4,096 tokens are needed, and contexts use too many of 2,048; delete a context"
     assert reader.page.evaluate(script, message) == (
-        "There is no room: 4,096 tokens are needed, and contexts use too many of 2,048."
-        " Delete what you no longer need, or wait until something expires."
+        "There is not enough space: 4,096 tokens are needed, and contexts use too many of 2,048."
+        " Delete documents, or wait until some expire."
     )

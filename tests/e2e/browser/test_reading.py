@@ -16,7 +16,7 @@ MARKUP = (
 
 def test_empty_document_list_shows_the_first_step(reader: Reader):
     page = reader.page
-    page.get_by_role("heading", name="Put a book on the shelf").wait_for()
+    page.get_by_role("heading", name="Add your first document").wait_for()
     assert page.get_by_role("main").get_by_role("button", name="Add documents…").is_visible()
     reader.audit()
 
@@ -32,7 +32,7 @@ def test_ingested_file_can_be_queried_with_follow_up_questions(reader: Reader, b
         "What is the value of jade-7?",
     ]
     [foot, _] = page.locator(".foot").all_inner_texts()
-    assert re.search(r"\d+ tokens written", foot) and "of them held before" in foot
+    assert re.search(r"\d+ tokens written", foot) and "of them from memory" in foot
     [context] = behind.contexts()
     assert (context.id, context.display_name, context.tokens) == ("stock", "Stock", len(BOOK) + 1)
     page.get_by_text("asked 2 times").wait_for()
@@ -42,10 +42,10 @@ def test_ingested_file_can_be_queried_with_follow_up_questions(reader: Reader, b
 def test_fact_retrieval_model_gets_single_questions_and_the_page_explains_it(reader: Reader):
     reader.add(("stock.txt", BOOK))
     page = reader.page
-    page.get_by_text("This small model looks facts up, one at a time: What is the value of KEY?").wait_for()
+    page.get_by_text("This small model only looks up single facts: What is the value of KEY?").wait_for()
     reader.ask("What is the value of amber-12?")
     reader.ask("What is the value of jade-7?")
-    assert not page.get_by_label("With what was said before").count()
+    assert not page.get_by_label("Remember this conversation").count()
     assert [len(messages) for messages in messages_of(reader)] == [1, 1]
     reader.audit()
 
@@ -66,11 +66,11 @@ def test_question_includes_the_conversation_unless_the_reader_opts_out(browser: 
         page.locator("#question").fill(second)
         page.keyboard.press("Enter")
         page.get_by_role("alert").get_by_text("ask one question alone").wait_for()
-        page.get_by_label("With what was said before").uncheck()
+        page.get_by_label("Remember this conversation").uncheck()
         page.get_by_role("button", name="Ask again").click()
         page.locator(".foot").nth(1).wait_for()
         assert page.locator(".answer").last.inner_text().strip() == "jade-7 is 0815"
-        page.get_by_role("button", name="Begin anew").click()
+        page.get_by_role("button", name="New conversation").click()
         assert page.locator(".question").count() == 0
         output = [[(each["role"], each["content"].strip()) for each in messages] for messages in messages_of(reader)]
         assert output == [
@@ -99,7 +99,7 @@ def test_stopped_answer_ends_the_generation(reader: Reader, behind: Behind):
     with behind.frozen_ranks():
         page.get_by_role("button", name="Ask", exact=True).click()
         page.get_by_role("button", name="Stop", exact=True).click()
-        page.get_by_text("Stopped before an answer came.").wait_for()
+        page.get_by_text("Stopped before the answer began.").wait_for()
         assert page.get_by_role("button", name="Ask", exact=True).is_visible()
     behind.wait_idle()
     assert reader.ask("What is the value of amber-12?") == "amber-12 is 4711"

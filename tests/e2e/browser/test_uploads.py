@@ -23,11 +23,11 @@ def test_reload_during_upload_resumes_from_the_received_offset(reader: Reader, b
     page.locator(".sending .numbers", has_text=re.compile(r"^Sending.*6\d(\.\d)? kB of 108 kB sent")).wait_for()
     page.reload()
     reader.slow_uploads(None)
-    page.get_by_text("The page was reloaded in the middle.").wait_for()
+    page.get_by_text("The page was reloaded during the upload.").wait_for()
     parts = len(sent(reader))
     chooser = page.locator(".sending input[type=file]")
     chooser.set_input_files([{"name": "other.txt", "mimeType": "text/plain", "buffer": b"something else"}])
-    page.get_by_text("This file has another size").wait_for()
+    page.get_by_text("This file has a different size").wait_for()
     chooser.set_input_files([{"name": "The long book.txt", "mimeType": "text/plain", "buffer": LONG.encode()}])
     page.get_by_role("heading", name="The long book").wait_for()
     assert min(sent(reader)[parts:]) >= 64 * 1024
@@ -66,13 +66,13 @@ def test_duplicate_name_is_reported_before_upload(reader: Reader, behind: Behind
     name = page.get_by_label("Name")
     assert name.input_value() == "notes-2"
     name.fill("No Tes")
-    page.get_by_text("Use small letters only.").wait_for()
-    add = page.get_by_role("button", name="Add to the shelf")
+    page.get_by_text("Use lower-case letters only.").wait_for()
+    add = page.get_by_role("button", name="Upload")
     assert add.is_disabled()
     name.fill("notes")
     page.get_by_text("notes has this name.").wait_for()
     assert add.is_disabled()
-    page.get_by_label("Add to its end").check()
+    page.get_by_label("Append to the document").check()
     add.click()
     page.get_by_role("heading", name="notes").wait_for()
     assert behind.tokens() == {"notes": 1 + 14 + 16 + 2 * len(FILLER)}
@@ -81,16 +81,16 @@ def test_duplicate_name_is_reported_before_upload(reader: Reader, behind: Behind
 
 def test_name_taken_during_upload_can_be_changed_or_appended_to(reader: Reader, behind: Behind):
     page = reader.page
-    page.get_by_role("heading", name="Put a book on the shelf").wait_for()
+    page.get_by_role("heading", name="Add your first document").wait_for()
     reader.choose(("notes.txt", FILLER), ("more.txt", FILLER))
     with reader.delayed("**/v1/contexts"):
         behind.ingest("notes", FILLER)
         behind.ingest("more", FILLER)
-        page.get_by_role("button", name="Add to the shelf").click()
+        page.get_by_role("button", name="Upload").click()
         page.get_by_text("The name notes is taken.").wait_for()
-        page.get_by_role("button", name="Call it notes-2").click()
+        page.get_by_role("button", name="Use the name notes-2").click()
         page.get_by_text("The name more is taken.").wait_for()
-        page.get_by_role("button", name="Add to its end").click()
+        page.get_by_role("button", name="Append to the document").click()
     behind.wait(
         lambda: behind.tokens() == {"notes": len(FILLER) + 1, "notes-2": len(FILLER) + 1, "more": 2 * len(FILLER) + 1}
     )
@@ -102,14 +102,14 @@ def test_cancelled_prefill_is_not_resumed(reader: Reader, behind: Behind):
     behind.ingest("notes", FILLER)
     with behind.frozen_ranks():
         reader.add(("long.txt", LONG))
-        page.get_by_text("All is sent").wait_for()
+        page.get_by_text("The upload is complete").wait_for()
         page.get_by_role("button", name="Stop long").click()
         page.locator(".sending").wait_for(state="detached")
     behind.wait_idle()
     page.get_by_role("link", name="notes").click()
     with behind.frozen_ranks():
         add_to_the_end(reader, "more.txt")
-        page.get_by_text("All is sent").wait_for()
+        page.get_by_text("The upload is complete").wait_for()
         page.get_by_role("button", name="Stop more").click()
         page.locator(".sending").wait_for(state="detached")
     behind.wait_idle()
@@ -138,9 +138,9 @@ def test_cancelled_upload_leaves_nothing(reader: Reader, behind: Behind):
 def add_to_the_end(reader: Reader, name: str) -> None:
     file = {"name": name, "mimeType": "text/plain", "buffer": b"amber-12 = 4711\n" + FILLER.encode()}
     with reader.page.expect_file_chooser() as chooser:
-        reader.page.get_by_role("button", name="Add to it…").click()
+        reader.page.get_by_role("button", name="Append…").click()
     chooser.value.set_files([file])
-    reader.page.get_by_role("dialog", name="Add to the end of notes").wait_for()
+    reader.page.get_by_role("dialog", name="Append to notes").wait_for()
     reader.page.keyboard.press("Enter")
 
 
@@ -160,9 +160,9 @@ def test_non_text_file_is_rejected_before_upload(reader: Reader):
     bad = [("a.pdf", b"%PDF-1.7"), ("b.txt", b"\xff\xfea\x00"), ("c.txt", b"caf\xe9 au lait"), ("d.txt", b"")]
     files = [{"name": name, "mimeType": "text/plain", "buffer": content} for name, content in bad]
     page.locator("input[type=file]").first.set_input_files(files)
-    for sentence in ("This is a PDF.", "This is UTF-16.", "This is no text in UTF-8.", "There is nothing in it."):
+    for sentence in ("This is a PDF.", "This is UTF-16.", "This is not UTF-8 text.", "The file is empty."):
         page.get_by_text(sentence).wait_for()
-    assert page.get_by_role("button", name="Add to the shelf").is_disabled()
+    assert page.get_by_role("button", name="Upload").is_disabled()
     assert sent(reader) == []
     reader.audit()
 
@@ -172,8 +172,8 @@ def test_non_text_content_found_during_upload_is_reported(reader: Reader):
     reader.page.get_by_role("button", name="Cancel").click()
     bad = {"name": "late.txt", "mimeType": "text/plain", "buffer": (FILLER * 2000).encode() + b"\xff\xff"}
     reader.page.locator("input[type=file]").first.set_input_files([bad])
-    reader.page.get_by_role("button", name="Add to the shelf").click()
-    reader.page.get_by_role("alert").filter(has_text="The service does not take this").wait_for()
+    reader.page.get_by_role("button", name="Upload").click()
+    reader.page.get_by_role("alert").filter(has_text="The request is invalid").wait_for()
     reader.page.get_by_role("button", name="Dismiss late").click()
     assert reader.page.locator(".sending").count() == 0
     reader.audit(OF_A_STATUS.format(400))
@@ -186,9 +186,9 @@ def test_file_dropped_anywhere_on_the_page_is_added(reader: Reader):
     )
     transfer = page.evaluate_handle(f"() => {{ {made} }}")
     page.dispatch_event("main", "dragover", {"dataTransfer": transfer})
-    page.get_by_text("Drop to add to the shelf").wait_for()
+    page.get_by_text("Drop files to add them").wait_for()
     page.dispatch_event("main", "drop", {"dataTransfer": transfer})
     assert page.get_by_label("Name").input_value() == "dropped"
-    page.get_by_role("button", name="Add to the shelf").click()
+    page.get_by_role("button", name="Upload").click()
     page.get_by_role("heading", name="Dropped").wait_for()
     reader.audit()

@@ -94,7 +94,7 @@ async def test_plaintext_clients_and_clients_with_other_authorities_get_a_defini
     async with encrypted(authority, tmp_path) as (_, address):
         address = f"{host}:{address.rpartition(':')[2]}"
         for access, reported in (
-            (PLAIN, "tls_ca: .* serves encrypted connections alone: name"),
+            (PLAIN, "tls_ca: .* requires TLS: give"),
             (other.access(), "tls_ca: .* has a certificate that is not signed by"),
         ):
             for _ in range(3):
@@ -135,10 +135,10 @@ async def test_clients_without_a_required_certificate_are_rejected(authority: Au
     intruder["tls_ca"] = authority.file
     async with encrypted(authority, tmp_path, certificates=given) as (_, address):
         for access in (authority.access(), intruder):
-            with pytest.raises(Unavailable, match="may ask for a client certificate.*--tls-cert") as caught:
+            with pytest.raises(Unavailable, match="may require a client certificate.*--tls-cert") as caught:
                 await num_tokens(address, access)
             assert "--tls-ca" not in str(caught.value)
-        with pytest.raises(InvalidArgument, match="tls_ca: .* serves encrypted connections alone"):
+        with pytest.raises(InvalidArgument, match="tls_ca: .* requires TLS"):
             await num_tokens(address, PLAIN)
         assert await num_tokens(address, authority.access("anyone")) == len("anybody's")
 
@@ -260,7 +260,7 @@ async def test_unset_options_come_from_the_environment(
     monkeypatch.setenv("LONGLEAF_TLS_CA", str(authority.file))
     async with encrypted(authority, tmp_path) as (_, address):
         assert await num_tokens(address, Access()) == len("anybody's")
-        with pytest.raises(InvalidArgument, match="serves encrypted connections alone"):
+        with pytest.raises(InvalidArgument, match="requires TLS"):
             await num_tokens(address, PLAIN)
     monkeypatch.setenv("LONGLEAF_CREDENTIAL", "unknown-secret")
     with pytest.raises(InvalidArgument, match="credential"):

@@ -229,7 +229,7 @@ async def test_expired_upload_is_sent_again_from_a_rereadable_source(
         assert service.engine.contexts[f"moby-{number}"][2:] == list(ids(TEXT.decode()))
     service.engine.error = FULL
     async with AsyncClient(service.address, retries=QUICK) as client:
-        with pytest.raises(Unavailable, match="does not hold any more .* cannot be read again"):
+        with pytest.raises(Unavailable, match="has lost acknowledged parts .* cannot be read again"):
             await client.ingest("moby", once(TEXT), upload_id="mine")
 
 

@@ -268,7 +268,7 @@ def test_library_log_lines_during_rank_start_are_kept() -> None:
         logger.warning("rank %d has no compiler", 3)
         logging.getLogger("another.library").warning("of no interest")
     logger.warning("too late")
-    assert notes == ["a merge was chosen", "rank 3 has no compiler"]
+    assert (notes.details, notes.warnings) == (["a merge was chosen"], ["rank 3 has no compiler"])
 
 
 ORPHANS = """

@@ -86,15 +86,15 @@ async def test_credential_is_forwarded_unparsed(service: Served, url: str) -> No
         for given in ("Basic eA==", "Bearer", "Bearer a b"):
             answer = await client.get("/v1/models", headers={"authorization": given})
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
-            assert "give Authorization: Bearer CREDENTIAL (api_key in" in answer.json()["error"]["message"]
+            assert "send Authorization: Bearer CREDENTIAL (api_key in" in answer.json()["error"]["message"]
 
 
 async def test_unknown_paths_and_methods_list_the_valid_ones(url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         answer = await client.post("/chat/completions", json={})  # base_url lacks /v1
-        assert (answer.status_code, "it is at /v1/chat/completions" in answer.text) == (404, True)
+        assert (answer.status_code, "use /v1/chat/completions" in answer.text) == (404, True)
         answer = await client.get("/v1/chat/completions")
-        assert (answer.status_code, answer.json()["error"]["message"]) == (405, "GET is not for this path, but POST")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (405, "GET is not allowed, only POST")
 
 
 async def test_request_heads_are_bounded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

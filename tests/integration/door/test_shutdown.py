@@ -78,8 +78,8 @@ async def test_interrupted_client_gets_an_error_event(service: Served, number: s
             reported = [line async for line in lines if line]
         assert reported[-2] == "event: error"
         error = json.loads(reported[-1].removeprefix("data: "))["error"]
-        assert (error["code"], error["message"]) == ("unavailable", "the door is stopping")
+        assert (error["code"], error["message"]) == ("unavailable", "the gateway is stopping")
         answer = await whole
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-        assert answer.json()["error"]["message"] == "the door is stopping"
+        assert answer.json()["error"]["message"] == "the gateway is stopping"
         assert await asyncio.wait_for(process.wait(), 30) == 0

@@ -72,7 +72,7 @@ class Files:
 @pytest.mark.parametrize(
     ("service", "message", "why"),
     [
-        ("encrypted", "nothing", "serves encrypted connections alone"),
+        ("encrypted", "nothing", "requires TLS"),
         ("encrypted", "theirs", "not signed by an authority"),
         ("plain", "ours", "serves plain connections"),
         ("mutual", "ours", "client certificate"),

@@ -237,16 +237,14 @@ async def test_output_for_a_planned_cluster_a_running_cluster_and_a_refusal(term
     options = ("models", "check", str(folder), "--world-size", "3", "--kv-bytes", str(1000 * per_token))
     code, out, _ = await terminal.plain(*options)
     assert code == 0
-    message = (
-        "small is supported (Gemma2ForCausalLM, float32) if it is exact, which is unknown: the weights were not read"
-    )
+    message = "small is supported (Gemma2ForCausalLM, float32); exactness unknown: the weights were not read"
     assert message in " ".join(out.split())
     assert "; not read, --load does" in out
     assert read_fingerprint(folder).digest in out
     replicated = "512 B per token, and 128.0 KiB on each rank for each end of a context, with --window-keys replicated"
     assert replicated in " ".join(out.split())
     assert "nothing: kv_bytes: a context and a generation need" in " ".join(out.split())
-    assert all(words in out for words in ("256 tokens", "everything before", "2,688 tokens on 3 ranks", "1.0 KiB"))
+    assert all(words in out for words in ("256 tokens", "all previous tokens", "2,688 tokens on 3 ranks", "1.0 KiB"))
     assert "with --window-keys sharded" in " ".join(out.split())
     code, out, _ = await terminal.run("models", "check", str(folder), "--kv-dtype", "int8", "--json")
     found = json.loads(out)

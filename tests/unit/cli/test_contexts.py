@@ -32,12 +32,12 @@ async def test_context_is_recomputed(terminal: Terminal) -> None:
     assert (code, "tokenizer.json changed" in err) == (2, True)
     code, out, _ = await terminal.run("contexts", "reread", "--all")
     assert code == 0
-    assert [line.partition(":")[0] for line in out.splitlines()] == ["dick", "left out", "left out"]
+    assert [line.partition(":")[0] for line in out.splitlines()] == ["dick", "skipped", "skipped"]
     [found] = await terminal.json("contexts", "reread", "--all")
     assert [each["name"] for each in found["left_out"]] == ["ahab", "dick", "moby"]
     terminal.engine.earlier = {}
     _, out, _ = await terminal.run("contexts", "reread", "--all")
-    assert out == "no context was read by another checkpoint\n"
+    assert out == "there are no contexts of previous checkpoints\n"
     for wrong in ((), ("moby", "--all")):
         code, _, err = await terminal.run("contexts", "reread", *wrong)
         assert (code, "give the name of a context, or --all" in err) == (2, True)
@@ -131,13 +131,13 @@ async def test_token_ids_in_files_are_used_unchanged(
     ("format", "content", "message"),
     [
         ("json", b"[5, -6]", "-6"),
-        ("json", b"[5, 6", "is no JSON list of token ids: "),
-        ("json", b"[5.5]", "is no JSON list of token ids: "),
-        ("json", b"{}", "is no JSON list of token ids: "),
+        ("json", b"[5, 6", "is not a JSON list of token ids: "),
+        ("json", b"[5.5]", "is not a JSON list of token ids: "),
+        ("json", b"{}", "is not a JSON list of token ids: "),
         ("json", b"[5, 99999]", "99999 is not in the vocabulary of 261 tokens"),
         ("json", b"[]", "the document is empty"),
-        ("uint16", b"\5\0\6", "ends inside a token id: uint16 takes 2 bytes each"),
-        ("uint32", b"\5\0\6", "ends inside a token id: uint32 takes 4 bytes each"),
+        ("uint16", b"\5\0\6", "ends inside a token id: each uint16 has 2 bytes"),
+        ("uint32", b"\5\0\6", "ends inside a token id: each uint32 has 4 bytes"),
     ],
 )
 async def test_files_without_token_ids_are_reported_by_name(

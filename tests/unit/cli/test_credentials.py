@@ -38,11 +38,11 @@ def test_credential_file_must_contain_only_the_credential(run: Run, tmp_path: Pa
     for text in (json.dumps({"credential": credential, "line": "acme user"}), f"credential, shown once: {credential}"):
         file.write_text(text)
         line = run("contexts", "list", "--server", "127.0.0.1:1", "--credential-file", str(file))
-        assert line == f"error: --credential-file: {file} must have the credential alone"
+        assert line == f"error: --credential-file: {file} must contain only the credential"
 
 
 def test_credential_in_place_of_a_file_name_is_not_printed(run: Run) -> None:
     credential = new_credential()
     line = run("contexts", "list", "--server", "127.0.0.1:1", "--credential-file", credential)
     assert credential not in line
-    assert "looks like a credential itself: put it in a file" in line
+    assert "looks like a credential: put it in a file" in line

@@ -28,9 +28,15 @@ def test_character_may_be_split_between_files_but_not_truncated(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"%PDF-1.7 \xff", "is a PDF: convert it to plain text first"),
-        (b"PK\x03\x04\xff", "is an archive or an office document: convert it to plain text first"),
-        ("Grüße".encode("utf-16"), "is UTF-16: save it as UTF-8"),
+        (b"%PDF-1.7 \xff", "is a PDF, but must be plain text (UTF-8): convert it, for example with pdftotext"),
+        (
+            b"PK\x03\x04\xff",
+            "is an Office document or an archive, but must be plain text (UTF-8): convert it, for example with pandoc",
+        ),
+        (
+            "Grüße".encode("utf-16"),
+            "is UTF-16, but must be UTF-8: convert it, for example with iconv -f UTF-16 -t UTF-8",
+        ),
         (b"\xef\xbb\xbfx\xff", "is not UTF-8 at byte 4: invalid start byte"),
     ],
 )

@@ -9,10 +9,10 @@ from longleaf.types import Draining
 @pytest.mark.parametrize(
     ("open_calls", "has_waited", "text"),
     [
-        (2, False, "draining: 2 calls may run for 2 s, and are ended then"),
+        (2, False, "draining: 2 calls running, with 2 s to finish"),
         (0, True, "drained"),
-        (1, True, "drained: 1 call ran for longer than 2 s and was ended (serve --drain-seconds)"),
-        (3, True, "drained: 3 calls ran for longer than 2 s and were ended (serve --drain-seconds)"),
+        (1, True, "drained: 1 call was cut off after 2 s (serve --drain-seconds)"),
+        (3, True, "drained: 3 calls were cut off after 2 s (serve --drain-seconds)"),
     ],
 )
 def test_cancelled_calls_are_reported(open_calls: int, has_waited: bool, text: str) -> None:

@@ -25,7 +25,7 @@ def test_folder_is_copied_completely_and_once(tmp_path, ending):
     assert read_fingerprint(tmp_path / "model").digest == digest
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     again = fetch("file:///nowhere", tmp_path / "model", f"--fingerprint={digest}")
-    assert again.exit_code == 0 and "is there" in again.output
+    assert again.exit_code == 0 and "exists" in again.output
 
 
 def test_wrong_fingerprint_is_refused_and_no_folder_is_created(tmp_path):

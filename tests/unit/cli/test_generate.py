@@ -40,7 +40,7 @@ async def test_answer_beyond_the_trained_length_causes_one_notice(terminal: Term
     terminal.engine.answer = ()
     terminal.engine.script = (engine_messages.Admitted(1, 0, is_beyond_trained=True),) * 2 + tuple(ends)
     code, _, err = await terminal.run("generate", "--prompt", "x", *options)
-    message = "note: this may go beyond the length that the model was trained for"
+    message = "note: the answer may be longer than the model was trained for"
     assert (code, err.splitlines().count(message)) == (0, 1)
     terminal.engine.script = terminal.engine.script[2:]
     assert message not in (await terminal.run("generate", "--prompt", "x"))[2]
@@ -124,9 +124,9 @@ async def test_token_bytes_are_printed_as_base64(terminal: Terminal) -> None:
     [entry] = (await terminal.json(*requested))[0]["logprobs"]
     assert entry == {"logprob": -1.0, "top": [{"token_id": first, "logprob": -1.0}]}
     code, _, err = await terminal.run("generate", "--prompt", "x", "--token-bytes", "--json")
-    assert (code, err) == (2, "error: --token-bytes: are told with --logprobs alone\n")
+    assert (code, err) == (2, "error: --token-bytes: needs --logprobs\n")
 
 
 async def test_logprobs_without_json_are_refused(terminal: Terminal) -> None:
     code, out, err = await terminal.run("generate", "--prompt", "x", "--logprobs", "2")
-    assert (code, out, err) == (2, "", "error: --logprobs: are shown with --json alone\n")
+    assert (code, out, err) == (2, "", "error: --logprobs: needs --json\n")

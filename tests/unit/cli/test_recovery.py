@@ -21,25 +21,25 @@ LOSS = Loss(time=97.0, member=5, rank=2, epoch=1, node="b", reason="killed by si
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "rank 2 of epoch 1 on node b was lost 3 s ago: killed by signal 9; its place is being filled"),
+        ({}, "rank 2 of epoch 1 on node b was lost 3 s ago: killed by signal 9; its slot is being filled"),
         (
             {"slot": "filled", "time": 100.5},
-            "rank 2 of epoch 1 on node b was lost 0 s ago: killed by signal 9; its place is filled",
+            "rank 2 of epoch 1 on node b was lost 0 s ago: killed by signal 9; its slot is filled",
         ),
-        ({"slot": "waiting", "refill_time": 112.0}, "killed by signal 9; its place will be filled in 12 s"),
-        ({"slot": "waiting", "refill_time": 99.0}, "killed by signal 9; its place will be filled"),
-        ({"slot": "waiting"}, "killed by signal 9; its place will be filled"),
+        ({"slot": "waiting", "refill_time": 112.0}, "killed by signal 9; its slot will be filled in 12 s"),
+        ({"slot": "waiting", "refill_time": 99.0}, "killed by signal 9; its slot will be filled"),
+        ({"slot": "waiting"}, "killed by signal 9; its slot will be filled"),
         (
             {"slot": "given_up", "slot_reason": "lost three times while loading"},
             "stays empty: lost three times while loading",
         ),
-        ({"slot": "given_up"}, "killed by signal 9; its place stays empty"),
+        ({"slot": "given_up"}, "killed by signal 9; its slot stays empty"),
         ({"slot": "unspecified"}, "killed by signal 9"),
         (
             {"rank": None, "time": -3600.0},
-            "member 5 on node b was lost 1 h 1 min ago: killed by signal 9; its place is being filled",
+            "member 5 on node b was lost 1 h 1 min ago: killed by signal 9; its slot is being filled",
         ),
-        ({"rank": None, "node": ""}, "member 5 was lost 3 s ago: killed by signal 9; its place is being filled"),
+        ({"rank": None, "node": ""}, "member 5 was lost 3 s ago: killed by signal 9; its slot is being filled"),
     ],
     ids=str,
 )
@@ -52,7 +52,7 @@ def test_loss_is_reported_with_the_state_of_its_slot(changes: dict[str, Any], me
 def test_reason_for_an_empty_slot_is_printed_once_in_a_row() -> None:
     changes: list[dict[str, Any]] = [{}, {"slot": "given_up", "slot_reason": "a"}, {"slot": "given_up"}]
     losses = [msgspec.structs.replace(LOSS, **changes[number]) for number in (0, 1, 1, 2, 1, 1)]
-    reported = [line.partition("its place ")[2] for line in loss_lines(losses, now=100.0)]
+    reported = [line.partition("its slot ")[2] for line in loss_lines(losses, now=100.0)]
     empty = "stays empty"
     assert reported == ["is being filled", empty, f"{empty}: a", empty, empty, f"{empty}: a"]
 
@@ -63,7 +63,7 @@ def test_recovery_is_reported_during_and_after_it() -> None:
     over = msgspec.structs.replace(recovery, is_over=True, given_up=("ahab", "moby"))
     assert recovery_lines(over) == [
         "recovered 12,288 of 65,536 lost tokens in 400 ms",
-        "  given up for want of room: ahab, moby",
+        "  dropped for lack of space: ahab, moby",
     ]
     assert recovery_lines(None) == []
 
@@ -76,13 +76,13 @@ async def test_cluster_reports_losses(terminal: Terminal) -> None:
     assert msgspec.convert(cluster["losses"], tuple[Loss, ...]) == (LOSS,)
     _, out, _ = await terminal.run("cluster")
     assert (
-        "recovered 8 of 8 lost tokens in 1.5 s\n  given up for want of room: ahab\nrank 2 of epoch 1 on node b was"
+        "recovered 8 of 8 lost tokens in 1.5 s\n  dropped for lack of space: ahab\nrank 2 of epoch 1 on node b was"
         in out
     )
 
 
 HALF = Recovering(8, 12_288, 65_536)
-RECOVERING_LINE = "recovering: 12,288 of 65,536 tokens, 8 to go for this answer"
+RECOVERING_LINE = "restoring keys and values: 12,288 of 65,536 tokens, 8 left for this answer"
 
 
 @pytest.mark.parametrize("options", [(), ("--json",), ("--samples", "2")])
@@ -107,7 +107,7 @@ async def test_recovery_of_own_tokens_is_reported_to_a_tenant(terminal: Terminal
     terminal.engine.answer = ()
     terminal.engine.script = (Recovering(8, 0, 0), engine_messages.Ended("length", 1, 0, 2, 0.0, 0.0, 0.0, 0))
     _, _, err = await terminal.run("generate", "--prompt", "x")
-    assert "recovering: 8 to go for this answer" in err.splitlines()
+    assert "restoring keys and values: 8 left for this answer" in err.splitlines()
 
 
 def test_recovery_line_is_below_the_answer_on_a_terminal() -> None:
@@ -120,7 +120,10 @@ def test_recovery_line_is_below_the_answer_on_a_terminal() -> None:
     line.hide()
     line.hide()
     room, below = "\x1bD\x1bM", "\x1b7\r\n\x1b[K"
-    shown = [f"{room}{below}{reported}\x1b8" for reported in (RECOVERING_LINE, "recovering: 65,536 of 65,536 tokens")]
+    shown = [
+        f"{room}{below}{reported}\x1b8"
+        for reported in (RECOVERING_LINE, "restoring keys and values: 65,536 of 65,536 tokens")
+    ]
     assert screen.getvalue() == "".join([*shown, f"{below}\x1b8"])
 
 
@@ -137,7 +140,7 @@ def test_progress_bar_of_an_ingest_shows_the_recovery(capsys: pytest.CaptureFixt
         show(IngestProgress(phase="prefilling", total=9))
         show(IngestProgress(phase="recovering", processed=4, total=9, recovering=HALF))
     err = capsys.readouterr().err
-    assert err.startswith("recovering")
+    assert err.startswith("restoring")
     assert "12,288 of 65,536 tokens" in err
     with progress_bar(None) as show:
         show(IngestProgress(phase="recovering", processed=4, total=9, recovering=HALF))

@@ -56,7 +56,7 @@ async def test_context_is_exported_and_imported(
     code, out, _ = await target_terminal.run("contexts", "import", str(file), "--name", "dick")
     assert (code, out) == (
         0,
-        "dick: 11 tokens; its keys and values came along, and are brought back when it is first asked\n",
+        "dick: 11 tokens; keys and values are loaded on the first request\n",
     )
     assert list(new.contexts) == ["dick"]
 
@@ -96,24 +96,27 @@ async def test_export_is_resumed_from_a_partial_file(source_terminal: Terminal, 
     part.write_bytes(WHOLE[:500])
     digest.write_text("0" * 64)
     code, _, err = await source_terminal.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
-    assert (code, err) == (2, f"error: file: {file} is there already; move it away, or name another one\n")
+    assert (code, err) == (2, f"error: file: {file} exists; move it, or give another name\n")
     file.unlink()
     code, _, err = await source_terminal.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
     message = "error: contexts/moby: it has changed since the export started; export it again\n"
     assert (code, err) == (2, message)
     digest.write_text("")
     code, _, err = await source_terminal.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
-    message = f"error: --resume: {digest} does not say what {part} is of; export it anew, without it\n"
+    message = f"error: --resume: {digest} has no digest of {part}: export again without resume\n"
     assert (code, err, part.read_bytes()) == (2, message, WHOLE[:500])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("export", "dick", "FILE"), "error: contexts/dick does not exist\n"),
-        (("export", "moby", "FILE", "--resume"), "error: --resume: there is no FILE.part to go on with\n"),
-        (("export", "moby", "-", "--resume"), "error: --resume: cannot be given together with -\n"),
-        (("export", "moby", "-", "--json"), "error: --json: cannot be given together with -\n"),
+        (
+            ("export", "dick", "FILE"),
+            "error: there is no context named dick; `longleaf contexts list` lists all contexts\n",
+        ),
+        (("export", "moby", "FILE", "--resume"), "error: --resume: there is no FILE.part to continue\n"),
+        (("export", "moby", "-", "--resume"), "error: --resume: cannot be combined with -\n"),
+        (("export", "moby", "-", "--json"), "error: --json: cannot be combined with -\n"),
         (("import", "/nowhere"), "error: file: /nowhere cannot be read: No such file or directory\n"),
     ],
 )
@@ -141,6 +144,6 @@ async def test_files_that_are_not_archives_are_refused(
 
 def test_summary_reports_restored_and_recomputed_tokens() -> None:
     context = Context(id="moby", tokens=1000, kv_bytes=0, created=1.0, updated=1.0)
-    assert told(context, 0) == "moby: 1,000 tokens; it is read again when it is first asked"
-    assert told(context, 900).endswith("when it is first asked 900 of them are brought back, and 100 read again")
-    assert told(context, None).endswith("it was there already, from this import")
+    assert told(context, 0) == "moby: 1,000 tokens; keys and values are computed on the first request"
+    assert told(context, 900).endswith("on the first request, 900 of them are loaded and 100 computed")
+    assert told(context, None).endswith("already imported")

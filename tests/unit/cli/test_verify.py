@@ -23,7 +23,7 @@ async def test_small_differences_are_printed(terminal: Terminal) -> None:
     terminal.engine.comparison = ComparisonRow(**found, dtype="float32")
     _, out, _ = await terminal.run("verify")
     assert out.splitlines()[0] == "FAILED: the logits differ by at most 0.00000763, 0.000004 is allowed"
-    assert "by 0.00000763, token" in out
+    assert "0.00000763, token" in out
 
 
 async def test_failure_exits_with_3(terminal: Terminal) -> None:
@@ -40,8 +40,9 @@ async def test_inconclusive_result_exits_with_4(terminal: Terminal) -> None:
     code, out, _ = await terminal.run("verify")
     assert code == 4
     assert out.splitlines()[0] == (
-        "not conclusive: the logits are 10.00% of their spread off float32, 50.00% is allowed, as plain attention in "
-        "bfloat16 is 12.50% off: wrong ranks might pass too; serve with --dtype float32 --kv-dtype auto to be sure"
+        "not conclusive: the logits differ from float32 by 10.00% of their spread, 50.00% is allowed, because plain "
+        "attention in bfloat16 differs by 12.50%: wrong ranks could pass; serve with --dtype float32 --kv-dtype auto "
+        "to be sure"
     )
 
 

@@ -94,7 +94,7 @@ async def test_cancelled_response_ends_with_an_error_event():
     await reading.going
     name, data = (await reading.next()).decode().splitlines()[:2]
     error = json.loads(data.removeprefix("data: "))["error"]
-    assert (name, error["message"], error["code"]) == ("event: error", "the door is stopping", "unavailable")
+    assert (name, error["message"], error["code"]) == ("event: error", "the gateway is stopping", "unavailable")
     assert reading.is_whole
 
 

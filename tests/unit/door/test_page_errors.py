@@ -31,4 +31,4 @@ def test_permanent_errors_suggest_no_retry() -> None:
     message = (
         "at least 9,031 tokens do not fit in 8,192 tokens of the model's context, the length that it was trained for."
     )
-    assert found[0][1] == f"The service does not take this: {message}"
+    assert found[0][1] == f"The request is invalid: {message}"

@@ -31,9 +31,9 @@ def test_startup_notes_are_logged_only_by_the_coordinator(
 ) -> None:
     logs = Logs(TelemetryConfig(log_level="debug"), LOGGERS)
     try:
-        with taking_notes() as texts:
+        with taking_notes() as notes:
             logging.getLogger("longleaf.kernels").warning("slower")
         logging.getLogger("longleaf.kernels").warning("later")
     finally:
         logs.take_down()
-    assert (texts, capsys.readouterr().err) == (["slower"], "later\n")
+    assert (notes.warnings, capsys.readouterr().err) == (["slower"], "later\n")

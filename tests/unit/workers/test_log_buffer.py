@@ -128,7 +128,7 @@ def test_startup_notes_are_marked(records: RankLogBuffer) -> None:
         library.info("a choice")
         ours.warning("no note")
     library.warning("too late")
-    assert notes == ["slower", "a choice"]
+    assert (notes.warnings, notes.details) == (["slower"], ["a choice"])
     assert records.take(3) == Logged(
         3, (LogRecord(30, "slower", is_note=True), LogRecord(30, "no note"), LogRecord(30, "too late"))
     )
