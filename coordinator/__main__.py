@@ -57,7 +57,7 @@ from workers.actor import WorkerActor
 
 POLL_SECONDS = 0.5
 STOP_SECONDS = 30
-TELL_SECONDS = 10.0
+LOG_INTERVAL_SECONDS = 10.0
 
 
 def main(arguments: list[str]) -> int:
@@ -98,13 +98,13 @@ def _of_option(error: msgspec.ValidationError) -> str:
     return f"--{path.strip('`').rpartition('.')[2].replace('_', '-')}: {reported}"
 
 
-def tell_notes(reply: StartResult) -> None:
+def print_notices(reply: StartResult) -> None:
     for note in reply.notes:
         print(note, file=sys.stderr, flush=True)
 
 
 def announce(config: ServiceConfig, reply: StartResult) -> None:
-    tell_notes(reply)
+    print_notices(reply)
     address = join_address(config.host, reply.port)
     message = msgspec.json.encode({"address": address}).decode() if config.as_json else f"{LISTENING}{address}"
     print(message, flush=True)
@@ -181,7 +181,7 @@ class WaitReporter:
         now = time.monotonic()
         if now < self._next:
             return
-        self._next = now + TELL_SECONDS
+        self._next = now + LOG_INTERVAL_SECONDS
         seconds, limit = round(now - self._began), self._config.wait_for_ranks
         reported = {"waiting_for": what, **facts, "seconds": seconds, "limit_seconds": limit}
         line = f"waiting for {what} for {human_seconds(seconds)}"
@@ -216,14 +216,14 @@ def _serve_actor(config: ServiceConfig, signals: ShutdownSignals, waiting: WaitR
         if reply.port:
             announce(config, reply)
             while not reply.error and (reply := follow(actor.wait.remote(until_news=True))).notes:
-                tell_notes(reply)
+                print_notices(reply)
     except ray.exceptions.RayError as error:
         if not signals.count:  # otherwise Ray may have ended with this process
             reply = StartResult(error=f"the coordinator died: {type(error).__name__}; {_remedy(config)}", exit_code=1)
     finally:
         with suppress(ray.exceptions.RayError):
             if not reply.error:
-                tell_notes(ray.get(actor.stop.remote(), timeout=STOP_SECONDS))
+                print_notices(ray.get(actor.stop.remote(), timeout=STOP_SECONDS))
             ray.kill(actor)
     return reply
 

@@ -32,7 +32,7 @@ ROUTES = (
     ("/v1/chat/completions", "POST", chat.chat),
     ("/v1/completions", "POST", completions.completions),
     ("/v1/contexts", "GET", resources.list_contexts),
-    ("/v1/contexts/{id}", "HEAD", upload.uploaded),
+    ("/v1/contexts/{id}", "HEAD", upload.upload_state),
     ("/v1/contexts/{id}", "GET", resources.get_context),
     ("/v1/contexts/{id}", "POST", upload.upload),
     ("/v1/contexts/{id}", "PATCH", resources.update_context),

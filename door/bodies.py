@@ -20,7 +20,7 @@ MAX_VALUES = 50_000
 """Limit of strings, objects and arrays per body. The interpreter creates that many in a tenth of a second."""
 MAX_COMMAS = 1 << 19
 """Limit of commas between values; higher, because a prompt may be a long list of numbers."""
-MAX_HELD_BYTES = 64 << 20
+MAX_PENDING_BYTES = 64 << 20
 """Limit for all bodies being received or decoded, and for prompts until the service answers; further requests get 503.
 """
 COPIES = 2
@@ -41,19 +41,19 @@ class BodyReader:
     """Reads request bodies, with limits on total memory and on time."""
 
     def __init__(
-        self, max_bytes: int = MAX_HELD_BYTES, *, part_seconds: float = PART_SECONDS, seconds: float = BODY_SECONDS
+        self, max_bytes: int = MAX_PENDING_BYTES, *, part_seconds: float = PART_SECONDS, seconds: float = BODY_SECONDS
     ) -> None:
-        self._held = MemoryBudget(max_bytes)
+        self._budget = MemoryBudget(max_bytes)
         self._part_seconds, self._seconds = part_seconds, seconds
         self._decoding = asyncio.Lock()
 
     def audit(self) -> None:
         """Checks that no memory is leased while no request is open."""
-        assert self._held.num_bytes == 0, f"{self._held.num_bytes} bytes are still counted"
+        assert self._budget.num_bytes == 0, f"{self._budget.num_bytes} bytes are still counted"
 
     def share(self) -> "MemoryLease":
         """An empty lease of the common memory budget."""
-        return MemoryLease(self._held)
+        return MemoryLease(self._budget)
 
     async def read_json(self, request: Request) -> dict[str, Any]:
         """The JSON object in the body. Raises HttpProblem."""
@@ -107,8 +107,8 @@ class MemoryBudget:
 class MemoryLease:
     """A context manager that holds the memory of one body."""
 
-    def __init__(self, held: MemoryBudget) -> None:
-        self._held, self._num_bytes = held, 0
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget, self._num_bytes = budget, 0
 
     def __enter__(self) -> Self:
         return self
@@ -118,7 +118,7 @@ class MemoryLease:
 
     def give_back(self) -> None:
         """Frees the memory. Idempotent."""
-        self._held.num_bytes -= self._num_bytes
+        self._budget.num_bytes -= self._num_bytes
         self._num_bytes = 0
 
     def grow(self, num_bytes: int) -> None:
@@ -131,11 +131,11 @@ class MemoryLease:
     def keep(self, num_bytes: int) -> None:
         """The same for a decoded body."""
         more = max(0, num_bytes - self._num_bytes)
-        if self._held.num_bytes + more > self._held.max_bytes:
+        if self._budget.num_bytes + more > self._budget.max_bytes:
             message = "the gateway is receiving as much as it can: try again later"
             raise unavailable(message)
         self._num_bytes += more
-        self._held.num_bytes += more
+        self._budget.num_bytes += more
 
 
 async def json_of(request: Request) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def _text_bytes(found: object) -> int:
             return 0
 
 
-def answered(body: object, status: int = 200) -> Response:
+def json_response(body: object, status: int = 200) -> Response:
     """A JSON response."""
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 

@@ -66,9 +66,9 @@ class HttpProblem(Exception):
         return msgspec.json.encode(self.body)
 
 
-def unavailable(told: str) -> HttpProblem:
+def unavailable(message: str) -> HttpProblem:
     """A temporary failure with a retry delay."""
-    return HttpProblem(503, told, kind="server_error", code="unavailable", headers=SOON)
+    return HttpProblem(503, message, kind="server_error", code="unavailable", headers=SOON)
 
 
 def stopping() -> HttpProblem:

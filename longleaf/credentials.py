@@ -170,5 +170,5 @@ def _check_new(entry: CredentialEntry, owners: dict[bytes | str, str], number: i
             raise _bad(number, f"{entry.tenant} has a credential or a name that belongs to {owner}")
 
 
-def _bad(number: int, told: str) -> InvalidArgument:
-    return InvalidArgument("credentials", f"line {number}: {told}")
+def _bad(number: int, message: str) -> InvalidArgument:
+    return InvalidArgument("credentials", f"line {number}: {message}")

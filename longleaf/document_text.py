@@ -54,7 +54,7 @@ class DocumentText(msgspec.Struct, frozen=True, kw_only=True):
         return int.from_bytes(self.starts[place : place + OFFSET_BYTES], "little")
 
     @property
-    def kept_bytes(self) -> int:
+    def num_buffered_bytes(self) -> int:
         """Memory usage."""
         return len(self.starts) + file_bytes(self.files)
 

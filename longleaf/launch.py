@@ -32,7 +32,7 @@ ERROR = "error: "
 BAD_INPUT = 2
 """Exit code of a service with invalid settings."""
 STOP_SECONDS = 60.0
-NOTHING_KEPT = DataConfig()
+NOT_DURABLE = DataConfig()
 OPEN = SecurityConfig()
 SILENT = TelemetryConfig()
 NO_DOOR = HttpConfig()
@@ -56,7 +56,7 @@ def coordinator_command(
     sampling_defaults: SamplingDefaults = "greedy",
     wait_for_ranks: float = 0.0,
     drain_seconds: float = DRAIN_SECONDS,
-    data: DataConfig = NOTHING_KEPT,
+    data: DataConfig = NOT_DURABLE,
     security: SecurityConfig = OPEN,
     telemetry: TelemetryConfig = SILENT,
     door: HttpConfig = NO_DOOR,

@@ -110,7 +110,7 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def in_flags(text: str, names: Iterable[str]) -> str:
+def with_flag_names(text: str, names: Iterable[str]) -> str:
     """`text` with the names of settings replaced by their flags, except names that are ordinary words."""
     known = "|".join(sorted((name for name in names if "_" in name), key=len, reverse=True))
     return re.sub(rf"(?<![\w./-])(?:{known})(?![\w/-]|\.\w)", lambda found: flag_of(found[0]), text)

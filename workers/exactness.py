@@ -193,7 +193,7 @@ class SmallMeans:
     backend: Backend
     sampler: Sampler | DeviceSampler
     last_ids: LastTokens
-    desk: KvIo
+    kv_io: KvIo
     graphs: Graphs | None = None
 
 
@@ -208,5 +208,5 @@ def make_means(model: Model, backend: Backend) -> SmallMeans:
         backend=backend,
         sampler=make_sampler(model.device, 1),
         last_ids=HostIds() if model.device == "cpu" else DeviceIds(1, model.device),
-        desk=KvIo(0, None, Storage.open, model.device),
+        kv_io=KvIo(0, None, Storage.open, model.device),
     )

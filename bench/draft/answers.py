@@ -10,7 +10,7 @@ from bench.harness.arguments import log
 from bench.harness.subjects import Subject
 from bench.needle.documents import prose, size_of
 from longleaf.client import Client
-from longleaf.demo.facts import HELD_OUT_WORDS, make_fact, make_key
+from longleaf.demo.facts import EVALUATION_WORDS, make_fact, make_key
 from longleaf.demo.haystack import library_texts
 from longleaf.types import Finished
 
@@ -92,8 +92,8 @@ def _question_set(client: Client, subject: Subject, kind: str, tokens: int) -> Q
         document = prose(rng, size, NUM_QUESTIONS)
         questions = [question.text for question in document.questions if question.task == "single_prose"]
         return QuestionSet(document.text, questions, False)
-    keys = [make_key(rng, HELD_OUT_WORDS) for _ in range(NUM_QUESTIONS)]
-    facts = [make_fact(rng, key, "-".join(rng.choices(HELD_OUT_WORDS, k=VALUE_WORDS))) for key in keys]
+    keys = [make_key(rng, EVALUATION_WORDS) for _ in range(NUM_QUESTIONS)]
+    facts = [make_fact(rng, key, "-".join(rng.choices(EVALUATION_WORDS, k=VALUE_WORDS))) for key in keys]
     text, texts = "", library_texts(rng)
     while len(text) < size:
         text += next(texts)

@@ -10,7 +10,7 @@ from coordinator.auth.caller import CALLER, OWNER, Caller
 from coordinator.auth.leaky_bucket import LeakyBucket
 from coordinator.auth.tenant_usage import TenantUsage
 from coordinator.engine_messages import Event, Tokens
-from coordinator.telemetry.observers import CallRecord, Saw
+from coordinator.telemetry.observers import CallRecord, EventSink
 from longleaf.errors import ResourceExhausted
 
 RETRY_SECONDS = 2.0
@@ -142,19 +142,19 @@ class QuotaEnforcer:
         yield
 
     @contextmanager
-    def generation(self, request_id: str, tenant: str) -> Generator[Saw, None, None]:
+    def generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
         """Counts generated tokens."""
         rate, bucket = self._caller.quotas.tokens_out_per_minute, self._outs[tenant]
 
-        def saw(event: Event) -> None:
+        def on_event(event: Event) -> None:
             if isinstance(event, Tokens):
                 bucket.take(len(event.tokens), rate)
 
-        yield saw
+        yield on_event
 
 
-def _refuse(caller: Caller, name: str, told: str, retry_seconds: float | None = None) -> NoReturn:
-    raise ResourceExhausted(f"quotas/{name}", f"of tenant {caller.tenant}: {told}", retry_seconds)
+def _refuse(caller: Caller, name: str, message: str, retry_seconds: float | None = None) -> NoReturn:
+    raise ResourceExhausted(f"quotas/{name}", f"of tenant {caller.tenant}: {message}", retry_seconds)
 
 
 UNLIMITED = QuotaEnforcer(lambda _: TenantUsage())

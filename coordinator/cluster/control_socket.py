@@ -23,7 +23,7 @@ from longleaf.rank_protocol.log_messages import Logged
 from longleaf.rank_protocol.member_messages import Heartbeat, Stop
 from longleaf.rank_protocol.rank_spec import ConnectInfo
 from longleaf.rank_protocol.snapshots import Fetched, Saved
-from longleaf.rank_protocol.step import MAX_TOLD_SPANS, SPAN_BYTES, StepResult
+from longleaf.rank_protocol.step import MAX_ATTRIBUTED_SPANS, SPAN_BYTES, StepResult
 
 LINGER_MILLISECONDS = 500
 MAX_REPORT_BYTES, MAX_TOKEN_BYTES = 256 << 10, 2 << 10
@@ -50,7 +50,7 @@ class ControlSocket:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         num_tokens = config.max_sequences * (1 + config.max_draft_tokens)
-        most = MAX_REPORT_BYTES + num_tokens * MAX_TOKEN_BYTES + MAX_TOLD_SPANS * SPAN_BYTES
+        most = MAX_REPORT_BYTES + num_tokens * MAX_TOKEN_BYTES + MAX_ATTRIBUTED_SPANS * SPAN_BYTES
         self._socket.setsockopt(zmq.MAXMSGSIZE, most)
         self._socket.setsockopt(zmq.IPV6, ":" in host)
         self._members.guard(self._socket)

@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from coordinator.cluster.fork_server import SERVER_DIED, StartMethod, ignoring_terminals
-from coordinator.cluster.ports import OnDeath, unheard
+from coordinator.cluster.ports import OnDeath, ignore_event
 from longleaf.config import LOOPBACK, EngineConfig, apply_environment, check_slots_here, rank_environment
 from longleaf.errors import StartError
 from longleaf.rank_protocol.rank_spec import ConnectInfo, RankSpec
@@ -61,7 +61,7 @@ class LocalFleet:
         self._num_slots = 0
         self._places: dict[int, _Place] = {}
         """By member number; an ended process stays until it is replaced."""
-        self._on_death: OnDeath = unheard
+        self._on_death: OnDeath = ignore_event
         self._is_stopping = False
         self._spawning = threading.Lock()
 
@@ -136,11 +136,11 @@ class LocalFleet:
         if code == SERVER_DIED:
             self._spawn_from_now_on("has ended")
         if code is not None and code < 0:
-            self._tell(member, reason)
+            self._notify(member, reason)
         else:  # a member that exits reports the reason itself, which is more specific
-            self._loop.call_later(LAST_WORD_SECONDS, self._tell, member, reason)
+            self._loop.call_later(LAST_WORD_SECONDS, self._notify, member, reason)
 
-    def _tell(self, member: int, reason: str) -> None:
+    def _notify(self, member: int, reason: str) -> None:
         if not self._is_stopping:
             self._on_death(member, reason)
 

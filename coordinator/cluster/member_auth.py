@@ -56,14 +56,14 @@ class PendingHandshakes:
         """Descriptors of connections that may not have authenticated."""
         self.num_former = 0
         """Connections of former members, whose keys were revoked: their processes reconnect until they exit."""
-        self._num_leaving = 0
+        self._num_closing = 0
         """Refused connections of former members that have not ended yet."""
 
     def accepted(self, descriptor: int) -> None:
         self._candidates.add(descriptor)
         self._num_unproven += 1
 
-    def settle(self) -> None:
+    def confirm(self) -> None:
         """One of the candidates has authenticated, or has ended."""
         self._num_unproven = max(0, self._num_unproven - 1)
         if not self._num_unproven:
@@ -72,16 +72,16 @@ class PendingHandshakes:
     def ended(self, descriptor: int) -> None:
         if descriptor in self._candidates:  # with others accepted while it was open, it counts as unauthenticated
             self._candidates.remove(descriptor)
-            if self._num_leaving:
-                self._num_leaving -= 1
+            if self._num_closing:
+                self._num_closing -= 1
                 self.num_former += 1
             else:
                 self.num_refused += 1
-            self.settle()
+            self.confirm()
 
     def refuse_former(self) -> None:
         """Note that a connection used the revoked key of a former member, and will end."""
-        self._num_leaving += 1
+        self._num_closing += 1
 
 
 class MemberAuthenticator:
@@ -158,7 +158,7 @@ class MemberAuthenticator:
                 case zmq.EVENT_ACCEPTED:
                     self._connections.accepted(reported["value"])
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._connections.settle()
+                    self._connections.confirm()
                 case _:
                     self._connections.ended(reported["value"])
             self._refused.set(self._connections.num_refused, "unknown key")

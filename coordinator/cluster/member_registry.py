@@ -88,7 +88,7 @@ class MemberRegistry:
         self._pulses = self._loop.create_task(self._watch_pulses())
         self._tasks: set[asyncio.Task[None]] = set()
         """Running operations on members, such as kills."""
-        self.is_kept = False
+        self.has_supervisor = False
         """Lost members are replaced."""
         self.epoch = 0
         self.ranks: tuple[int, ...] = ()
@@ -114,7 +114,7 @@ class MemberRegistry:
         """Call `observer` for every event from now on. The observer must be fast and must not raise."""
         self._observers.append(observer)
 
-    def tell(self, event: MemberEvent) -> None:
+    def publish(self, event: MemberEvent) -> None:
         """Notify all observers."""
         for observer in self._observers:
             observer(event)
@@ -198,7 +198,7 @@ class MemberRegistry:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def settle(self) -> None:
+    async def confirm_ready(self) -> None:
         """Wait until all running kills have finished."""
         while self._tasks:
             await asyncio.wait(list(self._tasks))
@@ -218,7 +218,7 @@ class MemberRegistry:
         rank = self.ranks.index(number) if number in self.ranks else None
         epoch = self.epoch if rank is not None else 0
         if not self._is_over:  # after `close` the member left on request
-            self.tell(MemberLost(number, rank, epoch, member.node, member.end, self.is_kept))
+            self.publish(MemberLost(number, rank, epoch, member.node, member.end, self.has_supervisor))
 
     # --- pulses ---
 

@@ -9,7 +9,7 @@ from longleaf.errors import StartError
 from longleaf.fingerprint import TEXTS, Fingerprint, read_texts
 from longleaf.rank_protocol.member_messages import Hello
 
-MAX_TOLD = 3
+MAX_LISTED = 3
 """Maximum number of machines listed by name."""
 
 
@@ -32,8 +32,8 @@ async def check_models(hellos: Sequence[Hello], folder: Path) -> None:
         if own != texts:
             faults.append(_difference("the coordinator's node", own, _place(first), texts))
     if faults:
-        more = f"; and {len(faults) - MAX_TOLD} more" if len(faults) > MAX_TOLD else ""
-        raise StartError(f"model: {'; '.join(faults[:MAX_TOLD])}{more}")
+        more = f"; and {len(faults) - MAX_LISTED} more" if len(faults) > MAX_LISTED else ""
+        raise StartError(f"model: {'; '.join(faults[:MAX_LISTED])}{more}")
 
 
 def check_joiner(hello: Hello, agreed: Sequence[Hello]) -> None:

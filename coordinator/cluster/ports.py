@@ -24,12 +24,12 @@ Where = Callable[[int], str]
 """Returns the location of a member, as `Fleet.where`."""
 
 
-def unheard(member: int, reason: str) -> None:
+def ignore_event(member: int, reason: str) -> None:
     """An OnDeath that ignores the event."""
     del member, reason
 
 
-def nowhere(member: int) -> str:
+def unknown_node(member: int) -> str:
     """A Where that returns no location."""
     del member
     return ""
@@ -181,7 +181,7 @@ class Ranks(Protocol):
         """Wait until a member outside the epoch has loaded the model. May be cancelled."""
         ...
 
-    async def wait_settled(self) -> None:
+    async def wait_ready(self) -> None:
         """Wait until no replacement of a lost member is pending. May be cancelled."""
         ...
 

@@ -30,7 +30,7 @@ class RankLogForwarder:
     int; NO_RANK for a member without a rank), `node` and `epoch`."""
 
     def __init__(self, registry: MemberRegistry, clock: Callable[[], float] = time.monotonic) -> None:
-        self._roster = registry
+        self._registry = registry
         self._clock = clock
         self._shares: dict[int, _Share] = {}
         """By member."""
@@ -52,7 +52,7 @@ class RankLogForwarder:
                 share.num_left_out += 1
                 continue
             share.left -= 1
-            self._tell_left_out(member.number, member.node, share)
+            self._log_omitted(member.number, member.node, share)
             text = f"{record.text}\n{record.traceback}" if record.traceback else record.text
             self._log(record.level, member.number, member.node, text)
         share.num_left_out += logged.num_dropped
@@ -64,19 +64,19 @@ class RankLogForwarder:
         share.when = now
         return share
 
-    def _tell_left_out(self, number: int, node: str, share: _Share) -> None:
+    def _log_omitted(self, number: int, node: str, share: _Share) -> None:
         if share.num_left_out:
             self._log(logging.WARNING, number, node, f"{share.num_left_out} log records dropped: too many per second")
             share.num_left_out = 0
 
     def _watch(self, event: MemberEvent) -> None:
         if isinstance(event, MemberLost) and (share := self._shares.pop(event.member, None)) is not None:
-            self._tell_left_out(event.member, event.node, share)
+            self._log_omitted(event.member, event.node, share)
 
     def _log(self, level: int, number: int, node: str, text: str) -> None:
-        ranks = self._roster.ranks
+        ranks = self._registry.ranks
         rank = ranks.index(number) if number in ranks else NO_RANK
-        extra = {"rank": rank, "node": node, "epoch": self._roster.epoch}
+        extra = {"rank": rank, "node": node, "epoch": self._registry.epoch}
         log.log(level, "%s: %s", f"member {number}" if rank == NO_RANK else f"rank {rank}", text, extra=extra)
 
 

@@ -26,7 +26,7 @@ UNKNOWN = f"check that {MODE} has the same value here and there, and that the cl
 REFUSED = f"it rejects the token: put the cluster's token in {PLACES}"
 
 
-def check_door(address: str) -> None:
+def check_ray_auth(address: str) -> None:
     """Raises StartError when the cluster whose head listens at HOST:PORT rejects this process's token, or only one of
     the two requires a token. Ray reports other errors itself."""
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):

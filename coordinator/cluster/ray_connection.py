@@ -8,7 +8,7 @@ from contextlib import chdir
 from ipaddress import ip_address
 from typing import Any
 
-from coordinator.cluster.ray_auth_check import UNKNOWN, check_door
+from coordinator.cluster.ray_auth_check import UNKNOWN, check_ray_auth
 from coordinator.cluster.ray_temp_dir import RayFolder
 from longleaf.config import LOOPBACK, apply_environment, check_slots_here, join_address, ray_environment
 from longleaf.errors import StartError
@@ -74,7 +74,7 @@ def _wait_for_answer(address: str, patience: float, on_wait: Callable[[], None])
 def _join(address: str) -> Connection:
     apply_environment(ray_environment(None))
     if _parts(address)[1].isdigit():
-        check_door(address.removeprefix("ray://"))
+        check_ray_auth(address.removeprefix("ray://"))
     connection = Connection()
     _init(connection, address)
     return connection

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from coordinator.cluster.ports import OnDeath, unheard
+from coordinator.cluster.ports import OnDeath, ignore_event
 from coordinator.cluster.ray_connection import ray_package
 from coordinator.cluster.ray_liveness import answers, has_ended
 from longleaf.config import LOOPBACK, EngineConfig, rank_environment
@@ -47,7 +47,7 @@ class RayFleet:
         """Whether all ranks are on this machine."""
         self._places: dict[int, _Place] = {}
         """By member number; an ended process stays until it is replaced."""
-        self._on_death: OnDeath = unheard
+        self._on_death: OnDeath = ignore_event
         self._is_stopping = threading.Event()
         self._watcher: threading.Thread | None = None
         self._num_missing = 0

@@ -81,14 +81,14 @@ class ReplacementSupervisor:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._roster = registry
+        self._registry = registry
         self._fleet = fleet
         self._start_timeout = config.start_timeout
         self._clock = clock
         self._sleep = sleep
         self._backoff = Backoff(config.max_losses_per_minute)
         self._slots = [Slot(ready.member, pinned(config, ready)) for ready in readies]
-        registry.is_kept = True
+        registry.has_supervisor = True
         registry.watch(self._take)
         for slot in self._slots:
             if registry.get(slot.member) is None:  # lost before this supervisor started
@@ -96,7 +96,7 @@ class ReplacementSupervisor:
 
     def refill(self) -> int:
         """Requests the abandoned replacements again; returns their number."""
-        empty = [slot for slot in self._slots if self._roster.get(slot.member) is None and not slot.is_being_filled]
+        empty = [slot for slot in self._slots if self._registry.get(slot.member) is None and not slot.is_being_filled]
         for slot in empty:
             slot.num_failed = 0
             self._fill(slot)
@@ -108,7 +108,7 @@ class ReplacementSupervisor:
                 for slot in self._slots:
                     if slot.member == event.member:
                         slot.has_rank, slot.num_failed = True, 0
-            case MemberLost() if self._roster.is_kept:
+            case MemberLost() if self._registry.has_supervisor:
                 self._backoff.note(self._clock())
                 for slot in self._slots:
                     if slot.member == event.member and not slot.is_being_filled:
@@ -133,7 +133,7 @@ class ReplacementSupervisor:
             number = await self._begin(slot)
             try:
                 async with asyncio.timeout(self._start_timeout):
-                    await self._roster.admit(number)
+                    await self._registry.admit(number)
                 slot.reason = ""
                 return
             except TimeoutError:
@@ -141,9 +141,9 @@ class ReplacementSupervisor:
             except StartError as error:
                 reason = str(error)
             self._note_failed(slot, reason)
-            self._roster.end(number, reason)
-            await self._roster.settle()
-        self._roster.tell(
+            self._registry.end(number, reason)
+            await self._registry.confirm_ready()
+        self._registry.publish(
             ReplacementAbandoned(
                 slot.member,
                 f"{MAX_FAILED} replacements were lost before they joined; latest reason: {slot.reason}",
@@ -152,7 +152,7 @@ class ReplacementSupervisor:
 
     async def _back_off(self, slot: Slot) -> None:
         while delay := self._backoff.delay(self._clock()):
-            self._roster.tell(ReplacementDelayed(slot.member, delay, "too many ranks were lost within a minute"))
+            self._registry.publish(ReplacementDelayed(slot.member, delay, "too many ranks were lost within a minute"))
             await self._sleep(delay)
 
     async def _begin(self, slot: Slot) -> int:
@@ -163,29 +163,29 @@ class ReplacementSupervisor:
             if not is_reported and self._clock() - began >= self._start_timeout:
                 is_reported = True
                 absence = f"no slot for {human_seconds(self._start_timeout)}; a replacement starts when one is free"
-                self._roster.tell(ReplacementAbandoned(slot.member, f"{absence}: {slot.reason}"))
+                self._registry.publish(ReplacementAbandoned(slot.member, f"{absence}: {slot.reason}"))
             await self._sleep(AGAIN_SECONDS)
         return number
 
     async def _start(self, slot: Slot) -> int | None:
         """Starts a process in the slot; returns its member number, or None if that failed."""
-        number, invitation = self._roster.invite()
+        number, invitation = self._registry.invite()
         try:
             await self._fleet.replace(slot.member, number, invitation, slot.config)
         except Exception as error:  # the cause, such as an unreachable machine, may be temporary
-            self._roster.withdraw(number)
+            self._registry.withdraw(number)
             reason = str(error) if isinstance(error, StartError) else f"{type(error).__name__}: {error}"
             if slot.reason != reason:  # log each reason once
                 slot.reason = reason
-                self._roster.tell(ReplacementDelayed(slot.member, AGAIN_SECONDS, slot.reason))
+                self._registry.publish(ReplacementDelayed(slot.member, AGAIN_SECONDS, slot.reason))
             return None
-        self._roster.tell(ReplacementStarted(number, slot.member))
+        self._registry.publish(ReplacementStarted(number, slot.member))
         slot.member, slot.has_rank = number, False
         return number
 
     async def close(self) -> None:
         """Stops replacing members."""
-        self._roster.is_kept = False
+        self._registry.has_supervisor = False
         tasks = [slot.task for slot in self._slots if slot.task is not None]
         for task in tasks:
             task.cancel()

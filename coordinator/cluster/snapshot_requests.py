@@ -18,7 +18,7 @@ class SnapshotRequests:
 
     def __init__(self, channel: ControlSocket, registry: MemberRegistry) -> None:
         self._channel = channel
-        self._roster = registry
+        self._registry = registry
         self._waiting: dict[Key, asyncio.Future[Outcome]] = {}
         registry.watch(self._take_loss)
 
@@ -33,7 +33,7 @@ class SnapshotRequests:
         await self._ask(member, order, Fetched)
 
     async def _ask(self, member: int, order: Save | Fetch, kind: type[Outcome]) -> Outcome:
-        one = self._roster.get(member)
+        one = self._registry.get(member)
         if one is None or one.end:
             raise lost(member, None, one.end if one else "the member is lost")
         key = member, kind, order.ticket

@@ -24,7 +24,7 @@ class Persistence(Protocol):
     def catalog(self) -> ContextCatalog: ...
 
     @property
-    def kept(self) -> CatalogContents:
+    def contents(self) -> CatalogContents:
         """Contents of the catalog at the start of the service."""
         ...
 
@@ -41,6 +41,6 @@ class Persistence(Protocol):
         """None: keys and values are not stored."""
         ...
 
-    def read_earlier(self) -> Mapping[str, StaleContext]:
+    def read_stale(self) -> Mapping[str, StaleContext]:
         """Reads these contexts from their catalogs. Blocks on the disk."""
         ...

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from coordinator.cluster.ports import Ranks
 from coordinator.engine.epochs import Epochs
 from coordinator.engine.snapshot_fetcher import SnapshotFetcher
-from coordinator.persistence.snapshots.ports import ContextUse, HeldSegment, KvFormat
+from coordinator.persistence.snapshots.ports import ContextUse, KvFormat, PlacedSegment
 from coordinator.persistence.snapshots.snapshots import Snapshots
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.types import Storage
@@ -44,19 +44,19 @@ class SnapshotCoordinator:
         """Steps were scheduled or answered, or the ranks have changed."""
         self._fetching.turn()
         scheduler = self._scheduler
-        now = self._epochs.current.number, scheduler.segments.holdings.is_whole, scheduler.is_moving
+        now = self._epochs.current.number, scheduler.segments.holdings.is_whole, scheduler.is_rebalancing
         if now != self._last:  # more segments may be on the ranks
             self._last = now
-            self._snapshots.wake()
+            self._snapshots.notify()
 
-    def held(self, segment_id: int) -> HeldSegment | None:
+    def placed(self, segment_id: int) -> PlacedSegment | None:
         scheduler, epoch = self._scheduler, self._epochs.current
         holding = scheduler.segments.holdings.find(segment_id)
-        if holding is None or holding.is_parked or holding.loss is not None or not holding.segment.is_sealed:
+        if holding is None or holding.is_stored_only or holding.loss is not None or not holding.segment.is_sealed:
             return None
-        if self._epochs.is_over or scheduler.is_moving:
+        if self._epochs.is_over or scheduler.is_rebalancing:
             return None
-        return HeldSegment(
+        return PlacedSegment(
             segment=holding.segment,
             runs=tuple(holding.runs),
             window_runs=holding.window_runs,

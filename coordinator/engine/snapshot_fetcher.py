@@ -68,10 +68,10 @@ class SnapshotFetcher:
         self._forgetting: set[int] = set()
 
     def begin(self, restoring: RestorePlanner) -> None:
-        restoring.is_kept = self._is_kept
+        restoring.is_stored = self._is_stored
         self._restoring = restoring
 
-    def _is_kept(self, segment_id: int) -> bool:
+    def _is_stored(self, segment_id: int) -> bool:
         return segment_id not in self._damaged and self._manifests.is_usable(segment_id)
 
     def turn(self) -> None:
@@ -150,7 +150,7 @@ class SnapshotFetcher:
         found = self._pieces.get(part.segment)
         piece = None if found is None else found.windows if part.piece == OF_WINDOWS else found.pieces[part.piece]
         if piece is None:  # the epoch has ended since
-            restoring.tell(part.ticket, is_there=False)
+            restoring.on_fetched(part.ticket, is_there=False)
             return
         members = tuple(self._members())
         reported = members if part.rank == EVERY_RANK else (members[part.rank],)
@@ -169,7 +169,7 @@ class SnapshotFetcher:
             self._distrust(restoring, part.segment, str(error))
             if self._manifests.imported_with(part.segment):
                 restoring.refuse(part.segment)
-            restoring.tell(part.ticket, is_there=False)
+            restoring.on_fetched(part.ticket, is_there=False)
         except (StorageUnavailable, TimeoutError) as error:
             reason = _reason(error)
             if restoring.needs(part.segment):
@@ -181,7 +181,7 @@ class SnapshotFetcher:
             log.error("recomputing segment %d: unexpected error", part.segment, exc_info=error)
             restoring.refuse(part.segment)
         else:
-            restoring.tell(part.ticket, is_there=True)
+            restoring.on_fetched(part.ticket, is_there=True)
         self._on_change()
 
     async def _discard(self, member: int, ticket: int) -> None:

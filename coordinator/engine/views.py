@@ -51,7 +51,7 @@ def view_context(
 def _state_of(context: NamedContext, holdings: SegmentPlacements) -> types.ContextState:
     if holdings.holds(context.path):
         return "held"
-    return "parked" if context.is_resting else "restoring"
+    return "parked" if context.is_evicted else "restoring"
 
 
 def view_cluster(
@@ -98,17 +98,17 @@ def view_drafting(drafts: DraftCounts) -> types.Drafting:
 def count_scheduled(scheduler: Scheduler, counts: Counts) -> None:
     """Adds the scheduler's counters to those of the engine."""
     drafts = scheduler.drafts
-    counts.num_preempted, counts.reread_tokens = scheduler.num_preempted, scheduler.reread_tokens
+    counts.num_preempted, counts.num_recomputed_tokens = scheduler.num_preempted, scheduler.num_recomputed_tokens
     counts.num_drafted, counts.num_accepted = drafts.num_drafted, drafts.num_accepted
     counts.num_sampled, counts.num_row_steps = drafts.num_sampled, drafts.num_row_steps
     counts.num_contexts = scheduler.contexts.count
 
 
 def view_workers(
-    formation: Formation, gone: Container[int], held: Sequence[int], num_windowed: int, block_size: int
+    formation: Formation, gone: Container[int], tokens_by_rank: Sequence[int], num_windowed: int, block_size: int
 ) -> tuple[types.Worker, ...]:
     """The ranks that are not lost; `held` has the number of tokens on each."""
-    members = zip(held, formation.hellos, formation.readies, strict=True)
+    members = zip(tokens_by_rank, formation.hellos, formation.readies, strict=True)
     return tuple(
         view_worker(rank, hello, ready, tokens, num_windowed, block_size)
         for rank, (tokens, hello, ready) in enumerate(members)

@@ -41,12 +41,12 @@ class GatewayProcess:
         """The socket on which the service must listen."""
         self.url = ""
         self._process: asyncio.subprocess.Process | None = None
-        self._keeping: asyncio.Task[None] | None = None
+        self._supervising: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Starts the gateway and returns its address. Raises StartError."""
         self.url = await self._start(self._config.door.http or 0)
-        self._keeping = asyncio.create_task(self._keep())
+        self._supervising = asyncio.create_task(self._keep())
         return self.url
 
     async def _start(self, port: int) -> str:
@@ -109,9 +109,9 @@ class GatewayProcess:
 
     async def stop(self) -> None:
         """Stops the gateway."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.wait([self._keeping])
+        if self._supervising is not None:
+            self._supervising.cancel()
+            await asyncio.wait([self._supervising])
         process = self._process
         if process is not None and process.returncode is None:
             with suppress(ProcessLookupError):

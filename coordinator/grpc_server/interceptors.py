@@ -45,9 +45,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
         authenticator: Authenticator,
         observers: Observers,
     ) -> None:
-        self._lobby = readiness
+        self._readiness = readiness
         self._gate = gate
-        self._anteroom = UnauthenticatedCallLimiter()
+        self._unauthenticated = UnauthenticatedCallLimiter()
         self._unread_timeout = unread_timeout
         self._authenticator = authenticator
         self._observers = observers
@@ -83,12 +83,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
 
     async def _serve(self, record: CallRecord, handler: Handler, call: StreamCall) -> None:
         is_served = record.method.startswith(SERVED)
-        room = self._gate if is_served else self._anteroom
+        room = self._gate if is_served else self._unauthenticated
         with room.of(record.method, handler, record.host) as incoming:
             try:
                 if is_served:
                     await self._admit(record, call)
-                with self._lobby.visit(record.method):
+                with self._readiness.enter(record.method):
                     await self._respond(handler, call, incoming)
             except LongleafError:
                 if handler.request_streaming:
@@ -126,14 +126,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
         """
         closing: list[asyncio.Task[None]] = []
 
-        def let_go() -> None:
+        def release() -> None:
             incoming.release()
             closing.append(asyncio.create_task(responses.aclose()))
 
         async with aclosing(responses):
             try:
                 async for response in responses:
-                    timer = asyncio.get_running_loop().call_later(self._unread_timeout, let_go)
+                    timer = asyncio.get_running_loop().call_later(self._unread_timeout, release)
                     try:
                         await call.write(response)
                     finally:

@@ -52,7 +52,7 @@ class ReadinessGate:
         self._why_not, self._is_closed = lambda: error, True
 
     @contextmanager
-    def visit(self, method: str) -> Generator[None, None, None]:
+    def enter(self, method: str) -> Generator[None, None, None]:
         """Wraps one call. Raises the reason if the service does not accept it."""
         if method == DRAIN or not method.startswith(SERVED):
             yield

@@ -163,7 +163,7 @@ def _without_folders(text: str) -> str:
     return _PATH.sub(lambda path: path[0].rpartition("/")[2], text)
 
 
-def shown_reread(recomputed: RecomputeResult) -> RecomputeResult:
+def recompute_for_tenant(recomputed: RecomputeResult) -> RecomputeResult:
     is_admin = CALLER.get().is_admin
     reasons = [each.reason if is_admin else _without_folders(each.reason) for each in recomputed.left_out]
     pairs = zip(recomputed.left_out, reasons, strict=True)

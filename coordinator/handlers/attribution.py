@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from coordinator.engine_messages import AttributionContext, SpanLayout
 from longleaf.errors import InvalidArgument
-from longleaf.rank_protocol.step import HEADS_PER_LAYER, MAX_TOLD_SPANS, NUM_OTHER_SHARES, Attention
+from longleaf.rank_protocol.step import HEADS_PER_LAYER, MAX_ATTRIBUTED_SPANS, NUM_OTHER_SHARES, Attention
 from longleaf.types import MIN_SPAN_TOKENS, Attribution, Provenance, Source
 
 DEFAULT_SPAN = 64
@@ -49,7 +49,7 @@ class SpanTable:
     bounds: Sequence[tuple[int, int]]
     """[start, end) of each span, in tokens."""
     cuts: SpanLayout
-    grounds: AttributionContext
+    context: AttributionContext
     """The context as it was when the answer began."""
 
     def __len__(self) -> int:
@@ -80,8 +80,10 @@ def spans_of(provenance: Provenance, attribution_context: AttributionContext) ->
         for start, end in zip((0, *attribution_context.ends[:-1]), attribution_context.ends, strict=True)
         for at in range(start, end, size)
     ]
-    if len(bounds) > MAX_TOLD_SPANS:
-        message = f"the context would have {len(bounds):,} spans of {size:,} tokens; the limit is {MAX_TOLD_SPANS:,}"
+    if len(bounds) > MAX_ATTRIBUTED_SPANS:
+        message = (
+            f"the context would have {len(bounds):,} spans of {size:,} tokens; the limit is {MAX_ATTRIBUTED_SPANS:,}"
+        )
         raise InvalidArgument("provenance.span_token_count", message)
     layers = tuple(sorted(set(provenance.layers)))
     return SpanTable(bounds, SpanLayout(size, layers, len(bounds)), attribution_context)

@@ -60,19 +60,19 @@ class DocumentTokenizer:
         return len(self.token_ids) if self.num_bytes or self._ids else 0
 
     @property
-    def settled(self) -> StablePrefix | None:
+    def stable(self) -> StablePrefix | None:
         """The prefix of `token_ids` that later text cannot change; all of them for a document of ids. None if there is
         no such prefix."""
         if self._ids:
             return StablePrefix(0, 0)
-        stable = self._encoder.settled
+        stable = self._encoder.stable
         return stable if stable.num_bytes and not self._is_complete else None
 
     @property
     def starts(self) -> "array[int]":
         """Byte offsets at which tokens begin, for those tokens whose offset is stored; see
         `coordinator.text.token_offsets`."""
-        return self._encoder.starts.kept if self._encoder.starts is not None else array("Q")
+        return self._encoder.starts.starts if self._encoder.starts is not None else array("Q")
 
     @property
     def text(self) -> DocumentText | None:
@@ -82,29 +82,29 @@ class DocumentTokenizer:
         if self._ids or starts is None or not starts.is_whole(len(self.token_ids)):
             return None
         return DocumentText(
-            num_lead=starts.num_lead, starts=packed(starts.kept), num_bytes=self.num_bytes, files=self._files
+            num_lead=starts.num_lead, starts=packed(starts.starts), num_bytes=self.num_bytes, files=self._files
         )
 
-    def go_on(self, token_ids: "array[int]", settled: StablePrefix, starts: "array[int] | None" = None) -> None:
+    def resume(self, token_ids: "array[int]", stable: StablePrefix, starts: "array[int] | None" = None) -> None:
         """Resumes the state of another tokenizer of the same document, of text or ids. `starts` are its stored token
         offsets."""
-        if settled.num_bytes:
-            self._encoder.go_on(token_ids, settled)
+        if stable.num_bytes:
+            self._encoder.resume(token_ids, stable)
             if self._encoder.starts is not None:
-                self._encoder.starts.go_on(array("Q") if starts is None else starts, len(token_ids))
-            self.num_bytes, self._num_checked = settled.num_bytes, len(token_ids)
+                self._encoder.starts.resume(array("Q") if starts is None else starts, len(token_ids))
+            self.num_bytes, self._num_checked = stable.num_bytes, len(token_ids)
         else:
             self._ids = token_ids
 
     @property
-    def is_due(self) -> bool:
+    def should_flush(self) -> bool:
         """Whether enough text is buffered for `digest`."""
         return self._num_waiting >= STEP_CHARACTERS
 
     @property
-    def num_held_bytes(self) -> int:
+    def num_buffered_bytes(self) -> int:
         """Approximate bytes of memory held."""
-        return 4 * (self.num_tokens + self._encoder.num_held + self._num_waiting) + self._file_bytes
+        return 4 * (self.num_tokens + self._encoder.num_buffered + self._num_waiting) + self._file_bytes
 
     def expect(self, num_bytes: int | None) -> None:
         """Sets the declared size, if given. Raises InvalidArgument if it is negative, can never fit, differs from an

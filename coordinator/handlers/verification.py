@@ -64,7 +64,7 @@ class VerificationRunner:
                 max_draft_tokens=self._engine.max_draft_tokens,
             )
             comparison = await self._compare(prompt)
-        return self._told(comparison, len(prompt.token_ids))
+        return self._reports(comparison, len(prompt.token_ids))
 
     @contextmanager
     def _only(self) -> Generator[None, None, None]:
@@ -112,7 +112,7 @@ class VerificationRunner:
             return ComparisonRow(failure=str(error))
         raise Unavailable("the engine ended the stream before the ranks compared")
 
-    def _told(self, found: ComparisonRow, num_prompt: int) -> Verification:
+    def _reports(self, found: ComparisonRow, num_prompt: int) -> Verification:
         return Verification(
             **judge(found)._asdict(),
             max_difference=found.max_difference,

@@ -41,7 +41,7 @@ class Positions:
         self.limit = min(rotary.max_positions or UNLIMITED, UNLIMITED if allow_long else self.trained)
         """The maximum number of positions of any context or generation."""
 
-    def told(self, rotary: Rotary) -> "Positions":
+    def from_report(self, rotary: Rotary) -> "Positions":
         """The positions with the rotation that the ranks have reported."""
         return Positions(rotary, self.trained, allow_long=self.is_long_allowed)
 

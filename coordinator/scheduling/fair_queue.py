@@ -147,11 +147,11 @@ class Queue:
         else:
             self.turns.take(account, num_tokens)
 
-    def go_on(self, job: Job) -> None:
+    def resume(self, job: Job) -> None:
         """Removes a job that was preempted and begins again in the same turn, without passing others."""
         del self._jobs[job.id]
         self.turns.charge(job.request.claim.account, job.take_turn(job.passed, is_spared=job.is_spared))
 
-    def settle(self, job: Job) -> None:
+    def confirm(self, job: Job) -> None:
         """Refunds the tokens that a stopped job did not use."""
         self.turns.charge(job.request.claim.account, -job.refund())

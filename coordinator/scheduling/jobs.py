@@ -160,7 +160,7 @@ class Job:
         unused, self._num_charged = min(self._num_charged, self.num_tokens_left), 0
         return unused
 
-    def go_on(self, tail: GrowingSegment) -> None:
+    def resume(self, tail: GrowingSegment) -> None:
         """Continues in `tail`, whose path contains all tokens processed so far."""
         self.reading.path, self._tail = tail.segment.before, tail
 

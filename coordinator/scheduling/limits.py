@@ -40,7 +40,7 @@ class JobLimits:
     @property
     def rolling(self) -> BlockCount:
         """Blocks that are needed only during recomputation."""
-        sizes = [holding.loss.num_tokens for holding in self._holdings.lossy if holding.loss]
+        sizes = [holding.loss.num_tokens for holding in self._holdings.with_losses if holding.loss]
         return BlockCount(windows=max(map(self._placer.window_pool.chunk_blocks, sizes), default=0))
 
     def num_prefill(self, num_tokens: int, num_samples: int, num_rows: int = 1) -> int:
@@ -104,13 +104,13 @@ class JobLimits:
             return f"{resident}, and {needed.windows * size:,} are needed: serve with more --window-bytes"
         return ""
 
-    def check_room(self, needed: BlockCount, held: BlockCount, retry_seconds: float | None) -> None:
+    def check_room(self, needed: BlockCount, in_use: BlockCount, retry_seconds: float | None) -> None:
         """Raises ResourceExhausted unless a job fits beside the held blocks. `retry_seconds` is None if it will never
         fit."""
         size, total = self._placer.block_size, self._placer.num_blocks
         pools = {
-            "pool": (needed.sharded, total.sharded, held.sharded),
-            "window pool": (needed.windows, total.windows, held.windows),
+            "pool": (needed.sharded, total.sharded, in_use.sharded),
+            "window pool": (needed.windows, total.windows, in_use.windows),
         }
         for pool, counts in pools.items():
             tokens, room, taken = (count * size for count in counts)

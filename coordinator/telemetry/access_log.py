@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from coordinator.engine_messages import Event
-from coordinator.telemetry.observers import CallRecord, Saw
+from coordinator.telemetry.observers import CallRecord, EventSink
 from coordinator.telemetry.refusal_log import Later, RefusalLog, call_later
 from longleaf.tenants import name_of
 
@@ -47,7 +47,7 @@ class AccessLog:
             self._write(record, self._clock() - began)
 
     @contextmanager
-    def generation(self, request_id: str, tenant: str) -> Generator[Saw, None, None]:
+    def generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
         """Writes nothing: the line of the call is enough."""
         yield _ignore
 

@@ -34,7 +34,7 @@ class Gauges:
         with suppress(LongleafError):
             seen += self._of_cluster(self._sources.cluster())
         seen += self._of_counts(self._sources.counts())
-        seen += self._of_trouble()
+        seen += self._storage_error()
         self._seen = seen
 
     # --- the ranks and the load ---
@@ -56,8 +56,10 @@ class Gauges:
             *self._of_merges(cluster),
         ]
 
-    def _by_rank(self, name: str, told: str, workers: Iterable[Worker], value: Callable[[Worker], float]) -> Metric:
-        family = GaugeMetricFamily(f"longleaf_{name}", told, labels=("model", "rank"))
+    def _by_rank(
+        self, name: str, help_text: str, workers: Iterable[Worker], value: Callable[[Worker], float]
+    ) -> Metric:
+        family = GaugeMetricFamily(f"longleaf_{name}", help_text, labels=("model", "rank"))
         for worker in workers:
             family.add_metric((self._model, str(worker.rank)), value(worker))
         return family
@@ -92,7 +94,9 @@ class Gauges:
             self._counter("merge_bytes", "Bytes of packed partials that rank 0 passed to merges.", counts.merge_bytes),
             self._counter("preemptions", "Preempted answers, which returned to the queue.", counts.num_preempted),
             self._counter(
-                "reingested_tokens", "Tokens recomputed because their keys were lost or evicted.", counts.reread_tokens
+                "reingested_tokens",
+                "Tokens recomputed because their keys were lost or evicted.",
+                counts.num_recomputed_tokens,
             ),
             *self._of_drafts(counts),
             self._gauge("contexts", "Number of contexts.", {}, counts.num_contexts),
@@ -115,7 +119,7 @@ class Gauges:
 
     # --- metrics for alerts ---
 
-    def _of_trouble(self) -> list[Metric]:
+    def _storage_error(self) -> list[Metric]:
         sources = self._sources
         found: list[Metric] = [self._counter("ranks_lost", "Lost members.", sources.ranks_lost())]
         message = "Failed reloads of a changed file; the previous content stays in use."
@@ -142,17 +146,17 @@ class Gauges:
             found.append(self._gauge("certificate_expiry_timestamp_seconds", message, {}, expiry))
         return found
 
-    def _optional(self, name: str, told: str, count: Count | None) -> list[Metric]:
-        return [] if count is None else [self._counter(name, told, count())]
+    def _optional(self, name: str, help_text: str, count: Count | None) -> list[Metric]:
+        return [] if count is None else [self._counter(name, help_text, count())]
 
-    def _counter(self, name: str, told: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"longleaf_{name}", told, labels=("model",))
+    def _counter(self, name: str, help_text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"longleaf_{name}", help_text, labels=("model",))
         family.add_metric((self._model,), value)
         return family
 
-    def _gauge(self, name: str, told: str, labels: Labels, value: float) -> Metric:
+    def _gauge(self, name: str, help_text: str, labels: Labels, value: float) -> Metric:
         labels = {"model": self._model, **labels}
-        family = GaugeMetricFamily(f"longleaf_{name}", told, labels=tuple(labels))
+        family = GaugeMetricFamily(f"longleaf_{name}", help_text, labels=tuple(labels))
         family.add_metric(tuple(labels.values()), value)
         return family
 

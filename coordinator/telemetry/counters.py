@@ -35,7 +35,7 @@ class Counts:
     """Bytes of packed partials that rank 0 passed to merges."""
     num_preempted: int = 0
     """Preemptions: times that an answer returned to the queue."""
-    reread_tokens: int = 0
+    num_recomputed_tokens: int = 0
     """Tokens recomputed because their keys were lost or evicted."""
     num_drafted: int = 0
     """Drafted tokens that a step verified."""

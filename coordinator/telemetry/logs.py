@@ -40,7 +40,7 @@ def formatter(config: TelemetryConfig) -> LineFormatter:
     return formatter_of(config, facts_of_call)
 
 
-def noted(config: TelemetryConfig, texts: Sequence[str]) -> tuple[str, ...]:
+def format_start_notes(config: TelemetryConfig, texts: Sequence[str]) -> tuple[str, ...]:
     """Formats notes about a start as log lines, which appear at every log level."""
     return tuple(texts) if config.log_format == "text" else tuple(_line(logging.INFO, text) for text in texts)
 

@@ -11,25 +11,25 @@ HARMLESS = (f"{LIBRARY}.exporter.", f"{LIBRARY}.sdk.")
 """Errors whose messages contain no headers, which carry credentials."""
 
 
-class ExportTrouble(logging.Handler):
+class ExportErrors(logging.Handler):
     """Replaces all other handlers of the library's logger, and forwards at most one message a minute. `clock` returns
     seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.WARNING)
         self._clock = clock
-        self._told: float | None = None
+        self._reported: float | None = None
         self._num_more = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         """Thread-safe."""
         now = self._clock()
-        if self._told is not None and now - self._told < QUIET_SECONDS:
+        if self._reported is not None and now - self._reported < QUIET_SECONDS:
             self._num_more += 1
             return
         reported = record.getMessage() if record.name.startswith(HARMLESS) else record.name
         more = f" ({self._num_more:,} more since the last line)" if self._num_more else ""
-        self._told, self._num_more = now, 0
+        self._reported, self._num_more = now, 0
         log.warning("traces: %s%s", reported, more)
 
     def set_up(self) -> None:

@@ -26,8 +26,8 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from coordinator.telemetry.generation_spans import CANCELLED, GenerationSpans
-from coordinator.telemetry.observers import CallRecord, Saw
-from coordinator.telemetry.otlp_errors import ExportTrouble
+from coordinator.telemetry.observers import CallRecord, EventSink
+from coordinator.telemetry.otlp_errors import ExportErrors
 from longleaf.errors import InvalidArgument
 from longleaf.tenants import name_of
 
@@ -78,12 +78,12 @@ class OtlpTraces:
         self._model, self._make_provider, self._stop_seconds = model, make_provider, stop_seconds
         self._provider: TracerProvider | None = None
         self._tracer: Tracer = NoOpTracer()
-        self._trouble = ExportTrouble()
+        self._errors = ExportErrors()
         self._propagator = TraceContextTextMapPropagator()
 
     async def start(self) -> None:
         """Raises InvalidArgument."""
-        self._trouble.set_up()
+        self._errors.set_up()
         self._provider = self._make_provider()
         self._tracer = self._provider.get_tracer("longleaf")
 
@@ -93,7 +93,7 @@ class OtlpTraces:
             ending = threading.Thread(target=self._provider.shutdown, name="end-of-traces", daemon=True)
             ending.start()
             await asyncio.to_thread(ending.join, self._stop_seconds)
-        self._trouble.take_down()
+        self._errors.take_down()
 
     @contextmanager
     def call(self, record: CallRecord) -> Generator[None, None, None]:
@@ -114,7 +114,7 @@ class OtlpTraces:
             _end(span, record)
 
     @contextmanager
-    def generation(self, request_id: str, tenant: str) -> Generator[Saw, None, None]:
+    def generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
         """The spans of a generation, part of the call that began it."""
         spans = GenerationSpans(self._tracer, self._model, request_id, tenant)
         try:

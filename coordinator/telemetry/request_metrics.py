@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from coordinator.engine_messages import Admitted, Ended, Event, Tokens
-from coordinator.telemetry.observers import CallRecord, Saw
+from coordinator.telemetry.observers import CallRecord, EventSink
 
 FIRST_TOKEN_SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -72,7 +72,7 @@ class GenerationTimes:
         """By sample."""
         self._is_prompt_counted = False
 
-    def saw(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Records an event."""
         if isinstance(event, Tokens):
             self._take_tokens(event)
@@ -162,11 +162,11 @@ class RequestMetrics:
         self._generated_tokens = self._counter("generated_tokens", "Generated tokens.")
         self._requests = self._counter("requests", "Ended calls of clients.", "kind", "outcome", "code")
 
-    def _histogram(self, name: str, told: str, bounds: tuple[float, ...]) -> Histogram:
-        return Histogram(f"longleaf_{name}", told, ("model", "tenant"), buckets=bounds, registry=self._registry)
+    def _histogram(self, name: str, help_text: str, bounds: tuple[float, ...]) -> Histogram:
+        return Histogram(f"longleaf_{name}", help_text, ("model", "tenant"), buckets=bounds, registry=self._registry)
 
-    def _counter(self, name: str, told: str, *labels: str) -> Counter:
-        return Counter(f"longleaf_{name}", told, ("model", "tenant", *labels), registry=self._registry)
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"longleaf_{name}", help_text, ("model", "tenant", *labels), registry=self._registry)
 
     @contextmanager
     def call(self, record: CallRecord) -> Generator[None, None, None]:
@@ -179,9 +179,9 @@ class RequestMetrics:
             self._requests.labels(self._model, record.tenant, kind, outcome, code).inc()
 
     @contextmanager
-    def generation(self, request_id: str, tenant: str) -> Generator[Saw, None, None]:
+    def generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
         going = GenerationTimes(self._of(tenant), self._clock)
-        yield going.saw
+        yield going.on_event
         going.end()  # not for a generation that ended with an error or a cancellation
 
     def _of(self, tenant: str) -> TenantMetrics:

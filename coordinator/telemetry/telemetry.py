@@ -53,7 +53,7 @@ class Telemetry:
 
         return Metrics(self._model, self._launcher)
 
-    async def tell(self, sources: MetricSources) -> tuple[str, ...]:
+    async def log_start(self, sources: MetricSources) -> tuple[str, ...]:
         """Opens the metrics port, if configured; returns notes with its address. Raises StartError."""
         if self._metrics is None or (port := self._config.metrics_port) is None:
             return ()

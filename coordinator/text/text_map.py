@@ -102,9 +102,9 @@ class TextMap:
         if self._alphabet.spell is None:
             text = self._alphabet.decode([each for document in self._documents for each in document.ids_of(*tokens)])
             return TextRange(text=text, tokens=tokens, bytes=found)
-        before = b"".join(self._spelled(max(0, tokens[0] - NEAR), tokens[0]))
-        own = b"".join(self._spelled(*tokens))
-        behind = b"".join(self._spelled(tokens[1], min(self.num_tokens, tokens[1] + NEAR)))
+        before = b"".join(self._token_bytes(max(0, tokens[0] - NEAR), tokens[0]))
+        own = b"".join(self._token_bytes(*tokens))
+        behind = b"".join(self._token_bytes(tokens[1], min(self.num_tokens, tokens[1] + NEAR)))
         start, end, all_bytes = len(before), len(before) + len(own), before + own + behind
         if found is not None and len(own) == found[1] - found[0]:
             start, end = start + cut_start, end - cut_end
@@ -142,12 +142,12 @@ class TextMap:
         document = self._document_of(byte)
         return document.start + document.token_at(byte - document.first_byte) if document else 0
 
-    def _spelled(self, start: int, end: int) -> Iterator[bytes]:
+    def _token_bytes(self, start: int, end: int) -> Iterator[bytes]:
         for document in self._documents[self._holding(start) :]:
             if document.start >= end:
                 return
             first = max(0, start - document.start)
-            yield from document.spelled(first, min(document.num_tokens, end - document.start))
+            yield from document.token_bytes(first, min(document.num_tokens, end - document.start))
 
 
 class DocumentMap:
@@ -198,7 +198,7 @@ class DocumentMap:
         low = text.start(number) if number < text.num_starts else text.num_bytes
         high = text.start(number + 1) if number + 1 < text.num_starts else text.num_bytes
         places = [low]
-        for piece in self.spelled(first, end):
+        for piece in self.token_bytes(first, end):
             places.append(places[-1] + len(piece))
         is_cut = text.is_cut and end == len(self._ids)
         if places[-1] == high or (is_cut and places[-1] < high):
@@ -227,7 +227,7 @@ class DocumentMap:
         """The tokens in [start, end) that belong to this segment."""
         return self._ids[max(0, start - self.start) : max(0, min(self.num_tokens, end - self.start))]
 
-    def spelled(self, start: int, end: int) -> Iterator[bytes]:
+    def token_bytes(self, start: int, end: int) -> Iterator[bytes]:
         """Return the bytes of tokens [start, end)."""
         first = self.text.num_lead if self.text is not None else -1
         for position in range(start, end):
@@ -261,7 +261,7 @@ class Lines:
     def step(self, num_tokens: int) -> None:
         """Counts those of so many tokens more."""
         end = min(self._position + num_tokens, self._document.num_tokens)
-        for piece in self._document.spelled(self._position, end):
+        for piece in self._document.token_bytes(self._position, end):
             if self._place >= self._byte:
                 return
             start = max(0, self._first_byte - self._place)

@@ -19,7 +19,7 @@ BYTE_LEVEL = {chr(byte): byte for byte in _PRINTED} | {chr(256 + i): byte for i,
 """The characters of byte-level tokens: printed ones are the bytes of their numbers, the others follow from 256 on."""
 
 
-def spell_of(
+def byte_decoder_of(
     decoder: Sequence[Mapping[str, Any]],
     names: Callable[[int], str | None],
     decode: Callable[[Sequence[int]], str],

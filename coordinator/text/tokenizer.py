@@ -16,7 +16,7 @@ from coordinator.text.control_tokens import ControlTokens, Marks, TemplatePiece
 from coordinator.text.detokenizer import Alphabet
 from coordinator.text.encoder import Encoder
 from coordinator.text.renderer import TemplateRenderer
-from coordinator.text.token_bytes import spell_of
+from coordinator.text.token_bytes import byte_decoder_of
 from coordinator.text.token_offsets import TokenOffsets
 from longleaf.errors import ModelRefused
 
@@ -182,7 +182,7 @@ class Tokenizer:
             decode=self.decode,
             silent=silent,
             bytes=frozenset(fallback),
-            spell=spell_of(decoder, self._control.id_to_token, self.decode, fallback, silent),
+            spell=byte_decoder_of(decoder, self._control.id_to_token, self.decode, fallback, silent),
         )
 
 

@@ -120,14 +120,14 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Chat(NamedTuple):
     """A decoded body."""
 
-    asked: ChatCompletionRequest
+    request: ChatCompletionRequest
     conversation: Conversation
 
 
 class Text(NamedTuple):
     """A decoded body."""
 
-    asked: TextCompletionRequest
+    request: TextCompletionRequest
     prompt: "str | array[int]"
     """Token ids as 32-bit numbers, because Python integers take nine times the memory."""
 
@@ -176,9 +176,9 @@ def _prompt(prompt: str | list[str | int]) -> "str | array[int]":
     return ids
 
 
-def check_stream(asked: CompletionRequest) -> None:
+def check_stream(request: CompletionRequest) -> None:
     """Raises HttpProblem for stream options without `stream`."""
-    if asked.stream_options is not None and not asked.stream:
+    if request.stream_options is not None and not request.stream:
         raise HttpProblem(400, "stream_options: needs stream", param="stream_options", code="invalid_value")
 
 

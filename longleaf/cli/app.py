@@ -15,7 +15,7 @@ from longleaf.cli.refill import refill
 from longleaf.cli.verify import verify
 from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, NotFound, ResourceExhausted, Unavailable
-from longleaf.service_settings import HttpConfig, SecurityConfig, TelemetryConfig, flag_of, in_flags
+from longleaf.service_settings import HttpConfig, SecurityConfig, TelemetryConfig, flag_of, with_flag_names
 
 app = CommandGroup(
     name="longleaf",
@@ -120,7 +120,7 @@ def describe(error: LongleafError) -> str:
     settings = {name: flag_of(name) for struct in structs for name in struct.__struct_fields__}
     field = (settings | OPTIONS).get(error.field, error.field)
     advice = "; any text may be the --display-name" if error.field == "config.name" else ""
-    return f"{field}: {in_flags(error.description, ACCESS)}{advice}"
+    return f"{field}: {with_flag_names(error.description, ACCESS)}{advice}"
 
 
 def exit_code(error: LongleafError) -> int:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from longleaf.cli.flags import takes_server
-from longleaf.cli.options import AsJson, ServerOptions, connect, dtypes_told, exactness_told, print_json
+from longleaf.cli.options import AsJson, ServerOptions, connect, dtype_names, exactness_line, print_json
 from longleaf.formatting import human_angle, human_bytes, human_seconds
 from longleaf.positions import UNLIMITED_TOKENS
 from longleaf.topology import Topology
@@ -96,7 +96,7 @@ def lines_of(found: Cluster, now: float) -> list[str]:
 def headlines(found: Cluster) -> list[str]:
     """The model, the process group and the load."""
     model = found.model
-    dtypes = dtypes_told(model)
+    dtypes = dtype_names(model)
     return [
         f"{model.name} ({model.architecture}, {dtypes}), up to {model.max_context_tokens:,} tokens of context"
         + (" and more, with --allow-long" if model.is_long_allowed else ""),
@@ -104,7 +104,7 @@ def headlines(found: Cluster) -> list[str]:
         f"world size {found.world_size} by {found.launcher}, epoch {found.epoch}",
         *merge_lines(found),
         *window_lines(found),
-        f"answers are {exactness_told(found)}",
+        f"answers are {exactness_line(found)}",
         *([] if is_hidden(found) else [f"{found.running} running, {found.waiting} waiting"]),
         *drafting_lines(found.drafting),
     ]
@@ -195,12 +195,12 @@ def loss_line(loss: Loss, now: float) -> str:
     """The lost rank, the time, the reason, and the state of its slot."""
     who = f"member {loss.member}" if loss.rank is None else f"rank {loss.rank} of epoch {loss.epoch}"
     node = f" on node {loss.node}" if loss.node else ""
-    place = slot_told(loss, now)
+    place = slot_summary(loss, now)
     since = human_seconds(round(max(0.0, now - loss.time)))
     return f"{who}{node} was lost {since} ago: {loss.reason}" + (f"; its slot {place}" if place else "")
 
 
-def slot_told(loss: Loss, now: float) -> str:
+def slot_summary(loss: Loss, now: float) -> str:
     """The state of the slot of a lost rank; empty if this client does not know it."""
     match loss.slot:
         case "waiting":

@@ -14,7 +14,7 @@ from longleaf.cli.help import CommandGroup
 from longleaf.cli.ingest import summary
 from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
 from longleaf.cli.rebuild import rebuild
-from longleaf.cli.recompute import reread
+from longleaf.cli.recompute import recompute
 from longleaf.errors import InvalidArgument
 from longleaf.formatting import human_angle, human_bytes
 from longleaf.types import Context, ContextOptions, ContextText, PositionInfo
@@ -24,7 +24,7 @@ FIRST_TOKENS = 256
 """Tokens that `contexts text` shows by default."""
 Name = Annotated[str, typer.Argument(help="Name of the context.")]
 app.command("rebuild")(rebuild)
-app.command("reread")(reread)
+app.command("reread")(recompute)
 
 
 @app.command("list")

@@ -63,7 +63,7 @@ def check(
     except InvalidArgument as error:
         raise InvalidArgument(str(file), error.description) from None
     if as_json:
-        print_json([_told(entry) for entry in entries])
+        print_json([_entry_json(entry) for entry in entries])
         return
     table = Table("tenant", "role", "credentials", "certificates", "quotas")
     for entry in entries:
@@ -77,6 +77,6 @@ def _quotas(entry: CredentialEntry) -> dict[str, int]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _told(entry: CredentialEntry) -> dict[str, object]:
+def _entry_json(entry: CredentialEntry) -> dict[str, object]:
     reported: dict[str, object] = {"tenant": entry.tenant, "role": entry.role, "credentials": len(entry.digests)}
     return reported | {"certificates": entry.names, "quotas": _quotas(entry)}

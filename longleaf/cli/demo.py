@@ -135,12 +135,12 @@ class _Screen:
             found = excerpt(client, CONTEXT, source, client.get_context(CONTEXT).tokens)
             if found is None:
                 continue
-            for line in _told(source, found).wrap(self._console, self._console.width - len(INDENT)):
+            for line in _source_text(source, found).wrap(self._console, self._console.width - len(INDENT)):
                 line.rstrip()
                 self._console.print(INDENT, line, sep="")
 
 
-def _told(source: Source, found: Excerpt) -> Text:
+def _source_text(source: Source, found: Excerpt) -> Text:
     """The line number, the share and the text of a source, on one line."""
     place = "" if found.own.line is None else f" on line {found.own.line:,}"
     reported = Text.assemble((f"{source.share:.1%} of the attention{place}: ", "cyan"), ("…", "dim"))

@@ -9,7 +9,7 @@ from typing import Annotated, TextIO
 import typer
 
 from longleaf.cli.flags import Flags, takes_flags, takes_server
-from longleaf.cli.options import AsJson, ServerOptions, connect, exactness_told, print_json, read_input
+from longleaf.cli.options import AsJson, ServerOptions, connect, exactness_line, print_json, read_input
 from longleaf.cli.provenance_output import SourceFlags, SourceList
 from longleaf.errors import Unavailable
 from longleaf.formatting import human_count, human_seconds
@@ -84,7 +84,7 @@ def show(
     """Prints an answer while it streams: its text followed by the output of `under`, or one JSON object per delta and
     one at the end. The text of several samples is printed when each is complete."""
     with closing(answer):
-        events = _noted(answer)
+        events = _note_line(answer)
         if as_json:
             _print_json(events, num_samples)
         elif num_samples > 1:
@@ -93,7 +93,7 @@ def show(
             _print_text(events, under)
 
 
-def _noted(answer: Iterable[Event]) -> Generator[Event, None, None]:
+def _note_line(answer: Iterable[Event]) -> Generator[Event, None, None]:
     """The events. Prints to stderr a note if the answer may exceed the length that the model was trained for, and the
     progress of a recovery."""
     is_reported, line = False, RecoveryLine(sys.stderr)
@@ -198,7 +198,7 @@ def footnote(event: Finished) -> str:
     first = f"first token after {human_seconds(timings.first_token_seconds)}"
     drafts = f"; {usage.accepted_tokens:,} of {usage.drafted_tokens:,} drafted tokens accepted"
     drafts = drafts if usage.drafted_tokens else ""
-    return f"[{_length(event)}; {first}{rate}{drafts}; {prompt}; {exactness_told(event)}]"
+    return f"[{_length(event)}; {first}{rate}{drafts}; {prompt}; {exactness_line(event)}]"
 
 
 def _length(event: Finished) -> str:

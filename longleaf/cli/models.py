@@ -12,7 +12,7 @@ from rich.table import Table
 
 from longleaf.cli.fetch import fetch
 from longleaf.cli.help import CommandGroup
-from longleaf.cli.options import KV_DTYPE_TOLD, AsJson, ServerOptions, connect, dtypes_told, print_json
+from longleaf.cli.options import KV_DTYPE_HELP, AsJson, ServerOptions, connect, dtype_names, print_json
 from longleaf.config import DtypeName, EngineConfig, KvDtypeName
 from longleaf.errors import InvalidArgument, LongleafError, ModelRefused
 from longleaf.fingerprint import Fingerprint, read_fingerprint
@@ -67,7 +67,7 @@ def check(
     dtype: Annotated[
         DtypeName, typer.Option(help="Type of weights and activations; auto: that of the checkpoint.")
     ] = _DEFAULTS.dtype,
-    kv_dtype: Annotated[KvDtypeName, typer.Option(help=KV_DTYPE_TOLD)] = _DEFAULTS.kv_dtype,
+    kv_dtype: Annotated[KvDtypeName, typer.Option(help=KV_DTYPE_HELP)] = _DEFAULTS.kv_dtype,
     server: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="Plan for the pools of this running service.", show_default="none"),
@@ -171,7 +171,7 @@ def show(found: ModelReport, *, is_running: bool) -> None:
             print(f"{found.model} is not supported: {reason}")
         return
     text, attention = found.text, found.attention
-    print(f"{found.model} is supported ({text.architecture}, {dtypes_told(attention)}){exactness_of(attention)}")
+    print(f"{found.model} is supported ({text.architecture}, {dtype_names(attention)}){exactness_of(attention)}")
     console = Console(highlight=False)
     console.print(kinds_table(attention.kinds))
     sizes = Table(box=None, show_header=False, pad_edge=False)
@@ -186,7 +186,7 @@ def show(found: ModelReport, *, is_running: bool) -> None:
     sizes.add_row("weights", f"{human_bytes(attention.weight_bytes)} on each rank{read}")
     for number, plan in enumerate(found.plans):
         mode = f", with --window-keys {plan.window_keys}" if len(found.plans) > 1 else ""
-        sizes.add_row("" if number else "fits", _told(plan, is_running) + mode)
+        sizes.add_row("" if number else "fits", _plan_summary(plan, is_running) + mode)
     console.print(sizes)
     print("fingerprint:", found.fingerprint.digest if found.fingerprint else f"none: {found.unread}")
 
@@ -216,7 +216,7 @@ def sight(kind: AttentionKind) -> str:
     return "all previous tokens" if kind.window is None else f"{kind.window:,} tokens"
 
 
-def _told(plan: CapacityPlan, is_running: bool) -> str:
+def _plan_summary(plan: CapacityPlan, is_running: bool) -> str:
     if plan.reason:
         return f"nothing: {plan.reason}"
     ranks = count_ranks(len(plan.rooms))

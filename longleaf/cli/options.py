@@ -17,7 +17,7 @@ from longleaf.formatting import human_seconds
 from longleaf.model_report import AttentionReport
 from longleaf.types import Cluster, Finished, ModelInfo
 
-KV_DTYPE_TOLD = (
+KV_DTYPE_HELP = (
     "Storage type of keys and values; int8 takes a quarter of the memory of float32, and answers are not exact."
 )
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
@@ -135,11 +135,11 @@ def print_json(value: object) -> None:
     print(msgspec.json.encode(value).decode(), flush=True)
 
 
-def dtypes_told(model: ModelInfo | AttentionReport) -> str:
+def dtype_names(model: ModelInfo | AttentionReport) -> str:
     """The type of the weights, and the type of keys and values if it differs."""
     return model.dtype if model.kv_dtype in ("", model.dtype) else f"{model.dtype}, keys in {model.kv_dtype}"
 
 
-def exactness_told(found: Finished | Cluster) -> str:
+def exactness_line(found: Finished | Cluster) -> str:
     """Whether answers are exact, and the reason if they are not."""
     return "exact" if found.is_exact else f"not exact ({found.exactness_note or 'the service gives no reason'})"

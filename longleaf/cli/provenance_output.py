@@ -129,14 +129,14 @@ class SourceList:
             return
         num_tokens = self._client.get_context(self._context).tokens
         for source in joined(attribution.sources):
-            self._console.print(self._told(source, num_tokens))
+            self._console.print(self._source_text(source, num_tokens))
         message = f"{attribution.context_share:.1%} on the context, {attribution.prompt_share:.1%} on the prompt, "
         message += f"{attribution.answer_share:.1%} on the answer, {attribution.sink_share:.1%} on learned sinks"
         self._console.print(Text(f"[attention: {message}]", style="dim"))
         if any(source.drop is not None for source in attribution.sources):
             self._console.print(Text(NATS, style="dim"))
 
-    def _told(self, source: Source, num_tokens: int) -> Text:
+    def _source_text(self, source: Source, num_tokens: int) -> Text:
         found = excerpt(self._client, self._context, source, num_tokens)
         if found is None:
             return Text(f"{_place(source, None)}  {_numbers(source)}")

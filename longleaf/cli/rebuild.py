@@ -72,18 +72,18 @@ def rebuild(
         print(f"start the service: longleaf serve {_serve_options(requested, report)}")
 
 
-def _serve_options(asked: Rebuild, report: RebuildReport) -> str:
+def _serve_options(request: Rebuild, report: RebuildReport) -> str:
     """The options that the service needs to find the contexts, and their keys and values."""
-    options = ["--model", asked.model, "--data-dir", asked.data_dir]
-    if asked.dtype != "auto":
-        options += ["--dtype", asked.dtype]
-    url = asked.url if "://" in asked.url else os.path.abspath(asked.url)
+    options = ["--model", request.model, "--data-dir", request.data_dir]
+    if request.dtype != "auto":
+        options += ["--dtype", request.dtype]
+    url = request.url if "://" in request.url else os.path.abspath(request.url)
     if url != os.path.join(report.folder, "snapshots"):
         options += ["--snapshot-url", url]
     return shlex.join(options)
 
 
-def _run(asked: Rebuild) -> RebuildReport:
+def _run(options: Rebuild) -> RebuildReport:
     """Runs the coordinator's command, which prints its own errors."""
     # -P: a folder named `tokenizers` where the command was typed must not shadow the library.
     command = [
@@ -91,7 +91,7 @@ def _run(asked: Rebuild) -> RebuildReport:
         "-P",
         "-m",
         "coordinator.persistence.catalog.rebuild_command",
-        msgspec.json.encode(asked).decode(),
+        msgspec.json.encode(options).decode(),
     ]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
     if done.returncode:

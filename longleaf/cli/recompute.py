@@ -1,4 +1,4 @@
-"""`longleaf contexts reread`."""
+"""`longleaf contexts recompute`."""
 
 from typing import Annotated
 
@@ -11,7 +11,7 @@ from longleaf.errors import InvalidArgument
 
 
 @takes_server
-def reread(
+def recompute(
     server: ServerOptions,
     name: Annotated[str | None, typer.Argument(help="Name of the context.", show_default=False)] = None,
     everything: Annotated[
@@ -31,19 +31,19 @@ def reread(
     if (name is None) != everything:
         raise InvalidArgument("reread", "give the name of a context, or --all")
     if name is None:
-        _reread_all(server, as_json)
+        _recompute_all(server, as_json)
         return
     with connect(server) as client:
-        context = client.reread_context(name)
+        context = client.recompute_context(name)
     if as_json:
         print_json(context)
     else:
         print(summary(context))
 
 
-def _reread_all(server: ServerOptions, as_json: bool) -> None:
+def _recompute_all(server: ServerOptions, as_json: bool) -> None:
     with connect(server) as client:
-        found = client.reread_contexts()
+        found = client.recompute_contexts()
     if as_json:
         print_json(found)
         return

@@ -21,10 +21,10 @@ def refill(server: ServerOptions, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"slots": num_slots})
     else:
-        print(told(num_slots))
+        print(summary(num_slots))
 
 
-def told(num_slots: int) -> str:
+def summary(num_slots: int) -> str:
     """The number of slots in which ranks are started."""
     if not num_slots:
         return "the service has given up no slot"

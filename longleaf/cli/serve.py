@@ -10,7 +10,7 @@ import msgspec
 
 from longleaf.cli.exec_process import become
 from longleaf.cli.flags import takes_flags
-from longleaf.cli.options import KV_DTYPE_TOLD, AsJson, option
+from longleaf.cli.options import KV_DTYPE_HELP, AsJson, option
 from longleaf.config import (
     DEFAULT_PORT,
     DRAIN_SECONDS,
@@ -37,7 +37,7 @@ from longleaf.topology import count_ranks
 SERVICE = "Model and address"
 RANKS = "Ranks"
 KEYS = "Keys and values"
-KEEPING = "Persistence"
+STORAGE = "Persistence"
 REQUESTS = "Requests and time limits"
 LOSSES = "Lost ranks"
 SECURITY = "Security"
@@ -116,7 +116,7 @@ class ServeFlags:
     data_dir: Annotated[
         Path | None,
         option(
-            KEEPING,
+            STORAGE,
             "Folder for durable contexts; used by one service at a time.",
             default="contexts are lost when the service ends",
             metavar="DIR",
@@ -125,7 +125,7 @@ class ServeFlags:
     warm: Annotated[
         bool,
         option(
-            KEEPING,
+            STORAGE,
             "Load stored contexts at the start, as many as fit, instead of on first use.",
             "--warm",
         ),
@@ -133,7 +133,7 @@ class ServeFlags:
     snapshots: Annotated[
         SnapshotsChoice,
         option(
-            KEEPING,
+            STORAGE,
             "When keys and values are written to storage, so that they need not be computed again; seal: after each "
             "ingest; demand: on export; off: never.",
         ),
@@ -141,7 +141,7 @@ class ServeFlags:
     snapshot_url: Annotated[
         str | None,
         option(
-            KEEPING,
+            STORAGE,
             "Storage of snapshots: a folder that all machines share, or a URL such as s3://bucket/longleaf.",
             default="in the data folder",
             metavar="URL",
@@ -150,7 +150,7 @@ class ServeFlags:
     snapshot_quota: Annotated[
         int | None,
         option(
-            KEEPING,
+            STORAGE,
             "Limit of all snapshots; those of the least recently used contexts are deleted first.",
             default="no limit",
             metavar="BYTES",
@@ -159,7 +159,7 @@ class ServeFlags:
     snapshot_expiry: Annotated[
         float | None,
         option(
-            KEEPING, "Delete the snapshots of a context that is unused for so long.", default="never", metavar="SECONDS"
+            STORAGE, "Delete the snapshots of a context that is unused for so long.", default="never", metavar="SECONDS"
         ),
     ] = None
     world_size: Annotated[int, option(RANKS, "Number of ranks (worker processes).")] = 1
@@ -218,7 +218,7 @@ class ServeFlags:
             metavar="BYTES",
         ),
     ] = None
-    kv_dtype: Annotated[KvDtypeName, option(KEYS, KV_DTYPE_TOLD)] = _DEFAULTS.kv_dtype
+    kv_dtype: Annotated[KvDtypeName, option(KEYS, KV_DTYPE_HELP)] = _DEFAULTS.kv_dtype
     block_size: Annotated[int, option(KEYS, "Tokens per block of the pool.", metavar="TOKENS")] = _DEFAULTS.block_size
     window_keys: Annotated[
         WindowKeys,

@@ -56,7 +56,7 @@ def export_context(
     with connect(server, retries=PATIENT) as client, bytes_bar("exporting", is_shown=not as_json) as show:
 
         def on_progress(progress: ExportProgress) -> None:
-            show(progress.received_bytes, progress.parcel.num_bytes)
+            show(progress.received_bytes, progress.archive.num_bytes)
 
         target = sys.stdout.buffer if is_piped else Path(file)
         archive = client.export_context(
@@ -110,7 +110,7 @@ def import_context(
     if as_json:
         print_json({"context": context, "key_tokens": reports[-1].key_tokens})
     else:
-        print(told(context, reports[-1].key_tokens))
+        print(summary(context, reports[-1].key_tokens))
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def _file_named(file: str) -> Generator[None, None, None]:
         raise
 
 
-def told(context: Context, num_keys: int | None) -> str:
+def summary(context: Context, num_keys: int | None) -> str:
     """The size of an imported context, and the origin of its keys and values."""
     if num_keys is None:
         how = "already imported"

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from longleaf import codec
 from longleaf.client.calls import Calls
 from longleaf.client.documents import Readable, UploadSource, in_thread, size_of
-from longleaf.client.generation_stream import may_go_on
+from longleaf.client.generation_stream import can_resume
 from longleaf.client.retries import was_refused
 from longleaf.client.upload import UploadStream, upload
 from longleaf.errors import InvalidArgument, LongleafError, ResourceExhausted, Unavailable
@@ -50,18 +50,18 @@ class ArchiveTarget:
         self.num_bytes = 0
         self.digest = ""
 
-    async def begin(self, parcel: ExportedArchive) -> None:
+    async def begin(self, archive: ExportedArchive) -> None:
         """Starts or continues this archive. Raises InvalidArgument."""
-        self.digest = parcel.digest
+        self.digest = archive.digest
 
     async def write(self, data: bytes) -> None:
         """Raises InvalidArgument if the write fails."""
-        await _told(self._file.write, data)
+        await _with_file_errors(self._file.write, data)
         self.num_bytes += len(data)
 
     async def finish(self) -> None:
         """Flushes the target after the last byte."""
-        await _told(self._file.flush)
+        await _with_file_errors(self._file.flush)
 
     async def close(self) -> None:
         """Releases the target."""
@@ -77,7 +77,7 @@ class FileTarget(ArchiveTarget):
     @classmethod
     async def open(cls, path: Path, *, resume: bool) -> "FileTarget":
         """Raises InvalidArgument if the file exists, is not writable, or cannot be resumed."""
-        return await _told(cls._open, path, resume)
+        return await _with_file_errors(cls._open, path, resume)
 
     @classmethod
     def _open(cls, path: Path, resume: bool) -> "FileTarget":
@@ -96,13 +96,13 @@ class FileTarget(ArchiveTarget):
             recorded.unlink(missing_ok=True)
         return target
 
-    async def begin(self, parcel: ExportedArchive) -> None:
+    async def begin(self, archive: ExportedArchive) -> None:
         if not self.digest:
-            await _told(_beside(self._path, DIGEST).write_text, parcel.digest)
-        await super().begin(parcel)
+            await _with_file_errors(_beside(self._path, DIGEST).write_text, archive.digest)
+        await super().begin(archive)
 
     async def finish(self) -> None:
-        await _told(self._finish)
+        await _with_file_errors(self._finish)
 
     def _finish(self) -> None:
         self._part.flush()
@@ -112,7 +112,7 @@ class FileTarget(ArchiveTarget):
         _beside(self._path, DIGEST).unlink(missing_ok=True)
 
     async def close(self) -> None:
-        await _told(self._close)
+        await _with_file_errors(self._close)
 
     def _close(self) -> None:
         self._part.close()
@@ -124,7 +124,7 @@ def _beside(path: Path, ending: str) -> Path:
     return path.with_name(path.name + ending)
 
 
-async def _told(function: Callable[..., T], *arguments: object) -> T:
+async def _with_file_errors(function: Callable[..., T], *arguments: object) -> T:
     """Calls a function that may block. Raises InvalidArgument for file errors, except BrokenPipeError."""
     try:
         return await in_thread(function, *arguments)
@@ -166,7 +166,7 @@ async def export(
         except LongleafError as error:
             if _was_slow(error) and target.num_bytes > begun:
                 continue
-            if not (archive is not None and may_go_on(error)):
+            if not (archive is not None and can_resume(error)):
                 raise
             await attempts.wait(error, is_repeatable=True)
 
@@ -182,7 +182,7 @@ def _was_slow(error: LongleafError) -> bool:
     return isinstance(error, ResourceExhausted) and error.subject == "stream"
 
 
-async def import_parcel(
+async def import_archive(
     calls: Calls, method: Any, header: ImportHeader, source: UploadSource, timeout: float | None
 ) -> AsyncGenerator[ImportProgress, None]:
     """Sends an archive, over as many streams as needed."""
@@ -199,7 +199,7 @@ async def import_parcel(
                     yield progress
             return
         except LongleafError as error:
-            if source.error or not (furthest < 0 or may_go_on(error) or was_refused(error)):
+            if source.error or not (furthest < 0 or can_resume(error) or was_refused(error)):
                 raise
             await attempts.wait(error, is_repeatable=True)
 

@@ -39,7 +39,7 @@ class Calls:
         """Set once the service has answered a call."""
         self._is_closed = False
 
-    def bearing(self, credential: str) -> "Calls":
+    def with_credential(self, credential: str) -> "Calls":
         """A view that shares the channel and sends another credential. Raises InvalidArgument."""
         check_credential(credential, self.server, self._access)
         view = copy(self)

@@ -111,11 +111,11 @@ class BearerChannel:
         self._channel = channel
         self._metadata: Sequence[tuple[str, str]] = (("authorization", f"Bearer {credential}"),)
 
-    def _bearing(self, make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def _with_credential(self, make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         return partial(make(*arguments, **options), metadata=self._metadata)
 
     def __getattr__(self, name: str) -> Any:
         """Methods that create calls add the credential; all others are those of the channel."""
         found = getattr(self._channel, name)
         is_maker = name in ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
-        return partial(self._bearing, found) if is_maker else found
+        return partial(self._with_credential, found) if is_maker else found

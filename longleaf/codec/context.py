@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from longleaf.codec.context_text import decode_files, encode_files
 from longleaf.codec.generation import decode_recovering, encode_recovering
-from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids, enum_value
+from longleaf.codec.names import check_utf8, context_id, context_name, decode_ids, encode_ids, enum_value
 from longleaf.codec.scheduling_options import decode_claim, encode_claim
 from longleaf.codec.times import decode_seconds, encode_lifetime, encode_time
 from longleaf.errors import InvalidArgument
@@ -137,14 +137,14 @@ def decode_fork(message: ingest_pb.ForkContextRequest) -> ForkContext:
     )
 
 
-def encode_reread(recomputed: RecomputeResult) -> ingest_pb.RereadContextsResponse:
+def encode_recompute(recomputed: RecomputeResult) -> ingest_pb.RereadContextsResponse:
     left_out = (
         ingest_pb.LeftOutContext(name=context_name(each.name), reason=each.reason) for each in recomputed.left_out
     )
     return ingest_pb.RereadContextsResponse(contexts=map(encode_context, recomputed.contexts), left_out=left_out)
 
 
-def decode_reread(message: ingest_pb.RereadContextsResponse) -> RecomputeResult:
+def decode_recompute(message: ingest_pb.RereadContextsResponse) -> RecomputeResult:
     return RecomputeResult(
         contexts=tuple(map(decode_context, message.contexts)),
         left_out=tuple(SkippedContext(each.name.removeprefix("contexts/"), each.reason) for each in message.left_out),
@@ -166,7 +166,7 @@ def _encode_settings(settings: ContextSettings, message: context_pb.Context | in
     paths: list[str] = []
     try:
         if settings.display_name is not UNSET:
-            message.display_name = encodable(settings.display_name, "display_name")
+            message.display_name = check_utf8(settings.display_name, "display_name")
             paths.append("display_name")
         if settings.is_pinned is not UNSET:
             message.pinned = settings.is_pinned
@@ -250,7 +250,7 @@ def encode_ingest_piece(piece: IngestPiece) -> ingest_pb.IngestContextRequest:
             config = _encode_header(piece)
             if not piece.system:
                 return ingest_pb.IngestContextRequest(config=config)
-            system = encodable(piece.system, "system")
+            system = check_utf8(piece.system, "system")
             prefaced = ingest_pb.PrefacedIngestConfig(config=config, system=system)
             return ingest_pb.IngestContextRequest(prefaced_config=prefaced)
         case bytes():
@@ -264,7 +264,7 @@ def _encode_header(header: IngestHeader) -> ingest_pb.IngestConfig:
         name=context_name(header.context),
         append=header.append,
         total_size_bytes=header.total_bytes,
-        upload_id=encodable(header.upload_id, "upload_id"),
+        upload_id=check_utf8(header.upload_id, "upload_id"),
     )
     encode_claim(header.priority, header.client, config)
     _encode_settings(header.settings, config)

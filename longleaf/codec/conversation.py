@@ -2,7 +2,7 @@
 
 from typing import get_args
 
-from longleaf.codec.names import encodable
+from longleaf.codec.names import check_utf8
 from longleaf.errors import InvalidArgument
 from longleaf.types import MAX_MESSAGES, Conversation, Message, Role
 from longleaf.v1 import generation_pb2 as generation_pb
@@ -22,7 +22,7 @@ def _encode_message(place: int, message: Message) -> generation_pb.Message:
     field = f"conversation.messages[{place}]"
     if message.role not in ROLES:
         raise InvalidArgument(f"{field}.role", f"{message.role!r} is not one of {', '.join(ROLES)}")
-    part = generation_pb.Part(text=encodable(message.text, f"{field}.text"))
+    part = generation_pb.Part(text=check_utf8(message.text, f"{field}.text"))
     return generation_pb.Message(role=generation_pb.Role.Name(ROLES.index(message.role) + 1), parts=[part])
 
 

@@ -10,14 +10,14 @@ from google.protobuf.struct_pb2 import Struct
 from longleaf.codec.conversation import decode_conversation, encode_conversation
 from longleaf.codec.names import (
     BytesLike,
-    as_text,
+    check_range,
     context_id,
     context_name,
     decode_ids,
     encode_ids,
     enum_value,
-    is_series,
-    within,
+    is_sequence,
+    to_text,
 )
 from longleaf.codec.provenance import (
     decode_attribution,
@@ -92,10 +92,10 @@ def encode_generate(
     if chat_template_kwargs:
         message.chat_template_kwargs.CopyFrom(_encode_template_kwargs(chat_template_kwargs))
     if isinstance(input, str | BytesLike):
-        message.text = as_text(input, "text")
+        message.text = to_text(input, "text")
     elif isinstance(input, Conversation):
         message.conversation.CopyFrom(encode_conversation(input))
-    elif is_series(input):
+    elif is_sequence(input):
         message.token_ids.CopyFrom(encode_ids(input))
     else:
         raise InvalidArgument(
@@ -103,7 +103,7 @@ def encode_generate(
         )
     message.return_token_bytes = with_token_bytes
     message.until_full = until_full
-    message.sample_count = within("sample_count", num_samples, 1, MAX_SAMPLES)
+    message.sample_count = check_range("sample_count", num_samples, 1, MAX_SAMPLES)
     if provenance is not None:
         message.provenance.CopyFrom(encode_provenance(provenance))
     message.hidden.extend(encode_hidden(hidden))
@@ -111,7 +111,7 @@ def encode_generate(
         message.max_draft_token_count = _draft_count(max_draft_tokens)
     message.request_id = _request_id(request_id) if request_id else ""
     if resume_seconds:
-        seconds = within("resume_duration", resume_seconds, 0.0, MAX_RESUME_SECONDS, " seconds")
+        seconds = check_range("resume_duration", resume_seconds, 0.0, MAX_RESUME_SECONDS, " seconds")
         message.resume_duration.CopyFrom(encode_duration(seconds))
     encode_claim(priority, client, message)
     return message
@@ -119,7 +119,7 @@ def encode_generate(
 
 def encode_resume(resume: Resume) -> service_pb.GenerateRequest:
     """Raises InvalidArgument when a value does not fit its field."""
-    index = within("resume_token_index", resume.token_index, 0, 2**63 - 1)
+    index = check_range("resume_token_index", resume.token_index, 0, 2**63 - 1)
     return service_pb.GenerateRequest(request_id=_request_id(resume.request_id), resume_token_index=index)
 
 
@@ -138,7 +138,7 @@ def decode_generate(
 ) -> Generate | Resume:
     """`random_seed` and `defaults` replace missing sampling parameters. Raises InvalidArgument naming the field."""
     if message.HasField("resume_token_index"):
-        index = within("resume_token_index", message.resume_token_index, 0, 2**63 - 1)
+        index = check_range("resume_token_index", message.resume_token_index, 0, 2**63 - 1)
         return Resume(_request_id(message.request_id), index)
     priority, client = decode_claim(message)
     if message.return_token_bytes and not message.sampling.HasField("logprob_count"):
@@ -159,7 +159,7 @@ def decode_generate(
         hidden=decode_hidden(message),
         max_draft_tokens=_max_draft_tokens(message),
         request_id=_request_id(message.request_id) if message.request_id else "",
-        resume_seconds=within("resume_duration", duration, 0.0, MAX_RESUME_SECONDS, " seconds"),
+        resume_seconds=check_range("resume_duration", duration, 0.0, MAX_RESUME_SECONDS, " seconds"),
         priority=priority,
         client=client,
     )
@@ -221,7 +221,7 @@ def _decode_conversation(message: service_pb.GenerateRequest) -> Conversation:
 
 
 def _sample_count(message: service_pb.GenerateRequest) -> int:
-    return within("sample_count", message.sample_count, 1, MAX_SAMPLES) if message.HasField("sample_count") else 1
+    return check_range("sample_count", message.sample_count, 1, MAX_SAMPLES) if message.HasField("sample_count") else 1
 
 
 def _max_draft_tokens(message: service_pb.GenerateRequest) -> int | None:
@@ -229,7 +229,7 @@ def _max_draft_tokens(message: service_pb.GenerateRequest) -> int | None:
 
 
 def _draft_count(count: int) -> int:
-    return within("max_draft_token_count", count, 0, MAX_DRAFT_TOKENS)
+    return check_range("max_draft_token_count", count, 0, MAX_DRAFT_TOKENS)
 
 
 def _request_id(text: str) -> str:

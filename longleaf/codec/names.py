@@ -25,7 +25,7 @@ _CONTEXT_NAME = re.compile(rf"contexts/({CONTEXT_ID.pattern})")
 def context_name(context: str) -> str:
     """Resource name of the context with this id; a full resource name is returned unchanged."""
     name = context if context.startswith("contexts/") else f"contexts/{context}"
-    return encodable(name, "context")
+    return check_utf8(name, "context")
 
 
 def context_id(name: str, field: str = "name") -> str:
@@ -39,7 +39,7 @@ def context_id(name: str, field: str = "name") -> str:
     return match[1]
 
 
-def encodable(text: str, field: str) -> str:
+def check_utf8(text: str, field: str) -> str:
     """Returns `text`. Raises InvalidArgument naming `field` for lone surrogates, which UTF-8 cannot represent."""
     try:
         text.encode()
@@ -48,7 +48,7 @@ def encodable(text: str, field: str) -> str:
     return text
 
 
-def within(field: str, value: Number, low: float, high: float, unit: str = "") -> Number:
+def check_range(field: str, value: Number, low: float, high: float, unit: str = "") -> Number:
     """Returns `value`. Raises InvalidArgument naming `field` unless it is between `low` and `high`, inclusive."""
     if not low <= value <= high:
         raise InvalidArgument(field, f"must be between {human_number(low)} and {human_number(high)}{unit}")
@@ -60,11 +60,11 @@ def enum_value(values: Sequence[Value], number: int) -> Value:
     return values[number] if 0 <= number < len(values) else values[0]
 
 
-def as_text(value: str | BytesLike, field: str) -> str:
+def to_text(value: str | BytesLike, field: str) -> str:
     """A text, or decoded UTF-8 bytes. Raises InvalidArgument naming `field` for other types."""
     match value:
         case str():
-            return encodable(value, field)
+            return check_utf8(value, field)
         case bytes() | bytearray() | memoryview():
             try:
                 return as_bytes(value, field).tobytes().decode()
@@ -84,14 +84,14 @@ def as_bytes(value: BytesLike, field: str) -> memoryview:
     return view
 
 
-def is_series(value: object) -> bool:
+def is_sequence(value: object) -> bool:
     """Whether it is an ordered iterable and not a text: mappings and sets are not."""
     return isinstance(value, Iterable) and not isinstance(value, str | BytesLike | Mapping | AnySet)
 
 
 def encode_ids(token_ids: Iterable[int]) -> generation_pb.TokenIds:
     """Raises InvalidArgument for anything but a sequence of ids, naming the first invalid one."""
-    if not is_series(token_ids):
+    if not is_sequence(token_ids):
         raise InvalidArgument("token_ids", f"{type(token_ids).__name__} is not a sequence of token ids")
     given = token_ids if isinstance(token_ids, Sequence) else list(token_ids)
     try:

@@ -1,7 +1,7 @@
 """Conversion of export and import messages."""
 
 from longleaf.codec.context import MAX_UPLOAD_ID, decode_context, encode_context
-from longleaf.codec.names import context_id, context_name, encodable
+from longleaf.codec.names import check_utf8, context_id, context_name
 from longleaf.errors import InvalidArgument
 from longleaf.types import ArchiveChunk, ExportContext, ExportedArchive, ImportHeader, ImportProgress
 from longleaf.v1 import context_service_pb2 as context_pb
@@ -53,7 +53,7 @@ def encode_import_piece(piece: ImportHeader | ArchiveChunk) -> context_pb.Import
         return context_pb.ImportContextRequest(piece=reported)
     config = context_pb.ImportConfig(
         name="" if piece.context is None else context_name(piece.context),
-        upload_id=encodable(piece.upload_id, "upload_id"),
+        upload_id=check_utf8(piece.upload_id, "upload_id"),
         total_size_bytes=piece.total_bytes,
     )
     return context_pb.ImportContextRequest(config=config)

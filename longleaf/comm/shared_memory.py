@@ -156,10 +156,10 @@ class SharedMemoryComm:
         deed = num_bytes << KIND_BITS | route.kind
         status = self._library.exchange(place, tensor.data_ptr() + start, written, stride, length, deed)
         if status != Status.MET:
-            self._settle(status, deed)
+            self._finish(status, deed)
         return place.step & 1
 
-    def _settle(self, status: int, deed: int) -> None:
+    def _finish(self, status: int, deed: int) -> None:
         """Waits for the other ranks. Raises RankLost, CollectiveMismatch for messages that differ, or ExchangeAborted.
 
         A rank that fails here leaves, so that the others do not wait for it.
@@ -189,14 +189,16 @@ class SharedMemoryComm:
 
     def _worker_lost(self, rank: int, reason: str) -> RankLost:
         """The error that all ranks raise for the rank that the first of them found missing."""
-        blamed: int = self._library.blame(self._place, rank)
+        blamed: int = self._library.find_missing(self._place, rank)
         return RankLost(self._members[blamed], reason if blamed == rank else "another rank timed out waiting for it")
 
     def _disagreement(self, deed: int) -> CollectiveMismatch:
         theirs = ctypes.c_int64()
         odd: int = self._library.odd(self._place, theirs)
         own, other = (f"rank {self._members[rank]} sends" for rank in (self.rank, odd))
-        return CollectiveMismatch(f"messages differ: {own} {Kind.told(deed)}, {other} {Kind.told(theirs.value)}")
+        return CollectiveMismatch(
+            f"messages differ: {own} {Kind.description(deed)}, {other} {Kind.description(theirs.value)}"
+        )
 
 
 def _view(

@@ -60,5 +60,5 @@ def check_preamble(data: bytes) -> None:
         raise InvalidArgument(FIELD, f"it is of version {version}, and this service reads version {VERSION}")
 
 
-def _check(told: bytes) -> bytes:
-    return blake3(told).digest()[:CHECK_BYTES]
+def _check(payload: bytes) -> bytes:
+    return blake3(payload).digest()[:CHECK_BYTES]

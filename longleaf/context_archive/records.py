@@ -38,7 +38,7 @@ MAX_NAME = 256
 """In characters."""
 MAX_WINDOW_RUNS = 8
 """Runs of windows, which may start anywhere, in addition to one per block."""
-Told = TypeVar("Told")
+RecordT = TypeVar("RecordT")
 
 
 class ContextHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +124,7 @@ class SegmentHead(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidArgument(FIELD, "a piece has no digest")
 
     @property
-    def num_held_bytes(self) -> int:
+    def num_buffered_bytes(self) -> int:
         """Approximate memory."""
         parts = () if self.keys is None else self.keys.parts
         resident = SEGMENT_BYTES + PIECE_BYTES * len(parts) + RUN_BYTES * sum(len(part.runs) for part in parts)
@@ -227,11 +227,11 @@ def _count(runs: msgspec.Raw) -> int:
     raise InvalidArgument(FIELD, "it is invalid: runs is not an array")
 
 
-def encode(told: ContextHead | SegmentHead) -> bytes:
-    return msgspec.msgpack.encode(told, order="deterministic")
+def encode(record: ContextHead | SegmentHead) -> bytes:
+    return msgspec.msgpack.encode(record, order="deterministic")
 
 
-def decode(content: bytes | bytearray | msgspec.Raw, kind: type[Told]) -> Told:
+def decode(content: bytes | bytearray | msgspec.Raw, kind: type[RecordT]) -> RecordT:
     """Raises InvalidArgument for invalid content."""
     try:
         return msgspec.msgpack.decode(content, type=kind)

@@ -56,7 +56,7 @@ zinc
 """.split()
 
 TRAIN_WORDS = tuple(word for i, word in enumerate(WORDS) if i % 10 != 3)
-HELD_OUT_WORDS = tuple(word for i, word in enumerate(WORDS) if i % 10 == 3)
+EVALUATION_WORDS = tuple(word for i, word in enumerate(WORDS) if i % 10 == 3)
 """Words that training never uses in keys or values; the demo uses only these."""
 
 
@@ -109,14 +109,14 @@ def make_fact(rng: random.Random, key: str, value: str) -> Fact:
     return Fact(key, value, sentence.format(**names), question.format(**names), f"{key} is {value}")
 
 
-def held_out_fact(rng: random.Random) -> Fact:
+def evaluation_fact(rng: random.Random) -> Fact:
     """A fact whose words training never used."""
-    return make_fact(rng, make_key(rng, HELD_OUT_WORDS), make_value(rng, HELD_OUT_WORDS))
+    return make_fact(rng, make_key(rng, EVALUATION_WORDS), make_value(rng, EVALUATION_WORDS))
 
 
 def absent_fact(rng: random.Random) -> Fact:
     """A question about a key that is in no document."""
-    fact = held_out_fact(rng)
+    fact = evaluation_fact(rng)
     return without_value(fact)
 
 

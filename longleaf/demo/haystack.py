@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longleaf.demo.facts import Fact, absent_fact, held_out_fact
+from longleaf.demo.facts import Fact, absent_fact, evaluation_fact
 
 Split = Literal["all", "train", "held_out"]
 
@@ -128,7 +128,7 @@ def distinct_facts(rng: random.Random, count: int) -> list[Fact]:
     chosen: dict[str, Fact] = {}
     values: set[str] = set()
     while len(chosen) < count:
-        fact = held_out_fact(rng)
+        fact = evaluation_fact(rng)
         if fact.value not in values and canonical(fact.key) not in chosen:
             chosen[canonical(fact.key)] = fact
             values.add(fact.value)
@@ -140,12 +140,14 @@ def make_haystack(seed: int, tokens: int, facts: int = 5, absent: int = 1, split
     rng = random.Random(seed)
     everything = distinct_facts(rng, facts + tokens // DISTRACTOR_EVERY)
     filler = room([fact.sentence for fact in everything], tokens)
-    return hide(rng, library_text(rng, filler, split), everything, facts, absent)
+    return build_haystack(rng, library_text(rng, filler, split), everything, facts, absent)
 
 
-def hide(rng: random.Random, text: str, everything: Sequence[Fact], asked: int, absent: int) -> Haystack:
+def build_haystack(
+    rng: random.Random, text: str, everything: Sequence[Fact], num_questions: int, absent: int
+) -> Haystack:
     """`text` with all facts, questions for `asked` of them, and `absent` keys that are not in the text."""
-    wanted = [everything[i] for i in sorted(rng.sample(range(len(everything)), asked))]
+    wanted = [everything[i] for i in sorted(rng.sample(range(len(everything)), num_questions))]
     planted = plant(rng, text, [fact.sentence for fact in everything])
     missing: list[Fact] = []
     while len(missing) < absent:

@@ -16,7 +16,7 @@ import msgspec
 from longleaf.client import Client
 from longleaf.config import DataConfig, EngineConfig, Launcher, embedded_model
 from longleaf.demo.facts import Fact, is_correct
-from longleaf.demo.haystack import Haystack, cut, distinct_facts, hide, make_haystack
+from longleaf.demo.haystack import Haystack, build_haystack, cut, distinct_facts, make_haystack
 from longleaf.errors import InvalidArgument, Unavailable
 from longleaf.launch import ServiceProcess, coordinator_command
 from longleaf.topology import count_ranks
@@ -174,7 +174,7 @@ def build(settings: DemoSettings) -> Haystack:
     if settings.tokens is not None:
         text = cut(text, settings.tokens)
     rng = random.Random(settings.seed)
-    return hide(rng, text, distinct_facts(rng, NUM_FACTS), NUM_FACTS, NUM_ABSENT)
+    return build_haystack(rng, text, distinct_facts(rng, NUM_FACTS), NUM_FACTS, NUM_ABSENT)
 
 
 def _examine(client: Client, haystack: Haystack, show: Show) -> Report:

@@ -69,14 +69,14 @@ def _attend(bench: ProbeCase) -> Iterator[str]:
         q, k, v = _drawn(bench, num_rows)
         for cap in (None, CAP):
             what = f"attend of {num_rows} rows" + (" with a soft cap" if cap else "")
-            yield from _held_against_reference(bench, what, q, k, v, _reads(num_rows), cap)
+            yield from _compare_with_reference(bench, what, q, k, v, _reads(num_rows), cap)
         nothing = Reads([Read(0, num_rows, 0, 8, offset=-num_rows)])
-        yield from _held_against_reference(bench, f"attend of {num_rows} rows that see nothing", q, k, v, nothing, None)
+        yield from _compare_with_reference(bench, f"attend of {num_rows} rows that see nothing", q, k, v, nothing, None)
 
 
 def _attend_latents(bench: ProbeCase) -> Iterator[str]:
     q, pool = bench.draw(FEW, KEY_HEADS * GROUP, LATENT + ROTARY), bench.draw(1, NUM_SLOTS, LATENT + ROTARY)
-    yield from _held_against_reference(bench, "attend over latents", q, pool, None, _reads(FEW), None)
+    yield from _compare_with_reference(bench, "attend over latents", q, pool, None, _reads(FEW), None)
 
 
 def _attend_broken(bench: ProbeCase) -> Iterator[str]:
@@ -120,7 +120,7 @@ def _seen(reads: Reads, num_rows: int) -> Tensor:
     return seen_TS
 
 
-def _held_against_reference(
+def _compare_with_reference(
     bench: ProbeCase, what: str, q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor | None, reads: Reads, cap: float | None
 ) -> Iterator[str]:
     """`v_KSD` is None for values that are part of the keys."""

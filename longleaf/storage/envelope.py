@@ -15,12 +15,12 @@ _HEAD_BYTES = len(MAGIC) + KIND_BYTES + VERSION_BYTES
 _FULL_BYTES = _HEAD_BYTES + DIGEST_BYTES
 
 
-def seal(kind: bytes, version: int, content: bytes) -> bytes:
+def wrap(kind: bytes, version: int, content: bytes) -> bytes:
     head = MAGIC + kind.ljust(KIND_BYTES, b"\0") + version.to_bytes(VERSION_BYTES, "little")
     return head + _digest(head, content) + content
 
 
-def unseal(data: bytes, kind: bytes, version: int, name: str) -> bytes:
+def unwrap(data: bytes, kind: bytes, version: int, name: str) -> bytes:
     """The content of the object `name`. Raises DataLoss if it is damaged, of another kind, or of a later version."""
     if len(data) < _FULL_BYTES:
         raise DataLoss(name, f"it is truncated to {len(data)} bytes")

@@ -10,7 +10,7 @@ import msgspec
 
 from longleaf.errors import DataLoss, InvalidArgument
 from longleaf.positions import Rope
-from longleaf.storage.envelope import seal, unseal
+from longleaf.storage.envelope import unwrap, wrap
 from longleaf.storage.names import attempt_of_piece, is_id
 
 KIND = b"manifest"
@@ -116,12 +116,12 @@ def _check_rising(piece: PieceRef, field: str) -> None:
 def encode_manifest(manifest: SegmentManifest) -> bytes:
     """Raises InvalidArgument like `check`."""
     manifest.check()
-    return seal(KIND, VERSION, msgspec.msgpack.encode(manifest))
+    return wrap(KIND, VERSION, msgspec.msgpack.encode(manifest))
 
 
 def decode_manifest(data: bytes, name: str) -> SegmentManifest:
     """The manifest stored as `name`. Raises DataLoss if it is damaged, inconsistent, or of a later version."""
-    content = unseal(data, KIND, VERSION, name)
+    content = unwrap(data, KIND, VERSION, name)
     try:
         manifest = msgspec.msgpack.decode(content, type=SegmentManifest)
         manifest.check()

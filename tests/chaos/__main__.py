@@ -64,7 +64,7 @@ class ProbedEngine(Engine):
         segments = scheduler.segments
         segments._begin_parking = partial(self._pass, PARK, segments._begin_parking)
         segments.call = partial(self._pass, CALL, segments.call)
-        persistence: Any = self._keeping
+        persistence: Any = self._persistence
         persistence._commit = partial(self._keep, persistence._commit)
         look = partial(self._wait_idle, asyncio.get_running_loop())
         Probe(self._folder, {"arm": self._points.arm, "look": look}).start()
@@ -87,7 +87,7 @@ class ProbedEngine(Engine):
     def _tell(self, scheduler: Any, outcomes: Any = ()) -> None:
         if any(isinstance(outcome, Tokens) for _, outcome in outcomes):
             self._points.reach(PUBLISH)
-        super()._tell(scheduler, outcomes)
+        super()._publish(scheduler, outcomes)
 
     def _wait_idle(self, loop: asyncio.AbstractEventLoop) -> Look:
         """Returns the idle engine's state to another thread. Raises TimeoutError, listing the pending work, if the

@@ -48,7 +48,7 @@ class ChaosRank(Rank):
         self._points = Points()
         super().__init__(spec, lambda url: ProbedStore(Storage.open(url), self._points))
         self._is_chunk = False
-        kv_transfer.settle = partial(self._commit_transfer, kv_transfer.settle)
+        kv_transfer.confirm = partial(self._commit_transfer, kv_transfer.confirm)
         Probe(folder, {"arm": self._points.arm, "book": self._block_table, "keys": self._keys}).start()
 
     def lay_out(self, model: Model, backend: Backend | None = None) -> None:
@@ -65,8 +65,8 @@ class ChaosRank(Rank):
         self._number = join.rank
         ready = super().join(join)
         assert self.epoch is not None
-        self.epoch._tell = partial(
-            self._broadcast, WeakMethod(self.epoch._tell)
+        self.epoch._report = partial(
+            self._broadcast, WeakMethod(self.epoch._report)
         )  # a strong reference would keep the epoch alive
         return ready
 

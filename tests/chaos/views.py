@@ -48,12 +48,12 @@ def check_block_table(rank: int, found: RankTable, look: Look, block_size: int) 
     """The block table of a rank equals that of the coordinator, except for segments with a pending removal."""
     wanted = BlockTable(0, block_size)
     wanted.replace(look.layout)
-    missing = wanted._held.keys() - found.keys()
+    missing = wanted._slots.keys() - found.keys()
     assert not missing, f"rank {rank} does not know of segments {sorted(missing)}"
     for segment, (start, resident) in found.items():
         if segment not in look.forgotten:
-            assert segment in wanted._held, f"rank {rank} knows of segment {segment}, but the coordinator does not"
-            extents = {number: [tuple(e) for e in one.extents] for number, one in wanted._held[segment].items()}
+            assert segment in wanted._slots, f"rank {rank} knows of segment {segment}, but the coordinator does not"
+            extents = {number: [tuple(e) for e in one.extents] for number, one in wanted._slots[segment].items()}
             found_slots, slots_wanted = slots(resident), slots(extents)
             windows = slots_wanted.pop(EVERY_RANK, {}).items()
             # windows that no later token sees are released without a message: ranks never read them

@@ -215,9 +215,9 @@ def test_contexts_of_another_checkpoint_are_reported_as_stale(tmp_path: Path) ->
         with pytest.raises(CheckpointChanged, match=r"tokenizer_config\.json in .* changed since"):
             ask(client, "book", "?")
         with pytest.raises(CheckpointChanged, match=r"tokenizer_config\.json in .* ingest the text again"):
-            client.reread_context("book")
+            client.recompute_context("book")
         with pytest.raises(NotFound):
-            client.reread_context("other")
+            client.recompute_context("other")
         with pytest.raises(NotFound):
             client.get_context("other")
         client.ingest("book", "another text")
@@ -248,10 +248,10 @@ def test_stale_contexts_are_recomputed_with_the_new_weights(tmp_path: Path) -> N
         for call in (lambda: ask(client, "book", question), lambda: client.get_context("book")):
             with pytest.raises(CheckpointChanged, match=r"model\.safetensors in .* changed since.*contexts reread"):
                 call()
-        context = client.reread_context("book")
+        context = client.recompute_context("book")
         assert (context.tokens, context.state, context.display_name) == (tokens, "parked", "a book")
         with pytest.raises(AlreadyExists):
-            client.reread_context("book")
+            client.recompute_context("book")
         client.ingest("fresh", haystack.text)
         answer, came_back = ask(client, "book", question)
         assert came_back
@@ -260,7 +260,7 @@ def test_stale_contexts_are_recomputed_with_the_new_weights(tmp_path: Path) -> N
         service.kill()
     with serving(data_dir, 3, model=model, dtype="float32") as (_, client):
         assert ask(client, "book", question) == (answer, True)
-        found = client.reread_contexts()
+        found = client.recompute_contexts()
         assert [each.id for each in found.contexts] == ["twig"]
         assert [each.name for each in found.left_out] == ["book"]
         assert ask(client, "twig", "?")[1]

@@ -17,7 +17,7 @@ from longleaf.client import Client
 from longleaf.config import DataConfig, EngineConfig, embedded_model
 from longleaf.demo.haystack import make_haystack
 from longleaf.launch import coordinator_command
-from longleaf.storage.envelope import seal
+from longleaf.storage.envelope import wrap
 from longleaf.storage.manifest import KIND, VERSION, decode_manifest
 from tests.e2e.test_restart import Service, ask, wait_until
 from tests.support import forked
@@ -99,7 +99,7 @@ def forge(folder: Path, **fields: object) -> None:
     """Rewrites a manifest with changed fields and a valid checksum."""
     path = folder / "manifest"
     manifest = decode_manifest(path.read_bytes(), "manifest")
-    path.write_bytes(seal(KIND, VERSION, msgspec.msgpack.encode(msgspec.structs.replace(manifest, **fields))))
+    path.write_bytes(wrap(KIND, VERSION, msgspec.msgpack.encode(msgspec.structs.replace(manifest, **fields))))
 
 
 def forge_first_piece(folder: Path, **fields: object) -> None:

@@ -24,7 +24,7 @@ CUT = 300
 async def leave(found: DurableEngine, threads: TokenizerPool) -> bytes:
     """The parcel of the context."""
     archive = bytearray()
-    async for part in Exports(found.engine.house, threads, found.engine.cluster).run(ExportContext(context="book")):
+    async for part in Exports(found.engine.transfers, threads, found.engine.cluster).run(ExportContext(context="book")):
         archive += b"" if isinstance(part, ExportedArchive) else part
     return bytes(archive)
 
@@ -35,7 +35,7 @@ async def arrive(found: DurableEngine, archive: bytes) -> ImportProgress:
         for at in range(0, len(archive), 100_000):
             yield ArchiveChunk(at, archive[at : at + 100_000])
 
-    imports = ImportSessions(found.engine.house, 1 << 20)
+    imports = ImportSessions(found.engine.transfers, 1 << 20)
     reports = [report async for report in imports.run(sent())]
     await imports.close()
     return reports[-1]

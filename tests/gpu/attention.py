@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from longleaf.attention.block_attribution import BLOCK, AttributedRead, BlockSums, told_read
+from longleaf.attention.block_attribution import BLOCK, AttributedRead, BlockSums, attributed_read
 from longleaf.attention.masks import Read, Reads
 from longleaf.kernels import int8
 from longleaf.kernels.probe import probe
@@ -115,10 +115,10 @@ def blocks_are_told_of(place: Place) -> None:
             found = place.kernels.attend(q, k, v, asking, scale_of(q))
             assert_same_bits(found.out_THD, plain.out_THD)
             assert_same_bits(found.lse_TH, plain.lse_TH)
-            assert asking.told is not None
-            reported_KE2 = asking.told.take()
+            assert asking.attributed is not None
+            reported_KE2 = asking.attributed.take()
             assert reported_KE2 is not None
-            for read, each in zip(reads, asking.told.reads, strict=True):
+            for read, each in zip(reads, asking.attributed.reads, strict=True):
                 reported_KRGE2 = reported_KE2[:, each.start * GROUPS[dim] : each.end * GROUPS[dim]]
                 reported_KRGE2 = reported_KRGE2.unflatten(1, (-1, GROUPS[dim], each.num_entries)).double()
                 check_shares(read, reported_KRGE2, q, k, found.lse_TH)
@@ -128,8 +128,8 @@ def asked(reads: list[Read]) -> Reads:
     """All rows of some reads are attributed."""
     found, reported = Reads(reads), list[AttributedRead]()
     for read in reads:
-        reported.append(told_read(read[2:4], reported[-1].end if reported else 0, read[:2]))
-    found.told = BlockSums(reported)
+        reported.append(attributed_read(read[2:4], reported[-1].end if reported else 0, read[:2]))
+    found.attributed = BlockSums(reported)
     return found
 
 

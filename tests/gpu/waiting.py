@@ -40,8 +40,8 @@ def no_call_waits(place: Place) -> None:
 
 def add_shares(place: Place, reads: Reads, partial: Partial) -> None:
     """Adds the first row's attribution of the last layer to two columns."""
-    assert reads.told is not None
-    reported_KE2, num_entries = reads.told.take(), reads.told.reads[0].num_entries
+    assert reads.attributed is not None
+    reported_KE2, num_entries = reads.attributed.take(), reads.attributed.reads[0].num_entries
     assert reported_KE2 is not None
     bounds = ((0, num_entries - 1, 0), (num_entries - 1, num_entries, 1))
     runs = [(0, 0, num_entries, *bound, 0, NO_EDGE) for bound in bounds]
@@ -65,7 +65,7 @@ def a_graph_serves_any_mix(place: Place) -> None:
     made = [Reads(reads) for reads in mixes]
     eager = [place.kernels.attend(q, k, v, reads, scale_of(q)) for reads in made]
     torch.cuda.synchronize(place.device)
-    (captured,), *others = ([*reads.kept.values()] for reads in made)
+    (captured,), *others = ([*reads.cache.values()] for reads in made)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = place.kernels.attend(q, k, v, made[0], scale_of(q))

@@ -89,8 +89,8 @@ class DurableMachine(RecoveringMachine):
     def rest(self, context: str) -> None:
         """As when room is needed."""
         found = self.scheduler.contexts.find(context)
-        if found is not None and not found.is_resting and context not in self.scheduler._requests.contexts:
-            self.scheduler.contexts.rest(found)
+        if found is not None and not found.is_evicted and context not in self.scheduler._requests.contexts:
+            self.scheduler.contexts.evict(found)
 
     @rule(context=NAMES, question=st.integers(1, 12), steps=st.integers(0, 3))
     def rest_and_ask(self, context: str, question: int, steps: int) -> None:

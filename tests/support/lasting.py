@@ -36,15 +36,15 @@ class MemoryLasting:
     def changed(self) -> dict[str, str]:
         return {name: each.changes for name, each in self.earlier.items()}
 
-    def read_earlier(self) -> dict[str, StaleContext]:
+    def read_stale(self) -> dict[str, StaleContext]:
         self.num_readings += 1
         return self.earlier
 
     @property
-    def kept(self) -> CatalogContents:
-        return self.catalog.kept
+    def contents(self) -> CatalogContents:
+        return self.catalog.contents
 
     @property
     def contexts(self) -> dict[str, int]:
         """Tokens of those that are kept, by id."""
-        return {context.id: context.num_tokens for context in self.kept.contexts}
+        return {context.id: context.num_tokens for context in self.contents.contexts}

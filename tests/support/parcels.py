@@ -9,7 +9,7 @@ from blake3 import blake3
 
 from coordinator.persistence.catalog.records import SegmentRecord
 from longleaf.context_archive.frames import PREAMBLE, Frame, Kind
-from longleaf.context_archive.reader import ArchiveReader, Told
+from longleaf.context_archive.reader import ArchiveReader, Section
 from longleaf.context_archive.records import ContextHead, SegmentHead, encode
 from longleaf.context_archive.writer import ArchiveWriter, keys_of
 from longleaf.document_text import STRIDE, DocumentText, TextFile, packed
@@ -144,9 +144,9 @@ def _keep(
     )
 
 
-def unpack(archive: bytes, cuts: Sequence[int] = ()) -> list[Told]:
+def unpack(archive: bytes, cuts: Sequence[int] = ()) -> list[Section]:
     """The records of a parcel that arrives cut at these offsets. Raises InvalidArgument."""
-    unpacking, found = ArchiveReader(), list[Told]()
+    unpacking, found = ArchiveReader(), list[Section]()
     unpacking.expect(FORM, BLOCK_SIZE)
     bounds = [0, *sorted(cuts), len(archive)]
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):

@@ -25,7 +25,7 @@ class RandomDrafter(Drafter):
 
     def _look(self, job: Sequence) -> Draft:
         most = min(self._max_drafts, job.most_drafts(self._block_size))
-        if most <= 0 or self._guesses_of(job) is None:
+        if most <= 0 or self._drafter_of(job) is None:
             return NO_DRAFT
         if self._kind == "found":
             return super()._look(job)

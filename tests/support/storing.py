@@ -96,7 +96,7 @@ class Storage:
     @property
     def names(self) -> list[str]:
         """All objects of segments, sorted."""
-        folder = segments_folder(self.lasting.kept.service_id)
+        folder = segments_folder(self.lasting.contents.service_id)
         return sorted(entry.name for entry in self.store.list(folder))
 
 
@@ -122,7 +122,7 @@ async def serving(
     snapshots = Snapshots(
         storage.store,
         persistence.catalog,
-        persistence.kept,
+        persistence.contents,
         "checkpoint",
         policy or RetentionPolicy(grace=NOW),
         lambda: NOW,

@@ -54,7 +54,7 @@ async def serving(
     try:
         async with running(engine):
             generation = Generation(engine, tokenizer, threads, later=later, journal=journal, wall_clock=wall_clock)
-            await generation.take_up()
+            await generation.resume_all()
             yield Served(engine, ranks, generation, journal)
     finally:
         await threads.close()

@@ -91,7 +91,7 @@ class ThreadRanks:
         """Nor do others come."""
         await asyncio.get_running_loop().create_future()
 
-    async def wait_settled(self) -> None:
+    async def wait_ready(self) -> None:
         """No rank is ever lost."""
 
     async def save(self, member: int, order: Save) -> Saved:

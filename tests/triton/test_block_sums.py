@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longleaf.attention.block_attribution import BLOCK, NO_EDGE, AttributionColumns, BlockSums, table, told_read
+from longleaf.attention.block_attribution import BLOCK, NO_EDGE, AttributionColumns, BlockSums, attributed_read, table
 from longleaf.attention.masks import Read, Reads
 from longleaf.kernels import int8
 from longleaf.kernels.backend import AttributionBackend
@@ -72,7 +72,7 @@ def test_blocks_have_the_shares_of_dense_attention_and_change_no_bit(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("longleaf.kernels.gpu.constants.MAX_TILE_KEYS", tile_keys)
         plain, asking = layer.attend(Reads(reads), cap, kernels), Reads(reads)
-        asking.told = sums
+        asking.attributed = sums
         before.attend(asking, cap, kernels)
         partial = layer.attend(asking, cap, kernels)
     assert torch.equal(partial.out_THD, plain.out_THD) and torch.equal(partial.lse_TH, plain.lse_TH)
@@ -85,8 +85,8 @@ def asked(*reads):
     """All rows of some reads are attributed."""
     found, reported = Reads(reads), []
     for read in reads:
-        reported.append(told_read(read[2:4], reported[-1].end if reported else 0, read[:2]))
-    found.told = BlockSums(reported)
+        reported.append(attributed_read(read[2:4], reported[-1].end if reported else 0, read[:2]))
+    found.attributed = BlockSums(reported)
     return found
 
 
@@ -101,14 +101,14 @@ def test_no_slot_that_is_not_read_is_looked_at(num_multiprocessors):
             tensor[:, low:high] = torch.nan
     found = layer.attend(reads, kernels=TritonKernels(num_multiprocessors))
     torch.testing.assert_close(found.out_THD, wanted.out_THD)
-    assert reads.told.take().isfinite().all()
+    assert reads.attributed.take().isfinite().all()
 
 
 def test_blocks_that_lie_in_no_tile_are_not_told_of(monkeypatch):
     monkeypatch.setattr("longleaf.kernels.gpu.constants.MAX_TILE_KEYS", BLOCK // 2)
     layer, reads = Layer(3, 2, 1, 16, "alike", torch.float32, 100), asked(Read(0, 2, 3, 90))
     layer.attend(reads)
-    assert reads.told.take() is None
+    assert reads.attributed.take() is None
 
 
 def test_nor_are_blocks_of_keys_in_8_bits_that_begin_elsewhere():
@@ -116,7 +116,7 @@ def test_nor_are_blocks_of_keys_in_8_bits_that_begin_elsewhere():
     int8.write(retained, torch.arange(100), *torch.ones(2, KEY_HEADS, 100, 16))
     reads = asked(Read(0, 2, 3, 90))
     KERNELS.attend_int8(torch.ones(2, KEY_HEADS, 16), retained, reads, SCALE)
-    assert reads.told.take() is None
+    assert reads.attributed.take() is None
 
 
 def drawn_columns(data, num_rows, num_entries):
@@ -147,12 +147,12 @@ def drawn_columns(data, num_rows, num_entries):
 )
 def test_shares_add_up_as_those_of_the_cpu(data, seed, num_rows, num_entries, group, has_sinks):
     generator, columns = torch.Generator().manual_seed(seed), drawn_columns(data, num_rows, num_entries)
-    sums = BlockSums([told_read((0, num_entries * BLOCK), 0, (0, num_rows))])
+    sums = BlockSums([attributed_read((0, num_entries * BLOCK), 0, (0, num_rows))])
     reported_KE2 = sums.room(KEY_HEADS, group)
     reported_KE2.copy_(torch.rand(reported_KE2.shape, generator=generator))
     lse = torch.randn(KEY_HEADS * group, num_rows, generator=generator).T  # as merges hand it over
     sinks = torch.randn(KEY_HEADS * group, generator=generator) if has_sinks else None
-    shape, found = (len(columns.tellers), 50), []
+    shape, found = (len(columns.rows), 50), []
     for add in (NativeBlockAttribution.load(), KERNELS.add_shares):
         found.append((torch.zeros(shape), torch.full(shape, -1.0), torch.zeros(shape, dtype=torch.int32)))
         for layer in range(2):

@@ -246,6 +246,6 @@ def test_what_the_self_test_reads_takes_rounds_of_each_kind():
 
 @pytest.mark.usefixtures("whole")
 def test_a_key_that_hides_is_found_by_the_self_test(monkeypatch):
-    monkeypatch.setattr(FlashKernels, "_betray", lambda *args: None)
+    monkeypatch.setattr(FlashKernels, "_propagate_nonfinite", lambda *args: None)
     wrong = flash.what_is_wrong(kernels(), torch.device("cpu"), torch.bfloat16)
     assert wrong == "a key that is infinite does not show"

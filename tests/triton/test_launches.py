@@ -54,7 +54,7 @@ def test_layers_that_see_alike_share_one_table_and_others_have_their_own():
     for num_kv_heads in (2, 2, 4, 2):
         k = torch.randn(num_kv_heads, 100, 64)
         kernels.attend(q, k, k, reads, 0.1)
-    assert len(reads.kept) == 2
+    assert len(reads.cache) == 2
 
 
 def test_nothing_is_asked_of_the_device():

@@ -81,7 +81,7 @@ class QuantizedPool:
         """Rounds the keys and values of T tokens into their slots."""
         backend.store_int8(self._layers[layer], slots_T, k_KTD, v_KTV)
 
-    def kept(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
+    def stored(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
         """The stored, rounded keys and values of T tokens."""
         return int8.read(self._layers[layer], slots_T, self.dtype)
 

@@ -37,7 +37,7 @@ MAX_REASON_CHARACTERS = 1024
 Answer = Callable[[Outcome], None]
 """Sends the outcome of an order. Any thread may call it."""
 ENDED = Failure("dropped", "the epoch has ended")
-NOT_HELD = Failure("dropped", "the rank does not have it")
+NOT_RESIDENT = Failure("dropped", "the rank does not have it")
 DISCARDED = Failure("dropped", "it was discarded")
 log = logging.getLogger(__name__)
 

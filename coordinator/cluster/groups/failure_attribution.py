@@ -50,12 +50,12 @@ class FailureCollector:
         """The member reported that it ends, perhaps because it saw rank `blamed` die."""
         if member in self.members:
             self._failed.setdefault(member, reason)
-            self._blame(member, reason, blamed)
+            self._attribute(member, reason, blamed)
 
     def broken(self, member: int, step: int, reason: str, blamed: int | None = None) -> None:
         """The member is alive and reported that the epoch has ended for it."""
         self._broken.setdefault(member, (step, reason))
-        self._blame(member, reason, blamed)
+        self._attribute(member, reason, blamed)
 
     def has_answered(self, member: int) -> bool:
         """Whether the member reported that the epoch has ended for it."""
@@ -66,7 +66,7 @@ class FailureCollector:
         """A report has arrived, so the verdict exists or follows. Later results of ranks are ignored."""
         return self._is_gathering or self.verdict.done()
 
-    def _blame(self, member: int, reason: str, blamed: int | None) -> None:
+    def _attribute(self, member: int, reason: str, blamed: int | None) -> None:
         if blamed is not None and self.members[blamed] != member:
             self._blamed.setdefault(self.members[blamed], reason)
             self._accusers.add(member)

@@ -25,13 +25,13 @@ class Exports:
 
     def __init__(
         self,
-        house: TransferEngine,
+        engine: TransferEngine,
         threads: TokenizerPool,
         cluster: Callable[[], Cluster],
         max_exports: int = MAX_EXPORTS,
         tenant_share: float = 1.0,
     ) -> None:
-        self._house = house
+        self._engine = engine
         self._threads = threads
         self._cluster = cluster
         self._max_exports = max_exports
@@ -47,7 +47,7 @@ class Exports:
         digest, InvalidArgument, ResourceExhausted, DataLoss, StorageUnavailable or Unavailable.
         """
         with self._counted(tenant_of(wanted.context)):
-            exporting = await self._house.open_export(wanted.context, with_keys=wanted.with_keys)
+            exporting = await self._engine.open_export(wanted.context, with_keys=wanted.with_keys)
             try:
                 packing = await self._pack(exporting)
                 _check(wanted, packing)
@@ -72,7 +72,7 @@ class Exports:
             self._num_open += Counter()  # removes tenants with a count of zero
 
     async def _pack(self, exporting: ExportHandle) -> ArchiveWriter:
-        head = _head(exporting, await self._house.fingerprint(), self._cluster().model.name)
+        head = _head(exporting, await self._engine.fingerprint(), self._cluster().model.name)
         return await self._threads.run(ArchiveWriter, head, exporting.segments, exporting.manifests)
 
 

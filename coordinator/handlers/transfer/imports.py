@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
-from coordinator.handlers.fair_share import loser_of
+from coordinator.handlers.fair_share import eviction_victim
 from coordinator.handlers.resumable_generations import CallLater, Timer, call_later
 from coordinator.handlers.transfer.importer import ContextImporter
 from coordinator.handlers.transfer.ports import TransferEngine
@@ -97,7 +97,7 @@ class ImportSessions:
 
     def __init__(
         self,
-        house: TransferEngine,
+        engine: TransferEngine,
         vocabulary_size: int,
         clock: Callable[[], float] = time.monotonic,
         later: CallLater = call_later,
@@ -111,7 +111,7 @@ class ImportSessions:
         tenant_share: float = 1.0,
     ) -> None:
         self._tenant_share = tenant_share
-        self._house = house
+        self._engine = engine
         self._vocabulary_size = vocabulary_size
         self._ledger = ledger
         self._clock, self._later, self._wall_clock = clock, later, wall_clock
@@ -141,7 +141,7 @@ class ImportSessions:
         self, found: ImportSession, owner: object, pieces: AsyncIterator[ImportHeader | ArchiveChunk]
     ) -> AsyncGenerator[ImportProgress, None]:
         arrival = found.arrival
-        await found.work(owner, arrival.settle)
+        await found.work(owner, arrival.commit)
         reported = arrival.num_bytes
         if arrival.made is None:
             yield ImportProgress(received_bytes=reported)
@@ -190,7 +190,7 @@ class ImportSessions:
 
     def _is_there(self, context: str, upload_id: str) -> bool:
         try:
-            return self._house.made_by(context) == upload_id
+            return self._engine.made_by(context) == upload_id
         except LongleafError:
             return False
 
@@ -207,7 +207,7 @@ class ImportSessions:
             message = f"{len(self._all)} are running, which is the limit"
             raise ResourceExhausted("imports", message, RETRY_SECONDS)
         found = ImportSession(
-            header, ContextImporter(self._house, header, self._vocabulary_size, self._wall_clock, self._ledger)
+            header, ContextImporter(self._engine, header, self._vocabulary_size, self._wall_clock, self._ledger)
         )
         self._all.append(found)
         if header.upload_id:
@@ -230,14 +230,14 @@ class ImportSessions:
     def _bytes_by_tenant(self) -> Counter[str]:
         resident = Counter[str]()
         for found in self._all:
-            resident[found.header.tenant] += found.arrival.num_held_bytes
+            resident[found.header.tenant] += found.arrival.num_buffered_bytes
         return resident
 
-    def _make_room(self, held: Counter[str], tenant: str) -> bool:
+    def _make_room(self, usage: Counter[str], tenant: str) -> bool:
         """Drops the oldest idle import of the tenant with the largest amount in `held`; another tenant than `tenant`
         must hold more than it. Returns whether an import was dropped."""
         idle = {found.header.tenant for found in self._all if found.idle_since is not None}
-        loser = loser_of(held, idle, tenant)
+        loser = eviction_victim(usage, idle, tenant)
         return loser is not None and self._forget_oldest(loser)
 
     def _forget_oldest(self, tenant: str) -> bool:

@@ -23,7 +23,7 @@ from coordinator.persistence.catalog.records import (
     UploadRecord,
 )
 from coordinator.persistence.catalog.reserve import Reserve
-from coordinator.persistence.catalog.sqlite_errors import at_start, is_full
+from coordinator.persistence.catalog.sqlite_errors import is_full, startup_error
 from longleaf.errors import StorageUnavailable, Unavailable
 
 DATABASE = "catalog.db"
@@ -60,7 +60,7 @@ class Catalog:
         return await self._call(self._load)
 
     def _load(self) -> CatalogContents:
-        with self._database.transaction(at_start) as connection:
+        with self._database.transaction(startup_error) as connection:
             return load(self._database.path, connection)
 
     async def commit(self, change: Change) -> CommitResult:
@@ -72,8 +72,8 @@ class Catalog:
             committed = write(writer.write_change, change)
             is_deletion = any(each.content is None for each in change.outgoing)
             if committed.segments or change.dropped_contexts or change.dropped_uploads or is_deletion:
-                self._database.note_remains()
-            self._database.scrub(self._release_room)
+                self._database.mark_deleted()
+            self._database.truncate_wal(self._release_room)
             return committed
         finally:
             self._reserve_room()
@@ -181,7 +181,7 @@ def read_only_catalog(folder: Path) -> CatalogContents:
     database = Database(folder / DATABASE, is_read_only=True)
     database.open()
     try:
-        with database.transaction(at_start) as connection:
+        with database.transaction(startup_error) as connection:
             return load(database.path, connection)
     finally:
         database.close()

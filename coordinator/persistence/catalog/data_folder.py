@@ -78,7 +78,7 @@ class DataFolder:
             reported = ModelFile(model, fingerprint, facts)
             if _read(path / MODEL, ModelFile) != reported:
                 write_whole(path / MODEL, msgspec.json.encode(reported))
-            folder.tell_address("")
+            folder.record_address("")
         except OSError as error:
             folder.close()
             raise _unusable(path, error) from error
@@ -89,11 +89,11 @@ class DataFolder:
         """The catalog file."""
         return self.path / DATABASE
 
-    def tell_address(self, address: str) -> None:
+    def record_address(self, address: str) -> None:
         """Record the address of this service for other services that want the folder. Raises OSError."""
         write_whole(self.path / HOLDER, msgspec.json.encode(LockHolder(os.getpid(), socket.gethostname(), address)))
 
-    def siblings(self) -> list[tuple[Path, ModelFile]]:
+    def other_models(self) -> list[tuple[Path, ModelFile]]:
         """Return the readable folders of other models in the data folder, sorted by name."""
         others = [folder for folder in sorted(self.path.parent.iterdir()) if folder != self.path]
         return [(folder, reported) for folder in others if (reported := _read(folder / MODEL, ModelFile)) is not None]

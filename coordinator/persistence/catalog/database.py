@@ -15,11 +15,11 @@ from coordinator.persistence.catalog.sqlite_errors import (
     KEEPS_CONNECTION,
     Errors,
     Turn,
-    at_start,
     code_of,
     damaged,
-    turned,
-    while_running,
+    runtime_error,
+    startup_error,
+    translated_errors,
 )
 from coordinator.persistence.catalog.tables import PAGE_BYTES
 from longleaf.errors import CatalogError
@@ -68,7 +68,7 @@ class Database:
         """Check the file and migrate its schema to the current version, which a read-only file must already have.
         Raises CatalogError.
         """
-        with turned(self.path, at_start):
+        with translated_errors(self.path, startup_error):
             if not self.path.exists() and not self._is_read_only:
                 self._make()
             size = self.path.stat().st_size
@@ -99,7 +99,7 @@ class Database:
             os.close(descriptor)
         database = Database(new, self._busy_seconds)
         try:
-            with database.transaction(at_start) as connection:
+            with database.transaction(startup_error) as connection:
                 upgrade(self.path, connection)
         finally:
             database.close()
@@ -107,7 +107,7 @@ class Database:
         sync_folder(self.path.parent)
 
     def _check(self) -> None:
-        with self.transaction(at_start) as connection:
+        with self.transaction(startup_error) as connection:
             found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
             if found != "ok":
                 raise damaged(self.path, f"it is damaged ({found})")
@@ -116,11 +116,11 @@ class Database:
             else:
                 upgrade(self.path, connection)
         if not self._is_read_only:
-            self.note_remains()  # of a service that ended before its cleanup, and of tables dropped by migrations
-            self.scrub()
+            self.mark_deleted()  # of a service that ended before its cleanup, and of tables dropped by migrations
+            self.truncate_wal()
 
     @contextmanager
-    def transaction(self, turn: Turn = while_running) -> Generator[Connection, None, None]:
+    def transaction(self, turn: Turn = runtime_error) -> Generator[Connection, None, None]:
         """Commit all operations within, or none. Raises errors converted by `turn`; later transactions may succeed."""
         try:
             connection = self._connected()
@@ -199,11 +199,11 @@ class Database:
             raise
         return raw
 
-    def note_remains(self) -> None:
+    def mark_deleted(self) -> None:
         """Note that content was deleted that must not remain on the disk."""
         self._has_remains = True
 
-    def scrub(self, release_room: Callable[[], bool] = lambda: False) -> None:
+    def truncate_wal(self, release_room: Callable[[], bool] = lambda: False) -> None:
         """Truncate the WAL if it may contain deleted content. On a full disk, retry once if `release_room` returns
         True. After a failure (another process reads, the disk is full) the next call retries.
         """
@@ -214,7 +214,7 @@ class Database:
             self._has_remains, reason = bool(is_busy), "another process is reading it"
         except sqlite3.Error as error:
             if code_of(error) == sqlite3.SQLITE_FULL and release_room():
-                self.scrub()
+                self.truncate_wal()
                 return
             reason = str(error)
         if self._has_remains:

@@ -31,7 +31,7 @@ DAMAGED_ROW = "its record is damaged"
 def load(path: Path, connection: Connection) -> CatalogContents:
     """Reads everything. Raises CatalogError when the counters are damaged, because ids could be reused."""
     state = connection.execute(select(service)).mappings().one_or_none()
-    if state is None or not row_codec.is_whole(service, state):
+    if state is None or not row_codec.checksum_matches(service, state):
         raise damaged(path, "its counters are damaged")
     other: list[str] = []
     texts, lost = _split(connection, segment_texts, row_codec.text_of)
@@ -68,7 +68,7 @@ def _split(connection: Connection, table: Table, make: Callable[[Found], T]) -> 
     retained: list[T] = []
     lost: list[Found] = []
     for row in _rows(connection, table):
-        if row_codec.is_whole(table, row):
+        if row_codec.checksum_matches(table, row):
             retained.append(make(row))
         else:
             lost.append(row)
@@ -93,4 +93,4 @@ def _segments(connection: Connection, texts: Mapping[int, DocumentText]) -> tupl
 
 def _take(pieces: "defaultdict[Any, list[Found]]", row: Found) -> "array[int]":
     """The ids of a segment; removes its pieces. Raises ValueError."""
-    return row_codec.joined(segment_ids, pieces.pop(row["id"], []), row["num_tokens"])
+    return row_codec.join_chunks(segment_ids, pieces.pop(row["id"], []), row["num_tokens"])

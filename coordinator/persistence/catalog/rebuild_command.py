@@ -18,7 +18,7 @@ from coordinator.persistence.catalog.database import Database, sync_folder
 from coordinator.persistence.catalog.identity import read_identity
 from coordinator.persistence.catalog.rebuild_plan import Rebuilt, StorageContents, choose_service, rebuild
 from coordinator.persistence.catalog.records import CatalogContents
-from coordinator.persistence.catalog.sqlite_errors import CatalogDamaged, at_start
+from coordinator.persistence.catalog.sqlite_errors import CatalogDamaged, startup_error
 from coordinator.persistence.catalog.writer import write_rebuilt
 from longleaf.errors import CatalogError, DataLoss, InvalidArgument, LongleafError, Unavailable
 from longleaf.formatting import human_count
@@ -39,36 +39,36 @@ def main(arguments: list[str]) -> int:
     try:
         report = run(msgspec.json.decode(arguments[0], type=Rebuild))
     except LongleafError as error:
-        print(f"{ERROR}{_told(error)}", file=sys.stderr, flush=True)
+        print(f"{ERROR}{_report(error)}", file=sys.stderr, flush=True)
         return 1 if isinstance(error, Unavailable) else BAD_INPUT
     print(msgspec.json.encode(report).decode(), flush=True)
     return 0
 
 
-def _told(error: LongleafError) -> str:
+def _report(error: LongleafError) -> str:
     """The error with the flags of the command line."""
     if isinstance(error, InvalidArgument) and error.field == FIELD:
         return f"--from: {error.description}"
     return str(error)
 
 
-def run(asked: Rebuild) -> RebuildReport:
+def run(options: Rebuild) -> RebuildReport:
     """Raises CatalogError when a service uses the folder, or when it has an intact catalog that may not be replaced;
     ModelRefused; InvalidArgument where no service matches, or more than one; StorageUnavailable."""
-    model = read_identity(Path(asked.model), asked.dtype)
-    store = Store.open(asked.url)
-    folder = DataFolder.open(Path(asked.data_dir), model.digest, asked.model, model.facts)
+    model = read_identity(Path(options.model), options.dtype)
+    store = Store.open(options.url)
+    folder = DataFolder.open(Path(options.data_dir), model.digest, options.model, model.facts)
     try:
-        before = _existing(folder, asked.may_replace)
+        before = _existing(folder, options.may_replace)
         stored = read_stored(store, model.digest)
-        made = rebuild(stored, choose_service(stored, asked.service))
+        made = rebuild(stored, choose_service(stored, options.service))
         moved = _install(folder, _counting_on(made, before))
     finally:
         folder.close()
-    ends = sorted((context.id, context.num_tokens) for context in made.kept.contexts)
+    ends = sorted((context.id, context.num_tokens) for context in made.contents.contexts)
     return RebuildReport(
         folder=str(folder.path),
-        service=made.kept.service_id,
+        service=made.contents.service_id,
         contexts=tuple(RestoredContext(*each) for each in ends),
         left_out=tuple(made.left_out),
         other_manifests=made.num_others,
@@ -114,9 +114,9 @@ def _existing(folder: DataFolder, may_replace: bool) -> CatalogContents | None:
 
 def _counting_on(made: Rebuilt, before: CatalogContents | None) -> Rebuilt:
     """Continues the counters of the previous catalog, if it belongs to the same service."""
-    if before is None or before.service_id != made.kept.service_id:
+    if before is None or before.service_id != made.contents.service_id:
         return made
-    retained = made.kept
+    retained = made.contents
     counted = replace(retained, next_segment=max(retained.next_segment, before.next_segment), epoch=before.epoch)
     return replace(made, kept=counted)
 
@@ -131,15 +131,15 @@ def _install(folder: DataFolder, made: Rebuilt) -> list[Path]:
         database = Database(new)
         try:
             database.open()
-            with database.transaction(at_start) as connection:
-                write_rebuilt(connection, made.kept, made.next_outgoing)
+            with database.transaction(startup_error) as connection:
+                write_rebuilt(connection, made.contents, made.next_outgoing)
         finally:
             database.close()  # SQLite has merged the WAL into the file
         moved = _move_aside(folder)
         new.rename(folder.database)
         sync_folder(folder.path)
     except OSError as error:
-        raise at_start(folder.database, error) from error
+        raise startup_error(folder.database, error) from error
     return moved
 
 

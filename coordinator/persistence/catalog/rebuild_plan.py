@@ -36,7 +36,7 @@ class StorageContents(msgspec.Struct, frozen=True, kw_only=True):
 class Rebuilt(msgspec.Struct, frozen=True, kw_only=True):
     """The content of the new catalog."""
 
-    kept: CatalogContents
+    contents: CatalogContents
     next_outgoing: int
     """Greater than the number of every note."""
     left_out: Sequence[SkippedContext]
@@ -45,17 +45,17 @@ class Rebuilt(msgspec.Struct, frozen=True, kw_only=True):
     """Manifests of the service that belong to other checkpoints."""
 
 
-def choose_service(stored: StorageContents, asked: str | None) -> str:
+def choose_service(stored: StorageContents, requested: str | None) -> str:
     """Return the requested service, or else the only one that has contexts of the checkpoint.
 
     Raises InvalidArgument with a list of the services if there are several, or if the requested one is not among them.
     """
     recorded = {service for service, _ in stored.notes.newest} | {_place(error)[0] for error in stored.notes.damaged}
     found = sorted(recorded & {manifest.service for manifest in stored.manifests.values()})
-    if asked is None and len(found) == 1:
+    if requested is None and len(found) == 1:
         return found[0]
-    if asked in found:
-        return asked
+    if requested in found:
+        return requested
     if not found:
         raise InvalidArgument("--from", "no contexts of this checkpoint and dtype were found")
     message = ", ".join(f"{service} ({_count(stored, service)})" for service in found)
@@ -95,7 +95,7 @@ def rebuild(stored: StorageContents, service: str) -> Rebuilt:
         next_segment=1 + max(_numbers(stored, service), default=-1),
     )
     return Rebuilt(
-        kept=retained,
+        contents=retained,
         next_outgoing=1 + max(_note_numbers(stored, service), default=-1),
         left_out=sorted(left_out, key=lambda each: each.name),
         num_others=sum(name.startswith(segments_folder(service) + "/") for name in stored.others),
@@ -111,9 +111,9 @@ class ManifestIndex:
         self._faults = dict[str, str]()
         """Reasons for the segments without a usable manifest."""
         for name in stored.others:
-            self._blame(name, "it was read by another checkpoint")
+            self._explain(name, "it was read by another checkpoint")
         for name, error in stored.damaged.items():
-            self._blame(name, str(error))
+            self._explain(name, str(error))
         for name in sorted(stored.manifests, key=lambda name: (stored.entries[name].modified, name)):
             manifest = stored.manifests[name]
             if manifest.service != service:
@@ -123,7 +123,7 @@ class ManifestIndex:
             else:  # the newest comes last
                 self._found[manifest.segment] = name, manifest
 
-    def _blame(self, name: str, fault: str) -> None:
+    def _explain(self, name: str, fault: str) -> None:
         attempt = attempt_of_manifest(name)
         if attempt is not None and attempt.service == self._service:
             self._faults[attempt.segment] = fault

@@ -39,7 +39,7 @@ def upgrade(path: Path, connection: Connection) -> None:
     command.upgrade(config, tables.HEAD)
     if revision is None:
         row = {"id": 0, "service_id": secrets.token_hex(16), "next_segment": 0, "next_outgoing": 0, "epoch": 0}
-        connection.execute(tables.service.insert(), row_codec.signed(tables.service, row))
+        connection.execute(tables.service.insert(), row_codec.with_checksum(tables.service, row))
 
 
 def check_revision(path: Path, connection: Connection) -> None:

@@ -63,7 +63,7 @@ def code_of(error: Exception) -> int:
     return getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
 
 
-def fault_of(error: Exception) -> SqliteErrorInfo:
+def classify(error: Exception) -> SqliteErrorInfo:
     """Return the meaning of an error, with the message of SQLite or of the system."""
     cause = getattr(error, "orig", None) or error
     known = FAULTS.get(code_of(error), SqliteErrorInfo("it cannot be used", "check the disk and the folder"))
@@ -76,17 +76,17 @@ def is_full(error: Exception) -> bool:
     return isinstance(cause, Exception) and code_of(cause) == sqlite3.SQLITE_FULL
 
 
-def while_running(path: Path, error: Exception) -> LongleafError:
+def runtime_error(path: Path, error: Exception) -> LongleafError:
     """DataLoss where the file is damaged, otherwise StorageUnavailable."""
-    fault = fault_of(error)
+    fault = classify(error)
     if fault.is_damage:
         return DataLoss(f"catalog {path}", f"{fault.reason}; {fault.remedy}")
     return StorageUnavailable(f"catalog {path}: {fault.reason}; {fault.remedy}", fault.retry_seconds)
 
 
-def at_start(path: Path, error: Exception) -> LongleafError:
+def startup_error(path: Path, error: Exception) -> LongleafError:
     """CatalogError; CatalogDamaged where the file is damaged."""
-    fault = fault_of(error)
+    fault = classify(error)
     kind = CatalogDamaged if fault.is_damage else CatalogError
     return kind(f"catalog {path}: {fault.reason}; {fault.remedy}")
 
@@ -97,7 +97,7 @@ def damaged(path: Path, reason: str) -> CatalogDamaged:
 
 
 @contextmanager
-def turned(path: Path, turn: Turn) -> Generator[None, None, None]:
+def translated_errors(path: Path, turn: Turn) -> Generator[None, None, None]:
     """Convert each error of SQLite and of the system with `turn`."""
     try:
         yield

@@ -18,7 +18,7 @@ class StaleContext(msgspec.Struct, frozen=True, kw_only=True):
     """A context in the folder of an earlier checkpoint."""
 
     record: ContextRecord
-    kept: CatalogContents
+    contents: CatalogContents
     """All records of this folder."""
     model: str
     """The folder of both checkpoints."""
@@ -28,7 +28,7 @@ class StaleContext(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def path(self) -> tuple[SegmentRecord, ...]:
         """The path of the context. Raises DataLoss."""
-        return self.kept.path(self.record)
+        return self.contents.path(self.record)
 
     @property
     def changes(self) -> str:
@@ -44,7 +44,7 @@ class StaleContext(msgspec.Struct, frozen=True, kw_only=True):
         return any(name in self.differing for name in TOKENIZER_FILES)
 
 
-def read_earlier(folder: DataFolder, model: str, facts: Mapping[str, str]) -> dict[str, StaleContext]:
+def read_stale(folder: DataFolder, model: str, facts: Mapping[str, str]) -> dict[str, StaleContext]:
     """By name; of several, the one that was changed last. Unreadable folders are skipped, because they do not belong to
     this service."""
     found = dict[str, StaleContext]()
@@ -56,7 +56,7 @@ def read_earlier(folder: DataFolder, model: str, facts: Mapping[str, str]) -> di
 
 
 def _all(folder: DataFolder, model: str, facts: Mapping[str, str]) -> Iterator[StaleContext]:
-    for path, reported in folder.siblings():
+    for path, reported in folder.other_models():
         if reported.model != model:
             continue
         differing = tuple(
@@ -65,4 +65,4 @@ def _all(folder: DataFolder, model: str, facts: Mapping[str, str]) -> Iterator[S
         with suppress(CatalogError):
             retained = read_only_catalog(path)
             for record in retained.contexts:
-                yield StaleContext(record=record, kept=retained, model=model, differing=differing)
+                yield StaleContext(record=record, contents=retained, model=model, differing=differing)

@@ -128,20 +128,22 @@ def _sweep(connection: Connection) -> tuple[tuple[int, ...], set[str]]:
 def _state(connection: Connection) -> row_codec.Row:
     """The row of the service. Raises DataLoss."""
     row = connection.execute(select(service)).mappings().one_or_none()
-    if row is None or not row_codec.is_whole(service, row):
+    if row is None or not row_codec.checksum_matches(service, row):
         raise DataLoss("the catalog", "its counters are damaged; restart the service and follow its message")
     return dict(row)
 
 
 def _set_state(connection: Connection, row: row_codec.Row) -> None:
-    connection.execute(update(service), row_codec.signed(service, row))
+    connection.execute(update(service), row_codec.with_checksum(service, row))
 
 
-def write_rebuilt(connection: Connection, kept: CatalogContents, next_outgoing: int) -> None:
+def write_rebuilt(connection: Connection, contents: CatalogContents, next_outgoing: int) -> None:
     """Writes everything into a new database."""
-    write_change(connection, Change(segments=kept.segments, contexts=kept.contexts, snapshots=kept.snapshots))
-    counters = {"next_segment": kept.next_segment, "next_outgoing": next_outgoing, "epoch": kept.epoch}
-    _set_state(connection, {**_state(connection), "service_id": kept.service_id, **counters})
+    write_change(
+        connection, Change(segments=contents.segments, contexts=contents.contexts, snapshots=contents.snapshots)
+    )
+    counters = {"next_segment": contents.next_segment, "next_outgoing": next_outgoing, "epoch": contents.epoch}
+    _set_state(connection, {**_state(connection), "service_id": contents.service_id, **counters})
 
 
 def write_epoch(connection: Connection, epoch: int) -> None:
@@ -179,7 +181,7 @@ def read_upload(connection: Connection, key: UploadKey) -> "array[int]":
     if row is None:
         return array("I")
     try:
-        return row_codec.joined(upload_ids, _pieces(connection, upload_ids, key), row["num_tokens"])
+        return row_codec.join_chunks(upload_ids, _pieces(connection, upload_ids, key), row["num_tokens"])
     except ValueError as error:
         raise _lost_upload(key, str(error)) from error
 
@@ -207,7 +209,7 @@ def _is_upload(table: Table, key: UploadKey) -> Any:
 
 def _upload(connection: Connection, key: UploadKey) -> row_codec.Row | None:
     row = connection.execute(select(uploads).where(_is_upload(uploads, key))).mappings().one_or_none()
-    if row is not None and not row_codec.is_whole(uploads, row):
+    if row is not None and not row_codec.checksum_matches(uploads, row):
         raise _lost_upload(key, "its record is damaged")
     return None if row is None else dict(row)
 
@@ -238,7 +240,7 @@ def read_outgoing(connection: Connection, limit: int, only_deletions: bool) -> l
     for row in connection.execute(chosen).mappings():
         if len(found) == limit:
             break
-        if row_codec.is_whole(outbox, row):
+        if row_codec.checksum_matches(outbox, row):
             found.append(row_codec.outgoing_of(row))
     return found
 

@@ -33,9 +33,9 @@ class GenerationEntry(msgspec.Struct, frozen=True, kw_only=True):
         return array("I", self.prompt)
 
 
-Said = Admitted | Tokens | Ended
+JournalEvent = Admitted | Tokens | Ended
 """Stored form of the engine's events."""
-Entry = GenerationEntry | Said
+Entry = GenerationEntry | JournalEvent
 _HEAD = Struct("<II")
 """Length of the entry and its CRC-32."""
 _KINDS: tuple[type[Entry], ...] = (GenerationEntry, Admitted, Tokens, Ended)

@@ -16,30 +16,30 @@ class ContextNotes:
     Changes are sequential: the notes of a change are created after the previous change was stored or failed.
     """
 
-    def __init__(self, kept: CatalogContents) -> None:
-        self._service = kept.service_id
-        self._next_number = kept.next_outgoing
+    def __init__(self, contents: CatalogContents) -> None:
+        self._service = contents.service_id
+        self._next_number = contents.next_outgoing
         """A stored change moves its notes to the outbox, where they count. A failed change must not count: otherwise
         the numbers of the next service would start below those already used."""
-        self._told = {context.id: _of_note(context) for context in kept.contexts}
+        self._written = {context.id: _of_note(context) for context in contents.contexts}
         """The notes as last written."""
 
     def of(self, change: Change) -> tuple[OutboxEntry, ...]:
         """The notes of a change that is to be stored. A change that only records uses has none."""
-        dropped = [self._deletion(name) for name in change.dropped_contexts if name in self._told]
-        changed = [self._note(one) for one in change.contexts if self._told.get(one.id) != _of_note(one)]
+        dropped = [self._deletion(name) for name in change.dropped_contexts if name in self._written]
+        changed = [self._note(one) for one in change.contexts if self._written.get(one.id) != _of_note(one)]
         return self._numbered([*dropped, *changed])
 
     def again(self, recorded: AnySet[str]) -> tuple[OutboxEntry, ...]:
         """Notes of all contexts except those with a note on storage."""
-        return self._numbered(self._note(record) for name, record in self._told.items() if name not in recorded)
+        return self._numbered(self._note(record) for name, record in self._written.items() if name not in recorded)
 
     def note(self, change: Change) -> None:
         """Records a stored change with its notes."""
         self._next_number += len(change.outgoing)
         for name in change.dropped_contexts:
-            self._told.pop(name, None)
-        self._told |= {one.id: _of_note(one) for one in change.contexts}
+            self._written.pop(name, None)
+        self._written |= {one.id: _of_note(one) for one in change.contexts}
 
     def _numbered(self, notes: Iterable[ContextNote]) -> tuple[OutboxEntry, ...]:
         return tuple(_outgoing(replace(note, number=number)) for number, note in enumerate(notes, self._next_number))

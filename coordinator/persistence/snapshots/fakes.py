@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from coordinator.kv_cache.token_paths import Segment
-from coordinator.persistence.snapshots.ports import ContextUse, HeldSegment
+from coordinator.persistence.snapshots.ports import ContextUse, PlacedSegment
 from longleaf.errors import LongleafError
 from longleaf.rank_protocol.snapshots import Save, Saved
 from longleaf.runs import Run
@@ -18,7 +18,7 @@ class FakeSnapshotRanks:
         self.store = store
         self.members = tuple(range(10, 10 + num_ranks))
         self.epoch = 1
-        self.segments: dict[int, HeldSegment] = {}
+        self.segments: dict[int, PlacedSegment] = {}
         self.contexts: list[ContextUse] = []
         self.orders: list[tuple[int, Save]] = []
         """All orders, with the member."""
@@ -31,11 +31,11 @@ class FakeSnapshotRanks:
 
     def hold(self, segment: Segment, runs: Sequence[Run], window_runs: Sequence[Run] = (), version: int = 0) -> None:
         """Adds a held segment."""
-        self.segments[segment.id] = HeldSegment(
+        self.segments[segment.id] = PlacedSegment(
             segment, tuple(runs), tuple(window_runs), self.members, self.epoch, version
         )
 
-    def held(self, segment_id: int) -> HeldSegment | None:
+    def placed(self, segment_id: int) -> PlacedSegment | None:
         return self.segments.get(segment_id)
 
     def uses(self) -> Sequence[ContextUse]:

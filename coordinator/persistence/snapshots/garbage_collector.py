@@ -23,31 +23,31 @@ class GarbageCollector:
     """Checks the storage of one service at the start and every hour.
 
     `drop` deletes snapshots of segments, and `lose` records missing ones. `uses` returns when contexts were last used.
-    `needed` returns folders that must stay although no record refers to them. `tell_again` writes the notes of all
+    `needed` returns folders that must stay although no record refers to them. `rewrite_notes` writes the notes of all
     contexts that have none.
     """
 
     def __init__(
         self,
         store: AsyncStore,
-        kept: CatalogContents,
+        contents: CatalogContents,
         records: SnapshotIndex,
         policy: RetentionPolicy,
         needed: Callable[[], AnySet[str]],
         drop: Callable[[Sequence[int]], Awaitable[None]],
         lose: Callable[[Sequence[int]], Awaitable[None]],
-        tell_again: Callable[[AnySet[str]], Awaitable[None]],
+        rewrite_notes: Callable[[AnySet[str]], Awaitable[None]],
         uses: Callable[[], Sequence[ContextUse]],
         wall_clock: Callable[[], float],
     ) -> None:
         self._store = store
-        self._kept = kept
+        self._retained = contents
         self._records = records
         self._policy = policy
         self._needed = needed
         self._drop = drop
         self._lose = lose
-        self._tell_again = tell_again
+        self._rewrite_notes = rewrite_notes
         self._uses = uses
         self._wall_clock = wall_clock
 
@@ -59,13 +59,13 @@ class GarbageCollector:
                 if is_first:
                     await self._compare()
                     is_first = False
-                await self.trim()
+                await self.enforce_limits()
                 await self._sweep()
             except LongleafError as error:
                 log.warning("garbage collection failed: %s", error)
             await asyncio.sleep(MOST_SECONDS if is_first else SWEEP_SECONDS)
 
-    async def trim(self) -> None:
+    async def enforce_limits(self) -> None:
         """Deletes snapshots that exceed the quota or their age. Raises StorageUnavailable."""
         surplus = self._records.surplus(self._uses(), self._wall_clock())
         if surplus:
@@ -75,20 +75,20 @@ class GarbageCollector:
     async def _compare(self) -> None:
         """Writes missing notes of contexts, and forgets snapshots that are missing on storage, which may have been
         replaced."""
-        service = self._kept.service_id
+        service = self._retained.service_id
         entries = await self._store.list(notes_folder(service))
         recorded = {place.context for entry in entries if (place := place_of_note(entry.name)) is not None}
         names = {entry.name for entry in await self._store.list(segments_folder(service))}
-        retained = {record.segment: record.manifest for record in self._kept.snapshots}
+        retained = {record.segment: record.manifest for record in self._retained.snapshots}
         lost = [segment for segment, manifest in retained.items() if manifest not in names and segment in self._records]
         if lost:
             log.warning("%d snapshots are missing from %s", len(lost), self._store.store.url)
             await self._lose(lost)
-        await self._tell_again(recorded)
+        await self._rewrite_notes(recorded)
 
     async def _sweep(self) -> None:
         live = _Live({record.manifest.rpartition("/")[0] for record in self._records.all} | self._needed())
-        service, now = self._kept.service_id, self._wall_clock()
+        service, now = self._retained.service_id, self._wall_clock()
         swept = await self._store.run(sweep, self._store.store, service, now, self._policy.grace, live)
         if swept.num_objects:
             log.info("deleted %d unused objects from storage", swept.num_objects)

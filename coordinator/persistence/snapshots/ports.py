@@ -17,7 +17,7 @@ ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
 
 
 @dataclass(frozen=True)
-class HeldSegment:
+class PlacedSegment:
     """A sealed segment that is completely on the ranks. Two equal objects mean that it stayed there in between."""
 
     segment: Segment
@@ -45,11 +45,11 @@ class KvFormat:
         """Layout of one block over all layers: `blocks of 16; keys.0 F32 8x16x64; ...`."""
         return sum(_part_bytes(self.text.partition("|")[0]))
 
-    def num_bytes(self, held: HeldSegment) -> int:
+    def num_bytes(self, segment: PlacedSegment) -> int:
         """Bytes of all pieces of a segment, without their headers."""
         sharded, _, windows = self.text.partition("|")
         found = 0
-        for runs, text in ((held.runs, sharded), (held.window_runs, windows)):
+        for runs, text in ((segment.runs, sharded), (segment.window_runs, windows)):
             found += _num_blocks([(run.start, run.end) for run in runs], self.block_size) * sum(_part_bytes(text))
         return found
 
@@ -96,7 +96,7 @@ class ContextUse:
 class SegmentSource(Protocol):
     """Segments on the ranks."""
 
-    def held(self, segment_id: int) -> HeldSegment | None:
+    def placed(self, segment_id: int) -> PlacedSegment | None:
         """None if the segment is evicted, partly lost or moving, or unused."""
         ...
 

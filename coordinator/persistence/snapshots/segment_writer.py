@@ -9,7 +9,7 @@ from typing import Any
 
 from coordinator.persistence.catalog.row_codec import little_endian
 from coordinator.persistence.snapshots.chunking import cut_pieces
-from coordinator.persistence.snapshots.ports import HeldSegment, KvFormat, Savers, SegmentSource
+from coordinator.persistence.snapshots.ports import KvFormat, PlacedSegment, Savers, SegmentSource
 from coordinator.persistence.snapshots.store import AsyncStore
 from longleaf.errors import NotFound, StorageUnavailable, Unavailable
 from longleaf.rank_protocol.snapshots import Save, Saved
@@ -46,35 +46,35 @@ class Saver:
         """Unused object names; `name` was not used by an earlier attempt for this segment."""
         return Attempt(self._service, segment_name(self._service, segment_id), name or secrets.token_hex(8))
 
-    async def save(self, attempt: Attempt, held: HeldSegment) -> tuple[SegmentManifest, int]:
+    async def save(self, attempt: Attempt, segment: PlacedSegment) -> tuple[SegmentManifest, int]:
         """Writes a segment. Returns the manifest, which is on storage, and the bytes of all objects.
 
         Raises StorageUnavailable, RankLost, and Unavailable if part of the segment has moved meanwhile; then nothing
         that was written counts.
         """
-        pieces = cut_pieces(held.runs, self._form.block_size, self._form.block_bytes)
-        saving = _Saving(held)
+        pieces = cut_pieces(segment.runs, self._form.block_size, self._form.block_bytes)
+        saving = _Saving(segment)
         saves = [self._save(saving, attempt.piece(number), runs) for number, runs in enumerate(pieces)]
-        if held.window_runs:
-            saves.append(self._save(saving, attempt.windows(0), held.window_runs, of_windows=True))
+        if segment.window_runs:
+            saves.append(self._save(saving, attempt.windows(0), segment.window_runs, of_windows=True))
         found = await saving.all(saves)
-        if self._holdings.held(held.segment.id) != held:
-            raise Unavailable(f"segment {held.segment.id} was moved or evicted while it was saved")
-        await self._check_seen(held, pieces, found)
-        manifest = self._manifest(attempt, held, found)
+        if self._holdings.placed(segment.segment.id) != segment:
+            raise Unavailable(f"segment {segment.segment.id} was moved or evicted while it was saved")
+        await self._check_seen(segment, pieces, found)
+        manifest = self._manifest(attempt, segment, found)
         content = encode_manifest(manifest)
         await self._store.put(attempt.manifest, content, is_new=True)
         return manifest, len(content) + sum(piece.num_bytes for piece in found)
 
     async def _save(self, saving: "_Saving", name: str, runs: tuple[Run, ...], of_windows: bool = False) -> PieceRef:
-        rank, resident = WINDOWS_RANK if of_windows else runs[0].rank, saving.held
+        rank, resident = WINDOWS_RANK if of_windows else runs[0].rank, saving.placed
         async with saving.turn(rank):
             order = Save(next(self._tickets), name, resident.segment.id, runs, of_windows)
             saved: Saved = await self._ranks.save(resident.members[rank], order)
         return PieceRef(name, tuple((run.start, run.end) for run in runs), saved.num_bytes, saved.digest)
 
     async def _check_seen(
-        self, held: HeldSegment, pieces: Sequence[tuple[Run, ...]], found: Sequence[PieceRef]
+        self, segment: PlacedSegment, pieces: Sequence[tuple[Run, ...]], found: Sequence[PieceRef]
     ) -> None:
         """Checks that this process can read the objects that the ranks wrote: the last piece of each rank."""
         last = dict(zip([*(runs[0].rank for runs in pieces), WINDOWS_RANK], found, strict=False))
@@ -84,13 +84,13 @@ class Saver:
             except NotFound:
                 size = -1
             if size != piece.num_bytes:
-                message = f"{piece.name}, written by rank {rank}, member {held.members[rank]}, is missing"
+                message = f"{piece.name}, written by rank {rank}, member {segment.members[rank]}, is missing"
                 remedy = "--snapshot-url must be storage that all machines share"
                 raise StorageUnavailable(f"{self._store.store.url}: {message}; {remedy}")
 
-    def _manifest(self, attempt: Attempt, held: HeldSegment, found: Sequence[PieceRef]) -> SegmentManifest:
-        segment, before = held.segment, held.segment.before.segments
-        num_pieces = len(found) - bool(held.window_runs)
+    def _manifest(self, attempt: Attempt, placed: PlacedSegment, found: Sequence[PieceRef]) -> SegmentManifest:
+        segment, before = placed.segment, placed.segment.before.segments
+        num_pieces = len(found) - bool(placed.window_runs)
         return SegmentManifest(
             service=attempt.service,
             fingerprint=self._fingerprint,
@@ -101,7 +101,7 @@ class Saver:
             num_tokens=len(segment.token_ids),
             rope=segment.rope,
             pieces=tuple(found[:num_pieces]),
-            windows=found[-1] if held.window_runs else None,
+            windows=found[-1] if placed.window_runs else None,
             token_ids=little_endian(segment.token_ids).tobytes(),
         )
 
@@ -109,9 +109,9 @@ class Saver:
 class _Saving:
     """The pieces of one segment; each rank writes a few at a time."""
 
-    def __init__(self, held: HeldSegment) -> None:
-        self.held = held
-        self._limits = [asyncio.Semaphore(MAX_ORDERS) for _ in held.members]
+    def __init__(self, placed: PlacedSegment) -> None:
+        self.placed = placed
+        self._limits = [asyncio.Semaphore(MAX_ORDERS) for _ in placed.members]
         self._failure: Exception | None = None
         """The first failure."""
 

@@ -132,7 +132,7 @@ def packed(value_dim: int, dtype: torch.dtype) -> Constants:
     return {"VALUE_DIM": value_dim, "VALUE_PAD": pad, "TILE_ROWS": 4, "IS_WIDE": is_wide, "num_warps": 4}
 
 
-def betray(dim: int) -> Constants:
+def propagate_nonfinite(dim: int) -> Constants:
     """Constants of the check for non-finite keys."""
     return {"DIM": dim, "DIM_PAD": padded(dim), "TILE_KEYS": 64, "TILE_ROWS": 128, "num_warps": 4}
 

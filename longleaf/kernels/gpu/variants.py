@@ -17,7 +17,7 @@ from longleaf.kernels.gpu.constants import Constants, KernelLimits
 from longleaf.kernels.gpu.device.decode import attend_items
 from longleaf.kernels.gpu.device.fold import fold_items, fold_packed, pack_rows
 from longleaf.kernels.gpu.device.int8 import attend_items_int8
-from longleaf.kernels.gpu.device.rounds import betray_keys, fold_rounds
+from longleaf.kernels.gpu.device.rounds import fold_rounds, propagate_nonfinite
 from longleaf.kernels.gpu.device.store import store_int8, store_tokens
 from longleaf.kernels.gpu.launch import Kernel
 
@@ -136,7 +136,7 @@ def around_rounds(dtype: torch.dtype, dim: int) -> Iterator[KernelVariant]:
     sums = ("lse_0", "lse_1", "lse_2", "lse_3", "rest_out", "rest_lse", "out", "lse")
     types = {"pieces": torch.int32, "members": torch.int32, "k": dtype, **dict.fromkeys(sums, torch.float32)}
     types |= dict.fromkeys(("out_0", "out_1", "out_2", "out_3"), dtype)
-    yield _variant(f"betray {NAMES[dtype]} {dim}", betray_keys, types, constants.betray(dim))
+    yield _variant(f"betray {NAMES[dtype]} {dim}", propagate_nonfinite, types, constants.propagate_nonfinite(dim))
     for has_rest in (False, True):
         name = f"fold rounds {NAMES[dtype]} {dim}{' and rest' * has_rest}"
         yield _variant(name, fold_rounds, types, constants.fold_rounds(dim, has_rest=has_rest))

@@ -49,7 +49,7 @@ async def test_hundred_unauthenticated_peers_delay_no_heartbeat_or_step(caplog: 
     async with running_on(fleet, control, config) as found:
 
         def heard() -> list[int]:
-            return [member.num_pulses for member in control.roster]
+            return [member.num_pulses for member in control.registry]
 
         async def answer() -> int:
             prompt = Prompt(context=None, token_ids=(1, 2, 3), sampling=Sampling(max_tokens=50))

@@ -39,7 +39,7 @@ class World:
         self.members: dict[int, ScriptedMember] = {}
         self.killed: list[int] = []
         self.events: list[MemberEvent] = []
-        self.control.roster.watch(self.events.append)
+        self.control.registry.watch(self.events.append)
         for number, invitation in enumerate(self.control.invitations):
             node = (nodes or "a" * world_size)[number]
             self.members[number] = ScriptedMember(invitation, number, node, has_late_pulse=has_late_pulses)
@@ -49,9 +49,9 @@ class World:
 
     async def add(self, node: str = "a", deaf_to: Collection[type[ToRank]] = ()) -> int:
         """Adds a member that loads the model beside the epoch."""
-        number, invitation = self.control.roster.invite()
+        number, invitation = self.control.registry.invite()
         self.members[number] = ScriptedMember(invitation, number, node, deaf_to)
-        await self.control.roster.admit(number)
+        await self.control.registry.admit(number)
         return number
 
     def beat(self, *numbers: int) -> None:
@@ -61,7 +61,7 @@ class World:
     async def connect_pulses(self) -> None:
         """Connects the heartbeat connections of the members: without them no abort can reach them."""
         self.beat(*self.members)
-        await self.control.roster.wait(lambda: all(member.num_pulses for member in self.control.roster))
+        await self.control.registry.wait(lambda: all(member.num_pulses for member in self.control.registry))
 
     async def hear(self, member: int, kind: type[ToRank]) -> ToRank:
         """The next message of this kind to a member."""
@@ -153,10 +153,10 @@ async def test_unacknowledged_abort_is_sent_again(make_world: MakeWorld) -> None
     world.control.lost(1, "vanished")
     await until(lambda: world.members[0].num_fences > 2)
     world.members[0].progress = MemberProgress(2)
-    heard = next(member.num_pulses for member in world.control.roster)
-    await world.control.roster.wait(lambda: all(member.num_pulses > heard + 1 for member in world.control.roster))
+    heard = next(member.num_pulses for member in world.control.registry)
+    await world.control.registry.wait(lambda: all(member.num_pulses > heard + 1 for member in world.control.registry))
     num_fences = world.members[0].num_fences
-    await world.control.roster.wait(lambda: all(member.num_pulses > heard + 3 for member in world.control.roster))
+    await world.control.registry.wait(lambda: all(member.num_pulses > heard + 3 for member in world.control.registry))
     assert world.members[0].num_fences == num_fences
 
 
@@ -205,13 +205,13 @@ async def test_only_members_that_loaded_the_model_join(make_world: MakeWorld) ->
     world = await make_world(2, "ab")
     await world.connect_pulses()
     waiting = asyncio.create_task(world.control.wait_joinable())
-    number, invitation = world.control.roster.invite()
+    number, invitation = world.control.registry.invite()
     world.control.lost(1, "vanished")
     await world.control.group.wait_ended()
     assert (await world.control.form(2)).members == (0,)
     assert not waiting.done()
     world.members[number] = ScriptedMember(invitation, number, "b")
-    await world.control.roster.admit(number)
+    await world.control.registry.admit(number)
     await waiting
     assert (await world.control.form(3)).members == (0, 2)
     assert world.events[-1] == MemberJoined(2, 1, "b", 3)
@@ -399,11 +399,11 @@ async def test_loss_of_all_members_is_reported(make_world: MakeWorld) -> None:
     await world.control.group.wait_ended()
     with pytest.raises(RankLost, match="rank 0 was lost: vanished"):
         await world.control.form(2)
-    number, invitation = world.control.roster.invite()
+    number, invitation = world.control.registry.invite()
     forming = asyncio.create_task(world.control.form(2))
     await asyncio.sleep(0)
     world.members[number] = ScriptedMember(invitation, number)
-    await world.control.roster.admit(number)
+    await world.control.registry.admit(number)
     assert (await forming).members == (2,)
 
 

@@ -9,7 +9,7 @@ from coordinator.cluster.rank_manager import RankManager
 from coordinator.scheduling.row_selection import MAX_PROBED
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.step import (
-    MAX_TOLD_SPANS,
+    MAX_ATTRIBUTED_SPANS,
     NUM_OTHER_SHARES,
     SPAN_BYTES,
     Attention,
@@ -43,7 +43,9 @@ async def test_largest_possible_step_result_is_accepted(max_sequences: int, max_
         1,
         1,
         tokens=dict.fromkeys(range(LARGEST, LARGEST + max_sequences), tokens),
-        attention=dict.fromkeys(range(LARGEST, LARGEST + max_sequences), attention(MAX_TOLD_SPANS // max_sequences)),
+        attention=dict.fromkeys(
+            range(LARGEST, LARGEST + max_sequences), attention(MAX_ATTRIBUTED_SPANS // max_sequences)
+        ),
         scores=dict.fromkeys(range(LARGEST, LARGEST + max_sequences), (-1e300,) * (MAX_PROBED // max_sequences)),
     )
     await rank.send(reported)

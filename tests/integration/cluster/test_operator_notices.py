@@ -24,7 +24,7 @@ async def read_notices(actor: CoordinatorActor, last: str) -> list[str]:
     """The notices up to one with this prefix."""
     notes: list[str] = []
     while not notes or not notes[-1].startswith(last):
-        reply = await actor.wait(until_news=True)
+        reply = await actor.wait(until_logs=True)
         assert reply.notes, "the service goes on"
         notes += reply.notes
     return notes
@@ -49,7 +49,7 @@ async def test_operator_is_notified_of_a_loss_and_its_recovery(tmp_path: Path) -
             f"member 2 on node {node} joined as rank 1 of epoch 3",
         ]
         await actor.end()
-        assert await actor.wait(until_news=True) == StartResult()
+        assert await actor.wait(until_logs=True) == StartResult()
     finally:
         await actor.stop()
     assert not logging.getLogger("coordinator").handlers
@@ -63,13 +63,13 @@ async def test_log_lines_during_shutdown_are_printed(tmp_path: Path) -> None:
     actor = CoordinatorActor(config, lambda: LocalFleet(EchoMain()))
     try:
         port = (await actor.start()).port
-        waiting = asyncio.create_task(actor.wait(until_news=True))
+        waiting = asyncio.create_task(actor.wait(until_logs=True))
         async with AsyncClient(f"localhost:{port}") as client:
             await client.cluster()
             (line,) = (await waiting).notes
             assert line.startswith("call ended [tenant default, method /longleaf.v1.ClusterService/GetCluster, code OK")
             draining = asyncio.create_task(client.drain(wait=True))
-            assert await actor.wait(until_news=True) == StartResult()
+            assert await actor.wait(until_logs=True) == StartResult()
             notes = (await actor.stop()).notes
             await draining
         audited = [note for note in notes if note.startswith("drain [")]

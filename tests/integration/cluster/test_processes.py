@@ -39,7 +39,7 @@ class World:
         self.config = config
         self.control = RankManager(config, kill=fleet.kill)
         self.events: list[MemberEvent] = []
-        self.control.roster.watch(self.events.append)
+        self.control.registry.watch(self.events.append)
         self.supervisor: ReplacementSupervisor | None = None
 
     def process(self, member: int) -> psutil.Process:
@@ -47,7 +47,7 @@ class World:
         return psutil.Process(pid)
 
     def keep(self, formation) -> ReplacementSupervisor:
-        self.supervisor = ReplacementSupervisor(self.control.roster, self.fleet, self.config, formation.readies)
+        self.supervisor = ReplacementSupervisor(self.control.registry, self.fleet, self.config, formation.readies)
         return self.supervisor
 
 
@@ -138,7 +138,7 @@ async def test_replacement_that_dies_while_loading_is_abandoned() -> None:
         world.keep(await world.control.start(1))
         world.process(1).send_signal(signal.SIGKILL)
         given_up = asyncio.Event()
-        world.control.roster.watch(lambda event: given_up.set() if isinstance(event, ReplacementAbandoned) else None)
+        world.control.registry.watch(lambda event: given_up.set() if isinstance(event, ReplacementAbandoned) else None)
         await given_up.wait()
         assert isinstance(world.events[-1], ReplacementAbandoned)
         assert "latest reason: exited with code 3" in world.events[-1].reason
@@ -150,13 +150,13 @@ async def test_slot_survives_a_process_that_cannot_start(monkeypatch: pytest.Mon
 
     async with running(LocalFleet(MemberMain()), world_size=2) as world:
         await world.control.start(1)
-        number, invitation = world.control.roster.invite()
+        number, invitation = world.control.registry.invite()
         with monkeypatch.context() as patch:
             patch.setattr(world.fleet, "_spawn", fail)
             with pytest.raises(BlockingIOError):
                 await world.fleet.replace(1, number, invitation, world.config)
         await world.fleet.replace(1, number, invitation, world.config)
-        await world.control.roster.admit(number)
+        await world.control.registry.admit(number)
         assert (await world.control.form(2)).members == (0, number)
 
 
@@ -234,6 +234,6 @@ async def test_ranks_exit_with_their_fork_server(monkeypatch: pytest.MonkeyPatch
         ranks[1].send_signal(signal.SIGSTOP)
         os.kill(server._forkserver_pid, signal.SIGKILL)
         assert (await asyncio.to_thread(psutil.wait_procs, ranks, timeout=20))[1] == []
-        number, invitation = world.control.roster.invite()
+        number, invitation = world.control.registry.invite()
         await world.fleet.replace(1, number, invitation, world.config)
         assert psutil.Process(world.fleet._places[number].process.pid).ppid() == os.getpid()

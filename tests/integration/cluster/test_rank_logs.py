@@ -24,7 +24,7 @@ from tests.support.running import WatchedFleet, running_on
 from workers.__main__ import live
 from workers.control import serve
 from workers.fakes import EchoMain, EchoRank, RankFault
-from workers.log_buffer import MAX_KEPT
+from workers.log_buffer import MAX_BUFFERED_RECORDS
 from workers.pending import StepHandle
 
 pytestmark = pytest.mark.timeout(60)
@@ -111,7 +111,7 @@ async def test_startup_output_is_not_logged_twice(caplog: pytest.LogCaptureFixtu
     async with alive(control, Noisy):
         formation = await control.start(1)
         assert formation.readies[0].notes == ("shared memory is full (slower)", "epoch 1 is slow")
-        [member] = control.roster
+        [member] = control.registry
         await control.form(2)
         await until(lambda: "rank 0: epoch 2 is slow" in texts(caplog))
         num_pulses = member.num_pulses
@@ -136,7 +136,7 @@ class MadRank(EchoRank):
 async def test_rank_that_floods_its_log_keeps_executing_steps(caplog: pytest.LogCaptureFixture) -> None:
     async with engine_of(1, MadMain()) as engine:
         assert len(await answer(engine, 200)) == 200
-        await until(lambda: len(rank_records(caplog)) >= MAX_KEPT)
+        await until(lambda: len(rank_records(caplog)) >= MAX_BUFFERED_RECORDS)
         assert len(await answer(engine, 20)) == 20
         await until(lambda: set(texts(caplog)) != {"rank 0: mad"})
         assert engine.cluster().epoch == 1

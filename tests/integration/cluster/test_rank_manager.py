@@ -251,7 +251,7 @@ async def test_unexpected_message_ends_the_rank(joined: int, message: StepPlan |
     place = {"host": "127.0.0.1", "node": "here", "num_ranks_here": 1, "gpu": None}
     spec = RankSpec(member=0, config=config(), invitation=control.invitations[0], **place)
     process = asyncio.create_task(asyncio.to_thread(serve, spec, EchoRank))
-    await (control.start(joined) if joined else control.roster.wait(lambda: control.hellos))
+    await (control.start(joined) if joined else control.registry.wait(lambda: control.hellos))
     control._channel.send([0], message)
     where = f"out of order in epoch {joined}" if joined else "before the model is loaded"
     text = str((await control.group.wait_ended()).error)

@@ -71,14 +71,14 @@ class SupervisedWorld:
         self.now = 0.0
         self.slept: list[float] = []
         self._changed = asyncio.Event()
-        self.control.roster.watch(self._note)
+        self.control.registry.watch(self._note)
 
     async def start(self) -> None:
         for member, invitation in enumerate(self.control.invitations):
             self.fleet.start(member, invitation)
         formation = await self.control.start(1)
         self.supervisor = ReplacementSupervisor(
-            self.control.roster, self.fleet, CONFIG, formation.readies, lambda: self.now, self._sleep
+            self.control.registry, self.fleet, CONFIG, formation.readies, lambda: self.now, self._sleep
         )
 
     async def _sleep(self, seconds: float) -> None:
@@ -197,7 +197,7 @@ async def test_missing_slot_stops_blocking_and_is_filled_when_it_returns(world: 
     message = "no slot for 5 min; a replacement starts when one is free: no slot"
     assert (abandoned.lost, abandoned.reason) == (1, message)
     assert world.now >= CONFIG.start_timeout
-    await world.control.wait_settled()
+    await world.control.wait_ready()
     assert world.supervisor.refill() == 0, "the slot is still searched for"
     world.fleet.problem = None
     await world.control.wait_joinable()
@@ -235,7 +235,7 @@ async def test_slot_that_cannot_be_filled_now_is_retried(
         await asyncio.sleep(0)
     assert set(world.slept) == {5.0}
     assert len(await world.wait_for(ReplacementDelayed)) == 1, "reported once"
-    assert len(list(world.control.roster)) <= 2, "only started members are waited for"
+    assert len(list(world.control.registry)) <= 2, "only started members are waited for"
     world.fleet.problem = None
     await world.control.wait_joinable()
     [replacing] = await world.wait_for(ReplacementStarted)

@@ -156,7 +156,7 @@ async def test_lost_rank_is_not_counted_as_unauthenticated(context, control: Ran
     for epoch in range(2, 6):
         ranks[1].close(linger=0)
         control.lost(epoch - 1, "vanished")
-        number, invitation = control.roster.invite()
+        number, invitation = control.registry.invite()
         ranks[1] = connect(context, invitation, invitation.commands_id)
         ranks[1].send(encode(Hello(number, "node", "127.0.0.1", 1)))
         await until(lambda expected=number: control.hellos[-1].member == expected)
@@ -271,7 +271,7 @@ async def test_abandoned_member_is_refused_before_the_next_epoch(context) -> Non
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
     assert decode_to_rank(ranks[1].recv()) == PLAN
-    control.roster.end(1, "was abandoned")
+    control.registry.end(1, "was abandoned")
     ranks[1].send(encode(Died(1, "exited voluntarily")))
     await until(lambda: control.num_refused == 1)
     again = connect(context, control.invitations[1], control.invitations[1].commands_id)
@@ -291,7 +291,7 @@ async def test_abandoned_member_is_refused_before_the_next_epoch(context) -> Non
 async def test_flooding_peer_does_not_starve_other_messages(context, control: RankManager) -> None:
     connection = introduce(context, control, 1)
     await until(lambda: control.hellos)
-    control.roster.lose(1, "vanished")
+    control.registry.lose(1, "vanished")
     num_messages, num_turns = 1500, 0
     for _ in range(num_messages):
         connection.send(encode(Heartbeat(1)))

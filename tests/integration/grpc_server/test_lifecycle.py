@@ -155,7 +155,7 @@ async def test_health_watch_reports_start_and_shutdown(tmp_path: Path) -> None:
 async def test_missing_slots_are_reported(tmp_path: Path) -> None:
     fleet = FakeFleet(num_missing=5)
     async with begun(config_of(tmp_path, wait_for_ranks=60), fleet) as found:
-        await fleet.asked.wait()
+        await fleet.requested.wait()
         assert fleet.patience == 60
         assert str(await found.refusal()) == "loading, 0 of 2 ranks ready, 5 of their slots missing"
         assert not found.starting.done()

@@ -51,7 +51,7 @@ class UploadService:
 
     def ingest_with(self, durable: DurableUploads) -> Ingest:
         """Ingests with a service that has no document in memory."""
-        self.uploads = Uploads(kept=durable)
+        self.uploads = Uploads(durable=durable)
         return Ingest(self.engine, self._tokenizer, self.threads, self.uploads, ledger=self.ledger)
 
     def use_quotas(self) -> None:
@@ -253,7 +253,7 @@ async def test_upload_to_a_deleted_context_is_not_reported_as_damaged(
     retained = DurableUploads(catalog, ())
     record = UploadRecord(context="moby", upload_id="mine", header=b"x", settled_bytes=5, updated=1.0)
     for start in (0, 5, 10):
-        retained._num_kept.setdefault(record.key, start + 5)
+        retained._num_stored.setdefault(record.key, start + 5)
         await retained._append(record, start, array("I", range(5)), NO_STARTS)
         await catalog.commit(Change(dropped_contexts=("moby",)))
     assert caplog.text == ""
@@ -356,12 +356,12 @@ async def test_cancelled_call_affects_no_other_call() -> None:
     catalog = FakeCatalog()
     retained = DurableUploads(catalog, (), lambda: 5.0)
     catalog.hold()
-    retained.keep(acme(1), Arrived(100))  # type: ignore[arg-type]
-    asking = asyncio.create_task(retained.take_up(acme(1), Arrived(0)))  # type: ignore[arg-type]
+    retained.persist(acme(1), Arrived(100))  # type: ignore[arg-type]
+    asking = asyncio.create_task(retained.load(acme(1), Arrived(0)))  # type: ignore[arg-type]
     await asyncio.sleep(0)
     asking.cancel()
     await asyncio.wait([asking])
-    other = asyncio.create_task(retained.take_up(acme(2), Arrived(0)))  # type: ignore[arg-type]
+    other = asyncio.create_task(retained.load(acme(2), Arrived(0)))  # type: ignore[arg-type]
     await other  # writes for other uploads do not delay it
     catalog.release()
     await comes(lambda: retained.has(acme(1)))
@@ -373,12 +373,12 @@ async def test_cancelled_call_affects_no_other_call() -> None:
 async def test_upload_dropped_as_expired_can_restart() -> None:
     now = [0.0]
     retained = DurableUploads(FakeCatalog(), (), lambda: now[0])
-    retained.keep(acme(1), Arrived(100))  # type: ignore[arg-type]
+    retained.persist(acme(1), Arrived(100))  # type: ignore[arg-type]
     await comes(lambda: retained.has(acme(1)))
     now[0] = KEEP_SECONDS + 1
     retained.drop_old()
-    await retained.take_up(acme(1), Arrived(0))  # type: ignore[arg-type]
-    retained.keep(acme(1), Arrived(50))  # type: ignore[arg-type]
+    await retained.load(acme(1), Arrived(0))  # type: ignore[arg-type]
+    retained.persist(acme(1), Arrived(50))  # type: ignore[arg-type]
     await comes(lambda: retained.has(acme(1)))
     assert retained.tokens_of("acme", ()) == [50]
     await retained.close()

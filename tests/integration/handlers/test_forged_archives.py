@@ -74,7 +74,7 @@ async def test_forged_archive_is_imported_whole_or_refused_without_a_trace(count
             transfers.objects.clear()
             ends["imported"] += 1
         await imports.close()
-        assert (transfers.num_arriving, transfers.objects) == (0, {}), seed
+        assert (transfers.num_imports, transfers.objects) == (0, {}), seed
         peak = peak_bytes() if number == 16 else peak
     assert peak_bytes() - peak < GROWTH
     assert ends["imported"] > count // 16

@@ -35,7 +35,7 @@ class UploadService:
         self.tokenizer = Tokenizer.load(write_model(folder / "model", chat_tokenizer(), template), DirectRenderer())
         self.threads = TokenizerPool()
         self.catalog, self.durable = catalog, durable
-        self.ingest = Ingest(self.engine, self.tokenizer, self.threads, Uploads(kept=durable))
+        self.ingest = Ingest(self.engine, self.tokenizer, self.threads, Uploads(durable=durable))
 
     async def run(self, *pieces: IngestPiece, breaks_after: int | None = None) -> list[int]:
         """The context, or None if the stream breaks after this number of bytes."""

@@ -82,7 +82,7 @@ async def test_context_is_transferred_between_services(
     assert (context.id, context.tokens, context.display_name, context.state) == ("dick", 11, "Moby-Dick", "parked")
     assert (arrived[-1].key_tokens, arrived[-1].received_bytes) == (11, len(WHOLE))
     assert keys_of(new[0], "dick") == list(MOBY.objects.values()) == keys_of(old[0])
-    assert (old[0].num_open, new[0].num_arriving) == (0, 0)
+    assert (old[0].num_open, new[0].num_imports) == (0, 0)
 
 
 async def test_synchronous_client_transfers_contexts(
@@ -253,7 +253,7 @@ async def test_invalid_archive_is_reported_and_leaves_nothing(
         for source in (tmp_path / "file", io.BytesIO(data)):
             with pytest.raises(error, match=message):
                 await client.import_context(source)
-    assert (new[0].contexts, new[0].objects, new[0].num_arriving) == ({}, {}, 0)
+    assert (new[0].contexts, new[0].objects, new[0].num_imports) == ({}, {}, 0)
 
 
 async def test_archive_of_another_model_is_refused_before_all_is_sent(new: tuple[FakeTransferEngine, str]) -> None:

@@ -49,7 +49,7 @@ def test_ranks_of_one_machine_exchange_no_pickle_and_listen_only_on_the_loopback
 
 
 def exchange_words(rank, owner):
-    return process_group._tell_all(JoinMessage("/a/path", "why " * rank))
+    return process_group._broadcast_choice(JoinMessage("/a/path", "why " * rank))
 
 
 def test_every_rank_receives_the_messages_of_all() -> None:

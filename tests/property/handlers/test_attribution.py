@@ -17,7 +17,7 @@ from coordinator.handlers.response_assembler import ResponseAssembler
 from coordinator.text.detokenizer import Alphabet
 from longleaf.errors import InvalidArgument
 from longleaf.rank_protocol.fakes import echo_attention, echo_spans
-from longleaf.rank_protocol.step import MAX_TOLD_SPANS, NUM_OTHER_SHARES, Attention
+from longleaf.rank_protocol.step import MAX_ATTRIBUTED_SPANS, NUM_OTHER_SHARES, Attention
 from longleaf.sampling import Sampling, Token
 from longleaf.types import Delta, Finished, Generate, Provenance
 from tests.support.service import byte_tokenizer
@@ -79,7 +79,7 @@ def test_exactly_the_delivered_tokens_are_counted(
     for sample in range(len(samples)):
         ids = [i for delta in deltas if delta.sample == sample for i in delta.token_ids]
         counted = [attention_of(sample, index) for index in range(len(ids)) if retained[sample, index]]
-        found = tracing.told(sample)
+        found = tracing.reported(sample)
         assert list(found.token_ids) == ids == samples[sample][: len(ids)]
         assert found.sums.num_tokens == len(counted)
         if counted:
@@ -126,7 +126,7 @@ def test_spans_restart_at_each_segment() -> None:
     assert attribution(AttentionAccumulator(), spans, []).num_tokens == 0
 
 
-@pytest.mark.parametrize("ends", [(32 * MAX_TOLD_SPANS + 1,), range(1, MAX_TOLD_SPANS + 2)])
+@pytest.mark.parametrize("ends", [(32 * MAX_ATTRIBUTED_SPANS + 1,), range(1, MAX_ATTRIBUTED_SPANS + 2)])
 def test_too_many_spans_are_refused(ends: Sequence[int]) -> None:
     """Too many because of their length, or of documents that are shorter."""
     attribution_context = replace(CONTEXT, segments=tuple(ends), ends=tuple(ends))

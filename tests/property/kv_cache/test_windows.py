@@ -34,7 +34,7 @@ def test_growth_keeps_what_is_seen_and_its_promise(
     for step in steps:
         end = start + step
         seen = set(range(max(first, windows.first(start)), start))
-        runs = placer.roll(runs, start, end, reservation, is_chunk=is_chunk)
+        runs = placer.advance_windows(runs, start, end, reservation, is_chunk=is_chunk)
         fresh = range(max(start, windows.first(end)) if is_chunk else start, end)
         assert positions(runs) >= seen | set(fresh)
         assert all(min(run.start + block_size, run.end) > windows.first(start) for run in runs)
@@ -62,7 +62,7 @@ def paths(draw: st.DrawFn, windows: WindowSpec) -> tuple[TokenPath, SegmentPlace
         holdings.add(holding := SegmentPlacement(segment))
         for step in draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)):
             start, end = segment.end, segment.end + step
-            runs = placer.roll(holding.window_runs, start, end, reservation, is_chunk=draw(st.booleans()))
+            runs = placer.advance_windows(holding.window_runs, start, end, reservation, is_chunk=draw(st.booleans()))
             holding.window_runs = runs
             holding.extend(range(step), [Run(0, start, end, ())])
         holding.window_runs = placer.window_pool.trim(holding.window_runs, segment.end)

@@ -13,7 +13,7 @@ from coordinator.scheduling.sequences import Sequence
 from longleaf.errors import LongleafError
 from longleaf.positions import OWN_ROPE, AttentionSpan, Rope, Rotary, WindowSpec
 from longleaf.rank_protocol.encoding import decode_to_rank, encode
-from longleaf.rank_protocol.row_delta import RowState, growth
+from longleaf.rank_protocol.row_delta import RowState, row_delta
 from longleaf.rank_protocol.step import Decode, Prefill, Row, StepPlan
 from longleaf.runs import Run
 from tests.support.scheduling import Bench
@@ -146,7 +146,7 @@ def test_windows_end_where_accepted_drafts_end(
     for index, (num_drafts, num_accepted) in enumerate(steps):
         runs = pool.grow(pool.trim(known, start), start, start + 1 + num_drafts)
         row = Row(7, () if index else (4,), start, (), (), index, window_runs=runs, draft_ids=(1,) * num_drafts)
-        sent = replace(row, window_runs=growth(known, runs, block_size)) if index else row
+        sent = replace(row, window_runs=row_delta(known, runs, block_size)) if index else row
         assert reported.complete(step(sent)) == step(replace(row, path=(4,)))
         start += 1 + min(num_drafts, num_accepted)
         if num_accepted < num_drafts:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from longleaf.errors import DataLoss, InvalidArgument
 from longleaf.positions import Rope
 from longleaf.storage.context_note import ContextNote, decode_note, encode_note
-from longleaf.storage.envelope import seal, unseal
+from longleaf.storage.envelope import unwrap, wrap
 from longleaf.storage.manifest import KIND, VERSION, PieceRef, SegmentManifest, decode_manifest, encode_manifest
 from longleaf.storage.names import Attempt, NotePlace, attempt_of_manifest, attempt_of_piece, place_of_note
 from tests.support.kept_segments import manifest_of
@@ -121,7 +121,7 @@ def test_runs_are_whole_blocks_from_the_start_of_the_segment_on(manifest, block_
 
 
 def encode_unchecked(manifest):
-    return seal(KIND, VERSION, msgspec.msgpack.encode(manifest))
+    return wrap(KIND, VERSION, msgspec.msgpack.encode(manifest))
 
 
 def test_every_flipped_bit_and_every_truncation_is_noticed():
@@ -150,15 +150,15 @@ def test_no_other_bytes_are_taken(data):
     with pytest.raises(DataLoss):
         decode_manifest(data, "name")
     with pytest.raises(DataLoss, match="is invalid"):
-        decode_manifest(seal(KIND, VERSION, data), "name")
+        decode_manifest(wrap(KIND, VERSION, data), "name")
 
 
 @settings(max_examples=20)
 @given(st.integers(1, 50))
 def test_later_versions_differ_from_damage(more):
     with pytest.raises(DataLoss, match=f"version {VERSION + more}.*use a later one"):
-        decode_manifest(seal(KIND, VERSION + more, b"whatever"), "name")
-    assert unseal(seal(b"note", 1, b"content"), b"note", 1 + more, "name") == b"content"
+        decode_manifest(wrap(KIND, VERSION + more, b"whatever"), "name")
+    assert unwrap(wrap(b"note", 1, b"content"), b"note", 1 + more, "name") == b"content"
 
 
 def test_a_note_is_no_manifest_and_of_its_place_alone():

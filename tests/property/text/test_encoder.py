@@ -167,8 +167,8 @@ def test_another_encoder_resumes_from_the_stable_tokens(name: str, text: str, cu
     first = Encoder(tokenizer, (1, 2), sizes=SMALL)
     first.push(text[:cut])
     second = Encoder(tokenizer, (1, 2), sizes=SMALL)
-    second.go_on(first.token_ids[:], first.settled)
-    encode(second, text.encode()[first.settled.num_bytes :].decode(), cuts)
+    second.resume(first.token_ids[:], first.stable)
+    encode(second, text.encode()[first.stable.num_bytes :].decode(), cuts)
     assert list(second.token_ids) == [1, 2, *tokenizer.encode(text, add_special_tokens=False).ids]
 
 
@@ -183,7 +183,7 @@ def test_an_endless_run_stays_in_one_window(name: str, kind: str) -> None:
     resident = 0
     for start in range(0, len(text), 100):
         encoder.push(text[start : start + 100])
-        resident = max(resident, encoder.num_held)
+        resident = max(resident, encoder.num_buffered)
     encoder.finish()
     assert list(encoder.token_ids) == tokenizer.encode(text, add_special_tokens=False).ids
     assert resident <= 2000

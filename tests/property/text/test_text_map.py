@@ -62,7 +62,7 @@ def document(name: str, text: str, cuts: list[int], lead: int) -> DocumentPart:
         encoder.push(text[start:end])
     encoder.finish()
     assert encoder.starts is not None and encoder.starts.is_whole(len(encoder.token_ids))
-    retained = DocumentText(num_lead=lead, starts=packed(encoder.starts.kept), num_bytes=len(text.encode()))
+    retained = DocumentText(num_lead=lead, starts=packed(encoder.starts.starts), num_bytes=len(text.encode()))
     retained.check(len(encoder.token_ids), "text")
     return DocumentPart(token_ids=encoder.token_ids, num_tokens=len(encoder.token_ids), text=retained)
 
@@ -169,8 +169,8 @@ def test_another_tokenizer_resumes(text: str, cut: int) -> None:
     first, second = encoder(), encoder()
     first.push(text[: cut % (len(text) + 1)])
     assert first.starts is not None and second.starts is not None
-    second.go_on(first.token_ids[:], first.settled)
-    second.starts.go_on(first.starts.kept[:], len(first.token_ids))
-    second.push(text.encode()[first.settled.num_bytes :].decode())
+    second.resume(first.token_ids[:], first.stable)
+    second.starts.resume(first.starts.starts[:], len(first.token_ids))
+    second.push(text.encode()[first.stable.num_bytes :].decode())
     second.finish()
-    assert whole.text is not None and packed(second.starts.kept) == whole.text.starts
+    assert whole.text is not None and packed(second.starts.starts) == whole.text.starts

@@ -95,7 +95,7 @@ def test_recomputed_runs_are_found_only_with_the_start_of_the_layout():
     for ledger in (reported, guessed):
         ledger.put(3, [run_at(0, 8, 0, 20)])
         (part,) = ledger.parts((3,), 16)
-        seen.append(table_of(list(ledger.held(3, part.start, part.end))).values())
+        seen.append(table_of(list(ledger.resident_extents(3, part.start, part.end))).values())
     assert [sorted(found) for found in seen] == [list(range(16)), list(range(8, 16))]
 
 
@@ -164,7 +164,11 @@ def test_truncated_positions_are_in_no_slot(positions, end, is_window):
     end = max(end, start)
     ledger.cut_back(7, end)
     for run in (*runs, *windows):
-        found = [position for one in ledger.held(7, 0, 1 << 20, run.rank) for position in range(one.start, one.end)]
+        found = [
+            position
+            for one in ledger.resident_extents(7, 0, 1 << 20, run.rank)
+            for position in range(one.start, one.end)
+        ]
         assert found == list(range(run.start, min(run.end, end)))
     assert ledger.holds(8, run_at(0, 9, rank=1))
 
@@ -174,4 +178,7 @@ def test_a_segment_is_cut_back_of_which_a_rank_has_given_everything_away():
     ledger.put(3, (FIRST, SECOND))
     ledger.move([RunTransfer(3, FIRST, Run(0, FIRST.start, FIRST.end, (8, 9)))])
     ledger.cut_back(3, 9)
-    assert [(one.start, one.end) for rank in range(2) for one in ledger.held(3, 0, 20, rank)] == [(0, 8), (8, 9)]
+    assert [(one.start, one.end) for rank in range(2) for one in ledger.resident_extents(3, 0, 20, rank)] == [
+        (0, 8),
+        (8, 9),
+    ]

@@ -34,7 +34,7 @@ class Rank:
         """By position, the slots that `rank` holds according to this rank's block table."""
         return {
             extent.start + i: extent.slot + i
-            for extent in self.ledger.held(SEGMENT, START, end, rank)
+            for extent in self.ledger.resident_extents(SEGMENT, START, end, rank)
             for i in range(extent.end - extent.start)
         }
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
 from longleaf.sampling import Sampling
-from workers.sampling.acceptance import NOT_FINITE, NOT_REACHED, reached_ids
+from workers.sampling.acceptance import NOT_FINITE, NOT_REACHED, accepted_ids
 from workers.sampling.device_sampler import DeviceSampler
 from workers.sampling.sampler import Sampler
 
@@ -79,7 +79,7 @@ def test_tokens_behind_drafts_are_those_of_single_steps(make, drawn, seed, broke
         num_drafts = len(rows[i].draft_ids)
         num_right = [*are_right[:num_drafts], False].index(False)
         check_same(tokens, wanted[i][: 1 + num_right])
-    reported = list(reached_ids(rows, choice.ids().tolist()))
+    reported = list(accepted_ids(rows, choice.ids().tolist()))
     assert reported == [[token.id for token in tokens] or [NOT_FINITE] for tokens in found]
     assert sum(map(len, reported)) + choice.ids().tolist().count(NOT_REACHED) == len(choice.ids())
     assert sampler.broken == {i for i, tokens in enumerate(wanted) if not tokens}

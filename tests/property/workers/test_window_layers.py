@@ -173,7 +173,9 @@ class Story:
 
     def work(self, turn, move, segment, start, end):
         path, ids = self.paths[segment], tuple(range(start, end))
-        self.window_runs = self.placer.roll(self.window_runs, start, end, self.reservation, is_chunk=move.is_chunk)
+        self.window_runs = self.placer.advance_windows(
+            self.window_runs, start, end, self.reservation, is_chunk=move.is_chunk
+        )
         if move.is_chunk:
             runs = self.placer.place_chunk(start, end, turn, self.reservation)
             self.last_run = runs[-1]

@@ -57,8 +57,8 @@ class Lone(Dense):
     def attend(self, q_THD, k_KSD, v_KSV, reads, scale, softcap=None):
         return self._attend(q_THD, v_KSV.shape[2], k_KSD, v_KSV)
 
-    def attend_int8(self, q_THD, kept, reads, scale, softcap=None):
-        return self._attend(q_THD, q_THD.shape[2], *kept[:4])
+    def attend_int8(self, q_THD, layer, reads, scale, softcap=None):
+        return self._attend(q_THD, q_THD.shape[2], *layer[:4])
 
     def _attend(self, q_THD, value_dim, *tensors):
         out_THV = q_THD.new_empty(*q_THD.shape[:2], value_dim, dtype=torch.float32)

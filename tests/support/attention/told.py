@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longleaf.attention.block_attribution import BLOCK, NO_EDGE, AttributedRead, BlockSums, told_read
+from longleaf.attention.block_attribution import BLOCK, NO_EDGE, AttributedRead, BlockSums, attributed_read
 from longleaf.attention.masks import Read
 from longleaf.attention.partial import Partial
 
@@ -22,7 +22,7 @@ def drawn_reads(data: Any, num_rows: int) -> tuple[list[Read], list[AttributedRe
         offset = data.draw(st.one_of(st.none(), st.integers(-20, 150)))
         some = sorted(data.draw(st.lists(st.integers(*rows), min_size=2, max_size=2)))
         edge = data.draw(st.one_of(st.just(NO_EDGE), st.integers(slot, end)))
-        reported.append(told_read((slot, end), start, (some[0], some[1]), edge))
+        reported.append(attributed_read((slot, end), start, (some[0], some[1]), edge))
         reads.append(Read(rows[0], rows[1], slot, end, offset))
         start, slot = reported[-1].end, end + data.draw(st.integers(0, 40))
     return reads, reported, slot

@@ -74,7 +74,7 @@ async def importing(*, windows: bool) -> AsyncGenerator[tuple[Service, PieceRank
     storage = Storage()
     ranks = PieceRanks(storage.store, windows=windows)
     async with serving(storage, ranks, RetentionPolicy("demand", grace=NOW)) as service:
-        service.engine.house._fingerprint = FINGERPRINT
+        service.engine.transfers._fingerprint = FINGERPRINT
         await ingest(service.engine, range(50), "victim")
         yield service, ranks
 
@@ -102,4 +102,4 @@ def archive(seed: int, ranks: PieceRanks) -> bytes:
 
 
 def imports_of(service: Service) -> ImportSessions:
-    return ImportSessions(service.engine.house, VOCABULARY, wall_clock=lambda: 12.0)
+    return ImportSessions(service.engine.transfers, VOCABULARY, wall_clock=lambda: 12.0)

@@ -233,7 +233,7 @@ async def fuzzed(folder: Path) -> AsyncIterator[Target]:
     async with running(engine) as found:
         transfers = house_of(packable(vocabulary=vocabulary, name=PINNED))
         use_cases = Application(
-            engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"), house=transfers
+            engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"), transfers=transfers
         )
         server = GrpcServer(use_cases, drain=stay, refill=int)
         port = await server.start("127.0.0.1", 0)

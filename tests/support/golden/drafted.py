@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from longleaf.positions import EVERY_RANK, OWN_ROPE
-from longleaf.rank_protocol.row_delta import growth
+from longleaf.rank_protocol.row_delta import row_delta
 from longleaf.rank_protocol.step import Decode, PenaltyHistory, Row, SamplingTerms, StepResult
 from longleaf.runs import Run, join, until
 from longleaf.sampling import Sampling, Token
@@ -105,7 +105,7 @@ class Drafting:
         drafts = self._draft(sequence, len(reported), room)
         assert len(drafts) <= room
         runs = service._grow(tail, start, 1 + len(drafts), (start + row.sequence) % len(service.alive))
-        windows = tail.window_runs and growth(known, tail.window_runs, service._size)
+        windows = tail.window_runs and row_delta(known, tail.window_runs, service._size)
         is_complete = self._is_compared[sequence] and len(reported) + 1 + len(drafts) == count
         num_reference = start + 1 + len(drafts) if is_complete else 0
         return Row(
@@ -136,7 +136,7 @@ class Drafting:
                 assert rank.epoch is not None
                 for owner in (*range(len(self.ranks)), EVERY_RANK):
                     runs = tail.window_runs if owner == EVERY_RANK else [run for run in tail.runs if run.rank == owner]
-                    found = list(rank.epoch._ledger.held(tail.path[-1], 0, 1 << 30, owner))
+                    found = list(rank.epoch._ledger.resident_extents(tail.path[-1], 0, 1 << 30, owner))
                     assert join((run.start, run.end) for run in runs) == join((one.start, one.end) for one in found)
 
     def blocks(self, number: int) -> list[Tensor]:

@@ -26,13 +26,13 @@ class KnowingDrafter(Drafter):
         self.num_right = self.num_wrong = 0
 
     def _guesses_of(self, job: Sequence) -> SequenceDrafter | None:
-        if job.guesses is None:
-            job.guesses = SequenceDrafter(job.tail.segment, self._indexes, MOST)
-        job.guesses.follow(job.tail.segment)
-        return job.guesses
+        if job.drafter is None:
+            job.drafter = SequenceDrafter(job.tail.segment, self._indexes, MOST)
+        job.drafter.follow(job.tail.segment)
+        return job.drafter
 
     def _look(self, job: Sequence) -> Draft:
-        output, left = tuple(job.generated), job.max_asked - job.num_asked
+        output, left = tuple(job.generated), job.max_requested - job.num_requested
         most = min(MOST, left, job.tail.num_spare(self._block_size))
         known = next((answer for answer in self._answers if tuple(answer[: len(output)]) == output), ())
         found = [

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.handlers.transfer.fakes import FakeTransferEngine
-from longleaf.cli.transfer import told
+from longleaf.cli.transfer import summary
 from longleaf.types import Context
 from tests.support.houses import empty_house, house_of
 from tests.support.parcels import packable
@@ -144,6 +144,6 @@ async def test_files_that_are_not_archives_are_refused(
 
 def test_summary_reports_restored_and_recomputed_tokens() -> None:
     context = Context(id="moby", tokens=1000, kv_bytes=0, created=1.0, updated=1.0)
-    assert told(context, 0) == "moby: 1,000 tokens; keys and values are computed on the first request"
-    assert told(context, 900).endswith("on the first request, 900 of them are loaded and 100 computed")
-    assert told(context, None).endswith("already imported")
+    assert summary(context, 0) == "moby: 1,000 tokens; keys and values are computed on the first request"
+    assert summary(context, 900).endswith("on the first request, 900 of them are loaded and 100 computed")
+    assert summary(context, None).endswith("already imported")

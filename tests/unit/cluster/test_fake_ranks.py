@@ -64,7 +64,7 @@ async def test_failures_of_storage_and_members_are_raised() -> None:
     ranks.pieces["p"] -= {3}
     with pytest.raises(DataLoss):
         await fetched(ranks, 1, 5)
-    ranks.storage_trouble = "full"
+    ranks.storage_error = "full"
     with pytest.raises(StorageUnavailable, match="full"):
         await ranks.save(1, Save(1, "p", 7, (RUN,)))
     ranks.lose(1, "died")

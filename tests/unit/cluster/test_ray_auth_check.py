@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from coordinator.cluster import ray_auth_check
-from coordinator.cluster.ray_auth_check import CALL, check_door
+from coordinator.cluster.ray_auth_check import CALL, check_ray_auth
 from longleaf.errors import StartError
 
 
@@ -61,7 +61,7 @@ def test_token_must_match_the_cluster(
     reported = ""
     with ray_head(code) as address:
         try:
-            check_door(address)
+            check_ray_auth(address)
         except StartError as error:
             reported = str(error).removeprefix(f"ray_address: the Ray cluster at {address} cannot be joined: ")
     assert (reported.startswith(expected), bool(reported)) == (True, bool(expected))
@@ -77,18 +77,18 @@ def test_missing_token_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
             match="RAY_AUTH_MODE=token is set, but no token was found: put the cluster's token in RAY_AUTH_TOKEN",
         ),
     ):
-        check_door(address)
+        check_ray_auth(address)
 
 
 def test_silent_head_passes_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_auth_check, "CALL_SECONDS", 0.2)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        check_door(f"127.0.0.1:{server.getsockname()[1]}")
+        check_ray_auth(f"127.0.0.1:{server.getsockname()[1]}")
 
 
 def test_encrypted_cluster_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_USE_TLS", "1")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     with ray_head(grpc.StatusCode.OK) as address:
-        check_door(address)
+        check_ray_auth(address)

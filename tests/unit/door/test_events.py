@@ -58,7 +58,7 @@ async def test_comments_report_the_wait_and_events_follow():
         (Progress(4096, 60_000), b": read 4096 of 60000 tokens\n\n"),
         (Recovering(lost_tokens=8, recovered_tokens=2, total_tokens=8), b": recovering, 2 of 8 tokens\n\n"),
     ):
-        waiting.note(reported)
+        waiting.record(reported)
         assert await reading.until(comment) <= 1  # one may have been on its way
         assert await reading.next() == comment
     may_continue.set()

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 from msgspec.structs import replace
 
-from coordinator.engine.checkpoint_migration import anew
+from coordinator.engine.checkpoint_migration import retokenized
 from coordinator.kv_cache.positions import Positions
 from coordinator.persistence.catalog.records import CatalogContents, SegmentRecord
 from coordinator.persistence.catalog.stale_contexts import StaleContext
@@ -30,7 +30,7 @@ POSITIONS = Positions(Rotary(), 3_000)
 
 
 def stale(record=BOOK, *differing: str, catalog: CatalogContents = CATALOG) -> StaleContext:
-    return StaleContext(record=record, kept=catalog, model="/model", differing=differing or ("model.safetensors",))
+    return StaleContext(record=record, contents=catalog, model="/model", differing=differing or ("model.safetensors",))
 
 
 def persistence_with(*found: StaleContext) -> MemoryLasting:
@@ -44,13 +44,13 @@ async def test_recomputed_context_keeps_tokens_and_settings() -> None:
     async with running(persistence) as engine:
         with pytest.raises(CheckpointChanged, match=r"model.safetensors in /model changed .*longleaf contexts reread"):
             await ask(engine, "book")
-        view = await engine.reread_context("book", VOCABULARY)
+        view = await engine.recompute_context("book", VOCABULARY)
         assert (view.id, view.tokens, view.state, view.display_name) == ("book", 40, "parked", "a book")
         assert view.positions.capacity == 2_000
         await ingest(engine, "same", [*range(20), *range(100, 120)])
         assert await ask(engine, "book") == await ask(engine, "same")
         with pytest.raises(AlreadyExists):
-            await engine.reread_context("book", VOCABULARY)
+            await engine.recompute_context("book", VOCABULARY)
         await engine.delete_context("book")
         with pytest.raises(NotFound):
             engine.get_context("book")
@@ -67,7 +67,7 @@ async def test_all_stale_contexts_are_recomputed_if_possible() -> None:
     persistence.earlier["taken"] = stale(context("taken", 7, 9))
     async with running(persistence) as engine:
         await ingest(engine, "taken", [1, 2])
-        found = await engine.reread_contexts(VOCABULARY)
+        found = await engine.recompute_contexts(VOCABULARY)
         assert [(each.id, each.tokens) for each in found.contexts] == [("book", 40), ("twig", 12)]
         reported = {each.name: each.reason for each in found.left_out}
         assert list(reported) == ["lost", "other", "taken"]
@@ -90,8 +90,8 @@ async def test_recompute_respects_quotas() -> None:
 
     async with running(persistence_with(stale(), stale(TWIG))) as engine:
         with pytest.raises(ResourceExhausted):
-            await engine.reread_context("book", VOCABULARY, room)
-        found = await engine.reread_contexts(VOCABULARY, room=room)
+            await engine.recompute_context("book", VOCABULARY, room)
+        found = await engine.recompute_contexts(VOCABULARY, room=room)
         assert [each.id for each in found.contexts] == ["twig"]
         assert [(each.name, "quotas/tokens" in each.reason) for each in found.left_out] == [("book", True)]
         assert [each.id for each in engine.list_contexts()] == ["twig"]
@@ -104,15 +104,15 @@ async def test_tenant_without_stale_contexts_causes_no_read() -> None:
     persistence = persistence_with(stale())
     async with running(persistence) as engine:
         for _ in range(3):
-            assert not (await engine.reread_contexts(VOCABULARY, "acme")).contexts
+            assert not (await engine.recompute_contexts(VOCABULARY, "acme")).contexts
             with pytest.raises(NotFound):
-                await engine.reread_context("acme/book", VOCABULARY)
+                await engine.recompute_context("acme/book", VOCABULARY)
         assert persistence.num_readings == 0
-        found = await asyncio.gather(*(engine.reread_contexts(VOCABULARY) for _ in range(2)))
+        found = await asyncio.gather(*(engine.recompute_contexts(VOCABULARY) for _ in range(2)))
         assert [len(each.contexts) for each in found] == [1, 0]
         assert [each.name for each in found[1].left_out] == ["book"]
         num_readings = persistence.num_readings
-        assert [each.name for each in (await engine.reread_contexts(VOCABULARY)).left_out] == ["book"]
+        assert [each.name for each in (await engine.recompute_contexts(VOCABULARY)).left_out] == ["book"]
         assert persistence.num_readings == num_readings
 
 
@@ -123,21 +123,21 @@ async def test_missing_or_expired_context_is_not_found() -> None:
     async with running(persistence) as engine:
         for name in ("book", "other"):
             with pytest.raises((NotFound, CheckpointChanged)):
-                await engine.reread_context(name, VOCABULARY)
-        found = await engine.reread_contexts(VOCABULARY)
+                await engine.recompute_context(name, VOCABULARY)
+        found = await engine.recompute_contexts(VOCABULARY)
         assert [each.id for each in found.contexts] == ["twig"]
     async with running(None) as engine:
         with pytest.raises(NotFound):
-            await engine.reread_context("book", VOCABULARY)
-        assert not (await engine.reread_contexts(VOCABULARY)).contexts
+            await engine.recompute_context("book", VOCABULARY)
+        assert not (await engine.recompute_contexts(VOCABULARY)).contexts
 
 
 def test_recomputed_contexts_use_current_positions() -> None:
     graded = Positions(Rotary(kind="yarn", trained=3_000, scaled_from=1_000, is_graded=True), 3_000)
-    record, path = anew(stale(), graded, VOCABULARY)
+    record, path = retokenized(stale(), graded, VOCABULARY)
     assert record.capacity == 2_000
     assert {segment.rope for segment in path} == {Rope(scaled_for=2_000)}
-    record, path = anew(stale(), Positions(Rotary(), 1_500), VOCABULARY)
+    record, path = retokenized(stale(), Positions(Rotary(), 1_500), VOCABULARY)
     assert record.capacity == 1_500, "the earlier capacity is no longer allowed"
     assert replace(record, capacity=2_000) == BOOK
     assert [(segment.start, len(segment.token_ids)) for segment in path] == [(0, 20), (20, 20)]
@@ -147,36 +147,36 @@ def test_incompatible_contexts_are_refused() -> None:
     with pytest.raises(
         CheckpointChanged, match=r"has 40 tokens; this checkpoint allows 39, the length that it was trained for"
     ):
-        anew(stale(), Positions(Rotary(), 39), VOCABULARY)
+        retokenized(stale(), Positions(Rotary(), 39), VOCABULARY)
     with pytest.raises(CheckpointChanged, match="has token 119; this checkpoint has 119 tokens"):
-        anew(stale(), POSITIONS, 119)
-    assert anew(stale(), POSITIONS, 120)
+        retokenized(stale(), POSITIONS, 119)
+    assert retokenized(stale(), POSITIONS, 120)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         with pytest.raises(CheckpointChanged, match=rf"config.json, {name} in /model .* ingest the text again"):
-            anew(stale(BOOK, "config.json", name), POSITIONS, VOCABULARY)
+            retokenized(stale(BOOK, "config.json", name), POSITIONS, VOCABULARY)
     with pytest.raises(DataLoss):
-        anew(stale(context("lost", 8, 5)), POSITIONS, VOCABULARY)
+        retokenized(stale(context("lost", 8, 5)), POSITIONS, VOCABULARY)
 
 
 async def test_abandoned_recomputation_is_not_restarted() -> None:
     """All requests during a running recomputation share its result."""
     persistence, gate = persistence_with(stale()), threading.Event()
-    read = persistence.read_earlier
+    read = persistence.read_stale
 
     def read_slowly() -> dict[str, StaleContext]:
         found = read()
         assert gate.wait(30)
         return found
 
-    persistence.read_earlier = read_slowly  # type: ignore[method-assign]
+    persistence.read_stale = read_slowly  # type: ignore[method-assign]
     async with running(persistence) as engine:
         for _ in range(5):
-            asking = asyncio.create_task(engine.reread_contexts(VOCABULARY))
+            asking = asyncio.create_task(engine.recompute_contexts(VOCABULARY))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             asking.cancel()
             await asyncio.wait([asking])
-        asking = asyncio.create_task(engine.reread_contexts(VOCABULARY))
+        asking = asyncio.create_task(engine.recompute_contexts(VOCABULARY))
         gate.set()
         assert len((await asking).contexts) == 1
         assert persistence.num_readings == 1

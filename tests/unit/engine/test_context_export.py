@@ -19,13 +19,13 @@ DEMAND = RetentionPolicy("demand", grace=NOW)
 
 def protected_manifests(service: Service) -> list[str]:
     """Manifests that stay on storage for the exports."""
-    return service.snapshots._sender.held
+    return service.snapshots._sender.pinned
 
 
 async def test_export_contains_all_segments_and_is_repeatable() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         ids = await ingest_two(service.engine)
-        exporting = await service.engine.house.open_export("book", with_keys=True)
+        exporting = await service.engine.transfers.open_export("book", with_keys=True)
         assert [each.id for each in exporting.segments] == list(ids)
         assert [list(each.token_ids) for each in exporting.segments] == [list(range(40)), list(range(100, 120))]
         assert (exporting.context.segment, exporting.context.num_tokens) == (ids[-1], 60)
@@ -33,7 +33,7 @@ async def test_export_contains_all_segments_and_is_repeatable() -> None:
         for manifest in exporting.manifests.values():
             for piece in manifest.pieces:
                 assert len(await exporting.read(piece)) == piece.num_bytes
-        again = await service.engine.house.open_export("book", with_keys=True)
+        again = await service.engine.transfers.open_export("book", with_keys=True)
         assert (again.context, again.segments, again.manifests) == (
             exporting.context,
             exporting.segments,
@@ -44,13 +44,13 @@ async def test_export_contains_all_segments_and_is_repeatable() -> None:
 async def test_export_without_keys_saves_nothing() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         await ingest_two(service.engine)
-        exporting = await service.engine.house.open_export("book", with_keys=False)
+        exporting = await service.engine.transfers.open_export("book", with_keys=False)
         assert len(exporting.segments) == 2
         assert not exporting.manifests
         assert not service.ranks.num_saves
         assert not protected_manifests(service)
         with pytest.raises(NotFound):
-            await service.engine.house.open_export("other", with_keys=False)
+            await service.engine.transfers.open_export("other", with_keys=False)
 
 
 async def test_evicted_context_is_exported_with_its_stored_keys() -> None:
@@ -59,7 +59,7 @@ async def test_evicted_context_is_exported_with_its_stored_keys() -> None:
         first, _ = await ingest_two(service.engine)
         await service.snapshots.save([first])
     async with serving(storage, policy=DEMAND) as service:
-        exporting = await service.engine.house.open_export("book", with_keys=True)
+        exporting = await service.engine.transfers.open_export("book", with_keys=True)
         assert list(exporting.manifests) == [first]
         assert len(exporting.segments) == 2
         assert len(protected_manifests(service)) == 1
@@ -68,7 +68,7 @@ async def test_evicted_context_is_exported_with_its_stored_keys() -> None:
 async def test_export_without_storage_has_no_keys() -> None:
     async with serving(Storage(), policy=RetentionPolicy("off", grace=NOW)) as service:
         await ingest_two(service.engine)
-        exporting = await service.engine.house.open_export("book", with_keys=True)
+        exporting = await service.engine.transfers.open_export("book", with_keys=True)
         assert not exporting.manifests
         assert len(exporting.segments) == 2
 
@@ -77,8 +77,8 @@ async def test_exported_manifests_stay_on_storage_until_the_export_closes() -> N
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
         await ingest_two(service.engine)
-        exporting = await service.engine.house.open_export("book", with_keys=True)
-        other = await service.engine.house.open_export("book", with_keys=True)
+        exporting = await service.engine.transfers.open_export("book", with_keys=True)
+        other = await service.engine.transfers.open_export("book", with_keys=True)
         await service.engine.delete_context("book")
         await exporting.close()
         await exporting.close()
@@ -96,7 +96,7 @@ async def test_damaged_pieces_are_not_read(is_missing: bool) -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
         await ingest_two(service.engine)
-        exporting = await service.engine.house.open_export("book", with_keys=True)
+        exporting = await service.engine.transfers.open_export("book", with_keys=True)
         piece = exporting.manifests[0].pieces[0]
         if is_missing:
             storage.files.files.remove(piece.name)
@@ -117,7 +117,7 @@ async def test_segment_with_a_damaged_manifest_is_exported_without_keys(is_missi
             storage.files.files.remove(name)
         else:
             storage.files.files.write(name, [memoryview(b"nothing")], False)
-        exporting = await service.engine.house.open_export("book", with_keys=True)
+        exporting = await service.engine.transfers.open_export("book", with_keys=True)
         assert list(exporting.manifests) == [last]
         await exporting.close()
         assert not protected_manifests(service)
@@ -131,9 +131,9 @@ async def test_storage_failure_is_raised_and_no_manifest_stays_protected() -> No
         await comes(lambda: not storage.lasting.catalog._outbox)  # all changes have been reported
         storage.files.fail(1)
         with pytest.raises(StorageUnavailable):
-            await service.engine.house.open_export("book", with_keys=True)
+            await service.engine.transfers.open_export("book", with_keys=True)
         assert not protected_manifests(service)
-        exporting = await service.engine.house.open_export("book", with_keys=True)
+        exporting = await service.engine.transfers.open_export("book", with_keys=True)
         assert len(exporting.manifests) == 2
 
 
@@ -141,23 +141,23 @@ async def test_failed_save_fails_the_export() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
         await ingest_two(service.engine)
-        service.ranks.storage_trouble = "it is away"
+        service.ranks.storage_error = "it is away"
         with pytest.raises(StorageUnavailable, match="it is away"):
-            await service.engine.house.open_export("book", with_keys=True)
+            await service.engine.transfers.open_export("book", with_keys=True)
 
 
 async def test_disconnect_during_a_save_protects_no_manifest() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         await ingest_two(service.engine)
         service.ranks.may_save.clear()
-        opening = asyncio.create_task(service.engine.house.open_export("book", with_keys=True))
+        opening = asyncio.create_task(service.engine.transfers.open_export("book", with_keys=True))
         await comes(lambda: service.ranks.num_saves)
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):
             await opening
         service.ranks.may_save.set()
         assert not protected_manifests(service)
-        exporting = await service.engine.house.open_export("book", with_keys=True)
+        exporting = await service.engine.transfers.open_export("book", with_keys=True)
         assert len(exporting.manifests) == 2
 
 
@@ -165,6 +165,6 @@ async def test_checkpoint_is_read_once(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     expected = read_fingerprint(folder)
     async with serving(Storage(), policy=DEMAND, model=str(folder)) as service:
-        assert await service.engine.house.fingerprint() == expected
+        assert await service.engine.transfers.fingerprint() == expected
         (folder / "config.json").write_text("{}")
-        assert await service.engine.house.fingerprint() == expected
+        assert await service.engine.transfers.fingerprint() == expected

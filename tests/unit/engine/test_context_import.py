@@ -59,8 +59,8 @@ async def test_imported_context_is_evicted_and_restored_on_request() -> None:
     async with serving(old, policy=DEMAND) as before, serving(new, policy=DEMAND) as after:
         await ingest_two(before.engine)
         await ingest(after.engine, range(7), "other")
-        exporting = await before.engine.house.open_export("book", with_keys=True)
-        importing = await after.engine.house.begin_import(exporting.context)
+        exporting = await before.engine.transfers.open_export("book", with_keys=True)
+        importing = await after.engine.transfers.begin_import(exporting.context)
         assert (importing.form, importing.fingerprint) == (f"{FORM}|", "checkpoint")
         segments = await move(exporting, importing, new)
         assert len(after.snapshots._needed()) == 2, "no object of it is deleted"
@@ -145,8 +145,8 @@ async def test_one_damaged_piece_recomputes_the_whole_import() -> None:
     old, new = Storage(), Storage()
     async with serving(old, policy=DEMAND) as before, serving(new, policy=DEMAND) as after:
         await ingest_two(before.engine)
-        exporting = await before.engine.house.open_export("book", with_keys=True)
-        importing = await after.engine.house.begin_import(exporting.context)
+        exporting = await before.engine.transfers.open_export("book", with_keys=True)
+        importing = await after.engine.transfers.begin_import(exporting.context)
         segments = await move(exporting, importing, new)
         record = replace(exporting.context, segment=segments[-1].id)
         await importing.adopt(record, segments, snapshots_of(segments, new))
@@ -184,7 +184,7 @@ async def test_remains_of_an_import_are_never_used_for_another_segment() -> None
 
 
 async def arrive_as(service: Service, name: str) -> ContextImport:
-    return await service.engine.house.begin_import(replace(BOOK, id=name))
+    return await service.engine.transfers.begin_import(replace(BOOK, id=name))
 
 
 async def test_nothing_is_stored_if_its_number_cannot_be_recorded() -> None:
@@ -226,7 +226,7 @@ async def test_persisted_context_that_cannot_be_loaded_does_not_prevent_a_start(
 
 async def arrive(service: Service) -> ContextImport:
     """Begins the import of a context with one segment, without keys."""
-    return await service.engine.house.begin_import(BOOK)
+    return await service.engine.transfers.begin_import(BOOK)
 
 
 async def adopt(importing: ContextImport, rope: Rope | None = None) -> ContextRecord:
@@ -250,7 +250,7 @@ async def test_dropped_import_leaves_nothing_on_storage() -> None:
         assert not storage.num_objects
         assert not service.snapshots._needed()
         with pytest.raises(NotFound):
-            service.engine.house.get_context("book")
+            service.engine.transfers.get_context("book")
 
 
 async def test_drop_succeeds_if_storage_fails() -> None:
@@ -298,7 +298,7 @@ async def test_failed_adoption_can_be_retried() -> None:
             await adopt(importing)
         assert service.snapshots._needed(), "it may yet be adopted"
         with pytest.raises(NotFound):
-            service.engine.house.get_context("book")
+            service.engine.transfers.get_context("book")
         await adopt(importing)
         assert storage.lasting.contexts == {"book": 30}
 
@@ -321,8 +321,8 @@ async def test_contexts_that_are_too_long_are_refused_immediately(capacity: int,
     async with serving(Storage(), policy=DEMAND) as service:
         too_long = replace(BOOK, capacity=capacity, num_tokens=num_tokens)
         with pytest.raises(InvalidArgument, match=message):
-            await service.engine.house.begin_import(too_long)
-        await service.engine.house.begin_import(replace(BOOK, capacity=3_000, num_tokens=3_000))
+            await service.engine.transfers.begin_import(too_long)
+        await service.engine.transfers.begin_import(replace(BOOK, capacity=3_000, num_tokens=3_000))
 
 
 async def test_keys_are_accepted_only_if_they_can_be_restored() -> None:
@@ -330,7 +330,7 @@ async def test_keys_are_accepted_only_if_they_can_be_restored() -> None:
         importing = await arrive(service)
         assert importing.form is None
         await adopt(importing)
-        assert service.engine.house.get_context("book").state == "parked"
+        assert service.engine.transfers.get_context("book").state == "parked"
     storage = Storage()
     async with serving(storage, storage.ranks(form=""), DEMAND) as service:
         assert (await arrive(service)).form is None
@@ -340,9 +340,9 @@ async def test_service_without_storage_only_exports() -> None:
     config = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, replicate_below=8)
     async with running(Engine(FakeRanks(2, 100), config, 3000)) as found:
         await ingest(found.engine, range(40))
-        exporting = await found.engine.house.open_export("book", with_keys=True)
+        exporting = await found.engine.transfers.open_export("book", with_keys=True)
         assert len(exporting.segments) == 1
         assert not exporting.manifests
         await exporting.close()
         with pytest.raises(FailedPrecondition, match="--data-dir"):
-            await found.engine.house.begin_import(replace(BOOK, id="other"))
+            await found.engine.transfers.begin_import(replace(BOOK, id="other"))

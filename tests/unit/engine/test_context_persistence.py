@@ -80,15 +80,15 @@ async def test_epoch_and_segment_numbers_continue() -> None:
         await ingest(engine, "a", 8)
         epoch = engine.cluster().epoch
         await engine.delete_context("a")
-    assert not persistence.kept.segments
+    assert not persistence.contents.segments
     ranks = FakeRanks(2, 100)
     async with running(persistence, ranks) as engine:
         assert engine.cluster().epoch == epoch + 1
         await ingest(engine, "a", 8)
         ranks.lose(1, "is gone")
         await comes_to(engine, lambda: engine.cluster().epoch == epoch + 2)
-    assert persistence.kept.epoch == epoch + 2
-    assert min(segment.id for segment in persistence.kept.segments) > 0
+    assert persistence.contents.epoch == epoch + 2
+    assert min(segment.id for segment in persistence.contents.segments) > 0
 
 
 class SlowRendezvousRanks(FakeRanks):
@@ -104,7 +104,7 @@ async def test_epoch_numbers_continue_after_several_attempts() -> None:
         epoch = engine.cluster().epoch
         ranks.lose(1, "is gone")
         await comes_to(engine, lambda: engine.cluster().epoch == epoch + 3)
-    assert persistence.kept.epoch == epoch + 3
+    assert persistence.contents.epoch == epoch + 3
 
 
 async def test_changes_are_acknowledged_only_after_they_are_written() -> None:
@@ -225,11 +225,11 @@ async def test_failed_write_of_a_use_is_retried() -> None:
         await ingest(engine, "book", 8)
         await ask(engine, "book")
         persistence.catalog.failures = [StorageUnavailable("the disk is full")]
-        await engine._keeping._keep_uses()
-        (record,) = persistence.kept.contexts
+        await engine._persistence._keep_uses()
+        (record,) = persistence.contents.contexts
         assert record.num_hits == 0
-        await engine._keeping._keep_uses()
-        (record,) = persistence.kept.contexts
+        await engine._persistence._keep_uses()
+        (record,) = persistence.contents.contexts
         assert record.num_hits == 1
 
 

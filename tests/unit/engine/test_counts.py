@@ -54,7 +54,7 @@ async def test_every_step_counts_once_by_kind_of_work() -> None:
         assert counts.num_contexts == 2
         await found.engine.delete_context("other")
         assert found.engine.counts.num_contexts == 1
-        assert (counts.num_preempted, counts.reread_tokens, counts.snapshot_bytes) == (0, 0, None)
+        assert (counts.num_preempted, counts.num_recomputed_tokens, counts.snapshot_bytes) == (0, 0, None)
 
 
 async def test_output_tokens_and_rows_of_a_step_are_counted() -> None:
@@ -103,6 +103,6 @@ async def test_lost_tokens_count_as_recomputed_and_not_as_preempted() -> None:
         stream = found.engine.submit(prompt(3, 30, "doc"))
         [_ async for _ in stream]
         recomputed = [plan.work for plan in ranks.plans if plan.epoch == 2 and isinstance(plan.work, Prefill)]
-        assert found.engine.counts.reread_tokens == resident
+        assert found.engine.counts.num_recomputed_tokens == resident
         assert sum(len(work.token_ids) for work in recomputed) >= resident
         assert found.engine.counts.num_preempted == 0

@@ -124,7 +124,7 @@ async def test_loss_during_a_join_is_reported() -> None:
 async def test_lost_rank_leaves_the_view_before_a_new_group_is_formed() -> None:
     ranks = FakeRanks(3, 16)
     async with running(make_engine(ranks)) as found:
-        ranks.tell((Loss(time=0.0, member=1, rank=1, epoch=1, node="", reason="vanished", slot="waiting"),))
+        ranks.publish((Loss(time=0.0, member=1, rank=1, epoch=1, node="", reason="vanished", slot="waiting"),))
         cluster = found.engine.cluster()
         assert [worker.rank for worker in cluster.workers] == [0, 2]
         assert (cluster.world_size, cluster.epoch) == (2, 1)
@@ -161,11 +161,11 @@ async def test_contexts_are_dropped_only_if_no_replacement_is_expected() -> None
         engine = found.engine
         await ingest(engine, "old")
         await ingest(engine, "new")
-        ranks.tell((loss,))
+        ranks.publish((loss,))
         ranks.lose(2, "vanished")
         await comes_to(engine, lambda: engine.cluster().epoch == 2)
         assert engine.get_context("old").tokens == 96, "it is dropped only as a last resort"
-        ranks.tell((replace(loss, slot="given_up"),))
+        ranks.publish((replace(loss, slot="given_up"),))
         await comes_to(engine, lambda: not any(context.id == "old" for context in engine.list_contexts()))
         with pytest.raises(ContextLost, match="cannot hold it"):
             engine.get_context("old")

@@ -9,7 +9,7 @@ from coordinator.engine.engine import Engine
 from coordinator.engine.snapshot_coordinator import SnapshotCoordinator
 from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
 from coordinator.persistence.catalog.records import Change
-from coordinator.persistence.snapshots.ports import ContextUse, HeldSegment
+from coordinator.persistence.snapshots.ports import ContextUse, PlacedSegment
 from coordinator.persistence.snapshots.retention import RetentionPolicy
 from longleaf.errors import StorageUnavailable, Unavailable
 from longleaf.positions import EVERY_RANK, AttentionSpan, WindowSpec
@@ -44,8 +44,8 @@ def snapshot_coordinator(service: Service) -> SnapshotCoordinator:
     return service.engine._storing
 
 
-def segment_on_ranks(service: Service, segment: int) -> HeldSegment | None:
-    return snapshot_coordinator(service).held(segment)
+def segment_on_ranks(service: Service, segment: int) -> PlacedSegment | None:
+    return snapshot_coordinator(service).placed(segment)
 
 
 def num_recomputed(service: Service) -> int:
@@ -205,7 +205,7 @@ async def test_unreachable_storage_causes_recompute_and_keeps_its_snapshots() ->
         answer = await ask(service.engine)
         await comes(lambda: service.snapshots.is_usable(number))
     ranks = storage.ranks()
-    ranks.storage_trouble = "it is away"
+    ranks.storage_error = "it is away"
     async with serving(storage, ranks) as service:
         assert await ask(service.engine) == answer
         assert num_recomputed(service) == len(IDS)
@@ -311,7 +311,7 @@ async def test_one_timer_retries_segments_that_do_not_fit(monkeypatch: pytest.Mo
             await ingest(service.engine, f"book{number}")
             with pytest.raises(StorageUnavailable, match="lacks room"):
                 await service.snapshots.save([service.engine.named(f"book{number}").path.ids[-1]])
-        retries = [timer for timer in timers if getattr(timer, "_callback", None) == service.snapshots.wake]
+        retries = [timer for timer in timers if getattr(timer, "_callback", None) == service.snapshots.notify]
         await comes(lambda: sum(not timer.cancelled() for timer in retries) == 1)
     assert all(timer.cancelled() for timer in retries)
 

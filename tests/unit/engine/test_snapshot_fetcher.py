@@ -45,7 +45,7 @@ async def test_manifest_is_read_once_for_concurrent_requests() -> None:
         bench.archive.is_answering.clear()
         bench.lost(3)
         await bench.turn_often()
-        bench.segments.retain(bench.segments.holdings.lossy[0].segment.path)  # a second user of the segment
+        bench.segments.retain(bench.segments.holdings.with_losses[0].segment.path)  # a second user of the segment
         bench.lost(4)
         await bench.until(lambda: 4 in bench.archive.asked)
         assert bench.archive.asked == [3, 4]
@@ -235,7 +235,7 @@ async def test_pieces_that_cannot_be_fetched_are_recomputed_and_stay_on_storage(
         if is_slow:
             monkeypatch.setattr(snapshot_fetcher, "FETCH_SECONDS", 0.0)
         else:
-            bench.ranks.storage_trouble = "the storage is away"
+            bench.ranks.storage_error = "the storage is away"
             bench.ranks.is_fetching.set()
         await bench.until(lambda: not is_restorable(holding))
         bench.turn()

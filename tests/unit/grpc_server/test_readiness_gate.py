@@ -26,14 +26,14 @@ def loading_gate() -> ReadinessGate:
 
 def refusal(readiness: ReadinessGate, method: str) -> str | None:
     try:
-        with readiness.visit(method):
+        with readiness.enter(method):
             return None
     except Unavailable as error:
         return str(error)
 
 
 async def call(readiness: ReadinessGate, end: asyncio.Event) -> None:
-    with readiness.visit(GENERATE):
+    with readiness.enter(GENERATE):
         await end.wait()
 
 
@@ -107,6 +107,6 @@ async def test_calls_of_disconnected_clients_are_only_cancelled() -> None:
 async def test_calls_that_never_end_are_not_waited_for() -> None:
     readiness = loading_gate()
     readiness.open(NOTHING)
-    with readiness.visit(WATCH), readiness.visit(HEALTH), readiness.visit(DRAIN):
+    with readiness.enter(WATCH), readiness.enter(HEALTH), readiness.enter(DRAIN):
         assert readiness.num_open == 0
         await readiness.wait_empty(60)

@@ -168,7 +168,7 @@ async def test_tenant_has_one_turn_for_all_its_hosts() -> None:
 
 
 async def test_waiting_large_requests_are_limited() -> None:
-    requests = RequestLimiter(max_held_bytes=len(LARGE), share=1)
+    requests = RequestLimiter(max_pending_bytes=len(LARGE), share=1)
     with requests.of(GENERATE, Parser(), HOST) as first, requests.of(GENERATE, Parser(), HOST) as second:
         await first.one(call(LARGE))
         with pytest.raises(
@@ -184,7 +184,7 @@ async def test_waiting_large_requests_are_limited() -> None:
 
 
 async def test_large_requests_of_one_tenant_do_not_exclude_others() -> None:
-    requests = RequestLimiter(max_held_bytes=4 * len(LARGE))
+    requests = RequestLimiter(max_pending_bytes=4 * len(LARGE))
 
     async def hold(tenant: str, stack: ExitStack) -> None:
         CALLER.set(Caller(tenant=tenant, is_alone=False))

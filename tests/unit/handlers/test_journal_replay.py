@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from coordinator.engine_messages import Admitted, Ended, Prompt, Tokens
-from coordinator.handlers.journal_replay import retell
+from coordinator.handlers.journal_replay import replay_journal
 from coordinator.handlers.response_assembler import ResponseAssembler
-from coordinator.persistence.journal.entries import Said, encode_entry, read_entries
+from coordinator.persistence.journal.entries import JournalEvent, encode_entry, read_entries
 from coordinator.text.detokenizer import Alphabet
 from longleaf.sampling import Sampling, Token
 from longleaf.types import Event, Finished, Generate, Timings
@@ -27,9 +27,9 @@ def answer() -> ResponseAssembler:
 
 
 @st.composite
-def scripts(draw: st.DrawFn) -> list[Said]:
+def scripts(draw: st.DrawFn) -> list[JournalEvent]:
     """The engine's events for two samples: steps of several tokens, up to the end of an answer."""
-    output = [list[Said](), list[Said]()]
+    output = [list[JournalEvent](), list[JournalEvent]()]
     for sample, mine in enumerate(output):
         index, reason = 0, None
         while reason is None:
@@ -50,7 +50,7 @@ def untimed(event: Event) -> Event:
 
 @given(script=scripts(), data=st.data())
 @settings(max_examples=200, deadline=None)
-def test_journal_replay_emits_the_same_deltas(script: list[Said], data: st.DataObject) -> None:
+def test_journal_replay_emits_the_same_deltas(script: list[JournalEvent], data: st.DataObject) -> None:
     """Wherever the service died, the rest of the answer is sent as it would have been, with the draft counts of
     both."""
     one = answer()
@@ -59,7 +59,7 @@ def test_journal_replay_emits_the_same_deltas(script: list[Said], data: st.DataO
     content = b"".join(map(encode_entry, script[:num_retained]))
     retained = [entry for entry, _ in read_entries(BytesIO(content), len(content))]
     again = answer()
-    replayed = retell([entry for entry in retained if isinstance(entry, Said)], PROMPT, again)
+    replayed = replay_journal([entry for entry in retained if isinstance(entry, JournalEvent)], PROMPT, again)
     found = [untimed(event) for event in replayed.events]
     for sample, token_ids in replayed.generated.items():
         assert PROMPT.end_reason(token_ids[-1], len(token_ids)) is None if token_ids else True

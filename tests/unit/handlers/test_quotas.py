@@ -54,7 +54,7 @@ async def test_concurrent_imports_respect_the_context_quota() -> None:
     assert ["quotas/contexts" in str(each) for each in refused] == [True]
     assert len(importer.engine.contexts) == 1
     await importer.imports.close()
-    assert importer.engine.num_arriving == 0
+    assert importer.engine.num_imports == 0
 
 
 async def test_imported_tokens_count_towards_the_rate() -> None:
@@ -85,7 +85,7 @@ async def test_refused_upload_evicts_no_other() -> None:
 async def use_cases(tmp_path: Path) -> AsyncIterator[tuple[FakeEngine, Application]]:
     engine, transfer = FakeEngine(), empty_house()
     tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
-    application = Application(engine, tokenizer, engine.describe, house=transfer)
+    application = Application(engine, tokenizer, engine.describe, transfers=transfer)
     yield engine, application
     await application.close()
 
@@ -136,13 +136,13 @@ async def test_recomputed_contexts_count_towards_the_quota(use_cases: tuple[Fake
     engine, calls = use_cases
     engine.earlier = {f"acme/{name}": [1, 2, 3] for name in ("one", "two", "three")}
     CALLER.set(Caller(tenant="acme", quotas=Quotas(tokens=7)))
-    found = await calls.reread_contexts("acme")
+    found = await calls.recompute_contexts("acme")
     assert [each.id for each in found.contexts] == ["acme/one", "acme/three"]
     assert [(each.name, "quotas/tokens" in each.reason) for each in found.left_out] == [("acme/two", True)]
     with pytest.raises(ResourceExhausted, match="quotas/tokens"):
-        await calls.reread_context("acme/two")
+        await calls.recompute_context("acme/two")
     engine.contexts.clear()
-    reported = await asyncio.gather(*map(calls.reread_context, engine.earlier), return_exceptions=True)
+    reported = await asyncio.gather(*map(calls.recompute_context, engine.earlier), return_exceptions=True)
     assert sum(isinstance(each, ResourceExhausted) for each in reported) == 1
 
 

@@ -383,7 +383,7 @@ async def test_reader_behind_the_retained_deltas_gets_an_error(monkeypatch: pyte
 
 
 async def test_client_is_limited_to_its_share() -> None:
-    generations = ResumableGenerations(Timers(), max_held=3)
+    generations = ResumableGenerations(Timers(), max_resumable=3)
     greedy, other = (Generate(input="x", sampling=Sampling(), resume_seconds=30.0, client=c) for c in ("greedy", "b"))
     for number in range(2):
         generations.hold(f"greedy {number}", greedy, Source([]).events())
@@ -398,7 +398,7 @@ async def test_client_is_limited_to_its_share() -> None:
 
 
 async def test_tenant_is_limited_to_its_share_for_all_clients() -> None:
-    generations = ResumableGenerations(Timers(), max_held=4, tenant_share=1 / 2)
+    generations = ResumableGenerations(Timers(), max_resumable=4, tenant_share=1 / 2)
     requested = Generate(input="x", sampling=Sampling(), resume_seconds=30.0, tenant="acme")
     for client in ("a", "b"):
         generations.hold(client, replace(requested, client=client), Source([]).events())
@@ -408,7 +408,7 @@ async def test_tenant_is_limited_to_its_share_for_all_clients() -> None:
 
 
 async def test_number_of_retained_generations_is_bounded() -> None:
-    generations = ResumableGenerations(Timers(), max_held=1)
+    generations = ResumableGenerations(Timers(), max_resumable=1)
     generations.hold("id", replace(REQUEST, client="another"), Source([]).events())
     with pytest.raises(ResourceExhausted) as caught:
         generations.hold("other", REQUEST, Source([]).events())

@@ -139,7 +139,7 @@ def check_imported(old: Packable, engine: FakeTransferEngine, name: str = "moby"
         objects = zip(manifest.objects, was.objects, strict=True)
         assert all(engine.objects[name] == old.objects[old_name] for name, old_name in objects)
     assert all(name.startswith(f"services/{engine.service}/") for name in engine.objects)
-    assert engine.num_arriving == 0
+    assert engine.num_imports == 0
 
 
 async def test_imported_context_equals_the_exported_one(export_context: Any, make_imports: MakeImports) -> None:
@@ -258,7 +258,7 @@ async def refused(
         with pytest.raises(error, match=message):
             await import_context(imports, data, ImportHeader(upload_id=upload_id))
         await imports.close()
-        assert (engine.contexts, engine.objects, engine.num_arriving) == ({}, {}, 0)
+        assert (engine.contexts, engine.objects, engine.num_imports) == ({}, {}, 0)
 
 
 async def test_truncated_archive_leaves_nothing(make_imports: MakeImports) -> None:
@@ -360,7 +360,7 @@ async def test_archives_are_decoded_off_the_event_loop_and_counted(
     assert threading.get_ident() not in threads
     (session,) = imports._all
     num_described = SEGMENT_BYTES * 2 + PIECE_BYTES * 6 + RUN_BYTES * 6
-    assert session.arrival.num_held_bytes >= num_described + 2 * 4 * 11
+    assert session.arrival.num_buffered_bytes >= num_described + 2 * 4 * 11
 
 
 async def test_import_without_storage_is_refused(make_imports: MakeImports) -> None:
@@ -384,7 +384,7 @@ async def test_name_taken_during_an_import_is_refused(make_imports: MakeImports)
     with pytest.raises(AlreadyExists, match="contexts/moby"):
         await import_context(imports, WHOLE, header, start=len(WHOLE) - 50)
     await imports.close()
-    assert (engine.objects, engine.num_arriving) == ({}, 0)
+    assert (engine.objects, engine.num_imports) == ({}, 0)
 
 
 async def test_wrong_request_order_is_refused(make_imports: MakeImports) -> None:
@@ -431,7 +431,7 @@ async def test_interrupted_import_without_an_upload_id_leaves_nothing(make_impor
     imports = make_imports(engine)
     await import_until(imports, WHOLE, ImportHeader(), 1000)
     await imports.close()
-    assert (engine.objects, engine.num_arriving) == ({}, 0)
+    assert (engine.objects, engine.num_imports) == ({}, 0)
 
 
 async def test_repeated_completed_import_returns_its_result(make_imports: MakeImports) -> None:
@@ -472,7 +472,7 @@ async def test_import_resumes_after_a_disconnect_during_a_write(make_imports: Ma
     imports = make_imports(engine)
     engine.is_answering.clear()
     first = asyncio.create_task(import_context(imports, WHOLE, header))
-    await engine.is_asked.wait()
+    await engine.is_requested.wait()
     first.cancel()
     with suppress(asyncio.CancelledError):
         await first
@@ -488,10 +488,10 @@ async def test_import_completes_after_a_disconnect_during_adoption(make_imports:
     engine, header = empty_house(), ImportHeader(upload_id="one")
     imports = make_imports(engine)
     await import_until(imports, WHOLE, header, len(WHOLE))
-    engine.is_asked.clear()
+    engine.is_requested.clear()
     engine.is_answering.clear()
     first = asyncio.create_task(import_context(imports, b"", header))
-    await engine.is_asked.wait()
+    await engine.is_requested.wait()
     first.cancel()
     with suppress(asyncio.CancelledError):
         await first
@@ -546,11 +546,11 @@ async def test_abandoned_import_leaves_nothing(make_imports: MakeImports) -> Non
     imports, header = make_imports(engine, timers), ImportHeader(upload_id="one")
     await import_until(imports, WHOLE, header, 1000)
     timers.advance(KEEP_SECONDS - TRIM_SECONDS)
-    assert (len(engine.objects) > 0, engine.num_arriving) == (True, 1)
+    assert (len(engine.objects) > 0, engine.num_imports) == (True, 1)
     timers.advance(TRIM_SECONDS)
     timers.advance(TRIM_SECONDS)
     await imports.close()
-    assert (engine.objects, engine.num_arriving) == ({}, 0)
+    assert (engine.objects, engine.num_imports) == ({}, 0)
     assert await import_until(imports, WHOLE, header, 100) == 0
 
 

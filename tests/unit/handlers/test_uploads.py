@@ -73,7 +73,7 @@ def make(tmp_path: Path, threads: TokenizerPool) -> Callable[..., Upload]:
 
 def leave(uploads: Uploads, upload: Upload) -> bool:
     uploads.add(upload)
-    return uploads.leave(upload.own())
+    return uploads.release(upload.acquire())
 
 
 def retained(uploads: Uploads, *upload_ids: str) -> list[bool]:
@@ -85,10 +85,10 @@ def test_upload_is_retained_from_the_end_of_its_stream(make: Callable[..., Uploa
     uploads = uploads_on(clock, keep_seconds=10)
     upload = make("a")
     uploads.add(upload)
-    owner = upload.own()
+    owner = upload.acquire()
     clock.now = 100
     assert retained(uploads, "a") == [True], "it does not expire while its stream is open"
-    assert uploads.leave(owner)
+    assert uploads.release(owner)
     clock.now = 110
     assert retained(uploads, "a") == [True]
     clock.now = 110.5
@@ -134,8 +134,8 @@ def test_replaced_stream_does_not_release_the_upload(make: Callable[..., Upload]
     uploads = uploads_on(clock, keep_seconds=10)
     upload = make("a")
     uploads.add(upload)
-    old, new = upload.own(), upload.own()
-    assert uploads.leave(old)
+    old, new = upload.acquire(), upload.acquire()
+    assert uploads.release(old)
     with pytest.raises(Unavailable, match="another stream"):
         old.check()
     new.check()
@@ -164,14 +164,14 @@ async def test_waiting_work_is_dropped_with_its_stream(make: Callable[..., Uploa
     upload, blocked = make("a"), Blocked()
     assert upload.document is not None
     first = threads.submit(blocked)
-    old = await begin(upload.work(upload.document.add_ids, [1, 2, 3]))
-    settling = await begin(upload.settle())
+    old = await begin(upload.run_prefill(upload.document.add_ids, [1, 2, 3]))
+    settling = await begin(upload.complete())
     old.cancel()
     await asyncio.wait([old])
     await settling
     blocked.may_continue.set()
     await asyncio.wrap_future(first)
-    await upload.work(upload.document.add_ids, [4])
+    await upload.run_prefill(upload.document.add_ids, [4])
     assert list(upload.document.token_ids) == [4], (
         "the server reported 0 received tokens, and the client sends them again"
     )
@@ -179,11 +179,11 @@ async def test_waiting_work_is_dropped_with_its_stream(make: Callable[..., Uploa
 
 async def test_running_work_ends_before_a_new_stream_continues(make: Callable[..., Upload]) -> None:
     upload, blocked = make("a"), Blocked()
-    old = await begin(upload.work(blocked))
+    old = await begin(upload.run_prefill(blocked))
     await asyncio.to_thread(blocked.begun.wait, 30)
     old.cancel()
     await asyncio.wait([old])
-    settling = await begin(upload.settle())
+    settling = await begin(upload.complete())
     assert not settling.done()
     blocked.may_continue.set()
     await settling
@@ -211,17 +211,17 @@ def test_number_of_uploads_is_bounded_per_client(make: Callable[..., Upload]) ->
     uploads_of = {client: [make(f"{client}{i}", client=client) for i in range(3)] for client in "ab"}
     for upload in uploads_of["a"]:
         uploads.add(upload)
-        upload.own()
+        upload.acquire()
     with pytest.raises(ResourceExhausted, match="3 of client 'a' are open or resumable") as caught:
         uploads.add(make("a3", client="a"))
     assert caught.value.retry_seconds
     for upload in uploads_of["b"]:
         uploads.add(upload)
-        upload.own()
+        upload.acquire()
     with pytest.raises(ResourceExhausted, match="6 are open"):
         uploads.add(make("c", client="c"))
     assert (owner := uploads_of["a"][0].owner) is not None
-    assert uploads.leave(owner)
+    assert uploads.release(owner)
     uploads.add(make("c", client="c"))
     assert retained(uploads, "a0", "a1") == [False, True], "the upload without a client was evicted"
     uploads.audit()
@@ -237,7 +237,7 @@ def test_number_of_uploads_is_bounded_per_tenant(make: Callable[..., Upload]) ->
     for client in "fghi":
         upload = make(client, client=client, tenant="acme")
         uploads.add(upload)
-        upload.own()
+        upload.acquire()
     with pytest.raises(ResourceExhausted, match="4 of tenant acme are open or resumable; the limit is 4"):
         uploads.add(make("j", client="j", tenant="acme"))
     assert retained(uploads, "bolt's") == [True]
@@ -276,7 +276,7 @@ def test_bytes_of_open_uploads_are_bounded_per_client(make: Callable[..., Upload
         uploads.count(upload)
         uploads.audit()
         if name == "old":
-            uploads.leave(upload.own())
+            uploads.release(upload.acquire())
     second = make("second", 1000, "a")
     uploads.add(second)
     uploads.count(second)
@@ -310,11 +310,11 @@ def test_ended_uploads_are_not_counted(make: Callable[..., Upload]) -> None:
         upload = make(upload_id, 1000)
         uploads.add(upload)
         uploads.count(upload)
-        owner = upload.own()
+        owner = upload.acquire()
         assert uploads.num_bytes == 4000
         uploads.forget(upload)
         assert uploads.num_bytes == 4000, "its open stream still holds it"
-        assert not uploads.leave(owner)
+        assert not uploads.release(owner)
         assert uploads.num_bytes == 0
         uploads.audit()
 
@@ -332,7 +332,7 @@ async def test_running_prefill_is_never_dropped(make: Callable[..., Upload]) -> 
     uploads = uploads_on(clock, keep_seconds=10)
     upload = make("a", 5)
     upload.begin(PrefillTask(FakeStream((), None, False), reports(gate)))
-    assert upload.num_held_bytes == 0
+    assert upload.num_buffered_bytes == 0
     leave(uploads, upload)
     clock.now = 100
     assert retained(uploads, "a") == [True]

@@ -9,7 +9,7 @@ from coordinator.kv_cache.contexts import ContextTable
 from coordinator.kv_cache.eviction import ContextEvictor
 from coordinator.kv_cache.segment_placement import SegmentPlacement
 from coordinator.kv_cache.segments import SegmentStore
-from coordinator.kv_cache.token_paths import NOWHERE
+from coordinator.kv_cache.token_paths import EMPTY_PATH
 
 SIZE = 4
 
@@ -26,7 +26,7 @@ class Pool:
 
     def append(self, context: str, count: int) -> None:
         known = self.contexts.find(context)
-        holding = self.segments.create(known.path if known else NOWHERE)
+        holding = self.segments.create(known.path if known else EMPTY_PATH)
         reservation = self.placer.reserve(self.placer.blocks_needed(count, 0))
         assert reservation is not None
         start = holding.segment.end
@@ -41,14 +41,14 @@ class Pool:
         self.placer.audit(run for holding in self.segments.holdings for run in holding.runs)
 
     def evicted(self, context: str) -> list[int]:
-        return [holding.segment.id for holding in self.segments.holdings.parked(self.contexts.get(context).path)]
+        return [holding.segment.id for holding in self.segments.holdings.evicted(self.contexts.get(context).path)]
 
     def rest(self, context: str) -> None:
-        self.contexts.rest(self.contexts.get(context))
+        self.contexts.evict(self.contexts.get(context))
         self.audit()
 
     def activate(self, context: str) -> Sequence[SegmentPlacement]:
-        found = self.contexts.wake(self.contexts.get(context))
+        found = self.contexts.activate(self.contexts.get(context))
         for holding in found:
             self.segments.call(holding)
         self.audit()
@@ -87,7 +87,7 @@ def test_fork_of_an_evicted_context_is_evicted() -> None:
     pool.rest("a")
     fork = pool.contexts.fork("a", "b", 3, 2.0)
     pool.audit()
-    assert fork.is_resting
+    assert fork.is_evicted
     pool.contexts.delete("a")
     pool.audit()
     assert [holding.segment.id for holding in pool.activate("b")] == [0]

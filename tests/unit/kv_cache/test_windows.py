@@ -186,11 +186,11 @@ def test_new_run_begins_where_the_last_one_is_not_visible() -> None:
     bench = Asker(windows=WINDOW)
     reservation = bench.placer.reserve(BlockCount(0, 5))
     assert reservation is not None
-    runs = bench.placer.roll((), 0, 10, reservation, is_chunk=True)
+    runs = bench.placer.advance_windows((), 0, 10, reservation, is_chunk=True)
     assert runs == (Run(EVERY_RANK, 3, 10, (0, 1)),)
-    runs = bench.placer.roll(runs, 10, 30, reservation, is_chunk=True)
+    runs = bench.placer.advance_windows(runs, 10, 30, reservation, is_chunk=True)
     assert runs == (Run(EVERY_RANK, 3, 10, (0, 1)), Run(EVERY_RANK, 23, 30, (2, 3)))
-    runs = bench.placer.roll(runs, 30, 31, reservation, is_chunk=False)
+    runs = bench.placer.advance_windows(runs, 30, 31, reservation, is_chunk=False)
     assert runs == (Run(EVERY_RANK, 23, 31, (2, 3)),)
     assert reservation.left == BlockCount(0, 3)
 

@@ -143,8 +143,8 @@ def test_forks_survive(fork: ForkContext) -> None:
     ],
 )
 def test_recompute_results_survive(recomputed: RecomputeResult) -> None:
-    data = codec.encode_reread(recomputed).SerializeToString()
-    assert codec.decode_reread(ingest_pb.RereadContextsResponse.FromString(data)) == recomputed
+    data = codec.encode_recompute(recomputed).SerializeToString()
+    assert codec.decode_recompute(ingest_pb.RereadContextsResponse.FromString(data)) == recomputed
 
 
 def test_invalid_forks_name_the_field() -> None:

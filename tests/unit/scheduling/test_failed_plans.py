@@ -95,7 +95,7 @@ def bench_with_evicted_contexts(windows: WindowSpec | None = None) -> Bench:
         job = bench.ingest(name, 40)
         bench.run()
         assert bench.scheduler.acknowledge(job, 1.0)
-        bench.scheduler.contexts.rest(bench.scheduler.contexts.get(name))
+        bench.scheduler.contexts.evict(bench.scheduler.contexts.get(name))
     return bench
 
 
@@ -142,7 +142,7 @@ def test_context_that_cannot_be_activated_does_not_block_others(monkeypatch: pyt
     bench = bench_with_evicted_contexts()
     contexts = bench.scheduler.contexts
     patch_failure(monkeypatch, type(contexts), "wake", NO_BLOCKS, lambda _: False)
-    activate = type(contexts).wake
+    activate = type(contexts).activate
 
     def fail(self: Any, context: Any) -> Any:
         if context.id == "good":  # the first one of them: it was used last
@@ -151,7 +151,7 @@ def test_context_that_cannot_be_activated_does_not_block_others(monkeypatch: pyt
 
     monkeypatch.setattr(type(contexts), "wake", fail)
     bench.scheduler.warm()
-    assert (contexts.get("good").is_resting, contexts.get("bad").is_resting) == (True, False)
+    assert (contexts.get("good").is_evicted, contexts.get("bad").is_evicted) == (True, False)
     assert len(bench.scheduler.take_faults()) == 1
 
 
@@ -163,7 +163,7 @@ def test_blocks_are_allocated_completely_or_not_allocated() -> None:
         lambda: placer.place_again([(0, 8), (20, 28)], 64, promise),
         lambda: placer.place_windows([(0, 4), (8, 12)], promise),
         lambda: placer.grow(None, 0, 8, promise),
-        lambda: placer.roll((), 0, 12, promise, is_chunk=False),
+        lambda: placer.advance_windows((), 0, 12, promise, is_chunk=False),
     ]
     for call in calls:
         with pytest.raises(ResourceExhausted):

@@ -124,7 +124,7 @@ def test_cached_prompts_are_dropped_before_contexts() -> None:
     group.ask(41, max_tokens=1)
     group.run()
     group.document("a", 40)
-    assert list(group.scheduler.segments.kept)
+    assert list(group.scheduler.segments.cached)
     group.change(0)
     assert group.scheduler.take_given_up() == []
     group.run()
@@ -194,7 +194,7 @@ def test_request_that_only_fits_all_ranks_is_retryable() -> None:
     ) as reported:
         group.ask(80)
     assert reported.value.retry_seconds == 5.0
-    group.scheduler.settle()
+    group.scheduler.confirm()
     with pytest.raises(InvalidArgument):
         group.ask(80)
 

@@ -12,7 +12,7 @@ from coordinator.scheduling.throughput import Speeds
 from longleaf.config import EngineConfig
 from longleaf.errors import DeadlineExceeded, InvalidArgument, NotFound
 from longleaf.positions import AttentionSpan, WindowSpec
-from longleaf.rank_protocol.step import MAX_TOLD_SPANS, Attention, Decode, Prefill, Row, StepPlan, StepResult
+from longleaf.rank_protocol.step import MAX_ATTRIBUTED_SPANS, Attention, Decode, Prefill, Row, StepPlan, StepResult
 from longleaf.sampling import Sampling
 from tests.support.scheduling import Bench, kinds
 
@@ -141,7 +141,7 @@ def test_probe_size_adapts_if_other_rows_get_faster() -> None:
 
 
 def test_sequences_take_turns_if_their_spans_exceed_a_result(bench: ProbeBench) -> None:
-    cuts = SpanLayout(4, num_spans=MAX_TOLD_SPANS // 2)
+    cuts = SpanLayout(4, num_spans=MAX_ATTRIBUTED_SPANS // 2)
     prompt = Prompt(context="doc", token_ids=(1, 2), sampling=Sampling(max_tokens=6), cuts=cuts)
     jobs = [bench.submit(prompt) for _ in range(5)]
     plain = bench.ask(2, max_tokens=15)
@@ -212,7 +212,7 @@ def test_prompt_continues_at_the_end_of_an_evicted_context(windows: WindowSpec |
     context = NamedContext("doc", 1.0, path, 100)
     context.ends = ends
     bench.scheduler.contexts.adopt(context)
-    assert bench.scheduler.segments.holdings.parked(context.path)
+    assert bench.scheduler.segments.holdings.evicted(context.path)
     for end in ends:
         job = bench.submit(probe(3, beginning=path_of(bench.scheduler, end), is_probe=False, cuts=None))
         bench.run()

@@ -5,7 +5,7 @@ from array import array
 import numpy as np
 import pytest
 
-from coordinator.kv_cache.token_paths import NOWHERE, Segment, TokenPath
+from coordinator.kv_cache.token_paths import EMPTY_PATH, Segment, TokenPath
 from coordinator.speculation import ngram_index
 from coordinator.speculation.ngram_drafter import ENTERED_AT_ONCE, MAX_SHORT, NO_DRAFT, NgramDrafter, NgramIndexes
 from coordinator.speculation.ngram_index import MAX_SIZE, REST_TOKENS, TABLE_TOKENS, SegmentIndex
@@ -30,7 +30,7 @@ def indexed(segment: Segment) -> NgramIndexes:
 
 
 def test_quote_is_found_in_any_segment() -> None:
-    document = segment_of(0, NOWHERE, random_ids(3 * TABLE_TOKENS))
+    document = segment_of(0, EMPTY_PATH, random_ids(3 * TABLE_TOKENS))
     indexes = indexed(document)
     for place in range(20, document.end - 8, 997):
         tail = segment_of(1, document.path, document.token_ids[place - MAX_SIZE : place].tolist())
@@ -44,7 +44,7 @@ def test_last_of_equal_ngrams_before_the_fork_is_found() -> None:
     text = random_ids(20_000)
     for n, place in enumerate((3000, 3500, 3600, 3700)):
         text[place : place + 11] = [*quote, 60_000 + n]
-    parent = segment_of(0, NOWHERE, text)
+    parent = segment_of(0, EMPTY_PATH, text)
     indexes = indexed(parent)
     for end, expected in ((3400, 60_000), (3550, 60_001), (3650, 60_002), (3709, 60_002), (3710, 7), (3711, 60_003)):
         tail = segment_of(1, parent.path.cut(end), [7, *quote])
@@ -52,7 +52,7 @@ def test_last_of_equal_ngrams_before_the_fork_is_found() -> None:
 
 
 def test_match_continues_into_later_segments_and_into_itself() -> None:
-    first = segment_of(0, NOWHERE, [1, 2, 3, 4])
+    first = segment_of(0, EMPTY_PATH, [1, 2, 3, 4])
     second = segment_of(1, first.path.cut(3), [5])
     tail = segment_of(2, second.path, [6, 1, 2])
     indexes = NgramIndexes()
@@ -62,20 +62,20 @@ def test_match_continues_into_later_segments_and_into_itself() -> None:
 
 
 def test_query_extends_back_into_the_path() -> None:
-    document = segment_of(0, NOWHERE, [1, 2, 3, 4, 9, 2, 3])
+    document = segment_of(0, EMPTY_PATH, [1, 2, 3, 4, 9, 2, 3])
     tail = segment_of(1, document.path, [4])
     assert NgramDrafter(tail, indexed(document)).draft(tail.end, 1) == (3, (9,))
 
 
 def test_unknown_ngram_has_no_draft() -> None:
-    document = segment_of(0, NOWHERE, random_ids(5000))
+    document = segment_of(0, EMPTY_PATH, random_ids(5000))
     tail = segment_of(1, document.path, [60_000])
     assert NgramDrafter(tail, indexed(document)).draft(tail.end, 7) is NO_DRAFT
 
 
 def test_hash_collisions_yield_no_wrong_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram_index, "MULTIPLIERS", (0,) * ngram_index.CHAINED)
-    document = segment_of(0, NOWHERE, random_ids(5000))
+    document = segment_of(0, EMPTY_PATH, random_ids(5000))
     indexes = indexed(document)
     tail = segment_of(1, document.path, document.token_ids[4090:4096].tolist())
     assert NgramDrafter(tail, indexes).draft(tail.end, 7).size in (0, 6)
@@ -84,7 +84,7 @@ def test_hash_collisions_yield_no_wrong_draft(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_text_of_one_repeated_token_is_searched_quickly() -> None:
-    document = segment_of(0, NOWHERE, [3] * 9000 + [4] + [3] * 9000)
+    document = segment_of(0, EMPTY_PATH, [3] * 9000 + [4] + [3] * 9000)
     tail = segment_of(1, document.path, [3] * 5)
     draft = NgramDrafter(tail, indexed(document)).draft(tail.end, 4)
     assert draft == (MAX_SIZE, (3, 3, 3, 3))
@@ -138,7 +138,7 @@ def test_indexing_in_chunks_equals_indexing_at_once() -> None:
 
 
 def test_unindexed_tokens_are_indexed_later_in_parts() -> None:
-    first = segment_of(0, NOWHERE, random_ids(5000, seed=1))
+    first = segment_of(0, EMPTY_PATH, random_ids(5000, seed=1))
     second = segment_of(1, first.path.cut(4000), random_ids(3000, seed=2))
     indexes = NgramIndexes()
     tail = segment_of(2, second.path, first.token_ids[1000:1010].tolist())
@@ -155,7 +155,7 @@ def test_unindexed_tokens_are_indexed_later_in_parts() -> None:
 
 
 def test_long_tail_is_indexed_in_parts() -> None:
-    tail = segment_of(0, NOWHERE, random_ids(3 * ENTERED_AT_ONCE))
+    tail = segment_of(0, EMPTY_PATH, random_ids(3 * ENTERED_AT_ONCE))
     indexes = NgramIndexes()
     drafts = NgramDrafter(tail, indexes)
     for turn in range(1, 4):
@@ -164,7 +164,7 @@ def test_long_tail_is_indexed_in_parts() -> None:
 
 
 def test_last_and_long_segments_of_a_long_path_are_searched() -> None:
-    document = segment_of(9999, NOWHERE, random_ids(5000))
+    document = segment_of(9999, EMPTY_PATH, random_ids(5000))
     path, indexes, segments = document.path, indexed(document), list[Segment]()
     for number in range(MAX_SHORT + 5):
         segments.append(segment_of(number, path, [60_000 + 3 * number, 60_001 + 3 * number]))
@@ -180,7 +180,7 @@ def test_last_and_long_segments_of_a_long_path_are_searched() -> None:
 
 
 def test_index_is_freed_with_its_segment_and_does_not_block_growth() -> None:
-    indexes, segment = NgramIndexes(), segment_of(0, NOWHERE, random_ids(REST_TOKENS))
+    indexes, segment = NgramIndexes(), segment_of(0, EMPTY_PATH, random_ids(REST_TOKENS))
     tail = segment_of(1, segment.path, [1])
     indexes.enter(segment, segment.end)
     drafts = NgramDrafter(tail, indexes)
@@ -197,7 +197,7 @@ def test_index_is_freed_with_its_segment_and_does_not_block_growth() -> None:
 def test_ngram_ending_at_the_first_unindexed_token_is_found() -> None:
     text = random_ids(REST_TOKENS + 9)
     text[-2] = text[REST_TOKENS]
-    document = segment_of(0, NOWHERE, text)
+    document = segment_of(0, EMPTY_PATH, text)
     indexes = NgramIndexes()
     indexes.enter(document, REST_TOKENS)
     indexes.enter(document, document.end)
@@ -206,7 +206,7 @@ def test_ngram_ending_at_the_first_unindexed_token_is_found() -> None:
 
 
 def test_query_does_not_match_itself() -> None:
-    tail = segment_of(0, NOWHERE, [5, 6, 7, 8, 6, 7])
+    tail = segment_of(0, EMPTY_PATH, [5, 6, 7, 8, 6, 7])
     indexes = NgramIndexes()
     indexes.enter(tail, tail.end)
     assert NgramDrafter(tail, indexes).draft(tail.end, 2) == (2, (8, 6))

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from longleaf.errors import DataLoss, InvalidArgument, StorageUnavailable
-from longleaf.storage.envelope import seal
+from longleaf.storage.envelope import wrap
 from longleaf.storage.fakes import FlakyFiles, MemoryFiles
 from longleaf.storage.gc import sweep
 from longleaf.storage.inventory import read_manifests, read_notes
@@ -67,7 +67,7 @@ def test_damaged_and_foreign_manifests_are_reported(store):
     for attempt in (good, bad, torn):
         keep(store, attempt)
     store.put(bad.manifest, [encode_manifest(manifest_of(good))])
-    store.put(torn.manifest, [seal(b"manifest", 1, b"")])
+    store.put(torn.manifest, [wrap(b"manifest", 1, b"")])
     store.put("services/a/segments/a-1/1f/manifest.0123.part", [b"half"])
     store.put("services/a/unknown", [b"later versions may write this"])
     found = dict(read_manifests(store))

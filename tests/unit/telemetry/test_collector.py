@@ -55,7 +55,7 @@ def test_metrics_of_an_unavailable_cluster_are_omitted() -> None:
 
 
 def test_steps_by_kind_of_work() -> None:
-    counts = Counts(num_preempted=3, reread_tokens=70, num_contexts=8)
+    counts = Counts(num_preempted=3, num_recomputed_tokens=70, num_contexts=8)
     for seconds in (STEP_SECONDS[0], STEP_SECONDS[2], STEP_SECONDS[-1] + 40):
         counts.add_step("decode", seconds, 7)
     counts.add_step("prefill", 2.0, 1000)

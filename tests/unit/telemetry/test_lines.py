@@ -142,7 +142,7 @@ def test_process_logs_each_line_once_from_its_level(
 
 
 def test_startup_notes_are_log_lines() -> None:
-    assert logs.noted(TelemetryConfig(), ["a note"]) == ("a note",)
-    (line,) = logs.noted(TelemetryConfig(log_format="json", log_level="error"), ["a note"])
+    assert logs.format_start_notes(TelemetryConfig(), ["a note"]) == ("a note",)
+    (line,) = logs.format_start_notes(TelemetryConfig(log_format="json", log_level="error"), ["a note"])
     reported = json.loads(line)
     assert (reported["level"], reported["logger"], reported["message"]) == ("info", "coordinator.notes", "a note")

@@ -21,7 +21,7 @@ from opentelemetry.trace import StatusCode
 
 from coordinator.engine_messages import Admitted, Ended, Event, Tokens
 from coordinator.telemetry.observers import CallRecord
-from coordinator.telemetry.otlp_errors import ExportTrouble
+from coordinator.telemetry.otlp_errors import ExportErrors
 from coordinator.telemetry.otlp_tracing import OtlpTraces, provider_of_environment
 from coordinator.telemetry.telemetry import Telemetry
 from longleaf.errors import InvalidArgument, NotFinite
@@ -222,7 +222,7 @@ async def test_pending_spans_are_sent_at_the_end() -> None:
 
 def test_library_warnings_are_limited_to_one_per_minute(caplog: pytest.LogCaptureFixture) -> None:
     times = [50.0, *[51.0] * 1000, 109.9, 110.1]
-    errors = ExportTrouble(iter(times).__next__)
+    errors = ExportErrors(iter(times).__next__)
     errors.set_up()
     try:
         for _ in times:

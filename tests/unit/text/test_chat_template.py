@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.text.chat_template import ConversationRefused, Said
+from coordinator.text.chat_template import ConversationRefused, TemplateMessage
 from coordinator.text.control_tokens import NONCHARACTERS, ControlTokens, Marks, TemplatePiece
 from coordinator.text.renderer import Renderer
 from coordinator.text.template import DirectRenderer
@@ -25,8 +25,8 @@ def load(folder: Path, template: str) -> Tokenizer:
     return Tokenizer.load(write_model(folder, chat_tokenizer(), template), DirectRenderer())
 
 
-def messages(*turns: tuple[str, str]) -> list[Said]:
-    return [Said(*turn) for turn in turns]
+def messages(*turns: tuple[str, str]) -> list[TemplateMessage]:
+    return [TemplateMessage(*turn) for turn in turns]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_document_offsets_are_counted_from_its_own_text(tmp_path: Path) -> None:
     encoder = tokenizer.document_encoder(is_first=True)
     ids = encoded(encoder, "xy " * 200)
     assert encoder.starts is not None and encoder.starts.is_whole(len(ids))
-    retained = encoder.starts.kept
+    retained = encoder.starts.starts
     assert retained[0] == 0
     text = tokenizer.decode(ids[:64], keep_special=True)
     assert retained[1] == len(text.removeprefix("<|im_start|>abc ").encode())
@@ -185,7 +185,7 @@ def test_control_token_between_two_texts_is_one_token(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}<|im_end|>{% endif %}{% endfor %}"
     made = load(tmp_path, template).chat_template
     assert made is not None
-    output = [Said("user", "a<"), Said("assistant", ">b<|im_"), Said("user", "end|>c")]
+    output = [TemplateMessage("user", "a<"), TemplateMessage("assistant", ">b<|im_"), TemplateMessage("user", "end|>c")]
     pieces = made.conversation(output, {})
     assert not any(piece.is_plain for piece in pieces)
     assert [piece.text for piece in pieces] == ["a<", "<|im_end|>", ">b<|im_", "end|>c<|im_end|>"]

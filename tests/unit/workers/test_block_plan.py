@@ -39,14 +39,14 @@ def test_spans_and_later_tokens_have_their_blocks():
     assert context == [0, 0, 205, 0, 200, 0, 0, 2]
     assert question == [0, 0, 205, 200, 202, 100, 0, NO_EDGE]
     assert output == [0, 0, 205, 202, 205, 101, 0, NO_EDGE]
-    assert columns.tellers.tolist() == [[0, 1, 0, 3]]
+    assert columns.rows.tolist() == [[0, 1, 0, 3]]
 
 
 def test_entries_of_a_read_are_ordered_by_row():
     reads = [Read(0, 2, 0, TAIL), Read(0, 1, TAIL, TAIL + 32), Read(1, 2, TAIL + 64, TAIL + 96)]
     group = requested(TAIL + 32, TAIL + 96)
-    second = AttributionRow(1, group.tellers[1].run, [prompt(TAIL + 64, TAIL + 96)])
-    first = AttributionRow(0, group.tellers[0].run, [prompt(TAIL, TAIL + 32)])
+    second = AttributionRow(1, group.rows[1].run, [prompt(TAIL + 64, TAIL + 96)])
+    first = AttributionRow(0, group.rows[0].run, [prompt(TAIL, TAIL + 32)])
     plan = block_plan(reads, [group._replace(tellers=[first, second])])
     assert plan is not None
     assert [reported.start for reported in plan.sums.reads] == [0, 400, 401]

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from workers.imports import for_good
+from workers.imports import frozen_imports
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def thawed():
 
 def test_imports_disable_collection_and_freeze_their_objects():
     gc.unfreeze()
-    with for_good():
+    with frozen_imports():
         imported = [[]]
         assert not gc.isenabled()
     assert gc.isenabled()
@@ -26,6 +26,6 @@ def test_imports_disable_collection_and_freeze_their_objects():
 
 
 def test_failed_import_restores_collection():
-    with pytest.raises(ImportError), for_good():
+    with pytest.raises(ImportError), frozen_imports():
         raise ImportError
     assert gc.isenabled()

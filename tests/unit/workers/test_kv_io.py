@@ -12,7 +12,7 @@ from longleaf.runs import Run
 from tests.support.pools import BLOCK, POOLS, filled
 from workers.kv_cache.block_bytes import Content
 from workers.kv_io import kv_io as desks
-from workers.kv_io.fakes import FolderStore, nowhere
+from workers.kv_io.fakes import FolderStore, no_store
 from workers.kv_io.kv_io import BUSY_SECONDS, DISCARDED, ENDED, NUM_THREADS, REST, KvIo
 from workers.kv_io.kv_piece import HostCopy, KvPiece
 
@@ -232,7 +232,7 @@ def test_unexpected_error_is_reported_and_ends_no_thread(bench, caplog):
 
 @pytest.mark.parametrize(("url", "reported"), [(None, "none was given"), ("s3://there", "s3://there: nothing is kept")])
 def test_requests_without_storage_fail(tmp_path, url, reported):
-    bench = IoBench(tmp_path, url, nowhere)
+    bench = IoBench(tmp_path, url, no_store)
     bench.save(0)
     assert reported in bench.answer().failure.reason
     bench.kv_io.close()
@@ -243,7 +243,7 @@ def test_open_of_the_storage_is_retried(tmp_path):
 
     def open_store(url):
         tries.append(url)
-        return nowhere(url) if len(tries) == 1 else FolderStore(str(tmp_path))
+        return no_store(url) if len(tries) == 1 else FolderStore(str(tmp_path))
 
     bench = IoBench(tmp_path, "x", open_store)
     for outage in ("unavailable", None, None):

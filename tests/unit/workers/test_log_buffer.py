@@ -7,7 +7,7 @@ import pytest
 
 from longleaf.rank_protocol.encoding import decode_from_rank, encode
 from longleaf.rank_protocol.log_messages import MAX_RECORDS, MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES, Logged, LogRecord
-from workers.log_buffer import MAX_KEPT, RankLogBuffer
+from workers.log_buffer import MAX_BUFFERED_RECORDS, RankLogBuffer
 from workers.member_process import taking_notes
 
 LARGEST = 240 << 10
@@ -66,11 +66,11 @@ def test_records_after_the_end_are_not_buffered(records: RankLogBuffer) -> None:
 
 
 def test_dropped_records_are_counted_once(records: RankLogBuffer) -> None:
-    for number in range(MAX_KEPT + 7):
+    for number in range(MAX_BUFFERED_RECORDS + 7):
         ours.warning("record %d", number)
     found = taken(records)
     assert [text for logged in found for text in (record.text for record in logged.records)] == [
-        f"record {number}" for number in range(MAX_KEPT)
+        f"record {number}" for number in range(MAX_BUFFERED_RECORDS)
     ]
     assert [logged.num_dropped for logged in found] == [0] * (len(found) - 1) + [7]
     ours.warning("there is room again")

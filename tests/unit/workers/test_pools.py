@@ -9,7 +9,7 @@ from longleaf.errors import ModelRefused, StartError
 from longleaf.positions import AttentionSpan, WindowSpec
 from tests.support.scheduling import Asker
 from tests.support.threads import make_spec
-from workers.compat_check import kv_bytes_beside, outline
+from workers.compat_check import kv_bytes_beside, meta_model
 from workers.kv_cache.pools import make_pool
 from workers.rank import Rank
 from zoo.checkpoints import make_checkpoint
@@ -27,7 +27,7 @@ def pool_of(tmp_path_factory):
 
     def get(family, num_ranks_here=1, **settings):
         if family not in models:
-            models[family] = outline(str(make_checkpoint(tmp_path_factory.mktemp(family), family)), "float32")
+            models[family] = meta_model(str(make_checkpoint(tmp_path_factory.mktemp(family), family)), "float32")
         config = EngineConfig(model="", **{"block_size": BLOCK, "window_keys": "replicated", **settings})
         return make_pool(models[family], config, num_ranks_here)
 

@@ -7,7 +7,7 @@ import pytest
 from longleaf import resources
 from longleaf.config import EngineConfig
 from longleaf.formatting import human_bytes
-from workers.compat_check import kv_bytes_beside, outline
+from workers.compat_check import kv_bytes_beside, meta_model
 from workers.kv_cache import pools
 from workers.kv_cache import workspace_estimate as workspaces
 from workers.kv_cache.pools import CONTEXT, default_kv_bytes, kv_bytes_within
@@ -27,7 +27,7 @@ def model_of(tmp_path_factory):
     def get(family="llama"):
         if family not in models:
             folder = make_checkpoint(tmp_path_factory.mktemp(family), family, num_layers=2)
-            models[family] = outline(str(folder), "bfloat16")
+            models[family] = meta_model(str(folder), "bfloat16")
         return models[family]
 
     return get

@@ -28,7 +28,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("umask")
 async def test_files_are_readable_only_by_their_owner(tmp_path: Path) -> None:
     folder = DataFolder.open(tmp_path / "data", DIGEST, "model", {})
-    folder.tell_address("127.0.0.1:1234")
+    folder.record_address("127.0.0.1:1234")
     catalog = await Catalog.open(folder.database)
     await catalog.commit(document("a", 0))
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.path.iterdir()}
@@ -42,7 +42,7 @@ async def test_files_are_readable_only_by_their_owner(tmp_path: Path) -> None:
 def test_locked_folder_names_its_service(tmp_path: Path) -> None:
     folder = DataFolder.open(tmp_path, DIGEST, "model", {})
     for address in ("", "10.0.0.1:50051"):
-        folder.tell_address(address)
+        folder.record_address(address)
         with pytest.raises(CatalogError, match=f"is in use by process {os.getpid()} on .*{address}: stop that service"):
             DataFolder.open(tmp_path, DIGEST, "model", {})
     other = DataFolder.open(tmp_path, "f" * 64, "model", {})
@@ -89,7 +89,7 @@ def test_other_models_are_listed_with_their_details(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "empty").mkdir()
     second = DataFolder.open(tmp_path, "f" * 64, "new", {})
-    ((path, reported),) = second.siblings()
+    ((path, reported),) = second.other_models()
     second.close()
     assert path == first.path == tmp_path / DIGEST[:32]
     assert (reported.model, reported.fingerprint, reported.facts) == (

@@ -69,12 +69,12 @@ def test_catalog_is_rebuilt_from_a_first_version_snapshot() -> None:
     stored = read_stored(first(), CHECKPOINT)
     assert not stored.damaged
     made = rebuild(stored, choose_service(stored, None))
-    assert made.kept.service_id == SERVICE
-    assert {each.id: (each.num_tokens, each.display_name) for each in made.kept.contexts} == {
+    assert made.contents.service_id == SERVICE
+    assert {each.id: (each.num_tokens, each.display_name) for each in made.contents.contexts} == {
         name: (NUM_TOKENS, f"{name} — 白鯨") for name in KINDS
     }
-    assert [each.token_ids for each in made.kept.segments] == [token_ids(name) for name in KINDS]
-    assert [each.form for each in made.kept.snapshots] == [form(name) for name in KINDS]
+    assert [each.token_ids for each in made.contents.segments] == [token_ids(name) for name in KINDS]
+    assert [each.form for each in made.contents.snapshots] == [form(name) for name in KINDS]
     assert made.next_outgoing == 100
     assert not made.left_out
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.kv_cache.token_paths import NOWHERE, Segment
+from coordinator.kv_cache.token_paths import EMPTY_PATH, Segment
 from coordinator.persistence.catalog.fakes import FakeCatalog
 from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord
 from coordinator.persistence.snapshots.fakes import FakeSnapshotRanks
@@ -31,7 +31,7 @@ SERVICE = "0" * 32
 
 
 def segment(number: int, num_tokens: int = 10) -> Segment:
-    found = Segment(number, NOWHERE)
+    found = Segment(number, EMPTY_PATH)
     found.extend(array("I", range(number, number + num_tokens)))
     found.is_sealed = True
     return found
@@ -62,7 +62,7 @@ class Bench:
         self.ranks = FakeSnapshotRanks(self.store)
         self.views = list[Storage]()
         """The storage view at each reported change."""
-        self.snapshots = Snapshots(self.store, self.catalog, self.catalog.kept, "checkpoint", policy, lambda: 1e12)
+        self.snapshots = Snapshots(self.store, self.catalog, self.catalog.contents, "checkpoint", policy, lambda: 1e12)
 
     def hold(self, number: int, version: int = 0) -> None:
         runs = [Run(0, 0, 8, (0, 1)), Run(1, 8, 10, (0,))]
@@ -112,7 +112,7 @@ async def test_sealed_segments_are_saved_and_readable(tmp_path: Path) -> None:
             assert await bench.snapshots.read(piece.name, piece.digest)
         assert bench.objects == {"manifest", *(f"piece-0000{i}.safetensors" for i in range(3))}
         assert {member for member, _ in bench.ranks.orders} == {10, 11}
-        assert [each.segment for each in bench.catalog.kept.snapshots] == [3]
+        assert [each.segment for each in bench.catalog.contents.snapshots] == [3]
         with pytest.raises(DataLoss, match="it does not match segment 3 in the catalog"):
             await bench.snapshots.manifest(segment(3, 9))
 
@@ -173,7 +173,7 @@ async def test_segment_deleted_during_its_save_leaves_nothing(tmp_path: Path) ->
         bench.ranks.may_answer.set()
         await until(lambda: len(bench.ranks.orders) >= 3)
         await until(lambda: not bench.objects and not bench.snapshots._attempts)
-        assert bench.catalog.kept.snapshots == ()
+        assert bench.catalog.contents.snapshots == ()
 
 
 async def test_deleted_segments_leave_storage_and_stay_deleted(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ async def test_lost_rank_is_not_a_storage_error(tmp_path: Path) -> None:
         await until(lambda: not bench.ranks.failures)
         assert not bench.snapshots.view().trouble
         await asyncio.sleep(0.05)
-        bench.snapshots.wake()
+        bench.snapshots.notify()
         await until(lambda: bench.snapshots.is_usable(3))
 
 
@@ -264,7 +264,7 @@ async def test_missing_segments_are_saved_again(tmp_path: Path) -> None:
         await until(lambda: bench.snapshots.is_usable(3))
         before = (await bench.snapshots.manifest(segment(3))).pieces[0].name
         await bench.snapshots.forget({3: "a byte is flipped"})
-        bench.snapshots.wake()
+        bench.snapshots.notify()
         await until(lambda: bench.snapshots.is_usable(3))
         assert (await bench.snapshots.manifest(segment(3))).pieces[0].name != before
         await until(lambda: len(list(bench.store.list(segments_folder(SERVICE)))) == 4)

@@ -59,7 +59,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @property
     def contents(self) -> CatalogContents:
-        return self.fake.kept
+        return self.fake.contents
 
     def commit(self, **fields: object) -> CommitResult:
         change = Change(**fields)
@@ -125,7 +125,7 @@ class CatalogMachine(RuleBasedStateMachine):
         new_ids = ids(self.next_segment, count)
         self.seen_uploads[record.key] = new_ids
         num_retained = len(self.run(self.catalog.upload_ids(record.key)))
-        is_there = any(each.key == record.key for each in self.fake.kept.uploads)
+        is_there = any(each.key == record.key for each in self.fake.contents.uploads)
         refused = (DataLoss, f"{num_retained} ids of it are kept") if is_there else (NotFound, "does not exist")
         for catalog in (self.fake, self.catalog):
             with pytest.raises(refused[0], match=refused[1]):

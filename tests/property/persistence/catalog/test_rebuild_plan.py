@@ -82,10 +82,10 @@ def test_the_catalog_is_what_it_was(steps: list[tuple[str, ...]]) -> None:
         getattr(history, verb)(*arguments)
     made = rebuild(history.stored, SERVICE)
     assert made.left_out == []
-    assert made.kept.contexts == history.contents.contexts
-    assert made.kept.segments == history.contents.segments
-    assert [each.segment for each in made.kept.snapshots] == [each.id for each in history.contents.segments]
-    assert made.kept.next_segment == history.contents.next_segment
+    assert made.contents.contexts == history.contents.contexts
+    assert made.contents.segments == history.contents.segments
+    assert [each.segment for each in made.contents.snapshots] == [each.id for each in history.contents.segments]
+    assert made.contents.next_segment == history.contents.next_segment
     assert made.next_outgoing == len(history.notes)
 
 
@@ -104,10 +104,10 @@ def test_what_is_missing_takes_with_it_what_needs_it_and_nothing_else(
     made = rebuild(replace(stored, entries=entries), SERVICE)
     retained = history.contents
     whole = {each.id for each in retained.contexts if lost.isdisjoint(part.id for part in retained.path(each))}
-    assert {each.id for each in made.kept.contexts} == whole
+    assert {each.id for each in made.contents.contexts} == whole
     assert {each.name for each in made.left_out} == {each.id for each in retained.contexts} - whole
-    for each in made.kept.contexts:
-        assert made.kept.path(each) == retained.path(each)
+    for each in made.contents.contexts:
+        assert made.contents.path(each) == retained.path(each)
 
 
 def _number(manifest) -> int:

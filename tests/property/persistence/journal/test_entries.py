@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.engine_messages import Admitted, Ended, Tokens
-from coordinator.persistence.journal.entries import Entry, GenerationEntry, Said, encode_entry, read_entries
+from coordinator.persistence.journal.entries import Entry, GenerationEntry, JournalEvent, encode_entry, read_entries
 from coordinator.persistence.journal.journal import Journal
 from longleaf.sampling import Logprobs, Sampling, Token, TokenLogprob
 from longleaf.types import Generate
@@ -90,7 +90,7 @@ def test_one_byte_that_changes_ends_the_reading_before_its_entry(
 )
 @settings(max_examples=60)
 def test_what_goes_on_after_a_torn_entry_is_read_with_what_was_before(
-    generation: GenerationEntry, events: list[Said], more: list[Said], torn: bytes, cut: float
+    generation: GenerationEntry, events: list[JournalEvent], more: list[JournalEvent], torn: bytes, cut: float
 ) -> None:
     last = encode_entry(Tokens(7, (Token(7),)))
     with TemporaryDirectory() as name:
@@ -105,7 +105,7 @@ def test_what_goes_on_after_a_torn_entry_is_read_with_what_was_before(
         [retained] = Journal(folder).load()
         assert retained.said[: len(events)] == events
         assert len(retained.said) == len(events)
-        with journal.go_on(generation.request_id) as record:
+        with journal.reopen(generation.request_id) as record:
             for event in more:
                 record.append(event)
         [retained] = Journal(folder).load()

@@ -85,7 +85,7 @@ def full_storage() -> StorageBuilder:
 
 
 def names(rebuilt: Rebuilt) -> list[str]:
-    return [each.id for each in rebuilt.kept.contexts]
+    return [each.id for each in rebuilt.contents.contexts]
 
 
 def reasons(rebuilt: Rebuilt) -> dict[str, str]:
@@ -98,30 +98,30 @@ def with_last_use(contexts: Iterable[object]) -> list[object]:
 
 def test_contexts_segments_and_numbers_are_restored(storage: StorageBuilder) -> None:
     rebuilt = storage.rebuilt()
-    assert rebuilt.kept.contexts == tuple(with_last_use([BOOK, POEM, TWIG]))
-    assert rebuilt.kept.segments == (ROOT, LEAF, ALONE)
-    assert [rebuilt.kept.path(each) for each in rebuilt.kept.contexts] == [(ROOT,), (ALONE,), (ROOT, LEAF)]
-    assert rebuilt.kept.snapshots[0] == SnapshotRecord(
+    assert rebuilt.contents.contexts == tuple(with_last_use([BOOK, POEM, TWIG]))
+    assert rebuilt.contents.segments == (ROOT, LEAF, ALONE)
+    assert [rebuilt.contents.path(each) for each in rebuilt.contents.contexts] == [(ROOT,), (ALONE,), (ROOT, LEAF)]
+    assert rebuilt.contents.snapshots[0] == SnapshotRecord(
         segment=3, manifest=manifest_name(manifest_of(ROOT)), form="float32", num_bytes=2 * PIECE_BYTES
     )
-    assert [each.segment for each in rebuilt.kept.snapshots] == [3, 5, 9]
-    assert (rebuilt.kept.service_id, rebuilt.kept.next_segment, rebuilt.next_outgoing) == (SERVICE, 10, 4)
+    assert [each.segment for each in rebuilt.contents.snapshots] == [3, 5, 9]
+    assert (rebuilt.contents.service_id, rebuilt.contents.next_segment, rebuilt.next_outgoing) == (SERVICE, 10, 4)
     assert (rebuilt.left_out, rebuilt.num_others) == ([], 0)
 
 
 def test_settings_are_restored(storage: StorageBuilder) -> None:
     book = replace(BOOK, display_name="a book — 白鯨", is_pinned=True, expires=77.5, capacity=4_000)
     storage.notes.append(note_of(book, 8))
-    assert storage.rebuilt().kept.contexts[0] == replace(book, last_used=book.updated)
+    assert storage.rebuilt().contents.contexts[0] == replace(book, last_used=book.updated)
 
 
 def test_deleted_context_stays_deleted_and_numbers_continue(storage: StorageBuilder) -> None:
     storage.notes += [deletion("book", 11), deletion("poem", 12)]
     rebuilt = storage.rebuilt()
     assert names(rebuilt) == ["twig"]
-    assert [each.id for each in rebuilt.kept.segments] == [3, 5]
+    assert [each.id for each in rebuilt.contents.segments] == [3, 5]
     assert not rebuilt.left_out
-    assert (rebuilt.next_outgoing, rebuilt.kept.next_segment) == (13, 10)
+    assert (rebuilt.next_outgoing, rebuilt.contents.next_segment) == (13, 10)
 
 
 def test_damaged_newest_note_is_reported_and_counted(storage: StorageBuilder) -> None:
@@ -140,7 +140,7 @@ def test_missing_segment_skips_all_its_contexts(storage: StorageBuilder) -> None
     rebuilt = storage.rebuilt()
     assert names(rebuilt) == ["poem"]
     assert reasons(rebuilt) == dict.fromkeys(["book", "twig"], f"{name_of(3)}: storage has no manifest of it")
-    assert [each.id for each in rebuilt.kept.segments] == [9]
+    assert [each.id for each in rebuilt.contents.segments] == [9]
 
 
 def test_damaged_manifest_skips_its_contexts(storage: StorageBuilder) -> None:
@@ -167,10 +167,10 @@ def test_newest_complete_attempt_is_used(storage: StorageBuilder) -> None:
     storage.put(second, "2", modified=50.0)
     storage.put(third, "3", modified=90.0)
     storage.damaged.append(manifest_name(manifest_of(ALONE), "4"))
-    assert storage.rebuilt().kept.snapshots[2].manifest == manifest_name(third, "3")
+    assert storage.rebuilt().contents.snapshots[2].manifest == manifest_name(third, "3")
     storage.missing.add(third.pieces[0].name)
     rebuilt = storage.rebuilt()
-    assert rebuilt.kept.snapshots[2].manifest == manifest_name(second, "2")
+    assert rebuilt.contents.snapshots[2].manifest == manifest_name(second, "2")
     assert not rebuilt.left_out
 
 
@@ -188,13 +188,13 @@ def test_other_services_are_ignored(storage: StorageBuilder) -> None:
     storage.put(manifest_of(segment(1, 5), OTHER))
     rebuilt = storage.rebuilt()
     assert names(rebuilt) == ["book", "poem", "twig"]
-    assert (rebuilt.kept.segments, rebuilt.next_outgoing) == ((ROOT, LEAF, ALONE), 4)
+    assert (rebuilt.contents.segments, rebuilt.next_outgoing) == ((ROOT, LEAF, ALONE), 4)
 
 
 def test_numbers_of_pieces_without_a_manifest_are_not_reused(storage: StorageBuilder) -> None:
     storage.further.append(manifest_of(segment(41, 5)).pieces[0].name)
     storage.further.append(manifest_of(segment(80, 5), OTHER).pieces[0].name)
-    assert storage.rebuilt().kept.next_segment == 42
+    assert storage.rebuilt().contents.next_segment == 42
 
 
 @pytest.mark.parametrize(

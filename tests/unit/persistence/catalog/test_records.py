@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from coordinator.persistence.catalog import row_codec, tables
 from coordinator.persistence.catalog.records import CatalogContents
-from coordinator.persistence.catalog.sqlite_errors import at_start, while_running
+from coordinator.persistence.catalog.sqlite_errors import runtime_error, startup_error
 from longleaf.errors import CatalogError, DataLoss, StorageUnavailable
 from tests.support.catalog import FIRST, context, ids, segment
 
@@ -50,18 +50,18 @@ def test_ids_are_split_into_chunks_and_joined() -> None:
         (1 << 17, 28),
     ]
     assert pieces[0]["content"][:4] == token_ids[0].to_bytes(4, "little")
-    assert row_codec.joined(tables.segment_ids, pieces, len(token_ids)) == token_ids
+    assert row_codec.join_chunks(tables.segment_ids, pieces, len(token_ids)) == token_ids
     for spoilt in ([pieces[1], pieces[0], pieces[2]], pieces[1:], [{**pieces[0], "segment": 4}, *pieces[1:]]):
         with pytest.raises(ValueError, match="from 0 on are damaged"):
-            row_codec.joined(tables.segment_ids, spoilt, len(token_ids))
+            row_codec.join_chunks(tables.segment_ids, spoilt, len(token_ids))
     with pytest.raises(ValueError, match="expected 131,079 token ids, found 131,072"):
-        row_codec.joined(tables.segment_ids, pieces[:2], len(token_ids))
-    assert row_codec.joined(tables.segment_ids, [], 0) == array("I")
+        row_codec.join_chunks(tables.segment_ids, pieces[:2], len(token_ids))
+    assert row_codec.join_chunks(tables.segment_ids, [], 0) == array("I")
 
 
 def test_checksum_of_whole_seconds_matches_after_reading() -> None:
     row = row_codec.context_row(context("a", 1, created=1, expires=7))
-    assert row_codec.is_whole(tables.contexts, {**row, "created": 1.0, "expires": 7.0})
+    assert row_codec.checksum_matches(tables.contexts, {**row, "created": 1.0, "expires": 7.0})
 
 
 DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CONSTRAINT)
@@ -71,7 +71,7 @@ DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CONSTRAI
 def test_no_sqlite_error_is_an_internal_error(code: int) -> None:
     error = sqlite3.OperationalError("the message of SQLite")
     error.sqlite_errorcode = code | 1 << 8
-    found = while_running(Path("/data/catalog.db"), error)
+    found = runtime_error(Path("/data/catalog.db"), error)
     assert isinstance(found, DataLoss if code in DAMAGE else StorageUnavailable)
     assert "/data/catalog.db" in str(found) and "(the message of SQLite)" in str(found)
-    assert isinstance(at_start(Path("/data/catalog.db"), error), CatalogError)
+    assert isinstance(startup_error(Path("/data/catalog.db"), error), CatalogError)

@@ -84,7 +84,7 @@ def test_writes_to_a_removed_entry_are_ignored(tmp_path: Path) -> None:
     journal.remove("one")
     assert not list(tmp_path.iterdir())
     with pytest.raises(StorageUnavailable):
-        journal.go_on("one")
+        journal.reopen("one")
 
 
 def test_deleting_a_context_removes_its_generations(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ class SenderBench:
 
     async def put(self, *outgoing: OutboxEntry) -> None:
         await self.catalog.commit(Change(outgoing=outgoing))
-        self.sender.wake()
+        self.sender.notify()
 
     @property
     def names(self) -> set[str]:
@@ -126,10 +126,10 @@ async def test_unreachable_storage_loses_nothing_and_is_reported() -> None:
     async with running_sender() as found:
         found.files.fail(3)
         await found.put(note(1), note(2))
-        await comes(lambda: found.sender.trouble.reason)
-        assert "input/output" in found.sender.trouble.reason
+        await comes(lambda: found.sender.health.reason)
+        assert "input/output" in found.sender.health.reason
         await found.all_sent()
-        await comes(lambda: not found.sender.trouble.reason)
+        await comes(lambda: not found.sender.health.reason)
         assert found.memory.done == [f"+{note(1).name}", f"+{note(2).name}"]
 
 
@@ -137,7 +137,7 @@ async def test_unacknowledged_entries_are_sent_again() -> None:
     async with running_sender() as found:
         await found.catalog.commit(Change(outgoing=(note(1), note(2))))
         found.catalog.failures.append(StorageUnavailable("the disk is full"))
-        found.sender.wake()
+        found.sender.notify()
         await found.all_sent()
         assert found.memory.done == 2 * [f"+{note(1).name}", f"+{note(2).name}"]
 
@@ -158,7 +158,7 @@ async def test_unreadable_catalog_is_read_again_after_the_next_change() -> None:
     task = asyncio.create_task(sender.run())
     await catalog.commit(Change(outgoing=(note(1),)))
     await comes(lambda: not catalog.is_damaged)
-    sender.wake()
+    sender.notify()
     await comes(lambda: not catalog._outbox)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
