@@ -6,7 +6,8 @@
 
 real       64 streams of the embedded model, ranks on the same processors: deltas per second through the gateway
            (gateway_per_s) and over gRPC (grpc_per_s), turn by turn; ratio is of the medians.
-           gateway_cpu_s_per_1000: CPU seconds of the gateway per 1,000 deltas; client_us: CPU time of the clients per delta, as both run on this
+           gateway_cpu_s_per_1000: CPU seconds of the gateway per 1,000 deltas; client_us: CPU time of the clients
+           per delta, as both run on this
            machine. first_ms: the first token of a short prompt on an idle service; through the gateway each request
            opens a new connection
 paced      the same with a service whose answers cost nothing and bring a token each 50 ms to every stream: whether the
