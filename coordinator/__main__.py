@@ -78,7 +78,7 @@ def parse(arguments: list[str]) -> ServiceConfig:
     """Raises msgspec.ValidationError for a value that does not fit, and SystemExit for an unknown option or choice."""
     parser = argparse.ArgumentParser(prog="python -m coordinator", argument_default=argparse.SUPPRESS)
     parts: dict[str, type[msgspec.Struct]] = {"engine": EngineConfig, "data": DataConfig, "security": SecurityConfig}
-    parts |= {"telemetry": TelemetryConfig, "door": HttpConfig}
+    parts |= {"telemetry": TelemetryConfig, "gateway": HttpConfig}
     own = [field for field in fields(ServiceConfig) if field.name not in parts]
     for field in chain(own, *(fields(part) for part in parts.values())):
         choices = get_args(field.type) if get_origin(field.type) is Literal else None

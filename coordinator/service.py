@@ -91,7 +91,7 @@ class Service:
         self._sampling_defaults = GREEDY
         self._watching = Telemetry(config.telemetry, config.shown_name, config.launcher, is_open)
         self._observers = Observers()
-        self._door: GatewayProcess | None = None
+        self._gateway: GatewayProcess | None = None
         self.http = ""
         """Address of the HTTP gateway; empty if it is off."""
         self.notes: tuple[str, ...] = ()
@@ -119,12 +119,12 @@ class Service:
             observers=self._observers,
             certificates=certificates,
         )
-        if self._config.door.http is not None:
-            self._door = GatewayProcess(self._config)
-        unix = self._door.socket if self._door is not None else None
+        if self._config.gateway.http is not None:
+            self._gateway = GatewayProcess(self._config)
+        unix = self._gateway.socket if self._gateway is not None else None
         port = await self._server.start(self._config.host, self._config.port, unix)
-        if self._door is not None:
-            self.http = await self._door.start()
+        if self._gateway is not None:
+            self.http = await self._gateway.start()
         reported = await self._start_health(self._server)
         reported += await self._watching.log_start(self._sources(authenticator, certificates))
         tokenizer = await self._load_tokenizer(config)
@@ -328,8 +328,8 @@ class Service:
         if self._server is not None:
             await self._report(self._server, str(self._failure or STOPPING))
             await self._server.stop(GRACE_SECONDS)
-        if self._door is not None:
-            await self._door.stop()
+        if self._gateway is not None:
+            await self._gateway.stop()
         if self._use_cases is not None:
             await self._use_cases.close()
         if self._supervisor is not None:

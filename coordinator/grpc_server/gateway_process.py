@@ -45,7 +45,7 @@ class GatewayProcess:
 
     async def start(self) -> str:
         """Starts the gateway and returns its address. Raises StartError."""
-        self.url = await self._start(self._config.door.http or 0)
+        self.url = await self._start(self._config.gateway.http or 0)
         self._supervising = asyncio.create_task(self._keep())
         return self.url
 
@@ -87,11 +87,11 @@ class GatewayProcess:
             "log-level": config.telemetry.log_level,
             "tls-cert": security.tls_cert,
             "tls-key": security.tls_key,
-            "public-url": config.door.public_url,
+            "public-url": config.gateway.public_url,
         }
         options = [f"--{name}={value}" for name, value in given.items() if value is not None]
-        options += [f"--allow-host={name}" for name in config.door.allowed]
-        return [sys.executable, "-P", "-m", "door", *options]
+        options += [f"--allow-host={name}" for name in config.gateway.allowed]
+        return [sys.executable, "-P", "-m", "gateway", *options]
 
     async def _keep(self) -> None:
         """Restarts the gateway on the same port when it dies."""

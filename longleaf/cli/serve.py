@@ -380,7 +380,7 @@ class ServeFlags:
         """The settings of security."""
         return SecurityConfig(**self._of(SecurityConfig))
 
-    def door(self) -> HttpConfig:
+    def gateway(self) -> HttpConfig:
         """The settings of the HTTP gateway."""
         return HttpConfig(**self._of(HttpConfig))
 
@@ -424,7 +424,7 @@ def serve(flags: ServeFlags, as_json: AsJson = False) -> None:
         data=flags.data(),
         security=flags.security(),
         telemetry=flags.telemetry(),
-        door=flags.door(),
+        gateway=flags.gateway(),
         as_json=as_json,
     )
     if flags.log_format == "text":
