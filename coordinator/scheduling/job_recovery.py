@@ -97,7 +97,7 @@ class JobRecovery:
             if isinstance(found, Job):
                 self._lifecycle.fail(found, ResourceExhausted("pool", NO_ROOM))
             else:
-                self._give_up(found, "it does not fit on the remaining ranks")
+                self._give_up(found, NO_ROOM)
         self._limits.may_grow, self._lifecycle.may_begin = False, True
 
     @property

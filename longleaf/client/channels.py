@@ -50,9 +50,9 @@ def open_channel(server: str, access: Access) -> Any:
     credential = _given(access, "credential")
     for name, value, other in (("tls_cert", tls_cert, tls_key), ("tls_key", tls_key, tls_cert)):
         if value and not other:
-            raise InvalidArgument(name, f"needs {'tls_key' if name == 'tls_cert' else 'tls_cert'}")
+            raise InvalidArgument(name, f"requires {'tls_key' if name == 'tls_cert' else 'tls_cert'}")
         if value and not tls_ca:
-            raise InvalidArgument(name, "needs tls_ca: the connection is not encrypted without it")
+            raise InvalidArgument(name, "requires tls_ca: the connection is not encrypted without it")
     if credential:
         check_credential(credential, server, access)
     channel = _encrypted(server, tls_ca, tls_cert, tls_key) if tls_ca else _plain(server)

@@ -118,7 +118,7 @@ def _counting_on(made: Rebuilt, before: CatalogContents | None) -> Rebuilt:
         return made
     retained = made.contents
     counted = replace(retained, next_segment=max(retained.next_segment, before.next_segment), epoch=before.epoch)
-    return replace(made, kept=counted)
+    return replace(made, contents=counted)
 
 
 def _install(folder: DataFolder, made: Rebuilt) -> list[Path]:

@@ -137,7 +137,7 @@ def test_dead_rank_is_named_before_it_is_reaped(machines, method):
     for rank in range(2) if machines == "aaa" else [1]:
         error = processes[rank].result()
         assert isinstance(error, RankLost)
-        assert error.rank == 2 and "died" in error.reason
+        assert error.rank == 2 and "exited" in error.reason
     assert method == "forkserver" or psutil.pid_exists(processes[2].process.pid), "it is still a zombie"
     assert [process.end() for process in processes] == [0, 0, -signal.SIGKILL]
 

@@ -160,7 +160,7 @@ def test_pool_uses_the_device_memory_left_by_steps(llama, caplog):
     pool = sum(tensor.nbytes for tensor in tensors_of(made.rank.pool.keys) + tensors_of(made.rank.pool.values))
     assert 0.9 * FREE < pool < FREE - (1 << 30)
     [reported] = [text for text in caplog.messages if text.startswith("kv_bytes")]
-    assert f"of 70.0 GiB that {DEVICE} has free" in reported
+    assert f"of 70.0 GiB free on {DEVICE}" in reported
     assert "for chunks" in reported and "for NCCL" in reported
 
 

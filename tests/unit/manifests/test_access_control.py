@@ -216,7 +216,7 @@ BREAKS = {
     "0.0.0.0 can be reached": lambda found: serve_of(found)["args"].remove(
         "--credentials=/etc/longleaf/credentials/list"
     ),
-    "tls_cert: needs tls_key": lambda found: serve_of(found)["args"].remove(
+    "tls_cert: requires tls_key": lambda found: serve_of(found)["args"].remove(
         "--tls-key=/etc/longleaf/certificate/tls.key"
     ),
     "and need not": lambda found: serve_of(found)["args"].append("--insecure"),
