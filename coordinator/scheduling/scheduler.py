@@ -397,7 +397,8 @@ class Scheduler(AcrossEpochs, Documents):
         self._lifecycle.may_begin = True
         while (surplus := self._requests.surplus) is not None:
             message = (
-                f"more than {self._requests.max_unread} answers of its client are unread; this one for the longest time"
+                f"more than {self._requests.max_unread} answers are unread; this one has been unread the longest of "
+                "the client with the most"
             )
             self._end_unread(surplus, message)
 

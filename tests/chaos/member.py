@@ -110,7 +110,7 @@ class ChaosRank(Rank):
                 ledger._starts[segment],
                 {rank: [tuple(e) for e in one.extents] for rank, one in resident.items()},
             )
-            for segment, resident in ledger._held.items()
+            for segment, resident in ledger._slots.items()
         }
 
     @torch.inference_mode()
