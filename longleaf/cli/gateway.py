@@ -53,7 +53,7 @@ class GatewayFlags:
         list[str] | None,
         option(
             GATEWAY,
-            "Accepted host name; may be repeated. IP addresses are always accepted.",
+            "Host name under which clients may reach the gateway; may be repeated. IP addresses are always accepted.",
             default="localhost",
             metavar="NAME",
         ),
@@ -81,7 +81,7 @@ class GatewayFlags:
         bool,
         option(
             SECURITY,
-            "Allow other addresses than loopback without TLS, and send credentials to the service in plain text.",
+            "Allow addresses other than loopback without TLS, and send credentials to the service in plain text.",
             "--insecure",
         ),
     ] = False
@@ -119,7 +119,7 @@ class GatewayFlags:
 def gateway(flags: GatewayFlags, as_json: AsJson = False) -> None:
     """Run an HTTP gateway in front of a service.
 
-    The gateway has the OpenAI-compatible API, the API of contexts, and a web page. It prints
+    The gateway serves the OpenAI-compatible API, an API for contexts, and a web page. It prints
     `listening on http://HOST:PORT`; with --json, {"http": "http://HOST:PORT"}. It has no state: it may be restarted or
     replicated while the service runs. It forwards the header `Authorization: Bearer CREDENTIAL` to the service, which
     checks the credential. `longleaf serve --http PORT` starts a gateway together with the service.
