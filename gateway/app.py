@@ -1,4 +1,4 @@
-"""Routes."""
+"""The routes and error handlers of the gateway."""
 
 import asyncio
 from collections.abc import Callable
@@ -46,7 +46,7 @@ NO_ENDPOINT = (
 
 
 def make_app(client: ProxyClient, config: GatewayConfig, ending: asyncio.Event) -> ASGIApp:
-    """The application in front of the service of `client`. Once `ending` is set, streams that only watch are closed."""
+    """The ASGI application, which calls the service through `client`. Setting `ending` closes all watch streams."""
     handlers: dict[Any, Callable[[Request, Any], Any]] = {
         HttpProblem: _on_problem,
         LongleafError: _on_error,
@@ -100,7 +100,7 @@ async def _on_left(request: Request, _: ClientDisconnect) -> Response:
 
 
 async def _on_failure(request: Request, _: Exception) -> Response:
-    """Without logging, which the outer middleware does."""
+    """Does not log the error, because the outer middleware does."""
     return await _on_problem(
         request, HttpProblem(500, "internal error of the gateway; see its log", kind="server_error")
     )

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class GatewayAnnouncement(msgspec.Struct, frozen=True):
-    """Message of the gateway once it listens, or the error that prevents it."""
+    """First line of the gateway's output: its address once it listens, or the error that prevented the start."""
 
     http: str = ""
     error: str = ""
@@ -32,7 +32,7 @@ class GatewayAnnouncement(msgspec.Struct, frozen=True):
 
 class GatewayProcess:
     """Starts the gateway, restarts it when it dies, and stops it. The gateway connects to the service through a socket
-    in a private folder, and exits when the pipe to this process breaks, however this process ends."""
+    in a private folder. It exits when the pipe to this process closes, so it never outlives this process."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self._config = config
@@ -55,7 +55,7 @@ class GatewayProcess:
             *self._command(port),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # the service handles interrupts of the terminal
+            start_new_session=True,  # Ctrl-C in the terminal reaches only the service, which stops the gateway
         )
         self._process = process
         assert process.stdout is not None

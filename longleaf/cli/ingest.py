@@ -137,7 +137,7 @@ def _files_named(files: list[str]) -> Generator[None, None, None]:
 
 
 def summary(context: Context) -> str:
-    """The name, the length and the memory of a context."""
+    """One line with the name, the length and the memory of a context."""
     resident = human_bytes(context.kv_bytes)
     ranks = f" on {count_ranks(sum(share.tokens > 0 for share in context.shares))}" if context.shares else ""
     called = f" ({context.display_name})" if context.display_name else ""
@@ -188,7 +188,7 @@ def _show(progress: Progress, task: TaskID, report: IngestProgress) -> None:
             note = f"{recovered:,} of {total:,} tokens" if total else f"{report.recovering.lost_tokens:,} tokens left"
             progress.update(task, description="restoring", note=note)
         case "prefilling" if report.processed == 0:
-            # The unit changes from bytes to tokens: the estimate of the remaining time starts again.
+            # The unit changes from bytes to tokens, so the estimate of the remaining time must restart.
             progress.reset(task, description="reading", total=report.total, note=f"{report.total:,} tokens")
         case _:
             note = f"{report.processed:,} of {report.total:,} tokens, {report.tokens_per_second:,.0f}/s"
