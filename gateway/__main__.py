@@ -1,7 +1,8 @@
-"""Runs a gateway: `python -m gateway --server HOST:PORT --port 8000 ...`. `longleaf gateway` is this with a help page.
+"""Runs a gateway: `python -m gateway --server HOST:PORT --port 8000 ...`. `longleaf gateway` does the same
+and has a help page.
 
 Every field of GatewayConfig is an option of the same name. Prints `listening on http://HOST:PORT`, or {"http": "..."},
-once it listens. A signal ends it. Exit code 0: it was ended; 2: the settings cannot work; 1: it failed.
+once it listens. A signal ends the process. Exit code 0: a signal ended it; 2: the settings are invalid; 1: it failed.
 """
 
 import argparse

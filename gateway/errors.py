@@ -28,13 +28,14 @@ from longleaf.errors import (
 
 INVALID = "invalid_request_error"
 RETRY_SECONDS = 1.0
-"""Retry delay if the service names none."""
+"""Default retry delay, if the service specifies none."""
 SOON = {"retry-after": "1"}
 
 
 MAY_PASS = frozenset({404, 408, 499})
 """Statuses of requests that may succeed when repeated unchanged, after an unknown time: a context may still be
-ingested, and a caller may send faster. Other 4xx statuses are only worth a retry with a retry-after header."""
+ingested, and a caller may send faster. Other 4xx responses tell clients not to retry, unless they have a retry-after
+header."""
 
 
 class HttpProblem(Exception):
@@ -72,7 +73,7 @@ def unavailable(message: str) -> HttpProblem:
 
 
 def stopping() -> HttpProblem:
-    """The error for answers that are cut off by the gateway's shutdown."""
+    """The error for answers that the shutdown of the gateway interrupts."""
     return unavailable("the gateway is stopping")
 
 
@@ -101,7 +102,7 @@ TABLE = (
     _Row(Unavailable, 503, "server_error", "unavailable"),
     _Row(LongleafError, 502, "server_error", "bad_gateway"),
 )
-"""Subclasses come before their base classes."""
+"""HTTP form of each error. Subclasses come before their base classes."""
 FIELDS = {
     "sampling.max_token_count": "max_tokens",
     "sampling.stop_token_ids": "stop",
@@ -123,7 +124,7 @@ FIELDS = {
 """HTTP names of the service's fields, where they differ."""
 _GIVE = "send Authorization: Bearer CREDENTIAL (api_key in OpenAI clients)"
 _UNREACHED = re.compile(r"the server at (the service does not answer) \(.*", re.DOTALL)
-"""The rest is for operators, because gRPC includes addresses."""
+"""The rest of the message contains addresses, which only operators may see."""
 AWAY = "the service cannot be reached: %s"
 log = logging.getLogger("gateway")
 _CONTENT = re.compile(r"^(messages\[\d+\])\.(?:text|parts)$")
@@ -150,7 +151,7 @@ def problem_of(error: LongleafError, names: Mapping[str, str] | None = None, mis
         else:
             headers["retry-after"] = str(max(1, math.ceil(seconds or RETRY_SECONDS)))
     if isinstance(error, AlreadyExists) and error.name.startswith("generations/"):
-        headers |= SOON  # its request_id is free again once that answer has ended
+        headers |= SOON  # the request_id becomes free when the other answer ends
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
     return HttpProblem(row.status, _message_of(error), kind=row.kind, param=param, code=code, headers=headers)

@@ -1,4 +1,4 @@
-"""Transitions between epochs: detection of the end, the ranks of the next epoch, and the data that they are sent."""
+"""Transitions between epochs: detects the end of an epoch, forms the next one, and sends it the KV cache layout."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -15,7 +15,7 @@ from longleaf.rank_protocol.group_messages import KvLayout
 
 FIRST_EPOCH = 1
 MAX_IDLE = 8
-"""Consecutive epochs that may break before their first step."""
+"""Number of consecutive epochs that broke before their first step after which the engine fails."""
 
 
 class Epochs:
@@ -30,7 +30,7 @@ class Epochs:
         clock: Callable[[], float],
         note: Callable[[int], Awaitable[None]],
     ) -> None:
-        """`note` records the number of an epoch before it begins."""
+        """`note` must record the number of an epoch durably before the epoch begins."""
         self._note = note
         self._ranks = ranks
         self._recoveries = recoveries
@@ -106,7 +106,7 @@ class Epochs:
     async def follow(self, scheduler: Scheduler, notify: Callable[[], None]) -> None:
         """Form the next epoch from the available members: after a loss, or when more can join and no step is running.
 
-        `tell` is called when streams have new events. Raises RankLost when no member is left, and Unavailable when
+        `notify` is called when streams have new events. Raises RankLost when no member is left, and Unavailable when
         consecutive epochs fail without a step.
         """
         lost_at, is_loss = self._clock(), self.is_over

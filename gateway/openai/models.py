@@ -1,4 +1,4 @@
-"""Models: the served one, and each context as a model."""
+"""The models endpoints: the served model, and each context as a model."""
 
 from typing import Any, NamedTuple
 
@@ -17,10 +17,10 @@ MISSING = "model_not_found"
 
 
 class ModelTarget(NamedTuple):
-    """Model and context that a request addresses."""
+    """The model and the context that a request names."""
 
     model: str
-    """As named in the request."""
+    """The name in the request."""
     context: str | None
 
 
@@ -66,7 +66,7 @@ async def target_of(request: Request, client: AsyncClient, model: str, context: 
 
 
 def _split(requested: str, name: str) -> ModelTarget:
-    """Raises HttpProblem for anything but the model or a context of it."""
+    """Raises HttpProblem unless the name is that of the model, or of a context as a model."""
     if requested == name:
         return ModelTarget(requested, None)
     context = requested.removeprefix(f"{name}:")

@@ -1,8 +1,8 @@
-"""Moves keys and values between ranks: the step in which no model runs.
+"""Moves keys and values between ranks, in a step that does not run the model.
 
 In each round a rank sends the content of some blocks to at most one other rank, and receives from at most one. A
-checksum precedes the content. At the end each receiver reports the comparison, and no rank continues before all have
-received their blocks. Only free blocks are written, so until then the sources are intact.
+checksum precedes the content. At the end, each receiver reports whether the checksums matched, and no rank continues
+before all have received their blocks. Only free blocks are written, so the sources are intact until then.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,10 +35,10 @@ class BlockTransfer(NamedTuple):
 
 
 def move(work: Move, comm: Comm | None, pool: KvPool, ledger: BlockTable) -> None:
-    """Carries out a move. A collective: all ranks call it at the same time. `comm` is None at world size 1.
+    """Executes a move. This is a collective: all ranks must call it together. `comm` is None at world size 1.
 
     Raises ValueError for an invalid move, and TransferCorrupted, on every rank, if received content differs from the
-    sent content. The block table is then unchanged.
+    sent content. After an error, the block table is unchanged.
     """
     check(work.transfers, comm.world_size if comm else 1)
     ledger.check(work.transfers)
@@ -59,7 +59,7 @@ def check(transfers: Sequence[RunTransfer], world_size: int) -> None:
     sources = [(t.source.rank, block) for t in transfers for block in t.source.blocks]
     targets = [(t.target.rank, block) for t in transfers for block in t.target.blocks]
     if len({*sources, *targets}) < len(sources) + len(targets):
-        raise ValueError("a block is twice in a move")
+        raise ValueError("a move contains a block twice")
     for _, source, target in ((t.segment, t.source, t.target) for t in transfers):
         is_same = (source.start, source.end, len(source.blocks)) == (target.start, target.end, len(target.blocks))
         if not is_same or source.rank == target.rank or not 0 <= target.rank < world_size:
@@ -68,7 +68,7 @@ def check(transfers: Sequence[RunTransfer], world_size: int) -> None:
 
 def rounds(transfers: Sequence[RunTransfer], most_blocks: int) -> Iterator[list[BlockTransfer]]:
     """The transfers of each round, of at most `most_blocks` blocks each. Pairs of ranks with the most remaining blocks
-    go first.
+    have priority.
     """
     left: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for transfer in transfers:
@@ -86,7 +86,7 @@ def rounds(transfers: Sequence[RunTransfer], most_blocks: int) -> Iterator[list[
 
 
 class BlockExchange:
-    """One rank's end of the exchanges of content."""
+    """The part of one rank in the exchanges of content."""
 
     def __init__(self, comm: Comm, content: Content) -> None:
         self._comm = comm
