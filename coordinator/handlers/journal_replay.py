@@ -11,7 +11,7 @@ from longleaf.types import Event
 
 
 class ReplayedState(NamedTuple):
-    """`events` are those for clients, including end events that the journal lacks. `generated` has the token ids of
+    """`events` are those for clients, including end events that the journal lacks. `generated` holds the token ids of
     each sample that has not ended."""
 
     events: list[Event]

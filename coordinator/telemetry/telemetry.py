@@ -46,7 +46,7 @@ class Telemetry:
         return Observers([*self._watchers, *([self._metrics.observer] if self._metrics else [])])
 
     def _make_metrics(self) -> "Metrics | None":
-        """Imports the metrics only if they are used."""
+        """Imports the metrics if they are enabled."""
         if self._config.metrics_port is None:
             return None
         from coordinator.telemetry.metrics import Metrics

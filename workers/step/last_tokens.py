@@ -1,6 +1,6 @@
 """The last token of each sequence, which is the input of its next row and not part of the plan.
 
-On a CPU, a rank has the token as soon as it is sampled. On another device, the token stays in device memory: the host
+On a CPU, a token is available to the rank at once. On another device, the token stays in device memory: the host
 does not wait for it, and refers to it by its place.
 """
 
