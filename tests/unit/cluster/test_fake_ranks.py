@@ -33,7 +33,7 @@ async def test_saved_pieces_are_restored_by_the_member_that_fetched_them() -> No
     for plan in (restore(Run(0, 4, 8, (9,))), restore(RUN, ticket=6)):
         with pytest.raises(AssertionError, match="has fetched nothing under ticket"):
             await ranks.step(plan)
-    with pytest.raises(AssertionError, match="has no Run"):
+    with pytest.raises(AssertionError, match="has not fetched Run"):
         await ranks.step(restore(Run(1, 4, 9, (8, 9))))
     ranks.lose(0, "died")
     await ranks.form(2)
