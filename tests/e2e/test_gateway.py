@@ -22,8 +22,8 @@ from tests.support.command_line import CLI, Served, url_of
 from tests.support.gateway_fakes import Behind
 
 LAUNCHERS = ("local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.extended]))
-BOOK = "The gateway of the house is green. " * 40
-QUESTION = "What colour is the gateway?"
+BOOK = "The door of the house is green. " * 40
+QUESTION = "What colour is the door?"
 
 
 def gateways_of(served: Served) -> list[psutil.Process]:

@@ -12,7 +12,7 @@ from longleaf.client import Client
 from longleaf.types import Finished
 from tests.support.command_line import Served, url_of
 
-BOOK = "The gateway of the house is green. " * 8
+BOOK = "The door of the house is green. " * 8
 CAPACITY = 400
 QUESTION: Any = [{"role": "user", "content": "What colour?"}]
 NEVER_ENDS = {"logit_bias": {str(token): -100 for token in range(256, 264)}}
