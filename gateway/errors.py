@@ -34,8 +34,8 @@ SOON = {"retry-after": "1"}
 
 MAY_PASS = frozenset({404, 408, 499})
 """Statuses of requests that may succeed when repeated unchanged, after an unknown time: a context may still be
-ingested, and a caller may send faster. Other 4xx responses mean that a client must not retry, unless they have a retry-after
-header."""
+ingested, and a caller may send faster. Other 4xx responses mean that a client must not retry, unless they have a
+retry-after header."""
 
 
 class HttpProblem(Exception):

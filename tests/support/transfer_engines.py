@@ -1,4 +1,4 @@
-"""Houses between which contexts move, and parcels on their way as streams of requests."""
+"""Fake engines that export and import contexts, and archives as streams of requests."""
 
 from collections.abc import AsyncIterator
 
@@ -8,14 +8,14 @@ from longleaf.types import ArchiveChunk, ImportHeader
 from tests.support.parcels import FINGERPRINT, FORM, Packable
 
 
-def empty_house(form: str | None = FORM, service: str = "new") -> FakeTransferEngine:
-    """A house with the checkpoint of `tests.support.parcels`."""
+def empty_transfer_engine(form: str | None = FORM, service: str = "new") -> FakeTransferEngine:
+    """An engine without contexts, with the checkpoint of `tests.support.parcels`."""
     return FakeTransferEngine(FINGERPRINT, form, service)
 
 
-def house_of(*contexts: Packable) -> FakeTransferEngine:
-    """A house with these contexts."""
-    transfers = empty_house(service="old")
+def transfer_engine_of(*contexts: Packable) -> FakeTransferEngine:
+    """An engine with these contexts."""
+    transfers = empty_transfer_engine(service="old")
     for packable in contexts:
         head = packable.head
         record = ContextRecord(
