@@ -216,7 +216,7 @@ def _serve_actor(config: ServiceConfig, signals: ShutdownSignals, waiting: WaitR
         reply = follow(actor.start.remote(), partial(_say_missing, actor, waiting))
         if reply.port:
             announce(config, reply)
-            while not reply.error and (reply := follow(actor.wait.remote(until_news=True))).notes:
+            while not reply.error and (reply := follow(actor.wait.remote(until_logs=True))).notes:
                 print_notices(reply)
     except ray.exceptions.RayError as error:
         if not signals.count:  # otherwise Ray may have ended with this process
