@@ -252,7 +252,7 @@ class Rank:
     def fence(self) -> None:
         """Aborts the current or next wait of this rank for others, in an exchange or a join: it raises an error.
         Thread-safe."""
-        self._fence.put_up()
+        self._fence.abort()
 
     def leave(self) -> None:
         """Leaves the epoch, however it ended, and discards its state; the model and the pool remain. Does not wait for
@@ -267,7 +267,7 @@ class Rank:
             groups.abort()
             self._sockets.shut_down()  # an error may hold the last reference to a gloo group
         self._store = None
-        self._fence.take_down()
+        self._fence.reset()
         self.sampler.clear()
         self.last_ids.clear()
 

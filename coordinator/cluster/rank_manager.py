@@ -218,7 +218,7 @@ class RankManager:
         that can join the next epoch. Raises the verdict of the previous epoch if none can.
         """
         registry = self.registry
-        await registry.confirm_ready()
+        await registry.wait_killed()
         await registry.wait(lambda: registry.loaded() or not (list(registry) or self._history.is_filling))
         if not (loaded := registry.loaded()):
             raise (await asyncio.shield(verdict)).error
@@ -284,7 +284,7 @@ class RankManager:
                 self._records.take(member, message)
                 return
             case Hello() | Loaded() | Heartbeat():
-                member.take(message)
+                member.on_message(message)
             case Saved() | Fetched():
                 self._orders.take(message)
             case StoreOpened() | Ready():

@@ -316,7 +316,7 @@ class Engine(ContextService):
             while (answer := self._steps.take()) is not None:
                 outcomes += scheduler.commit(answer.plan, answer.result, self._wall_clock())
                 answers.append(answer)
-        self._epochs.confirm(scheduler)
+        self._epochs.shrink_to_fit(scheduler)
         while not self._epochs.may_grow and (plan := scheduler.schedule(self._clock())) is not None:
             self._steps.begin(self._epochs.current.formation.group, plan)
         self._publish(scheduler, outcomes)
@@ -331,7 +331,7 @@ class Engine(ContextService):
         """Publish outcomes, recovery progress and faults."""
         for fault in scheduler.take_faults():
             log.error("unexpected error; only the request that caused it ends", exc_info=fault)
-        reported = [*outcomes, *scheduler.drain()]
+        reported = [*outcomes, *scheduler.take_outcomes()]
         for request_id, outcome in reported:
             if isinstance(outcome, Sealed):
                 self._persistence.seal(request_id)

@@ -93,10 +93,10 @@ class Epochs:
         """Whether more members can join once no step is running."""
         return self._joinable is not None and self._joinable.done()
 
-    def confirm(self, scheduler: Scheduler) -> None:
+    def shrink_to_fit(self, scheduler: Scheduler) -> None:
         """Drop the contexts that the ranks cannot hold, once no replacement is pending."""
         if self._confirmed is not None and self._confirmed.done() and not scheduler.is_confirmed:
-            scheduler.confirm()
+            scheduler.shrink_to_fit()
 
     async def ended(self) -> EpochEnd:
         """Return the reason why the current epoch ended, once it has."""
@@ -139,8 +139,8 @@ class Epochs:
         are alive: they would break forever. A break in a step is attributed to the work of that step, which is dropped.
         """
         is_idle = isinstance(end.error, GroupFailed) and not end.steps
-        is_idle = is_idle and scheduler.num_answered == self._num_answered
-        self._num_idle, self._num_answered = self._num_idle + 1 if is_idle else 0, scheduler.num_answered
+        is_idle = is_idle and scheduler.num_steps == self._num_answered
+        self._num_idle, self._num_answered = self._num_idle + 1 if is_idle else 0, scheduler.num_steps
         if self._num_idle >= MAX_IDLE:
             raise Unavailable(f"{MAX_IDLE} epochs in a row ended without a step; latest error: {end.error}")
 

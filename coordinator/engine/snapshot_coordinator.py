@@ -52,7 +52,7 @@ class SnapshotCoordinator:
     def placed(self, segment_id: int) -> PlacedSegment | None:
         scheduler, epoch = self._scheduler, self._epochs.current
         holding = scheduler.segments.holdings.find(segment_id)
-        if holding is None or holding.is_stored_only or holding.loss is not None or not holding.segment.is_sealed:
+        if holding is None or holding.is_evicted or holding.loss is not None or not holding.segment.is_sealed:
             return None
         if self._epochs.is_over or scheduler.is_rebalancing:
             return None

@@ -131,7 +131,7 @@ class Application:
         if transfers is not None:
             self._exports = Exports(transfers, self.threads, cluster, tenant_share=tenant_share)
             self._imports = ImportSessions(
-                transfers, tokenizer.vocabulary_size, ledger=ledger, tenant_share=tenant_share
+                transfers, tokenizer.vocabulary_size, quotas=ledger, tenant_share=tenant_share
             )
         self.cluster = cluster
         self.changes = engine.changes

@@ -98,7 +98,7 @@ class Rebalancer:
         Segments that are only cached are excluded."""
         parts, size = list[tuple[SegmentPlacement, Run, Run]](), self._placer.block_size
         for holding in self._segments.holdings:
-            if not holding.segment.is_sealed or holding.num_references == holding.num_retained:
+            if not holding.segment.is_sealed or holding.num_references == holding.num_cache_references:
                 continue
             for run in holding.runs:
                 if room and run.rank == source:

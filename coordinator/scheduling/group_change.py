@@ -11,7 +11,7 @@ from coordinator.scheduling.job_recovery import JobRecovery
 from longleaf.rank_protocol.group_messages import SegmentLayout
 
 
-class AcrossEpochs:
+class GroupChangeOperations:
     """The part of a scheduler that handles the change of epochs."""
 
     segments: SegmentStore
@@ -41,9 +41,9 @@ class AcrossEpochs:
         """Whether no more ranks are expected."""
         return self._job_recovery.is_confirmed
 
-    def confirm(self) -> None:
+    def shrink_to_fit(self) -> None:
         """Drops contexts and jobs that no longer fit, because no more ranks are expected."""
-        self._job_recovery.confirm()
+        self._job_recovery.shrink_to_fit()
 
     def layout(self) -> tuple[SegmentLayout, ...]:
         """The layout of all held segments, for ranks that have no plan yet."""

@@ -66,7 +66,7 @@ class JobLifecycle:
         """Removes a job from the running ones. Its path remains referenced."""
         del self.running[job.id]
         self._sharing.take_back(job.stop())
-        self.queue.confirm(job)
+        self.queue.refund_unused(job)
         self.may_begin = True
         if isinstance(job, Sequence):
             self.planner.forget(job.id)

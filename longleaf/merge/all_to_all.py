@@ -9,7 +9,7 @@ from longleaf.merge.all_gather import send_to_owners
 from longleaf.merge.base import PartialCodec, join_heads, split_heads
 
 
-class Exchange:
+class AllToAllMerge:
     """Two collectives whose bytes per rank do not grow with the number of ranks. Each head is folded on a single rank,
     so all ranks get bitwise equal results."""
 

@@ -16,7 +16,7 @@ from longleaf.attention import Partial
 from longleaf.attention.packed import num_columns, unpack
 from longleaf.comm import Comm
 from longleaf.kernels.backend import Backend
-from longleaf.kernels.dense import Dense
+from longleaf.kernels.dense import DenseBackend
 
 NAME_BYTES = 32
 """Maximum length of a backend's name in messages between ranks."""
@@ -64,7 +64,7 @@ class PartialCodec:
             return
         if comm.rank == 0:
             log.warning("ranks have different kernels (%s), so all fold partials in torch (slower)", ", ".join(names))
-        self.fold = Dense().fold
+        self.fold = DenseBackend().fold
 
 
 def split_heads(partial: Partial, num_parts: int, wire: PartialCodec) -> Tensor:

@@ -50,7 +50,7 @@ def move(work: Move, comm: Comm | None, pool: KvPool, ledger: BlockTable) -> Non
         handing = BlockExchange(comm, Content(pool, of_windows=True))
         for first in range(0, len(blocks), handing.most_blocks):
             handing.hand_out(blocks[first : first + handing.most_blocks])
-        confirm(comm, pool.device, max(carriage.damaged_by, handing.damaged_by))
+        check_all_ranks(comm, pool.device, max(carriage.damaged_by, handing.damaged_by))
     ledger.move(work.transfers)
 
 
@@ -136,7 +136,7 @@ def digest_of(content: Tensor) -> bytes:
     return blake3(content.cpu().numpy().data).digest()
 
 
-def confirm(comm: Comm, device: str, damaged_by: int) -> None:
+def check_all_ranks(comm: Comm, device: str, damaged_by: int) -> None:
     """Waits for all ranks. Raises TransferCorrupted if one of them received corrupted content."""
     for target, source in enumerate(comm.all_gather(torch.tensor([damaged_by], device=device)).flatten().tolist()):
         if source != NO_RANK:

@@ -20,8 +20,8 @@ SUFFIX = ".journal"
 class JournaledGeneration(NamedTuple):
     """A resumable generation and its recorded events, in order."""
 
-    held: GenerationEntry
-    said: list[JournalEvent]
+    entry: GenerationEntry
+    events: list[JournalEvent]
 
 
 class Journal:
@@ -70,7 +70,7 @@ class Journal:
                 if (retained := self._read(path)) is None:
                     path.unlink()
                     continue
-            self._contexts[retained.held.request_id] = retained.held.request.context
+            self._contexts[retained.entry.request_id] = retained.entry.request.context
             yield retained
 
     def _read(self, path: Path) -> JournaledGeneration | None:

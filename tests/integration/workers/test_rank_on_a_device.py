@@ -97,7 +97,7 @@ def test_drafts_are_verified_on_the_device_with_one_wait_at_the_end(tmp_path, ra
     waits = [wait for wait in log.of("wait") if not wait.site.startswith("longleaf/kernels/int8.py")]
     # for tokens or attribution; 8-bit quantization in torch operations takes waits
     assert len(waits) == 1, log.summary("wait")
-    ends = {one.end for one in made.rank.epoch._ledger.resident_extents(first.path[-1], 0, 100, run.rank)}
+    ends = {one.end for one in made.rank.epoch._block_table.resident_extents(first.path[-1], 0, 100, run.rank)}
     assert ends == {run.end + 4}
 
 

@@ -2,7 +2,7 @@
 
 from longleaf.attention.block_attribution import NO_EDGE
 from longleaf.attention.masks import QueryRun, Read
-from workers.kv_cache.block_table import SlotRun
+from workers.kv_cache.block_table import SegmentRange
 from workers.step.attribution_rows import AttributionGroup, AttributionRow, SpanKeys, SpanView
 from workers.step.block_plan import block_plan
 
@@ -13,7 +13,7 @@ TAIL = 6400
 
 def requested(*edges, size=64):
     """A context of 100 spans in slots from 0; each row has a tail behind it, and its prompt ends in slot `edge`."""
-    view = SpanView((SlotRun(0, 0, TAIL),), (), size, LAYERS)
+    view = SpanView((SegmentRange(0, 0, TAIL),), (), size, LAYERS)
     attribution_rows = [
         AttributionRow(row, QueryRun(TAIL + 99, TAIL + 100, row), [prompt(TAIL, edge), answer(edge, TAIL + 100)])
         for row, edge in enumerate(edges)
