@@ -253,8 +253,8 @@ class GroupSession:
         choice = self._means.sampler.start(sampled, logits_RV) if sampled and logits_RV is not None else None
         reported_N = self._broadcast_tokens(sampled, choice) if sampled else None
         ids = AsyncHostCopy(reported_N) if reported_N is not None and choice is None and rows.has_drafts else None
-        importing = choice if isinstance(choice, DeviceChoice) else ids
-        end = importing.arrival if importing else DeviceEvent(torch.device(self._means.device))
+        copying = choice if isinstance(choice, DeviceChoice) else ids
+        end = copying.arrival if copying else DeviceEvent(torch.device(self._means.device))
         return Launched(end, choice, logits_RV, scores, reported, ids, blocks)
 
     def _accumulator(self, rows: RowNumbers) -> AttributionAccumulator:

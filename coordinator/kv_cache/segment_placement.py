@@ -50,8 +50,8 @@ class SegmentPlacement:
     @property
     def num_promised(self) -> BlockCount:
         """Blocks reserved for the segment outside `runs`: those of the plan under way and those for its lost ranges."""
-        importing = BlockCount(sum(len(run.blocks) for run in self.incoming))
-        return importing + self.loss.promise.left if self.loss and self.loss.promise else importing
+        incoming = BlockCount(sum(len(run.blocks) for run in self.incoming))
+        return incoming + self.loss.promise.left if self.loss and self.loss.promise else incoming
 
     def num_wanted(self, block_size: int) -> BlockCount:
         """Its blocks once nothing of it is lost."""

@@ -95,7 +95,7 @@ class PendingCompletion(NamedTuple):
 async def answer(request: Request, asking: PendingCompletion, share: MemoryLease) -> Response:
     """The answer, streamed or whole. Errors before its first byte become the status. `share` is released at the first
     event, because the prompt is not needed after that. Raises HttpProblem."""
-    events, attribution_row, is_streamed, names = asking
+    events, formatter, is_streamed, names = asking
     try:
         try:
             first = await cancel_on_disconnect(request, anext(events))
@@ -103,7 +103,7 @@ async def answer(request: Request, asking: PendingCompletion, share: MemoryLease
             raise Unavailable("the service ended the stream before the answer") from None
         share.give_back()
         if not is_streamed:
-            return json_response(await cancel_on_disconnect(request, _whole(events, attribution_row)))
+            return json_response(await cancel_on_disconnect(request, _whole(events, formatter)))
     except LongleafError as error:
         await events.aclose()
         raise _problem(error, names) from None
@@ -113,22 +113,22 @@ async def answer(request: Request, asking: PendingCompletion, share: MemoryLease
     waiting = WaitStatus()
     waiting.record(first)
     # EventResponse is callable like a Response, but not a subclass
-    return cast(Response, EventResponse(_told(first, events, attribution_row, waiting.record, names), waiting))
+    return cast(Response, EventResponse(_stream(first, events, formatter, waiting.record, names), waiting))
 
 
 def _problem(error: LongleafError, names: Names) -> HttpProblem:
     return problem_of(error, names, MISSING)
 
 
-async def _told(
+async def _stream(
     first: Event,
     events: AsyncGenerator[Event, None],
-    attribution_row: ChunkFormatter,
+    formatter: ChunkFormatter,
     note: Callable[[Event], None],
     names: Names,
 ) -> AsyncGenerator[bytes, None]:
     del first  # it means that the request was admitted; `waiting` has reported its queue position
-    for chunk in attribution_row.begin():
+    for chunk in formatter.begin():
         yield event(chunk)
     ends = list[Finished]()
     try:
@@ -136,24 +136,24 @@ async def _told(
             async for reported in events:
                 match reported:
                     case Delta() if reported.text or any(text_logprobs([reported])):
-                        yield event(attribution_row.delta(reported))
+                        yield event(formatter.delta(reported))
                     case Finished():
                         ends.append(reported)
-                        yield event(attribution_row.finish(reported))
+                        yield event(formatter.finish(reported))
                     case _:
                         note(reported)
-        if len(ends) < attribution_row.num_samples:
+        if len(ends) < formatter.num_samples:
             raise Unavailable("the service ended the stream before the end of the answer")
     except LongleafError as error:
         yield event(_problem(error, names).body, "error")
         return
-    if attribution_row.with_usage:
-        yield event(attribution_row.last(usage_of(ends), exactness_of(ends)))
+    if formatter.with_usage:
+        yield event(formatter.last(usage_of(ends), exactness_of(ends)))
     yield DONE
 
 
-async def _whole(events: AsyncGenerator[Event, None], attribution_row: ChunkFormatter) -> dict[str, Any]:
-    deltas: list[list[Delta]] = [[] for _ in range(attribution_row.num_samples)]
+async def _whole(events: AsyncGenerator[Event, None], formatter: ChunkFormatter) -> dict[str, Any]:
+    deltas: list[list[Delta]] = [[] for _ in range(formatter.num_samples)]
     ends = dict[int, Finished]()
     async with aclosing(events):
         async for reported in events:
@@ -164,10 +164,10 @@ async def _whole(events: AsyncGenerator[Event, None], attribution_row: ChunkForm
                     ends[sample] = reported
                 case _:
                     pass
-    if len(ends) < attribution_row.num_samples:
+    if len(ends) < formatter.num_samples:
         raise Unavailable("the service ended the stream before the end of the answer")
     ordered = [ends[sample] for sample in sorted(ends)]
-    return attribution_row.whole(deltas, ordered, usage_of(ordered)) | exactness_of(ordered)
+    return formatter.whole(deltas, ordered, usage_of(ordered)) | exactness_of(ordered)
 
 
 def exactness_of(ends: list[Finished]) -> dict[str, Any]:

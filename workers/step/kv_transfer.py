@@ -44,8 +44,8 @@ def move(work: Move, comm: Comm | None, pool: KvPool, ledger: BlockTable) -> Non
     ledger.check(work.transfers)
     if comm is not None:
         carriage = BlockExchange(comm, Content(pool))
-        for archives in rounds(work.transfers, carriage.most_blocks):
-            carriage.exchange(archives)
+        for batch in rounds(work.transfers, carriage.most_blocks):
+            carriage.exchange(batch)
         blocks = [block for run in work.windows for block in run.blocks]
         handing = BlockExchange(comm, Content(pool, of_windows=True))
         for first in range(0, len(blocks), handing.most_blocks):
@@ -75,14 +75,14 @@ def rounds(transfers: Sequence[RunTransfer], most_blocks: int) -> Iterator[list[
         source, target = transfer.source, transfer.target
         left.setdefault((source.rank, target.rank), []).extend(zip(source.blocks, target.blocks, strict=True))
     while left:
-        archives: list[BlockTransfer] = []
+        batch: list[BlockTransfer] = []
         for source, target in sorted(left, key=lambda pair: (-len(left[pair]), pair)):
-            if all(source != archive.source and target != archive.target for archive in archives):
+            if all(source != transfer.source and target != transfer.target for transfer in batch):
                 pairs = left[source, target]
-                archives.append(BlockTransfer(source, target, *zip(*pairs[:most_blocks], strict=True)))
+                batch.append(BlockTransfer(source, target, *zip(*pairs[:most_blocks], strict=True)))
                 left[source, target] = pairs[most_blocks:]
         left = {pair: blocks for pair, blocks in left.items() if blocks}
-        yield archives
+        yield batch
 
 
 class BlockExchange:
@@ -95,12 +95,12 @@ class BlockExchange:
         self.damaged_by = NO_RANK
         """A rank whose content arrived corrupted."""
 
-    def exchange(self, archives: Sequence[BlockTransfer]) -> None:
+    def exchange(self, batch: Sequence[BlockTransfer]) -> None:
         """Sends this rank's blocks of a round, if any, and stores the received ones."""
         rank = self._comm.rank
-        sent = next((archive for archive in archives if archive.source == rank), None)
-        coming = next((archive for archive in archives if archive.target == rank), None)
-        packed = self._pack(sent.source_blocks if sent else (), max(len(archive.source_blocks) for archive in archives))
+        sent = next((transfer for transfer in batch if transfer.source == rank), None)
+        coming = next((transfer for transfer in batch if transfer.target == rank), None)
+        packed = self._pack(sent.source_blocks if sent else (), max(len(transfer.source_blocks) for transfer in batch))
         to, source = sent.target if sent else rank, coming.source if coming else rank
         received = self._comm.permute(packed, to, source)
         if coming:
