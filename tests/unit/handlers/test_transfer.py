@@ -576,7 +576,7 @@ async def test_concurrent_imports_are_limited(make_imports: MakeImports) -> None
 async def test_concurrent_imports_respect_the_quota(make_imports: MakeImports) -> None:
     CALLER.set(Caller(tenant="acme", quotas=Quotas(contexts=1)))
     engine = empty_transfer_engine()
-    imports = make_imports(engine, ledger=QuotaEnforcer(lambda _: TenantUsage(contexts=len(engine.contexts))))
+    imports = make_imports(engine, quotas=QuotaEnforcer(lambda _: TenantUsage(contexts=len(engine.contexts))))
     engine.is_answering.clear()
     coming = [asyncio.create_task(import_context(imports, WHOLE, ImportHeader(context=name))) for name in ("a", "b")]
     for _ in range(100):
