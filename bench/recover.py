@@ -9,7 +9,7 @@ Per model, medians over the kills, in seconds from the kill:
 
     noticed_s         until the service detected it
     formed_s          from there until the others were a group again
-    recovery_s        until all keys that were lost are held again
+    recovery_s        until all keys that were lost are recovered
     stall_s           the longest time without a token of the stream, from the kill on
     restored_world_s  until there are as many ranks as before
     full_ingest_s     duration of the ingest of the whole document, in the same run
@@ -76,7 +76,7 @@ class Kill:
     stall_s: float
     restored_world_s: float
     lost_tokens: int
-    reingested_tokens: int
+    recomputed_tokens: int
     is_equal: bool
 
 
@@ -270,14 +270,14 @@ async def lose(client: AsyncClient, turn: int, hurt: Hurt, expected: list[int]) 
     hurt.strike(before, turn)
     async with asyncio.timeout(HEAL_SECONDS):
         formed = await watch.until(lambda found: found.epoch > before.epoch)
-        recovered = await watch.until(lambda found: found.recovery is not None and found.recovery.is_over)
+        recovered = await watch.until(lambda found: found.recovery is not None and found.recovery.is_done)
         await asyncio.to_thread(hurt.mend)
         restored = await watch.until(lambda found: found.world_size == before.world_size and found.epoch > before.epoch)
         await reading
     recovery = watch.latest.recovery
     noticed = min(loss.time for loss in watch.latest.losses if loss.time > killed)
     assert recovery is not None
-    log(f"loss {turn + 1}: all is held again after {recovered - killed:.2f} s, {recovery.lost_tokens:,} tokens")
+    log(f"loss {turn + 1}: all is recovered after {recovered - killed:.2f} s, {recovery.lost_tokens:,} tokens")
     return Kill(
         noticed_s=noticed - killed,
         formed_s=formed - noticed,
@@ -285,7 +285,7 @@ async def lose(client: AsyncClient, turn: int, hurt: Hurt, expected: list[int]) 
         stall_s=longest_gap([one.time for one in reported], killed),
         restored_world_s=restored - killed,
         lost_tokens=recovery.lost_tokens,
-        reingested_tokens=recovery.recovered_tokens,
+        recomputed_tokens=recovery.recovered_tokens,
         is_equal=[one.token for one in reported] == expected,
     )
 

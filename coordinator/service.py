@@ -114,7 +114,7 @@ class Service:
             unread_timeout=config.unread_timeout,
             loading=self._not_yet,
             drain=self.answer_drain,
-            refill=self._refill,
+            reset_slots=self._reset_slots,
             authenticator=authenticator,
             observers=self._observers,
             certificates=certificates,
@@ -159,8 +159,8 @@ class Service:
         await self._use_cases.generation.resume_all()
         if self._durability is not None:
             await self._durability.record_address(join_address(self._config.host, port))
-            if self._config.data.warm:
-                self._engine.warm()
+            if self._config.data.preload:
+                self._engine.preload()
         self._server.open(self._use_cases)
         return port
 
@@ -309,9 +309,9 @@ class Service:
         num_open = self._end.num_cut if wait else self._server.num_open
         return Draining(open_calls=num_open, limit=self._config.drain_seconds)
 
-    def _refill(self) -> int:
+    def _reset_slots(self) -> int:
         assert self._supervisor is not None
-        return self._supervisor.refill()
+        return self._supervisor.reset_slots()
 
     @property
     def _failure(self) -> BaseException | None:

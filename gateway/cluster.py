@@ -54,7 +54,7 @@ def described(cluster: Cluster) -> dict[str, Any]:
             "lost_tokens": recovery.lost_tokens,
             "recovered_tokens": recovery.recovered_tokens,
             "seconds": recovery.seconds,
-            "over": recovery.is_over,
+            "done": recovery.is_done,
         },
         "drafting": drafting
         and {

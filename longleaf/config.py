@@ -192,7 +192,7 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     data_dir: str | None = None
     """Folder for contexts; None: in memory only."""
-    warm: bool = False
+    preload: bool = False
     """Restore persisted contexts at startup, the most recently used first, before they are requested."""
     snapshots: SnapshotsChoice = "seal"
     """When snapshots of keys and values are written."""
@@ -206,7 +206,7 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.data_dir == "":
             raise InvalidArgument("data_dir", "is empty: give a folder, or omit it to keep contexts in memory only")
         if self.data_dir is None:
-            needs = {"warm": self.warm, "snapshot_url": snapshot_url, "snapshot_quota": self.snapshot_quota}
+            needs = {"preload": self.preload, "snapshot_url": snapshot_url, "snapshot_quota": self.snapshot_quota}
             needs |= {"snapshot_expiry": self.snapshot_expiry}
             for name in (name for name, value in needs.items() if value):
                 raise InvalidArgument(name, "requires data_dir")

@@ -193,8 +193,8 @@ class Rank:
             ready = msgspec.structs.replace(
                 ready,
                 transport=groups.transport,
-                inside_transport=groups.inside_transport,
-                between_transport=groups.between_transport,
+                intra_node_transport=groups.intra_node_transport,
+                inter_node_transport=groups.inter_node_transport,
                 merges=epoch.merges,
                 tiers=tuple(tiers(name, groups.topology, rows) for name, rows in chosen),
             )

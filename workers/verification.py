@@ -58,9 +58,9 @@ class Verifier:
         dtypes = [model.dtype, *([getattr(torch, config.partials)] if world_size > 1 else [])]
         coarsest = str(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
         self._dtype = coarsest if config.kv_dtype == "auto" else config.kv_dtype
-        self._plain_dtype = "bfloat16" if self._dtype == "int8" else self._dtype
+        self._reference_dtype = "bfloat16" if self._dtype == "int8" else self._dtype
         """Plain attention does not round keys to 8 bits; the effect is comparable to that of bfloat16 weights."""
-        self._is_coarse = torch.finfo(getattr(torch, self._plain_dtype)).eps > torch.finfo(torch.float32).eps
+        self._is_coarse = torch.finfo(getattr(torch, self._reference_dtype)).eps > torch.finfo(torch.float32).eps
         self._answers: dict[int, ComparisonResult] = {}
 
     def is_tracking(self, rows: Iterable[Row]) -> bool:
@@ -91,7 +91,7 @@ class Verifier:
         began = time.monotonic()
         try:
             exact_NV = self._plain_logits(row, answer, "float32")
-            plain_NV = self._plain_logits(row, answer, self._plain_dtype) if self._is_coarse else exact_NV
+            plain_NV = self._plain_logits(row, answer, self._reference_dtype) if self._is_coarse else exact_NV
         except Exception as error:  # a family without eager attention, or no memory for its scores
             return ComparisonRow(failure=f"plain attention failed: {type(error).__name__}: {error}")
         found_NV = torch.stack(answer.logits)
@@ -100,8 +100,8 @@ class Verifier:
             max_difference=float(difference_N.max()),
             max_logit=float(exact_NV.abs().max()),
             distance=distance(found_NV, exact_NV),
-            plain_distance=distance(plain_NV, exact_NV),
-            plain_dtype=self._plain_dtype,
+            reference_distance=distance(plain_NV, exact_NV),
+            reference_dtype=self._reference_dtype,
             worst_index=answer.first_index + int(difference_N.argmax()),
             num_tokens=len(answer.logits),
             num_equal=int((found_NV.argmax(dim=-1) == exact_NV.argmax(dim=-1)).sum()),

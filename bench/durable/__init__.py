@@ -1,1 +1,1 @@
-"""The cost of durable contexts: restarts, losses with snapshots, parked contexts, and saving during other work."""
+"""The cost of durable contexts: restarts, losses with snapshots, evicted contexts, and saving during other work."""

@@ -12,8 +12,8 @@ restart    everything is killed and started again, up to the answer to a questio
            started, ranks_s until requests are accepted, back_s from the question until its keys are restored,
            first_token_s and answer_s from there. restart_ratio: the extra time of a restart over full_ingest_s
 loss       ranks are killed one after the other, as in bench.recover, with snapshots (seal_) and without (off_):
-           recovery_s until all keys are held again. ratio_snapshot and ratio_reread: over full_ingest_s
-parked     first_token_s of a context whose keys and values were evicted for another one, from a snapshot (seal_) and
+           recovery_s until all keys are recovered. ratio_snapshot and ratio_recompute: over full_ingest_s
+evicted    first_token_s of a context whose keys and values were evicted for another one, from a snapshot (seal_) and
            recomputed (off_)
 ingest     acknowledged_s of a document with snapshots (seal_) and without (off_); from there saved_s until the snapshot
            is complete, beside copy_s of a plain copy of its files with fsync; tokens per second of another stream
@@ -32,7 +32,7 @@ import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
-from bench.durable import catalog, journal, loss, parked, restart, saving, storage
+from bench.durable import catalog, evicted, journal, loss, restart, saving, storage
 from bench.durable.options import Options, Row
 from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.parts import parser_of, run_parts
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 PARTS = {
     "restart": Part(restart.measure, 1_000_000, 3),
     "loss": Part(loss.measure, 262_144, 5),
-    "parked": Part(parked.measure, 256_000, 4),
+    "evicted": Part(evicted.measure, 256_000, 4),
     "ingest": Part(saving.measure, 256_000, 3),
     "journal": Part(journal.measure, 65_536, 3),
     "storage": Part(storage.measure, 256_000, 4),

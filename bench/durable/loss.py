@@ -1,4 +1,4 @@
-"""A rank is lost under a live stream: how long until all is held again, from a snapshot and by reading it again."""
+"""A rank is lost under a live stream: how long until all is recovered, from a snapshot and by reading it again."""
 
 import asyncio
 from contextlib import suppress
@@ -28,7 +28,7 @@ def measure(options: Options) -> Row:
     with subject(EMBEDDED) as measured:
         found = {mode: summary(_lose(measured, options, mode)) for mode in MODES}
     figures = {f"{mode}_{name}": row[name] for mode, row in found.items() for name in SHOWN}
-    figures["ratio_reread"] = found["off"]["ratio"]
+    figures["ratio_recompute"] = found["off"]["ratio"]
     goals = [Goal("ratio_snapshot", float(str(found["seal"]["ratio"])), MOST)]
     return result(options, figures, goals)
 

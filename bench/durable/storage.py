@@ -11,8 +11,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from bench.durable.evicted import CONTEXTS, ask_evicted, fill, host
 from bench.durable.options import Goal, Options, Row, result
-from bench.durable.parked import CONTEXTS, ask_evicted, fill, host
 from bench.durable.room import token_bytes
 from bench.durable.snapshots import plain_copy
 from bench.harness.arguments import log

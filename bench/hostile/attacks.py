@@ -48,7 +48,11 @@ INGEST, FORK, GET, LIST, UPDATE = (
     f"ContextService/{name}Context{end}"
     for name, end in (("Ingest", ""), ("Fork", ""), ("Get", ""), ("List", "s"), ("Update", ""))
 )
-WATCH, IMPORT, REREAD = "ClusterService/WatchCluster", "ContextService/ImportContext", "ContextService/RereadContexts"
+WATCH, IMPORT, RECOMPUTE = (
+    "ClusterService/WatchCluster",
+    "ContextService/ImportContext",
+    "ContextService/RecomputeContexts",
+)
 STREAMING = (GENERATE, WATCH)
 OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.enable_http_proxy", 0))
 UNREAD_OPTIONS = (*OPTIONS, ("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0))
@@ -346,12 +350,12 @@ async def import_records(attacker: Attacker, make: Callable[[], Sequence[bytes]]
     await attacker.during(send_one() for _ in range(num_calls))
 
 
-async def reread_nothing(attacker: Attacker) -> None:
+async def recompute_nothing(attacker: Attacker) -> None:
     """Requests a search of the folders of earlier checkpoints for a tenant that has no contexts there."""
 
     async def ask() -> None:
         while True:
-            await attacker.ask(REREAD, b"")
+            await attacker.ask(RECOMPUTE, b"")
             await asyncio.sleep(0)
 
     await attacker.during(ask() for _ in range(8))
@@ -499,7 +503,7 @@ ATTACKS = {
         quotas=Quotas(),
     ),
     "earlier_contexts": Attack(
-        run=reread_nothing,
+        run=recompute_nothing,
         description="8 at a time have earlier contexts searched",
         quotas=Quotas(),
         prepare=write_stale_contexts,

@@ -97,8 +97,8 @@ def _import(records: bytes) -> list[bytes]:
     config = context_service_pb2.ImportConfig(name=f"contexts/{CONTEXT}")
     requests = [context_service_pb2.ImportContextRequest(config=config)]
     for offset in range(0, len(content), PIECE):
-        piece = context_service_pb2.ParcelPiece(offset=offset, data=content[offset : offset + PIECE])
-        requests.append(context_service_pb2.ImportContextRequest(piece=piece))
+        piece = context_service_pb2.ArchiveChunk(offset=offset, data=content[offset : offset + PIECE])
+        requests.append(context_service_pb2.ImportContextRequest(chunk=piece))
     return [request.SerializeToString() for request in requests]
 
 

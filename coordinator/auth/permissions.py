@@ -3,7 +3,7 @@
 from coordinator.auth.caller import Caller
 from longleaf.errors import PermissionDenied
 
-ADMIN_METHODS = frozenset(f"/longleaf.v1.ClusterService/{name}" for name in ("VerifyCluster", "Drain", "RefillSlots"))
+ADMIN_METHODS = frozenset(f"/longleaf.v1.ClusterService/{name}" for name in ("VerifyCluster", "Drain", "ResetSlots"))
 """Methods that take ranks from other callers or end the service."""
 
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from msgspec.structs import replace
 
-from coordinator.cluster.loss_history import is_filling
+from coordinator.cluster.loss_history import is_replacing
 from coordinator.cluster.ports import EpochEnd, Formation, OnDeath
 from longleaf.config import EngineConfig
 from longleaf.errors import DataLoss, GroupFailed, RankLost, StartError, StorageUnavailable
@@ -238,7 +238,7 @@ class FakeRanks:
             await self._changed.wait()
 
     async def wait_ready(self) -> None:
-        while is_filling(self.losses):
+        while is_replacing(self.losses):
             await self._changed.wait()
 
     def publish(self, losses: tuple[Loss, ...]) -> None:

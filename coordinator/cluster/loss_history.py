@@ -35,23 +35,23 @@ class LossHistory:
         return tuple(self._losses.values())
 
     @property
-    def is_filling(self) -> bool:
+    def is_replacing(self) -> bool:
         """Whether a replacement of a lost member may still arrive."""
-        return is_filling(self.losses)
+        return is_replacing(self.losses)
 
     def take(self, event: MemberEvent) -> None:
         match event:
             case MemberLost():
                 self._add(event)
             case ReplacementDelayed():
-                self._set(event.lost, "waiting", refill_time=self._wall_clock() + event.seconds)
+                self._set(event.lost, "waiting", retry_time=self._wall_clock() + event.seconds)
             case ReplacementStarted():
                 self._lost_before[event.member] = event.lost
-                self._set(event.lost, "filling")
+                self._set(event.lost, "starting")
             case ReplacementAbandoned():
-                self._set(event.lost, "given_up", slot_reason=event.reason)
+                self._set(event.lost, "abandoned", slot_reason=event.reason)
             case MemberJoined():
-                self._set(self._lost_before.pop(event.member, None), "filled")
+                self._set(self._lost_before.pop(event.member, None), "replaced")
 
     def _add(self, event: MemberLost) -> None:
         self.num_lost += 1
@@ -67,20 +67,20 @@ class LossHistory:
         if event.is_replaced:
             self._set(event.member, "waiting")
         else:
-            self._set(event.member, "given_up", slot_reason="ranks are not replaced")
+            self._set(event.member, "abandoned", slot_reason="ranks are not replaced")
         if len(self._losses) > MAX_REMEMBERED:
             oldest = next(iter(self._losses))
             del self._losses[oldest]
             self._lost_before.pop(oldest, None)
 
-    def _set(self, lost: int | None, slot: SlotState, refill_time: float | None = None, slot_reason: str = "") -> None:
+    def _set(self, lost: int | None, slot: SlotState, retry_time: float | None = None, slot_reason: str = "") -> None:
         """Applies the state of a slot to all members lost there since it last had a rank."""
         while lost is not None:
             if (loss := self._losses.get(lost)) is not None:
-                self._losses[lost] = replace(loss, slot=slot, refill_time=refill_time, slot_reason=slot_reason)
+                self._losses[lost] = replace(loss, slot=slot, retry_time=retry_time, slot_reason=slot_reason)
             lost = self._lost_before.get(lost)
 
 
-def is_filling(losses: Iterable[Loss]) -> bool:
+def is_replacing(losses: Iterable[Loss]) -> bool:
     """Whether a replacement is starting or will start."""
-    return any(loss.slot in ("waiting", "filling") for loss in losses)
+    return any(loss.slot in ("waiting", "starting") for loss in losses)

@@ -147,7 +147,7 @@ class RankManager:
         )
 
     async def wait_ready(self) -> None:
-        await self.registry.wait(lambda: not self._history.is_filling)
+        await self.registry.wait(lambda: not self._history.is_replacing)
 
     # --- epochs ---
 
@@ -219,7 +219,7 @@ class RankManager:
         """
         registry = self.registry
         await registry.wait_killed()
-        await registry.wait(lambda: registry.loaded() or not (list(registry) or self._history.is_filling))
+        await registry.wait(lambda: registry.loaded() or not (list(registry) or self._history.is_replacing))
         if not (loaded := registry.loaded()):
             raise (await asyncio.shield(verdict)).error
         return loaded

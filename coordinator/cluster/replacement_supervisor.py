@@ -94,7 +94,7 @@ class ReplacementSupervisor:
             if registry.get(slot.member) is None:  # lost before this supervisor started
                 self._fill(slot)
 
-    def refill(self) -> int:
+    def reset_slots(self) -> int:
         """Requests the abandoned replacements again; returns their number."""
         empty = [slot for slot in self._slots if self._registry.get(slot.member) is None and not slot.is_being_filled]
         for slot in empty:

@@ -76,7 +76,7 @@ def lost(member: int, rank: int | None, reason: str) -> RankLost:
 
 def error_of(name: str, failure: Failure) -> LongleafError:
     """Error for a failed request about the object `name`."""
-    match failure.trouble:
+    match failure.kind:
         case "damaged":
             return DataLoss(name, failure.reason)
         case "unavailable":

@@ -149,11 +149,11 @@ class Engine(ContextService):
         self._failure = None
         return readies
 
-    def warm(self) -> None:
+    def preload(self) -> None:
         """Reload stored contexts before the first request, the most recently used first, as far as the pools have
         space.
         """
-        self._current().warm()
+        self._current().preload()
         self._work_available.set()
 
     # --- calls of clients ---
@@ -339,7 +339,7 @@ class Engine(ContextService):
             self._pause(request_id, True)
         if scheduler.num_waiting:
             self._readers.publish_positions(scheduler.positions)
-        self._recoveries.see(scheduler.recovering, scheduler.take_given_up())
+        self._recoveries.see(scheduler.recovering, scheduler.pop_dropped())
         if self._storing is not None:
             try:
                 self._storing.turn()

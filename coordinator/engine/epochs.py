@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from coordinator.cluster.loss_history import is_filling
+from coordinator.cluster.loss_history import is_replacing
 from coordinator.cluster.ports import EpochEnd, Formation, Ranks
 from coordinator.engine.epoch import Epoch
 from coordinator.engine.recovery_status import RecoveryStatus
@@ -147,4 +147,4 @@ class Epochs:
     @property
     def may_yet_grow(self) -> bool:
         """Whether the replacement of a lost rank is pending."""
-        return is_filling(self._ranks.losses)
+        return is_replacing(self._ranks.losses)

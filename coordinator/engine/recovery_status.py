@@ -30,17 +30,17 @@ class RecoveryStatus:
 
     def begin(self, epoch: int, lost_at: float) -> None:
         """Start a recovery in an epoch after a loss. Unfinished recovery of an earlier epoch becomes part of it."""
-        if self._latest is None or self._latest.is_over:
+        if self._latest is None or self._latest.is_done:
             self._began = lost_at
-            self._latest = Recovery(epoch=epoch, lost_tokens=0, recovered_tokens=0, seconds=0.0, is_over=False)
+            self._latest = Recovery(epoch=epoch, lost_tokens=0, recovered_tokens=0, seconds=0.0, is_done=False)
 
-    def see(self, progress: Recovering | None, given_up: Sequence[ContextDropped]) -> None:
+    def see(self, progress: Recovering | None, dropped: Sequence[ContextDropped]) -> None:
         """Record the progress; None when nothing is lost any more."""
-        gone = {one.context: one.reason for one in given_up}
+        gone = {one.context: one.reason for one in dropped}
         self._reasons = dict([*self._reasons.items(), *gone.items()][-MAX_REMEMBERED:])
-        for one in given_up:
+        for one in dropped:
             log.warning("dropped context %s with %s tokens: %s", one.context, f"{one.num_tokens:,}", one.reason)
-        if (latest := self._latest) is None or latest.is_over:
+        if (latest := self._latest) is None or latest.is_done:
             return
         lost = latest.lost_tokens if progress is None else progress.total_tokens
         self._latest = Recovery(
@@ -48,8 +48,8 @@ class RecoveryStatus:
             lost_tokens=lost,
             recovered_tokens=lost if progress is None else progress.recovered_tokens,
             seconds=self._clock() - self._began,
-            is_over=progress is None,
-            given_up=tuple([*latest.given_up, *gone][-MAX_REMEMBERED:]),
+            is_done=progress is None,
+            dropped_contexts=tuple([*latest.dropped_contexts, *gone][-MAX_REMEMBERED:]),
         )
         self._log(latest, self._latest)
 
@@ -58,8 +58,8 @@ class RecoveryStatus:
         """Log a loss and the end of the recovery for the operator."""
         if now.lost_tokens > before.lost_tokens:
             log.warning("recovering %s lost tokens", f"{now.lost_tokens:,}")
-        if now.is_over and now.lost_tokens:
-            but = f"; dropped contexts: {len(now.given_up)}" if now.given_up else ""
+        if now.is_done and now.lost_tokens:
+            but = f"; dropped contexts: {len(now.dropped_contexts)}" if now.dropped_contexts else ""
             log.warning("recovered %s lost tokens in %s%s", f"{now.lost_tokens:,}", human_seconds(now.seconds), but)
 
     @property

@@ -50,8 +50,8 @@ def view_context(
 
 def _state_of(context: NamedContext, holdings: SegmentPlacements) -> types.ContextState:
     if holdings.holds(context.path):
-        return "held"
-    return "parked" if context.is_evicted else "restoring"
+        return "resident"
+    return "evicted" if context.is_evicted else "restoring"
 
 
 def view_cluster(
@@ -71,8 +71,8 @@ def view_cluster(
         merge=config.merge,
         transport=readies[0].transport,
         merge_timings=readies[0].merges,
-        inside_transport=readies[0].inside_transport,
-        between_transport=readies[0].between_transport,
+        intra_node_transport=readies[0].intra_node_transport,
+        inter_node_transport=readies[0].inter_node_transport,
         tier_merges=readies[0].tiers,
         waiting=scheduler.num_waiting,
         running=scheduler.num_running,

@@ -21,7 +21,7 @@ from coordinator.grpc_server.servicers import (
     ContextServicer,
     Drain,
     GenerationServicer,
-    Refill,
+    SlotReset,
     TokenizerServicer,
 )
 from coordinator.handlers.application import Application
@@ -79,13 +79,13 @@ async def _undrained(_: bool) -> Draining:
     raise Unavailable("this server does not support Drain")
 
 
-def _unfilled() -> int:
-    raise Unavailable("this server does not support refilling slots")
+def _no_slot_reset() -> int:
+    raise Unavailable("this server does not support resetting slots")
 
 
 class GrpcServer:
     """The gRPC server. It may listen before the model is loaded: until `open`, calls get the error of `loading`. A
-    stream that its client does not read for `unread_timeout` seconds is ended. `drain` ends the service, `refill`
+    stream that its client does not read for `unread_timeout` seconds is ended. `drain` ends the service, `reset_slots`
     starts ranks in slots that were abandoned. With `certificates` connections are encrypted."""
 
     def __init__(
@@ -95,7 +95,7 @@ class GrpcServer:
         *,
         loading: Callable[[], LongleafError] = _loading,
         drain: Drain = _undrained,
-        refill: Refill = _unfilled,
+        reset_slots: SlotReset = _no_slot_reset,
         authenticator: Authenticator = ANYBODY,
         observers: Observers = NO_OBSERVERS,
         certificates: Certificates | None = None,
@@ -113,7 +113,7 @@ class GrpcServer:
             _add(server, generation_service_pb2_grpc, "GenerationService", GenerationServicer(readiness))
             _add(server, context_service_pb2_grpc, "ContextService", ContextServicer(readiness))
             _add(server, tokenizer_service_pb2_grpc, "TokenizerService", TokenizerServicer(readiness))
-            _add(server, cluster_service_pb2_grpc, "ClusterService", ClusterServicer(readiness, drain, refill))
+            _add(server, cluster_service_pb2_grpc, "ClusterService", ClusterServicer(readiness, drain, reset_slots))
             _add(server, health_pb2_grpc, "Health", health_servicer)
             if authenticator.is_open:  # otherwise unauthenticated peers must not see the list of methods
                 untyped: Any = health

@@ -36,7 +36,7 @@ from longleaf.v1.tokenizer_service_pb2_grpc import TokenizerServiceServicer
 Given = ParamSpec("Given")
 Decoded = TypeVar("Decoded")
 Drain = Callable[[bool], Awaitable[Draining]]
-Refill = Callable[[], int]
+SlotReset = Callable[[], int]
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 MANY_ITEMS = 1 << 14
@@ -165,15 +165,15 @@ class ContextServicer(ContextServiceServicer):
         view = await self._contexts.update_context(tenant_scoping.scope_context(name), settings)
         return codec.encode_context(tenant_scoping.shown(view))
 
-    async def RereadContext(self, request: ingest_pb.RereadContextRequest, context: object) -> context_pb.Context:
+    async def RecomputeContext(self, request: ingest_pb.RecomputeContextRequest, context: object) -> context_pb.Context:
         view = await self._readiness.use_cases.recompute_context(
             tenant_scoping.scope_context(codec.context_id(request.name))
         )
         return codec.encode_context(tenant_scoping.shown(view))
 
-    async def RereadContexts(
-        self, request: ingest_pb.RereadContextsRequest, context: object
-    ) -> ingest_pb.RereadContextsResponse:
+    async def RecomputeContexts(
+        self, request: ingest_pb.RecomputeContextsRequest, context: object
+    ) -> ingest_pb.RecomputeContextsResponse:
         recomputed = await self._readiness.use_cases.recompute_contexts(tenant_scoping.tenant())
         return codec.encode_recompute(tenant_scoping.recompute_for_tenant(recomputed))
 
@@ -264,13 +264,13 @@ class TokenizerServicer(TokenizerServiceServicer):
 
 class ClusterServicer(ClusterServiceServicer):
     """Describes, verifies and drains the cluster. `drain` starts the shutdown; with `wait`, it returns when all running
-    calls have ended, either by themselves or with an error that names the shutdown. `refill` starts ranks in abandoned
-    slots, and returns their number."""
+    calls have ended, either by themselves or with an error that names the shutdown. `reset_slots` starts ranks in
+    abandoned slots, and returns their number."""
 
-    def __init__(self, readiness: ReadinessGate, drain: Drain, refill: Refill) -> None:
+    def __init__(self, readiness: ReadinessGate, drain: Drain, reset_slots: SlotReset) -> None:
         self._readiness = readiness
         self._drain = drain
-        self._refill = refill
+        self._reset_slots = reset_slots
 
         self._watches: dict[str, CoalescingWatch[cluster_pb.WatchClusterResponse]] = {}
         """Watches by tenant. All admins share the watch with an empty name."""
@@ -310,11 +310,11 @@ class ClusterServicer(ClusterServiceServicer):
         _check_here(context, "Drain")
         return codec.encode_draining(await self._drain(request.wait))
 
-    async def RefillSlots(
-        self, request: cluster_pb.RefillSlotsRequest, context: RpcContext
-    ) -> cluster_pb.RefillSlotsResponse:
-        _check_here(context, "RefillSlots")
-        return cluster_pb.RefillSlotsResponse(slot_count=self._refill())
+    async def ResetSlots(
+        self, request: cluster_pb.ResetSlotsRequest, context: RpcContext
+    ) -> cluster_pb.ResetSlotsResponse:
+        _check_here(context, "ResetSlots")
+        return cluster_pb.ResetSlotsResponse(slot_count=self._reset_slots())
 
 
 def _check_here(context: RpcContext, method: str) -> None:

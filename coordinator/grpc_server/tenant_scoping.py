@@ -165,10 +165,10 @@ def _without_folders(text: str) -> str:
 
 def recompute_for_tenant(recomputed: RecomputeResult) -> RecomputeResult:
     is_admin = CALLER.get().is_admin
-    reasons = [each.reason if is_admin else _without_folders(each.reason) for each in recomputed.left_out]
-    pairs = zip(recomputed.left_out, reasons, strict=True)
-    left_out = tuple(SkippedContext(name_of(each.name), unscoped(reason, tenant())) for each, reason in pairs)
-    return replace(recomputed, contexts=tuple(map(shown, recomputed.contexts)), left_out=left_out)
+    reasons = [each.reason if is_admin else _without_folders(each.reason) for each in recomputed.skipped]
+    pairs = zip(recomputed.skipped, reasons, strict=True)
+    skipped = tuple(SkippedContext(name_of(each.name), unscoped(reason, tenant())) for each, reason in pairs)
+    return replace(recomputed, contexts=tuple(map(shown, recomputed.contexts)), skipped=skipped)
 
 
 def shown_cluster(cluster: Cluster) -> Cluster:
@@ -178,8 +178,8 @@ def shown_cluster(cluster: Cluster) -> Cluster:
         return cluster
     recovery = cluster.recovery
     if recovery is not None:
-        given_up = tuple(name_of(each) for each in recovery.given_up if tenant_of(each) == tenant())
-        recovery = replace(recovery, given_up=given_up, lost_tokens=0, recovered_tokens=0)
+        dropped = tuple(name_of(each) for each in recovery.dropped_contexts if tenant_of(each) == tenant())
+        recovery = replace(recovery, dropped_contexts=dropped, lost_tokens=0, recovered_tokens=0)
     return replace(
         cluster,
         workers=tuple(replace(worker, pid=0, address="", tokens=0, kv_bytes=0) for worker in cluster.workers),
@@ -187,6 +187,6 @@ def shown_cluster(cluster: Cluster) -> Cluster:
         waiting=0,
         running=0,
         window_tokens=0,
-        storage=None if cluster.storage is None else replace(cluster.storage, url="", trouble=""),
+        storage=None if cluster.storage is None else replace(cluster.storage, url="", error=""),
         drafting=None,
     )

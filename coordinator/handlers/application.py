@@ -123,7 +123,7 @@ class Application:
         self.ingest = Ingest(engine, tokenizer, self.threads, self._uploads, ledger=ledger)
         self._durable_uploads = durable_uploads
         self.contexts: ContextStore = engine
-        self._rereader: Recomputer = engine
+        self._recomputer: Recomputer = engine
         self._vocabulary_size = tokenizer.vocabulary_size
         self.tokenization = Tokenization(tokenizer, self.threads)
         self.verifications = VerificationRunner(engine, tokenizer, self.threads, cluster)
@@ -150,12 +150,12 @@ class Application:
     async def recompute_context(self, context_id: str) -> Context:
         """Recomputes a context prefilled by an earlier checkpoint. Raises NotFound, AlreadyExists, CheckpointChanged,
         DataLoss, ResourceExhausted or StorageUnavailable."""
-        return await self._rereader.recompute_context(context_id, self._vocabulary_size, self._room)
+        return await self._recomputer.recompute_context(context_id, self._vocabulary_size, self._room)
 
     async def recompute_contexts(self, tenant: str) -> RecomputeResult:
         """Recomputes all contexts of a tenant that an earlier checkpoint prefilled, if their names are free and the
         quotas allow it."""
-        return await self._rereader.recompute_contexts(self._vocabulary_size, tenant, self._room)
+        return await self._recomputer.recompute_contexts(self._vocabulary_size, tenant, self._room)
 
     def _room(self, num_tokens: int) -> AbstractContextManager[None]:
         """Reserves space in the caller's quotas; see `Room`."""

@@ -119,15 +119,15 @@ class VerificationRunner:
             max_logit=found.max_logit,
             dtype=found.dtype,
             distance=found.distance,
-            plain_distance=found.plain_distance,
-            plain_dtype=found.plain_dtype,
+            reference_distance=found.reference_distance,
+            reference_dtype=found.reference_dtype,
             worst_index=found.worst_index,
             prompt_tokens=num_prompt,
             compared_tokens=found.num_tokens,
             equal_tokens=found.num_equal,
             holding_ranks=found.num_ranks,
             world_size=self._cluster().world_size,
-            plain_seconds=found.seconds,
+            reference_seconds=found.seconds,
             failure=found.failure,
         )
 

@@ -57,7 +57,7 @@ class LostRanges:
         return sum(max(0, min(high, end) - low) for low, high in self.left)
 
     def fill(self, start: int, end: int) -> None:
-        """Marks positions [start, end) as held again. They must lie in one lost range."""
+        """Marks positions [start, end) as recovered. They must lie in one lost range."""
         index = bisect_right(self.left, start, key=_start) - 1
         low, high = self.left[index]
         assert 0 <= index

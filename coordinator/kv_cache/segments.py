@@ -234,7 +234,7 @@ class SegmentStore:
         self._release_frontier(holding, loss)
 
     def drop_frontier(self, holding: SegmentPlacement) -> None:
-        """Frees the windows that were held only to recompute the segment, all of which is held again."""
+        """Frees the windows that were held only to recompute the segment, all of which is recovered."""
         assert holding.loss is not None
         self._release_frontier(holding, holding.loss)
         self.trim(holding)
@@ -309,11 +309,11 @@ class SegmentStore:
             if segment.id in self._cached:
                 self._cached.move_to_end(segment.id)
 
-    def make_room(self, blocks: BlockCount, *, may_park: bool = True) -> bool:
+    def make_room(self, blocks: BlockCount, *, may_evict: bool = True) -> bool:
         """Frees blocks until `blocks` are free. Returns False, and frees nothing, if that is not possible. With
-        `may_park`, contexts may be evicted."""
+        `may_evict`, contexts may be evicted."""
         lacking = blocks - self._placer.num_free - self.num_reclaimable
-        if not lacking.fits(BlockCount()) and not (may_park and self.evict(lacking)):
+        if not lacking.fits(BlockCount()) and not (may_evict and self.evict(lacking)):
             return False
         while not blocks.fits(self._placer.num_free):
             self._forget_cached(

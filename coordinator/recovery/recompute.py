@@ -106,14 +106,14 @@ class RecomputePlanner:
         needed = dict.fromkeys(self._holdings.of(segment for path in paths for segment in path.segments))
         if self._placer.windows is not None and not self._can_roll:
             self.return_rolling()
-            self._rolling = self._reserve(self.num_rolling, may_park=bool(needed))
+            self._rolling = self._reserve(self.num_rolling, may_evict=bool(needed))
         for holding in dict.fromkeys([*needed, *self._holdings.with_losses]):
             if holding.loss is not None and holding.loss.promise is None:
                 blocks = holding.loss.num_blocks(self._placer.block_size)
-                holding.loss.promise = self._reserve(blocks, may_park=holding in needed)
+                holding.loss.promise = self._reserve(blocks, may_evict=holding in needed)
 
-    def _reserve(self, blocks: BlockCount, *, may_park: bool) -> Reservation | None:
-        return self._placer.reserve(blocks) if self._segments.make_room(blocks, may_park=may_park) else None
+    def _reserve(self, blocks: BlockCount, *, may_evict: bool) -> Reservation | None:
+        return self._placer.reserve(blocks) if self._segments.make_room(blocks, may_evict=may_evict) else None
 
     # --- plans ---
 

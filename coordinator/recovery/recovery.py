@@ -1,4 +1,4 @@
-"""Recovery after a loss, until all keys are held again and every rank holds its share. Pure."""
+"""Recovery after a loss, until all keys are recovered and every rank holds its share. Pure."""
 
 from collections.abc import Iterable, Sequence
 

@@ -83,7 +83,7 @@ class _Rolled:
             self.count(holding)
 
     def _first_seen(self, holding: SegmentPlacement) -> int:
-        """The first position of a segment whose windows are needed once it is held again; its end if none are."""
+        """The first position of a segment whose windows are needed once it is recovered; its end if none are."""
         segment, seams = holding.segment, holding.seams.copy()
         front = holding.loss.front if holding.loss else None
         if front is not None and segment in segment.path.seen(front, self._windows):

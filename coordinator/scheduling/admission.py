@@ -43,7 +43,7 @@ class Admission:
         requests: Requests,
         speeds: Speeds,
         *,
-        can_park: bool = False,
+        can_evict: bool = False,
     ) -> None:
         self._config = config
         self._limits = limits
@@ -51,7 +51,7 @@ class Admission:
         self._segments = segments
         self._requests = requests
         self._speeds = speeds
-        self._can_park = can_park
+        self._can_evict = can_evict
         """Idle contexts can be evicted to make room."""
 
     def admit(
@@ -190,14 +190,14 @@ class Admission:
 
     def _requested(self, answers: list[Sequence]) -> list[TokenPath]:
         """The paths that are held while these answers run."""
-        bound = self._contexts.bound({answer.context for answer in answers}) if self._can_park else []
+        bound = self._contexts.bound({answer.context for answer in answers}) if self._can_evict else []
         return [*(answer.request.origin for answer in answers), *(context.path for context in bound)]
 
     def _durable(self, jobs: list[Job]) -> dict[int, Segment]:
         """The segments that are not freed when answers end: those of all contexts or, if contexts can be evicted, those
         that the first of `jobs` and all documents need."""
         contexts = self._contexts.list()
-        if not self._can_park:
+        if not self._can_evict:
             return {s.id: s for context in contexts for s in context.path.segments}
         durable_jobs = [job for i, job in enumerate(jobs) if i == 0 or isinstance(job, IngestJob)]
         origins = [job.request.origin for job in durable_jobs]

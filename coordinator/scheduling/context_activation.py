@@ -46,7 +46,7 @@ class ContextActivation:
         finally:
             self._admitting = None
 
-    def warm(self, call: Call, has_room: Callable[[], bool]) -> list[Exception]:
+    def preload(self, call: Call, has_room: Callable[[], bool]) -> list[Exception]:
         """Activates the most recently used contexts, as many as fit. Returns the errors of contexts that could not be
         activated and stay evicted."""
         contexts, faults = [context for context in self._contexts.list() if context.is_evicted], list[Exception]()

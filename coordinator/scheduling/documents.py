@@ -39,9 +39,9 @@ class ContextOperations:
         """Whether a document is being ingested into a context, which may not exist yet."""
         return bool(self._requests.ingests_into(context_id))
 
-    def warm(self) -> None:
+    def preload(self) -> None:
         """Activates the most recently used contexts, as many as fit."""
-        self._faults += self._activation.warm(self._job_recovery.begin_reload, lambda: self._job_recovery.has_room)
+        self._faults += self._activation.preload(self._job_recovery.begin_reload, lambda: self._job_recovery.has_room)
 
     def _acknowledge(self, job: IngestJob, now: float) -> None:
         document = job.document

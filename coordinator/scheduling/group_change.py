@@ -32,7 +32,7 @@ class GroupChangeOperations:
         plan.
 
         Contexts and jobs that no longer fit are dropped. If more ranks are expected (`may_grow`), they are dropped
-        later by `confirm`, or not at all if another epoch brings enough ranks. See `take_given_up` and `drain`.
+        later by `confirm`, or not at all if another epoch brings enough ranks. See `pop_dropped` and `drain`.
         """
         self._job_recovery.change_ranks(ranking, may_grow=may_grow)
 
@@ -65,6 +65,6 @@ class GroupChangeOperations:
         """The progress of the recovery; None when nothing is lost."""
         return self._recovery.total
 
-    def take_given_up(self) -> list[ContextDropped]:
+    def pop_dropped(self) -> list[ContextDropped]:
         """Removes and returns the contexts that were dropped."""
-        return self._job_recovery.take_given_up()
+        return self._job_recovery.pop_dropped()

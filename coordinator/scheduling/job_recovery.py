@@ -49,7 +49,7 @@ class JobRecovery:
         self._lifecycle = lifecycle
         self._evictor = evictor
         self._shrink = CapacityShrink(placer, segments, contexts, limits, recovery)
-        self._given_up: list[ContextDropped] = []
+        self._dropped: list[ContextDropped] = []
         self.is_between_epochs = False
         """Nothing may be planned."""
         self.is_over = True
@@ -205,10 +205,10 @@ class JobRecovery:
 
     # --- dropped contexts ---
 
-    def take_given_up(self) -> list[ContextDropped]:
+    def pop_dropped(self) -> list[ContextDropped]:
         """Removes and returns the contexts that were dropped."""
-        given_up, self._given_up = self._given_up, []
-        return given_up
+        dropped, self._dropped = self._dropped, []
+        return dropped
 
     def _give_up(self, context: NamedContext, reason: str) -> None:
         """Drops a context: evicts it if contexts can be evicted, else deletes it."""
@@ -217,7 +217,7 @@ class JobRecovery:
             self._fail_asking(context, error)
             self._contexts.evict(context)
             return
-        self._given_up.append(ContextDropped(context.id, context.num_tokens, reason))
+        self._dropped.append(ContextDropped(context.id, context.num_tokens, reason))
         self._fail_asking(context, ContextLost(f"contexts/{context.id}", f"it was dropped: {reason}"))
         self._contexts.delete(context.id)
         self._lifecycle.may_begin = True

@@ -88,7 +88,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         self._sharing = Sharing(self.segments, placer, limits)
         self._preemption = Preemption(config.max_sequences, placer, self.segments, evictor)
         self._admission = Admission(
-            config, limits, self.contexts, self.segments, self._requests, self.speeds, can_park=is_durable
+            config, limits, self.contexts, self.segments, self._requests, self.speeds, can_evict=is_durable
         )
         self._recovery = RecoveryManager(placer, self.segments, max_moved_blocks)
         self._drafter = drafter or Drafter(config.max_rows, config.max_draft_tokens, config.block_size)

@@ -15,7 +15,7 @@ audit = logging.getLogger("coordinator.audit")
 AUDITED = {
     "/longleaf.v1.ContextService/DeleteContext": "deletion of a context",
     "/longleaf.v1.ClusterService/Drain": "drain",
-    "/longleaf.v1.ClusterService/RefillSlots": "refill of slots",
+    "/longleaf.v1.ClusterService/ResetSlots": "reset of slots",
 }
 """Calls that delete or revoke resources, or change the ranks."""
 REFUSED = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED"})

@@ -94,7 +94,7 @@ class Gauges:
             self._counter("merge_bytes", "Bytes of packed partials that rank 0 passed to merges.", counts.merge_bytes),
             self._counter("preemptions", "Preempted answers, which returned to the queue.", counts.num_preempted),
             self._counter(
-                "reingested_tokens",
+                "recomputed_tokens",
                 "Tokens recomputed because their keys were lost or evicted.",
                 counts.num_recomputed_tokens,
             ),

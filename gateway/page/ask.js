@@ -26,7 +26,7 @@ function Turn({ turn, conversation, isLast }) {
     ${answer && html`<div class="answer" aria-busy=${isBusy}>${answer}</div>`}
     ${phase === "waiting" && html`<p class="quiet pulse"><${Wait} note=${turn.note} /></p>`}
     ${phase === "stopped" && html`<p class="quiet">Stopped${answer ? "" : " before the answer began"}.</p>`}
-    ${phase === "failed" && html`<${Trouble} ...${{ error, conversation, isLast }} />`}
+    ${phase === "failed" && html`<${AnswerError} ...${{ error, conversation, isLast }} />`}
     ${!isBusy && answer && html`<${Foot} turn=${turn} />`}
   </li>`;
 }
@@ -34,7 +34,7 @@ function Turn({ turn, conversation, isLast }) {
 /** The reason for waiting, from the comments of the stream and the state of the cluster. */
 function Wait({ note }) {
   const recovery = useStore(service.store).cluster?.recovery;
-  if (recovery && !recovery.over) {
+  if (recovery && !recovery.done) {
     const { recovered_tokens: back, lost_tokens: lost } = recovery;
     return `Restoring a lost part first: ${count(back)} of ${tokens(lost)}.`;
   }
@@ -47,12 +47,12 @@ function Wait({ note }) {
 
 const othersBefore = (place) => (place === "2" ? "one is" : `${count(place - 1)} are`);
 
-function Trouble({ error, conversation, isLast }) {
+function AnswerError({ error, conversation, isLast }) {
   const [failed] = useState(() => Date.now() / 1000);
   const now = useNow();
   const wait = (error instanceof Refusal && error.retryAfter) || 0;
   const left = wait && Math.ceil(failed + wait - now); // the clock may be a second behind
-  return html`<div class="trouble" role="alert"><p>${sentence(error)}</p>
+  return html`<div class="error" role="alert"><p>${sentence(error)}</p>
     ${isLast && html`<button disabled=${left > 0} onClick=${() => conversation.again()}>
       ${left > 0 ? `Ask again in ${duration(left)}` : "Ask again"}
     </button>`}

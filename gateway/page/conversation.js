@@ -1,8 +1,8 @@
 // The conversation about each document: kept in memory, and sent with each further question.
+import { say } from "./announcer.js";
 import { complete } from "./api.js";
 import { contexts } from "./contexts.js";
 import { isAbort, refusalOf, Unreachable } from "./errors.js";
-import { say } from "./live.js";
 import { service } from "./service.js";
 import { eventsOf } from "./sse.js";
 import { Store } from "./store.js";

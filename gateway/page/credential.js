@@ -50,7 +50,7 @@ export function CredentialForm() {
   };
   return html`<${Dialog} title="Credential required" onClose=${() => credential.decline()} onSubmit=${give}>
     ${isRefused
-      ? html`<p class="trouble" role="alert">The service refused this credential. Check it and try again.</p>`
+      ? html`<p class="error" role="alert">The service refused this credential. Check it and try again.</p>`
       : html`<p>Enter the credential that you received from the operator of this service.</p>`}
     <label class="field">Credential
       <input type="password" autocomplete="off" spellcheck=${false} autofocus value=${secret}

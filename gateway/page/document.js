@@ -1,5 +1,6 @@
 // The open document: its properties and actions.
-import { AddButton } from "./adding.js";
+import { AddButton } from "./add_document.js";
+import { say } from "./announcer.js";
 import { changeContext, deleteContext, forkContext } from "./api.js";
 import { Ask } from "./ask.js";
 import { useNow } from "./clock.js";
@@ -10,7 +11,6 @@ import { Refusal, sentence } from "./errors.js";
 import { complaint, freeName } from "./files.js";
 import { ago, bytes, count, tokens, until, when } from "./format.js";
 import { html, useEffect, useRef, useState } from "./html.js";
-import { say } from "./live.js";
 import { open } from "./route.js";
 
 export function Document({ context }) {
@@ -45,7 +45,7 @@ export function Document({ context }) {
       <button onClick=${() => setAsked("fork")}>Fork…</button>
       <button class="danger" onClick=${() => setAsked("delete")}>Delete…</button>
     </div>
-    ${error && html`<p class="trouble" role="alert">${sentence(error)} <button onClick=${() => setError(null)}>Dismiss</button></p>`}
+    ${error && html`<p class="error" role="alert">${sentence(error)} <button onClick=${() => setError(null)}>Dismiss</button></p>`}
     <${Ask} key=${id} id=${id} />
     ${asked === "fork" && html`<${ForkForm} ...${{ context, close }} />`}
     ${asked === "delete" && html`<${DeleteForm} ...${{ context, close, attempt }} />`}
@@ -114,9 +114,9 @@ function ForkForm({ context, close }) {
       <input inputmode="numeric" value=${part} placeholder=${`all ${count(all)}`} aria-describedby="fork-note"
         aria-invalid=${isPart ? null : "true"} onInput=${(event) => setPart(event.currentTarget.value)} /></label>
     <div id="fork-note" aria-live="polite">
-      ${problem && html`<p class="trouble">${problem}</p>`}
-      ${!isPart && html`<p class="trouble">Give a number from 1 to ${count(all)}.</p>`}
-      ${error && html`<p class="trouble" role="alert">${error instanceof Refusal && error.status === 409 ? `${name} is taken.` : sentence(error)}</p>`}
+      ${problem && html`<p class="error">${problem}</p>`}
+      ${!isPart && html`<p class="error">Give a number from 1 to ${count(all)}.</p>`}
+      ${error && html`<p class="error" role="alert">${error instanceof Refusal && error.status === 409 ? `${name} is taken.` : sentence(error)}</p>`}
     </div>
     <div class="choices">
       <button type="button" onClick=${close}>Cancel</button>

@@ -1,17 +1,17 @@
 // The page: layout and start.
-import { AddButton, DropZone, NameForm } from "./adding.js";
+import { AddButton, DropZone, NameForm } from "./add_document.js";
+import { Announcer } from "./announcer.js";
 import { useNow } from "./clock.js";
 import { contexts } from "./contexts.js";
 import { CredentialButton, CredentialForm } from "./credential.js";
 import { Document } from "./document.js";
+import { DocumentList } from "./document_list.js";
 import { sentence } from "./errors.js";
 import { duration, tokens, words } from "./format.js";
 import { html, render } from "./html.js";
-import { Live } from "./live.js";
-import { Map } from "./map.js";
+import { PlacementMap } from "./placement_map.js";
 import { opened } from "./route.js";
 import { service } from "./service.js";
-import { Shelf } from "./shelf.js";
 import { useStore } from "./store.js";
 import { uploads } from "./uploads.js";
 
@@ -28,11 +28,11 @@ function Page() {
     </header>
     <${Lost} />
     <div class=${id ? "columns reading" : "columns"}>
-      <${Shelf} />
+      <${DocumentList} />
       <main id="main" tabindex="-1"><${Open} id=${id} /></main>
-      <${Map} />
+      <${PlacementMap} />
     </div>
-    <${NameForm} /><${CredentialForm} /><${DropZone} /><${Live} />`;
+    <${NameForm} /><${CredentialForm} /><${DropZone} /><${Announcer} />`;
 }
 
 /** Moves the focus, because the fragment of the address is the open document. */
@@ -48,10 +48,10 @@ const Link = ({ link }) => html`<p class="link ${link}">${LINKS[link]}</p>`;
 function Lost() {
   const { link, error, retryAt } = useStore(service.store);
   const now = useNow();
-  if (link === "locked") return html`<div class="band trouble" role="alert"><p>${sentence(error)}</p></div>`;
+  if (link === "locked") return html`<div class="band error" role="alert"><p>${sentence(error)}</p></div>`;
   if (link !== "lost") return null;
   const seconds = Math.max(0, Math.ceil(retryAt / 1000 - now));
-  return html`<div class="band trouble">
+  return html`<div class="band error">
     <p>${sentence(error)} ${seconds ? `Next try in ${duration(seconds)}.` : "Trying…"}</p>
     <button onClick=${() => service.retry()}>Try now</button>
   </div>`;

@@ -1,8 +1,8 @@
 // The connection to the service, and the live state of the cluster.
+import { say } from "./announcer.js";
 import { watchCluster } from "./api.js";
 import { credential } from "./credential.js";
 import { isAbort, Refusal, refusalOf, Unreachable } from "./errors.js";
-import { say } from "./live.js";
 import { eventsOf } from "./sse.js";
 import { Store } from "./store.js";
 

@@ -1,7 +1,7 @@
 // All uploads of this tab. One sends at a time. Their data survives a reload in sessionStorage.
+import { say } from "./announcer.js";
 import { endUpload } from "./api.js";
 import { contexts } from "./contexts.js";
-import { say } from "./live.js";
 import { open, opened } from "./route.js";
 import { Store } from "./store.js";
 import { Upload } from "./upload.js";

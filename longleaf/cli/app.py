@@ -11,7 +11,7 @@ from longleaf.cli.cluster import cluster
 from longleaf.cli.drain import drain
 from longleaf.cli.help import CommandGroup
 from longleaf.cli.options import message_of
-from longleaf.cli.refill import refill
+from longleaf.cli.reset_slots import reset_slots
 from longleaf.cli.verify import verify
 from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, NotFound, ResourceExhausted, Unavailable
@@ -58,7 +58,7 @@ app.add_typer(models.app, name="models")
 app.add_typer(credentials.app, name="credentials")
 app.command()(cluster)
 app.command()(drain)
-app.command()(refill)
+app.command()(reset_slots)
 app.command()(verify)
 
 

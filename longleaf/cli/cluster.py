@@ -77,7 +77,7 @@ def shown(found: Cluster) -> object:
     reported["workers"] = [
         worker | dict.fromkeys(("pid", "address", "tokens", "kv_bytes")) for worker in reported["workers"]
     ]
-    for part, names in (("storage", ("url", "trouble")), ("recovery", ("lost_tokens", "recovered_tokens"))):
+    for part, names in (("storage", ("url", "error")), ("recovery", ("lost_tokens", "recovered_tokens"))):
         if reported[part] is not None:
             reported[part] |= dict.fromkeys(names)
     return reported
@@ -131,14 +131,14 @@ def merge_lines(found: Cluster) -> list[str]:
 
 def tier_lines(found: Cluster) -> list[str]:
     """The merges inside and between nodes, if there are several."""
-    if not found.between_transport:
+    if not found.inter_node_transport:
         return []
-    inside = f"{found.inside_transport} inside nodes, " if found.inside_transport else ""
-    lines = [f"  {inside}{found.between_transport} between {Topology(nodes_of(found))}"]
+    inside = f"{found.intra_node_transport} inside nodes, " if found.intra_node_transport else ""
+    lines = [f"  {inside}{found.inter_node_transport} between {Topology(nodes_of(found))}"]
     for tier in found.tier_merges:
         rows = f"up to {tier.rows} rows" if tier.rows else "any number of rows"
-        first = f"{tier.inside} inside nodes, then {tier.between} between them"
-        lines.append(f"  {rows}: {first if tier.inside else f'{tier.between} over all ranks at once'}")
+        first = f"{tier.intra_node} inside nodes, then {tier.inter_node} between them"
+        lines.append(f"  {rows}: {first if tier.intra_node else f'{tier.inter_node} over all ranks at once'}")
     return lines
 
 
@@ -167,7 +167,7 @@ def storage_lines(storage: Storage | None) -> list[str]:
     """The storage of contexts, and its current error."""
     if storage is None:
         return ["contexts are lost when the service ends: it has no --data-dir"]
-    outage = [f"  storage cannot be written: {storage.trouble}"] if storage.trouble else []
+    outage = [f"  storage cannot be written: {storage.error}"] if storage.error else []
     return [f"snapshots {storage.snapshots}" + (f", storage {storage.url}" if storage.url else ""), *outage]
 
 
@@ -178,8 +178,9 @@ def recovery_lines(recovery: Recovery | None) -> list[str]:
     tokens = f"{recovery.recovered_tokens:,} of {recovery.lost_tokens:,}" if recovery.lost_tokens else "all"
     taken = human_seconds(recovery.seconds)
     under_way = f"recovering: {tokens} tokens, {taken}" if recovery.lost_tokens else f"recovering: {taken}"
-    message = f"recovered {tokens} lost tokens in {taken}" if recovery.is_over else under_way
-    return [message, *([f"  dropped for lack of space: {', '.join(recovery.given_up)}"] if recovery.given_up else [])]
+    message = f"recovered {tokens} lost tokens in {taken}" if recovery.is_done else under_way
+    names = recovery.dropped_contexts
+    return [message, *([f"  dropped for lack of space: {', '.join(names)}"] if names else [])]
 
 
 def loss_lines(losses: Sequence[Loss], now: float) -> list[str]:
@@ -204,13 +205,13 @@ def slot_summary(loss: Loss, now: float) -> str:
     """The state of the slot of a lost rank; empty if this client does not know it."""
     match loss.slot:
         case "waiting":
-            wait = 0.0 if loss.refill_time is None else max(0.0, loss.refill_time - now)
+            wait = 0.0 if loss.retry_time is None else max(0.0, loss.retry_time - now)
             return f"will be filled in {human_seconds(round(wait))}" if wait else "will be filled"
-        case "filling":
+        case "starting":
             return "is being filled"
-        case "filled":
+        case "replaced":
             return "is filled"
-        case "given_up":
+        case "abandoned":
             return "stays empty" + (f": {loss.slot_reason}" if loss.slot_reason else "")
         case "unspecified":
             return ""

@@ -24,7 +24,7 @@ FIRST_TOKENS = 256
 """Tokens that `contexts text` shows by default."""
 Name = Annotated[str, typer.Argument(help="Name of the context.")]
 app.command("rebuild")(rebuild)
-app.command("reread")(recompute)
+app.command("recompute")(recompute)
 
 
 @app.command("list")
@@ -214,8 +214,8 @@ def lifetime(context: Context) -> str:
 def use(context: Context) -> str:
     """The state of a context, its size in storage, its last use, and the number of its requests."""
     where = {
-        "held": "in memory",
-        "parked": "parked: reloaded on the next request",
+        "resident": "in memory",
+        "evicted": "evicted: reloaded on the next request",
         "restoring": "being reloaded",
         "unspecified": "in a state that this version does not support",
     }

@@ -29,7 +29,7 @@ app = CommandGroup(help="Create credentials for a service, and check the file of
 def new(
     tenant: Annotated[str, typer.Argument(help="The tenant: 1 to 63 characters of a-z, 0-9 and -.")],
     role: Annotated[
-        Role, typer.Option("--role", help="Permissions; an admin may also drain, verify and refill.")
+        Role, typer.Option("--role", help="Permissions; an admin may also drain, verify and reset slots.")
     ] = "user",
     as_json: AsJson = False,
 ) -> None:

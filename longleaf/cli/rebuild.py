@@ -48,7 +48,7 @@ def rebuild(
 ) -> None:
     """Rebuild a lost or damaged catalog from storage.
 
-    The service must not run. Contexts are restored as they were last written to storage. They are parked: their keys
+    The service must not run. Contexts are restored as they were last written to storage. They are evicted: their keys
     and values are loaded on the next request. Deleted contexts stay deleted. Damaged or incomplete contexts are skipped
     and listed with the reason. An existing catalog is moved aside, together with its resumable answers.
 
@@ -107,7 +107,7 @@ def _show(report: RebuildReport) -> None:
         for context in report.contexts:
             table.add_row(context.name, f"{context.tokens:,}")
         Console().print(table)
-    for left in report.left_out:
+    for left in report.skipped:
         print(f"skipped: {left.name}: {left.reason}")
     if report.other_manifests:
         print(f"ignored: {report.other_manifests:,} manifests of other checkpoints")

@@ -22,14 +22,14 @@ def recompute(
     """Recompute contexts of a previous checkpoint for the current one.
 
     If the weights, the settings or the type of a checkpoint change, contexts computed before do not appear in the
-    service. This command creates them again from their token ids. They are parked, and computed on the next request.
+    service. This command creates them again from their token ids. They are evicted, and computed on the next request.
     It is refused if the tokenizer changed, because the ids would mean another text: ingest the text again. The data of
     the previous checkpoint stays.
 
-    Example: longleaf contexts reread book
+    Example: longleaf contexts recompute book
     """
     if (name is None) != everything:
-        raise InvalidArgument("reread", "give the name of a context, or --all")
+        raise InvalidArgument("recompute", "give the name of a context, or --all")
     if name is None:
         _recompute_all(server, as_json)
         return
@@ -49,7 +49,7 @@ def _recompute_all(server: ServerOptions, as_json: bool) -> None:
         return
     for context in found.contexts:
         print(summary(context))
-    for left in found.left_out:
+    for left in found.skipped:
         print(f"skipped: {left.reason}")
-    if not found.contexts and not found.left_out:
+    if not found.contexts and not found.skipped:
         print("there are no contexts of previous checkpoints")

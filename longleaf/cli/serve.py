@@ -123,12 +123,12 @@ class ServeFlags:
             metavar="DIR",
         ),
     ] = None
-    warm: Annotated[
+    preload: Annotated[
         bool,
         option(
             STORAGE,
             "Load stored contexts at the start, as many as fit, instead of on first use.",
-            "--warm",
+            "--preload",
         ),
     ] = False
     snapshots: Annotated[
@@ -408,7 +408,7 @@ class ServeFlags:
         """The settings of persistence."""
         return DataConfig(
             data_dir=os.path.abspath(self.data_dir) if self.data_dir else self.data_dir,
-            warm=self.warm,
+            preload=self.preload,
             snapshots=self.snapshots,
             snapshot_quota=self.snapshot_quota,
             snapshot_expiry=self.snapshot_expiry,

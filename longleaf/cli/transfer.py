@@ -14,7 +14,7 @@ from longleaf.cli.flags import takes_server
 from longleaf.cli.ingest import PATIENT
 from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
 from longleaf.client.documents import size_of
-from longleaf.context_archive.frames import FIELD as PARCEL
+from longleaf.context_archive.frames import FIELD as ARCHIVE
 from longleaf.errors import InvalidArgument
 from longleaf.formatting import human_bytes
 from longleaf.types import Context, ExportProgress, ImportProgress
@@ -121,7 +121,7 @@ def _file_named(file: str) -> Generator[None, None, None]:
     try:
         yield
     except InvalidArgument as error:
-        if error.field == PARCEL:
+        if error.field == ARCHIVE:
             raise InvalidArgument("standard input" if file == STANDARD else file, error.description) from None
         raise
 

@@ -83,18 +83,18 @@ def show(found: Verification) -> None:
     table.add_row("greedy choice", f"the same for {found.equal_tokens} of {found.compared_tokens} tokens")
     resident = f"keys on {found.holding_ranks} of {count_ranks(found.world_size)}"
     table.add_row("prompt", f"{found.prompt_tokens:,} tokens; {resident}")
-    table.add_row("plain attention", f"{human_seconds(found.plain_seconds)}, during which other streams paused")
+    table.add_row("plain attention", f"{human_seconds(found.reference_seconds)}, during which other streams paused")
     Console(highlight=False).print(table)
 
 
 def measured(found: Verification) -> str:
     """The measured distance, and the allowed one."""
-    if not found.plain_distance:  # float32: every logit counts
+    if not found.reference_distance:  # float32: every logit counts
         furthest, allowed = human_rounded(found.max_difference), human_rounded(found.tolerance)
         return f"the logits differ by at most {furthest}, {allowed} is allowed"
     message = (
         f"the logits differ from float32 by {found.distance:.2%} of their spread, {found.tolerance:.2%} is allowed, "
-        f"because plain attention in {found.plain_dtype} differs by {found.plain_distance:.2%}"
+        f"because plain attention in {found.reference_dtype} differs by {found.reference_distance:.2%}"
     )
     if found.is_conclusive:
         return message

@@ -304,11 +304,11 @@ class AsyncClient(ContextMethods):
         request = cluster_pb.DrainRequest(wait=wait)
         return await self._calls.once(self._cluster.Drain, "Drain", request, codec.decode_draining, timeout)
 
-    async def refill(self, *, timeout: float | None = None) -> int:
+    async def reset_slots(self, *, timeout: float | None = None) -> int:
         """Starts ranks in slots whose replacements failed, and returns the number of slots; permitted only from
         its own machine. Raises PermissionDenied."""
-        request, count = cluster_pb.RefillSlotsRequest(), attrgetter("slot_count")
-        return await self._calls.once(self._cluster.RefillSlots, "RefillSlots", request, count, timeout)
+        request, count = cluster_pb.ResetSlotsRequest(), attrgetter("slot_count")
+        return await self._calls.once(self._cluster.ResetSlots, "ResetSlots", request, count, timeout)
 
     async def is_healthy(self, service: str = "", *, timeout: float | None = None) -> bool:
         """Whether the service as a whole, or the one with the given full name, can answer now. Raises Unavailable,

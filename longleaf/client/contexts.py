@@ -96,17 +96,17 @@ class ContextMethods:
         """Recomputes, with the current checkpoint, a context that another checkpoint in the same folder ingested. The
         context stays evicted until its first request. Raises NotFound, AlreadyExists, and CheckpointChanged if the
         tokenizer differs."""
-        request = ingest_pb.RereadContextRequest(name=codec.context_name(context))
+        request = ingest_pb.RecomputeContextRequest(name=codec.context_name(context))
         return await self._calls.once(
-            self._contexts.RereadContext, "RereadContext", request, codec.decode_context, timeout
+            self._contexts.RecomputeContext, "RecomputeContext", request, codec.decode_context, timeout
         )
 
     async def recompute_contexts(self, *, timeout: float | None = None) -> RecomputeResult:
         """Recomputes all contexts that another checkpoint ingested, like `recompute_context`. The result lists the
         contexts that were skipped."""
-        request = ingest_pb.RereadContextsRequest()
+        request = ingest_pb.RecomputeContextsRequest()
         return await self._calls.once(
-            self._contexts.RereadContexts, "RereadContexts", request, codec.decode_recompute, timeout
+            self._contexts.RecomputeContexts, "RecomputeContexts", request, codec.decode_recompute, timeout
         )
 
     async def delete_context(self, context: str, *, timeout: float | None = None) -> None:

@@ -237,8 +237,8 @@ class Client:
     def drain(self, *, wait: bool = False, timeout: float | None = None) -> Draining:
         return self._loop.run(self._client.drain, wait=wait, timeout=timeout)
 
-    def refill(self, *, timeout: float | None = None) -> int:
-        return self._loop.run(self._client.refill, timeout=timeout)
+    def reset_slots(self, *, timeout: float | None = None) -> int:
+        return self._loop.run(self._client.reset_slots, timeout=timeout)
 
     def is_healthy(self, service: str = "", *, timeout: float | None = None) -> bool:
         return self._loop.run(self._client.is_healthy, service, timeout=timeout)

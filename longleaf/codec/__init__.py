@@ -4,6 +4,16 @@ Decoding a request raises InvalidArgument naming the field by its path in the me
 validation.
 """
 
+from longleaf.codec.archives import (
+    decode_export,
+    decode_exported,
+    decode_import_piece,
+    decode_import_progress,
+    encode_export,
+    encode_exported,
+    encode_import_piece,
+    encode_import_progress,
+)
 from longleaf.codec.cluster import (
     decode_cluster,
     decode_draining,
@@ -57,16 +67,6 @@ from longleaf.codec.names import (
     encode_ids,
     is_sequence,
     to_text,
-)
-from longleaf.codec.parcels import (
-    decode_export,
-    decode_exported,
-    decode_import_piece,
-    decode_import_progress,
-    encode_export,
-    encode_exported,
-    encode_import_piece,
-    encode_import_progress,
 )
 from longleaf.codec.sampling import decode_sampling, encode_sampling
 from longleaf.codec.tokenizer import decode_tokenized, encode_tokenized

@@ -69,10 +69,10 @@ def encode_cluster(cluster: Cluster) -> cluster_pb.Cluster:
         window_keys=cluster.window_keys,
         window_token_count=cluster.window_tokens,
         max_window_token_count=cluster.max_window_tokens,
-        inside_transport=cluster.inside_transport,
-        between_transport=cluster.between_transport,
+        intra_node_transport=cluster.intra_node_transport,
+        inter_node_transport=cluster.inter_node_transport,
         tier_merges=[
-            cluster_pb.TierMerge(row_count=tier.rows, inside=tier.inside, between=tier.between)
+            cluster_pb.TierMerge(row_count=tier.rows, intra_node=tier.intra_node, inter_node=tier.inter_node)
             for tier in cluster.tier_merges
         ],
         recovery=None if cluster.recovery is None else _encode_recovery(cluster.recovery),
@@ -93,13 +93,13 @@ def _encode_recovery(recovery: Recovery) -> cluster_pb.Recovery:
         lost_token_count=recovery.lost_tokens,
         recovered_token_count=recovery.recovered_tokens,
         elapsed_duration=encode_measured(recovery.seconds),
-        over=recovery.is_over,
-        given_up_contexts=map(context_name, recovery.given_up),
+        done=recovery.is_done,
+        dropped_contexts=map(context_name, recovery.dropped_contexts),
     )
 
 
 def _encode_storage(storage: Storage) -> cluster_pb.Storage:
-    return cluster_pb.Storage(snapshots=storage.snapshots, url=storage.url, trouble=storage.trouble)
+    return cluster_pb.Storage(snapshots=storage.snapshots, url=storage.url, error=storage.error)
 
 
 def _encode_drafting(drafting: Drafting) -> cluster_pb.Drafting:
@@ -119,7 +119,7 @@ def _encode_loss(loss: Loss) -> cluster_pb.Loss:
         node=loss.node,
         reason=loss.reason,
         slot_state=cluster_pb.SlotState.Name(_SLOT_STATES.index(loss.slot)),
-        refill_time=None if loss.refill_time is None else encode_time(loss.refill_time),
+        retry_time=None if loss.retry_time is None else encode_time(loss.retry_time),
         slot_reason=loss.slot_reason,
     )
 
@@ -147,9 +147,9 @@ def decode_cluster(message: cluster_pb.Cluster) -> Cluster:
         window_keys=message.window_keys,
         window_tokens=message.window_token_count,
         max_window_tokens=message.max_window_token_count,
-        inside_transport=message.inside_transport,
-        between_transport=message.between_transport,
-        tier_merges=tuple(TierMerge(t.row_count, t.inside, t.between) for t in message.tier_merges),
+        intra_node_transport=message.intra_node_transport,
+        inter_node_transport=message.inter_node_transport,
+        tier_merges=tuple(TierMerge(t.row_count, t.intra_node, t.inter_node) for t in message.tier_merges),
         recovery=_decode_recovery(message.recovery) if message.HasField("recovery") else None,
         losses=tuple(map(_decode_loss, message.losses)),
         storage=_decode_storage(message.storage) if message.HasField("storage") else None,
@@ -166,7 +166,7 @@ def _decode_drafting(message: cluster_pb.Drafting) -> Drafting:
 
 
 def _decode_storage(message: cluster_pb.Storage) -> Storage:
-    return Storage(snapshots=message.snapshots, url=message.url, trouble=message.trouble)
+    return Storage(snapshots=message.snapshots, url=message.url, error=message.error)
 
 
 def _decode_recovery(message: cluster_pb.Recovery) -> Recovery:
@@ -175,8 +175,8 @@ def _decode_recovery(message: cluster_pb.Recovery) -> Recovery:
         lost_tokens=message.lost_token_count,
         recovered_tokens=message.recovered_token_count,
         seconds=decode_seconds(message.elapsed_duration),
-        is_over=message.over,
-        given_up=tuple(name.removeprefix("contexts/") for name in message.given_up_contexts),
+        is_done=message.done,
+        dropped_contexts=tuple(name.removeprefix("contexts/") for name in message.dropped_contexts),
     )
 
 
@@ -189,7 +189,7 @@ def _decode_loss(message: cluster_pb.Loss) -> Loss:
         node=message.node,
         reason=message.reason,
         slot=enum_value(_SLOT_STATES, message.slot_state),
-        refill_time=decode_seconds(message.refill_time) if message.HasField("refill_time") else None,
+        retry_time=decode_seconds(message.retry_time) if message.HasField("retry_time") else None,
         slot_reason=message.slot_reason,
     )
 
@@ -240,18 +240,18 @@ def decode_verify(message: cluster_pb.VerifyClusterRequest) -> Verify:
 def encode_verification(found: Verification) -> cluster_pb.VerifyClusterResponse:
     return cluster_pb.VerifyClusterResponse(
         **{field: getattr(found, _VERIFICATION_NAMES.get(field, field)) for field in _verification_fields()},
-        plain_duration=encode_measured(found.plain_seconds),
+        reference_duration=encode_measured(found.reference_seconds),
     )
 
 
 def decode_verification(message: cluster_pb.VerifyClusterResponse) -> Verification:
     reported = {_VERIFICATION_NAMES.get(field, field): getattr(message, field) for field in _verification_fields()}
-    return Verification(**reported, plain_seconds=decode_seconds(message.plain_duration))
+    return Verification(**reported, reference_seconds=decode_seconds(message.reference_duration))
 
 
 def _verification_fields() -> list[str]:
     fields = cluster_pb.VerifyClusterResponse.DESCRIPTOR.fields_by_name
-    return [field for field in fields if field != "plain_duration"]
+    return [field for field in fields if field != "reference_duration"]
 
 
 def encode_draining(found: Draining) -> cluster_pb.DrainResponse:

@@ -137,17 +137,17 @@ def decode_fork(message: ingest_pb.ForkContextRequest) -> ForkContext:
     )
 
 
-def encode_recompute(recomputed: RecomputeResult) -> ingest_pb.RereadContextsResponse:
-    left_out = (
-        ingest_pb.LeftOutContext(name=context_name(each.name), reason=each.reason) for each in recomputed.left_out
+def encode_recompute(recomputed: RecomputeResult) -> ingest_pb.RecomputeContextsResponse:
+    skipped = (
+        ingest_pb.SkippedContext(name=context_name(each.name), reason=each.reason) for each in recomputed.skipped
     )
-    return ingest_pb.RereadContextsResponse(contexts=map(encode_context, recomputed.contexts), left_out=left_out)
+    return ingest_pb.RecomputeContextsResponse(contexts=map(encode_context, recomputed.contexts), skipped=skipped)
 
 
-def decode_recompute(message: ingest_pb.RereadContextsResponse) -> RecomputeResult:
+def decode_recompute(message: ingest_pb.RecomputeContextsResponse) -> RecomputeResult:
     return RecomputeResult(
         contexts=tuple(map(decode_context, message.contexts)),
-        left_out=tuple(SkippedContext(each.name.removeprefix("contexts/"), each.reason) for each in message.left_out),
+        skipped=tuple(SkippedContext(each.name.removeprefix("contexts/"), each.reason) for each in message.skipped),
     )
 
 

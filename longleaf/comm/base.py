@@ -88,12 +88,12 @@ class Groups:
     one machine."""
 
     @property
-    def inside_transport(self) -> str:
+    def intra_node_transport(self) -> str:
         """Transport between the ranks of a machine; empty if no machine has several."""
         return self.node.transport if any(len(ranks) > 1 for ranks in self.topology.node_groups) else ""
 
     @property
-    def between_transport(self) -> str:
+    def inter_node_transport(self) -> str:
         """Transport between machines; empty if there is only one."""
         return self.world.transport if len(self.topology.node_groups) > 1 else ""
 

@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from longleaf.errors import InvalidArgument
 
-FIELD = "parcel"
+FIELD = "archive"
 """Name of the data in errors."""
 MAGIC, VERSION = b"longleaf context", 1
 VERSION_BYTES, LENGTH_BYTES, KIND_BYTES, DIGEST_BYTES, CHECK_BYTES = 8, 8, 8, 32, 16

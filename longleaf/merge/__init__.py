@@ -39,9 +39,9 @@ def tiers(name: str, topology: Topology, rows: int = 0) -> TierMerge:
     Only `hierarchy` merges partials inside a machine first; the others treat all ranks alike.
     """
     if len(topology.node_groups) == 1:
-        return TierMerge(rows, inside="exchange" if name == "hierarchy" else name)
+        return TierMerge(rows, intra_node="exchange" if name == "hierarchy" else name)
     if name != "hierarchy":
-        return TierMerge(rows, between=name)
+        return TierMerge(rows, inter_node=name)
     has_several = any(len(ranks) > 1 for ranks in topology.node_groups)
     return TierMerge(rows, "exchange" if has_several else "", "gather")
 

@@ -41,9 +41,9 @@ class TierMerge(msgspec.Struct, frozen=True):
 
     rows: int
     """Maximum number of rows; 0: any number."""
-    inside: str = ""
+    intra_node: str = ""
     """How the ranks of a node merge their partials before sending them to other nodes; empty if they do not."""
-    between: str = ""
+    inter_node: str = ""
     """How nodes merge, or all ranks at once if there is no merge inside; empty with a single node."""
 
 
@@ -83,9 +83,9 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Transport of partials between the ranks; empty at world size 1."""
     merges: tuple[MergeTiming, ...] = ()
     """Measurements from the choice of the merge."""
-    inside_transport: str = ""
+    intra_node_transport: str = ""
     """Transport of partials between the ranks of one node; empty if no node has several."""
-    between_transport: str = ""
+    inter_node_transport: str = ""
     """Transport of partials between nodes; empty if there is only one."""
     tiers: tuple[TierMerge, ...] = ()
     """The merge in use, per tier; empty at world size 1."""

@@ -25,7 +25,7 @@ def max_header_bytes(num_tensors: int, num_ranges: int) -> int:
 class Failure(msgspec.Struct, frozen=True, array_like=True):
     """Reason why a piece was not written or read."""
 
-    trouble: FailureKind
+    kind: FailureKind
     """The storage is unavailable; the data is damaged or missing; or the operation was dropped because the epoch ended
     or it was discarded."""
     reason: str

@@ -250,9 +250,9 @@ class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
     distance: float = 0.0
     """Distance of a token's logits from those of plain attention in float32, relative to the spread of the latter:
     ratio of norms, median over the tokens."""
-    plain_distance: float = 0.0
-    """The same distance for plain attention in `plain_dtype`: the effect of rounding."""
-    plain_dtype: str = ""
+    reference_distance: float = 0.0
+    """The same distance for plain attention in `reference_dtype`: the effect of rounding."""
+    reference_dtype: str = ""
     """`dtype`, or bfloat16 if that is int8, which plain attention does not support."""
     worst_index: int = 0
     """Index in the answer of the token with the largest difference."""

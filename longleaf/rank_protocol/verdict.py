@@ -33,7 +33,7 @@ def judge(found: ComparisonRow) -> Verdict:
     if found.dtype not in TIMES_PLAIN:
         tolerance = MAX_DIFFERENCE * found.max_logit
         return Verdict(tolerance, is_conclusive=True, passed=found.max_difference <= tolerance)
-    tolerance = TIMES_PLAIN[found.dtype] * found.plain_distance
+    tolerance = TIMES_PLAIN[found.dtype] * found.reference_distance
     is_within = found.distance <= tolerance
     is_conclusive = not is_within or tolerance <= CONCLUSIVE_RATIO
     return Verdict(tolerance, is_conclusive=is_conclusive, passed=is_within and is_conclusive)

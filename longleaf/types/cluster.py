@@ -6,9 +6,9 @@ import msgspec
 
 from longleaf.rank_protocol.group_messages import MergeTiming, TierMerge
 
-SlotState = Literal["unspecified", "waiting", "filling", "filled", "given_up"]
+SlotState = Literal["unspecified", "waiting", "starting", "replaced", "abandoned"]
 """State of the slot of a lost rank: `waiting` (empty for now), `filling` (a new process is starting and loading),
-`filled`, or `given_up` (abandoned). `unspecified` is a state that this client version does not know."""
+`filled`, or `dropped` (abandoned). `unspecified` is a state that this client version does not know."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,9 +81,9 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     distance: float
     """Distance of a token's logits from those of plain attention in float32, relative to the spread of the latter; the
     median over the tokens. Judged if `dtype` is less precise than float32."""
-    plain_distance: float
-    """The same distance for plain attention in `plain_dtype`: the effect of rounding on this model."""
-    plain_dtype: str
+    reference_distance: float
+    """The same distance for plain attention in `reference_dtype`: the effect of rounding on this model."""
+    reference_dtype: str
     is_conclusive: bool
     """False if there is nothing to compare with, or if rounding is so large that wrong ranks might pass."""
     worst_index: int
@@ -96,7 +96,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     holding_ranks: int
     """Ranks that held keys of the prompt or the answer; other ranks were not tested."""
     world_size: int
-    plain_seconds: float
+    reference_seconds: float
     """Duration of plain attention, during which all streams waited."""
     failure: str = ""
     """Reason why there was nothing to compare with."""
@@ -121,9 +121,9 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """Lost tokens that have been recomputed."""
     seconds: float
     """Duration so far, or in total, since the loss was detected."""
-    is_over: bool
+    is_done: bool
     """Whether nothing is missing any more."""
-    given_up: tuple[str, ...] = ()
+    dropped_contexts: tuple[str, ...] = ()
     """Ids of the contexts for which the remaining ranks have no space."""
 
 
@@ -141,10 +141,10 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     reason: str
     slot: SlotState
-    refill_time: float | None = None
+    retry_time: float | None = None
     """Time at which a replacement process will be started; only for `waiting`."""
     slot_reason: str = ""
-    """Reason why there is no replacement; only for `given_up`."""
+    """Reason why there is no replacement; only for `abandoned`."""
 
 
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,7 +154,7 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
     """When snapshots are written: `seal`, `demand` or `off`."""
     url: str
     """Without user and password."""
-    trouble: str = ""
+    error: str = ""
     """Human-readable reason why writes fail now; empty if they succeed."""
 
 
@@ -195,9 +195,9 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens whose sliding-window keys every rank holds."""
     max_window_tokens: int = 0
     """Capacity of the sliding-window pool in tokens; 0 if sharded, and for models without such layers."""
-    inside_transport: str = ""
+    intra_node_transport: str = ""
     """Transport of partials between the ranks of one node; empty if no node has several."""
-    between_transport: str = ""
+    inter_node_transport: str = ""
     """Transport of partials between nodes; empty if there is only one."""
     tier_merges: tuple[TierMerge, ...] = ()
     """The merge algorithm per tier and number of rows; empty at world size 1."""

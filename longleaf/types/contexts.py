@@ -21,9 +21,9 @@ Precision = Literal["unspecified", "float32", "float64"]
 """Precision of phases. `unspecified` is a value that this client version does not know."""
 
 
-ContextState = Literal["unspecified", "held", "parked", "restoring"]
-"""Residency of keys and values: complete (`held`), evicted and not needed (`parked`), or being restored (`restoring`).
-"""
+ContextState = Literal["unspecified", "resident", "evicted", "restoring"]
+"""Residency of keys and values: complete (`resident`), evicted and not needed (`evicted`), or being restored
+(`restoring`)."""
 
 
 class RankShare(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class Context(msgspec.Struct, frozen=True):
     positions: PositionInfo = PositionInfo()
     is_exact: bool = False
     """Whether the keys and values equal those that the model would have computed without sharding."""
-    state: ContextState = "held"
+    state: ContextState = "resident"
     storage_bytes: int = 0
     """Bytes on persistent storage."""
     used: float = 0.0
@@ -147,7 +147,7 @@ class RecomputeResult(msgspec.Struct, frozen=True, kw_only=True):
 
     contexts: tuple[Context, ...]
     """Contexts that the current checkpoint will recompute on their first request."""
-    left_out: tuple[SkippedContext, ...]
+    skipped: tuple[SkippedContext, ...]
 
 
 class ForkContext(msgspec.Struct, frozen=True):

@@ -35,7 +35,7 @@ class RebuildReport(msgspec.Struct, frozen=True, kw_only=True):
     """The model's folder in the data folder."""
     service: str
     contexts: tuple[RestoredContext, ...]
-    left_out: tuple[SkippedContext, ...]
+    skipped: tuple[SkippedContext, ...]
     other_manifests: int
     """Number of manifests that were skipped because their keys belong to another checkpoint."""
     moved: tuple[str, ...]

@@ -15,14 +15,14 @@ class SlotState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SLOT_STATE_UNSPECIFIED: _ClassVar[SlotState]
     SLOT_STATE_WAITING: _ClassVar[SlotState]
-    SLOT_STATE_FILLING: _ClassVar[SlotState]
-    SLOT_STATE_FILLED: _ClassVar[SlotState]
-    SLOT_STATE_GIVEN_UP: _ClassVar[SlotState]
+    SLOT_STATE_STARTING: _ClassVar[SlotState]
+    SLOT_STATE_REPLACED: _ClassVar[SlotState]
+    SLOT_STATE_ABANDONED: _ClassVar[SlotState]
 SLOT_STATE_UNSPECIFIED: SlotState
 SLOT_STATE_WAITING: SlotState
-SLOT_STATE_FILLING: SlotState
-SLOT_STATE_FILLED: SlotState
-SLOT_STATE_GIVEN_UP: SlotState
+SLOT_STATE_STARTING: SlotState
+SLOT_STATE_REPLACED: SlotState
+SLOT_STATE_ABANDONED: SlotState
 
 class GetClusterRequest(_message.Message):
     __slots__ = ()
@@ -91,7 +91,7 @@ class Worker(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., token_count: _Optional[int] = ..., max_token_count: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., max_kv_bytes: _Optional[int] = ..., kernels: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Cluster(_message.Message):
-    __slots__ = ("model", "workers", "world_size", "epoch", "launcher", "merge", "waiting_count", "running_count", "transport", "merge_timings", "exact", "exactness_note", "block_token_count", "window_keys", "window_token_count", "max_window_token_count", "inside_transport", "between_transport", "tier_merges", "recovery", "losses", "storage", "drafting")
+    __slots__ = ("model", "workers", "world_size", "epoch", "launcher", "merge", "waiting_count", "running_count", "transport", "merge_timings", "exact", "exactness_note", "block_token_count", "window_keys", "window_token_count", "max_window_token_count", "intra_node_transport", "inter_node_transport", "tier_merges", "recovery", "losses", "storage", "drafting")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -108,8 +108,8 @@ class Cluster(_message.Message):
     WINDOW_KEYS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     MAX_WINDOW_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
-    INSIDE_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
-    BETWEEN_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    INTRA_NODE_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    INTER_NODE_TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     TIER_MERGES_FIELD_NUMBER: _ClassVar[int]
     RECOVERY_FIELD_NUMBER: _ClassVar[int]
     LOSSES_FIELD_NUMBER: _ClassVar[int]
@@ -131,14 +131,14 @@ class Cluster(_message.Message):
     window_keys: str
     window_token_count: int
     max_window_token_count: int
-    inside_transport: str
-    between_transport: str
+    intra_node_transport: str
+    inter_node_transport: str
     tier_merges: _containers.RepeatedCompositeFieldContainer[TierMerge]
     recovery: Recovery
     losses: _containers.RepeatedCompositeFieldContainer[Loss]
     storage: Storage
     drafting: Drafting
-    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., launcher: _Optional[str] = ..., merge: _Optional[str] = ..., waiting_count: _Optional[int] = ..., running_count: _Optional[int] = ..., transport: _Optional[str] = ..., merge_timings: _Optional[_Iterable[_Union[MergeTiming, _Mapping]]] = ..., exact: _Optional[bool] = ..., exactness_note: _Optional[str] = ..., block_token_count: _Optional[int] = ..., window_keys: _Optional[str] = ..., window_token_count: _Optional[int] = ..., max_window_token_count: _Optional[int] = ..., inside_transport: _Optional[str] = ..., between_transport: _Optional[str] = ..., tier_merges: _Optional[_Iterable[_Union[TierMerge, _Mapping]]] = ..., recovery: _Optional[_Union[Recovery, _Mapping]] = ..., losses: _Optional[_Iterable[_Union[Loss, _Mapping]]] = ..., storage: _Optional[_Union[Storage, _Mapping]] = ..., drafting: _Optional[_Union[Drafting, _Mapping]] = ...) -> None: ...
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., launcher: _Optional[str] = ..., merge: _Optional[str] = ..., waiting_count: _Optional[int] = ..., running_count: _Optional[int] = ..., transport: _Optional[str] = ..., merge_timings: _Optional[_Iterable[_Union[MergeTiming, _Mapping]]] = ..., exact: _Optional[bool] = ..., exactness_note: _Optional[str] = ..., block_token_count: _Optional[int] = ..., window_keys: _Optional[str] = ..., window_token_count: _Optional[int] = ..., max_window_token_count: _Optional[int] = ..., intra_node_transport: _Optional[str] = ..., inter_node_transport: _Optional[str] = ..., tier_merges: _Optional[_Iterable[_Union[TierMerge, _Mapping]]] = ..., recovery: _Optional[_Union[Recovery, _Mapping]] = ..., losses: _Optional[_Iterable[_Union[Loss, _Mapping]]] = ..., storage: _Optional[_Union[Storage, _Mapping]] = ..., drafting: _Optional[_Union[Drafting, _Mapping]] = ...) -> None: ...
 
 class Drafting(_message.Message):
     __slots__ = ("drafted_token_count", "accepted_token_count", "tokens_per_step")
@@ -151,33 +151,33 @@ class Drafting(_message.Message):
     def __init__(self, drafted_token_count: _Optional[int] = ..., accepted_token_count: _Optional[int] = ..., tokens_per_step: _Optional[float] = ...) -> None: ...
 
 class Storage(_message.Message):
-    __slots__ = ("snapshots", "url", "trouble")
+    __slots__ = ("snapshots", "url", "error")
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
-    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     snapshots: str
     url: str
-    trouble: str
-    def __init__(self, snapshots: _Optional[str] = ..., url: _Optional[str] = ..., trouble: _Optional[str] = ...) -> None: ...
+    error: str
+    def __init__(self, snapshots: _Optional[str] = ..., url: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Recovery(_message.Message):
-    __slots__ = ("epoch", "lost_token_count", "recovered_token_count", "elapsed_duration", "over", "given_up_contexts")
+    __slots__ = ("epoch", "lost_token_count", "recovered_token_count", "elapsed_duration", "done", "dropped_contexts")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LOST_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     RECOVERED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     ELAPSED_DURATION_FIELD_NUMBER: _ClassVar[int]
-    OVER_FIELD_NUMBER: _ClassVar[int]
-    GIVEN_UP_CONTEXTS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_CONTEXTS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     lost_token_count: int
     recovered_token_count: int
     elapsed_duration: _duration_pb2.Duration
-    over: bool
-    given_up_contexts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, epoch: _Optional[int] = ..., lost_token_count: _Optional[int] = ..., recovered_token_count: _Optional[int] = ..., elapsed_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., over: _Optional[bool] = ..., given_up_contexts: _Optional[_Iterable[str]] = ...) -> None: ...
+    done: bool
+    dropped_contexts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., lost_token_count: _Optional[int] = ..., recovered_token_count: _Optional[int] = ..., elapsed_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., done: _Optional[bool] = ..., dropped_contexts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Loss(_message.Message):
-    __slots__ = ("loss_time", "member", "rank", "epoch", "node", "reason", "slot_state", "refill_time", "slot_reason")
+    __slots__ = ("loss_time", "member", "rank", "epoch", "node", "reason", "slot_state", "retry_time", "slot_reason")
     LOSS_TIME_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -185,7 +185,7 @@ class Loss(_message.Message):
     NODE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     SLOT_STATE_FIELD_NUMBER: _ClassVar[int]
-    REFILL_TIME_FIELD_NUMBER: _ClassVar[int]
+    RETRY_TIME_FIELD_NUMBER: _ClassVar[int]
     SLOT_REASON_FIELD_NUMBER: _ClassVar[int]
     loss_time: _timestamp_pb2.Timestamp
     member: int
@@ -194,19 +194,19 @@ class Loss(_message.Message):
     node: str
     reason: str
     slot_state: SlotState
-    refill_time: _timestamp_pb2.Timestamp
+    retry_time: _timestamp_pb2.Timestamp
     slot_reason: str
-    def __init__(self, loss_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., member: _Optional[int] = ..., rank: _Optional[int] = ..., epoch: _Optional[int] = ..., node: _Optional[str] = ..., reason: _Optional[str] = ..., slot_state: _Optional[_Union[SlotState, str]] = ..., refill_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., slot_reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, loss_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., member: _Optional[int] = ..., rank: _Optional[int] = ..., epoch: _Optional[int] = ..., node: _Optional[str] = ..., reason: _Optional[str] = ..., slot_state: _Optional[_Union[SlotState, str]] = ..., retry_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., slot_reason: _Optional[str] = ...) -> None: ...
 
 class TierMerge(_message.Message):
-    __slots__ = ("row_count", "inside", "between")
+    __slots__ = ("row_count", "intra_node", "inter_node")
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
-    INSIDE_FIELD_NUMBER: _ClassVar[int]
-    BETWEEN_FIELD_NUMBER: _ClassVar[int]
+    INTRA_NODE_FIELD_NUMBER: _ClassVar[int]
+    INTER_NODE_FIELD_NUMBER: _ClassVar[int]
     row_count: int
-    inside: str
-    between: str
-    def __init__(self, row_count: _Optional[int] = ..., inside: _Optional[str] = ..., between: _Optional[str] = ...) -> None: ...
+    intra_node: str
+    inter_node: str
+    def __init__(self, row_count: _Optional[int] = ..., intra_node: _Optional[str] = ..., inter_node: _Optional[str] = ...) -> None: ...
 
 class MergeTiming(_message.Message):
     __slots__ = ("row_count", "merge", "latency_us")
@@ -238,7 +238,7 @@ class VerifyClusterRequest(_message.Message):
     def __init__(self, text: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_token_count: _Optional[int] = ..., max_token_count: _Optional[int] = ...) -> None: ...
 
 class VerifyClusterResponse(_message.Message):
-    __slots__ = ("passed", "max_logit_difference", "tolerance", "max_logit", "dtype", "worst_token_index", "prompt_token_count", "compared_token_count", "equal_token_count", "holding_rank_count", "world_size", "plain_duration", "failure", "distance", "plain_distance", "plain_dtype", "conclusive")
+    __slots__ = ("passed", "max_logit_difference", "tolerance", "max_logit", "dtype", "worst_token_index", "prompt_token_count", "compared_token_count", "equal_token_count", "holding_rank_count", "world_size", "reference_duration", "failure", "distance", "reference_distance", "reference_dtype", "conclusive")
     PASSED_FIELD_NUMBER: _ClassVar[int]
     MAX_LOGIT_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     TOLERANCE_FIELD_NUMBER: _ClassVar[int]
@@ -250,11 +250,11 @@ class VerifyClusterResponse(_message.Message):
     EQUAL_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     HOLDING_RANK_COUNT_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
-    PLAIN_DURATION_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_DURATION_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     DISTANCE_FIELD_NUMBER: _ClassVar[int]
-    PLAIN_DISTANCE_FIELD_NUMBER: _ClassVar[int]
-    PLAIN_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_DISTANCE_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     CONCLUSIVE_FIELD_NUMBER: _ClassVar[int]
     passed: bool
     max_logit_difference: float
@@ -267,13 +267,13 @@ class VerifyClusterResponse(_message.Message):
     equal_token_count: int
     holding_rank_count: int
     world_size: int
-    plain_duration: _duration_pb2.Duration
+    reference_duration: _duration_pb2.Duration
     failure: str
     distance: float
-    plain_distance: float
-    plain_dtype: str
+    reference_distance: float
+    reference_dtype: str
     conclusive: bool
-    def __init__(self, passed: _Optional[bool] = ..., max_logit_difference: _Optional[float] = ..., tolerance: _Optional[float] = ..., max_logit: _Optional[float] = ..., dtype: _Optional[str] = ..., worst_token_index: _Optional[int] = ..., prompt_token_count: _Optional[int] = ..., compared_token_count: _Optional[int] = ..., equal_token_count: _Optional[int] = ..., holding_rank_count: _Optional[int] = ..., world_size: _Optional[int] = ..., plain_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., failure: _Optional[str] = ..., distance: _Optional[float] = ..., plain_distance: _Optional[float] = ..., plain_dtype: _Optional[str] = ..., conclusive: _Optional[bool] = ...) -> None: ...
+    def __init__(self, passed: _Optional[bool] = ..., max_logit_difference: _Optional[float] = ..., tolerance: _Optional[float] = ..., max_logit: _Optional[float] = ..., dtype: _Optional[str] = ..., worst_token_index: _Optional[int] = ..., prompt_token_count: _Optional[int] = ..., compared_token_count: _Optional[int] = ..., equal_token_count: _Optional[int] = ..., holding_rank_count: _Optional[int] = ..., world_size: _Optional[int] = ..., reference_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., failure: _Optional[str] = ..., distance: _Optional[float] = ..., reference_distance: _Optional[float] = ..., reference_dtype: _Optional[str] = ..., conclusive: _Optional[bool] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("wait",)
@@ -289,11 +289,11 @@ class DrainResponse(_message.Message):
     limit_duration: _duration_pb2.Duration
     def __init__(self, open_call_count: _Optional[int] = ..., limit_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
-class RefillSlotsRequest(_message.Message):
+class ResetSlotsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class RefillSlotsResponse(_message.Message):
+class ResetSlotsResponse(_message.Message):
     __slots__ = ("slot_count",)
     SLOT_COUNT_FIELD_NUMBER: _ClassVar[int]
     slot_count: int

@@ -55,10 +55,10 @@ class ClusterServiceStub:
                 request_serializer=longleaf_dot_v1_dot_cluster__service__pb2.DrainRequest.SerializeToString,
                 response_deserializer=longleaf_dot_v1_dot_cluster__service__pb2.DrainResponse.FromString,
                 _registered_method=True)
-        self.RefillSlots = channel.unary_unary(
-                '/longleaf.v1.ClusterService/RefillSlots',
-                request_serializer=longleaf_dot_v1_dot_cluster__service__pb2.RefillSlotsRequest.SerializeToString,
-                response_deserializer=longleaf_dot_v1_dot_cluster__service__pb2.RefillSlotsResponse.FromString,
+        self.ResetSlots = channel.unary_unary(
+                '/longleaf.v1.ClusterService/ResetSlots',
+                request_serializer=longleaf_dot_v1_dot_cluster__service__pb2.ResetSlotsRequest.SerializeToString,
+                response_deserializer=longleaf_dot_v1_dot_cluster__service__pb2.ResetSlotsResponse.FromString,
                 _registered_method=True)
 
 
@@ -100,9 +100,9 @@ class ClusterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RefillSlots(self, request, context):
-        """Restarts ranks in slots that the service has stopped refilling because too many consecutive ranks were lost while
-        loading. Accepted from the same addresses as Drain.
+    def ResetSlots(self, request, context):
+        """Starts ranks in abandoned slots. A slot is abandoned when too many consecutive replacements were lost while loading
+        the model. Accepted from the same addresses as Drain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,10 +131,10 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     request_deserializer=longleaf_dot_v1_dot_cluster__service__pb2.DrainRequest.FromString,
                     response_serializer=longleaf_dot_v1_dot_cluster__service__pb2.DrainResponse.SerializeToString,
             ),
-            'RefillSlots': grpc.unary_unary_rpc_method_handler(
-                    servicer.RefillSlots,
-                    request_deserializer=longleaf_dot_v1_dot_cluster__service__pb2.RefillSlotsRequest.FromString,
-                    response_serializer=longleaf_dot_v1_dot_cluster__service__pb2.RefillSlotsResponse.SerializeToString,
+            'ResetSlots': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetSlots,
+                    request_deserializer=longleaf_dot_v1_dot_cluster__service__pb2.ResetSlotsRequest.FromString,
+                    response_serializer=longleaf_dot_v1_dot_cluster__service__pb2.ResetSlotsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -257,7 +257,7 @@ class ClusterService:
             _registered_method=True)
 
     @staticmethod
-    def RefillSlots(request,
+    def ResetSlots(request,
             target,
             options=(),
             channel_credentials=None,
@@ -270,9 +270,9 @@ class ClusterService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/longleaf.v1.ClusterService/RefillSlots',
-            longleaf_dot_v1_dot_cluster__service__pb2.RefillSlotsRequest.SerializeToString,
-            longleaf_dot_v1_dot_cluster__service__pb2.RefillSlotsResponse.FromString,
+            '/longleaf.v1.ClusterService/ResetSlots',
+            longleaf_dot_v1_dot_cluster__service__pb2.ResetSlotsRequest.SerializeToString,
+            longleaf_dot_v1_dot_cluster__service__pb2.ResetSlotsResponse.FromString,
             options,
             channel_credentials,
             insecure,

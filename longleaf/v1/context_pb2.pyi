@@ -14,12 +14,12 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class ContextState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     CONTEXT_STATE_UNSPECIFIED: _ClassVar[ContextState]
-    CONTEXT_STATE_HELD: _ClassVar[ContextState]
-    CONTEXT_STATE_PARKED: _ClassVar[ContextState]
+    CONTEXT_STATE_RESIDENT: _ClassVar[ContextState]
+    CONTEXT_STATE_EVICTED: _ClassVar[ContextState]
     CONTEXT_STATE_RESTORING: _ClassVar[ContextState]
 CONTEXT_STATE_UNSPECIFIED: ContextState
-CONTEXT_STATE_HELD: ContextState
-CONTEXT_STATE_PARKED: ContextState
+CONTEXT_STATE_RESIDENT: ContextState
+CONTEXT_STATE_EVICTED: ContextState
 CONTEXT_STATE_RESTORING: ContextState
 
 class Context(_message.Message):

@@ -182,17 +182,17 @@ class UpdateContextRequest(_message.Message):
     update_mask: _field_mask_pb2.FieldMask
     def __init__(self, context: _Optional[_Union[_context_pb2.Context, _Mapping]] = ..., update_mask: _Optional[_Union[_field_mask_pb2.FieldMask, _Mapping]] = ...) -> None: ...
 
-class RereadContextRequest(_message.Message):
+class RecomputeContextRequest(_message.Message):
     __slots__ = ("name",)
     NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
-class RereadContextsRequest(_message.Message):
+class RecomputeContextsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class LeftOutContext(_message.Message):
+class SkippedContext(_message.Message):
     __slots__ = ("name", "reason")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -200,13 +200,13 @@ class LeftOutContext(_message.Message):
     reason: str
     def __init__(self, name: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
-class RereadContextsResponse(_message.Message):
-    __slots__ = ("contexts", "left_out")
+class RecomputeContextsResponse(_message.Message):
+    __slots__ = ("contexts", "skipped")
     CONTEXTS_FIELD_NUMBER: _ClassVar[int]
-    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
     contexts: _containers.RepeatedCompositeFieldContainer[_context_pb2.Context]
-    left_out: _containers.RepeatedCompositeFieldContainer[LeftOutContext]
-    def __init__(self, contexts: _Optional[_Iterable[_Union[_context_pb2.Context, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOutContext, _Mapping]]] = ...) -> None: ...
+    skipped: _containers.RepeatedCompositeFieldContainer[SkippedContext]
+    def __init__(self, contexts: _Optional[_Iterable[_Union[_context_pb2.Context, _Mapping]]] = ..., skipped: _Optional[_Iterable[_Union[SkippedContext, _Mapping]]] = ...) -> None: ...
 
 class DeleteContextRequest(_message.Message):
     __slots__ = ("name",)
@@ -235,14 +235,14 @@ class ExportContextRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., offset: _Optional[int] = ..., digest: _Optional[str] = ..., without_keys: _Optional[bool] = ...) -> None: ...
 
 class ExportContextResponse(_message.Message):
-    __slots__ = ("parcel", "data")
-    PARCEL_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("archive", "data")
+    ARCHIVE_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
-    parcel: Parcel
+    archive: ContextArchive
     data: bytes
-    def __init__(self, parcel: _Optional[_Union[Parcel, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, archive: _Optional[_Union[ContextArchive, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
-class Parcel(_message.Message):
+class ContextArchive(_message.Message):
     __slots__ = ("total_size_bytes", "digest")
     TOTAL_SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -260,7 +260,7 @@ class ImportConfig(_message.Message):
     total_size_bytes: int
     def __init__(self, name: _Optional[str] = ..., upload_id: _Optional[str] = ..., total_size_bytes: _Optional[int] = ...) -> None: ...
 
-class ParcelPiece(_message.Message):
+class ArchiveChunk(_message.Message):
     __slots__ = ("offset", "data")
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
@@ -269,12 +269,12 @@ class ParcelPiece(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class ImportContextRequest(_message.Message):
-    __slots__ = ("config", "piece")
+    __slots__ = ("config", "chunk")
     CONFIG_FIELD_NUMBER: _ClassVar[int]
-    PIECE_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
     config: ImportConfig
-    piece: ParcelPiece
-    def __init__(self, config: _Optional[_Union[ImportConfig, _Mapping]] = ..., piece: _Optional[_Union[ParcelPiece, _Mapping]] = ...) -> None: ...
+    chunk: ArchiveChunk
+    def __init__(self, config: _Optional[_Union[ImportConfig, _Mapping]] = ..., chunk: _Optional[_Union[ArchiveChunk, _Mapping]] = ...) -> None: ...
 
 class ImportContextResponse(_message.Message):
     __slots__ = ("received_size_bytes", "context", "key_token_count")

@@ -72,15 +72,15 @@ class ContextServiceStub:
                 request_serializer=longleaf_dot_v1_dot_context__service__pb2.UpdateContextRequest.SerializeToString,
                 response_deserializer=longleaf_dot_v1_dot_context__pb2.Context.FromString,
                 _registered_method=True)
-        self.RereadContext = channel.unary_unary(
-                '/longleaf.v1.ContextService/RereadContext',
-                request_serializer=longleaf_dot_v1_dot_context__service__pb2.RereadContextRequest.SerializeToString,
+        self.RecomputeContext = channel.unary_unary(
+                '/longleaf.v1.ContextService/RecomputeContext',
+                request_serializer=longleaf_dot_v1_dot_context__service__pb2.RecomputeContextRequest.SerializeToString,
                 response_deserializer=longleaf_dot_v1_dot_context__pb2.Context.FromString,
                 _registered_method=True)
-        self.RereadContexts = channel.unary_unary(
-                '/longleaf.v1.ContextService/RereadContexts',
-                request_serializer=longleaf_dot_v1_dot_context__service__pb2.RereadContextsRequest.SerializeToString,
-                response_deserializer=longleaf_dot_v1_dot_context__service__pb2.RereadContextsResponse.FromString,
+        self.RecomputeContexts = channel.unary_unary(
+                '/longleaf.v1.ContextService/RecomputeContexts',
+                request_serializer=longleaf_dot_v1_dot_context__service__pb2.RecomputeContextsRequest.SerializeToString,
+                response_deserializer=longleaf_dot_v1_dot_context__service__pb2.RecomputeContextsResponse.FromString,
                 _registered_method=True)
         self.DeleteContext = channel.unary_unary(
                 '/longleaf.v1.ContextService/DeleteContext',
@@ -160,7 +160,7 @@ class ContextServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RereadContext(self, request, context):
+    def RecomputeContext(self, request, context):
         """Recomputes a stale context for the served checkpoint. A context is stale if another checkpoint with the same
         tokenizer, which was in the model's folder before, has read it; other calls about it end with FAILED_PRECONDITION.
         The new context has the same tokens, name and settings, and the same capacity if that is still allowed. It starts
@@ -172,7 +172,7 @@ class ContextServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RereadContexts(self, request, context):
+    def RecomputeContexts(self, request, context):
         """Recomputes all stale contexts whose names are free, and lists those that it skipped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -243,15 +243,15 @@ def add_ContextServiceServicer_to_server(servicer, server):
                     request_deserializer=longleaf_dot_v1_dot_context__service__pb2.UpdateContextRequest.FromString,
                     response_serializer=longleaf_dot_v1_dot_context__pb2.Context.SerializeToString,
             ),
-            'RereadContext': grpc.unary_unary_rpc_method_handler(
-                    servicer.RereadContext,
-                    request_deserializer=longleaf_dot_v1_dot_context__service__pb2.RereadContextRequest.FromString,
+            'RecomputeContext': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecomputeContext,
+                    request_deserializer=longleaf_dot_v1_dot_context__service__pb2.RecomputeContextRequest.FromString,
                     response_serializer=longleaf_dot_v1_dot_context__pb2.Context.SerializeToString,
             ),
-            'RereadContexts': grpc.unary_unary_rpc_method_handler(
-                    servicer.RereadContexts,
-                    request_deserializer=longleaf_dot_v1_dot_context__service__pb2.RereadContextsRequest.FromString,
-                    response_serializer=longleaf_dot_v1_dot_context__service__pb2.RereadContextsResponse.SerializeToString,
+            'RecomputeContexts': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecomputeContexts,
+                    request_deserializer=longleaf_dot_v1_dot_context__service__pb2.RecomputeContextsRequest.FromString,
+                    response_serializer=longleaf_dot_v1_dot_context__service__pb2.RecomputeContextsResponse.SerializeToString,
             ),
             'DeleteContext': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteContext,
@@ -470,7 +470,7 @@ class ContextService:
             _registered_method=True)
 
     @staticmethod
-    def RereadContext(request,
+    def RecomputeContext(request,
             target,
             options=(),
             channel_credentials=None,
@@ -483,8 +483,8 @@ class ContextService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/longleaf.v1.ContextService/RereadContext',
-            longleaf_dot_v1_dot_context__service__pb2.RereadContextRequest.SerializeToString,
+            '/longleaf.v1.ContextService/RecomputeContext',
+            longleaf_dot_v1_dot_context__service__pb2.RecomputeContextRequest.SerializeToString,
             longleaf_dot_v1_dot_context__pb2.Context.FromString,
             options,
             channel_credentials,
@@ -497,7 +497,7 @@ class ContextService:
             _registered_method=True)
 
     @staticmethod
-    def RereadContexts(request,
+    def RecomputeContexts(request,
             target,
             options=(),
             channel_credentials=None,
@@ -510,9 +510,9 @@ class ContextService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/longleaf.v1.ContextService/RereadContexts',
-            longleaf_dot_v1_dot_context__service__pb2.RereadContextsRequest.SerializeToString,
-            longleaf_dot_v1_dot_context__service__pb2.RereadContextsResponse.FromString,
+            '/longleaf.v1.ContextService/RecomputeContexts',
+            longleaf_dot_v1_dot_context__service__pb2.RecomputeContextsRequest.SerializeToString,
+            longleaf_dot_v1_dot_context__service__pb2.RecomputeContextsResponse.FromString,
             options,
             channel_credentials,
             insecure,

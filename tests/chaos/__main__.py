@@ -17,7 +17,7 @@ from coordinator.engine.engine import Engine
 from coordinator.engine_messages import Tokens
 from longleaf.rank_protocol.group_messages import SegmentLayout
 from tests.chaos.entry import run_rank
-from tests.chaos.points import AFTER_KEEP, BEFORE_KEEP, CALL, COMMIT, PARK, PUBLISH, Points, Probe
+from tests.chaos.points import AFTER_KEEP, BEFORE_KEEP, CALL, COMMIT, EVICT, PUBLISH, Points, Probe
 from tests.chaos.snapshots import SnapshotProbe
 from tests.chaos.views import Look
 from tests.support.golden.knowing import KnowingDrafter
@@ -62,7 +62,7 @@ class ProbedEngine(Engine):
         scheduler: Any = self._scheduler
         scheduler.commit = partial(self._commit, scheduler.commit)
         segments = scheduler.segments
-        segments._begin_eviction = partial(self._pass, PARK, segments._begin_eviction)
+        segments._begin_eviction = partial(self._pass, EVICT, segments._begin_eviction)
         segments.call = partial(self._pass, CALL, segments.call)
         persistence: Any = self._persistence
         persistence._commit = partial(self._keep, persistence._commit)

@@ -31,8 +31,8 @@ WRITTEN = "a manifest is written"
 RECORDED = "a snapshot is kept"
 NOTE = "before a context is noted"
 DELETE = "before something on storage is deleted"
-PARK = "when a segment is parked"
-CALL = "when a parked segment is needed"
+EVICT = "when a segment is evicted"
+CALL = "when an evicted segment is needed"
 FOREVER = 100_000
 HUGE = 1 << 40
 """More bytes than any limited process can allocate."""

@@ -193,7 +193,7 @@ class Service:
 
         def is_healed(found: Cluster) -> bool:
             pids = {worker.pid for worker in found.workers}
-            is_over = found.recovery is None or found.recovery.is_over
+            is_over = found.recovery is None or found.recovery.is_done
             return found.world_size == WORLD_SIZE and found.epoch >= epoch and is_over and not gone & pids
 
         found: Cluster | None = None

@@ -32,7 +32,7 @@ def check(client: Client, name: str, text: bytes, file: str, begins: int) -> Non
 
 @pytest.mark.extended
 def test_text_survives_restart_and_export_with_its_context(tmp_path: Path) -> None:
-    book, notes, archive = tmp_path / "book.txt", tmp_path / "notes.txt", tmp_path / "twig.parcel"
+    book, notes, archive = tmp_path / "book.txt", tmp_path / "notes.txt", tmp_path / "twig.archive"
     book.write_bytes(PROSE)
     notes.write_bytes(NOTES)
     with serving(tmp_path / "data", 2) as (service, client):

@@ -50,10 +50,10 @@ def check_together(nodes: RayNodes, service: Served, sizes: list[int]) -> None:
     workers = found["workers"]
     assert sorted(Counter(worker["node"] for worker in workers).values()) == sizes
     assert {worker["address"] for worker in workers} == set(nodes.network.addresses)
-    assert (found["inside_transport"], found["between_transport"]) == ("shared_memory", "gloo")
+    assert (found["intra_node_transport"], found["inter_node_transport"]) == ("shared_memory", "gloo")
     chosen = [timing["merge"] for timing in found["merge_timings"]]
     reported = [("exchange", "gather") if merge == "hierarchy" else ("", merge) for merge in chosen]
-    assert [(tier["inside"], tier["between"]) for tier in found["tier_merges"]] == reported
+    assert [(tier["intra_node"], tier["inter_node"]) for tier in found["tier_merges"]] == reported
     verified = service.run("verify")
     assert verified.returncode == 0, verified.stdout + verified.stderr
     assert verified.stdout.startswith("passed: ")

@@ -46,14 +46,14 @@ def serving(
     data_dir: Path,
     world_size: int = 2,
     *,
-    warm: bool = False,
+    preload: bool = False,
     port: int = 0,
     model: Path | None = None,
     launcher: Launcher = "local",
     dtype: DtypeName = "auto",
 ) -> Iterator[tuple[Service, Client]]:
     config = EngineConfig(model=str(model or embedded_model()), world_size=world_size, dtype=dtype)
-    where = {"host": "127.0.0.1", "port": port, "data": DataConfig(data_dir=str(data_dir), warm=warm)}
+    where = {"host": "127.0.0.1", "port": port, "data": DataConfig(data_dir=str(data_dir), preload=preload)}
     command = coordinator_command(config, launcher=launcher, **where)  # type: ignore[arg-type]
     with Service(command, forked.popen) as service, Client(service.wait_ready(120)) as client:
         yield service, client
@@ -105,15 +105,15 @@ def test_acknowledged_contexts_survive_a_restart_with_the_same_answers(tmp_path:
     with serving(tmp_path / "data", after) as (service, client):
         found = client.list_contexts()
         assert list(map(facts, found)) == list(map(facts, before))
-        assert {context.state for context in found} == {"parked"}
+        assert {context.state for context in found} == {"evicted"}
         for name, answer in answers.items():
             assert ask(client, name, question) == (answer, True)
         client.delete_context("book")
         service.kill()
-    with serving(tmp_path / "data", warm=True) as (_, client):
+    with serving(tmp_path / "data", preload=True) as (_, client):
         (context,) = client.list_contexts()
         assert context.id == "twig"
-        assert context.state in {"restoring", "held"}
+        assert context.state in {"restoring", "resident"}
         assert ask(client, "twig", question)[0] == answers["twig"]
 
 
@@ -221,7 +221,7 @@ def test_contexts_of_another_checkpoint_are_reported_as_stale(tmp_path: Path) ->
         with pytest.raises(NotFound):
             client.get_context("other")
         client.ingest("book", "another text")
-        assert client.get_context("book").state == "held"
+        assert client.get_context("book").state == "resident"
 
 
 def change_weights(model: Path) -> None:
@@ -246,10 +246,10 @@ def test_stale_contexts_are_recomputed_with_the_new_weights(tmp_path: Path) -> N
     change_weights(model)
     with serving(data_dir, model=model, dtype="float32") as (service, client):
         for call in (lambda: ask(client, "book", question), lambda: client.get_context("book")):
-            with pytest.raises(CheckpointChanged, match=r"model\.safetensors in .* changed since.*contexts reread"):
+            with pytest.raises(CheckpointChanged, match=r"model\.safetensors in .* changed since.*contexts recompute"):
                 call()
         context = client.recompute_context("book")
-        assert (context.tokens, context.state, context.display_name) == (tokens, "parked", "a book")
+        assert (context.tokens, context.state, context.display_name) == (tokens, "evicted", "a book")
         with pytest.raises(AlreadyExists):
             client.recompute_context("book")
         client.ingest("fresh", haystack.text)
@@ -262,7 +262,7 @@ def test_stale_contexts_are_recomputed_with_the_new_weights(tmp_path: Path) -> N
         assert ask(client, "book", question) == (answer, True)
         found = client.recompute_contexts()
         assert [each.id for each in found.contexts] == ["twig"]
-        assert [each.name for each in found.left_out] == ["book"]
+        assert [each.name for each in found.skipped] == ["book"]
         assert ask(client, "twig", "?")[1]
     shutil.copy(embedded_model() / "model.safetensors", model)
     with serving(data_dir, model=model, dtype="float32") as (_, client):

@@ -165,7 +165,7 @@ def storage_error(client: Client) -> str:
     """The storage error that clients see."""
     storage = client.cluster().storage
     assert storage is not None
-    return storage.trouble
+    return storage.error
 
 
 def test_full_disk_is_reported_once_and_deletions_free_space(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_unavailable_object_store_delays_no_other_call(tmp_path: Path, outage: C
         folder = Objects(store)
         os.environ["AWS_ENDPOINT_URL_S3"] = f"http://127.0.0.1:{way.port}"  # while the store is reachable
         with serving(tmp_path, url=store.url) as (service, client):
-            before = ingest(client, ["parked", "dropped"])
+            before = ingest(client, ["evicted", "dropped"])
             wait_until(lambda: len(folder.manifests) == 2)
             service.kill()
         (dropped,) = [name for name in folder.manifests if name.split("/")[-3].endswith("-1")]
@@ -291,7 +291,7 @@ def test_unavailable_object_store_delays_no_other_call(tmp_path: Path, outage: C
             client.delete_context("dropped")
             with reading(service.address, "new") as reader:
                 num_before = reader.num_events
-                assert ask(client, "parked", QUESTION) == (before["parked"], True)
+                assert ask(client, "evicted", QUESTION) == (before["evicted"], True)
                 if outage is Switch.hang:  # meanwhile the service waits for its keys, for half a minute
                     assert reader.num_events > num_before + NUM_EVENTS
                 wait_until(lambda: service.count_lines(AWAY) == 2, 150)

@@ -62,7 +62,7 @@ def test_tenants_keep_their_contexts_and_unowned_ones_go_to_the_default_tenant(
 @pytest.mark.slow
 def test_archive_belongs_to_its_importer_and_contains_no_other_data(checkpoint: Path, tmp_path: Path) -> None:
     """The archive of acme's `excerpt`, the first part of `secret`, contains nothing of the rest."""
-    draw, archive, whole = random.Random(5), tmp_path / "excerpt.parcel", tmp_path / "secret.parcel"
+    draw, archive, whole = random.Random(5), tmp_path / "excerpt.archive", tmp_path / "secret.archive"
     with Tenanted(tmp_path, *options(checkpoint, tmp_path / "data")) as tenanted:
         with tenanted.client(ACME) as acme, tenanted.client(BOLT) as bolt:
             ids = [draw.randrange(3, 500) for _ in range(400)]

@@ -97,7 +97,7 @@ def test_client_with_another_authority_gets_an_error(service: Tenanted, tmp_path
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("tenant", [ACME, BOLT])
-@pytest.mark.parametrize("command", [["drain"], ["drain", "--wait"], ["verify"], ["refill"]])
+@pytest.mark.parametrize("command", [["drain"], ["drain", "--wait"], ["verify"], ["reset-slots"]])
 def test_admin_calls_are_refused_to_users(service: Tenanted, tenant: str, command: list[str]) -> None:
     check_line(service.run_as(tenant, *command), 2, "requires the role admin")
     assert service.names(tenant) == ["book"]

@@ -28,7 +28,7 @@ def export(client: Client, context: str, file: Path) -> None:
 
 @pytest.mark.extended
 def test_context_is_imported_by_a_service_with_a_different_number_of_ranks(tmp_path: Path) -> None:
-    archive, again = tmp_path / "book.parcel", tmp_path / "again.parcel"
+    archive, again = tmp_path / "book.archive", tmp_path / "again.archive"
     with serving(tmp_path / "here", 2) as (_, client):
         client.ingest("book", HAYSTACK.text, display_name="a book")
         expected, _ = ask(client, "book", QUESTION)
@@ -37,7 +37,7 @@ def test_context_is_imported_by_a_service_with_a_different_number_of_ranks(tmp_p
         longleaf("contexts", "import", str(archive), "--name", "copy", "--server", client.server)
         copy = client.get_context("copy")
         assert (copy.state, copy.display_name, copy.storage_bytes > archive.stat().st_size // 2) == (
-            "parked",
+            "evicted",
             "a book",
             True,
         )
@@ -69,6 +69,6 @@ def test_lost_catalog_is_rebuilt_from_storage(tmp_path: Path) -> None:
         pass
     longleaf("contexts", "rebuild", "--from", str(folder / "snapshots"), "--data-dir", str(data_dir))
     with serving(data_dir, 3) as (_, client):
-        assert [(one.id, one.state) for one in client.list_contexts()] == [("book", "parked"), ("twig", "parked")]
+        assert [(one.id, one.state) for one in client.list_contexts()] == [("book", "evicted"), ("twig", "evicted")]
         for name, answer in expected.items():
             assert ask(client, name, QUESTION) == (answer, True)

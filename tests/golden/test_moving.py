@@ -22,7 +22,7 @@ CUT = 300
 
 
 async def leave(found: DurableEngine, threads: TokenizerPool) -> bytes:
-    """The parcel of the context."""
+    """The archive of the context."""
     archive = bytearray()
     async for part in Exports(found.engine.transfers, threads, found.engine.cluster).run(ExportContext(context="book")):
         archive += b"" if isinstance(part, ExportedArchive) else part
@@ -70,7 +70,7 @@ async def test_what_arrives_is_what_left(goldens, tmp_path, family, here, there,
     async with serving(tmp_path / "there", replace(config, world_size=3, **there)) as second:
         arrived = await arrive(second, archive)
         assert arrived.context is not None
-        assert (arrived.context.tokens, arrived.context.state) == (CONTEXT_LEN, "parked")
+        assert (arrived.context.tokens, arrived.context.state) == (CONTEXT_LEN, "evicted")
         assert arrived.key_tokens == (CONTEXT_LEN if is_same else 0)
         after = await answer(second.engine, golden.prompt[CONTEXT_LEN:], "book")
         assert second.num_restored == (CONTEXT_LEN if is_same else 0)

@@ -227,7 +227,7 @@ async def test_questions_have_the_factors_of_their_length_after_a_restore(phi, t
         await ingest(first.engine, "book", prompt[:40], settings=settings)
         await first.save()
     async with serving(tmp_path, replace(config, world_size=3)) as second:
-        assert second.engine.get_context("book").state == "parked"
+        assert second.engine.get_context("book").state == "evicted"
         requested = [prompt[40:end] for end in (60, 80, 120)]
         found = await asyncio.gather(*(ask(second.engine, question, "book") for question in requested))
         assert [tokens for tokens, _ in found] == [generate(phi, prompt[:40] + question) for question in requested]

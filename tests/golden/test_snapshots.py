@@ -35,7 +35,7 @@ async def test_restored_contexts_equal_the_stored_ones(goldens, tmp_path, family
         assert len(first.segments) == 2
     saved = stored_keys(tmp_path, config.block_size)
     async with serving(tmp_path, replace(config, world_size=sizes[1])) as second:
-        assert second.engine.get_context("book").state == "parked"
+        assert second.engine.get_context("book").state == "evicted"
         after = await answer(second.engine, golden.prompt[CONTEXT_LEN:], "book")
         if not {"kv_dtype", "dtype"} & settings.keys():
             assert before == after == golden.tokens

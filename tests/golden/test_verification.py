@@ -24,7 +24,7 @@ async def test_right_ranks_pass(goldens, family):
     async with running(config_for(golden.folder, world_size=3, chunk_size=200)) as engine:
         found = await compare(engine, golden.prompt[:500])
     assert (found.failure, found.num_tokens, found.num_equal, found.num_ranks) == ("", MAX_TOKENS, MAX_TOKENS, 3)
-    assert (found.dtype, found.plain_dtype, found.plain_distance) == ("float32", "float32", 0.0)
+    assert (found.dtype, found.reference_dtype, found.reference_distance) == ("float32", "float32", 0.0)
     assert judge(found).passed
 
 
@@ -47,7 +47,7 @@ async def test_coarse_types_are_named_and_pass(goldens, family, dtype, settings)
     golden = goldens(family)
     async with running(config_for(golden.folder, world_size=2, **settings)) as engine:
         found = await compare(engine, golden.prompt[:300])
-    assert (found.dtype, found.plain_dtype) == (dtype, "bfloat16" if dtype == "int8" else dtype)
+    assert (found.dtype, found.reference_dtype) == (dtype, "bfloat16" if dtype == "int8" else dtype)
     assert found.max_difference > MAX_DIFFERENCE * found.max_logit
     assert judge(found).passed
 

@@ -1,4 +1,4 @@
-"""Contexts are parked and called, and the service dies and starts again over what was kept, between any two events;
+"""Contexts are evicted and called, and the service dies and starts again over what was kept, between any two events;
 some of it comes back from storage."""
 
 from typing import Any

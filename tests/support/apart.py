@@ -45,7 +45,7 @@ STEPS = st.one_of(
     st.builds(lambda n: ("DeleteContext", [{"name": n}]), NAME),
     st.builds(lambda n, m: ("ForkContext", [{"name": n, "new_name": m}]), NAME, NAME),
     st.builds(lambda n: ("ExportContext", [{"name": n}]), NAME | WRONG),
-    st.builds(lambda n: ("RereadContext", [{"name": n}]), NAME | WRONG),
+    st.builds(lambda n: ("RecomputeContext", [{"name": n}]), NAME | WRONG),
     st.builds(lambda n, call: (call, [{"name": n}]), WRONG, st.sampled_from(["GetContext", "DeleteContext"])),
     st.builds(lambda n, m: ("ForkContext", [{"name": n, "new_name": m}]), WRONG, NAME),
     st.just(("ListContexts", [{}])),

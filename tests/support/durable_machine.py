@@ -1,4 +1,4 @@
-"""A machine whose contexts outlive everything: they are parked when room is needed, and the service may die and start
+"""A machine whose contexts outlive everything: they are evicted when room is needed, and the service may die and start
 again between any two events."""
 
 from hypothesis import strategies as st

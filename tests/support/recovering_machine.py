@@ -169,14 +169,14 @@ class RecoveringMachine(SchedulerMachine):
 
     def _look(self) -> None:
         """Processes the losses and the outcomes of waiting or failing jobs."""
-        for given_up in self.scheduler.take_given_up():
-            assert given_up.num_tokens == len(self.texts[given_up.context])
-            del self.texts[given_up.context], self.ends[given_up.context]
+        for dropped in self.scheduler.pop_dropped():
+            assert dropped.num_tokens == len(self.texts[dropped.context])
+            del self.texts[dropped.context], self.ends[dropped.context]
         self._see(self.scheduler.take_outcomes())
 
     def _see(self, outcomes: list[Outcome]) -> None:
-        for given_up in self.scheduler.take_given_up():
-            del self.texts[given_up.context], self.ends[given_up.context]
+        for dropped in self.scheduler.pop_dropped():
+            del self.texts[dropped.context], self.ends[dropped.context]
         for _, outcome in outcomes:
             if isinstance(outcome, Recovering):
                 assert 0 < outcome.lost_tokens <= outcome.total_tokens - outcome.recovered_tokens

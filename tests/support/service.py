@@ -298,13 +298,13 @@ class FakeEngine:
         return self.get_context(context_id)
 
     async def recompute_contexts(self, vocabulary_size: int, tenant: str, room: Room) -> RecomputeResult:
-        contexts, left_out = list[Context](), list[SkippedContext]()
+        contexts, skipped = list[Context](), list[SkippedContext]()
         for name in sorted(name for name in self.earlier if tenant_of(name) == tenant):
             try:
                 contexts.append(await self.recompute_context(name, vocabulary_size, room))
             except LongleafError as error:
-                left_out.append(SkippedContext(name, str(error)))
-        return RecomputeResult(contexts=tuple(contexts), left_out=tuple(left_out))
+                skipped.append(SkippedContext(name, str(error)))
+        return RecomputeResult(contexts=tuple(contexts), skipped=tuple(skipped))
 
     async def update_context(self, context_id: str, settings: ContextSettings) -> Context:
         self.get_context(context_id)

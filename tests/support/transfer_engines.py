@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 from coordinator.handlers.transfer.fakes import FakeTransferEngine, StoredContext
 from coordinator.persistence.catalog.records import ContextRecord
 from longleaf.types import ArchiveChunk, ImportHeader
-from tests.support.parcels import FINGERPRINT, FORM, Packable
+from tests.support.archives import FINGERPRINT, FORM, Packable
 
 
 def empty_transfer_engine(form: str | None = FORM, service: str = "new") -> FakeTransferEngine:
-    """An engine without contexts, with the checkpoint of `tests.support.parcels`."""
+    """An engine without contexts, with the checkpoint of `tests.support.archives`."""
     return FakeTransferEngine(FINGERPRINT, form, service)
 
 
@@ -40,7 +40,7 @@ def transfer_engine_of(*contexts: Packable) -> FakeTransferEngine:
 async def sending(
     header: ImportHeader | None, data: bytes, start: int = 0, size: int = 100, end: int | None = None
 ) -> AsyncIterator[ImportHeader | ArchiveChunk]:
-    """A header, and the bytes of a parcel from `start` up to `end` in pieces of `size` bytes."""
+    """A header, and the bytes of an archive from `start` up to `end` in pieces of `size` bytes."""
     if header is not None:
         yield header
     end = len(data) if end is None else end

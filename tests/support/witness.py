@@ -76,9 +76,9 @@ class Witness:
 
         def is_so(found: dict[str, Any]) -> bool:
             has_all = found["world_size"] == world_size and len(found["losses"]) >= num_losses
-            is_filled = all(loss["slot"] == "filled" for loss in found["losses"])
+            is_replaced = all(loss["slot"] == "replaced" for loss in found["losses"])
             shares = [worker["tokens"] for worker in found["workers"]]
-            return has_all and is_filled and found["recovery"]["is_over"] and min(shares) > 0
+            return has_all and is_replaced and found["recovery"]["is_done"] and min(shares) > 0
 
         return self.cluster(is_so)
 

@@ -22,7 +22,7 @@ class FakeWritten(NamedTuple):
 
 
 class FolderStore:
-    """Objects as files below a folder. Calls wait while `gate` is closed, and fail with `trouble` as the reason if it
+    """Objects as files below a folder. Calls wait while `gate` is closed, and fail with `error` as the reason if it
     is set.
     """
 

@@ -66,7 +66,7 @@ class FakeTransferEngine:
             display_name=record.display_name,
             expires=record.expires,
             is_pinned=record.is_pinned,
-            state="parked",
+            state="evicted",
         )
 
     def made_by(self, context_id: str) -> str:

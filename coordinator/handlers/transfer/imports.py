@@ -302,7 +302,7 @@ async def _take(found: ImportSession, piece: ImportHeader | ArchiveChunk) -> Non
         raise InvalidArgument("config", "must be in the first request, and only there")
     num_bytes, total = found.arrival.num_bytes, found.header.total_bytes
     if not 0 <= piece.offset <= num_bytes:
-        raise InvalidArgument("piece.offset", f"is {piece.offset:,}, but {num_bytes:,} bytes have been received")
+        raise InvalidArgument("chunk.offset", f"is {piece.offset:,}, but {num_bytes:,} bytes have been received")
     if total is not None and piece.offset + len(piece.data) > total:
         raise InvalidArgument("config.total_size_bytes", f"more than {total:,} bytes have been received")
     await found.arrival.take(piece.data[num_bytes - piece.offset :])

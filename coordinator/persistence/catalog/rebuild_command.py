@@ -71,7 +71,7 @@ def run(options: Rebuild) -> RebuildReport:
         folder=str(folder.path),
         service=made.contents.service_id,
         contexts=tuple(RestoredContext(*each) for each in ends),
-        left_out=tuple(made.left_out),
+        skipped=tuple(made.skipped),
         other_manifests=made.num_others,
         moved=tuple(map(str, moved)),
     )

@@ -39,7 +39,7 @@ class Rebuilt(msgspec.Struct, frozen=True, kw_only=True):
     contents: CatalogContents
     next_outgoing: int
     """Greater than the number of every note."""
-    left_out: Sequence[SkippedContext]
+    skipped: Sequence[SkippedContext]
     """Contexts that cannot be restored, except deleted ones."""
     num_others: int
     """Manifests of the service that belong to other checkpoints."""
@@ -72,7 +72,7 @@ def _count(stored: StorageContents, service: str) -> str:
 def rebuild(stored: StorageContents, service: str) -> Rebuilt:
     """Return the catalog of a service, with all contexts whose paths are complete."""
     sources = ManifestIndex(stored, service)
-    left_out = [
+    skipped = [
         SkippedContext(_place(error)[1], str(error)) for error in stored.notes.damaged if _place(error)[0] == service
     ]
     contexts, used = list[ContextRecord](), dict[str, SegmentManifest]()
@@ -83,7 +83,7 @@ def rebuild(stored: StorageContents, service: str) -> Rebuilt:
             path = sources.path(note)
             contexts.append(_context(note, sources.number(path[-1][1].segment)))
         except DataLoss as error:
-            left_out.append(SkippedContext(name, error.reason))
+            skipped.append(SkippedContext(name, error.reason))
         else:
             used |= path
     numbers = {sources.number(manifest.segment): name for name, manifest in used.items()}
@@ -97,7 +97,7 @@ def rebuild(stored: StorageContents, service: str) -> Rebuilt:
     return Rebuilt(
         contents=retained,
         next_outgoing=1 + max(_note_numbers(stored, service), default=-1),
-        left_out=sorted(left_out, key=lambda each: each.name),
+        skipped=sorted(skipped, key=lambda each: each.name),
         num_others=sum(name.startswith(segments_folder(service) + "/") for name in stored.others),
     )
 

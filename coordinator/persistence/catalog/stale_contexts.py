@@ -36,7 +36,7 @@ class StaleContext(msgspec.Struct, frozen=True, kw_only=True):
         changed = f"{', '.join(self.differing)} in {self.model} changed since"
         if self.has_other_text:
             return f"{changed}; serve the previous checkpoint, or ingest the text again"
-        return f"{changed}; serve the previous checkpoint, or recompute the context (longleaf contexts reread)"
+        return f"{changed}; serve the previous checkpoint, or recompute the context (longleaf contexts recompute)"
 
     @property
     def has_other_text(self) -> bool:

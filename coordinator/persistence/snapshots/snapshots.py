@@ -171,7 +171,7 @@ class Snapshots:
     def view(self) -> Storage:
         """Return the state of the storage for clients."""
         outage = self._health.reason or self._sender.health.reason
-        return Storage(snapshots=self._policy.mode, url=self._store.store.url, trouble=outage)
+        return Storage(snapshots=self._policy.mode, url=self._store.store.url, error=outage)
 
     def is_usable(self, segment_id: int) -> bool:
         """Return whether storage has the segment in the layout of these ranks."""

@@ -12,7 +12,7 @@ from grpc import StatusCode
 from coordinator.auth.credentials import Credentials
 from coordinator.handlers.transfer.fakes import FakeTransferEngine
 from longleaf.tenants import DEFAULT_TENANT
-from tests.support.parcels import packable
+from tests.support.archives import packable
 from tests.support.service import FakeEngine, ids, serving
 from tests.support.tenants import ACME, BOLT, Caller, request_of, texts_in, write_credentials
 from tests.support.transfer_engines import transfer_engine_of
@@ -41,7 +41,7 @@ NAMED: dict[str, tuple[str, ...]] = {
     "DeleteContext": ("name",),
     "CancelIngest": ("name",),
     "ExportContext": ("name",),
-    "RereadContext": ("name",),
+    "RecomputeContext": ("name",),
     "ForkContext": ("name", "new_name"),
 }
 
@@ -144,7 +144,7 @@ async def test_forged_archive_name_creates_no_context_of_another_tenant(
     channel: grpc.aio.Channel, transfers: FakeTransferEngine, tenant: str, forged: str
 ) -> None:
     archive = packable(name=forged, vocabulary=200).packed()
-    pieces = {"piece": {"offset": 0, "data": archive}}
+    pieces = {"chunk": {"offset": 0, "data": archive}}
     before = set(transfers.contexts)
     assert await code_of(channel, tenant, "ImportContext", {"config": {}}, pieces) == StatusCode.INVALID_ARGUMENT
     assert set(transfers.contexts) == before

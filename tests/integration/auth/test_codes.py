@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from longleaf.errors import CheckpointChanged
 from longleaf.types import Draining
-from tests.support.parcels import packable
+from tests.support.archives import packable
 from tests.support.service import FakeEngine, ids, serving
 from tests.support.tenants import ACME, BOLT, METHODS, OPS, Caller, credentials, request_of, texts_in
 from tests.support.transfer_engines import transfer_engine_of
@@ -53,8 +53,8 @@ ROWS: dict[str, Row] = {
     "ListContexts": free(),
     "ForkContext": Row(BOOK | {"new_name": "contexts/fork"}),
     "UpdateContext": Row({"context": BOOK | {"pinned": True}, "update_mask": {"paths": ["pinned"]}}),
-    "RereadContext": Row({"name": "contexts/old"}),
-    "RereadContexts": free(),
+    "RecomputeContext": Row({"name": "contexts/old"}),
+    "RecomputeContexts": free(),
     "DeleteContext": Row(BOOK),
     "ExportContext": Row(BOOK),
     "ImportContext": free({"config": {"total_size_bytes": 5}}, StatusCode.INVALID_ARGUMENT),
@@ -65,7 +65,7 @@ ROWS: dict[str, Row] = {
     "WatchCluster": free(),
     "VerifyCluster": ADMINS,
     "Drain": ADMINS,
-    "RefillSlots": ADMINS,
+    "ResetSlots": ADMINS,
 }
 
 
@@ -81,7 +81,7 @@ async def address(tmp_path: Path) -> AsyncIterator[str]:
     engine.contexts["acme/book"] = list(ids(SECRET))
     engine.earlier = {"acme/old": list(ids("old")), "acme/gone": CheckpointChanged("contexts/acme/gone", "all of it")}
     transfers = transfer_engine_of(packable(name="acme/book"))
-    options = {"authenticator": credentials(tmp_path), "drain": drained, "refill": lambda: 1}
+    options = {"authenticator": credentials(tmp_path), "drain": drained, "reset_slots": lambda: 1}
     async with serving(engine, tmp_path / "model", transfers=transfers, **options) as (_, address):
         async with grpc.aio.insecure_channel(address) as channel:
             fields = {"text": "a", "request_id": "held", "resume_duration": {"seconds": 60}, "sampling": SAMPLING}

@@ -51,7 +51,7 @@ def test_bench_draft_has_a_row_for_each_number_of_rows():
     [
         ("restart", 8192),
         ("loss", 16_384),
-        ("parked", 16_384),
+        ("evicted", 16_384),
         ("ingest", 16_384),
         ("storage", 16_384),
         ("journal", 2048),

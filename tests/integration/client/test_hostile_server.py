@@ -44,8 +44,8 @@ CALLS: dict[str, Call] = {
     "ListContexts": lambda client, seconds: client.list_contexts(timeout=seconds),
     "UpdateContext": lambda client, seconds: client.update_context("x", ttl=5, timeout=seconds),
     "ForkContext": lambda client, seconds: client.fork_context("x", "y", timeout=seconds),
-    "RereadContext": lambda client, seconds: client.recompute_context("x", timeout=seconds),
-    "RereadContexts": lambda client, seconds: client.recompute_contexts(timeout=seconds),
+    "RecomputeContext": lambda client, seconds: client.recompute_context("x", timeout=seconds),
+    "RecomputeContexts": lambda client, seconds: client.recompute_contexts(timeout=seconds),
     "DeleteContext": lambda client, seconds: client.delete_context("x", timeout=seconds),
     "ExportContext": lambda client, seconds: client.export_context("x", io.BytesIO(), timeout=seconds),
     "ImportContext": lambda client, seconds: client.import_context(io.BytesIO(b"x"), timeout=seconds),
@@ -55,7 +55,7 @@ CALLS: dict[str, Call] = {
     "GetCluster": lambda client, seconds: client.cluster(timeout=seconds),
     "WatchCluster": lambda client, seconds: drained(client.watch_cluster(timeout=seconds)),
     "Drain": lambda client, seconds: client.drain(timeout=seconds),
-    "RefillSlots": lambda client, seconds: client.refill(timeout=seconds),
+    "ResetSlots": lambda client, seconds: client.reset_slots(timeout=seconds),
     "VerifyCluster": lambda client, seconds: client.verify(timeout=seconds),
 }
 UPLOADS = ("IngestContext", "ImportContext")

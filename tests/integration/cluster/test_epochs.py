@@ -131,7 +131,7 @@ async def test_remaining_members_form_the_next_epoch(make_world: MakeWorld, lost
     assert [world.members[member].fences for member in left] == [[AbortExchanges(1)]] * len(left)
     assert world.events == [MemberLost(member, member, 1, "a", "was killed by signal 9", False) for member in lost]
     assert [(loss.member, loss.rank, loss.epoch, loss.slot) for loss in world.control.losses] == [
-        (member, member, 1, "given_up") for member in lost
+        (member, member, 1, "abandoned") for member in lost
     ]
 
 

@@ -137,9 +137,9 @@ async def test_replacement_that_dies_while_loading_is_abandoned() -> None:
     async with running(LocalFleet(MemberMain(num_good=2)), world_size=2) as world:
         world.keep(await world.control.start(1))
         world.process(1).send_signal(signal.SIGKILL)
-        given_up = asyncio.Event()
-        world.control.registry.watch(lambda event: given_up.set() if isinstance(event, ReplacementAbandoned) else None)
-        await given_up.wait()
+        abandoned = asyncio.Event()
+        world.control.registry.watch(lambda event: abandoned.set() if isinstance(event, ReplacementAbandoned) else None)
+        await abandoned.wait()
         assert isinstance(world.events[-1], ReplacementAbandoned)
         assert "latest reason: exited with code 3" in world.events[-1].reason
 

@@ -154,8 +154,8 @@ async def test_slot_lost_during_loading_is_abandoned_until_requested(world: Supe
     ]
     assert [event.member for event in await world.wait_for(MemberLost)] == [1, 2, 3, 4]
     assert world.fleet.killed == [], "they exited without a kill"
-    assert world.supervisor.refill() == 1
-    assert world.supervisor.refill() == 0, "a replacement is running"
+    assert world.supervisor.reset_slots() == 1
+    assert world.supervisor.reset_slots() == 0, "a replacement is running"
     await world.control.wait_joinable()
     assert await world.wait_for(ReplacementStarted, 4) == [
         ReplacementStarted(2, 1),
@@ -164,7 +164,7 @@ async def test_slot_lost_during_loading_is_abandoned_until_requested(world: Supe
         ReplacementStarted(5, 4),
     ]
     assert (await world.control.form(2)).members == (0, 5)
-    assert world.supervisor.refill() == 0
+    assert world.supervisor.reset_slots() == 0
     assert len(world.fleet.replaced) == 4, "no member is missing"
 
 
@@ -187,7 +187,7 @@ async def test_slot_whose_replacements_load_but_never_join_is_abandoned(world: S
             await world.control.wait_joinable()
     reason = "3 replacements were lost before they joined; latest reason: did not join 2 epochs in time"
     assert await world.wait_for(ReplacementAbandoned) == [ReplacementAbandoned(4, reason)]
-    assert world.supervisor.refill() == 1
+    assert world.supervisor.reset_slots() == 1
 
 
 async def test_missing_slot_stops_blocking_and_is_filled_when_it_returns(world: SupervisedWorld) -> None:
@@ -198,11 +198,11 @@ async def test_missing_slot_stops_blocking_and_is_filled_when_it_returns(world: 
     assert (abandoned.lost, abandoned.reason) == (1, message)
     assert world.now >= CONFIG.start_timeout
     await world.control.wait_ready()
-    assert world.supervisor.refill() == 0, "the slot is still searched for"
+    assert world.supervisor.reset_slots() == 0, "the slot is still searched for"
     world.fleet.problem = None
     await world.control.wait_joinable()
     assert len([event for event in world.events if isinstance(event, ReplacementAbandoned)]) == 1, "reported once"
-    assert [loss.slot for loss in world.control.losses] == ["filling"]
+    assert [loss.slot for loss in world.control.losses] == ["starting"]
 
 
 async def test_replacement_has_the_model_of_the_others(world: SupervisedWorld) -> None:
@@ -216,7 +216,7 @@ async def test_replacement_has_the_model_of_the_others(world: SupervisedWorld) -
         MemberLost(4, None, 0, "node", abandoned.reason.partition("latest reason: ")[2], True),
         abandoned,
     ]
-    assert [loss.slot for loss in world.control.losses] == ["given_up"] * 4
+    assert [loss.slot for loss in world.control.losses] == ["abandoned"] * 4
     await world.supervisor.close()
     assert world.events == reported, "it is reported once"
 

@@ -319,12 +319,12 @@ async def test_stalled_clients_do_not_delay_shutdown_notices(tmp_path: Path) -> 
         assert await found.health() == (False, True)
 
 
-async def test_remote_callers_cannot_drain_or_refill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_remote_callers_cannot_drain_or_reset_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with begun(config_of(tmp_path), LocalFleet(EchoMain())) as found:
         await found.starting
         monkeypatch.setattr(servicers, "is_here", lambda peer: False)
         with pytest.raises(PermissionDenied, match="machine or pod of the service; this call comes from ipv4:127"):
             await found.client.drain()
-        with pytest.raises(PermissionDenied, match="^RefillSlots is allowed only from the machine"):
-            await found.client.refill()
+        with pytest.raises(PermissionDenied, match="^ResetSlots is allowed only from the machine"):
+            await found.client.reset_slots()
         assert await found.health() == (True, True)

@@ -267,7 +267,7 @@ async def test_unknown_fields_are_ignored(later: LaterService, client: Both) -> 
     [
         (grpc.StatusCode.FAILED_PRECONDITION, "START_ERROR", StartError),
         (grpc.StatusCode.FAILED_PRECONDITION, "MODEL_REFUSED", ModelRefused),
-        (grpc.StatusCode.FAILED_PRECONDITION, "CONTEXT_PARKED", LongleafError),
+        (grpc.StatusCode.FAILED_PRECONDITION, "CONTEXT_EVICTED", LongleafError),
         (grpc.StatusCode.FAILED_PRECONDITION, None, LongleafError),
         (grpc.StatusCode.DATA_LOSS, "CONTEXT_HALVED", LongleafError),
         (grpc.StatusCode.ABORTED, "CANCELLED", Cancelled),

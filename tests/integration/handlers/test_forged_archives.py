@@ -16,9 +16,9 @@ from longleaf.errors import (
     InvalidArgument,
     ResourceExhausted,
 )
+from tests.support.archives import FINGERPRINT
 from tests.support.fuzz.archives import VOCABULARY, forge, pool
 from tests.support.fuzz.importing import answer, archive, arrive, importing, imports_of
-from tests.support.parcels import FINGERPRINT
 from workers.kv_io.kv_piece import form_of
 
 pytestmark = pytest.mark.timeout(3600)

@@ -29,8 +29,8 @@ from longleaf.fingerprint import Fingerprint
 from longleaf.types import ArchiveChunk, ExportContext, ExportedArchive, ExportProgress, ImportHeader, ImportProgress
 from longleaf.v1 import context_service_pb2 as context_pb
 from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
+from tests.support.archives import packable
 from tests.support.network.proxy import breaking
-from tests.support.parcels import packable
 from tests.support.service import FakeEngine, serving
 from tests.support.transfer_engines import empty_transfer_engine, transfer_engine_of
 
@@ -79,7 +79,7 @@ async def test_context_is_transferred_between_services(
     assert (seen[-1], len(seen) > 10) == (ExportProgress(len(WHOLE), archive), True)
     async with AsyncClient(new[1]) as client:
         context = await client.import_context(path, "dick", on_progress=arrived.append)
-    assert (context.id, context.tokens, context.display_name, context.state) == ("dick", 11, "Moby-Dick", "parked")
+    assert (context.id, context.tokens, context.display_name, context.state) == ("dick", 11, "Moby-Dick", "evicted")
     assert (arrived[-1].key_tokens, arrived[-1].received_bytes) == (11, len(WHOLE))
     assert keys_of(new[0], "dick") == list(MOBY.objects.values()) == keys_of(old[0])
     assert (old[0].num_open, new[0].num_imports) == (0, 0)
@@ -237,11 +237,11 @@ DAMAGED = WHOLE[:2_000_000] + b"?" + WHOLE[2_000_001:]
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        (b"", InvalidArgument, "parcel: it is truncated"),
-        (b"Call me Ishmael. " * 9, InvalidArgument, "parcel: this is not an exported context"),
-        (WHOLE[:-1], InvalidArgument, "parcel: it is truncated"),
-        (WHOLE + b"\0", InvalidArgument, "parcel: it has extra bytes after its end"),
-        (DAMAGED, InvalidArgument, "parcel: the content of 'piece' is damaged"),
+        (b"", InvalidArgument, "archive: it is truncated"),
+        (b"Call me Ishmael. " * 9, InvalidArgument, "archive: this is not an exported context"),
+        (WHOLE[:-1], InvalidArgument, "archive: it is truncated"),
+        (WHOLE + b"\0", InvalidArgument, "archive: it has extra bytes after its end"),
+        (DAMAGED, InvalidArgument, "archive: the content of 'piece' is damaged"),
     ],
     ids=["empty", "text", "cut", "longer", "damaged"],
 )
@@ -299,16 +299,16 @@ async def test_invalid_export_requests_name_the_field(
     ("requests", "field"),
     [
         ([], "config"),
-        ([{"piece": {"data": b"x"}}], "config"),
+        ([{"chunk": {"data": b"x"}}], "config"),
         ([{}], "payload"),
         ([{"config": {"name": "moby"}}], "config.name"),
         ([{"config": {"upload_id": "x" * 129}}], "config.upload_id"),
         ([{"config": {}}, {"config": {}}], "config"),
-        ([{"config": {}}, {"piece": {"offset": 7, "data": b"x"}}], "piece.offset"),
-        ([{"config": {}}, {"piece": {"offset": -7, "data": b"x"}}], "piece.offset"),
-        ([{"config": {"total_size_bytes": 3}}, {"piece": {"data": b"long"}}], "config.total_size_bytes"),
+        ([{"config": {}}, {"chunk": {"offset": 7, "data": b"x"}}], "chunk.offset"),
+        ([{"config": {}}, {"chunk": {"offset": -7, "data": b"x"}}], "chunk.offset"),
+        ([{"config": {"total_size_bytes": 3}}, {"chunk": {"data": b"long"}}], "config.total_size_bytes"),
         ([{"config": {"total_size_bytes": -1}}], "config.total_size_bytes"),
-        ([{"config": {}}, {"piece": {"data": bytes(2 << 20)}}], "request"),
+        ([{"config": {}}, {"chunk": {"data": bytes(2 << 20)}}], "request"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -41,10 +41,10 @@ async def test_results_of_the_ranks_are_returned(service: Served) -> None:
     assert found.tolerance == pytest.approx(0.001)
     assert (found.max_difference, found.max_logit, found.worst_index) == (0.0009, 10.0, 3)
     assert (found.compared_tokens, found.equal_tokens, found.holding_ranks, found.world_size) == (8, 7, 1, 1)
-    assert (found.dtype, found.plain_seconds, found.failure) == ("float32", 0.25, "")
+    assert (found.dtype, found.reference_seconds, found.failure) == ("float32", 0.25, "")
 
 
-ROUNDED = {"max_difference": 9.0, "dtype": "bfloat16", "plain_dtype": "bfloat16", "plain_distance": 0.1}
+ROUNDED = {"max_difference": 9.0, "dtype": "bfloat16", "reference_dtype": "bfloat16", "reference_distance": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ ROUNDED = {"max_difference": 9.0, "dtype": "bfloat16", "plain_dtype": "bfloat16"
         ({**ROUNDED, "distance": 0.21}, True, False),
         ({**ROUNDED, "distance": math.nan}, True, False),
         ({**ROUNDED, "distance": 0.05, "dtype": "float16"}, True, True),
-        ({**ROUNDED, "distance": 0.31, "plain_distance": 0.08, "dtype": "int8"}, True, True),
-        ({**ROUNDED, "distance": 0.33, "plain_distance": 0.08, "dtype": "int8"}, True, False),
-        ({**ROUNDED, "distance": 0.1, "plain_distance": 0.17}, False, False),
-        ({**ROUNDED, "distance": 0.35, "plain_distance": 0.17}, True, False),
+        ({**ROUNDED, "distance": 0.31, "reference_distance": 0.08, "dtype": "int8"}, True, True),
+        ({**ROUNDED, "distance": 0.33, "reference_distance": 0.08, "dtype": "int8"}, True, False),
+        ({**ROUNDED, "distance": 0.1, "reference_distance": 0.17}, False, False),
+        ({**ROUNDED, "distance": 0.35, "reference_distance": 0.17}, True, False),
         ({"max_difference": 0.0, "failure": "no memory"}, False, False),
     ],
 )
@@ -69,9 +69,9 @@ async def test_verdict_follows_rounding_differences(
     service.engine.comparison = struct(**changes)
     found = await service.client.verify()
     assert (found.is_conclusive, found.passed) == (is_conclusive, passed)
-    assert (found.plain_distance, found.plain_dtype) == (
-        changes.get("plain_distance", 0),
-        changes.get("plain_dtype", ""),
+    assert (found.reference_distance, found.reference_dtype) == (
+        changes.get("reference_distance", 0),
+        changes.get("reference_dtype", ""),
     )
 
 

@@ -55,7 +55,7 @@ class Served:
     def num_recomputed(self) -> float:
         """Tokens whose keys and values were recomputed."""
         with urllib.request.urlopen(self._metrics_url) as answer:
-            return Scraped(answer.read().decode()).value("longleaf_reingested_tokens_total")
+            return Scraped(answer.read().decode()).value("longleaf_recomputed_tokens_total")
 
     def text(self, name: str) -> str:
         return self.client.get_context_text(name, 0, self.client.get_context(name).tokens).text

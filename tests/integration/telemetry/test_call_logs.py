@@ -17,8 +17,8 @@ from coordinator.telemetry.telemetry import Telemetry
 from longleaf.errors import NotFinite, RankLost
 from longleaf.service_settings import TelemetryConfig
 from longleaf.types import Draining
+from tests.support.archives import packable
 from tests.support.open_calls import OpenCalls
-from tests.support.parcels import packable
 from tests.support.service import FakeEngine, ids, serving
 from tests.support.tenants import ACME, METHODS, OPS, Caller, bearer, credential_of, credentials, request_of
 from tests.support.transfer_engines import transfer_engine_of
@@ -34,8 +34,8 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
     "ListContexts": [{}],
     "ForkContext": [{"name": "contexts/book", "new_name": "contexts/fork"}],
     "UpdateContext": [{"context": {"name": "contexts/book", "pinned": True}, "update_mask": {"paths": ["pinned"]}}],
-    "RereadContext": [{"name": "contexts/old"}],
-    "RereadContexts": [{}],
+    "RecomputeContext": [{"name": "contexts/old"}],
+    "RecomputeContexts": [{}],
     "DeleteContext": [{"name": "contexts/book"}],
     "ExportContext": [{"name": "contexts/book"}],
     "ImportContext": [{"config": {"name": "contexts/came", "total_size_bytes": 5}}],
@@ -46,7 +46,7 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
     "WatchCluster": [{}],
     "VerifyCluster": [{}],
     "Drain": [{}],
-    "RefillSlots": [{}],
+    "ResetSlots": [{}],
 }
 CONTEXTS = {
     **dict.fromkeys(
@@ -55,10 +55,10 @@ CONTEXTS = {
     "IngestContext": "new",
     "CancelIngest": "begun",
     "ForkContext": "fork",
-    "RereadContext": "old",
+    "RecomputeContext": "old",
     "ImportContext": "came",
 }
-AUDITED = {"DeleteContext": "deletion of a context", "Drain": "drain", "RefillSlots": "refill of slots"}
+AUDITED = {"DeleteContext": "deletion of a context", "Drain": "drain", "ResetSlots": "reset of slots"}
 
 
 async def drained(_: bool) -> Draining:
@@ -75,7 +75,7 @@ async def watched(folder: Path, engine: FakeEngine, **telemetry: Any) -> AsyncGe
     )
     calls = OpenCalls()
     observers = Observers((calls, await watching.start()))
-    options = {"authenticator": credentials(folder), "drain": drained, "refill": lambda: 1, "observers": observers}
+    options = {"authenticator": credentials(folder), "drain": drained, "reset_slots": lambda: 1, "observers": observers}
     transfers = transfer_engine_of(packable(name=f"{ACME}/book"))
     try:
         async with (
@@ -114,7 +114,7 @@ def test_every_method_is_called_below() -> None:
 async def test_every_call_has_one_line(tmp_path: Path, log_output: LogOutput, name: str) -> None:
     engine = FakeEngine()
     engine.answer = (ids("hi"),)
-    tenant = OPS if name in ("VerifyCluster", "Drain", "RefillSlots") else ACME
+    tenant = OPS if name in ("VerifyCluster", "Drain", "ResetSlots") else ACME
     async with watched(tmp_path, engine) as channel:
         if name == "CancelGeneration":
             fields = {"text": "a", "request_id": "held", "resume_duration": {"seconds": 60}}

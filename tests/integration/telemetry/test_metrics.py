@@ -96,7 +96,7 @@ async def test_lost_rank_is_exported(tmp_path: Path) -> None:
         assert before.value("longleaf_ranks_lost_total") == 0
         assert found.service._control is not None
         await found.service._fleet.kill(1)
-        while (seen := await found.scrape()).value("longleaf_reingested_tokens_total") == 0:
+        while (seen := await found.scrape()).value("longleaf_recomputed_tokens_total") == 0:
             assert await found.generate(ACME) is StatusCode.OK
         assert seen.value("longleaf_ranks_lost_total") == 1
         assert seen.value("longleaf_epoch") > before.value("longleaf_epoch")

@@ -152,7 +152,7 @@ def test_slow_storage_delays_no_step_heartbeat_or_epoch(members: Members, storag
     members.form(2, [1], KvLayout(2, ()))
     members.say(1, Save(5, "gone", 0, PARTS[1]))
     dropped = members.hear(Saved, 1)
-    assert (dropped.ticket, dropped.failure and dropped.failure.trouble) == (5, "dropped")
+    assert (dropped.ticket, dropped.failure and dropped.failure.kind) == (5, "dropped")
     opened = os.open(gate, os.O_WRONLY)
     assert members.hear(Saved, 1) == Saved(1, 4, parts[1].num_bytes, parts[1].digest)
     os.close(opened)

@@ -1,4 +1,4 @@
-"""Any context comes out of a parcel as it went in, however its bytes are cut on their way."""
+"""Any context comes out of an archive as it went in, however its bytes are cut on their way."""
 
 from array import array
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from longleaf.context_archive.reader import IdsSection
 from longleaf.context_archive.records import SegmentHead
-from tests.support.parcels import packable, unpack
+from tests.support.archives import packable, unpack
 
 SIZES = st.lists(st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))), min_size=1, max_size=4)
 

@@ -124,7 +124,7 @@ def test_forks_and_appends_are_one_text(
     whole, behind = document(name, first, cuts, 2), document(name, second, cuts, 0)
     num_tokens = 1 + cut % whole.num_tokens
     fork = DocumentPart(token_ids=whole.token_ids, num_tokens=num_tokens, text=whole.text)
-    if is_sent:  # in a parcel
+    if is_sent:  # in an archive
         assert whole.text is not None
         text = whole.text.cut(num_tokens)
         text.check(num_tokens, "text")

@@ -16,8 +16,8 @@ from longleaf.rank_protocol.step import Restore
 from longleaf.sampling import Sampling
 from longleaf.storage.store import Store
 from longleaf.types import ArchiveChunk, Context, ImportHeader
+from tests.support.archives import FINGERPRINT
 from tests.support.fuzz.archives import BLOCK, NUM_WINDOW_BLOCKS, VOCABULARY, WINDOW, forge, pool
-from tests.support.parcels import FINGERPRINT
 from tests.support.storing import NOW, Service, Storage, StoringRanks, ingest, serving
 from workers.kv_io.kv_piece import KvPiece, form_of
 from workers.step.kv_restore import check, take_in

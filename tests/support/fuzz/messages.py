@@ -16,7 +16,7 @@ from google.protobuf.struct_pb2 import Struct
 from hypothesis import strategies as st
 
 import longleaf.v1
-from tests.support.parcels import packable
+from tests.support.archives import packable
 
 Path = tuple[FieldDescriptor, ...]
 """A field, and before it the fields that lead to it, all of them single messages."""
@@ -61,15 +61,15 @@ BASES: dict[str, tuple[dict[str, Any], ...]] = {
     "ExportContextRequest": ({"name": f"contexts/{PINNED}"},),
     "ImportContextRequest": (
         {"config": {"name": "contexts/new"}},
-        {"piece": {"data": b64encode(ARCHIVE[:500]).decode()}},
-        {"piece": {"offset": 500, "data": b64encode(ARCHIVE[500:]).decode()}},
+        {"chunk": {"data": b64encode(ARCHIVE[:500]).decode()}},
+        {"chunk": {"offset": 500, "data": b64encode(ARCHIVE[500:]).decode()}},
     ),
     "GetContextRequest": ({"name": f"contexts/{PINNED}"},),
     "GetContextTextRequest": (
         {"name": f"contexts/{PINNED}", "token_range": {"start": "1", "end": "3"}},
         {"name": f"contexts/{PINNED}", "byte_range": {"end": "3"}},
     ),
-    "RereadContextRequest": ({"name": f"contexts/{PINNED}"},),
+    "RecomputeContextRequest": ({"name": f"contexts/{PINNED}"},),
     "CancelIngestRequest": ({"name": f"contexts/{PINNED}", "upload_id": "mine"},),
     "DeleteContextRequest": ({"name": f"contexts/{PINNED}"},),
     "CountTokensRequest": ({"text": "some text"},),

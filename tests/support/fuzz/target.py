@@ -30,8 +30,8 @@ from longleaf.config import EngineConfig
 from longleaf.rank_protocol.fakes import echo_token
 from longleaf.sampling import Sampling
 from longleaf.types import Draining, ModelInfo
+from tests.support.archives import packable
 from tests.support.fuzz.messages import PINNED
-from tests.support.parcels import packable
 from tests.support.running import running
 from tests.support.service import byte_tokenizer, write_model
 from tests.support.transfer_engines import transfer_engine_of
@@ -235,7 +235,7 @@ async def fuzzed(folder: Path) -> AsyncIterator[Target]:
         use_cases = Application(
             engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"), transfers=transfers
         )
-        server = GrpcServer(use_cases, drain=stay, refill=int)
+        server = GrpcServer(use_cases, drain=stay, reset_slots=int)
         port = await server.start("127.0.0.1", 0)
         target = Target(engine, f"127.0.0.1:{port}", echoes(4, vocabulary))
         try:

@@ -106,7 +106,7 @@ def test_cluster_reports_the_storage() -> None:
     storage = Storage(snapshots="seal", url="s3://bucket")
     assert storage_lines(storage) == ["snapshots seal, storage s3://bucket"]
     message = "  storage cannot be written: s3://bucket cannot be written: it is full"
-    assert storage_lines(replace(storage, trouble="s3://bucket cannot be written: it is full"))[1:] == [message]
+    assert storage_lines(replace(storage, error="s3://bucket cannot be written: it is full"))[1:] == [message]
 
 
 def test_window_only_models_report_no_token_limit() -> None:
@@ -119,7 +119,7 @@ def test_window_only_models_report_no_token_limit() -> None:
 def test_values_hidden_from_users_are_marked_hidden() -> None:
     worker = Worker(rank=0, node="n", pid=0, device="cpu", tokens=0, max_tokens=4096, kv_bytes=0)
     shape = {"model": ModelInfo(name="m"), "world_size": 1, "epoch": 1, "merge": "auto", "launcher": "local"}
-    recovery = Recovery(epoch=2, lost_tokens=0, recovered_tokens=0, seconds=9.0, is_over=False)
+    recovery = Recovery(epoch=2, lost_tokens=0, recovered_tokens=0, seconds=9.0, is_done=False)
     storage = Storage(snapshots="seal", url="")
     found = Cluster(**shape, workers=(worker,), recovery=recovery, storage=storage)
     lines = lines_of(found, 0.0)
@@ -205,8 +205,8 @@ def test_merges_inside_and_between_nodes_are_reported() -> None:
         launcher="ray",
         merge="auto",
         transport="shared_memory + gloo",
-        inside_transport="shared_memory",
-        between_transport="gloo",
+        intra_node_transport="shared_memory",
+        inter_node_transport="gloo",
         tier_merges=(TierMerge(8, "exchange", "gather"), TierMerge(0, "", "packed")),
     )
     assert merge_lines(cluster) == [

@@ -26,20 +26,20 @@ async def test_context_is_recomputed(terminal: Terminal) -> None:
         "dick": [4, 5],
         "ahab": CheckpointChanged("contexts/ahab", "tokenizer.json changed"),
     }
-    code, out, _ = await terminal.run("contexts", "reread", "moby")
+    code, out, _ = await terminal.run("contexts", "recompute", "moby")
     assert (code, out) == (0, "moby: 3 tokens, 192 B of keys and values on 1 rank\n")
-    code, _, err = await terminal.run("contexts", "reread", "ahab")
+    code, _, err = await terminal.run("contexts", "recompute", "ahab")
     assert (code, "tokenizer.json changed" in err) == (2, True)
-    code, out, _ = await terminal.run("contexts", "reread", "--all")
+    code, out, _ = await terminal.run("contexts", "recompute", "--all")
     assert code == 0
     assert [line.partition(":")[0] for line in out.splitlines()] == ["dick", "skipped", "skipped"]
-    [found] = await terminal.json("contexts", "reread", "--all")
-    assert [each["name"] for each in found["left_out"]] == ["ahab", "dick", "moby"]
+    [found] = await terminal.json("contexts", "recompute", "--all")
+    assert [each["name"] for each in found["skipped"]] == ["ahab", "dick", "moby"]
     terminal.engine.earlier = {}
-    _, out, _ = await terminal.run("contexts", "reread", "--all")
+    _, out, _ = await terminal.run("contexts", "recompute", "--all")
     assert out == "there are no contexts of previous checkpoints\n"
     for wrong in ((), ("moby", "--all")):
-        code, _, err = await terminal.run("contexts", "reread", *wrong)
+        code, _, err = await terminal.run("contexts", "recompute", *wrong)
         assert (code, "give the name of a context, or --all" in err) == (2, True)
 
 

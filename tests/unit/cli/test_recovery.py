@@ -15,7 +15,7 @@ from longleaf.types import IngestProgress, Loss, Recovering, Recovery
 from tests.support.service import ids, tokens
 from tests.support.terminal import Terminal
 
-LOSS = Loss(time=97.0, member=5, rank=2, epoch=1, node="b", reason="killed by signal 9", slot="filling")
+LOSS = Loss(time=97.0, member=5, rank=2, epoch=1, node="b", reason="killed by signal 9", slot="starting")
 
 
 @pytest.mark.parametrize(
@@ -23,17 +23,17 @@ LOSS = Loss(time=97.0, member=5, rank=2, epoch=1, node="b", reason="killed by si
     [
         ({}, "rank 2 of epoch 1 on node b was lost 3 s ago: killed by signal 9; its slot is being filled"),
         (
-            {"slot": "filled", "time": 100.5},
+            {"slot": "replaced", "time": 100.5},
             "rank 2 of epoch 1 on node b was lost 0 s ago: killed by signal 9; its slot is filled",
         ),
-        ({"slot": "waiting", "refill_time": 112.0}, "killed by signal 9; its slot will be filled in 12 s"),
-        ({"slot": "waiting", "refill_time": 99.0}, "killed by signal 9; its slot will be filled"),
+        ({"slot": "waiting", "retry_time": 112.0}, "killed by signal 9; its slot will be filled in 12 s"),
+        ({"slot": "waiting", "retry_time": 99.0}, "killed by signal 9; its slot will be filled"),
         ({"slot": "waiting"}, "killed by signal 9; its slot will be filled"),
         (
-            {"slot": "given_up", "slot_reason": "lost three times while loading"},
+            {"slot": "abandoned", "slot_reason": "lost three times while loading"},
             "stays empty: lost three times while loading",
         ),
-        ({"slot": "given_up"}, "killed by signal 9; its slot stays empty"),
+        ({"slot": "abandoned"}, "killed by signal 9; its slot stays empty"),
         ({"slot": "unspecified"}, "killed by signal 9"),
         (
             {"rank": None, "time": -3600.0},
@@ -50,7 +50,7 @@ def test_loss_is_reported_with_the_state_of_its_slot(changes: dict[str, Any], me
 
 
 def test_reason_for_an_empty_slot_is_printed_once_in_a_row() -> None:
-    changes: list[dict[str, Any]] = [{}, {"slot": "given_up", "slot_reason": "a"}, {"slot": "given_up"}]
+    changes: list[dict[str, Any]] = [{}, {"slot": "abandoned", "slot_reason": "a"}, {"slot": "abandoned"}]
     losses = [msgspec.structs.replace(LOSS, **changes[number]) for number in (0, 1, 1, 2, 1, 1)]
     reported = [line.partition("its slot ")[2] for line in loss_lines(losses, now=100.0)]
     empty = "stays empty"
@@ -58,9 +58,9 @@ def test_reason_for_an_empty_slot_is_printed_once_in_a_row() -> None:
 
 
 def test_recovery_is_reported_during_and_after_it() -> None:
-    recovery = Recovery(epoch=2, lost_tokens=65_536, recovered_tokens=12_288, seconds=0.4, is_over=False)
+    recovery = Recovery(epoch=2, lost_tokens=65_536, recovered_tokens=12_288, seconds=0.4, is_done=False)
     assert recovery_lines(recovery) == ["recovering: 12,288 of 65,536 tokens, 400 ms"]
-    over = msgspec.structs.replace(recovery, is_over=True, given_up=("ahab", "moby"))
+    over = msgspec.structs.replace(recovery, is_done=True, dropped_contexts=("ahab", "moby"))
     assert recovery_lines(over) == [
         "recovered 12,288 of 65,536 lost tokens in 400 ms",
         "  dropped for lack of space: ahab, moby",
@@ -69,7 +69,9 @@ def test_recovery_is_reported_during_and_after_it() -> None:
 
 
 async def test_cluster_reports_losses(terminal: Terminal) -> None:
-    recovery = Recovery(epoch=2, lost_tokens=8, recovered_tokens=8, seconds=1.5, is_over=True, given_up=("ahab",))
+    recovery = Recovery(
+        epoch=2, lost_tokens=8, recovered_tokens=8, seconds=1.5, is_done=True, dropped_contexts=("ahab",)
+    )
     terminal.engine.recovery, terminal.engine.losses = recovery, (LOSS,)
     [cluster] = await terminal.json("cluster")
     assert msgspec.convert(cluster["recovery"], Recovery) == recovery

@@ -11,7 +11,7 @@ import pytest
 from coordinator.handlers.transfer.fakes import FakeTransferEngine
 from longleaf.cli.transfer import summary
 from longleaf.types import Context
-from tests.support.parcels import packable
+from tests.support.archives import packable
 from tests.support.service import FakeEngine, serving
 from tests.support.terminal import Terminal
 from tests.support.transfer_engines import empty_transfer_engine, transfer_engine_of

@@ -35,7 +35,7 @@ async def test_failure_exits_with_3(terminal: Terminal) -> None:
 
 
 async def test_inconclusive_result_exits_with_4(terminal: Terminal) -> None:
-    rounded = {"distance": 0.1, "plain_distance": 0.125, "dtype": "int8", "plain_dtype": "bfloat16"}
+    rounded = {"distance": 0.1, "reference_distance": 0.125, "dtype": "int8", "reference_dtype": "bfloat16"}
     terminal.engine.comparison = ComparisonRow(max_difference=0.5, max_logit=10.0, num_tokens=8, **rounded)
     code, out, _ = await terminal.run("verify")
     assert code == 4

@@ -22,7 +22,7 @@ def slot_states(*events: MemberEvent) -> list[tuple[int, str, float | None, str]
     for event in events:
         history.take(event)
     assert all(loss.time == 100.0 for loss in history.losses)
-    return [(loss.member, loss.slot, loss.refill_time, loss.slot_reason) for loss in history.losses]
+    return [(loss.member, loss.slot, loss.retry_time, loss.slot_reason) for loss in history.losses]
 
 
 def test_slot_states_of_a_replacement() -> None:
@@ -32,14 +32,14 @@ def test_slot_states_of_a_replacement() -> None:
         ReplacementStarted(2, 1),
         MemberJoined(2, 1, "node", 5),
     ]
-    states = [("waiting", None), ("waiting", 130.0), ("filling", None), ("filled", None)]
-    for count, (slot, refill_time) in enumerate(states, start=1):
-        assert slot_states(*events[:count]) == [(1, slot, refill_time, "")]
+    states = [("waiting", None), ("waiting", 130.0), ("starting", None), ("replaced", None)]
+    for count, (slot, retry_time) in enumerate(states, start=1):
+        assert slot_states(*events[:count]) == [(1, slot, retry_time, "")]
 
 
 def test_loss_of_a_replacement_is_a_separate_entry() -> None:
     events = (lost(1, 1), ReplacementStarted(2, 1), MemberJoined(2, 1, "node", 5), lost(2, 1), ReplacementStarted(3, 2))
-    assert slot_states(*events) == [(1, "filled", None, ""), (2, "filling", None, "")]
+    assert slot_states(*events) == [(1, "replaced", None, ""), (2, "starting", None, "")]
 
 
 def test_loss_of_a_joining_member_keeps_the_slot_waiting() -> None:
@@ -47,12 +47,12 @@ def test_loss_of_a_joining_member_keeps_the_slot_waiting() -> None:
     assert slot_states(*events) == [(1, "waiting", None, ""), (2, "waiting", None, ""), (3, "waiting", None, "")]
     assert [
         slot for _, slot, _, _ in slot_states(*events, ReplacementStarted(4, 3), MemberJoined(4, 1, "node", 5))
-    ] == ["filled"] * 3
-    assert slot_states(*events, ReplacementAbandoned(3, "no memory"))[0] == (1, "given_up", None, "no memory")
+    ] == ["replaced"] * 3
+    assert slot_states(*events, ReplacementAbandoned(3, "no memory"))[0] == (1, "abandoned", None, "no memory")
 
 
 def test_slot_without_replacement_has_a_reason() -> None:
-    assert slot_states(lost(1, 1, is_replaced=False)) == [(1, "given_up", None, "ranks are not replaced")]
+    assert slot_states(lost(1, 1, is_replaced=False)) == [(1, "abandoned", None, "ranks are not replaced")]
 
 
 def test_history_is_bounded() -> None:

@@ -23,7 +23,7 @@ from longleaf.context_archive.records import (
 )
 from longleaf.errors import InvalidArgument
 from longleaf.storage.context_note import sound_ends
-from tests.support.parcels import FORM, bytes_from, packable, unpack
+from tests.support.archives import FORM, bytes_from, packable, unpack
 
 HEAD = packable().head
 ROPE = packable().path[0].rope
@@ -76,7 +76,7 @@ def test_truncation_is_detected_at_every_byte() -> None:
     whole = packable().packed()
     for end in range(len(whole)):
         with pytest.raises(
-            InvalidArgument, match=rf"parcel: it is truncated: its end is missing \(after {end:,} bytes\)"
+            InvalidArgument, match=rf"archive: it is truncated: its end is missing \(after {end:,} bytes\)"
         ):
             unpack(whole[:end])
 
@@ -86,7 +86,7 @@ def test_flipped_bit_is_detected_at_every_byte() -> None:
     for place in range(len(whole)):
         damaged = bytearray(whole)
         damaged[place] ^= 1 << place % 8
-        with pytest.raises(InvalidArgument, match="parcel: "):
+        with pytest.raises(InvalidArgument, match="archive: "):
             unpack(bytes(damaged))
 
 
@@ -105,9 +105,9 @@ def test_swapped_and_missing_records_are_detected() -> None:
     assert PREAMBLE + b"".join(records) == whole
     for place in range(len(records) - 1):
         swapped = [*records[:place], records[place + 1], records[place], *records[place + 2 :]]
-        with pytest.raises(InvalidArgument, match="parcel: "):
+        with pytest.raises(InvalidArgument, match="archive: "):
             unpack(PREAMBLE + b"".join(swapped))
-        with pytest.raises(InvalidArgument, match="parcel: "):
+        with pytest.raises(InvalidArgument, match="archive: "):
             unpack(PREAMBLE + b"".join([*records[:place], *records[place + 1 :]]))
 
 

@@ -42,10 +42,12 @@ def persistence_with(*found: StaleContext) -> MemoryLasting:
 async def test_recomputed_context_keeps_tokens_and_settings() -> None:
     persistence = persistence_with(stale())
     async with running(persistence) as engine:
-        with pytest.raises(CheckpointChanged, match=r"model.safetensors in /model changed .*longleaf contexts reread"):
+        with pytest.raises(
+            CheckpointChanged, match=r"model.safetensors in /model changed .*longleaf contexts recompute"
+        ):
             await ask(engine, "book")
         view = await engine.recompute_context("book", VOCABULARY)
-        assert (view.id, view.tokens, view.state, view.display_name) == ("book", 40, "parked", "a book")
+        assert (view.id, view.tokens, view.state, view.display_name) == ("book", 40, "evicted", "a book")
         assert view.positions.capacity == 2_000
         await ingest(engine, "same", [*range(20), *range(100, 120)])
         assert await ask(engine, "book") == await ask(engine, "same")
@@ -69,7 +71,7 @@ async def test_all_stale_contexts_are_recomputed_if_possible() -> None:
         await ingest(engine, "taken", [1, 2])
         found = await engine.recompute_contexts(VOCABULARY)
         assert [(each.id, each.tokens) for each in found.contexts] == [("book", 40), ("twig", 12)]
-        reported = {each.name: each.reason for each in found.left_out}
+        reported = {each.name: each.reason for each in found.skipped}
         assert list(reported) == ["lost", "other", "taken"]
         assert "segment 8 is missing" in reported["lost"]
         assert "ingest the text again" in reported["other"]
@@ -93,7 +95,7 @@ async def test_recompute_respects_quotas() -> None:
             await engine.recompute_context("book", VOCABULARY, room)
         found = await engine.recompute_contexts(VOCABULARY, room=room)
         assert [each.id for each in found.contexts] == ["twig"]
-        assert [(each.name, "quotas/tokens" in each.reason) for each in found.left_out] == [("book", True)]
+        assert [(each.name, "quotas/tokens" in each.reason) for each in found.skipped] == [("book", True)]
         assert [each.id for each in engine.list_contexts()] == ["twig"]
         engine.audit()
     assert requested == [40, 40, 12]
@@ -110,9 +112,9 @@ async def test_tenant_without_stale_contexts_causes_no_read() -> None:
         assert persistence.num_readings == 0
         found = await asyncio.gather(*(engine.recompute_contexts(VOCABULARY) for _ in range(2)))
         assert [len(each.contexts) for each in found] == [1, 0]
-        assert [each.name for each in found[1].left_out] == ["book"]
+        assert [each.name for each in found[1].skipped] == ["book"]
         num_readings = persistence.num_readings
-        assert [each.name for each in (await engine.recompute_contexts(VOCABULARY)).left_out] == ["book"]
+        assert [each.name for each in (await engine.recompute_contexts(VOCABULARY)).skipped] == ["book"]
         assert persistence.num_readings == num_readings
 
 

@@ -73,7 +73,7 @@ async def test_adopted_context_is_evicted_and_answers_like_an_ingested_one(is_du
         await ingest(engine, "other", list(range(8)))
         await engine._persistence.adopt(BOOK, PATH)
         view = engine.get_context("book")
-        assert (view.tokens, view.state, view.display_name, view.hits) == (40, "parked", "a book", 3)
+        assert (view.tokens, view.state, view.display_name, view.hits) == (40, "evicted", "a book", 3)
         assert view.positions.capacity == 2_000
         await ingest(engine, "same", [*range(20), *range(100, 120)])
         assert await ask(engine, "book") == await ask(engine, "same")

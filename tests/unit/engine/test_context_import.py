@@ -66,7 +66,7 @@ async def test_imported_context_is_evicted_and_restored_on_request() -> None:
         assert len(after.snapshots._needed()) == 2, "no object of it is deleted"
         record = replace(exporting.context, segment=segments[-1].id)
         adopted = await importing.adopt(record, segments, snapshots_of(segments, new))
-        assert (adopted.state, adopted.tokens) == ("parked", 60)
+        assert (adopted.state, adopted.tokens) == ("evicted", 60)
         assert not after.snapshots._needed()
         count = new.num_objects
         await importing.drop()
@@ -215,7 +215,7 @@ async def test_persisted_context_that_cannot_be_loaded_does_not_prevent_a_start(
 
     monkeypatch.setattr(ContextTable, "adopt", fail)
     async with serving(storage, policy=DEMAND) as service:
-        service.engine.warm()
+        service.engine.preload()
         assert [each.id for each in service.engine.list_contexts()] == ["other"]
         service.engine.audit()
     assert "cannot write context book" in caplog.text
@@ -330,7 +330,7 @@ async def test_keys_are_accepted_only_if_they_can_be_restored() -> None:
         importing = await arrive(service)
         assert importing.form is None
         await adopt(importing)
-        assert service.engine.transfers.get_context("book").state == "parked"
+        assert service.engine.transfers.get_context("book").state == "evicted"
     storage = Storage()
     async with serving(storage, storage.ranks(form=""), DEMAND) as service:
         assert (await arrive(service)).form is None

@@ -62,7 +62,7 @@ async def test_contexts_are_restored_with_equal_answers() -> None:
         found = {view.id: view for view in engine.list_contexts()}
         assert found.keys() == before.keys() == {"book", "twig"}
         for name, view in found.items():
-            assert (view.state, view.kv_bytes, view.storage_bytes > 0) == ("parked", 0, True)
+            assert (view.state, view.kv_bytes, view.storage_bytes > 0) == ("evicted", 0, True)
             assert (view.tokens, view.display_name, view.is_pinned) == (
                 before[name].tokens,
                 before[name].display_name,
@@ -70,7 +70,7 @@ async def test_contexts_are_restored_with_equal_answers() -> None:
             )
             assert await ask(engine, name) == (answers[name][0], True)
             assert await ask(engine, name) == (answers[name][0], False)
-            assert engine.get_context(name).state == "held"
+            assert engine.get_context(name).state == "resident"
         engine.audit()
 
 
@@ -148,7 +148,7 @@ async def test_changes_that_cannot_be_written_are_refused() -> None:
         with pytest.raises(StorageUnavailable):
             await engine.delete_context("book")
         (view,) = engine.list_contexts()
-        assert (view.id, view.tokens, view.state) == ("book", 40, "parked")
+        assert (view.id, view.tokens, view.state) == ("book", 40, "evicted")
         assert not persistence.journal.forgotten
         engine.audit()
         assert not persistence.catalog.failures
@@ -282,18 +282,30 @@ async def test_idle_contexts_are_evicted_for_space() -> None:
         for name in ("a", "b", "c"):
             await ingest(engine, name, 40)
         states = {view.id: view.state for view in engine.list_contexts()}
-        assert states == {"a": "parked", "b": "held", "c": "held"}
+        assert states == {"a": "evicted", "b": "resident", "c": "resident"}
         _, was_restored = await ask(engine, "a")
         assert was_restored
-        assert {view.id: view.state for view in engine.list_contexts()} == {"a": "held", "b": "parked", "c": "held"}
+        assert {view.id: view.state for view in engine.list_contexts()} == {
+            "a": "resident",
+            "b": "evicted",
+            "c": "resident",
+        }
         await engine.update_context("a", ContextSettings(is_pinned=True))
         await engine.update_context("c", ContextSettings(is_pinned=True))
         with pytest.raises(ResourceExhausted, match="pool"):
             await ask(engine, "b")
-        assert {view.id: view.state for view in engine.list_contexts()} == {"a": "held", "b": "parked", "c": "held"}
+        assert {view.id: view.state for view in engine.list_contexts()} == {
+            "a": "resident",
+            "b": "evicted",
+            "c": "resident",
+        }
         await engine.update_context("c", ContextSettings(is_pinned=False))
         assert (await ask(engine, "b"))[1]
-        assert {view.id: view.state for view in engine.list_contexts()} == {"a": "held", "b": "held", "c": "parked"}
+        assert {view.id: view.state for view in engine.list_contexts()} == {
+            "a": "resident",
+            "b": "resident",
+            "c": "evicted",
+        }
         engine.audit()
 
 
@@ -316,10 +328,10 @@ async def test_contexts_are_preloaded_while_there_is_space() -> None:
             await ingest(engine, name, 40)
         await ask(engine, "a")
     async with running(persistence, FakeRanks(2, 12)) as engine:
-        engine.warm()
+        engine.preload()
         await comes_to(engine, lambda: engine.cluster().workers[0].tokens + engine.cluster().workers[1].tokens == 80)
         states = {view.id: view.state for view in engine.list_contexts()}
-        assert states == {"a": "held", "b": "parked", "c": "held"}
+        assert states == {"a": "resident", "b": "evicted", "c": "resident"}
 
 
 async def test_use_of_contexts_is_written() -> None:
@@ -346,7 +358,7 @@ async def test_fewer_ranks_evict_contexts_that_do_not_fit() -> None:
         ranks.lose(1, "is gone")
         await comes_to(engine, lambda: engine.cluster().world_size == 1)
         await comes_to(engine, lambda: "restoring" not in {view.state for view in engine.list_contexts()})
-        assert {view.id: view.state for view in engine.list_contexts()} == {"a": "parked", "b": "held"}
+        assert {view.id: view.state for view in engine.list_contexts()} == {"a": "evicted", "b": "resident"}
         tokens, was_restored = await ask(engine, "a")
         assert tokens and was_restored
         engine.audit()

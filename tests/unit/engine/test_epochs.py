@@ -76,7 +76,7 @@ async def test_streams_continue_and_lost_tokens_are_recomputed(lost_rank: int) -
         assert (cluster.world_size, cluster.epoch, [worker.rank for worker in cluster.workers]) == (2, 2, [0, 1])
         assert cluster.recovery is not None
         assert (cluster.recovery.lost_tokens, cluster.recovery.recovered_tokens) == (resident, resident)
-        assert (cluster.recovery.is_over, cluster.recovery.epoch, cluster.recovery.given_up) == (True, 2, ())
+        assert (cluster.recovery.is_done, cluster.recovery.epoch, cluster.recovery.dropped_contexts) == (True, 2, ())
         assert engine.get_context("doc").tokens == 96
         assert [layout.epoch for layout in ranks.layouts] == [2]
         assert (await read(engine.submit(prompt(3, 9, "doc"))))[0] == answer(2, 9)
@@ -115,7 +115,7 @@ async def test_loss_during_a_join_is_reported() -> None:
         resident = engine.get_context("doc").shares[1].tokens
         ranks.load(7)
         await comes_to(engine, lambda: engine.cluster().epoch == 2)
-        await comes_to(engine, lambda: (seen := engine.cluster().recovery) is not None and seen.is_over)
+        await comes_to(engine, lambda: (seen := engine.cluster().recovery) is not None and seen.is_done)
         recovery = engine.cluster().recovery
         assert recovery is not None
         assert (recovery.epoch, recovery.lost_tokens, recovery.recovered_tokens) == (2, resident, resident)
@@ -144,7 +144,7 @@ async def test_contexts_are_dropped_if_the_remaining_ranks_are_too_small() -> No
             engine.submit(prompt(3, 4, "old"))
         recovery = engine.cluster().recovery
         assert recovery is not None
-        assert recovery.given_up == ("old",)
+        assert recovery.dropped_contexts == ("old",)
         with pytest.raises(ContextLost):
             await engine.fork_context("old", "other")
         await engine.fork_context("new", "old", 8)
@@ -165,7 +165,7 @@ async def test_contexts_are_dropped_only_if_no_replacement_is_expected() -> None
         ranks.lose(2, "vanished")
         await comes_to(engine, lambda: engine.cluster().epoch == 2)
         assert engine.get_context("old").tokens == 96, "it is dropped only as a last resort"
-        ranks.publish((replace(loss, slot="given_up"),))
+        ranks.publish((replace(loss, slot="abandoned"),))
         await comes_to(engine, lambda: not any(context.id == "old" for context in engine.list_contexts()))
         with pytest.raises(ContextLost, match="does not fit"):
             engine.get_context("old")

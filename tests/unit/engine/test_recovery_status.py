@@ -30,5 +30,5 @@ def test_recovery_without_lost_tokens_is_not_logged(caplog: pytest.LogCaptureFix
     recoveries.begin(2, 0.0)
     recoveries.see(None, [])
     assert recoveries.latest is not None
-    assert recoveries.latest.is_over
+    assert recoveries.latest.is_done
     assert not caplog.records

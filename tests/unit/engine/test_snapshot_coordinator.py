@@ -329,6 +329,6 @@ async def test_deleting_a_segment_that_did_not_fit_clears_the_storage_error() ->
         await ingest(service.engine, "evicted")
     async with serving(storage, check_room=check_room) as service:
         await ingest(service.engine, "large", list(range(40)))
-        await comes(lambda: service.snapshots.view().trouble)
+        await comes(lambda: service.snapshots.view().error)
         await service.snapshots.commit(Change(dropped_contexts=("large",)))
-        await comes(lambda: not service.snapshots.view().trouble)
+        await comes(lambda: not service.snapshots.view().error)

@@ -19,7 +19,7 @@ from longleaf.credentials import Quotas
 from longleaf.errors import ResourceExhausted
 from longleaf.sampling import Sampling
 from longleaf.types import Generate, ImportHeader, ImportProgress, IngestHeader, IngestPiece
-from tests.support.parcels import packable
+from tests.support.archives import packable
 from tests.support.service import FakeEngine, write_model
 from tests.support.transfer_engines import empty_transfer_engine, sending
 
@@ -138,7 +138,7 @@ async def test_recomputed_contexts_count_towards_the_quota(use_cases: tuple[Fake
     CALLER.set(Caller(tenant="acme", quotas=Quotas(tokens=7)))
     found = await calls.recompute_contexts("acme")
     assert [each.id for each in found.contexts] == ["acme/one", "acme/three"]
-    assert [(each.name, "quotas/tokens" in each.reason) for each in found.left_out] == [("acme/two", True)]
+    assert [(each.name, "quotas/tokens" in each.reason) for each in found.skipped] == [("acme/two", True)]
     with pytest.raises(ResourceExhausted, match="quotas/tokens"):
         await calls.recompute_context("acme/two")
     engine.contexts.clear()

@@ -37,7 +37,7 @@ from longleaf.errors import (
 from longleaf.fingerprint import Fingerprint
 from longleaf.storage.manifest import SegmentManifest, decode_manifest
 from longleaf.types import ExportContext, ExportedArchive, ImportHeader, ImportProgress
-from tests.support.parcels import FORM, Packable, packable, packed_early
+from tests.support.archives import FORM, Packable, packable, packed_early
 from tests.support.service import FakeEngine
 from tests.support.timers import Timers
 from tests.support.transfer_engines import empty_transfer_engine, sending, transfer_engine_of
@@ -153,7 +153,7 @@ async def test_imported_context_equals_the_exported_one(export_context: Any, mak
     reports = await import_context(make_imports(engine), data)
     assert (reports[0].received_bytes, reports[-1].received_bytes) == (0, len(data))
     assert reports[-1].context is not None
-    assert (reports[-1].context.id, reports[-1].context.state, reports[-1].key_tokens) == ("moby", "parked", 11)
+    assert (reports[-1].context.id, reports[-1].context.state, reports[-1].key_tokens) == ("moby", "evicted", 11)
     check_imported(MOBY, engine)
 
 
@@ -268,7 +268,7 @@ async def test_truncated_archive_leaves_nothing(make_imports: MakeImports) -> No
     engine = empty_transfer_engine()
     imports = make_imports(engine)
     for end in range(0, len(WHOLE), 31):
-        await refused(imports, engine, WHOLE[:end], InvalidArgument, "parcel: it is truncated")
+        await refused(imports, engine, WHOLE[:end], InvalidArgument, "archive: it is truncated")
 
 
 async def test_damaged_archive_leaves_nothing(make_imports: MakeImports) -> None:
@@ -276,7 +276,7 @@ async def test_damaged_archive_leaves_nothing(make_imports: MakeImports) -> None
     imports = make_imports(engine)
     for place in range(0, len(WHOLE), 13):
         damaged = WHOLE[:place] + bytes([WHOLE[place] ^ 1]) + WHOLE[place + 1 :]
-        await refused(imports, engine, damaged, InvalidArgument, "parcel: ")
+        await refused(imports, engine, damaged, InvalidArgument, "archive: ")
 
 
 async def test_archive_of_another_model_is_refused_with_the_differences(make_imports: MakeImports) -> None:
@@ -401,7 +401,7 @@ async def test_wrong_request_order_is_refused(make_imports: MakeImports) -> None
 
     with pytest.raises(InvalidArgument, match="config: must be in the first"):
         [report async for report in imports.run(twice())]
-    with pytest.raises(InvalidArgument, match=r"piece.offset: is 100, but 0 bytes have been received"):
+    with pytest.raises(InvalidArgument, match=r"chunk.offset: is 100, but 0 bytes have been received"):
         await import_context(imports, WHOLE, start=100)
     with pytest.raises(InvalidArgument, match=r"config.total_size_bytes: more than 500 bytes"):
         await import_context(imports, WHOLE, ImportHeader(total_bytes=500))

@@ -103,7 +103,7 @@ def test_least_recently_used_contexts_are_evicted_first() -> None:
     assert pool.evictor.num_spare == BlockCount(4)
     assert not pool.segments.make_room(BlockCount(9))
     assert [pool.evicted(name) for name in "abcd"] == [[], [], [], []], "nothing is evicted if it does not free enough"
-    assert not pool.segments.make_room(BlockCount(5), may_park=False)
+    assert not pool.segments.make_room(BlockCount(5), may_evict=False)
     assert pool.segments.make_room(BlockCount(5))
     assert [pool.evicted(name) for name in "abcd"] == [[], [], [], [3]]
     pool.audit()

@@ -135,16 +135,16 @@ def test_forks_survive(fork: ForkContext) -> None:
 @pytest.mark.parametrize(
     "recomputed",
     [
-        RecomputeResult(contexts=(), left_out=()),
+        RecomputeResult(contexts=(), skipped=()),
         RecomputeResult(
             contexts=(Context(id="a", tokens=3, kv_bytes=0, created=1.5, updated=2.5, shares=()),),
-            left_out=(SkippedContext("b", "its tokenizer is another one — 白鯨"),),
+            skipped=(SkippedContext("b", "its tokenizer is another one — 白鯨"),),
         ),
     ],
 )
 def test_recompute_results_survive(recomputed: RecomputeResult) -> None:
     data = codec.encode_recompute(recomputed).SerializeToString()
-    assert codec.decode_recompute(ingest_pb.RereadContextsResponse.FromString(data)) == recomputed
+    assert codec.decode_recompute(ingest_pb.RecomputeContextsResponse.FromString(data)) == recomputed
 
 
 def test_invalid_forks_name_the_field() -> None:
@@ -248,14 +248,16 @@ def test_clusters_survive() -> None:
         max_window_tokens=11,
         is_exact=True,
         exactness_note="not verified",
-        recovery=Recovery(epoch=2, lost_tokens=9, recovered_tokens=5, seconds=0.25, is_over=True, given_up=("a", "b")),
+        recovery=Recovery(
+            epoch=2, lost_tokens=9, recovered_tokens=5, seconds=0.25, is_done=True, dropped_contexts=("a", "b")
+        ),
         losses=(
-            Loss(time=1.5, member=2, rank=0, epoch=1, node="here", reason="killed", slot="waiting", refill_time=9.5),
+            Loss(time=1.5, member=2, rank=0, epoch=1, node="here", reason="killed", slot="waiting", retry_time=9.5),
             Loss(
-                time=2.5, member=7, rank=None, epoch=0, node="", reason="", slot="given_up", slot_reason="three times"
+                time=2.5, member=7, rank=None, epoch=0, node="", reason="", slot="abandoned", slot_reason="three times"
             ),
         ),
-        storage=Storage(snapshots="seal", url="s3://bucket", trouble="it is away"),
+        storage=Storage(snapshots="seal", url="s3://bucket", error="it is away"),
         drafting=Drafting(drafted_tokens=2**40, accepted_tokens=9, tokens_per_step=1.25),
     )
     data = codec.encode_cluster(cluster).SerializeToString()

@@ -10,7 +10,7 @@ from longleaf.errors import InvalidArgument
     ("settings", "url", "message"),
     [
         ({"data_dir": ""}, None, "data_dir: is empty"),
-        ({"warm": True}, None, "warm: requires data_dir"),
+        ({"preload": True}, None, "preload: requires data_dir"),
         ({}, "s3://bucket", "snapshot_url: requires data_dir"),
         ({"data_dir": "d", "snapshot_quota": 0}, None, "snapshot_quota: 0 is not a positive number of bytes"),
         ({"data_dir": "d", "snapshot_expiry": -1.0}, None, "snapshot_expiry"),

@@ -26,4 +26,4 @@ def test_every_merge_has_a_description(name: str) -> None:
     for nodes in ("aa", "ab", "aabb"):
         tier = tiers(name, Topology(tuple(nodes)))
         assert tier.rows == 0
-        assert tier.inside or tier.between
+        assert tier.intra_node or tier.inter_node

@@ -150,7 +150,7 @@ def test_context_that_cannot_be_activated_does_not_block_others(monkeypatch: pyt
         return activate(self, context)
 
     monkeypatch.setattr(type(contexts), "activate", fail)
-    bench.scheduler.warm()
+    bench.scheduler.preload()
     assert (contexts.get("good").is_evicted, contexts.get("bad").is_evicted) == (True, False)
     assert len(bench.scheduler.take_faults()) == 1
 

@@ -110,11 +110,11 @@ def test_contexts_that_do_not_fit_are_dropped_in_order() -> None:
     group.scheduler.contexts.change("b", ContextSettings(is_pinned=True), 0.0)
     requested = group.ask(4, max_tokens=2, context="a")
     group.change(0, 1)
-    assert [given_up.context for given_up in group.scheduler.take_given_up()] == ["c"]
+    assert [dropped.context for dropped in group.scheduler.pop_dropped()] == ["c"]
     group.run()
     assert group.tokens(requested) == group.alone(4, 2)
     group.change(0)
-    assert [given_up.context for given_up in group.scheduler.take_given_up()] == ["d", "a"]
+    assert [dropped.context for dropped in group.scheduler.pop_dropped()] == ["d", "a"]
     group.run()
     assert group.contexts() == ["b"]
 
@@ -126,7 +126,7 @@ def test_cached_prompts_are_dropped_before_contexts() -> None:
     group.document("a", 40)
     assert list(group.scheduler.segments.cached)
     group.change(0)
-    assert group.scheduler.take_given_up() == []
+    assert group.scheduler.pop_dropped() == []
     group.run()
     assert group.holds("a")
 
@@ -153,7 +153,7 @@ def test_no_context_is_dropped_for_a_job_that_never_fits() -> None:
     group.change(0)
     error = group.seen[large][-1]
     assert isinstance(error, ResourceExhausted) and error.subject == "pool"
-    assert group.scheduler.take_given_up() == []
+    assert group.scheduler.pop_dropped() == []
     group.run()
     assert group.holds("a")
 
@@ -170,7 +170,7 @@ def test_nothing_is_dropped_while_replacements_are_expected() -> None:
     group.run()
     assert all(map(group.holds, "abc"))
     assert group.tokens(job) == group.alone(4, 2)
-    assert group.scheduler.take_given_up() == []
+    assert group.scheduler.pop_dropped() == []
 
 
 def test_answer_that_needs_all_ranks_waits_for_replacements() -> None:

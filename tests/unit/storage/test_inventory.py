@@ -78,7 +78,7 @@ def test_damaged_and_foreign_manifests_are_reported(store):
 
 def test_sweep_deletes_old_unreferenced_objects(store, clock):
     live = keep(store, Attempt("a", "a-1", "1f"))
-    given_up = keep(store, Attempt("a", "a-1", "2f"))
+    abandoned = keep(store, Attempt("a", "a-1", "2f"))
     store.put("services/a/segments/a-3/1f/piece-00000.safetensors.01ab.part", [b"half"])
     store.put("services/a/notes/moby/00000000000000000001.01ab.part", [b"half"])
     others = {"services/a/unknown", "services/abc/segments/x", "segments/x", "services/b/segments/b-1/1f/manifest"}
@@ -88,7 +88,7 @@ def test_sweep_deletes_old_unreferenced_objects(store, clock):
     clock.now += GRACE + 1
     young = keep(store, Attempt("a", "a-2", "3f"))
     swept = sweep(store, "a", clock.now, GRACE, live)
-    assert swept.num_objects == len(given_up) + 2
+    assert swept.num_objects == len(abandoned) + 2
     assert names(store) == live | young | others
 
 

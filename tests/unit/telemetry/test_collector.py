@@ -67,7 +67,7 @@ def test_steps_by_kind_of_work() -> None:
     assert [seen.value(bucket, kind="decode", le=str(bound)) for bound in bounds] == [1, 1, 2, 2, 3]
     assert seen.value("longleaf_step_seconds_count", kind="decode") == 3
     assert seen.value("longleaf_step_seconds_sum", kind="decode") == counts.steps["decode"].seconds
-    names = ("merge_bytes_total", "preemptions_total", "reingested_tokens_total", "contexts")
+    names = ("merge_bytes_total", "preemptions_total", "recomputed_tokens_total", "contexts")
     assert [seen.value(f"longleaf_{name}") for name in names] == [1021, 3, 70, 8]
 
 

@@ -157,7 +157,7 @@ def test_piece_that_differs_from_its_manifest_is_damaged(bench):
         1,
     ):
         bench.kv_io.fetch(order, bench.pool, bench.answers.put)
-        assert bench.answer().failure.trouble == "damaged"
+        assert bench.answer().failure.kind == "damaged"
         assert bench.kv_io.piece(ticket) is None
 
 
@@ -173,7 +173,7 @@ def test_each_kind_of_failure_is_reported(bench, tmp_path):
     assert bench.answer() == Fetched(5, 2, Failure("damaged", "its content does not match its checksum"))
     path.write_bytes(data)
     bench.fetch(3, Saved(5, 0, saved.num_bytes + 1, saved.digest))
-    assert bench.answer().failure.trouble == "damaged"
+    assert bench.answer().failure.kind == "damaged"
     bench.store.error = "the disk is full"
     bench.save(4)
     assert bench.answer() == Saved(5, 4, failure=Failure("unavailable", "the disk is full"))
@@ -224,7 +224,7 @@ def test_unexpected_error_is_reported_and_ends_no_thread(bench, caplog):
     for ticket in range(2 * NUM_THREADS):
         bench.kv_io.save(Save(ticket, "p", 0, (Run(0, 0, 3, (999,)),)), bench.pool, bench.answers.put)
     for _ in range(2 * NUM_THREADS):
-        assert bench.answer().failure.trouble == "unavailable"
+        assert bench.answer().failure.kind == "unavailable"
     bench.save(9)
     assert bench.answer().failure is None
     assert "cannot read or write a piece" in caplog.text
@@ -249,7 +249,7 @@ def test_open_of_the_storage_is_retried(tmp_path):
     for outage in ("unavailable", None, None):
         bench.save(0)
         failure = bench.answer().failure
-        assert (failure and failure.trouble) == outage
+        assert (failure and failure.kind) == outage
     assert tries == ["x", "x"]
     bench.kv_io.close()
 

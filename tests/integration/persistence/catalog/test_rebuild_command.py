@@ -128,7 +128,7 @@ def test_lost_catalog_is_rebuilt_completely(service: Service) -> None:
     service.lose()
     report = run(service.rebuild_request())
     assert [(each.name, each.tokens) for each in report.contexts] == [("book", 340), ("twig", 270)]
-    assert (report.left_out, report.other_manifests, report.moved) == ((), 0, ())
+    assert (report.skipped, report.other_manifests, report.moved) == ((), 0, ())
     assert (report.folder, report.service) == (str(service.folder), service.service_id)
     found = asyncio.run(service.load())
     assert same(found) == same(service.contents)
@@ -147,7 +147,7 @@ async def test_engine_starts_from_a_rebuilt_catalog(service: Service) -> None:
         Engine(FakeRanks(2, 400), config, 3000, durability=persistence, wall_clock=lambda: 12.0)
     ) as found:
         listed = {each.id: (each.tokens, each.state, each.display_name) for each in found.engine.list_contexts()}
-        assert listed == {"book": (340, "parked", "a book"), "twig": (270, "parked", "")}
+        assert listed == {"book": (340, "evicted", "a book"), "twig": (270, "evicted", "")}
         found.engine.audit()
 
 
@@ -214,8 +214,8 @@ def test_damage_on_storage_is_reported_and_the_rest_restored(service: Service) -
     service.store.put(manifest.pieces[0].name, [b"short"])
     report = run(service.rebuild_request(may_replace=True))
     assert [each.name for each in report.contexts] == ["twig"]
-    assert [each.name for each in report.left_out] == ["book"]
-    assert "has 5 bytes, expected 40" in report.left_out[0].reason
+    assert [each.name for each in report.skipped] == ["book"]
+    assert "has 5 bytes, expected 40" in report.skipped[0].reason
     found = asyncio.run(service.load())
     assert [each.id for each in found.segments] == [0, 2]
     assert found.next_segment == 4
@@ -227,7 +227,7 @@ def test_damaged_newest_note_restores_no_older_one(service: Service) -> None:
     service.store.put(name, [service.store.get(name)[:-3]])
     report = run(service.rebuild_request(may_replace=True))
     assert [each.name for each in report.contexts] == ["twig"]
-    assert [each.name for each in report.left_out] == ["book"]
+    assert [each.name for each in report.skipped] == ["book"]
 
 
 def test_services_that_share_a_storage_are_distinguished(service: Service) -> None:

@@ -220,12 +220,12 @@ async def test_unavailable_storage_is_waited_for(tmp_path: Path, caplog: pytest.
     async with opened(tmp_path, RetentionPolicy(grace=1e12)) as bench:
         bench.ranks.failures = [StorageUnavailable("it is away")]
         await bench.ingest(3)
-        await until(lambda: bench.snapshots.view().trouble)
-        assert "it is away" in bench.snapshots.view().trouble
+        await until(lambda: bench.snapshots.view().error)
+        assert "it is away" in bench.snapshots.view().error
         await until(lambda: bench.snapshots.is_usable(3))
-        assert not bench.snapshots.view().trouble
+        assert not bench.snapshots.view().error
         assert caplog.text.count("failed, will retry") == caplog.text.count("succeeded again") == 1
-        assert [view.trouble for view in bench.views] == ["it is away", ""]
+        assert [view.error for view in bench.views] == ["it is away", ""]
         assert bench.views[-1] == Storage(snapshots="seal", url=bench.store.url)
 
 
@@ -233,9 +233,9 @@ async def test_storage_error_state_ends_with_its_operation(tmp_path: Path) -> No
     async with opened(tmp_path) as bench:
         bench.ranks.failures = [StorageUnavailable("it is away")]
         await bench.ingest(3)
-        await until(lambda: bench.snapshots.view().trouble)
+        await until(lambda: bench.snapshots.view().error)
         await bench.snapshots.commit(Change(dropped_contexts=("book",)))
-        await until(lambda: not bench.snapshots.view().trouble)
+        await until(lambda: not bench.snapshots.view().error)
         assert not bench.snapshots._wanted
 
 
@@ -244,7 +244,7 @@ async def test_lost_rank_is_not_a_storage_error(tmp_path: Path) -> None:
         bench.ranks.failures = [RankLost(1, "it died")]
         await bench.ingest(3)
         await until(lambda: not bench.ranks.failures)
-        assert not bench.snapshots.view().trouble
+        assert not bench.snapshots.view().error
         await asyncio.sleep(0.05)
         bench.snapshots.notify()
         await until(lambda: bench.snapshots.is_usable(3))
@@ -254,8 +254,8 @@ async def test_ranks_with_different_storage_are_reported(tmp_path: Path) -> None
     async with opened(tmp_path / "here") as bench:
         bench.ranks.store = Store.open(str(tmp_path / "there"))
         await bench.ingest(3)
-        await until(lambda: bench.snapshots.view().trouble)
-        assert "--snapshot-url must be storage that all machines share" in bench.snapshots.view().trouble
+        await until(lambda: bench.snapshots.view().error)
+        assert "--snapshot-url must be storage that all machines share" in bench.snapshots.view().error
 
 
 async def test_missing_segments_are_saved_again(tmp_path: Path) -> None:

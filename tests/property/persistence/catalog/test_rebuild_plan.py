@@ -81,7 +81,7 @@ def test_the_catalog_is_what_it_was(steps: list[tuple[str, ...]]) -> None:
     for verb, *arguments in steps:
         getattr(history, verb)(*arguments)
     made = rebuild(history.stored, SERVICE)
-    assert made.left_out == []
+    assert made.skipped == []
     assert made.contents.contexts == history.contents.contexts
     assert made.contents.segments == history.contents.segments
     assert [each.segment for each in made.contents.snapshots] == [each.id for each in history.contents.segments]
@@ -105,7 +105,7 @@ def test_what_is_missing_takes_with_it_what_needs_it_and_nothing_else(
     retained = history.contents
     whole = {each.id for each in retained.contexts if lost.isdisjoint(part.id for part in retained.path(each))}
     assert {each.id for each in made.contents.contexts} == whole
-    assert {each.name for each in made.left_out} == {each.id for each in retained.contexts} - whole
+    assert {each.name for each in made.skipped} == {each.id for each in retained.contexts} - whole
     for each in made.contents.contexts:
         assert made.contents.path(each) == retained.path(each)
 

@@ -89,7 +89,7 @@ def names(rebuilt: Rebuilt) -> list[str]:
 
 
 def reasons(rebuilt: Rebuilt) -> dict[str, str]:
-    return {each.name: each.reason for each in rebuilt.left_out}
+    return {each.name: each.reason for each in rebuilt.skipped}
 
 
 def with_last_use(contexts: Iterable[object]) -> list[object]:
@@ -106,7 +106,7 @@ def test_contexts_segments_and_numbers_are_restored(storage: StorageBuilder) -> 
     )
     assert [each.segment for each in rebuilt.contents.snapshots] == [3, 5, 9]
     assert (rebuilt.contents.service_id, rebuilt.contents.next_segment, rebuilt.next_outgoing) == (SERVICE, 10, 4)
-    assert (rebuilt.left_out, rebuilt.num_others) == ([], 0)
+    assert (rebuilt.skipped, rebuilt.num_others) == ([], 0)
 
 
 def test_settings_are_restored(storage: StorageBuilder) -> None:
@@ -120,7 +120,7 @@ def test_deleted_context_stays_deleted_and_numbers_continue(storage: StorageBuil
     rebuilt = storage.rebuilt()
     assert names(rebuilt) == ["twig"]
     assert [each.id for each in rebuilt.contents.segments] == [3, 5]
-    assert not rebuilt.left_out
+    assert not rebuilt.skipped
     assert (rebuilt.next_outgoing, rebuilt.contents.next_segment) == (13, 10)
 
 
@@ -171,7 +171,7 @@ def test_newest_complete_attempt_is_used(storage: StorageBuilder) -> None:
     storage.missing.add(third.pieces[0].name)
     rebuilt = storage.rebuilt()
     assert rebuilt.contents.snapshots[2].manifest == manifest_name(second, "2")
-    assert not rebuilt.left_out
+    assert not rebuilt.skipped
 
 
 def test_contexts_of_another_checkpoint_are_skipped_and_counted(storage: StorageBuilder) -> None:

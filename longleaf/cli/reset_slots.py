@@ -1,4 +1,4 @@
-"""`longleaf refill`."""
+"""`longleaf reset-slots`."""
 
 from longleaf.cli.flags import takes_server
 from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
@@ -6,7 +6,7 @@ from longleaf.formatting import human_count
 
 
 @takes_server
-def refill(server: ServerOptions, as_json: AsJson = False) -> None:
+def reset_slots(server: ServerOptions, as_json: AsJson = False) -> None:
     """Start ranks in slots whose replacements failed.
 
     A lost rank is replaced automatically. After three replacements in a row that were lost before they had loaded the
@@ -14,10 +14,10 @@ def refill(server: ServerOptions, as_json: AsJson = False) -> None:
     the cause is fixed. Without credentials, the call is allowed only from the machine or the pod of the service; with
     credentials, to admins on any machine.
 
-    Example: longleaf refill
+    Example: longleaf reset-slots
     """
     with connect(server, retries=0) as client:
-        num_slots = client.refill()
+        num_slots = client.reset_slots()
     if as_json:
         print_json({"slots": num_slots})
     else:
@@ -27,5 +27,5 @@ def refill(server: ServerOptions, as_json: AsJson = False) -> None:
 def summary(num_slots: int) -> str:
     """The number of slots in which ranks are started."""
     if not num_slots:
-        return "the service has given up no slot"
+        return "no slot is abandoned"
     return f"starting ranks in {human_count(num_slots, 'slot')}"

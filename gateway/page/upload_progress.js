@@ -9,7 +9,7 @@ import { useStore } from "./store.js";
 import { allTokens, timeLeft } from "./upload.js";
 import { uploads } from "./uploads.js";
 
-export function Sending() {
+export function UploadProgress() {
   const list = useStore(uploads.store);
   if (!list.length) return null;
   return html`<section class="on-their-way" aria-labelledby="sending-title">
@@ -73,7 +73,7 @@ function Numbers({ what, state }) {
 
 function Waiting({ state: { error, until } }) {
   const seconds = Math.max(0, until - useNow());
-  return html`<p class="trouble">${sentence(error)} The upload continues automatically ${seconds < 1 ? "now" : `in ${duration(seconds)}`}.</p>`;
+  return html`<p class="error">${sentence(error)} The upload continues automatically ${seconds < 1 ? "now" : `in ${duration(seconds)}`}.</p>`;
 }
 
 function ChooseAgain({ upload, state: { received } }) {
@@ -89,7 +89,7 @@ function ChooseAgain({ upload, state: { received } }) {
   };
   return html`<p>The page was reloaded during the upload. ${received > 0 ? `The service has the first ${bytes(received)}.` : ""} Choose
       ${" "}<b>${fileName}</b> again to continue.</p>
-    ${isOther && html`<p class="trouble" role="alert">This file has a different size: choose ${fileName} with ${bytes(size)}.</p>`}
+    ${isOther && html`<p class="error" role="alert">This file has a different size: choose ${fileName} with ${bytes(size)}.</p>`}
     <button class="main" onClick=${() => input.current.click()}>Choose ${fileName}…</button>
     <input ref=${input} class="unseen" type="file" tabindex="-1" aria-hidden="true" onChange=${take} />`;
 }
@@ -98,7 +98,7 @@ function Failed({ upload, state: { error } }) {
   const { id, append } = upload.what;
   const isTaken = error instanceof Refusal && error.status === 409 && !append;
   const other = freeName(id, contexts.ids.add(id));
-  return html`<p class="trouble" role="alert">${isTaken ? `The name ${id} is taken.` : sentence(error)}</p>
+  return html`<p class="error" role="alert">${isTaken ? `The name ${id} is taken.` : sentence(error)}</p>
     <div class="choices near">
       ${isTaken
         ? html`<button onClick=${() => uploads.again(upload, { id: other })}>Use the name ${other}</button>

@@ -39,10 +39,10 @@ async def seen(client: AsyncClient, slot: str) -> Cluster:
     raise AssertionError
 
 
-async def refill(port: int) -> str:
+async def reset_slots(port: int) -> str:
     """The output of the command."""
     process = await asyncio.create_subprocess_exec(
-        *CLI, "refill", "--server", f"127.0.0.1:{port}", stdout=asyncio.subprocess.PIPE
+        *CLI, "reset-slots", "--server", f"127.0.0.1:{port}", stdout=asyncio.subprocess.PIPE
     )
     reported, _ = await process.communicate()
     assert process.returncode == 0
@@ -54,13 +54,13 @@ async def test_abandoned_slot_is_filled_on_request(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     async with begun(config, LocalFleet(FragileMain(broken))) as found:
         await found.starting
-        assert await found.client.refill() == 0
+        assert await found.client.reset_slots() == 0
         os.kill((await found.client.cluster()).workers[1].pid, signal.SIGKILL)
-        cluster = await seen(found.client, "given_up")
+        cluster = await seen(found.client, "abandoned")
         assert cluster.world_size == 1
         assert "3 replacements were lost before they joined" in cluster.losses[0].slot_reason
         broken.unlink()
-        assert await refill(config.port) == "starting ranks in 1 slot\n"
-        cluster = await seen(found.client, "filled")
+        assert await reset_slots(config.port) == "starting ranks in 1 slot\n"
+        cluster = await seen(found.client, "replaced")
         assert cluster.world_size == 2
-        assert await refill(config.port) == "the service has given up no slot\n"
+        assert await reset_slots(config.port) == "no slot is abandoned\n"

@@ -9,6 +9,6 @@ export function say(sentence) {
   sentences.set(sentences.value === sentence ? `${sentence}\u00a0` : sentence);
 }
 
-export function Live() {
+export function Announcer() {
   return html`<div class="unseen" role="status" aria-live="polite">${useStore(sentences)}</div>`;
 }

@@ -31,7 +31,7 @@ WARM_UP = 2048
 
 
 class Turn(NamedTuple):
-    """One question to a parked context; seconds from the call."""
+    """One question to an evicted context; seconds from the call."""
 
     back_s: float
     first_token_s: float
@@ -75,7 +75,7 @@ async def _measure(
         for one in served:
             turn = await ask_evicted(one.client, CONTEXTS[number % len(CONTEXTS)])
             turns[one.mode].append(turn)
-            log(f"{one.mode}: parked, the first token comes after {turn.first_token_s:.2f} s")
+            log(f"{one.mode}: evicted, the first token comes after {turn.first_token_s:.2f} s")
     for one in served:
         await one.client.close()
     return served, turns
@@ -103,7 +103,7 @@ async def ask_evicted(client: AsyncClient, context: str) -> Turn:
     """Raises RuntimeError if no keys were missing."""
     state = (await client.get_context(context)).state
     answered = await ask(client, context)
-    if state != "parked" or not answered.lost_tokens:
+    if state != "evicted" or not answered.lost_tokens:
         raise RuntimeError(f"{context} was {state}, and {answered.lost_tokens:,} of its tokens were missing")
     return Turn(answered.back_s, answered.first_token_s)
 
@@ -115,5 +115,5 @@ def row(options: Options, served: Sequence[Served], turns: dict[Snapshots, list[
         figures |= {f"{one.mode}_full_ingest_s": round(median(one.ingest_s), 3)}
         figures |= {f"{one.mode}_first_token_s": round(median(first[one.mode]), 3)}
         figures |= spread(f"{one.mode}_first_token_s", first[one.mode])
-    goals = [Goal("parked_ratio", median(first["seal"]) / median(first["off"]), MOST)] if "seal" in first else []
+    goals = [Goal("evicted_ratio", median(first["seal"]) / median(first["off"]), MOST)] if "seal" in first else []
     return result(options, figures, goals)

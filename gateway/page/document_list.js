@@ -1,5 +1,5 @@
 // The list of documents.
-import { AddButton } from "./adding.js";
+import { AddButton } from "./add_document.js";
 import { useNow } from "./clock.js";
 import { contexts, titleOf } from "./contexts.js";
 import { sentence } from "./errors.js";
@@ -7,17 +7,17 @@ import { nameOf } from "./files.js";
 import { ago, tokens, until, when } from "./format.js";
 import { html } from "./html.js";
 import { addressOf, opened } from "./route.js";
-import { Sending } from "./sending.js";
 import { service } from "./service.js";
 import { useStore } from "./store.js";
+import { UploadProgress } from "./upload_progress.js";
 
-export function Shelf() {
+export function DocumentList() {
   const { list, error } = useStore(contexts.store);
   const { link } = useStore(service.store);
   return html`<aside class="shelf" aria-label="Documents">
     <div class="line"><h2 tabindex="-1">Documents</h2><${AddButton} isMain=${list?.length === 0} /></div>
-    <${Sending} />
-    ${error && link === "live" && html`<p class="trouble" role="alert">${sentence(error)}
+    <${UploadProgress} />
+    ${error && link === "live" && html`<p class="error" role="alert">${sentence(error)}
       <button onClick=${() => contexts.refresh()}>Try again</button></p>`}
     ${list?.length === 0 && html`<p class="quiet">There are no documents yet.</p>`}
     ${list === null && link === "opening" && html`<p class="quiet">Loading…</p>`}
@@ -28,7 +28,7 @@ export function Shelf() {
 }
 
 const STATES = {
-  parked: "evicted: reloaded on the next question",
+  evicted: "evicted: reloaded on the next question",
   restoring: "being reloaded",
 };
 

@@ -37,12 +37,12 @@ class Packable:
         return ArchiveWriter(self.head, self.path, self.manifests)
 
     def packed(self) -> bytes:
-        """All bytes of its parcel."""
+        """All bytes of its archive."""
         return bytes_from(self.packing(), self.objects)
 
 
 def packed_early(given: Packable) -> bytes:
-    """Its parcel as early versions wrote it: with whole segments, their keys too, where the context uses a part."""
+    """Its archive as early versions wrote it: with whole segments, their keys too, where the context uses a part."""
     archive, digest = bytearray(PREAMBLE), blake3(PREAMBLE)
 
     def add(kind: Kind, content: bytes) -> None:
@@ -64,7 +64,7 @@ def packed_early(given: Packable) -> bytes:
 
 
 def bytes_from(packing: ArchiveWriter, objects: dict[str, bytes], offset: int = 0) -> bytes:
-    """The bytes of a parcel from `offset` on."""
+    """The bytes of an archive from `offset` on."""
     found = bytearray()
     for content, passed in packing.stretches(offset):
         found += memoryview(objects[content.name] if isinstance(content, PieceRef) else content)[passed:]
@@ -145,7 +145,7 @@ def _keep(
 
 
 def unpack(archive: bytes, cuts: Sequence[int] = ()) -> list[Section]:
-    """The records of a parcel that arrives cut at these offsets. Raises InvalidArgument."""
+    """The records of an archive that arrives cut at these offsets. Raises InvalidArgument."""
     unpacking, found = ArchiveReader(), list[Section]()
     unpacking.expect(FORM, BLOCK_SIZE)
     bounds = [0, *sorted(cuts), len(archive)]

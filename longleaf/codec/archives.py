@@ -36,21 +36,21 @@ def decode_export(message: context_pb.ExportContextRequest) -> ExportContext:
 def encode_exported(updates: ExportedArchive | bytes) -> context_pb.ExportContextResponse:
     if isinstance(updates, bytes):
         return context_pb.ExportContextResponse(data=updates)
-    reported = context_pb.Parcel(total_size_bytes=updates.num_bytes, digest=updates.digest)
-    return context_pb.ExportContextResponse(parcel=reported)
+    reported = context_pb.ContextArchive(total_size_bytes=updates.num_bytes, digest=updates.digest)
+    return context_pb.ExportContextResponse(archive=reported)
 
 
 def decode_exported(message: context_pb.ExportContextResponse) -> ExportedArchive | bytes:
     """The archive's description, or some of its bytes; empty bytes for a message type that only a later version has."""
-    if message.HasField("parcel"):
-        return ExportedArchive(message.parcel.total_size_bytes, message.parcel.digest)
+    if message.HasField("archive"):
+        return ExportedArchive(message.archive.total_size_bytes, message.archive.digest)
     return message.data
 
 
 def encode_import_piece(piece: ImportHeader | ArchiveChunk) -> context_pb.ImportContextRequest:
     if isinstance(piece, ArchiveChunk):
-        reported = context_pb.ParcelPiece(offset=piece.offset, data=piece.data)
-        return context_pb.ImportContextRequest(piece=reported)
+        reported = context_pb.ArchiveChunk(offset=piece.offset, data=piece.data)
+        return context_pb.ImportContextRequest(chunk=reported)
     config = context_pb.ImportConfig(
         name="" if piece.context is None else context_name(piece.context),
         upload_id=check_utf8(piece.upload_id, "upload_id"),
@@ -64,10 +64,10 @@ def decode_import_piece(message: context_pb.ImportContextRequest) -> ImportHeade
     match message.WhichOneof("payload"):
         case "config":
             return _decode_header(message.config)
-        case "piece":
-            return ArchiveChunk(message.piece.offset, message.piece.data)
+        case "chunk":
+            return ArchiveChunk(message.chunk.offset, message.chunk.data)
         case _:
-            raise InvalidArgument("payload", "is missing: give config or a piece")
+            raise InvalidArgument("payload", "is missing: give config or a chunk")
 
 
 def _decode_header(config: context_pb.ImportConfig) -> ImportHeader:

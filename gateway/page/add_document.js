@@ -107,7 +107,7 @@ function NameRow({ row, rows, index, change }) {
         onInput=${(event) => change(row, { id: event.currentTarget.value.trim(), append: false })} />
     </label>`}
     <div id=${note} aria-live="polite">
-      ${problem && html`<p class="trouble">${problem}</p>`}
+      ${problem && html`<p class="error">${problem}</p>`}
       ${other && !row.end && html`<p>${titleOf(other)} has this name.
         <span class="choices near">
           <button type="button" onClick=${() => change(row, { id: freeName(row.id, contexts.ids), append: false })}>

@@ -9,7 +9,7 @@ import { useStore } from "./store.js";
 
 const SHOWN_LOSSES = 4;
 
-export function Map() {
+export function PlacementMap() {
   const { cluster } = useStore(service.store);
   useStore(contexts.store);
   const context = contexts.find(useStore(opened));
@@ -67,7 +67,7 @@ function Rank({ worker, context }) {
 
 /** The progress of a recovery. */
 function Healing({ cluster: { recovery, world_size: ranks, losses } }) {
-  if (!recovery || recovery.over) return null;
+  if (!recovery || recovery.done) return null;
   const { lost_tokens: lost, recovered_tokens: back, seconds } = recovery;
   const last = losses.at(-1);
   return html`<div class="card healing" role="status">
@@ -103,9 +103,9 @@ function Losses({ losses }) {
 
 const SLOTS = {
   waiting: "A replacement will be started.",
-  filling: "A replacement is starting.",
-  filled: "A replacement is running.",
-  given_up: "There is no replacement.",
+  starting: "A replacement is starting.",
+  replaced: "A replacement is running.",
+  abandoned: "There is no replacement.",
 };
 
 const rankName = ({ rank, member }) => (rank === null || rank === undefined ? `Member ${member}` : `Rank ${rank}`);
