@@ -271,8 +271,9 @@ def ray_environment(token_file: Path | None) -> dict[str, str]:
     variable otherwise affects only the output and the checks of `ray start`.
     """
     # The regular expression suppresses pages of output that Ray prints when a machine is lost; Longleaf reports the
-    # loss itself.
+    # loss itself. A busy machine may need more than Ray's default of 30 s to start its control service.
     wanted = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": r"(?s).*"}
+    wanted |= {"RAY_gcs_server_port_wait_time_s": "90"}
     variables = {name: os.environ.get(name, value) for name, value in wanted.items()}
     if token_file is not None:
         variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file), "RAY_AUTH_TOKEN": ""}

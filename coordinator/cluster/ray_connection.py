@@ -108,7 +108,7 @@ def _init(connection: Connection, address: str, **settings: Any) -> None:
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         connection.close()  # it answers but cannot be joined: the token may be rejected, which Ray does not report
         raise StartError(f"ray_address: the Ray cluster at {address} cannot be joined: {UNKNOWN}") from error
-    except Exception as error:  # Exception itself if a busy machine does not start Ray within 30 s
+    except Exception as error:  # Exception itself if a busy machine does not start Ray in time, see `ray_environment`
         connection.close()
         where = "this machine" if address == "local" else address
         raise StartError(f"cannot use Ray at {where}: {error}") from error
