@@ -187,7 +187,7 @@ class Service:
             counts=lambda: self._engine.counts if self._engine else Counts(),
             ranks_lost=lambda: self._control.num_lost if self._control else 0,
             refused_credentials=(lambda: file.num_refused) if file else None,
-            refused_frames=lambda: self._control.num_refused if self._control else 0,
+            rejected_connections=lambda: self._control.num_refused if self._control else 0,
             failed_reloads={name: partial(_num_failed, each) for name, each in files.items()},
             unusable_files={name: partial(_is_unusable, each) for name, each in files.items()},
             certificate_expiry=(lambda: certificates.expires) if certificates else None,

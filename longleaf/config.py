@@ -59,7 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Number of ranks."""
     merge: MergeChoice = "auto"
     """Merge algorithm for partials; auto measures at startup and takes the fastest."""
-    partials: PartialDtype = "float32"
+    merge_dtype: PartialDtype = "float32"
     """Numeric type of transmitted partials. bfloat16 halves the bytes, and each hop of a merge rounds to 8 bits of
     mantissa, a relative error of at most 2^-8. The merges `paper` and `packed` always accumulate in float32."""
     prefill: PrefillName = "auto"
@@ -92,7 +92,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     comparison, answers are not marked exact."""
     kernels: KernelsChoice = "auto"
     """Attention kernels; auto takes the fastest available on the device."""
-    graphs: GraphsChoice = "auto"
+    cuda_graphs: GraphsChoice = "auto"
     """Whether decode steps on GPUs are captured once and replayed as CUDA graphs; auto: if possible."""
     threads_per_rank: int = 1
     """CPU threads of each rank."""
@@ -102,10 +102,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds added to the limit per computed token."""
     start_timeout: float = 300.0
     """Seconds within which the ranks must load the model."""
-    form_timeout: float = 10.0
+    rendezvous_timeout: float = 10.0
     """Seconds within which loaded ranks must form a new group after a loss, or twice the duration of the first
     formation if that is more; then the attempt is repeated."""
-    lost_after: float = 5.0
+    heartbeat_timeout: float = 5.0
     """Seconds without a heartbeat after which a rank is killed and counts as lost."""
     max_losses_per_minute: int = 6
     """Lost ranks per minute beyond which further ones are not replaced immediately."""
@@ -145,8 +145,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         reasons: list[str] = []
         if self.kv_dtype != "auto":
             reasons.append(f"keys and values are rounded to {self.kv_dtype}")
-        if self.partials != "float32" and self.world_size > 1:
-            reasons.append(f"partials are rounded to {self.partials}")
+        if self.merge_dtype != "float32" and self.world_size > 1:
+            reasons.append(f"partials are rounded to {self.merge_dtype}")
         if not self.verify_model:
             reasons.append(NOT_VERIFIED)
         return "; ".join(reasons)
@@ -161,7 +161,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         limits = {"world_size": (1, 4096), "chunk_size": (1, 1 << 20), "block_size": (1, 1 << 16)}
         limits |= {"replicate_below": (1, 1 << 20), "step_timeout": (0.1, MAX_SECONDS)}
         limits |= {"step_timeout_per_token": (0, MAX_SECONDS), "start_timeout": (0.1, MAX_SECONDS)}
-        limits |= {"form_timeout": (0.1, MAX_SECONDS), "lost_after": (1, MAX_SECONDS)}
+        limits |= {"rendezvous_timeout": (0.1, MAX_SECONDS), "heartbeat_timeout": (1, MAX_SECONDS)}
         limits |= {"max_losses_per_minute": (0, 1 << 20)}
         limits |= {"threads_per_rank": (1, 1024), "max_sequences": (1, 65536), "max_waiting": (1, 1 << 20)}
         limits |= {"unread_timeout": (0.1, MAX_SECONDS)}

@@ -222,6 +222,6 @@ def kv_bytes_beside(weight_bytes: int, model: Model, config: EngineConfig) -> li
 
 if __name__ == "__main__":
     _config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
-    _pools = [int(told) for told in sys.argv[2:] if told != "--load"]
+    _pools = [int(argument) for argument in sys.argv[2:] if argument != "--load"]
     _report = check(_config, has_weights="--load" in sys.argv[2:], pools=_pools)
     print(msgspec.json.encode(_report).decode())

@@ -40,9 +40,9 @@ class RankFault(msgspec.Struct, frozen=True, kw_only=True):
     def strike(self, kind: FaultKind) -> None:
         match kind:
             case "raise":
-                raise RuntimeError("was told to raise")
+                raise RuntimeError("failed on request")
             case "refuse":
-                raise ModelRefused("was told to refuse")
+                raise ModelRefused("refused on request")
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "freeze":

@@ -81,7 +81,7 @@ class GroupSession:
         config, model = means.config, means.model
         self._block_table = BlockTable(self._number, config.block_size)
         self._sequences = RowState(config.block_size)
-        self._wire = PartialCodec(means.backend, getattr(torch, config.partials))
+        self._wire = PartialCodec(means.backend, getattr(torch, config.merge_dtype))
         self._verifier = Verifier(model, self._block_table, config, self._size)
         self._inputs = self._make_inputs(self._size)
         self._graphs = means.graphs

@@ -136,7 +136,7 @@ class Rank:
         self.model = model
         self.pool, windows = make_pool(self.model, config, num_ranks_here, self._ranks_per_gpu)
         self.backend = backend or registry.choose(config.kernels, self.device, self.model.dtype)
-        if self.device.startswith("cuda") and config.graphs == "auto":
+        if self.device.startswith("cuda") and config.cuda_graphs == "auto":
             self.graphs = CudaGraphs(self.device, room_for_graphs(self.model, config))
         self._ready = Ready(
             member=self._spec.member,

@@ -55,7 +55,7 @@ class Verifier:
         self._model = model
         self._ledger = ledger
         self._world_size = world_size
-        dtypes = [model.dtype, *([getattr(torch, config.partials)] if world_size > 1 else [])]
+        dtypes = [model.dtype, *([getattr(torch, config.merge_dtype)] if world_size > 1 else [])]
         coarsest = str(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
         self._dtype = coarsest if config.kv_dtype == "auto" else config.kv_dtype
         self._reference_dtype = "bfloat16" if self._dtype == "int8" else self._dtype

@@ -106,7 +106,7 @@ class Steps:
             max_sequences=case.num_rows * (1 + case.num_drafts),
             max_draft_tokens=case.num_drafts,
             device="cuda" if self._device.startswith("cuda") else "cpu",
-            graphs=graphs,
+            cuda_graphs=graphs,
         )
         rank = make_rank(config)
         rank.lay_out(model)

@@ -229,7 +229,7 @@ def row(name: str, options: argparse.Namespace, turns: Turns) -> dict[str, Any]:
     return {
         "bench": "hostile",
         "attack": name,
-        "told": ATTACKS[name].description,
+        "description": ATTACKS[name].description,
         "world_size": options.world_size,
         "repeats": options.repeats,
         "seconds": options.seconds,

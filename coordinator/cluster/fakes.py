@@ -117,7 +117,7 @@ class FakeRanks:
     async def step(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         if plan.step == self.lose_at:
-            self.lose(self.lost_rank, "was told to die", plan.step)
+            self.lose(self.lost_rank, "died on request", plan.step)
         if self._end is not None:
             raise self._end.error
         if isinstance(plan.work, Restore):

@@ -73,11 +73,11 @@ class MemberRegistry:
     Needs a running event loop. Every method except `lost` must be called on the thread of that loop.
     """
 
-    def __init__(self, channel: ControlSocket, kill: Kill, where: Where, lost_after: float) -> None:
+    def __init__(self, channel: ControlSocket, kill: Kill, where: Where, heartbeat_timeout: float) -> None:
         self._channel = channel
         self._kill_process = kill
         self.where = where
-        self._lost_after = lost_after
+        self._lost_after = heartbeat_timeout
         self._loop = asyncio.get_running_loop()
         self._members: dict[int, Member] = {}
         self._next = 0

@@ -83,12 +83,12 @@ class RankManager:
     ) -> None:
         self._config = config
         self._channel = ControlSocket(config, host, self._take)
-        self.registry = MemberRegistry(self._channel, kill, where, config.lost_after)
+        self.registry = MemberRegistry(self._channel, kill, where, config.heartbeat_timeout)
         """The live members."""
         self.invitations = tuple(self.registry.invite()[1] for _ in range(config.world_size))
         """The connection information of the first members, in the order of their numbers."""
         self._group = self._begin(0, list(self.registry))
-        self._form_seconds = config.form_timeout
+        self._form_seconds = config.rendezvous_timeout
         self._merges: tuple[MergeTiming, ...] = ()
         self._history = LossHistory(wall_clock)
         self._records = RankLogForwarder(self.registry)

@@ -100,7 +100,7 @@ def count_scheduled(scheduler: Scheduler, counts: Counts) -> None:
     drafts = scheduler.drafts
     counts.num_preempted, counts.num_recomputed_tokens = scheduler.num_preempted, scheduler.num_recomputed_tokens
     counts.num_drafted, counts.num_accepted = drafts.num_drafted, drafts.num_accepted
-    counts.num_sampled, counts.num_row_steps = drafts.num_sampled, drafts.num_row_steps
+    counts.num_sampled, counts.num_sequence_steps = drafts.num_sampled, drafts.num_sequence_steps
     counts.num_contexts = scheduler.contexts.count
 
 

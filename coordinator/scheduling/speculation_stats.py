@@ -13,7 +13,7 @@ class DraftCounts:
     """Number of draft tokens that became tokens of answers."""
     num_sampled: int = 0
     """Number of tokens of answers."""
-    num_row_steps: int = 0
+    num_sequence_steps: int = 0
     """Number of steps that yielded these tokens; a step counts once for each answer in it."""
 
     def add(self, num_drafted: int, num_accepted: int, num_sampled: int) -> None:
@@ -21,9 +21,9 @@ class DraftCounts:
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
         self.num_sampled += num_sampled
-        self.num_row_steps += 1
+        self.num_sequence_steps += 1
 
     @property
     def tokens_per_step(self) -> float:
         """Mean number of tokens per step and answer; 0 before the first step."""
-        return self.num_sampled / self.num_row_steps if self.num_row_steps else 0.0
+        return self.num_sampled / self.num_sequence_steps if self.num_sequence_steps else 0.0

@@ -47,12 +47,15 @@ class Gauges:
             self._gauge("epoch", "Number of the epoch; it grows with every change of ranks.", {}, cluster.epoch),
             self._gauge("ranks", "Number of ranks.", {}, cluster.world_size),
             self._by_rank(
-                "kv_tokens", "Tokens whose keys and values are on the rank.", workers, lambda worker: worker.tokens
+                "kv_cache_tokens",
+                "Tokens whose keys and values are on the rank.",
+                workers,
+                lambda w: w.tokens,
             ),
             self._by_rank(
-                "kv_capacity_tokens", "Capacity of its pool in tokens.", workers, lambda worker: worker.max_tokens
+                "kv_cache_capacity_tokens", "Capacity of its pool in tokens.", workers, lambda w: w.max_tokens
             ),
-            self._by_rank("kv_used_ratio", "Used share of the capacity.", workers, _used),
+            self._by_rank("kv_cache_usage_ratio", "Used share of the capacity.", workers, _used),
             *self._of_merges(cluster),
         ]
 
@@ -114,7 +117,7 @@ class Gauges:
             self._counter("drafted_tokens", drafted, counts.num_drafted),
             self._counter("accepted_draft_tokens", accepted, counts.num_accepted),
             self._counter("sampled_tokens", sampled, counts.num_sampled),
-            self._counter("row_steps", steps, counts.num_row_steps),
+            self._counter("sequence_steps", steps, counts.num_sequence_steps),
         ]
 
     # --- metrics for alerts ---
@@ -139,7 +142,7 @@ class Gauges:
         message = (
             "Rejected unauthenticated connections to the control channel, and dropped messages from former members."
         )
-        found += self._optional("refused_frames", message, sources.refused_frames)
+        found += self._optional("rejected_connections", message, sources.rejected_connections)
         expiry = None if sources.certificate_expiry is None else sources.certificate_expiry()
         if expiry is not None:
             message = "Expiry of the server certificate, in seconds since the Unix epoch."

@@ -43,7 +43,7 @@ class Counts:
     """Accepted drafted tokens."""
     num_sampled: int = 0
     """Sampled tokens of answers."""
-    num_row_steps: int = 0
+    num_sequence_steps: int = 0
     """Decode steps, counted once per answer in each."""
     num_contexts: int = 0
     """Number of contexts."""

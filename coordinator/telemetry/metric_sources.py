@@ -20,7 +20,7 @@ class MetricSources:
     ranks_lost: Count
     refused_credentials: Count | None = None
     """Calls with unknown credentials, or without any."""
-    refused_frames: Count | None = None
+    rejected_connections: Count | None = None
     """Unauthenticated connections to the control channel."""
     failed_reloads: Mapping[str, Count] = field(default_factory=dict[str, Count])
     """By kind of file: `credentials`, `certificates`."""

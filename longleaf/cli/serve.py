@@ -203,10 +203,10 @@ class ServeFlags:
     kernels: Annotated[KernelsChoice, option(RANKS, "Attention kernels; auto: the fastest available.")] = (
         _DEFAULTS.kernels
     )
-    graphs: Annotated[
+    cuda_graphs: Annotated[
         GraphsChoice,
         option(RANKS, "CUDA graphs for decode steps (generating tokens); auto: where possible."),
-    ] = _DEFAULTS.graphs
+    ] = _DEFAULTS.cuda_graphs
     threads: Annotated[int, option(RANKS, "CPU threads of each rank.")] = _DEFAULTS.threads_per_rank
     merge: Annotated[
         MergeChoice,
@@ -216,14 +216,14 @@ class ServeFlags:
             "start.",
         ),
     ] = _DEFAULTS.merge
-    partials: Annotated[
+    merge_dtype: Annotated[
         PartialDtype,
         option(
             RANKS,
             "Type in which ranks exchange partial results; bfloat16 halves the bytes, with a relative error of up to "
             "2^-8 per hop, and answers are not exact.",
         ),
-    ] = _DEFAULTS.partials
+    ] = _DEFAULTS.merge_dtype
     prefill: Annotated[
         PrefillName,
         option(
@@ -309,7 +309,7 @@ class ServeFlags:
             metavar="SECONDS",
         ),
     ] = _DEFAULTS.step_timeout
-    form_timeout: Annotated[
+    rendezvous_timeout: Annotated[
         float,
         option(
             LOSSES,
@@ -317,11 +317,11 @@ class ServeFlags:
             "that is longer; then they try again.",
             metavar="SECONDS",
         ),
-    ] = _DEFAULTS.form_timeout
-    lost_after: Annotated[
+    ] = _DEFAULTS.rendezvous_timeout
+    heartbeat_timeout: Annotated[
         float,
         option(LOSSES, "Time without a heartbeat after which a rank is killed and counts as lost.", metavar="SECONDS"),
-    ] = _DEFAULTS.lost_after
+    ] = _DEFAULTS.heartbeat_timeout
     max_losses_per_minute: Annotated[
         int,
         option(

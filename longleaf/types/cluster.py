@@ -204,7 +204,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     recovery: Recovery | None = None
     """The current or the last recovery; None if no rank was lost."""
     losses: tuple[Loss, ...] = ()
-    """At most 16, the latest one last."""
+    """At most 32, the latest one last."""
     storage: Storage | None = None
     """None without a data folder."""
     drafting: Drafting | None = None

@@ -40,7 +40,7 @@ SETTINGS: dict[str, Any] = {
     "kv_bytes": 2 << 20,
     "step_timeout": 5.0,
     "step_timeout_per_token": 0.005,
-    "lost_after": 4.0,
+    "heartbeat_timeout": 4.0,
     "max_losses_per_minute": 100_000,
     "max_sequences": 16,
 }
@@ -271,7 +271,7 @@ class Service:
         family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
         began = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
-        code = await asyncio.to_thread(self.process.wait, STOP_SECONDS + self.config.lost_after)
+        code = await asyncio.to_thread(self.process.wait, STOP_SECONDS + self.config.heartbeat_timeout)
         assert code == 0, self.log
         left = psutil.wait_procs(family, timeout=STOP_SECONDS)[1]
         assert not left, f"{left} are left after {time.monotonic() - began:.0f} s"

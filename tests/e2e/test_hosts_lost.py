@@ -36,7 +36,7 @@ def kill_raylet(nodes: RayNodes) -> None:
 def test_service_continues_without_a_lost_host_and_takes_it_back(
     hurt: RayNodes, checkpoint: Path, hurting: Callable[[RayNodes], None]
 ):
-    with serve(hurt, checkpoint, 2 * SLOTS, "--lost-after", "3") as service:
+    with serve(hurt, checkpoint, 2 * SLOTS, "--heartbeat-timeout", "3") as service:
         num_processes, [here, away] = len(hurt.service()), hurt.network.addresses
         with Witness(service.address, hurt.on(0)) as observer:
             [node] = {one["node"] for one in service.json("cluster")["workers"] if one["address"] == away}

@@ -80,7 +80,7 @@ def test_several_ranks_lost_at_once_and_consecutively_are_replaced(checkpoint: P
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", BOTH)
 def test_stopped_rank_is_killed_after_the_timeout(checkpoint: Path, started: ExitStack, launcher: str):
-    job_recovery = RecoveryRun(started, checkpoint, launcher, 2, "--lost-after", "2")
+    job_recovery = RecoveryRun(started, checkpoint, launcher, 2, "--heartbeat-timeout", "2")
     for turn, rank in enumerate((0, 1), start=1):
         losses = job_recovery.wait_recovered(*job_recovery.kill_ranks(signal.SIGSTOP, rank))
         [(reported, reason)] = [(loss["rank"], loss["reason"]) for loss in losses[turn - 1 :]]
@@ -90,7 +90,7 @@ def test_stopped_rank_is_killed_after_the_timeout(checkpoint: Path, started: Exi
 
 @pytest.mark.slow
 def test_rank_that_hangs_past_a_deadline_is_killed(checkpoint: Path, started: ExitStack):
-    job_recovery = RecoveryRun(started, checkpoint, "local", 2, "--step-timeout", "3", "--lost-after", "60")
+    job_recovery = RecoveryRun(started, checkpoint, "local", 2, "--step-timeout", "3", "--heartbeat-timeout", "60")
     [loss] = job_recovery.wait_recovered(*job_recovery.kill_ranks(signal.SIGSTOP, 1))
     assert loss["rank"] == 1 and "exceeded its limit of 3" in loss["reason"]
     job_recovery.end()

@@ -41,7 +41,7 @@ async def test_tokens_equal_generate_with_every_merge(goldens, merge, machines):
 
 async def test_bfloat16_partials_change_logits_by_their_rounding_only(goldens):
     golden, logits = goldens("gpt_oss"), Logits()
-    await answers(golden, "aab", logits.watch, merge="hierarchy", partials="bfloat16")
+    await answers(golden, "aab", logits.watch, merge="hierarchy", merge_dtype="bfloat16")
     exact_V = golden.logits_TV[0]
     difference = (logits.first(1)[0] - exact_V).abs().max()
     assert 1e-4 < difference < PARTIALS_TOLERANCE * exact_V.abs().max()

@@ -39,7 +39,7 @@ async def test_right_ranks_pass(goldens, family):
         ("gpt_neox", "bfloat16", {"dtype": "bfloat16"}),
         ("mixtral", "bfloat16", {"dtype": "bfloat16"}),
         ("deepseek_v3", "bfloat16", {"dtype": "bfloat16"}),
-        ("mistral3", "bfloat16", {"partials": "bfloat16", "merge": "gather"}),
+        ("mistral3", "bfloat16", {"merge_dtype": "bfloat16", "merge": "gather"}),
     ],
 )
 async def test_coarse_types_are_named_and_pass(goldens, family, dtype, settings):
@@ -55,7 +55,7 @@ async def test_coarse_types_are_named_and_pass(goldens, family, dtype, settings)
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, "float32"), (2, "bfloat16")])
 async def test_partials_count_only_where_they_travel(goldens, world_size, dtype):
     golden = goldens("llama")
-    async with running(config_for(golden.folder, world_size=world_size, partials="bfloat16")) as engine:
+    async with running(config_for(golden.folder, world_size=world_size, merge_dtype="bfloat16")) as engine:
         assert (await compare(engine, golden.prompt[:300])).dtype == dtype
 
 

@@ -137,7 +137,7 @@ def watched(place: Place, *, is_captured: bool) -> Watched:
         kv_bytes=8 << 20,
         max_sequences=MAX_SEQUENCES,
         device="cuda" if place.is_gpu else "cpu",
-        graphs="auto" if is_captured else "off",
+        cuda_graphs="auto" if is_captured else "off",
     )
     rank = make_rank(config)
     rank.lay_out(served(make_module(shape, torch.float32, place.device), place.device))

@@ -41,7 +41,7 @@ T = TypeVar("T", bound=FromRank)
 def strike(step: int) -> None:
     match step:
         case 901 | 904:
-            raise RuntimeError("was told to raise")
+            raise RuntimeError("failed on request")
         case 902:
             os.kill(os.getpid(), signal.SIGSTOP)
         case 903:

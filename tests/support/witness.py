@@ -37,7 +37,7 @@ class Witness:
 
     def __init__(self, address: str, before: tuple[str, ...] = ()) -> None:
         self._command = [*before, sys.executable, "-P", str(Path(__file__).resolve()), address]
-        self.told: list[dict[str, Any]] = []
+        self.reports: list[dict[str, Any]] = []
         """All that was read so far."""
         self.expected: list[int] = []
 
@@ -55,12 +55,12 @@ class Witness:
         deadline = time.monotonic() + SECONDS
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self.told.append(json.loads(line))
-            assert "error" not in self.told[-1], self.told[-1]
-            if is_so(self.told[-1]):
-                return self.told[-1]
-            assert time.monotonic() < deadline, self.told[-5:]
-        raise AssertionError(f"the clients have left: {self.told[-5:]}")
+            self.reports.append(json.loads(line))
+            assert "error" not in self.reports[-1], self.reports[-1]
+            if is_so(self.reports[-1]):
+                return self.reports[-1]
+            assert time.monotonic() < deadline, self.reports[-5:]
+        raise AssertionError(f"the clients have left: {self.reports[-5:]}")
 
     def under_way(self) -> None:
         """Waits until an answer is."""
@@ -87,11 +87,11 @@ class Witness:
         assert self._process.stdin is not None
         self._process.stdin.close()
         assert self._process.stdout is not None
-        self.told += map(json.loads, self._process.stdout)
+        self.reports += map(json.loads, self._process.stdout)
         assert self._process.wait(timeout=SECONDS) == 0
-        assert [reported for reported in self.told if "error" in reported] == []
-        assert all(reported["answer"] == self.expected for reported in self.told if "answer" in reported)
-        assert {reported["health"] for reported in self.told if "health" in reported} == {"SERVING"}
+        assert [reported for reported in self.reports if "error" in reported] == []
+        assert all(reported["answer"] == self.expected for reported in self.reports if "answer" in reported)
+        assert {reported["health"] for reported in self.reports if "health" in reported} == {"SERVING"}
 
 
 # --- the process ---

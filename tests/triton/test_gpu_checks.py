@@ -166,7 +166,7 @@ def test_steps_are_measured_with_what_gpus_do_in_them(monkeypatch):
             super().lay_out(model)
             self.backend = TritonKernels(4)
             self.sampler = DeviceSampler("cpu", 2)
-            decoding.as_on_a_gpu(self, small(), is_captured=self.config.graphs == "auto")
+            decoding.as_on_a_gpu(self, small(), is_captured=self.config.cuda_graphs == "auto")
             made.append(self)
 
     monkeypatch.setattr(ranks, "Rank", RankOfGpu)

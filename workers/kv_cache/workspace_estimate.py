@@ -93,7 +93,7 @@ def workspace(
         sampling=_sampling(config, text.vocab_size),
         partials=max(_partials(spec, model, config, num_rows) for spec in set(model.layers.values())),
         kernels=KERNELS,
-        graphs=room_for_graphs(model, config) if config.graphs == "auto" else 0,
+        graphs=room_for_graphs(model, config) if config.cuda_graphs == "auto" else 0,
         drafts=_drafts(model, config),
         exchange=_exchange(config.world_size, num_ranks_here) if uses_nccl else 0,
         fragments=int(total_bytes * FRAGMENTS),

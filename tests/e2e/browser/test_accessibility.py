@@ -130,9 +130,9 @@ def test_every_action_works_by_keyboard(reader: Reader, behind: Behind):
 def test_screen_reader_announces_events_but_not_single_tokens(reader: Reader):
     page = reader.page
     page.evaluate(
-        "globalThis.said = []; const told = document.querySelector('.unseen[role=status]');"
-        "const observer = new MutationObserver(() => said.push(told.textContent));"
-        "observer.observe(told, {childList: true, characterData: true, subtree: true})"
+        "globalThis.said = []; const status = document.querySelector('.unseen[role=status]');"
+        "const observer = new MutationObserver(() => said.push(status.textContent));"
+        "observer.observe(status, {childList: true, characterData: true, subtree: true})"
     )
     reader.add(("stock.txt", TEXT))
     page.locator("#question").wait_for()

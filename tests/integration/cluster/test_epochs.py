@@ -246,7 +246,7 @@ async def test_measurements_are_not_repeated(make_world: MakeWorld) -> None:
 
 
 async def test_silent_member_is_killed_and_then_lost(make_world: MakeWorld) -> None:
-    world = await make_world(3, lost_after=1.0)
+    world = await make_world(3, heartbeat_timeout=1.0)
     world.beat(0, 2)
     world.members[1].beat()
     end = asyncio.create_task(world.control.group.wait_ended())
@@ -319,7 +319,7 @@ async def test_member_lost_before_it_opens_a_store_is_excluded(make_world: MakeW
 
 async def test_member_that_fails_to_join_twice_is_killed(make_world: MakeWorld, monkeypatch) -> None:
     monkeypatch.setattr(control_module, "ANSWER_SECONDS", 0.3)
-    world = await make_world(3, form_timeout=0.3)
+    world = await make_world(3, rendezvous_timeout=0.3)
     world.members[1].deaf_to = (Join, AbortExchanges)
     world.members[0].deaf_to = (Join,)  # it waits for the others until the abort
     await world.members[2].send(GroupFailure(2, 1, 1, "raised"))
@@ -337,7 +337,7 @@ async def test_member_that_fails_to_join_twice_is_killed(make_world: MakeWorld, 
 
 async def test_member_that_fails_to_open_a_store_twice_is_killed(make_world: MakeWorld, monkeypatch) -> None:
     monkeypatch.setattr(control_module, "ANSWER_SECONDS", 0.1)
-    world = await make_world(3, form_timeout=0.3)
+    world = await make_world(3, rendezvous_timeout=0.3)
     world.members[0].deaf_to = (OpenStore, AbortExchanges)
     assert (await world.control.form(2)).members == (1, 2)
     assert world.killed == [0]
@@ -346,7 +346,7 @@ async def test_member_that_fails_to_open_a_store_twice_is_killed(make_world: Mak
 async def test_no_member_is_killed_without_evidence(make_world: MakeWorld, monkeypatch) -> None:
     monkeypatch.setattr(control_module, "ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(control_module, "MAX_ATTEMPTS", 3)
-    world = await make_world(2, form_timeout=0.1)
+    world = await make_world(2, rendezvous_timeout=0.1)
     for member in world.members.values():
         member.deaf_to = (Join, AbortExchanges)
     with pytest.raises(Unavailable, match="cannot form an epoch: 3 attempts failed"):
@@ -358,7 +358,7 @@ async def test_no_member_is_killed_without_evidence(make_world: MakeWorld, monke
 
 
 async def test_later_groups_get_more_time_if_the_first_one_was_slow() -> None:
-    world = World(2, form_timeout=0.1)
+    world = World(2, rendezvous_timeout=0.1)
     member, late = world.members[1], Ready(1, "cpu", "float32", 4, 64)
     member.deaf_to = (Join,)
     starting = asyncio.create_task(world.control.start(1))
@@ -374,7 +374,7 @@ async def test_later_groups_get_more_time_if_the_first_one_was_slow() -> None:
 
 
 async def test_new_member_that_cannot_join_does_not_block_the_others(make_world: MakeWorld) -> None:
-    world = await make_world(2, form_timeout=0.3)
+    world = await make_world(2, rendezvous_timeout=0.3)
     await world.add(deaf_to=(Join,))  # it reaches no other member, and reports that at the abort
     formation = await world.control.form(2)
     assert (formation.members, world.killed) == ((0, 1), [2])

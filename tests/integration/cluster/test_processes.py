@@ -93,7 +93,7 @@ async def test_killed_member_is_replaced_in_its_slot(make_fleet: MakeFleet) -> N
 
 @pytest.mark.parametrize("make_fleet", FLEETS)
 async def test_stopped_member_is_killed_and_replaced(make_fleet: MakeFleet) -> None:
-    async with running(make_fleet(), world_size=2, lost_after=2.0) as world:
+    async with running(make_fleet(), world_size=2, heartbeat_timeout=2.0) as world:
         world.keep(await world.control.start(1))
         stopped = world.process(1)
         stopped.send_signal(signal.SIGSTOP)

@@ -133,14 +133,14 @@ async def test_last_rank_is_named() -> None:
 async def test_rank_reports_its_error_before_it_closes(at_close: str) -> None:
     """Its process also exits, however the close ends."""
     fault = RankFault(rank=0, kind="refuse", step=2, at_close=at_close)  # type: ignore[arg-type]
-    settings = config(lost_after=1000.0)
+    settings = config(heartbeat_timeout=1000.0)
     control, fleet = RankManager(settings), LocalFleet(EchoMain(fault))
     await fleet.launch(settings, control.invitations, control.lost)
     await control.start(1)
     process = psutil.Process(control.hellos[0].pid)
     plans = [StepPlan(1, n, Prefill((n,), 0, (5, 6), (Run(0, 0, 2, (n,)),))) for n in (1, 2)]
     await control.group.step(plans[0])
-    with pytest.raises(StartError, match="told to refuse"):
+    with pytest.raises(StartError, match="refused on request"):
         await control.group.step(plans[1])
     assert await asyncio.to_thread(process.wait, timeout=40) in (None, 1)
     await control.close()
@@ -163,7 +163,7 @@ async def test_rank_that_hangs_past_the_deadline_is_killed(rank: int) -> None:
 
 @pytest.mark.parametrize(("number", "reason"), [(signal.SIGSTOP, "no heartbeat for 3 s"), (signal.SIGKILL, "signal 9")])
 async def test_rank_lost_while_idle_is_reported(number: signal.Signals, reason: str) -> None:
-    async with serving(config(world_size=2, lost_after=3.0)) as service:
+    async with serving(config(world_size=2, heartbeat_timeout=3.0)) as service:
         engine = service.engine
         assert await answer(engine.submit(prompt(4, 2))) == expected(3, 2)
         os.kill(service.pids[1], number)

@@ -146,6 +146,6 @@ async def test_warnings_of_ranks_are_in_the_log(ray_cluster: int, caplog: pytest
         await until(lambda: rank_records(caplog))
         [record] = rank_records(caplog)
         assert (record.rank, record.node, record.levelno) == (1, node, logging.WARNING)  # type: ignore[attr-defined]
-        assert record.getMessage().endswith("\nRuntimeError: was told to raise")
+        assert record.getMessage().endswith("\nRuntimeError: failed on request")
     finally:
         await service.stop()

@@ -29,7 +29,7 @@ from longleaf.config import EngineConfig
 from tests.support.members import MemberActor
 
 async def main():
-    config, fleet = EngineConfig(model="none", world_size=3, lost_after=60.0), RayFleet(MemberActor)
+    config, fleet = EngineConfig(model="none", world_size=3, heartbeat_timeout=60.0), RayFleet(MemberActor)
     host = await fleet.reserve(config, 60.0)
     control = RankManager(config, host, fleet.kill, fleet.where)
     delays = asyncio.Queue()

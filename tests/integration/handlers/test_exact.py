@@ -35,8 +35,8 @@ async def responses(settings: dict[str, Any], folder: Path) -> list[Any]:
     [
         ({"world_size": 2}, ""),
         ({"world_size": 2, "dtype": "bfloat16"}, ""),
-        ({"world_size": 2, "partials": "bfloat16"}, "partials are rounded to bfloat16"),
-        ({"world_size": 1, "partials": "bfloat16"}, ""),
+        ({"world_size": 2, "merge_dtype": "bfloat16"}, "partials are rounded to bfloat16"),
+        ({"world_size": 1, "merge_dtype": "bfloat16"}, ""),
         ({"world_size": 1, "kv_dtype": "int8"}, "keys and values are rounded to int8"),
         ({"world_size": 1, "verify_model": False}, "not verified"),
         (

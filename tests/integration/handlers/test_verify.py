@@ -129,7 +129,7 @@ async def test_one_verification_runs_at_a_time_and_a_disconnect_frees_the_slot(s
 
 
 async def test_lost_rank_is_named(service: Served) -> None:
-    service.engine.late_error = RankLost(1, "was told to die")
+    service.engine.late_error = RankLost(1, "died on request")
     async with AsyncClient(service.address, retries=0) as client:
         with pytest.raises(LongleafError) as lost:
             await client.verify()

@@ -61,7 +61,7 @@ async def test_client_activity_is_counted_by_tenant(tmp_path: Path) -> None:
         assert seen.value("longleaf_refused_credentials_total") == 1
         assert seen.value("longleaf_contexts") == 2
         assert seen.value("longleaf_ranks") == 2
-        assert [seen.value("longleaf_kv_tokens", rank=rank) > 0 for rank in "01"] == [True, True]
+        assert [seen.value("longleaf_kv_cache_tokens", rank=rank) > 0 for rank in "01"] == [True, True]
         assert seen.value("longleaf_steps_total", kind="decode") > 0
         assert seen.value("longleaf_requests_running") == seen.value("longleaf_requests_waiting") == 0
 

@@ -132,7 +132,7 @@ def test_all_members_continue_after_one_has_raised(members, expected):
     merges = read_and_break(members, RAISE)
     broken = [members.broken(member) for member in (0, 1, 2)]
     assert [one.step for one in broken] == [RAISE] * 3
-    assert broken[VICTIM].reason == "RuntimeError: was told to raise"
+    assert broken[VICTIM].reason == "RuntimeError: failed on request"
     runs = tuple(Run((piece.rank + 1) % 3, piece.start, piece.end, piece.blocks) for piece in PIECES)
     members.form(2, [2, 0, 1], KvLayout(2, (SegmentLayout(0, 0, runs),)), merges=merges)
     assert answer(members, [2, 0, 1], 2) == expected

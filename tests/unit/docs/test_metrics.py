@@ -46,7 +46,7 @@ def exported() -> dict[str, Metric]:
         counts=lambda: counts,
         ranks_lost=lambda: 0,
         refused_credentials=lambda: 0,
-        refused_frames=lambda: 0,
+        rejected_connections=lambda: 0,
         failed_reloads={"credentials": lambda: 0},
         unusable_files={"credentials": lambda: False},
         certificate_expiry=lambda: 1.0,

@@ -62,14 +62,14 @@ async def test_output_tokens_and_rows_of_a_step_are_counted() -> None:
         for num_samples in (1, 3):
             [_ async for _ in found.engine.submit(replace(prompt(3, 5), num_samples=num_samples))]
         counts = found.engine.counts
-        assert (counts.num_sampled, counts.num_row_steps) == (20, 20)
+        assert (counts.num_sampled, counts.num_sequence_steps) == (20, 20)
         assert (counts.num_drafted, counts.num_accepted) == (0, 0)
         assert found.engine.cluster().drafting == Drafting(drafted_tokens=0, accepted_tokens=0, tokens_per_step=1.0)
 
 
 def test_no_steps_mean_no_tokens() -> None:
     assert DraftCounts().tokens_per_step == 0.0
-    assert DraftCounts(num_sampled=9, num_row_steps=4).tokens_per_step == 2.25
+    assert DraftCounts(num_sampled=9, num_sequence_steps=4).tokens_per_step == 2.25
 
 
 async def test_step_duration_is_that_of_rank_0() -> None:

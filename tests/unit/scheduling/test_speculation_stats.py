@@ -72,7 +72,7 @@ def test_step_counts_drafted_and_accepted_tokens() -> None:
         (8, 7, 7),
         (3, 2, 2),
     ]
-    assert bench.scheduler.drafts == DraftCounts(num_drafted=16, num_accepted=16, num_sampled=20, num_row_steps=4)
+    assert bench.scheduler.drafts == DraftCounts(num_drafted=16, num_accepted=16, num_sampled=20, num_sequence_steps=4)
 
 
 def test_drafts_after_the_end_token_are_not_accepted() -> None:
@@ -81,4 +81,4 @@ def test_drafts_after_the_end_token_are_not_accepted() -> None:
     *_, last = bench.answer(end=alone[12])
     assert (last.index, last.token_ids) == (9, tuple(alone[9:13]))
     assert (last.num_drafted, last.num_accepted) == (7, 4)
-    assert bench.scheduler.drafts == DraftCounts(num_drafted=14, num_accepted=11, num_sampled=13, num_row_steps=3)
+    assert bench.scheduler.drafts == DraftCounts(num_drafted=14, num_accepted=11, num_sampled=13, num_sequence_steps=3)

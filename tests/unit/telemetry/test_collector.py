@@ -40,9 +40,9 @@ def test_pool_of_each_rank() -> None:
     worker = CLUSTER.workers[0]
     ranks = (changed(worker, rank=0, tokens=30, max_tokens=120), changed(worker, rank=3, tokens=0, max_tokens=0))
     seen = of(changed(CLUSTER, workers=ranks))
-    assert [seen.value("longleaf_kv_tokens", rank=rank) for rank in "03"] == [30, 0]
-    assert [seen.value("longleaf_kv_capacity_tokens", rank=rank) for rank in "03"] == [120, 0]
-    assert [seen.value("longleaf_kv_used_ratio", rank=rank) for rank in "03"] == [0.25, 0]
+    assert [seen.value("longleaf_kv_cache_tokens", rank=rank) for rank in "03"] == [30, 0]
+    assert [seen.value("longleaf_kv_cache_capacity_tokens", rank=rank) for rank in "03"] == [120, 0]
+    assert [seen.value("longleaf_kv_cache_usage_ratio", rank=rank) for rank in "03"] == [0.25, 0]
 
 
 def test_metrics_of_an_unavailable_cluster_are_omitted() -> None:
@@ -72,9 +72,9 @@ def test_steps_by_kind_of_work() -> None:
 
 
 def test_draft_acceptance() -> None:
-    counts = Counts(num_drafted=70, num_accepted=30, num_sampled=90, num_row_steps=60)
+    counts = Counts(num_drafted=70, num_accepted=30, num_sampled=90, num_sequence_steps=60)
     seen = read(replace(SOURCES, counts=lambda: counts))
-    names = ("drafted_tokens_total", "accepted_draft_tokens_total", "sampled_tokens_total", "row_steps_total")
+    names = ("drafted_tokens_total", "accepted_draft_tokens_total", "sampled_tokens_total", "sequence_steps_total")
     assert [seen.value(f"longleaf_{name}") for name in names] == [70, 30, 90, 60]
 
 
@@ -88,7 +88,7 @@ def test_merge_times_for_the_fewest_rows() -> None:
 def test_metrics_of_unused_features_are_omitted() -> None:
     left_out = {
         "longleaf_refused_credentials",
-        "longleaf_refused_frames",
+        "longleaf_rejected_connections",
         "longleaf_reload_failures",
         "longleaf_file_unusable",
         "longleaf_certificate_expiry_timestamp_seconds",
@@ -105,14 +105,14 @@ def test_metrics_of_used_features_are_exported() -> None:
             SOURCES,
             counts=lambda: Counts(snapshot_bytes=4096),
             refused_credentials=lambda: 5,
-            refused_frames=lambda: 6,
+            rejected_connections=lambda: 6,
             failed_reloads={"credentials": lambda: 1, "certificates": lambda: 2},
             unusable_files={"credentials": lambda: True, "certificates": lambda: False},
             certificate_expiry=lambda: 1.5e9,
         )
     )
     assert seen.value("longleaf_refused_credentials_total") == 5
-    assert seen.value("longleaf_refused_frames_total") == 6
+    assert seen.value("longleaf_rejected_connections_total") == 6
     assert [seen.value("longleaf_reload_failures_total", file=file) for file in ("credentials", "certificates")] == [
         1,
         2,

@@ -68,14 +68,14 @@ def test_captured_steps_retain_the_memory_of_the_largest(model_of):
     partials = 8 * 4 * (16 * (2 + 4) + workspaces.PARTIALS * 17 * 4)
     wanted = in_model + partials + choosing + 4 * workspaces.GRAPHS_PER_SIZE * workspaces.GRAPH
     assert needed(model_of()).graphs == wanted
-    assert needed(model_of(), graphs="off").graphs == 0
+    assert needed(model_of(), cuda_graphs="off").graphs == 0
 
 
 @pytest.mark.parametrize(("num_sequences", "num_drafting", "num_rows"), [(8, 8, 16), (2, 2, 16), (40, 20, 64)])
 @pytest.mark.parametrize("graphs", ["auto", "off"])
 def test_rejected_drafts_need_saved_blocks_with_8_bit_keys(model_of, num_sequences, num_drafting, num_rows, graphs):
     """This holds with and without captured steps. Sequences with drafts have at least 2 rows, steps at least 16."""
-    settings = {"max_sequences": num_sequences, "max_draft_tokens": 7, "graphs": graphs}
+    settings = {"max_sequences": num_sequences, "max_draft_tokens": 7, "cuda_graphs": graphs}
     block = QuantizedPool.bytes_per_block(model_of().layers, 128)
     stored = num_rows * 2 * (2 * 2 * 16) * 2
     assert needed(model_of(), **settings, kv_dtype="int8").drafts == num_drafting * block + stored
