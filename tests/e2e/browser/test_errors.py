@@ -76,17 +76,17 @@ def test_page_asks_for_a_credential_and_rejects_a_wrong_one(browser: Any, guarde
     with Reader(browser, guarded.url) as reader:
         page = reader.page
         dialog = page.get_by_role("dialog", name="Credential required")
-        dialog.get_by_label("Credential").fill("secret-of-nobody")
+        dialog.get_by_label("Credential", exact=True).fill("secret-of-nobody")
         page.keyboard.press("Enter")
         dialog.get_by_text("The service refused this credential.").wait_for()
-        dialog.get_by_label("Credential").fill(credential_of(ACME))
+        dialog.get_by_label("Credential", exact=True).fill(credential_of(ACME))
         page.keyboard.press("Enter")
         page.get_by_role("heading", name="Add your first document").wait_for()
         reader.add(("notes.txt", TEXT))
         page.locator("#question").wait_for()
         assert reader.ask(QUESTION) == ANSWER
         page.get_by_role("button", name="Change credential").click()
-        page.get_by_label("Credential").fill(credential_of(BOLT))
+        page.get_by_label("Credential", exact=True).fill(credential_of(BOLT))
         page.keyboard.press("Enter")
         page.get_by_role("heading", name="notes does not exist").wait_for()
         retained = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
@@ -103,12 +103,12 @@ def test_dismissed_credential_prompt_is_reported_and_can_be_reopened(browser: An
         page.keyboard.press("Escape")
         page.get_by_text("The service requires a credential.").wait_for()
         page.get_by_role("button", name="Enter a credential").click()
-        page.get_by_label("Credential").fill("secret-of-nobody")
+        page.get_by_label("Credential", exact=True).fill("secret-of-nobody")
         page.get_by_role("button", name="Continue").click()
         page.get_by_text("The service refused this credential.").wait_for()
         page.get_by_role("button", name="Not now").click()
         page.get_by_role("button", name="Enter a credential").click()
-        page.get_by_label("Credential").fill(credential_of(ACME))
+        page.get_by_label("Credential", exact=True).fill(credential_of(ACME))
         page.get_by_role("button", name="Continue").click()
         page.get_by_text("connected", exact=True).wait_for()
         page.get_by_role("heading", name=re.compile("Add your first document|Choose a document")).wait_for()
@@ -119,7 +119,7 @@ def test_dismissed_credential_prompt_is_reported_and_can_be_reopened(browser: An
     ("status", "code", "wait", "message"),
     [
         (400, "", None, "The request is invalid: why."),
-        (404, "context_not_found", None, "add its file again"),
+        (404, "context_not_found", None, "Add its file again"),
         (409, "already_exists", None, "Choose another one, or append the file"),
         (410, "", None, "Add the file again."),
         (415, "", None, "Save the document as text"),
