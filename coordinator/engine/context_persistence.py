@@ -114,10 +114,10 @@ class ContextPersistence:
             except Exception as error:  # it stays in the catalog; a single context must not prevent the start
                 log.error("cannot write context %s: unexpected error", record.id, exc_info=error)
         for number in sorted(needed, reverse=True):  # release the segments that only skipped contexts need
-            holding = segments.holdings.find(number)
-            if holding is not None and not holding.num_references:
-                segments.retain(holding.segment.path)
-                segments.release(holding.segment.path)
+            placement = segments.placements.find(number)
+            if placement is not None and not placement.num_references:
+                segments.retain(placement.segment.path)
+                segments.release(placement.segment.path)
 
     async def note_epoch(self, epoch: int) -> None:
         """Record the number of the next epoch, so that later service runs use larger numbers. A failure is logged."""
@@ -358,8 +358,8 @@ class ContextPersistence:
     def _bring_back(self, context: NamedContext) -> None:
         if self._contexts.find(context.id) is not None:
             return  # the name has been reused meanwhile
-        holdings = self._scheduler.segments.holdings
-        known = {holding.segment for holding in holdings}
+        placements = self._scheduler.segments.placements
+        known = {placement.segment for placement in placements}
         for segment in context.path.segments:
             if segment not in known:
                 self._scheduler.segments.adopt(segment)

@@ -250,9 +250,9 @@ class Engine(ContextService):
 
     def _view(self, context: NamedContext) -> types.Context:
         assert self._scheduler is not None
-        holdings, readies = self._scheduler.segments.holdings, self._readies()
+        placements, readies = self._scheduler.segments.placements, self._readies()
         stored = self._persistence.num_bytes(context)
-        return view_context(context, holdings, readies, self.positions, self.exactness_note, stored)
+        return view_context(context, placements, readies, self.positions, self.exactness_note, stored)
 
     def _readies(self) -> Sequence[Ready]:
         return self._epochs.current.formation.readies

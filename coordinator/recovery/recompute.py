@@ -33,7 +33,7 @@ class RecomputePlanner:
         self._placer = placer
         self._comes_back = comes_back
         self._segments = segments
-        self._holdings = segments.holdings
+        self._placements = segments.placements
         self._rolling: Reservation | None = None
         """With replicated windows, window blocks for the chunk that is recomputed."""
         self._current: SegmentPlacement | None = None
@@ -55,8 +55,8 @@ class RecomputePlanner:
 
     def forget_promises(self) -> None:
         """Releases all reservations, because the new ranks may have fewer blocks."""
-        for holding in self._holdings.with_losses:
-            loss = holding.loss
+        for placement in self._placements.with_losses:
+            loss = placement.loss
             if loss is not None and loss.promise is not None:
                 self._placer.release(loss.promise)
                 loss.promise = None
@@ -74,7 +74,7 @@ class RecomputePlanner:
         """Blocks that are needed only during recomputation."""
         pool = self._placer.window_pool
         sizes = [
-            holding.loss.num_tokens for holding in self._holdings.with_losses if holding.loss and holding.loss.left
+            placement.loss.num_tokens for placement in self._placements.with_losses if placement.loss and placement.loss.left
         ]
         return BlockCount(windows=max(map(pool.chunk_blocks, sizes), default=0))
 
@@ -86,9 +86,9 @@ class RecomputePlanner:
     @property
     def is_promised(self) -> bool:
         """Blocks are reserved for all lost ranges."""
-        if self._placer.windows is not None and not self._holdings.is_whole and not self._can_roll:
+        if self._placer.windows is not None and not self._placements.is_whole and not self._can_roll:
             return False
-        return all(holding.loss.promise for holding in self._holdings.with_losses if holding.loss)
+        return all(placement.loss.promise for placement in self._placements.with_losses if placement.loss)
 
     @property
     def _can_roll(self) -> bool:
@@ -103,14 +103,14 @@ class RecomputePlanner:
     def promise(self, paths: Iterable[TokenPath]) -> None:
         """Reserves blocks for lost segments as far as possible, first for those on `paths`. Contexts are evicted only
         for these."""
-        needed = dict.fromkeys(self._holdings.of(segment for path in paths for segment in path.segments))
+        needed = dict.fromkeys(self._placements.of(segment for path in paths for segment in path.segments))
         if self._placer.windows is not None and not self._can_roll:
             self.return_rolling()
             self._rolling = self._reserve(self.num_rolling, may_evict=bool(needed))
-        for holding in dict.fromkeys([*needed, *self._holdings.with_losses]):
-            if holding.loss is not None and holding.loss.promise is None:
-                blocks = holding.loss.num_blocks(self._placer.block_size)
-                holding.loss.promise = self._reserve(blocks, may_evict=holding in needed)
+        for placement in dict.fromkeys([*needed, *self._placements.with_losses]):
+            if placement.loss is not None and placement.loss.promise is None:
+                blocks = placement.loss.num_blocks(self._placer.block_size)
+                placement.loss.promise = self._reserve(blocks, may_evict=placement in needed)
 
     def _reserve(self, blocks: BlockCount, *, may_evict: bool) -> Reservation | None:
         return self._placer.reserve(blocks) if self._segments.make_room(blocks, may_evict=may_evict) else None
@@ -130,42 +130,42 @@ class RecomputePlanner:
                 loss.has_failed = True
             raise RecoveryFailed(found[0].segment) from error
 
-    def _plan(self, holding: SegmentPlacement, end: int, size: int) -> Prefill:
-        loss, segment = holding.loss, holding.segment
+    def _plan(self, placement: SegmentPlacement, end: int, size: int) -> Prefill:
+        loss, segment = placement.loss, placement.segment
         assert loss is not None
         assert loss.promise is not None
         ranges = [(low, high) for low, high in loss.left if low < end]
         pieces = self._placer.place_again(ranges, size, loss.promise)
         assert pieces
         start, stop = pieces[0].start, pieces[-1].end
-        place = min(holding.seams, default=start)
-        holding.incoming = pieces  # set first, so that they are freed with the segment if planning fails
-        holding.window_runs = self._placer.recompute_windows(
-            holding.window_runs, (start, stop), loss.windows_from, place, loss.promise
+        place = min(placement.seams, default=start)
+        placement.incoming = pieces  # set first, so that they are freed with the segment if planning fails
+        placement.window_runs = self._placer.recompute_windows(
+            placement.window_runs, (start, stop), loss.windows_from, place, loss.promise
         )
-        holding.is_reported = True
-        self._under_way = holding
+        placement.is_reported = True
+        self._under_way = placement
         token_ids = array("I")
         for piece in pieces:
             token_ids += segment.token_ids[piece.start - segment.start : piece.end - segment.start]
-        return Prefill(segment.path.ids, start, tuple(token_ids), pieces, segment.rope, holding.window_runs)
+        return Prefill(segment.path.ids, start, tuple(token_ids), pieces, segment.rope, placement.window_runs)
 
     def _choose(self, paths: Iterable[TokenPath]) -> tuple[SegmentPlacement, int] | None:
         """The segment to recompute next, and the position up to which it is needed."""
         if self._placer.windows is not None:
             return self._choose_rolled(paths)
         for path in paths:
-            found = self._holdings.first_lost(path)
+            found = self._placements.first_lost(path)
             if found and self._may_begin(found[0]):
                 return found
-        for holding in self._holdings.with_losses:
-            if self._may_begin(holding) and self._holdings.holds(holding.segment.before):
-                return holding, holding.segment.end
+        for placement in self._placements.with_losses:
+            if self._may_begin(placement) and self._placements.holds(placement.segment.before):
+                return placement, placement.segment.end
         return None
 
-    def _may_begin(self, holding: SegmentPlacement) -> bool:
-        loss = holding.loss
-        return loss is not None and loss.promise is not None and not loss.has_failed and not self._comes_back(holding)
+    def _may_begin(self, placement: SegmentPlacement) -> bool:
+        loss = placement.loss
+        return loss is not None and loss.promise is not None and not loss.has_failed and not self._comes_back(placement)
 
     def _choose_rolled(self, paths: Iterable[TokenPath]) -> tuple[SegmentPlacement, int] | None:
         """With replicated windows, one segment is recomputed to its end before the next one begins."""
@@ -175,32 +175,32 @@ class RecomputePlanner:
         self._current = None
         if self._rolling is None or not self._can_roll:
             return None
-        lossy = [found[0] for path in paths if (found := self._holdings.first_lost(path))]
-        for holding in [*lossy, *self._holdings.with_losses]:
-            loss = holding.loss
-            if loss and loss.promise and self._may_begin(holding) and self._holdings.holds(holding.segment.before):
+        lossy = [found[0] for path in paths if (found := self._placements.first_lost(path))]
+        for placement in [*lossy, *self._placements.with_losses]:
+            loss = placement.loss
+            if loss and loss.promise and self._may_begin(placement) and self._placements.holds(placement.segment.before):
                 loss.promise.left += self._rolling.left
-                self._rolling, self._current, self._lent_to = None, holding, loss
-                return holding, holding.segment.end
+                self._rolling, self._current, self._lent_to = None, placement, loss
+                return placement, placement.segment.end
         return None
 
     def commit(self) -> SegmentPlacement | None:
         """The plan under way is complete. Returns the recomputed segment, or None if nothing needs it any more."""
-        holding, self._under_way = self._under_way, None
-        if holding is None or holding.loss is None:
+        placement, self._under_way = self._under_way, None
+        if placement is None or placement.loss is None:
             return None
-        loss, pieces = holding.loss, holding.incoming
-        holding.incoming = ()
-        holding.put(pieces)
+        loss, pieces = placement.loss, placement.incoming
+        placement.incoming = ()
+        placement.put(pieces)
         for piece in pieces:
             loss.fill(piece.start, piece.end)
         if not loss.left:
-            self._segments.drop_frontier(holding)
+            self._segments.drop_frontier(placement)
             self._take_rolling(loss)
-            self._segments.end_loss(holding)
+            self._segments.end_loss(placement)
         elif self._placer.windows is not None:
-            self._segments.add_frontier(holding, loss.first)
-        return holding
+            self._segments.add_frontier(placement, loss.first)
+        return placement
 
     def _take_rolling(self, loss: LostRanges) -> None:
         """Keeps the window blocks for the next segment."""
@@ -213,15 +213,15 @@ class RecomputePlanner:
     def undo(self, suspicion: int, *, is_certain: bool) -> SegmentPlacement | None:
         """Reverts the plan under way and adds `suspicion` to the segment's fault score. Returns the segment, or None if
         nothing needs it any more."""
-        holding, self._under_way = self._under_way, None
-        if holding is None or holding.loss is None:
+        placement, self._under_way = self._under_way, None
+        if placement is None or placement.loss is None:
             return None
-        loss = holding.loss
+        loss = placement.loss
         assert loss.promise is not None
         if suspicion:
             loss.suspicion = add(loss.suspicion, suspicion, is_certain=is_certain)
-            loss.suspect_end = max(loss.suspect_end, holding.incoming[-1].end)
-        self._placer.return_unwritten(holding.incoming, loss.promise)
-        holding.incoming = ()
-        holding.window_runs = self._placer.roll_back(holding.window_runs, loss.first, loss.promise)
-        return holding
+            loss.suspect_end = max(loss.suspect_end, placement.incoming[-1].end)
+        self._placer.return_unwritten(placement.incoming, loss.promise)
+        placement.incoming = ()
+        placement.window_runs = self._placer.roll_back(placement.window_runs, loss.first, loss.promise)
+        return placement

@@ -63,13 +63,13 @@ class CapacityShrink:
     def _victims(self, jobs: list[Job], needed: BlockCount, total: BlockCount) -> list[Job] | None:
         """The jobs that do not fit beside the held keys; None when all fit."""
         answers = [job for job in jobs if isinstance(job, Sequence)]
-        retained = {holding.segment.id for holding in self._remaining()}
+        retained = {placement.segment.id for placement in self._remaining()}
         path_segments = {s: None for job in answers for s in job.request.origin.segments if s.id not in retained}
-        needed += self._limits.wanted(self._segments.holdings.of(path_segments))
+        needed += self._limits.wanted(self._segments.placements.of(path_segments))
         for job in jobs:
             if isinstance(job, IngestJob):
                 needed += job.num_blocks
-                loss = job.tail.holding.loss if job.is_running else None
+                loss = job.tail.placement.loss if job.is_running else None
                 needed += BlockCount(windows=loss.window_blocks) if loss else BlockCount()
         if not needed.fits(total):
             return jobs
@@ -77,11 +77,11 @@ class CapacityShrink:
 
     def _remaining(self) -> list[SegmentPlacement]:
         segments: dict[Segment, None] = {s: None for context in self._contexts.list() for s in context.path.segments}
-        return self._segments.holdings.of(segments)
+        return self._segments.placements.of(segments)
 
-    def _wanted(self, holdings: list[SegmentPlacement]) -> BlockCount:
+    def _wanted(self, placements: list[SegmentPlacement]) -> BlockCount:
         """Blocks of the segments once nothing of them is lost, plus those for recomputation."""
-        return self._limits.wanted(holdings) + self._recovery.num_rolling
+        return self._limits.wanted(placements) + self._recovery.num_rolling
 
 
 def asks(job: Job, context: NamedContext) -> bool:

@@ -44,7 +44,7 @@ class JobLifecycle:
         origin = job.request.origin
         for part in self._sharing.parts(job):
             self._segments.retain(origin)
-            self._segments.retain(part.reading.path, origin)
+            self._segments.retain(part.prefill.path, origin)
             self.requests.add(part)
             self.queue.add(part)
         self.planner.turns.enter(job.request.claim.account)
@@ -73,7 +73,7 @@ class JobLifecycle:
 
     def _leave(self, job: Job) -> None:
         origin = job.request.origin
-        self._segments.release(job.reading.path, origin)
+        self._segments.release(job.prefill.path, origin)
         self._segments.release(origin)
         self.may_begin = True
         self.requests.remove(job)

@@ -42,7 +42,7 @@ class JobRecovery:
         """Without an `evictor`, contexts that cannot be held are dropped."""
         self._placer = placer
         self._segments = segments
-        self._holdings = segments.holdings
+        self._placements = segments.placements
         self._contexts = contexts
         self._limits = limits
         self._recovery = recovery
@@ -140,7 +140,7 @@ class JobRecovery:
         for job in self._ingests():
             tail = job.tail
             if not tail.is_ready and self._take_room(job):
-                tail.is_ready = tail.holding.loss is None and self._holdings.holds(tail.segment.before)
+                tail.is_ready = tail.placement.loss is None and self._placements.holds(tail.segment.before)
         return [job for job in self._ingests() if not job.tail.is_ready]
 
     def _is_full(self, waiting: list[IngestJob]) -> bool:
@@ -153,9 +153,9 @@ class JobRecovery:
         lost. Returns False when too few are free."""
         tail, pool = job.tail, self._placer.window_pool
         left, windows = tail.reservation.left, 0
-        if tail.holding.loss is None:
-            windows = pool.chunk_blocks(len(job.reading.token_ids)) - tail.holding.num_blocks.windows
-        needed = self._limits.num_blocks(job.reading, 0, 0).sharded
+        if tail.placement.loss is None:
+            windows = pool.chunk_blocks(len(job.prefill.token_ids)) - tail.placement.num_blocks.windows
+        needed = self._limits.num_blocks(job.prefill, 0, 0).sharded
         more = BlockCount(needed - left.sharded, max(0, windows - left.windows))
         return self._segments.make_room(more) and self._placer.add(tail.reservation, more)
 
@@ -165,14 +165,14 @@ class JobRecovery:
         retained = {
             s: None for context in self._contexts.list() if not context.is_evicted for s in context.path.segments
         }
-        wanted = self._limits.wanted(self._holdings.of(retained)) + self._limits.rolling
+        wanted = self._limits.wanted(self._placements.of(retained)) + self._limits.rolling
         return wanted.fits(self._placer.num_blocks)
 
     def is_ready(self, job: Job) -> bool:
         """Whether a waiting job can begin during a recovery: nothing of its path is lost. Once recovery itself is over,
         documents that still wait for room go first."""
         is_next = not (self._recovery.is_over and self.is_confirmed)
-        return is_next and self._holdings.holds(job.request.origin)
+        return is_next and self._placements.holds(job.request.origin)
 
     def _waiting(self) -> Iterator[tuple[Job, TokenPath]]:
         """The jobs that may wait for lost keys, and their paths, the most urgent first."""
@@ -190,8 +190,8 @@ class JobRecovery:
         """Commits a recovery step. Raises RecoveryFailed."""
         if result.has_finite_keys:
             self._recovery.commit()
-        elif (holding := self._recovery.fail()) is not None:
-            self._give_up_all(holding.segment, "the model computed values that are not finite")
+        elif (placement := self._recovery.fail()) is not None:
+            self._give_up_all(placement.segment, "the model computed values that are not finite")
         self.resume()
         self.report_progress()
 
@@ -236,7 +236,7 @@ class JobRecovery:
         """Drops everything that uses a segment. The ranks then forget the segment."""
         self._segments.drop_cached(lambda path: segment in path.segments)
         for job in self._running_sequences():
-            if segment in job.reading.path.segments:
+            if segment in job.prefill.path.segments:
                 self._lifecycle.preempt(job)
         for context in self._contexts.list():
             if segment in context.path.segments and not context.is_evicted:

@@ -157,7 +157,7 @@ class Planner:
         lost by sending the next one only after it. A new or cancelled job then waits for one chunk, not two."""
         if any(not isinstance(flight.plan.work, Decode) for flight in self._flights):
             return []
-        return [job for job in running if job.reading.has_chunks and job.tail.is_ready]
+        return [job for job in running if job.prefill.has_chunks and job.tail.is_ready]
 
     def _plan_amid_recovery(
         self, prefilling: list[Job], decoding: Several[Sequence], paths: Iterable[TokenPath]

@@ -81,15 +81,15 @@ class Preemption:
                 break
             chosen.append(other)
             places -= other.num_tails
-            lacking -= _num_freed(other, dropped, self._segments.holdings)
+            lacking -= _num_freed(other, dropped, self._segments.placements)
         return chosen if lacking.fits(BlockCount()) and places <= 0 else None
 
 
-def _num_freed(job: Sequence, dropped: Counter[int], holdings: SegmentPlacements) -> BlockCount:
+def _num_freed(job: Sequence, dropped: Counter[int], placements: SegmentPlacements) -> BlockCount:
     """Blocks that become free or reclaimable when a running job is preempted after those that `dropped` counts."""
-    num_blocks = job.tail.holding.num_blocks + job.tail.reservation.left
-    for holding in holdings.of(job.reading.path.segments[len(job.request.origin.segments) :]):
-        dropped[holding.segment.id] += 1
-        if holding.num_references - holding.num_cache_references == dropped[holding.segment.id]:
-            num_blocks += holding.num_blocks
+    num_blocks = job.tail.placement.num_blocks + job.tail.reservation.left
+    for placement in placements.of(job.prefill.path.segments[len(job.request.origin.segments) :]):
+        dropped[placement.segment.id] += 1
+        if placement.num_references - placement.num_cache_references == dropped[placement.segment.id]:
+            num_blocks += placement.num_blocks
     return num_blocks

@@ -21,7 +21,7 @@ from coordinator.scheduling.context_activation import ContextActivation
 from coordinator.scheduling.documents import ContextOperations
 from coordinator.scheduling.fair_queue import Queue
 from coordinator.scheduling.group_change import GroupChangeOperations
-from coordinator.scheduling.invariants import audit_holdings, audit_jobs
+from coordinator.scheduling.invariants import audit_placements, audit_jobs
 from coordinator.scheduling.job_lifecycle import JobLifecycle
 from coordinator.scheduling.job_recovery import JobRecovery
 from coordinator.scheduling.jobs import IngestJob, Job
@@ -81,7 +81,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         """Number of lost or evicted tokens that were recomputed."""
         self.drafts = DraftCounts()
         self._requests = Requests(config.max_sequences + config.max_waiting)
-        limits = JobLimits(config, placer, self.segments.holdings, positions)
+        limits = JobLimits(config, placer, self.segments.placements, positions)
         self._is_durable = is_durable
         self._activation = ContextActivation(self.contexts, self._requests)
         evictor = ContextEvictor(placer, self.segments, self.contexts, self._activation.in_use) if is_durable else None
@@ -252,8 +252,8 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         return True
 
     def _begin(self, job: Job, reservation: Reservation) -> None:
-        holding = self.segments.create(job.reading.path, job.rope, job.request.claim.tenant)
-        job.begin(GrowingSegment(holding, reservation), self._planner.step)
+        placement = self.segments.create(job.prefill.path, job.rope, job.request.claim.tenant)
+        job.begin(GrowingSegment(placement, reservation), self._planner.step)
         self._running[job.id] = job
 
     def _start(self, job: Sequence) -> None:
@@ -264,7 +264,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
 
     def _answer(self, job: Sequence) -> None:
         """Starts the answers of a job once its chunks are processed."""
-        if job.reading.is_over:
+        if job.prefill.is_over:
             others = self._sharing.share(job)
             job.request.jobs += others
             self._running |= {sample.id: sample for sample in others}
@@ -312,18 +312,18 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         return outcomes
 
     def _commit_chunk(self, job: Job, now: float) -> None:
-        num_read, total = job.reading.num_read, len(job.reading.token_ids)
-        self._drafter.read(job.tail.segment, job.request.start + num_read)
+        num_computed, total = job.prefill.num_computed, len(job.prefill.token_ids)
+        self._drafter.read(job.tail.segment, job.request.start + num_computed)
         if isinstance(job, IngestJob):
-            self._outcomes.append((job.request.id, Progress(num_read, total)))
-            if job.reading.is_over and self._is_durable:
+            self._outcomes.append((job.request.id, Progress(num_computed, total)))
+            if job.prefill.is_over and self._is_durable:
                 self._outcomes.append((job.request.id, Sealed()))
-            elif job.reading.is_over:
+            elif job.prefill.is_over:
                 self._acknowledge(job, now)
         elif isinstance(job, Sequence):
             if job.speaks_for_all:
                 start = job.request.start
-                self._outcomes.append((job.request.id, Progress(start + num_read, start + total)))
+                self._outcomes.append((job.request.id, Progress(start + num_computed, start + total)))
             self._answer(job)
 
     def fail(self, request_id: int, error: LongleafError) -> None:
@@ -409,7 +409,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
     def audit(self) -> None:
         """Asserts the invariants of blocks, segments, references, reservations and jobs."""
         waiting, running = tuple(self._queue), tuple(self._running.values())
-        audit_holdings(self.segments, self.contexts, self._placer, self._recovery, (waiting, running))
+        audit_placements(self.segments, self.contexts, self._placer, self._recovery, (waiting, running))
         self._job_recovery.audit()
         audit_jobs(waiting, running, self._planner.under_way)
         self._requests.audit()

@@ -93,8 +93,8 @@ class Speeds:
         running = (other for other in others if other.is_running)
         rivals = [other for other in running if not job.request.claim.outranks(other.request.claim)]
         # Chunks are processed in turn, so no job waits for more tokens of another than it has itself.
-        own = max(0, job.reading.num_prefill - num_resident)
-        tokens = own + sum(min(other.reading.num_prefill - other.reading.num_placed, own) for other in rivals)
+        own = max(0, job.prefill.num_prefill - num_resident)
+        tokens = own + sum(min(other.prefill.num_prefill - other.prefill.num_placed, own) for other in rivals)
         return first * (self.job.value or 0.0) + tokens * token + _least_steps(job) * step
 
 

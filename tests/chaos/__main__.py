@@ -124,7 +124,7 @@ class ProbedEngine(Engine):
         segments = scheduler.segments
         layout = tuple(
             SegmentLayout(one.segment.id, one.segment.start, tuple(one.runs), one.window_runs)
-            for one in segments.holdings
+            for one in segments.placements
             if one.segment.token_ids and one.is_reported
         )
         paths = {

@@ -11,7 +11,7 @@ from longleaf.errors import InvalidArgument
 from longleaf.rank_protocol.verdict import judge
 from longleaf.sampling import Sampling
 from tests.support.golden.asking import MAX_TOKENS, answer, ask, compare, ingest
-from tests.support.golden.holding import BOUNDS, holding
+from tests.support.golden.loaded_engine import BOUNDS, engine_with_context
 from tests.support.golden.plain import LOGIT_TOLERANCE, NEW_TOKENS
 from tests.support.golden.rounding import plain_logits, served_logits
 from tests.support.golden.states import CONTEXT_LEN, STATES, Logits, running
@@ -240,7 +240,7 @@ async def test_verification_passes(goldens):
 @pytest.mark.parametrize("world_size", [1, 3])
 async def test_every_rank_reads_a_window_and_no_more(goldens, world_size):
     """All layers of Mistral have one: 2 heads of 16, keys and values, float32, in 4 layers."""
-    async with holding(goldens("mistral"), world_size=world_size, window_keys="replicated") as (engine, ranks):
+    async with engine_with_context(goldens("mistral"), world_size=world_size, window_keys="replicated") as (engine, ranks):
         await answer(engine, goldens("mistral").prompt[BOUNDS[-1] :], "book")
     assert {count for _, count in ranks.steps[1:]} == {WINDOW * 4 * 2 * (2 * 16) * 4}
 

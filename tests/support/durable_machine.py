@@ -65,10 +65,10 @@ class DurableMachine(RecoveringMachine):
         scheduler = self.scheduler
         paths = [request.origin for request in scheduler._requests]
         paths += [context.path for context in scheduler.contexts.bound(scheduler._requests.contexts)]
-        holdings = scheduler.segments.holdings.of({segment: None for path in paths for segment in path.segments})
+        placements = scheduler.segments.placements.of({segment: None for path in paths for segment in path.segments})
         tails = [other.tail for other in scheduler._running.values() if isinstance(other, IngestJob)]
         reserved = sum((tail.reservation.left for tail in tails), BlockCount())
-        held = count_all([*holdings, *(tail.holding for tail in tails)]) + reserved
+        held = count_all([*placements, *(tail.placement for tail in tails)]) + reserved
         return not (held + job.num_blocks).fits(self.placer.num_blocks)
 
     def _is_right(self, job: int, error: LongleafError) -> None:

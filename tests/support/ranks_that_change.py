@@ -52,4 +52,4 @@ class Group(Bench):
 
     def holds(self, context: str) -> bool:
         path = self.scheduler.contexts.get(context).path
-        return self.scheduler.segments.holdings.holds(path) and bool(self.keys.chain(path.ids, path.end))
+        return self.scheduler.segments.placements.holds(path) and bool(self.keys.chain(path.ids, path.end))

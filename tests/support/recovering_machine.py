@@ -42,7 +42,7 @@ class RecoveringMachine(SchedulerMachine):
         return [key.token_id for key in self.keys.chain(path, self.keys.books[path[-1]].runs[-1].end)]
 
     def _check_end(self, path: TokenPath) -> None:
-        if self.is_calm and self.scheduler.segments.holdings.holds(path):
+        if self.is_calm and self.scheduler.segments.placements.holds(path):
             self.keys.check_end(path.ids, path.end)
 
     @property
@@ -195,13 +195,13 @@ class RecoveringMachine(SchedulerMachine):
         """The ranks and the coordinator agree on the location of every key, and the keys are correct."""
         if not hasattr(self, "scheduler") or not self.is_calm:
             return
-        holdings = self.scheduler.segments.holdings
-        for holding in holdings:
-            if holding.segment.token_ids and holding.is_reported:
-                assert self.keys.books[holding.segment.id].runs == holding.runs
-                assert self.keys.books[holding.segment.id].start == holding.segment.start
+        placements = self.scheduler.segments.placements
+        for placement in placements:
+            if placement.segment.token_ids and placement.is_reported:
+                assert self.keys.books[placement.segment.id].runs == placement.runs
+                assert self.keys.books[placement.segment.id].start == placement.segment.start
         for context in self.scheduler.contexts.list():
-            if holdings.holds(context.path):
+            if placements.holds(context.path):
                 assert self._keys_of(context.path) == self.texts[context.id]
 
     def _keys_of(self, path: TokenPath) -> list[int]:
@@ -222,5 +222,5 @@ class RecoveringMachine(SchedulerMachine):
             self._pause(job, False)
         self._run_until(lambda: not (self.open or self.scheduler.recovering))
         contexts = [context for context in self.scheduler.contexts.list() if not context.is_evicted]
-        assert all(self.scheduler.segments.holdings.holds(context.path) for context in contexts)
+        assert all(self.scheduler.segments.placements.holds(context.path) for context in contexts)
         self.adds_up()

@@ -128,10 +128,10 @@ class Returning:
     def call(self, segment: Segment) -> SegmentPlacement:
         """Requests a segment of which no rank holds anything."""
         self.segments.adopt(segment)
-        holding = self.segments.holdings[segment]
+        placement = self.segments.placements[segment]
         self.segments.retain(segment.path)
-        self.recovery.begin_reload([holding])
-        return holding
+        self.recovery.begin_reload([placement])
+        return placement
 
     def lost(self, number: int, num_pieces: int = 2) -> SegmentPlacement:
         """A segment that is only in storage and is requested."""
@@ -169,7 +169,7 @@ class Returning:
         return work
 
     async def restore_all(self) -> None:
-        while not self.segments.holdings.is_whole:
+        while not self.segments.placements.is_whole:
             await self.until(lambda: self.can_restore)
             self.restore()
 

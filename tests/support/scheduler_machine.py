@@ -616,7 +616,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.adds_up()
         assert self.scheduler.segments.make_room(self.placer.num_blocks)
         assert self.placer.num_free == self.placer.num_blocks
-        assert not list(self.scheduler.segments.holdings)
+        assert not list(self.scheduler.segments.placements)
 
 
 def runs(max_examples: int, is_random: bool = False) -> settings:

@@ -32,13 +32,13 @@ class Saver:
     """Saves segments of one service, with ranks of one layout."""
 
     def __init__(
-        self, store: AsyncStore, service: str, fingerprint: str, form: KvFormat, holdings: SegmentSource, ranks: Savers
+        self, store: AsyncStore, service: str, fingerprint: str, form: KvFormat, placements: SegmentSource, ranks: Savers
     ) -> None:
         self._store = store
         self._service = service
         self._fingerprint = fingerprint
         self._form = form
-        self._holdings = holdings
+        self._placements = placements
         self._ranks = ranks
         self._tickets = count()
 
@@ -59,7 +59,7 @@ class Saver:
         if segment.window_runs:
             saves.append(self._save(saving, attempt.windows(0), segment.window_runs, of_windows=True))
         found = await saving.all(saves)
-        if self._holdings.placed(segment.segment.id) != segment:
+        if self._placements.placed(segment.segment.id) != segment:
             raise Unavailable(f"segment {segment.segment.id} was moved or evicted while it was saved")
         await self._check_seen(segment, pieces, found)
         manifest = self._manifest(attempt, segment, found)

@@ -85,7 +85,7 @@ class Snapshots:
         """Held while a change with notes is committed: notes are numbered in the order of the commits."""
         self._sender = OutboxSender(self._store, catalog)
         self._health = StorageHealth("writing snapshots")
-        self._holdings: SegmentSource | None = None
+        self._placements: SegmentSource | None = None
         self._saver: Saver | None = None
         self._cleaner: GarbageCollector | None = None
         self._form = KvFormat("", 1)
@@ -104,14 +104,14 @@ class Snapshots:
 
     # --- the start and the end ---
 
-    def begin(self, holdings: SegmentSource, ranks: Savers, form: KvFormat, on_change: Callable[[], None]) -> None:
+    def begin(self, placements: SegmentSource, ranks: Savers, form: KvFormat, on_change: Callable[[], None]) -> None:
         """Start to save segments of ranks with this KV layout. `on_change` is called when the result of `view` may have
         changed.
         """
         for outage in (self._health, self._sender.health):
             outage.watch(on_change)
-        self._holdings, self._form = holdings, form
-        self._saver = Saver(self._store, self._index.service_id, self._fingerprint, form, holdings, ranks)
+        self._placements, self._form = placements, form
+        self._saver = Saver(self._store, self._index.service_id, self._fingerprint, form, placements, ranks)
         self._cleaner = GarbageCollector(
             self._store,
             self._index,
@@ -121,7 +121,7 @@ class Snapshots:
             self._drop,
             self._lose,
             self._rewrite_notes,
-            holdings.uses,
+            placements.uses,
             self._wall_clock,
         )
         for work in (self._sender.run(), self._save_for_ever(), self._cleaner.run()):
@@ -338,8 +338,8 @@ class Snapshots:
         while True:
             await self._may_save.wait()
             self._may_save.clear()
-            assert self._holdings is not None
-            uses, segment_id = self._holdings.uses(), -1
+            assert self._placements is not None
+            uses, segment_id = self._placements.uses(), -1
             try:
                 were_too_large = bool(self._too_large)
                 self._too_large &= self._wanted.keys()
@@ -367,8 +367,8 @@ class Snapshots:
         """Save a segment if it is resident. Raises StorageUnavailable; after other failures the segment is retried when
         the set of resident segments changes.
         """
-        assert self._holdings is not None
-        is_requested, resident = segment_id in self._requested, self._holdings.placed(segment_id)
+        assert self._placements is not None
+        is_requested, resident = segment_id in self._requested, self._placements.placed(segment_id)
         if resident is None and not is_requested and segment_id not in self._records:
             return  # the common case, because many segments may be evicted
         if self.is_usable(segment_id) or not (is_requested or self._records.may_be_saved(segment_id, uses)):
@@ -388,7 +388,7 @@ class Snapshots:
             raise
         except Unavailable as error:
             self._answer(segment_id, error)
-            if self._holdings.placed(segment_id) not in (None, resident):
+            if self._placements.placed(segment_id) not in (None, resident):
                 self.notify()  # it has already moved, so that no later event would trigger the retry
         except Exception as error:
             log.error("cannot save segment %d", segment_id, exc_info=error)

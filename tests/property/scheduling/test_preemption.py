@@ -23,12 +23,12 @@ def jobs(draw: st.DrawFn, job_id: int) -> Job:
     claim = SchedulingClaim(priority=draw(st.integers(-1, 2)), tenant=draw(st.sampled_from(["acme", "bolt"])))
     request = Request(job_id, claim, TokenPath(), RopeSwitch(OWN_ROPE, OWN_ROPE), UNLIMITED)
     request.is_paused = draw(st.booleans()) and draw(st.booleans())
-    reading = PrefillCursor(TokenPath(), array("I", [1]), 0)
+    prefill = PrefillCursor(TokenPath(), array("I", [1]), 0)
     if draw(st.booleans()):
-        job: Job = IngestJob(request, DocumentPrompt(context="doc", token_ids=[1], claim=claim), reading, BlockCount())
+        job: Job = IngestJob(request, DocumentPrompt(context="doc", token_ids=[1], claim=claim), prefill, BlockCount())
     else:
         prompt = Prompt(context=None, token_ids=(1,), sampling=Sampling(max_tokens=1), claim=claim)
-        job = Sequence(request, prompt, reading, BlockCount(), range(1))
+        job = Sequence(request, prompt, prefill, BlockCount(), range(1))
     passed = frozenset(draw(st.lists(st.integers(0, 9), max_size=2)))
     job.take_turn(passed, is_spared=draw(st.booleans()))
     return job

@@ -51,7 +51,7 @@ class Watched(Bench):
     def _whole(self, row: Row) -> Row:
         job = self.scheduler._running[row.sequence]
         assert isinstance(job, Sequence)
-        return replace(row, path=job.tail.path_ids, rope=job.rope, window_runs=job.tail.holding.window_runs)
+        return replace(row, path=job.tail.path_ids, rope=job.rope, window_runs=job.tail.placement.window_runs)
 
     def land(self) -> None:
         plan, whole = self.under_way.popleft()

@@ -79,7 +79,7 @@ async def test_growing_segment_is_not_reported() -> None:
         service.ranks.may_step.clear()
         reading = asyncio.create_task(ingest(service.engine))
         scheduler = service.engine._current()
-        await comes(lambda: scheduler.segments.holdings.find(0) is not None)
+        await comes(lambda: scheduler.segments.placements.find(0) is not None)
         assert segment_on_ranks(service, 0) is None
         service.ranks.may_step.set()
         assert await reading == 0
@@ -128,7 +128,7 @@ async def test_no_segment_is_reported_during_a_rebalance() -> None:
         service.ranks.load(7)
         await comes(lambda: service.engine.cluster().epoch == 2)
         scheduler = service.engine._current()
-        assert scheduler.segments.holdings.is_whole
+        assert scheduler.segments.placements.is_whole
         assert segment_on_ranks(service, number) is None
         service.ranks.may_step.set()
         await comes(lambda: segment_on_ranks(service, number))

@@ -21,11 +21,11 @@ class Store:
 
     def segment(self, before: TokenPath, count: int) -> Segment:
         """A segment with one reference, from `create`."""
-        holding, start = self.segments.create(before), before.end
+        placement, start = self.segments.create(before), before.end
         reservation = self.placer.reserve(self.placer.blocks_needed(count, 0))
         assert reservation is not None
-        holding.extend(range(count), self.placer.place_chunk(start, start + count, 0, reservation))
-        return holding.segment
+        placement.extend(range(count), self.placer.place_chunk(start, start + count, 0, reservation))
+        return placement.segment
 
     def append(self, context: str, before: TokenPath, count: int, now: float = 0.0) -> None:
         segment = self.segment(before, count)
@@ -35,10 +35,10 @@ class Store:
     def audit(self) -> None:
         self.segments.audit()
         self.contexts.audit()
-        self.placer.audit(run for holding in self.segments.holdings for run in holding.runs)
+        self.placer.audit(run for placement in self.segments.placements for run in placement.runs)
 
     def shares(self, context: NamedContext) -> list[int]:
-        return self.segments.holdings.shares(context.path, 2)
+        return self.segments.placements.shares(context.path, 2)
 
 
 def test_context_grows_by_sealed_segments() -> None:

@@ -212,7 +212,7 @@ def test_prompt_continues_at_the_end_of_an_evicted_context(windows: WindowSpec |
     context = NamedContext("doc", 1.0, path, 100)
     context.ends = ends
     bench.scheduler.contexts.adopt(context)
-    assert bench.scheduler.segments.holdings.evicted(context.path)
+    assert bench.scheduler.segments.placements.evicted(context.path)
     for end in ends:
         job = bench.submit(probe(3, beginning=path_of(bench.scheduler, end), is_probe=False, cuts=None))
         bench.run()

@@ -63,8 +63,8 @@ def test_next_plan_is_scheduled_before_the_result() -> None:
     row = second.work.rows[0]  # type: ignore[union-attr]
     assert (row.token_ids, row.start, row.token_index) == ((), 4, 1)
     bench.commit(first)
-    (holding,) = bench.scheduler.segments.holdings
-    assert list(holding.segment.token_ids) == [0, 1, 2, 3, bench.tokens(job)[0]]
+    (placement,) = bench.scheduler.segments.placements
+    assert list(placement.segment.token_ids) == [0, 1, 2, 3, bench.tokens(job)[0]]
     bench.commit(second)
     bench.run()
     assert bench.tokens(job) == bench.alone(4, 4)
