@@ -111,15 +111,15 @@ class GroupSession:
         return merge
 
     def _make_inputs(self, size: int) -> InputBuilder:
-        model, config, ledger, pool = self._means.model, self._means.config, self._block_table, self._means.pool
+        model, config, block_table, pool = self._means.model, self._means.config, self._block_table, self._means.pool
         sharded, windowed = sharded_layers(model, config), windowed_layers(model, config)
-        windows = WindowBuilder(ledger, windowed, world_size=size, device=self._means.device)
+        windows = WindowBuilder(block_table, windowed, world_size=size, device=self._means.device)
         return InputBuilder(
-            ledger,
+            block_table,
             pool,
             model.layers,
             world_size=size,
-            pasts=PastBuilder(ledger, pool, sharded, world_size=size, way=config.prefill, wire=self._wire),
+            pasts=PastBuilder(block_table, pool, sharded, world_size=size, way=config.prefill, wire=self._wire),
             windows=windows if windowed else None,
             attributes_blocks=isinstance(self._means.backend, AttributionBackend),
         )

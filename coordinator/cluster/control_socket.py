@@ -99,7 +99,7 @@ class ControlSocket:
                 continue
             name = invitation.commands_id
             if isinstance(message, AbortExchanges):
-                name, self._fences[member] = invitation.pulse_id, message
+                name, self._fences[member] = invitation.heartbeat_id, message
             self._socket.send_multipart([name, data])
         self._loop.call_soon(self._receive)  # sending may have consumed the readiness event of the descriptor
 
@@ -136,9 +136,9 @@ class ControlSocket:
         message = decode_from_rank(frames[1].buffer)
         invitation = self._invitations[member]
         is_beside = isinstance(message, Heartbeat | Saved | Fetched)  # sent by threads other than the step thread
-        expected = {invitation.pulse_id if is_beside else invitation.commands_id}
+        expected = {invitation.heartbeat_id if is_beside else invitation.commands_id}
         if isinstance(message, Logged):  # sent on either connection
-            expected = {invitation.pulse_id, invitation.commands_id}
+            expected = {invitation.heartbeat_id, invitation.commands_id}
         speaks_for = member if isinstance(message, StepResult) else message.member
         if speaks_for != member or frames[0].bytes not in expected:
             raise ValueError(f"invalid message from member {member}: {type(message).__name__} for {speaks_for}")

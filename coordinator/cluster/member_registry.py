@@ -12,7 +12,7 @@ from coordinator.cluster.model_consistency import check_joiner
 from coordinator.cluster.ports import EpochEnd, Kill, MemberEvent, MemberLost, Where
 from longleaf.errors import StartError
 from longleaf.formatting import human_seconds
-from longleaf.rank_protocol.member_messages import PULSE_SECONDS, Heartbeat, Hello, Load, Loaded, MemberProgress
+from longleaf.rank_protocol.member_messages import HEARTBEAT_SECONDS, Heartbeat, Hello, Load, Loaded, MemberProgress
 from longleaf.rank_protocol.rank_spec import ConnectInfo
 
 PATIENCE_SECONDS = 15.0
@@ -21,7 +21,7 @@ threads during the load.
 """
 IS_SILENT = 2
 """Missed heartbeats after which a member counts as silent."""
-FRESH_SECONDS = 3 * PULSE_SECONDS
+FRESH_SECONDS = 3 * HEARTBEAT_SECONDS
 """The time in seconds within which a healthy member reports its progress again."""
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Member:
     is_loading: bool = False
     """The member was ordered to load the model."""
     is_loaded: bool = False
-    num_pulses: int = 0
+    num_heartbeats: int = 0
     num_missed: int | None = None
     """Seconds since the last message; None before the first."""
     progress: MemberProgress = field(default_factory=MemberProgress)
@@ -61,7 +61,7 @@ class Member:
                 self.is_loaded = True
             case Heartbeat():
                 self.progress = message.progress
-                self.num_pulses += 1
+                self.num_heartbeats += 1
             case _:
                 raise ValueError(f"invalid message from member {self.number}: {type(message).__name__} out of order")
 
@@ -85,7 +85,7 @@ class MemberRegistry:
         self._changed = asyncio.Event()
         self._observers: list[Callable[[MemberEvent], None]] = []
         self._is_over = False
-        self._pulses = self._loop.create_task(self._watch_heartbeats())
+        self._heartbeat_task = self._loop.create_task(self._watch_heartbeats())
         self._tasks: set[asyncio.Task[None]] = set()
         """Running operations on members, such as kills."""
         self.has_supervisor = False
@@ -220,14 +220,14 @@ class MemberRegistry:
         if not self._is_over:  # after `close` the member left on request
             self.publish(MemberLost(number, rank, epoch, member.node, member.end, self.has_supervisor))
 
-    # --- pulses ---
+    # --- heartbeats ---
 
     async def _watch_heartbeats(self) -> None:
         """Count the seconds since the last message of each member. Counting ticks, unlike comparing timestamps,
         tolerates a coordinator process that was itself suspended.
         """
         while True:
-            await asyncio.sleep(PULSE_SECONDS)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
             for member in self:
                 if member.num_missed is None:
                     continue
@@ -244,18 +244,18 @@ class MemberRegistry:
         when `is_over` becomes true meanwhile.
         """
         members = [member for number in numbers if (member := self.get(number)) is not None]
-        heard = [member.num_pulses for member in members]
+        heard = [member.num_heartbeats for member in members]
         with suppress(TimeoutError):
             async with asyncio.timeout(FRESH_SECONDS):
                 await self.wait(
-                    lambda: is_over() or all(one.num_pulses > old for one, old in zip(members, heard, strict=True))
+                    lambda: is_over() or all(one.num_heartbeats > old for one, old in zip(members, heard, strict=True))
                 )
         return None if is_over() else _furthest_behind(members)
 
     async def close(self) -> None:
         """Cancel the running operations on members. Members that end from now on are not reported as lost."""
         self._is_over = True
-        tasks = [self._pulses, *self._tasks]
+        tasks = [self._heartbeat_task, *self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)

@@ -51,7 +51,7 @@ class Generation:
         journal: Journal | None = None,
         wall_clock: Callable[[], float] = time.time,
         observers: Observers = NO_OBSERVERS,
-        ledger: QuotaEnforcer = UNLIMITED,
+        quotas: QuotaEnforcer = UNLIMITED,
         tenant_share: float = 1.0,
         text_maps: TextMaps = no_text,
     ) -> None:
@@ -64,7 +64,7 @@ class Generation:
         self._prompts = Prompts(engine, tokenizer, threads)
         self._journal = journal
         self._observers = observers
-        self._ledger = ledger
+        self._quotas = quotas
         self._replays = ResumableGenerations(later, self._forget, tenant_share=tenant_share)
         self._running: set[str] = set()
         """Ids of generations that are not held, so that a repeated request does not run twice."""
@@ -116,21 +116,21 @@ class Generation:
 
     async def _events(self, request_id: str, request: Generate, deadline: float | None) -> AsyncGenerator[Event, None]:
         tracing = _tracing(request)
-        self._ledger.check_generation()  # before the work that a long prompt causes
+        self._quotas.check_generation()  # before the work that a long prompt causes
         token_ids = await self._prompts.ids_of(request)
         if request.until_full:
             request = self._filled(request, len(token_ids))
         answer = self._answer(request_id, request, tracing, token_ids)
         prompt = self._prompt(request, token_ids, deadline)
         if tracing is not None:
-            prompt = tracing.begin(self._engine, prompt, self._text_maps, self._ledger.take_in)
+            prompt = tracing.begin(self._engine, prompt, self._text_maps, self._quotas.take_in)
         with self._observers.generation(request_id, request.tenant) as emit:
-            with self._ledger.begin_generation(len(token_ids)):
+            with self._quotas.begin_generation(len(token_ids)):
                 begun = self._engine.submit(prompt)
             async with aclosing(begun) as stream:
                 with self._begin_record(request_id, request, token_ids, deadline) as record:
                     if request.context is not None:
-                        emit = _counting_copies(emit, len(token_ids), self._ledger.take_in)
+                        emit = _counting_copies(emit, len(token_ids), self._quotas.take_in)
                     del request, token_ids, prompt  # they may be large, and the answer may take long
                     async with aclosing(self._reports(stream, record, answer, tracing, emit)) as reported:
                         async for message in reported:
@@ -152,7 +152,7 @@ class Generation:
         if any(generated.values()) or len(generated) < prompt.num_samples:
             prompt = msgspec.structs.replace(prompt, generated=generated)
         if tracing is not None:
-            prompt = tracing.begin(self._engine, prompt, self._text_maps, self._ledger.take_in)
+            prompt = tracing.begin(self._engine, prompt, self._text_maps, self._quotas.take_in)
         with self._observers.generation(entry.request_id, entry.request.tenant) as emit:
             async with aclosing(await submit_patiently(self._engine, prompt)) as stream:
                 with self._journal.reopen(entry.request_id) as record:

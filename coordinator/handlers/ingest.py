@@ -80,10 +80,10 @@ class Ingest:
         uploads: Uploads,
         wall_clock: Callable[[], float] = time.time,
         idle_seconds: float = IDLE_SECONDS,
-        ledger: QuotaEnforcer = UNLIMITED,
+        quotas: QuotaEnforcer = UNLIMITED,
     ) -> None:
         self._engine = engine
-        self._ledger = ledger
+        self._quotas = quotas
         self._tokenizer = tokenizer
         self._prompts = Prompts(engine, tokenizer, threads)
         self._threads = threads
@@ -163,7 +163,7 @@ class Ingest:
         limit = self._limit(header)
         retained = self._uploads.durable
         is_retained = retained is not None and retained.has(header)
-        self._ledger.check_rate_in()
+        self._quotas.check_rate_in()
         self._check_tokens(header, 1)
         self._check_upload(header, is_retained)
         opening = await self._prompts.opening(header.system, limit) if header.system else None
@@ -182,11 +182,11 @@ class Ingest:
 
     def _check_upload(self, header: IngestHeader, is_durable: bool) -> None:
         """Whether the ingest may start or resume. Raises ResourceExhausted."""
-        self._ledger.check_upload(self._uploads.num_retained_of(header.tenant) if is_durable else 0)
+        self._quotas.check_upload(self._uploads.num_retained_of(header.tenant) if is_durable else 0)
 
     def _check_tokens(self, header: IngestHeader, num_tokens: int = 0) -> None:
         """Whether the quotas allow an upload `num_tokens` more tokens. Raises ResourceExhausted."""
-        self._ledger.check_context(0 if header.append else 1, num_tokens)
+        self._quotas.check_context(0 if header.append else 1, num_tokens)
 
     def _limit(self, header: IngestHeader) -> SizeLimit:
         """The largest size of the document that can fit."""
@@ -224,7 +224,7 @@ class Ingest:
         """Raises DeadlineExceeded if the stream is idle for too long, and InvalidArgument if the context expires in the
         meantime."""
         upload, reported = owner.upload, _report("receiving", document)
-        self._ledger.take_in(upload.take_new())
+        self._quotas.take_in(upload.take_new())
         yield reported
         while (piece := await self._next(pieces, upload.header.settings.ingest_expiry)) is not None:
             owner.check()  # a stream that lost the upload counts nothing
@@ -232,7 +232,7 @@ class Ingest:
             steps = _take(owner, document, piece)
             del piece  # it may be large, and the next one may take long to arrive
             async for _ in steps:
-                self._ledger.take_in(upload.take_new())
+                self._quotas.take_in(upload.take_new())
                 self._uploads.count(upload)
                 self._check_tokens(upload.header)
                 if self._uploads.durable is not None:
@@ -247,7 +247,7 @@ class Ingest:
         owner.check()
         document.check_size()
         await owner.work(document.finish)
-        self._ledger.take_in(upload.take_new())
+        self._quotas.take_in(upload.take_new())
 
     async def _next(self, pieces: AsyncIterator[IngestPiece], expires: float | None = None) -> IngestPiece | None:
         """The next chunk; None at the end. Raises DeadlineExceeded, and InvalidArgument from the time `expires` on."""

@@ -104,13 +104,13 @@ class ChaosRank(Rank):
 
     def _block_table(self) -> dict[int, tuple[int, dict[int, list[tuple[int, int, int]]]]]:
         """The start of each segment and the extents that each rank stores of it."""
-        ledger: Any = self._joined._block_table
+        block_table: Any = self._joined._block_table
         return {
             segment: (
-                ledger._starts[segment],
+                block_table._starts[segment],
                 {rank: [tuple(e) for e in one.extents] for rank, one in resident.items()},
             )
-            for segment, resident in ledger._slots.items()
+            for segment, resident in block_table._slots.items()
         }
 
     @torch.inference_mode()

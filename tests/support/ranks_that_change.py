@@ -5,7 +5,7 @@ from coordinator.recovery.fault_score import BREAK
 from longleaf.rank_protocol.fakes import drafted_ends
 from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import StepPlan, StepResult
-from tests.support.key_ledger import KeyLedger
+from tests.support.shadow_key_cache import ShadowKeyCache
 from tests.support.scheduling import Bench
 
 
@@ -15,7 +15,7 @@ class Group(Bench):
     def __init__(self, num_ranks: int = 4, num_blocks: int = 64, **changes: object) -> None:
         super().__init__(blocks=(num_blocks,) * num_ranks, **changes)  # type: ignore[arg-type]
         windows = self.placer.windows
-        self.keys = KeyLedger(num_ranks, self.config.block_size, windows)
+        self.keys = ShadowKeyCache(num_ranks, self.config.block_size, windows)
         self.epoch = 1
 
     def _result(self, plan: StepPlan) -> StepResult:

@@ -15,7 +15,7 @@ from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import StepPlan
 from longleaf.sampling import Token
 from longleaf.types import Recovering
-from tests.support.key_ledger import KeyLedger
+from tests.support.shadow_key_cache import ShadowKeyCache
 from tests.support.scheduler_machine import NAMES, SchedulerMachine
 
 MOST_RANKS = 5
@@ -25,7 +25,7 @@ class RecoveringMachine(SchedulerMachine):
     """The ranks are a ledger of keys: recomputed keys must equal the lost ones."""
 
     def _start_ranks(self, blocks: list[int], block_size: int, windows: WindowSpec | None) -> None:
-        self.keys = KeyLedger(len(blocks), block_size, windows)
+        self.keys = ShadowKeyCache(len(blocks), block_size, windows)
         self.block_size = block_size
         self.num_blocks = list(blocks)
         self.epoch = 1

@@ -48,7 +48,7 @@ from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.sampling import Sampling, Token
 from tests.support.random_drafter import RandomDrafter
-from tests.support.window_ledger import WindowLedger, windows_of
+from tests.support.shadow_window_cache import ShadowWindowCache, windows_of
 from workers.fakes import EchoBlockTable
 
 MOST_STEPS = 2000
@@ -164,17 +164,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     # --- the ranks ---
 
     def _start_ranks(self, blocks: list[int], block_size: int, windows: WindowSpec | None) -> None:
-        self.ledger = EchoBlockTable(block_size)
-        self.window_ledger = WindowLedger(windows, block_size) if windows else None
+        self.block_table = EchoBlockTable(block_size)
+        self.shadow_window_cache = ShadowWindowCache(windows, block_size) if windows else None
 
     def _execute(self, plan: StepPlan) -> dict[int, tuple[Token, ...]]:
         """The ranks' answer to a complete plan."""
-        if self.window_ledger:
-            self.window_ledger.apply(plan)
-        tokens = self.ledger.apply(plan)
+        if self.shadow_window_cache:
+            self.shadow_window_cache.apply(plan)
+        tokens = self.block_table.apply(plan)
         for row, end in drafted_ends(plan, tokens):
-            if self.window_ledger:
-                self.window_ledger.cut_back(row.path[-1], end)
+            if self.shadow_window_cache:
+                self.shadow_window_cache.cut_back(row.path[-1], end)
         return tokens
 
     def _check_ropes(self, plan: StepPlan) -> None:
@@ -188,12 +188,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _token_ids(self, path: tuple[int, ...]) -> list[int]:
         """The tokens whose keys lie on a path."""
-        return self.ledger.token_ids(path)
+        return self.block_table.token_ids(path)
 
     def _check_end(self, path: TokenPath) -> None:
         """Checks that a path can be continued: the tokens within its windows are in their slots after any eviction."""
-        if self.window_ledger:
-            self.window_ledger.check_place(path.ids, path.end)
+        if self.shadow_window_cache:
+            self.shadow_window_cache.check_place(path.ids, path.end)
 
     @property
     def is_disturbed(self) -> bool:

@@ -30,7 +30,7 @@ from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import Prefill, StepPlan, StepResult
 from longleaf.sampling import Sampling
 from tests.support.random_drafter import RandomDrafter
-from tests.support.window_ledger import WindowLedger
+from tests.support.shadow_window_cache import ShadowWindowCache
 from workers.fakes import EchoBlockTable
 
 
@@ -60,8 +60,8 @@ class Bench:
             self.config, self.placer, positions, 1, max_moved_blocks, is_durable=is_durable, drafter=drafter
         )
         self.sequences = RowState(self.config.block_size)
-        self.ledger = EchoBlockTable(self.config.block_size)
-        self.window_ledger = WindowLedger(windows, self.config.block_size) if windows else None
+        self.block_table = EchoBlockTable(self.config.block_size)
+        self.shadow_window_cache = ShadowWindowCache(windows, self.config.block_size) if windows else None
         self.seen: dict[int, list[Event | Failed | Sealed | Acknowledged | LongleafError]] = {}
         self.num_jobs = 0
         self.seconds_per_token = 1e-6
@@ -127,13 +127,13 @@ class Bench:
 
     def _result(self, plan: StepPlan) -> StepResult:
         plan = self.sequences.complete(plan)
-        if self.window_ledger:
-            self.window_ledger.apply(plan)
-        tokens = self.ledger.apply(plan)
+        if self.shadow_window_cache:
+            self.shadow_window_cache.apply(plan)
+        tokens = self.block_table.apply(plan)
         for row, end in drafted_ends(plan, tokens):
             self.sequences.cut_back(row.sequence, end)
-            if self.window_ledger:
-                self.window_ledger.cut_back(row.path[-1], end)
+            if self.shadow_window_cache:
+                self.shadow_window_cache.cut_back(row.path[-1], end)
         return StepResult(plan.epoch, plan.step, tokens, seconds=plan.num_tokens * self.seconds_per_token)
 
     def _see(self, outcomes: Iterable[Outcome]) -> None:

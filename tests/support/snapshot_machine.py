@@ -12,7 +12,7 @@ from longleaf.positions import EVERY_RANK, WindowSpec
 from longleaf.rank_protocol.snapshots import Save
 from longleaf.runs import Run
 from tests.support.durable_machine import DurableMachine
-from tests.support.key_ledger import Content
+from tests.support.shadow_key_cache import Content
 
 
 @dataclass

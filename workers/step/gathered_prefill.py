@@ -35,7 +35,7 @@ class PastBuilder:
 
     def __init__(
         self,
-        ledger: BlockTable,
+        block_table: BlockTable,
         pool: KvPool,
         layers: dict[int, LayerSpec],
         *,
@@ -43,7 +43,7 @@ class PastBuilder:
         way: PrefillName,
         wire: PartialCodec,
     ) -> None:
-        self._ledger = ledger
+        self._block_table = block_table
         self._pool = pool
         self._layers = layers
         self._world_size = world_size
@@ -67,7 +67,7 @@ class PastBuilder:
             shares = [self._share(work.path, wanted, rank) for rank in range(self._world_size)]
             longest = max(map(num_tokens, shares))
             if layers := self._that_gather(layers, work, longest):
-                past_L = self._past_slots(shares[self._ledger.rank], longest)
+                past_L = self._past_slots(shares[self._block_table.rank], longest)
                 reads = self._reads(work.pieces, shares, longest, reach)
                 gathered |= dict.fromkeys(layers, Gathered(slots_T, past_L, *reads))
         return gathered
@@ -87,7 +87,7 @@ class PastBuilder:
         return longest * spec.num_stored * size < rows * (query + partial)
 
     def _share(self, path: Sequence[int], wanted: list[tuple[int, int]], rank: int) -> list[Extent]:
-        return [extent for low, high in wanted for extent in self._ledger.extents(path, low, high, rank)]
+        return [extent for low, high in wanted for extent in self._block_table.extents(path, low, high, rank)]
 
     def _past_slots(self, share: list[Extent], longest: int) -> Tensor:
         slots = [torch.arange(extent.slot, extent.slot + extent.end - extent.start) for extent in share]
@@ -100,7 +100,7 @@ class PastBuilder:
         """The reads of the own piece from the gathered keys, and from the piece itself."""
         before, own = list[Read](), list[Read]()
         for piece in pieces:
-            if piece.rank == self._ledger.rank:
+            if piece.rank == self._block_table.rank:
                 query = QueryRun(piece.start, piece.end, 0)
                 before += past_reads(query, shares, longest, reach)
                 own += reads_within(query, Extent(piece.start, piece.end, 0), reach)

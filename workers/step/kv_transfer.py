@@ -34,14 +34,14 @@ class BlockTransfer(NamedTuple):
     target_blocks: Sequence[int]
 
 
-def move(work: Move, comm: Comm | None, pool: KvPool, ledger: BlockTable) -> None:
+def move(work: Move, comm: Comm | None, pool: KvPool, block_table: BlockTable) -> None:
     """Executes a move. This is a collective: all ranks must call it together. `comm` is None at world size 1.
 
     Raises ValueError for an invalid move, and TransferCorrupted, on every rank, if received content differs from the
     sent content. After an error, the block table is unchanged.
     """
     check(work.transfers, comm.world_size if comm else 1)
-    ledger.check(work.transfers)
+    block_table.check(work.transfers)
     if comm is not None:
         carriage = BlockExchange(comm, Content(pool))
         for batch in rounds(work.transfers, carriage.most_blocks):
@@ -51,7 +51,7 @@ def move(work: Move, comm: Comm | None, pool: KvPool, ledger: BlockTable) -> Non
         for first in range(0, len(blocks), handing.most_blocks):
             handing.hand_out(blocks[first : first + handing.most_blocks])
         check_all_ranks(comm, pool.device, max(carriage.damaged_by, handing.damaged_by))
-    ledger.move(work.transfers)
+    block_table.move(work.transfers)
 
 
 def check(transfers: Sequence[RunTransfer], world_size: int) -> None:

@@ -39,7 +39,7 @@ class ContextImporter:
         wall_clock: Callable[[], float],
         quotas: QuotaEnforcer = UNLIMITED,
     ) -> None:
-        self._ledger = quotas
+        self._quotas = quotas
         self._engine = engine
         self._header = header
         self._vocabulary_size = vocabulary_size
@@ -111,7 +111,7 @@ class ContextImporter:
                 self._snapshots[number] = _snapshot(number, attempt, manifest)
         now, snapshots = self._wall_clock(), tuple(self._snapshots.values())
         record = replace(self._context, segment=self._segments[-1].id, last_used=now)
-        with self._ledger.begin_document(1, record.num_tokens):
+        with self._quotas.begin_document(1, record.num_tokens):
             context = await self._import_handle.adopt(record, self._segments, snapshots)
         self.made = ImportProgress(
             received_bytes=self.num_bytes, context=context, key_tokens=self._num_key_tokens(record.num_tokens)
@@ -141,8 +141,8 @@ class ContextImporter:
             return
         _check_fingerprint(name, head, await self._engine.fingerprint())
         self._context = _record(name, head, self._header.upload_id, self._wall_clock())
-        self._ledger.check_rate_in()
-        self._ledger.check_context(1, self._context.num_tokens)
+        self._quotas.check_rate_in()
+        self._quotas.check_context(1, self._context.num_tokens)
         self._import_handle = await self._engine.begin_import(self._context)
         self._unpacking.expect(self._import_handle.form, self._import_handle.block_size)
 

@@ -113,7 +113,7 @@ class ImportSessions:
         self._tenant_share = tenant_share
         self._engine = engine
         self._vocabulary_size = vocabulary_size
-        self._ledger = quotas
+        self._quotas = quotas
         self._clock, self._later, self._wall_clock = clock, later, wall_clock
         self._idle_seconds, self._keep_seconds, self._max_imports = idle_seconds, keep_seconds, max_imports
         self._max_bytes = max_bytes
@@ -196,7 +196,7 @@ class ImportSessions:
 
     def _add(self, header: ImportHeader) -> ImportSession:
         """Raises ResourceExhausted if there are too many imports."""
-        self._ledger.check_upload()
+        self._quotas.check_upload()
         tenant, most = header.tenant, self._max_imports * self._tenant_share
         count = self.num_of(tenant)
         if most < self._max_imports and count >= most and not self._forget_oldest(tenant):
@@ -207,7 +207,7 @@ class ImportSessions:
             message = f"{len(self._all)} are running, which is the limit"
             raise ResourceExhausted("imports", message, RETRY_SECONDS)
         found = ImportSession(
-            header, ContextImporter(self._engine, header, self._vocabulary_size, self._wall_clock, self._ledger)
+            header, ContextImporter(self._engine, header, self._vocabulary_size, self._wall_clock, self._quotas)
         )
         self._all.append(found)
         if header.upload_id:

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(60)
 class World:
     """RankManager with scripted members; members that it kills disappear."""
 
-    def __init__(self, world_size: int, nodes: str = "", *, has_late_pulses: bool = False, **settings: object) -> None:
+    def __init__(self, world_size: int, nodes: str = "", *, have_late_heartbeats: bool = False, **settings: object) -> None:
         self.config = EngineConfig(model="none", world_size=world_size, **settings)  # type: ignore[arg-type]
         self.control = RankManager(self.config, kill=self.kill)
         self.members: dict[int, ScriptedMember] = {}
@@ -42,7 +42,7 @@ class World:
         self.control.registry.watch(self.events.append)
         for number, invitation in enumerate(self.control.invitations):
             node = (nodes or "a" * world_size)[number]
-            self.members[number] = ScriptedMember(invitation, number, node, has_late_pulse=has_late_pulses)
+            self.members[number] = ScriptedMember(invitation, number, node, has_late_heartbeat=have_late_heartbeats)
 
     async def kill(self, member: int) -> None:
         self.killed.append(member)
@@ -58,10 +58,10 @@ class World:
         for number in numbers:
             self.members[number].beat()
 
-    async def connect_pulses(self) -> None:
+    async def connect_heartbeats(self) -> None:
         """Connects the heartbeat connections of the members: without them no abort can reach them."""
         self.beat(*self.members)
-        await self.control.registry.wait(lambda: all(member.num_pulses for member in self.control.registry))
+        await self.control.registry.wait(lambda: all(member.num_heartbeats for member in self.control.registry))
 
     async def hear(self, member: int, kind: type[ToRank]) -> ToRank:
         """The next message of this kind to a member."""
@@ -113,7 +113,7 @@ async def until(condition: Callable[[], object]) -> None:
 @pytest.mark.parametrize(("lost", "left"), [((0,), (1, 2)), ((1,), (0, 2)), ((0, 2), (1,))])
 async def test_remaining_members_form_the_next_epoch(make_world: MakeWorld, lost, left) -> None:
     world = await make_world(3)
-    await world.connect_pulses()
+    await world.connect_heartbeats()
     step = asyncio.ensure_future(world.control.group.step(StepPlan(1, 1, Decode(()))))
     await world.hear(2, StepPlan)
     for member in lost:
@@ -137,7 +137,7 @@ async def test_remaining_members_form_the_next_epoch(make_world: MakeWorld, lost
 
 async def test_abort_sent_before_the_heartbeat_connection_is_sent_again(make_world: MakeWorld) -> None:
     """ZMQ drops messages on a connection that is not yet established."""
-    world = await make_world(2, has_late_pulses=True)
+    world = await make_world(2, have_late_heartbeats=True)
     world.control.lost(1, "vanished")
     await world.control.group.wait_ended()
     member = world.members[0]
@@ -153,10 +153,10 @@ async def test_unacknowledged_abort_is_sent_again(make_world: MakeWorld) -> None
     world.control.lost(1, "vanished")
     await until(lambda: world.members[0].num_fences > 2)
     world.members[0].progress = MemberProgress(2)
-    heard = next(member.num_pulses for member in world.control.registry)
-    await world.control.registry.wait(lambda: all(member.num_pulses > heard + 1 for member in world.control.registry))
+    heard = next(member.num_heartbeats for member in world.control.registry)
+    await world.control.registry.wait(lambda: all(member.num_heartbeats > heard + 1 for member in world.control.registry))
     num_fences = world.members[0].num_fences
-    await world.control.registry.wait(lambda: all(member.num_pulses > heard + 3 for member in world.control.registry))
+    await world.control.registry.wait(lambda: all(member.num_heartbeats > heard + 3 for member in world.control.registry))
     assert world.members[0].num_fences == num_fences
 
 
@@ -203,7 +203,7 @@ async def test_suspected_member_without_a_report_is_killed(make_world: MakeWorld
 
 async def test_only_members_that_loaded_the_model_join(make_world: MakeWorld) -> None:
     world = await make_world(2, "ab")
-    await world.connect_pulses()
+    await world.connect_heartbeats()
     waiting = asyncio.create_task(world.control.wait_joinable())
     number, invitation = world.control.registry.invite()
     world.control.lost(1, "vanished")

@@ -114,8 +114,8 @@ async def test_startup_output_is_not_logged_twice(caplog: pytest.LogCaptureFixtu
         [member] = control.registry
         await control.form(2)
         await until(lambda: "rank 0: epoch 2 is slow" in texts(caplog))
-        num_pulses = member.num_pulses
-        await until(lambda: member.num_pulses > num_pulses + 1)
+        num_heartbeats = member.num_heartbeats
+        await until(lambda: member.num_heartbeats > num_heartbeats + 1)
     assert texts(caplog) == ["rank 0: epoch 2 is slow"]
 
 
@@ -155,11 +155,11 @@ async def test_member_logs_over_both_connections_only_for_itself(
     members = [ScriptedMember(invitation, number) for number, invitation in enumerate(control.invitations)]
     await control.start(1)
     await members[1].send(Logged(1, (LogRecord(30, "beside the steps"),)))
-    await members[1]._pulse.send(encode(Logged(1, (LogRecord(30, "with the pulse"),))))
+    await members[1]._heartbeat_socket.send(encode(Logged(1, (LogRecord(30, "with the heartbeat"),))))
     await members[1].send(Logged(0, (LogRecord(30, "a lie"),)))
-    await members[1]._pulse.send(encode(Logged(1, (LogRecord(10, "too little"),))))
+    await members[1]._heartbeat_socket.send(encode(Logged(1, (LogRecord(10, "too little"),))))
     await until(lambda: control.num_ignored == 2 and len(rank_records(caplog)) == 2)
-    assert sorted(texts(caplog)) == ["rank 1: beside the steps", "rank 1: with the pulse"]
+    assert sorted(texts(caplog)) == ["rank 1: beside the steps", "rank 1: with the heartbeat"]
     assert {(record.rank, record.node, record.epoch) for record in rank_records(caplog)} == {(1, "node", 1)}  # type: ignore[attr-defined]
     for member in members:
         await member.close()

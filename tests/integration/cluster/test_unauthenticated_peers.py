@@ -218,7 +218,7 @@ async def test_rank_may_send_only_its_own_messages(context, control: RankManager
     )
 
 
-@pytest.mark.parametrize("name", ["commands_id", "pulse_id"])
+@pytest.mark.parametrize("name", ["commands_id", "heartbeat_id"])
 async def test_rank_cannot_take_over_the_connection_of_another(context, control: RankManager, name: str) -> None:
     """An impostor would have to guess the other's public key, and even then its own key identifies it."""
     thief = connect(context, control.invitations[1], getattr(control.invitations[0], name))

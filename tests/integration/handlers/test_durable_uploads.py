@@ -46,17 +46,17 @@ class UploadService:
         self.catalog = catalog
         self.durable = DurableUploads(catalog, records, lambda: date)
         self._tokenizer = Tokenizer.load(write_model(folder / "model"), DirectRenderer())
-        self.ledger = UNLIMITED
+        self.quotas = UNLIMITED
         self.ingest = self.ingest_with(self.durable)
 
     def ingest_with(self, durable: DurableUploads) -> Ingest:
         """Ingests with a service that has no document in memory."""
         self.uploads = Uploads(durable=durable)
-        return Ingest(self.engine, self._tokenizer, self.threads, self.uploads, ledger=self.ledger)
+        return Ingest(self.engine, self._tokenizer, self.threads, self.uploads, quotas=self.quotas)
 
     def use_quotas(self) -> None:
         """Sets the quotas of the caller."""
-        self.ledger = QuotaEnforcer(
+        self.quotas = QuotaEnforcer(
             lambda _: TenantUsage(),
             lambda: 0.0,
             num_uploads=lambda tenant: self.uploads.num_of(tenant),

@@ -10,7 +10,7 @@ from coordinator.kv_cache.segment_placement import SegmentPlacement, SegmentPlac
 from coordinator.kv_cache.token_paths import Segment, TokenPath
 from longleaf.positions import WindowSpec
 from longleaf.runs import Run
-from tests.support.window_ledger import windows_of
+from tests.support.shadow_window_cache import windows_of
 
 WINDOWS = windows_of(100, 100)
 STEPS = st.lists(st.integers(1, 12), min_size=1, max_size=12)

@@ -43,14 +43,14 @@ SILENCE = 0.05
 class IngestBench:
     """The ingests of an engine, and their uploads."""
 
-    def __init__(self, folder: Path, idle_seconds: float, ledger: QuotaEnforcer = UNLIMITED, **limits: int) -> None:
+    def __init__(self, folder: Path, idle_seconds: float, quotas: QuotaEnforcer = UNLIMITED, **limits: int) -> None:
         self.engine, self.threads = FakeEngine(), TokenizerPool()
         self.engine.max_positions = 1 << 20
         self.uploads = Uploads(**limits)
         self.date = 1000.0
         tokenizer = Tokenizer.load(write_model(folder), DirectRenderer())
         self.ingest = Ingest(
-            self.engine, tokenizer, self.threads, self.uploads, lambda: self.date, idle_seconds, ledger
+            self.engine, tokenizer, self.threads, self.uploads, lambda: self.date, idle_seconds, quotas
         )
 
     async def run(self, *pieces: IngestPiece, ends: bool = True) -> list[IngestProgress]:
@@ -197,7 +197,7 @@ async def test_document_continues_when_space_is_available(tmp_path: Path) -> Non
 
 async def test_tokens_of_a_waiting_document_are_charged_once(tmp_path: Path) -> None:
     CALLER.set(Caller(quotas=Quotas(tokens_in_per_minute=5)))
-    made = IngestBench(tmp_path, 60.0, ledger=QuotaEnforcer(lambda _: TenantUsage(), lambda: 0.0))
+    made = IngestBench(tmp_path, 60.0, quotas=QuotaEnforcer(lambda _: TenantUsage(), lambda: 0.0))
     made.engine.error = ResourceExhausted("queue", "others wait already", 1.0)
     for ids in ([(1,) * 10], [], []):
         with pytest.raises(ResourceExhausted, match="queue"):

@@ -33,8 +33,8 @@ class Importer:
 
     def __init__(self, **quotas: int) -> None:
         self.quotas, self.engine = Quotas(**quotas), empty_transfer_engine()
-        self.ledger = QuotaEnforcer(self._usage, lambda: 0.0, lambda tenant: self.imports.num_of(tenant))
-        self.imports = ImportSessions(self.engine, 1 << 17, wall_clock=lambda: 10.0, quotas=self.ledger, max_imports=2)
+        self.quotas = QuotaEnforcer(self._usage, lambda: 0.0, lambda tenant: self.imports.num_of(tenant))
+        self.imports = ImportSessions(self.engine, 1 << 17, wall_clock=lambda: 10.0, quotas=self.quotas, max_imports=2)
 
     def _usage(self, _: str) -> TenantUsage:
         contexts = [stored.context for stored in self.engine.contexts.values()]

@@ -31,7 +31,7 @@ class Bench:
         settings: dict[str, object] = {"model": "none", "chunk_size": 32, "block_size": 4, "replicate_below": 8}
         self.config = EngineConfig(**(settings | changes))  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.config, BlockPlacer(blocks, 4), Positions(Rotary(), 2000), epoch=1)
-        self.sequences, self.ledger = RowState(4), EchoBlockTable(4)
+        self.sequences, self.block_table = RowState(4), EchoBlockTable(4)
         self.per_token = per_token
         self.now = 0.0
         self.began: list[int] = []
@@ -64,7 +64,7 @@ class Bench:
         if plan is not None:
             seconds = plan.num_tokens * self.per_token
             self.now += seconds
-            tokens = self.ledger.apply(self.sequences.complete(plan))
+            tokens = self.block_table.apply(self.sequences.complete(plan))
             outcomes += self.scheduler.commit(plan, StepResult(1, plan.step, tokens, seconds=seconds))
         for job, outcome in outcomes:
             self.began += [job] if isinstance(outcome, Admitted) else []

@@ -42,7 +42,7 @@ Content = dict[int, Key]
 """Of a piece: its keys by position."""
 
 
-class KeyLedger:
+class ShadowKeyCache:
     """Executes plans. Raises AssertionError if a plan reads a missing key or contradicts the ledger."""
 
     def __init__(self, num_ranks: int, block_size: int, windows: WindowSpec | None) -> None:
