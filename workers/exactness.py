@@ -29,7 +29,7 @@ from longleaf.kernels.backend import Backend
 from longleaf.rank_protocol.step import ComparisonRow, Decode, Prefill, Row, SamplingTerms, StepPlan, Work
 from longleaf.rank_protocol.verdict import judge
 from longleaf.runs import Run, ceil_div
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.storage.store import Store as Storage
 from workers.cuda_graphs.graphs import Graphs
 from workers.group_session import GroupSession
@@ -170,7 +170,7 @@ def make_works(ids: Sequence[int], chunks: Sequence[int], num_answer: int) -> It
         piece = Run(0, start, start + size, blocks)
         yield Prefill(path, start, tuple(ids[start : start + size]), (piece,))
         start, block = start + size, block + len(blocks)
-    terms = SamplingTerms(Sampling(max_tokens=num_answer, ignore_end_token=True), reference_ids=tuple(ids))
+    terms = SamplingTerms(SamplingParams(max_tokens=num_answer, ignore_end_token=True), reference_ids=tuple(ids))
     for index in range(num_answer):
         end = len(ids) + index
         run = Run(0, start, end, tuple(range(block, block + ceil_div(end - start, BLOCK_SIZE))))

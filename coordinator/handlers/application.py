@@ -23,7 +23,7 @@ from coordinator.telemetry.observers import NO_OBSERVERS, Observers
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import FailedPrecondition
-from longleaf.sampling import GREEDY, Sampling
+from longleaf.sampling import GREEDY, SamplingParams
 from longleaf.types import Cluster, Context, ContextSettings, RecomputeResult
 
 
@@ -95,7 +95,7 @@ class Application:
         transfers: TransferEngine | None = None,
         observers: Observers = NO_OBSERVERS,
         tenant_share: float = 1.0,
-        sampling_defaults: Sampling = GREEDY,
+        sampling_defaults: SamplingParams = GREEDY,
     ) -> None:
         self.sampling_defaults = sampling_defaults
         """Values for sampling parameters that requests omit."""

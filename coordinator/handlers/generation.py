@@ -227,14 +227,14 @@ class Generation:
     ) -> engine_messages.Prompt:
         is_resident, most = request.resume_seconds > 0, self._engine.max_draft_tokens
         tenant, client, caller = request.tenant, request.client, CALLER.get(OWNER)
-        claim = engine_messages.SchedulingClaim(
+        scheduling = engine_messages.SchedulingParams(
             priority=request.priority,
             tenant=tenant,
             client=client,
-            at_once=caller.quotas.generations,
+            max_concurrent=caller.quotas.generations,
             is_alone=caller.is_alone,
             deadline=deadline,
-            is_held=is_resident,
+            is_resumable=is_resident,
         )
         return engine_messages.Prompt(
             context=request.context,
@@ -242,7 +242,7 @@ class Generation:
             sampling=request.sampling,
             end_tokens=self._tokenizer.end_tokens,
             num_samples=request.num_samples,
-            claim=claim,
+            scheduling=scheduling,
             hidden=request.hidden,
             max_draft_tokens=most if request.max_draft_tokens is None else min(most, request.max_draft_tokens),
         )

@@ -266,7 +266,7 @@ class Ingest:
     def _prefill(self, upload: Upload, document: DocumentTokenizer) -> PrefillTask:
         """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
         header = upload.header
-        claim = engine_messages.SchedulingClaim(
+        scheduling = engine_messages.SchedulingParams(
             priority=header.priority,
             tenant=header.tenant,
             client=header.client,
@@ -280,7 +280,7 @@ class Ingest:
             settings=header.settings,
             upload_id=header.upload_id,
             text=document.text,
-            claim=claim,
+            scheduling=scheduling,
         )
         self._check_tokens(header)
         stream = self._engine.ingest(requested)

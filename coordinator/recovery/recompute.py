@@ -74,7 +74,9 @@ class RecomputePlanner:
         """Blocks that are needed only during recomputation."""
         pool = self._placer.window_pool
         sizes = [
-            placement.loss.num_tokens for placement in self._placements.with_losses if placement.loss and placement.loss.left
+            placement.loss.num_tokens
+            for placement in self._placements.with_losses
+            if placement.loss and placement.loss.left
         ]
         return BlockCount(windows=max(map(pool.chunk_blocks, sizes), default=0))
 
@@ -178,7 +180,12 @@ class RecomputePlanner:
         lossy = [found[0] for path in paths if (found := self._placements.first_lost(path))]
         for placement in [*lossy, *self._placements.with_losses]:
             loss = placement.loss
-            if loss and loss.promise and self._may_begin(placement) and self._placements.holds(placement.segment.before):
+            if (
+                loss
+                and loss.promise
+                and self._may_begin(placement)
+                and self._placements.holds(placement.segment.before)
+            ):
                 loss.promise.left += self._rolling.left
                 self._rolling, self._current, self._lent_to = None, placement, loss
                 return placement, placement.segment.end

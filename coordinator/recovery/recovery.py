@@ -118,7 +118,9 @@ class RecoveryManager:
         has_windows = first is not None and first not in bare and not self._rebalance.is_stuck
         remap(self._placer, self._segments, ranking, has_windows=has_windows)
         self._rebalance.change_ranks(ranking.after, ranking.newcomers, has_windows=has_windows)
-        self._losses = {placement.segment.id: placement.loss for placement in self._placements.with_losses if placement.loss}
+        self._losses = {
+            placement.segment.id: placement.loss for placement in self._placements.with_losses if placement.loss
+        }
         self.is_over = False
 
     def begin_reload(self, evicted: Sequence[SegmentPlacement]) -> None:

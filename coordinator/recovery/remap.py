@@ -98,7 +98,11 @@ class _Rolled:
         place = self._place(path, position)
         for segment, part_start, part_end in path.parts():
             placement, start = self._placements[segment], max(place, part_start)
-            if start < part_end and not placement.is_evicted and (placement.loss is None or start < placement.loss.first):
+            if (
+                start < part_end
+                and not placement.is_evicted
+                and (placement.loss is None or start < placement.loss.first)
+            ):
                 self._placer.free(placement.cut(start))
                 placement.window_runs = self._placer.roll_back(placement.window_runs, start, None)
                 _begin(self._segments, placement, [(start, segment.end)])
@@ -123,7 +127,9 @@ class _Rolled:
     def _hold_fronts(self) -> None:
         """Holds the windows from which each lost segment is recomputed, then releases the windows held for that
         before."""
-        lossy = [(placement.segment.path, placement.loss) for placement in self._placements.with_losses if placement.loss]
+        lossy = [
+            (placement.segment.path, placement.loss) for placement in self._placements.with_losses if placement.loss
+        ]
         old = [(path, loss.front) for path, loss in lossy]
         for path, loss in lossy:
             self._segments.hold(path, loss.first)

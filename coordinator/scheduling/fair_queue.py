@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
-from coordinator.engine_messages import SchedulingClaim
+from coordinator.engine_messages import SchedulingParams
 from coordinator.scheduling.jobs import Job
 from longleaf.types import Account
 
@@ -65,15 +65,15 @@ class FairOrder:
     def order(self, jobs: Iterable[Job], since: Callable[[Job], int]) -> list[Job]:
         """Jobs in the order of their turns. `since` returns a job's start of waiting: the smaller number has waited
         longer."""
-        ordered = sorted(jobs, key=lambda job: (*self._rank(job.request.claim), since(job)))
+        ordered = sorted(jobs, key=lambda job: (*self._rank(job.request.scheduling), since(job)))
         if ordered and self.is_for_the_oldest:
             oldest = min(ordered, key=since)
             ordered.remove(oldest)
             ordered.insert(0, oldest)
         return ordered
 
-    def _rank(self, claim: SchedulingClaim) -> tuple[int, int, int]:
-        return self._tenants[claim.tenant], -claim.priority, self._accounts[claim.account]
+    def _rank(self, scheduling: SchedulingParams) -> tuple[int, int, int]:
+        return self._tenants[scheduling.tenant], -scheduling.priority, self._accounts[scheduling.account]
 
     def take(self, account: Account, num_tokens: int) -> None:
         """Counts a turn."""
@@ -108,7 +108,7 @@ class Queue:
 
     def add(self, job: Job) -> None:
         self._jobs[job.id] = job
-        self.turns.enter(job.request.claim.account)
+        self.turns.enter(job.request.scheduling.account)
 
     def remove(self, job_id: int) -> Job | None:
         return self._jobs.pop(job_id, None)
@@ -139,7 +139,7 @@ class Queue:
 
     def _begin(self, job: Job, passed: frozenset[int]) -> None:
         del self._jobs[job.id]
-        account, is_for_the_oldest = job.request.claim.account, self.turns.is_for_the_oldest
+        account, is_for_the_oldest = job.request.scheduling.account, self.turns.is_for_the_oldest
         # A job that began for its age is spared from preemption: otherwise it might never finish.
         num_tokens = job.take_turn(passed, is_spared=is_for_the_oldest and not passed)
         if passed and is_for_the_oldest:
@@ -150,8 +150,8 @@ class Queue:
     def resume(self, job: Job) -> None:
         """Removes a job that was preempted and begins again in the same turn, without passing others."""
         del self._jobs[job.id]
-        self.turns.charge(job.request.claim.account, job.take_turn(job.passed, is_spared=job.is_spared))
+        self.turns.charge(job.request.scheduling.account, job.take_turn(job.passed, is_spared=job.is_spared))
 
     def refund_unused(self, job: Job) -> None:
         """Refunds the tokens that a stopped job did not use."""
-        self.turns.charge(job.request.claim.account, -job.refund())
+        self.turns.charge(job.request.scheduling.account, -job.refund())

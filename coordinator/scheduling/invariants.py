@@ -26,7 +26,9 @@ def audit_placements(
     segments.audit()
     contexts.audit()
     placements = segments.placements
-    placer.audit(run for placement in placements for run in (*placement.runs, *placement.window_runs, *placement.incoming))
+    placer.audit(
+        run for placement in placements for run in (*placement.runs, *placement.window_runs, *placement.incoming)
+    )
     jobs = (*waiting, *running)
     for job in jobs:
         placements.audit(job.request.origin)
@@ -45,7 +47,9 @@ def audit_placements(
     places += recovery.frontiers
     places += [(one.segment.before, one.segment.start) for one in placements if one.is_evicted]
     evicted = Counter(s.id for context in contexts.list() if context.is_evicted for s in context.path.segments)
-    assert evicted == Counter({one.segment.id: one.num_idle_references for one in placements if one.num_idle_references})
+    assert evicted == Counter(
+        {one.segment.id: one.num_idle_references for one in placements if one.num_idle_references}
+    )
     _audit_seams(placements, placer, [*places, *((segment.path, segment.end) for segment in segments.cached)])
     promised = [placement.loss.promise for placement in placements.with_losses if placement.loss]
     reservations = [*(job.tail.reservation for job in running), *(one for one in promised if one)]

@@ -47,7 +47,7 @@ class JobLifecycle:
             self._segments.retain(part.prefill.path, origin)
             self.requests.add(part)
             self.queue.add(part)
-        self.planner.turns.enter(job.request.claim.account)
+        self.planner.turns.enter(job.request.scheduling.account)
         self.may_begin = True
 
     def preempt(self, job: Sequence) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
 
-from coordinator.engine_messages import DocumentPrompt, Failed, SchedulingClaim
+from coordinator.engine_messages import DocumentPrompt, Failed, SchedulingParams
 from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
 from coordinator.kv_cache.positions import RopeSwitch
 from coordinator.kv_cache.token_paths import TokenPath
@@ -25,7 +25,7 @@ class Request:
 
     id: int
     """Ids increase: of two requests, the one with the smaller id is older."""
-    claim: SchedulingClaim
+    scheduling: SchedulingParams
     origin: TokenPath
     """The path of the context, which its tokens continue."""
     ropes: RopeSwitch
@@ -136,12 +136,12 @@ class Job:
         belongs to the same tenant, has a lower priority and is not spared."""
         if other.request.is_paused or self.id in other.passed:
             return True
-        return self.request.claim.outranks(other.request.claim) and not other.is_spared
+        return self.request.scheduling.outranks(other.request.scheduling) and not other.is_spared
 
     @property
     def rank_as_victim(self) -> tuple[bool, int, int]:
         """Sort key for preemption within a tenant: the lowest is preempted first. See `as_victims`."""
-        return not self.request.is_paused, self.request.claim.priority, -self.id
+        return not self.request.is_paused, self.request.scheduling.priority, -self.id
 
     def begin(self, tail: GrowingSegment, step: int) -> None:
         """Starts to grow `tail`, after step number `step`."""
@@ -213,9 +213,9 @@ def as_victims(jobs: Sequence[SomeJob]) -> list[SomeJob]:
     selected tenant loses its job with the lowest priority, so that high priorities do not exempt a tenant."""
     of_tenant = defaultdict[str, deque[SomeJob]](deque)
     for job in sorted(jobs, key=lambda job: job.rank_as_victim):
-        of_tenant[job.request.claim.tenant].append(job)
+        of_tenant[job.request.scheduling.tenant].append(job)
     by_age = sorted(jobs, key=lambda job: (not job.request.is_paused, -job.id))
-    return [of_tenant[job.request.claim.tenant].popleft() for job in by_age]
+    return [of_tenant[job.request.scheduling.tenant].popleft() for job in by_age]
 
 
 class IngestJob(Job):

@@ -190,7 +190,7 @@ class Planner:
             work = job.next_chunk(self._placer, size, self.step + 1)
         except Exception as error:
             raise JobFailed(job) from error
-        self.turns.take(job.request.claim.account, len(work.token_ids))
+        self.turns.take(job.request.scheduling.account, len(work.token_ids))
         return self._plan(work, [job], is_apart=is_apart)
 
     def _plan_rows(self, jobs: Several[Sequence]) -> StepPlan | None:

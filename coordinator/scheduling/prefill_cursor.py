@@ -17,9 +17,8 @@ from longleaf.runs import Run
 class PrefillCursor:
     """Tokens to process after a path of sealed segments. The first `num_prefill` of them are processed in chunks.
 
-    `num_placed` counts the tokens that plans have placed, `num_computed` those whose keys and values exist; the difference
-    is under way. The path may contain the first of the tokens already; these count as placed and read.
-    """
+    `num_placed` counts the tokens that plans have placed, `num_computed` those whose keys and values exist; the
+    difference is under way. The path may contain the first of the tokens already; these count as placed and read."""
 
     path: TokenPath
     token_ids: "array[int]"

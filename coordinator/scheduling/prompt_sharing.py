@@ -24,7 +24,7 @@ class Sharing:
         whole, although the prompt may need only their first tokens.
         """
         if isinstance(job, Sequence) and job.is_sharing:
-            rope, tenant = job.rope, job.request.claim.tenant
+            rope, tenant = job.rope, job.request.scheduling.tenant
             self._reuse(job, self._segments.match(job.prefill.token_ids[:-1], rope, tenant))
             if job.prefill.path.end and (reservation := self._reserve(job)):
                 return reservation

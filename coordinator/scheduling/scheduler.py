@@ -21,7 +21,7 @@ from coordinator.scheduling.context_activation import ContextActivation
 from coordinator.scheduling.documents import ContextOperations
 from coordinator.scheduling.fair_queue import Queue
 from coordinator.scheduling.group_change import GroupChangeOperations
-from coordinator.scheduling.invariants import audit_placements, audit_jobs
+from coordinator.scheduling.invariants import audit_jobs, audit_placements
 from coordinator.scheduling.job_lifecycle import JobLifecycle
 from coordinator.scheduling.job_recovery import JobRecovery
 from coordinator.scheduling.jobs import IngestJob, Job
@@ -116,7 +116,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
 
     def usage(self, tenant: str) -> TenantUsage:
         """A tenant's usage, except for storage."""
-        own = [request for request in self._requests if request.claim.tenant == tenant]
+        own = [request for request in self._requests if request.scheduling.tenant == tenant]
         documents = [job.document for request in own for job in request.jobs if isinstance(job, IngestJob)]
         totals = self.contexts.totals(tenant)
         new = {document.context for document in documents if document.context not in self.contexts}
@@ -145,7 +145,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         tenants are not counted."""
         reported, places = dict[int, Admitted](), Counter[str]()
         for job in self._queue.order():
-            tenant = job.request.claim.tenant
+            tenant = job.request.scheduling.tenant
             places[tenant] += 1
             if isinstance(job, Sequence) and job.speaks_for_all:
                 reported[job.request.id] = job.admitted(places[tenant])
@@ -252,7 +252,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         return True
 
     def _begin(self, job: Job, reservation: Reservation) -> None:
-        placement = self.segments.create(job.prefill.path, job.rope, job.request.claim.tenant)
+        placement = self.segments.create(job.prefill.path, job.rope, job.request.scheduling.tenant)
         job.begin(GrowingSegment(placement, reservation), self._planner.step)
         self._running[job.id] = job
 

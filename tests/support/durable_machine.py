@@ -4,7 +4,7 @@ again between any two events."""
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from coordinator.engine_messages import NO_CLAIM, Outcome, Sealed
+from coordinator.engine_messages import DEFAULT_SCHEDULING, Outcome, Sealed
 from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
 from coordinator.kv_cache.contexts import NamedContext
 from coordinator.kv_cache.segment_placement import count_all
@@ -96,7 +96,7 @@ class DurableMachine(RecoveringMachine):
     def rest_and_ask(self, context: str, question: int, steps: int) -> None:
         """The evicted context is restored; other contexts may be evicted for it."""
         self.rest(context)
-        self.ask(list(range(question)), 2, context, 1, NO_CLAIM, False)
+        self.ask(list(range(question)), 2, context, 1, DEFAULT_SCHEDULING, False)
         self.run_steps(steps, 2, 0.001)
 
     # --- the end of everything ---

@@ -5,8 +5,8 @@ from coordinator.recovery.fault_score import BREAK
 from longleaf.rank_protocol.fakes import drafted_ends
 from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import StepPlan, StepResult
-from tests.support.shadow_key_cache import ShadowKeyCache
 from tests.support.scheduling import Bench
+from tests.support.shadow_key_cache import ShadowKeyCache
 
 
 class Group(Bench):

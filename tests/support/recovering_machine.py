@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from coordinator.engine_messages import NO_CLAIM, Outcome
+from coordinator.engine_messages import DEFAULT_SCHEDULING, Outcome
 from coordinator.kv_cache.rank_mapping import RankMapping
 from coordinator.kv_cache.token_paths import TokenPath
 from coordinator.recovery.fault_score import BREAK, GUILTY, LOSS
@@ -15,8 +15,8 @@ from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import StepPlan
 from longleaf.sampling import Token
 from longleaf.types import Recovering
-from tests.support.shadow_key_cache import ShadowKeyCache
 from tests.support.scheduler_machine import NAMES, SchedulerMachine
+from tests.support.shadow_key_cache import ShadowKeyCache
 
 MOST_RANKS = 5
 
@@ -148,11 +148,11 @@ class RecoveringMachine(SchedulerMachine):
         """The document continues, and it and its prefix are queried while it recovers."""
         if self.is_between or len(self.num_blocks) < 2:
             return
-        self.ingest(list(range(count)), context, context in self.texts, NO_CLAIM)
+        self.ingest(list(range(count)), context, context in self.texts, DEFAULT_SCHEDULING)
         self.run_steps(steps, 2, 0.001)
         self._lose_one(data)
-        self.ask(list(range(question)), 2, None, 1, NO_CLAIM, False)
-        self.ask([1, 2], 2, context, 1, NO_CLAIM, False)
+        self.ask(list(range(question)), 2, None, 1, DEFAULT_SCHEDULING, False)
+        self.ask([1, 2], 2, context, 1, DEFAULT_SCHEDULING, False)
         self.run_steps(1, 2, 0.001)
         if len(self.num_blocks) > 1 and data.draw(st.booleans(), label="twice"):
             self._lose_one(data)

@@ -13,7 +13,7 @@ from coordinator.engine_messages import (
     Failed,
     Outcome,
     Prompt,
-    SchedulingClaim,
+    SchedulingParams,
     Sealed,
     SpanLayout,
     Tokens,
@@ -28,7 +28,7 @@ from longleaf.positions import Rotary, WindowSpec
 from longleaf.rank_protocol.fakes import drafted_ends, echo_token
 from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import Prefill, StepPlan, StepResult
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.random_drafter import RandomDrafter
 from tests.support.shadow_window_cache import ShadowWindowCache
 from workers.fakes import EchoBlockTable
@@ -77,17 +77,17 @@ class Bench:
         ends: tuple[int, ...] = (),
         priority: int = 0,
         num_samples: int = 1,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         cuts: SpanLayout | None = None,
         max_draft_tokens: int = 0,
-        **claim: Any,
+        **scheduling: Any,
     ) -> int:
         prompt = Prompt(
             context=context,
             token_ids=tuple(range(count)),
-            sampling=replace(sampling or Sampling(), max_tokens=max_tokens),
+            sampling=replace(sampling or SamplingParams(), max_tokens=max_tokens),
             end_tokens=frozenset(ends),
-            claim=SchedulingClaim(priority=priority, **claim),
+            scheduling=SchedulingParams(priority=priority, **scheduling),
             num_samples=num_samples,
             cuts=cuts,
             max_draft_tokens=max_draft_tokens,
@@ -172,7 +172,7 @@ class Asker(Bench):
     """A bench whose prompts are given token by token."""
 
     def prompt(self, token_ids: range | list[int], max_tokens: int = 4, num_samples: int = 1, seed: int = 0) -> int:
-        sampling = Sampling(max_tokens=max_tokens, seed=seed)
+        sampling = SamplingParams(max_tokens=max_tokens, seed=seed)
         prompt = Prompt(context=None, token_ids=tuple(token_ids), sampling=sampling, num_samples=num_samples)
         job = self._admitted(lambda job: self.scheduler.admit(job, prompt))
         self.num_jobs += num_samples - 1

@@ -9,7 +9,7 @@ from torch import Tensor
 from longleaf.config import MAX_DRAFT_TOKENS
 from longleaf.kernels.backend import Numbers
 from longleaf.rank_protocol.step import Row
-from longleaf.sampling import Sampling, Token
+from longleaf.sampling import SamplingParams, Token
 from workers.host_copies import AsyncHostCopy, DeviceEvent, to_device
 from workers.sampling.acceptance import NOT_REACHED, DraftRows, drafts_of
 from workers.sampling.fixed_shape import Needs, Parameters, choose, note
@@ -30,7 +30,7 @@ NUM_PARAMETERS = len(Parameters._fields)
 class DeviceSequenceSampler:
     """The sampling parameters of one sequence, and the place of its history."""
 
-    def __init__(self, sampling: Sampling, place: int) -> None:
+    def __init__(self, sampling: SamplingParams, place: int) -> None:
         self.sampling = sampling
         self.place = place
         self._first = 0
@@ -82,7 +82,7 @@ class Batch:
 
 def padding_row(vocabulary_size: int) -> Numbers:
     """The parameters [F] of padding rows, from which no token is sampled."""
-    return Batch([DeviceSequenceSampler(Sampling(), PADDING_ROW)], vocabulary_size).numbers([0])[:, 0]
+    return Batch([DeviceSequenceSampler(SamplingParams(), PADDING_ROW)], vocabulary_size).numbers([0])[:, 0]
 
 
 def parameters_of(numbers_FR: Tensor) -> Parameters:
@@ -225,7 +225,7 @@ def make_sampler(device: str, num_sequences: int) -> Sampler | DeviceSampler:
     return Sampler() if device == "cpu" else DeviceSampler(device, num_sequences)
 
 
-def needs_of(samplings: Sequence[Sampling]) -> Needs:
+def needs_of(samplings: Sequence[SamplingParams]) -> Needs:
     """The operations that rows of these parameters need together."""
     return Needs(
         has_bias=any(s.logit_bias for s in samplings),
@@ -238,12 +238,12 @@ def needs_of(samplings: Sequence[Sampling]) -> Needs:
     )
 
 
-def reached(sampling: Sampling, chosen: Iterable[Sequence[float]]) -> tuple[Token, ...]:
+def reached(sampling: SamplingParams, chosen: Iterable[Sequence[float]]) -> tuple[Token, ...]:
     """The tokens of the reached positions of a sequence."""
     return tuple(token(sampling, *numbers) for numbers in chosen if numbers[0] != NOT_REACHED)
 
 
-def token(sampling: Sampling, token_id: float, *numbers: float) -> Token:
+def token(sampling: SamplingParams, token_id: float, *numbers: float) -> Token:
     """The token of a row in the format of `choose`."""
     num_top = sampling.num_logprobs
     if num_top is None:

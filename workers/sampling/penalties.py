@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longleaf.rank_protocol.step import PenaltyHistory, SamplingTerms
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 
 
 class PenaltyCounts:
@@ -50,7 +50,7 @@ class Penalties:
     """Bias and penalties of one sequence."""
 
     def __init__(self, terms: SamplingTerms, vocabulary_size: int) -> None:
-        self._sampling: Sampling = terms.sampling
+        self._sampling: SamplingParams = terms.sampling
         bias = {i: b for i, b in terms.sampling.logit_bias.items() if i < vocabulary_size}
         self._biased_ids = _ids(bias.keys())
         self._biases = torch.tensor([*bias.values()], dtype=torch.float64)

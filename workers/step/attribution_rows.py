@@ -114,7 +114,9 @@ def _context_keys(block_table: BlockTable, view: SpanView) -> Iterator[SpanKeys]
         column += ceil_div(part.end - part.start, view.size)
 
 
-def _own_keys(block_table: BlockTable, parts: Iterable[SegmentRange], spans: Spans, num_spans: int) -> Iterator[SpanKeys]:
+def _own_keys(
+    block_table: BlockTable, parts: Iterable[SegmentRange], spans: Spans, num_spans: int
+) -> Iterator[SpanKeys]:
     for part in parts:
         edge = min(max(spans.prompt_end, part.start), part.end)
         for low, high, other in ((part.start, edge, PROMPT), (edge, part.end, ANSWER)):

@@ -75,7 +75,9 @@ def row_reads(
     tree = list(_tree(queries))
     return {
         reach: Reads(
-            _full_reads(block_table, queries, tree) if reach.is_full else _near_reads(block_table, tree, reach, near_rank)
+            _full_reads(block_table, queries, tree)
+            if reach.is_full
+            else _near_reads(block_table, tree, reach, near_rank)
         )
         for reach in reaches
     }
@@ -131,7 +133,9 @@ def _shown(users: Sequence[Query], low: int, high: int) -> Iterator[tuple[tuple[
                 yield (readers[0].run.row, readers[-1].row_end), start, end
 
 
-def _near_reads(block_table: BlockTable, tree: Sequence[Users], reach: AttentionSpan, rank: int | None) -> Iterator[Read]:
+def _near_reads(
+    block_table: BlockTable, tree: Sequence[Users], reach: AttentionSpan, rank: int | None
+) -> Iterator[Read]:
     for depth, users in tree:
         segment = users[0].parts[depth].segment
         for cluster, low, high in _clusters(users, depth, reach):
@@ -139,7 +143,8 @@ def _near_reads(block_table: BlockTable, tree: Sequence[Users], reach: Attention
             if is_shared:
                 for rows, start, end in _shown(cluster, low, high):
                     yield from (
-                        Read(*rows, *slots) for slots in stretches(block_table.resident_extents(segment, start, end, rank))
+                        Read(*rows, *slots)
+                        for slots in stretches(block_table.resident_extents(segment, start, end, rank))
                     )
             for query in cluster:
                 first, end = reach.first(query.run.start), query.parts[depth].end

@@ -32,7 +32,13 @@ class Saver:
     """Saves segments of one service, with ranks of one layout."""
 
     def __init__(
-        self, store: AsyncStore, service: str, fingerprint: str, form: KvFormat, placements: SegmentSource, ranks: Savers
+        self,
+        store: AsyncStore,
+        service: str,
+        fingerprint: str,
+        form: KvFormat,
+        placements: SegmentSource,
+        ranks: Savers,
     ) -> None:
         self._store = store
         self._service = service

@@ -12,7 +12,7 @@ import pytest
 from coordinator.cluster.rank_manager import RankManager
 from coordinator.engine_messages import Prompt
 from longleaf.config import EngineConfig
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.integration.cluster.test_unauthenticated_peers import until
 from tests.support.network import crowd
 from tests.support.running import WatchedFleet, running_on
@@ -52,7 +52,7 @@ async def test_hundred_unauthenticated_peers_delay_no_heartbeat_or_step(caplog: 
             return [member.num_heartbeats for member in control.registry]
 
         async def answer() -> int:
-            prompt = Prompt(context=None, token_ids=(1, 2, 3), sampling=Sampling(max_tokens=50))
+            prompt = Prompt(context=None, token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=50))
             return len([event async for event in found.engine.submit(prompt)])
 
         process = psutil.Process()

@@ -33,7 +33,9 @@ pytestmark = pytest.mark.timeout(60)
 class World:
     """RankManager with scripted members; members that it kills disappear."""
 
-    def __init__(self, world_size: int, nodes: str = "", *, have_late_heartbeats: bool = False, **settings: object) -> None:
+    def __init__(
+        self, world_size: int, nodes: str = "", *, have_late_heartbeats: bool = False, **settings: object
+    ) -> None:
         self.config = EngineConfig(model="none", world_size=world_size, **settings)  # type: ignore[arg-type]
         self.control = RankManager(self.config, kill=self.kill)
         self.members: dict[int, ScriptedMember] = {}
@@ -154,9 +156,13 @@ async def test_unacknowledged_abort_is_sent_again(make_world: MakeWorld) -> None
     await until(lambda: world.members[0].num_fences > 2)
     world.members[0].progress = MemberProgress(2)
     heard = next(member.num_heartbeats for member in world.control.registry)
-    await world.control.registry.wait(lambda: all(member.num_heartbeats > heard + 1 for member in world.control.registry))
+    await world.control.registry.wait(
+        lambda: all(member.num_heartbeats > heard + 1 for member in world.control.registry)
+    )
     num_fences = world.members[0].num_fences
-    await world.control.registry.wait(lambda: all(member.num_heartbeats > heard + 3 for member in world.control.registry))
+    await world.control.registry.wait(
+        lambda: all(member.num_heartbeats > heard + 3 for member in world.control.registry)
+    )
     assert world.members[0].num_fences == num_fences
 
 

@@ -17,7 +17,7 @@ from longleaf.rank_protocol.group_messages import Join, Ready
 from longleaf.rank_protocol.log_messages import Logged, LogRecord
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.step import StepPlan
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.integration.cluster.test_unauthenticated_peers import until
 from tests.support.members import ScriptedMember
 from tests.support.running import WatchedFleet, running_on
@@ -50,7 +50,7 @@ async def engine_of(world_size: int, main: Callable[[RankSpec], None]) -> AsyncI
 
 
 async def answer(engine: Engine, max_tokens: int) -> list[int]:
-    stream = engine.submit(Prompt(context=None, token_ids=(1, 2, 3), sampling=Sampling(max_tokens=max_tokens)))
+    stream = engine.submit(Prompt(context=None, token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=max_tokens)))
     return [token async for event in stream if isinstance(event, Tokens) for token in event.token_ids]
 
 

@@ -25,7 +25,7 @@ from longleaf.rank_protocol.member_messages import Load
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.runs import Run
-from longleaf.sampling import Sampling, Token
+from longleaf.sampling import SamplingParams, Token
 from longleaf.types import Progress
 from tests.support.gated import comes_to
 from tests.support.members import ScriptedMember
@@ -62,7 +62,7 @@ def config(**changes: object) -> EngineConfig:
 
 
 def prompt(count: int, max_tokens: int, context: str | None = None) -> Prompt:
-    return Prompt(context=context, token_ids=tuple(range(count)), sampling=Sampling(max_tokens=max_tokens))
+    return Prompt(context=context, token_ids=tuple(range(count)), sampling=SamplingParams(max_tokens=max_tokens))
 
 
 def expected(last: int, count: int) -> list[int]:

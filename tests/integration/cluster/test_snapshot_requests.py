@@ -16,7 +16,7 @@ from longleaf.rank_protocol.group_messages import KvLayout
 from longleaf.rank_protocol.snapshots import Discard, Failure, Fetch, Fetched, Save, Saved
 from longleaf.rank_protocol.step import Decode, Prefill, Restore, RestorePortion, Row, SamplingTerms, StepPlan
 from longleaf.runs import Run
-from longleaf.sampling import Sampling, Token
+from longleaf.sampling import SamplingParams, Token
 from tests.support.members import ScriptedMember
 from workers.fakes import EchoMain
 
@@ -161,7 +161,7 @@ async def test_members_without_a_model_save_and_restore(tmp_path: Path) -> None:
         await group.lay_out(KvLayout(2, ()))
         portions = RestorePortion(0, (Run(1, 0, 8, (1, 2)),)), RestorePortion(1, (Run(1, 8, 14, (3, 4)),))
         assert (await group.step(StepPlan(2, 1, Restore(4, 0, portions)))).step == 1
-        row = Row(1, (4, 9), 14, (5,), (Run(0, 14, 15, (0,)),), 0, SamplingTerms(Sampling()))
+        row = Row(1, (4, 9), 14, (5,), (Run(0, 14, 15, (0,)),), 0, SamplingTerms(SamplingParams()))
         assert (await group.step(StepPlan(2, 2, Decode((row,))))).tokens == {1: (Token(echo_token(5, 0)),)}
         with pytest.raises(GroupFailed, match="what was not fetched is to be restored"):
             await group.step(StepPlan(2, 3, Restore(5, 0, (RestorePortion(0, (Run(0, 0, 8, (7, 8)),)),))))

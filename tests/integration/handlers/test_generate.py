@@ -82,11 +82,11 @@ async def test_priority_client_samples_and_deadline_reach_the_engine(
     service.engine.script = ()
     assert [r async for r in stub.Generate(service_pb.GenerateRequest(text="x"))]
     first, default = service.engine.prompts
-    assert (first.num_samples, first.claim.priority, first.claim.client) == (3, -7, "me")
-    assert first.claim.deadline is not None
-    assert before + 400 < first.claim.deadline < time.monotonic() + 505  # gRPC rounds it up to be sent
-    assert (default.num_samples, default.claim.priority, default.claim.deadline) == (1, 0, None)
-    assert default.claim.client == "ipv4:127.0.0.1"
+    assert (first.num_samples, first.scheduling.priority, first.scheduling.client) == (3, -7, "me")
+    assert first.scheduling.deadline is not None
+    assert before + 400 < first.scheduling.deadline < time.monotonic() + 505  # gRPC rounds it up to be sent
+    assert (default.num_samples, default.scheduling.priority, default.scheduling.deadline) == (1, 0, None)
+    assert default.scheduling.client == "ipv4:127.0.0.1"
 
 
 async def test_samples_are_interleaved_and_a_stop_string_ends_only_its_sample(

@@ -18,7 +18,7 @@ from coordinator.text.detokenizer import Alphabet
 from longleaf.errors import InvalidArgument
 from longleaf.rank_protocol.fakes import echo_attention, echo_spans
 from longleaf.rank_protocol.step import MAX_ATTRIBUTED_SPANS, NUM_OTHER_SHARES, Attention
-from longleaf.sampling import Sampling, Token
+from longleaf.sampling import SamplingParams, Token
 from longleaf.types import Delta, Finished, Generate, Provenance
 from tests.support.service import byte_tokenizer
 
@@ -63,7 +63,7 @@ def test_exactly_the_delivered_tokens_are_counted(
 ) -> None:
     """For the first `num_before` events another service has kept only the tokens."""
     samples, output = reporting
-    sampling = Sampling(max_tokens=20, stop=tuple(stops))
+    sampling = SamplingParams(max_tokens=20, stop=tuple(stops))
     request = Generate(input="", context="doc", sampling=sampling, num_samples=len(samples), provenance=Provenance())
     tracing = AttributionTracer(request, Provenance())
     answer = ResponseAssembler("", request, alphabet(), frozenset(), lambda: 0.0, True, tracing)

@@ -157,7 +157,10 @@ def test_nothing_moves_when_one_run_is_not_there(wrong):
 @given(RANGES.filter(lambda pair: pair[0] < pair[1]), st.integers(0, 90), st.booleans())
 def test_truncated_positions_are_in_no_slot(positions, end, is_window):
     start, last = positions
-    block_table, runs = BlockTable(0, BLOCK), (run_at(start, last, rank=0), run_at(last, last + 3, rank=1, first_block=50))
+    block_table, runs = (
+        BlockTable(0, BLOCK),
+        (run_at(start, last, rank=0), run_at(last, last + 3, rank=1, first_block=50)),
+    )
     windows = (run_at(start, last + 3, EVERY_RANK, 80),) if is_window else ()
     block_table.put(7, runs, windows)
     block_table.put(8, (run_at(0, 9, rank=1),))

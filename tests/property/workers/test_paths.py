@@ -93,7 +93,9 @@ def test_stretches_hold_each_position_of_a_path_once(tree: Tree, data: st.DataOb
     expected = list(tree.slots(path, end).values())
     for rank in range(tree.world_size):
         found = [
-            slot for low, high in stretches(make_block_table(tree, rank).extents(path, 0, end)) for slot in range(low, high)
+            slot
+            for low, high in stretches(make_block_table(tree, rank).extents(path, 0, end))
+            for slot in range(low, high)
         ]
         assert sorted(found) == sorted(slot for holder, slot in expected if holder == rank)
 

@@ -13,7 +13,7 @@ from longleaf.errors import DataLoss, GroupFailed, NotFound
 from longleaf.positions import AttentionSpan, WindowSpec
 from longleaf.rank_protocol.snapshots import Fetch
 from longleaf.rank_protocol.step import Restore
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.storage.store import Store
 from longleaf.types import ArchiveChunk, Context, ImportHeader
 from tests.support.archives import FINGERPRINT
@@ -92,7 +92,7 @@ async def arrive(imports: ImportSessions, data: bytes) -> Context | None:
 
 
 async def answer(service: Service, context: str) -> list[int]:
-    prompt = Prompt(context=context, token_ids=(1, 2), sampling=Sampling(max_tokens=3))
+    prompt = Prompt(context=context, token_ids=(1, 2), sampling=SamplingParams(max_tokens=3))
     events = [event async for event in service.engine.submit(prompt)]
     return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
 

@@ -28,7 +28,7 @@ from coordinator.text.tokenizer import Tokenizer
 from longleaf.codec.status import DETAILS_KEY
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.fakes import echo_token
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import Draining, ModelInfo
 from tests.support.archives import packable
 from tests.support.fuzz.messages import PINNED
@@ -265,7 +265,7 @@ async def fuzzed_ranks(folder: Path) -> AsyncIterator[Target]:
 
 async def generate(engine: Engine, count: int) -> list[int]:
     """The engine's greedy answer to PLAIN."""
-    prompt = Prompt(context=None, token_ids=PLAIN, sampling=Sampling(max_tokens=count))
+    prompt = Prompt(context=None, token_ids=PLAIN, sampling=SamplingParams(max_tokens=count))
     async with engine.submit(prompt) as stream:
         return [i async for event in stream if isinstance(event, Tokens) for i in event.token_ids]
 

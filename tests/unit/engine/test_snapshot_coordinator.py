@@ -14,7 +14,7 @@ from coordinator.persistence.snapshots.retention import RetentionPolicy
 from longleaf.errors import StorageUnavailable, Unavailable
 from longleaf.positions import EVERY_RANK, AttentionSpan, WindowSpec
 from longleaf.rank_protocol.step import Prefill, Restore
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import ContextSettings
 from tests.support.coming import comes
 from tests.support.storing import FORM, NOW, Service, Storage, serving
@@ -34,7 +34,7 @@ async def ingest(engine: Engine, name: str = "book", ids: list[int] = IDS) -> in
 
 
 async def ask(engine: Engine, name: str = "book") -> list[int]:
-    prompt = Prompt(context=name, token_ids=(1, 2), sampling=Sampling(max_tokens=4))
+    prompt = Prompt(context=name, token_ids=(1, 2), sampling=SamplingParams(max_tokens=4))
     events = [event async for event in engine.submit(prompt)]
     return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
 

@@ -212,7 +212,7 @@ async def test_tokens_of_a_waiting_document_are_charged_once(tmp_path: Path) -> 
 async def test_document_shorter_than_its_size_is_refused(made: IngestBench) -> None:
     with pytest.raises(InvalidArgument, match=r"config\.total_size_bytes: 15 bytes are declared, .* after 7"):
         await made.run(header(size=15), b"call me")
-    assert not made.engine.claims, "the engine never received it"
+    assert not made.engine.schedulings, "the engine never received it"
     assert made.uploads.num_bytes == 0
     assert (await made.run(header(size=7), b"call me"))[-1].phase == "ready"
 
@@ -264,7 +264,7 @@ async def test_ingest_ends_when_its_context_expires(tmp_path: Path, upload_id: s
         await made.run(expiring(made.date + 0.05, upload_id), b"call me", ends=False)
     assert caught.value.field == "config.expire_time"
     assert made.uploads.num_bytes == 0
-    assert not made.engine.claims
+    assert not made.engine.schedulings
     assert (await made.run(header(upload_id), b"other"))[0].received_bytes == 0
     await made.threads.close()
 
@@ -294,7 +294,7 @@ async def test_expiry_during_acknowledgement_is_reported(made: IngestBench, monk
     """It expires between the last step and the response to the client."""
 
     def expire(context_id: str) -> None:
-        if made.engine.claims:
+        if made.engine.schedulings:
             made.date += 10
         raise NotFound(f"contexts/{context_id}")
 

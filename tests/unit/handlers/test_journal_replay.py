@@ -11,13 +11,13 @@ from coordinator.handlers.journal_replay import replay_journal
 from coordinator.handlers.response_assembler import ResponseAssembler
 from coordinator.persistence.journal.entries import JournalEvent, encode_entry, read_entries
 from coordinator.text.detokenizer import Alphabet
-from longleaf.sampling import Sampling, Token
+from longleaf.sampling import SamplingParams, Token
 from longleaf.types import Event, Finished, Generate, Timings
 from tests.support.service import BYTES, ids
 
 END = BYTES.token_to_id("<|end|>")
 ALPHABET = Alphabet(decode=lambda token_ids: BYTES.decode(list(token_ids)), silent=frozenset({END}))
-SAMPLING = Sampling(max_tokens=20, stop=("bc", "dd"), stop_tokens=tuple(ids("!")))
+SAMPLING = SamplingParams(max_tokens=20, stop=("bc", "dd"), stop_tokens=tuple(ids("!")))
 PROMPT = Prompt(context=None, token_ids=(1, 2), sampling=SAMPLING, end_tokens=frozenset({END}), num_samples=2)
 
 

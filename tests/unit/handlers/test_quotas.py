@@ -17,7 +17,7 @@ from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.credentials import Quotas
 from longleaf.errors import ResourceExhausted
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import Generate, ImportHeader, ImportProgress, IngestHeader, IngestPiece
 from tests.support.archives import packable
 from tests.support.service import FakeEngine, write_model
@@ -117,19 +117,19 @@ async def test_ingests_and_imports_share_the_quota(use_cases: tuple[FakeEngine, 
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
-async def test_scheduling_claims_mark_a_caller_that_is_the_only_tenant(
+async def test_scheduling_params_mark_a_caller_that_is_the_only_tenant(
     use_cases: tuple[FakeEngine, Application], is_alone: bool
 ) -> None:
     engine, calls = use_cases
     CALLER.set(Caller(tenant="acme", is_alone=is_alone))
     generation = calls.generation.run(
-        Generate(context=None, input=(1, 2), sampling=Sampling(max_tokens=2), tenant="acme")
+        Generate(context=None, input=(1, 2), sampling=SamplingParams(max_tokens=2), tenant="acme")
     )
     await anext(generation)
     await generation.aclose()
     ingest = calls.ingest.run(ending(IngestHeader("acme/one", tenant="acme"), (1, 2)))
     assert [report async for report in ingest][-1].context
-    assert [engine.prompts[-1].claim.is_alone, engine.claims[-1].is_alone] == [is_alone] * 2
+    assert [engine.prompts[-1].scheduling.is_alone, engine.schedulings[-1].is_alone] == [is_alone] * 2
 
 
 async def test_recomputed_contexts_count_towards_the_quota(use_cases: tuple[FakeEngine, Application]) -> None:
@@ -156,6 +156,8 @@ async def test_prompt_refused_by_quotas_is_not_encoded(
     monkeypatch.setattr(Prompts, "ids_of", ids_of)
     _, calls = use_cases
     CALLER.set(Caller(tenant="acme", quotas=Quotas(**quotas)))
-    generation = calls.generation.run(Generate(context=None, input="x", sampling=Sampling(max_tokens=2), tenant="acme"))
+    generation = calls.generation.run(
+        Generate(context=None, input="x", sampling=SamplingParams(max_tokens=2), tenant="acme")
+    )
     with pytest.raises(ResourceExhausted, match=f"quotas/{next(iter(quotas))}"):
         await anext(generation)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from coordinator import engine_messages
 from coordinator.handlers.response_assembler import ResponseAssembler
 from coordinator.text.detokenizer import Alphabet
-from longleaf.sampling import Logprobs, Sampling, Token
+from longleaf.sampling import Logprobs, SamplingParams, Token
 from longleaf.types import Delta, Event, Finished, Generate, Recovering, Started, Usage
 from tests.support.service import BYTES, ids, tokens
 
@@ -29,7 +29,7 @@ class TickingClock:
 
 
 def answer(num_samples: int = 1, **sampling: object) -> ResponseAssembler:
-    request = Generate(input="", sampling=Sampling(**sampling), num_samples=num_samples)  # type: ignore[arg-type]
+    request = Generate(input="", sampling=SamplingParams(**sampling), num_samples=num_samples)  # type: ignore[arg-type]
     return ResponseAssembler("id", request, ALPHABET, frozenset({END}), TickingClock(), exactness_note="")
 
 

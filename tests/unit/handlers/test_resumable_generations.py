@@ -19,14 +19,14 @@ from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import Cancelled, InvalidArgument, NotFound, RankLost, ResourceExhausted, Unavailable
-from longleaf.sampling import Logprobs, Sampling, TokenLogprob
+from longleaf.sampling import Logprobs, SamplingParams, TokenLogprob
 from longleaf.types import Delta, Event, Finished, Generate, Progress, Recovering, Started
 from tests.support.service import FakeEngine, write_model
 from tests.support.timers import Timers
 
 pytestmark = pytest.mark.timeout(60)
 
-REQUEST = Generate(input="x", sampling=Sampling(), resume_seconds=30.0)
+REQUEST = Generate(input="x", sampling=SamplingParams(), resume_seconds=30.0)
 HEAD = [Started(5, 3), Progress(3, 5), Progress(5, 5)]
 LOST = [Recovering(8, done, 64) for done in (0, 32, 64)]
 
@@ -313,7 +313,9 @@ async def test_name_is_free_after_expiry(tmp_path: Path) -> None:
     engine.is_endless = True
     tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
     generation = Generation(engine, tokenizer, threads, later=timers)
-    request = Generate(input="x", sampling=Sampling(), resume_seconds=30.0, request_id="id", use_chat_template=False)
+    request = Generate(
+        input="x", sampling=SamplingParams(), resume_seconds=30.0, request_id="id", use_chat_template=False
+    )
     silent = asyncio.Event()
     reading = asyncio.create_task(wait_for_tokens(generation.run(request), silent))
     await silent.wait()
@@ -384,7 +386,9 @@ async def test_reader_behind_the_retained_deltas_gets_an_error(monkeypatch: pyte
 
 async def test_client_is_limited_to_its_share() -> None:
     generations = ResumableGenerations(Timers(), max_resumable=3)
-    greedy, other = (Generate(input="x", sampling=Sampling(), resume_seconds=30.0, client=c) for c in ("greedy", "b"))
+    greedy, other = (
+        Generate(input="x", sampling=SamplingParams(), resume_seconds=30.0, client=c) for c in ("greedy", "b")
+    )
     for number in range(2):
         generations.hold(f"greedy {number}", greedy, Source([]).events())
     with pytest.raises(ResourceExhausted, match="'greedy' has 2 .* of 3") as caught:
@@ -399,7 +403,7 @@ async def test_client_is_limited_to_its_share() -> None:
 
 async def test_tenant_is_limited_to_its_share_for_all_clients() -> None:
     generations = ResumableGenerations(Timers(), max_resumable=4, tenant_share=1 / 2)
-    requested = Generate(input="x", sampling=Sampling(), resume_seconds=30.0, tenant="acme")
+    requested = Generate(input="x", sampling=SamplingParams(), resume_seconds=30.0, tenant="acme")
     for client in ("a", "b"):
         generations.hold(client, replace(requested, client=client), Source([]).events())
     with pytest.raises(ResourceExhausted, match="tenant acme has 2 .* of 4"):

@@ -16,7 +16,7 @@ from longleaf.rank_protocol.step import (
     StepPlan,
 )
 from longleaf.runs import Run
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from workers.fakes import EchoBlockTable
 
 FIRST, SECOND = Run(0, 0, 4, (0,)), Run(1, 4, 8, (0,))
@@ -32,7 +32,7 @@ def test_moved_run_is_only_at_its_new_rank():
     do(block_table, Move((RunTransfer(3, FIRST, target),)))
     with pytest.raises(AssertionError, match="no such run"):
         do(block_table, Move((RunTransfer(3, FIRST, Run(1, 0, 4, (8,))),)))
-    do(block_table, Decode((Row(1, (3, 4), 8, (5,), (Run(0, 8, 9, (0,)),), 0, SamplingTerms(Sampling())),)))
+    do(block_table, Decode((Row(1, (3, 4), 8, (5,), (Run(0, 8, 9, (0,)),), 0, SamplingTerms(SamplingParams())),)))
     with pytest.raises(AssertionError, match="in two runs"):
         do(block_table, Move((RunTransfer(3, SECOND, Run(0, 4, 8, (0,))),)))
 
@@ -42,7 +42,7 @@ def test_first_blocks_of_a_run_can_be_moved():
     do(block_table, Prefill((3,), 0, tuple(range(10)), (whole,)))
     do(block_table, Move((RunTransfer(3, Run(0, 0, 8, (0, 1)), Run(1, 0, 8, (4, 5))),)))
     do(block_table, Move((RunTransfer(3, Run(0, 8, 10, (2,)), Run(1, 8, 10, (0,))),)))
-    do(block_table, Decode((Row(1, (3, 4), 10, (5,), (Run(0, 10, 11, (0,)),), 0, SamplingTerms(Sampling())),)))
+    do(block_table, Decode((Row(1, (3, 4), 10, (5,), (Run(0, 10, 11, (0,)),), 0, SamplingTerms(SamplingParams())),)))
     with pytest.raises(AssertionError, match="no such run"):
         do(block_table, Move((RunTransfer(3, Run(1, 0, 6, (4, 5)), Run(0, 0, 6, (7, 8))),)))
 
@@ -71,7 +71,7 @@ def test_rank_checks_only_blocks_that_it_receives():
     block_table, portion = EchoBlockTable(4, rank=1), RestorePortion(2, (Run(0, 4, 8, (6,)),))
     do(block_table, Restore(5, 0, (portion,)))
     do(block_table, Prefill((5,), 0, tuple(range(4)), (Run(1, 0, 4, (3,)),)))
-    do(block_table, Decode((Row(1, (5, 4), 8, (5,), (Run(0, 8, 9, (0,)),), 0, SamplingTerms(Sampling())),)))
+    do(block_table, Decode((Row(1, (5, 4), 8, (5,), (Run(0, 8, 9, (0,)),), 0, SamplingTerms(SamplingParams())),)))
 
 
 @pytest.mark.parametrize("num_right", [0, 1, 3])
@@ -81,7 +81,7 @@ def test_rejected_drafts_are_removed(num_right):
         answer.append(echo_token(answer[-1], index))
     drafts = (*answer[:num_right], *[999] * (3 - num_right))
     do(block_table, Prefill((3,), 0, tuple(range(8)), (Run(0, 0, 8, (0,)),)))
-    first = Row(1, (3, 4), 8, (5,), (Run(0, 8, 12, (1,)),), 0, SamplingTerms(Sampling()), draft_ids=drafts)
+    first = Row(1, (3, 4), 8, (5,), (Run(0, 8, 12, (1,)),), 0, SamplingTerms(SamplingParams()), draft_ids=drafts)
     tokens = do(block_table, Decode((first,)))
     assert [token.id for token in tokens[1]] == answer[: num_right + 1]
     end = 9 + num_right
@@ -97,6 +97,9 @@ def test_draft_allocates_no_block():
     do(block_table, Prefill((3,), 0, tuple(range(4)), (FIRST,)))
     for runs in ((Run(0, 4, 9, (1, 2)),), (Run(0, 4, 8, (1,)), Run(1, 8, 9, (1,)))):
         with pytest.raises(AssertionError, match="opens a block"):
-            do(block_table, Decode((Row(1, (3, 4), 4, (5,), runs, 0, SamplingTerms(Sampling()), draft_ids=(1, 2, 3, 4)),)))
+            do(
+                block_table,
+                Decode((Row(1, (3, 4), 4, (5,), runs, 0, SamplingTerms(SamplingParams()), draft_ids=(1, 2, 3, 4)),)),
+            )
         block_table = EchoBlockTable(4)
         do(block_table, Prefill((3,), 0, tuple(range(4)), (FIRST,)))
