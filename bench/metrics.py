@@ -71,7 +71,7 @@ async def scraped(num_ranks: int, num_tenants: int, num_contexts: int, repeats: 
         sources = MetricSources(cluster=engine.cluster, counts=lambda: engine.counts, ranks_lost=lambda: 0)
         url = await metrics.start(sources, "127.0.0.1", 0)
         answers = [await timed(int(url.split(":")[2].partition("/")[0])) for _ in range(repeats + 1)][1:]
-        resident = [seconds_of(metrics.look) for _ in range(repeats)]
+        resident = [seconds_of(metrics.refresh) for _ in range(repeats)]
     finally:
         await metrics.stop()
         await engine.close()

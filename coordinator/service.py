@@ -109,7 +109,7 @@ class Service:
         self._config.check()
         self._observers = await self._watching.start()
         config = self._config.engine
-        authenticator, certificates = self._authenticator(), Certificates.of(self._config.security)
+        authenticator, certificates = self._authenticator(), Certificates.from_config(self._config.security)
         self._server = GrpcServer(
             unread_timeout=config.unread_timeout,
             loading=self._not_yet,
@@ -138,7 +138,7 @@ class Service:
         # without a limit in the checkpoint, only the pool bounds the positions
         max_positions = tokenizer.checkpoint.max_positions or UNLIMITED
         self._engine = Engine(self._control, config, max_positions, durability=self._durability)
-        await self._fleet.launch(config, self._control.invitations, self._control.lost)
+        await self._fleet.launch(config, self._control.invitations, self._control.on_process_exit)
         readies = await self._engine.start()
         self._supervisor = ReplacementSupervisor(self._control.registry, self._fleet, config, readies)
         retained = self._durability.notes if self._durability else (NOT_DURABLE,)
@@ -174,7 +174,7 @@ class Service:
     def _authenticator(self) -> Authenticator:
         """Raises InvalidArgument."""
         path = self._config.security.credentials
-        return AllowAnonymous() if path is None else Credentials.of(path)
+        return AllowAnonymous() if path is None else Credentials.from_file(path)
 
     def _sources(self, authenticator: Authenticator, certificates: Certificates | None) -> MetricSources:
         """The sources of the metrics."""

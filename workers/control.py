@@ -115,7 +115,7 @@ class HeartbeatThread(threading.Thread):
             if self._is_orphan():
                 os._exit(1)
             socket.send(encode(Heartbeat(self._spec.member, self._status.progress)))
-            if (logged := self._records.take(self._spec.member)) is not None:
+            if (logged := self._records.pop_batch(self._spec.member)) is not None:
                 socket.send(encode(logged))
             is_ended = self._listen(socket, outcomes, end, time.monotonic() + HEARTBEAT_SECONDS)
         for each in (socket, outcomes, end):
@@ -185,14 +185,14 @@ def _live(
             with records.listening():
                 log.exception("member %d failed", spec.member)
         # sent now, because the coordinator ignores records after Died
-        while (logged := records.take(spec.member)) is not None:
+        while (logged := records.pop_batch(spec.member)) is not None:
             channel.send(logged)
         blamed = error.rank if isinstance(error, RankLost) else None
         # before closing, which may block or raise for the same reason
         channel.send(Died(spec.member, reason_of(error), isinstance(error, StartError), blamed))
         code = 1
     finally:
-        status.leave()
+        status.leave_epoch()
         if rank is not None and not _is_closed(rank):
             code = 1
     return code

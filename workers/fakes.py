@@ -250,7 +250,7 @@ class EchoRank:
         self._fetched: dict[int, Content] = {}
         self.leave()
 
-    def greet(self) -> Hello:
+    def make_hello(self) -> Hello:
         return Hello(self._spec.member, self._spec.node, self._spec.host, os.getpid())
 
     def open_store(self) -> int:
@@ -266,7 +266,7 @@ class EchoRank:
         self._block_table.fetched = {(join.rank, ticket): content for ticket, content in self._fetched.items()}
         return Ready(self._spec.member, "cpu", "float32", self._num_blocks, 64, epoch=join.epoch, form="echo")
 
-    def take(self, layout: KvLayout) -> None:
+    def set_layout(self, layout: KvLayout) -> None:
         self._block_table.replace(layout.segments)
 
     def start(self, plan: StepPlan) -> StepHandle:
@@ -278,7 +278,7 @@ class EchoRank:
             self._sequences.cut_back(row.sequence, end)
         return done(StepResult(plan.epoch, plan.step, tokens))
 
-    def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:
+    def submit_order(self, order: Order, answer: Callable[[Outcome], None]) -> None:
         """Executes the order synchronously."""
         member, rank = self._spec.member, self._block_table.rank
         match order:

@@ -38,7 +38,7 @@ class RankLogBuffer(logging.Handler):
         except Exception:  # an argument of the record cannot be formatted
             self.handleError(record)
 
-    def take(self, member: int) -> Logged | None:
+    def pop_batch(self, member: int) -> Logged | None:
         """The next records, as a message of this member; None when there are none. Thread-safe."""
         self.acquire()
         try:

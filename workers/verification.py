@@ -70,7 +70,7 @@ class Verifier:
             for row in rows
         )
 
-    def take(self, rows: Sequence[Row], tokens: Sequence[Sequence[Token]], logits_NV: Tensor) -> None:
+    def record_logits(self, rows: Sequence[Row], tokens: Sequence[Sequence[Token]], logits_NV: Tensor) -> None:
         """Keeps the logits from which the tokens of a step were chosen, for rows that are compared later. The logits of
         a row are followed by those of its drafts, including refused ones.
         """

@@ -94,7 +94,7 @@ async def running(config: EngineConfig) -> AsyncIterator[Generations]:
     engine = Engine(control, config, MAX_POSITIONS, observe=steps.note)
     loop: asyncio.Task[None] | None = None
     try:
-        await fleet.launch(config, control.invitations, control.lost)
+        await fleet.launch(config, control.invitations, control.on_process_exit)
         await engine.start()
         loop = asyncio.create_task(engine.run())
         yield Generations(engine, steps)

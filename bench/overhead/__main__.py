@@ -117,7 +117,7 @@ async def serving(config: EngineConfig, measured: Subject, folder: Path) -> Asyn
     engine = Engine(control, config, measured.max_positions, observe=decodes.note)
     running: asyncio.Task[None] | None = None
     try:
-        await fleet.launch(config, control.invitations, control.lost)
+        await fleet.launch(config, control.invitations, control.on_process_exit)
         await engine.start()
         running = asyncio.create_task(engine.run())
         model = ModelInfo(name=measured.name)

@@ -65,12 +65,12 @@ class QuotaEnforcer:
         only if the body succeeds. Raises ResourceExhausted."""
         self.check_generation()
         yield
-        self.take_in(num_tokens)
+        self.charge_input(num_tokens)
 
-    def take_in(self, num_tokens: int) -> None:
+    def charge_input(self, num_tokens: int) -> None:
         """Counts tokens that running work reads. It is never rejected."""
         caller = self._caller
-        self._ins[caller.tenant].take(num_tokens, caller.quotas.tokens_in_per_minute)
+        self._ins[caller.tenant].add(num_tokens, caller.quotas.tokens_in_per_minute)
 
     def check_context(self, num_contexts: int, num_tokens: int) -> None:
         """Checks whether `num_contexts` more contexts (may be 0) and `num_tokens` more tokens in contexts fit. Raises
@@ -93,7 +93,7 @@ class QuotaEnforcer:
                 _refuse(caller, "storage_bytes", message)
 
     @contextmanager
-    def making(self, num_contexts: int, num_tokens: int) -> Generator[None, None, None]:
+    def reserve_contexts(self, num_contexts: int, num_tokens: int) -> Generator[None, None, None]:
         """Reserves contexts and tokens in contexts while the body creates them. Raises ResourceExhausted."""
         self.check_context(num_contexts, num_tokens)
         tenant, coming = self._caller.tenant, Counter(contexts=num_contexts, tokens=num_tokens)
@@ -107,9 +107,9 @@ class QuotaEnforcer:
     def begin_document(self, num_contexts: int, num_tokens: int) -> Generator[None, None, None]:
         """Wraps the start of a document of `num_tokens` tokens, into a new context, or into an existing one if
         `num_contexts` is 0. Tokens are counted only if the body succeeds. Raises ResourceExhausted."""
-        with self.making(num_contexts, num_tokens):
+        with self.reserve_contexts(num_contexts, num_tokens):
             yield
-        self.take_in(num_tokens)
+        self.charge_input(num_tokens)
 
     def check_upload(self, num_retained: int = 0) -> None:
         """Checks whether another ingest or import may be open. `num_retained` uploads are not counted: those that can
@@ -148,7 +148,7 @@ class QuotaEnforcer:
 
         def on_event(event: Event) -> None:
             if isinstance(event, Tokens):
-                bucket.take(len(event.tokens), rate)
+                bucket.add(len(event.tokens), rate)
 
         yield on_event
 

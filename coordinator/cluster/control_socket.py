@@ -53,7 +53,7 @@ class ControlSocket:
         most = MAX_REPORT_BYTES + num_tokens * MAX_TOKEN_BYTES + MAX_ATTRIBUTED_SPANS * SPAN_BYTES
         self._socket.setsockopt(zmq.MAXMSGSIZE, most)
         self._socket.setsockopt(zmq.IPV6, ":" in host)
-        self._members.guard(self._socket)
+        self._members.authenticate_members(self._socket)
         self._socket.bind(f"tcp://{join_address(host, 0)}")
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         """The address to which the members connect."""
@@ -116,12 +116,12 @@ class ControlSocket:
                 try:
                     message = self._read(member, frames)
                     self._take(member, message)
-                    self._fence_again(member, message)
+                    self._resend_fences(member, message)
                 except ValueError as error:
                     self._ignored.add(str(error))
         self._loop.call_soon(self._receive)
 
-    def _fence_again(self, member: int, message: FromRank) -> None:
+    def _resend_fences(self, member: int, message: FromRank) -> None:
         """Resend the AbortExchanges to a member whose heartbeat still reports an ended epoch. The previous one
         is lost if the heartbeat connection was not yet established or was reconnecting.
         """

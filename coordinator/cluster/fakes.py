@@ -110,7 +110,7 @@ class FakeRanks:
         hellos = tuple(Hello(member, "fake", "127.0.0.1", 1000 + member) for member in self.members)
         return Formation(epoch, hellos, tuple(replace(ready, member=member) for member in self.members), self)
 
-    async def lay_out(self, layout: KvLayout) -> None:
+    async def send_layout(self, layout: KvLayout) -> None:
         self.layouts.append(layout)
         self._starts = {segment.segment: segment.start for segment in layout.segments}
 

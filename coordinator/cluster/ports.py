@@ -49,7 +49,7 @@ class EpochEnd(msgspec.Struct, frozen=True):
 class Group(Protocol):
     """The ranks of one epoch. Implemented by coordinator.cluster.groups.group; faked by coordinator.cluster.fakes."""
 
-    async def lay_out(self, layout: KvLayout) -> None:
+    async def send_layout(self, layout: KvLayout) -> None:
         """Send the KV cache layout to the ranks, before the first plan. Raises the error that ended the epoch."""
         ...
 

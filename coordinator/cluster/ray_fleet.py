@@ -15,7 +15,7 @@ import msgspec
 
 from coordinator.cluster.ports import OnDeath, ignore_event
 from coordinator.cluster.ray_connection import ray_package
-from coordinator.cluster.ray_liveness import answers, has_ended
+from coordinator.cluster.ray_liveness import is_reachable, refuses_connections
 from longleaf.config import LOOPBACK, EngineConfig, rank_environment
 from longleaf.errors import StartError
 from longleaf.rank_protocol.rank_spec import ConnectInfo, RankSpec
@@ -168,7 +168,11 @@ class RayFleet:
             return set()
         alive = {node["NodeID"][:NODE_DIGITS] for node in ray_package().nodes() if node["Alive"]}
         bundles = {place.bundle.node: place.bundle for place in list(self._places.values())}
-        return {node for node, bundle in bundles.items() if node not in alive or has_ended(bundle.host, bundle.port)}
+        return {
+            node
+            for node, bundle in bundles.items()
+            if node not in alive or refuses_connections(bundle.host, bundle.port)
+        }
 
     def _note_end(self, member: int, reason: str) -> None:
         place = self._places.get(member)
@@ -204,7 +208,7 @@ class RayFleet:
         bundle = next((one for one in self._known_bundles() if place and one.index == place.bundle.index), None)
         if bundle is None:
             raise StartError("the slot's node left the cluster, and no other node has a free slot")
-        if not self._is_local and not answers(bundle.host, bundle.port):  # Ray detects a dead node late
+        if not self._is_local and not is_reachable(bundle.host, bundle.port):  # Ray detects a dead node late
             raise StartError("the slot's node does not respond")
         self._bundles = [bundle if other.index == bundle.index else other for other in self._bundles]
         self._start(member, bundle, invitation, config, True)

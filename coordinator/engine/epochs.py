@@ -128,7 +128,7 @@ class Epochs:
             if is_loss or scheduler.recovering is not None:  # ranks may have been lost while others joined
                 self._recoveries.begin(formation.epoch, lost_at)
             with suppress(RankLost, GroupFailed):
-                await formation.group.lay_out(KvLayout(formation.epoch, scheduler.layout()))
+                await formation.group.send_layout(KvLayout(formation.epoch, scheduler.layout()))
                 break
             scheduler.roll_back()
         self._watch()

@@ -40,9 +40,9 @@ class SnapshotCoordinator:
         self._fetching.begin(scheduler.restoring)
         self._snapshots.begin(self, self._ranks, KvFormat(text, block_size), self._on_change)
 
-    def turn(self) -> None:
+    def run_pending(self) -> None:
         """Must be called after steps were scheduled or answered, or the ranks have changed."""
-        self._fetching.turn()
+        self._fetching.run_pending()
         scheduler = self._scheduler
         now = self._epochs.current.number, scheduler.segments.placements.is_whole, scheduler.is_rebalancing
         if now != self._last:  # the ranks may hold more segments

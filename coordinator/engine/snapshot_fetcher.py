@@ -74,19 +74,19 @@ class SnapshotFetcher:
     def _is_stored(self, segment_id: int) -> bool:
         return segment_id not in self._damaged and self._manifests.is_usable(segment_id)
 
-    def turn(self) -> None:
+    def run_pending(self) -> None:
         """Execute the pending orders."""
         assert self._restoring is not None
         restoring = self._restoring
-        for segment_id in restoring.take_broken():
+        for segment_id in restoring.pop_broken():
             if self._manifests.imported_with(segment_id):  # else the ranks themselves may be the cause
-                self._distrust(restoring, segment_id, "an epoch failed while it was restored")
-        for ticket in (discarded := restoring.take_discarded()):
+                self._mark_damaged(restoring, segment_id, "an epoch failed while it was restored")
+        for ticket in (discarded := restoring.pop_discarded()):
             for member in self._sent.pop(ticket, ()):
                 self._start(self._discard(member, ticket))
-        for segment in restoring.take_wanted():
+        for segment in restoring.pop_wanted():
             self._start(self._offer(restoring, segment))
-        for part in restoring.take_ordered():
+        for part in restoring.pop_ordered():
             if part.ticket not in discarded:  # else the fetched piece would never be discarded
                 self._order(restoring, part)
         for segment_id in [one for one in self._pieces if not restoring.needs(one)]:
@@ -97,7 +97,7 @@ class SnapshotFetcher:
             self._forgetting |= free.keys()
             self._start(self._forget(free))
 
-    def _distrust(self, restoring: RestorePlanner, segment_id: int, reason: str) -> None:
+    def _mark_damaged(self, restoring: RestorePlanner, segment_id: int, reason: str) -> None:
         """Mark a segment as damaged on storage. Neither it nor any segment of its archive is restored from then on."""
         self._damaged.setdefault(segment_id, reason)
         for other in self._manifests.imported_with(segment_id):
@@ -120,7 +120,7 @@ class SnapshotFetcher:
             windows = manifest.windows.runs if manifest.windows else ()
             restoring.offer(segment.id, [piece.runs for piece in manifest.pieces], windows)
         except (NotFound, DataLoss) as error:
-            self._distrust(restoring, segment.id, str(error))
+            self._mark_damaged(restoring, segment.id, str(error))
             restoring.refuse(segment.id)
         except (LongleafError, TimeoutError) as error:
             reason = _reason(error)
@@ -166,7 +166,7 @@ class SnapshotFetcher:
             async with asyncio.timeout(FETCH_SECONDS):
                 await asyncio.gather(*(self._ranks.fetch(member, order) for member in members))
         except DataLoss as error:
-            self._distrust(restoring, part.segment, str(error))
+            self._mark_damaged(restoring, part.segment, str(error))
             if self._manifests.imported_with(part.segment):
                 restoring.refuse(part.segment)
             restoring.on_fetched(part.ticket, is_there=False)

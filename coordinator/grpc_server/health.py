@@ -25,7 +25,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     def set(self, service: str, is_serving: bool) -> None:
         """Sets the state of `service`."""
         self._is_serving[service] = is_serving
-        self._changes.note()
+        self._changes.record()
 
     def end(self) -> None:
         """Ends all watch calls after they have received the last change."""

@@ -100,7 +100,7 @@ class GenerationServicer(GenerationServiceServicer):
         async with aclosing(use_cases.generation.run(decoded, context.time_remaining())) as answer:
             del request, decoded  # they may be large, and the answer may take long
             async for event in answer:
-                yield codec.encode_event(tenant_scoping.shown_event(event))
+                yield codec.encode_event(tenant_scoping.redact_event(event))
 
     async def CancelGeneration(self, request: service_pb.CancelGenerationRequest, context: object) -> Empty:
         await self._readiness.use_cases.generation.cancel(tenant_scoping.scope_cancelled(codec.decode_cancel(request)))
@@ -124,7 +124,7 @@ class ContextServicer(ContextServiceServicer):
         pieces = _pieces(request_iterator, use_cases.threads, caller(context))
         async with aclosing(use_cases.ingest.run(pieces, context.time_remaining())) as reports:
             async for report in reports:
-                yield codec.encode_ingest_progress(tenant_scoping.shown_report(report))
+                yield codec.encode_ingest_progress(tenant_scoping.redact_report(report))
 
     async def CancelIngest(self, request: ingest_pb.CancelIngestRequest, context: object) -> Empty:
         name = tenant_scoping.scope_context(codec.context_id(request.name))
@@ -133,7 +133,7 @@ class ContextServicer(ContextServiceServicer):
 
     async def GetContext(self, request: ingest_pb.GetContextRequest, context: object) -> context_pb.Context:
         view = self._contexts.get_context(tenant_scoping.scope_context(codec.context_id(request.name)))
-        return codec.encode_context(tenant_scoping.shown(view))
+        return codec.encode_context(tenant_scoping.redact_context(view))
 
     async def GetContextText(
         self, request: ingest_pb.GetContextTextRequest, context: object
@@ -149,7 +149,7 @@ class ContextServicer(ContextServiceServicer):
         size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
         after = tenant_scoping.scope(_decode_page_token(request.page_token))
         found = self._contexts.list_contexts(after, size + 1, tenant=tenant_scoping.tenant())
-        views = [tenant_scoping.shown(view) for view in found]
+        views = [tenant_scoping.redact_context(view) for view in found]
         return ingest_pb.ListContextsResponse(
             contexts=[codec.encode_context(view) for view in views[:size]],
             next_page_token=_encode_page_token(views[size - 1].id) if len(views) > size else "",
@@ -158,18 +158,18 @@ class ContextServicer(ContextServiceServicer):
     async def ForkContext(self, request: ingest_pb.ForkContextRequest, context: object) -> context_pb.Context:
         fork = tenant_scoping.scope_fork(codec.decode_fork(request))
         view = await self._readiness.use_cases.fork_context(fork.source, fork.context, fork.tokens)
-        return codec.encode_context(tenant_scoping.shown(view))
+        return codec.encode_context(tenant_scoping.redact_context(view))
 
     async def UpdateContext(self, request: ingest_pb.UpdateContextRequest, context: object) -> context_pb.Context:
         name, settings = codec.decode_update(request)
         view = await self._contexts.update_context(tenant_scoping.scope_context(name), settings)
-        return codec.encode_context(tenant_scoping.shown(view))
+        return codec.encode_context(tenant_scoping.redact_context(view))
 
     async def RecomputeContext(self, request: ingest_pb.RecomputeContextRequest, context: object) -> context_pb.Context:
         view = await self._readiness.use_cases.recompute_context(
             tenant_scoping.scope_context(codec.context_id(request.name))
         )
-        return codec.encode_context(tenant_scoping.shown(view))
+        return codec.encode_context(tenant_scoping.redact_context(view))
 
     async def RecomputeContexts(
         self, request: ingest_pb.RecomputeContextsRequest, context: object
@@ -194,7 +194,7 @@ class ContextServicer(ContextServiceServicer):
     ) -> AsyncGenerator[ingest_pb.ImportContextResponse, None]:
         async with aclosing(self._readiness.use_cases.imports.run(_archive(request_iterator))) as reports:
             async for report in reports:
-                yield codec.encode_import_progress(tenant_scoping.shown_report(report))
+                yield codec.encode_import_progress(tenant_scoping.redact_report(report))
 
 
 async def _pieces(
@@ -280,7 +280,7 @@ class ClusterServicer(ClusterServiceServicer):
 
     def _cluster(self) -> Cluster:
         """The cluster as the caller may see it."""
-        return tenant_scoping.shown_cluster(self._readiness.use_cases.cluster())
+        return tenant_scoping.redact_cluster(self._readiness.use_cases.cluster())
 
     def _watch(self) -> CoalescingWatch[cluster_pb.WatchClusterResponse]:
         viewer = "" if CALLER.get().is_admin else tenant_scoping.tenant()

@@ -159,7 +159,7 @@ class Application:
 
     def _room(self, num_tokens: int) -> AbstractContextManager[None]:
         """Reserves space in the caller's quotas; see `Room`."""
-        return self._quotas.making(1, num_tokens)
+        return self._quotas.reserve_contexts(1, num_tokens)
 
     @property
     def exports(self) -> Exports:

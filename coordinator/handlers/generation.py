@@ -89,8 +89,8 @@ class Generation:
         self._check_free(request_id)
         answer = self._events(request_id, request, deadline)
         if request.resume_seconds:
-            return self._replays.hold(request_id, request, answer).read()
-        return self._alone(request_id, answer)
+            return self._replays.register(request_id, request, answer).read()
+        return self._run_unregistered(request_id, answer)
 
     async def cancel(self, request_id: str) -> None:
         """Ends a held generation and removes it. Raises NotFound."""
@@ -119,18 +119,18 @@ class Generation:
         self._quotas.check_generation()  # before the work that a long prompt causes
         token_ids = await self._prompts.ids_of(request)
         if request.until_full:
-            request = self._filled(request, len(token_ids))
+            request = self._with_longest_answer(request, len(token_ids))
         answer = self._answer(request_id, request, tracing, token_ids)
         prompt = self._prompt(request, token_ids, deadline)
         if tracing is not None:
-            prompt = tracing.begin(self._engine, prompt, self._text_maps, self._quotas.take_in)
+            prompt = tracing.begin(self._engine, prompt, self._text_maps, self._quotas.charge_input)
         with self._observers.generation(request_id, request.tenant) as emit:
             with self._quotas.begin_generation(len(token_ids)):
                 begun = self._engine.submit(prompt)
             async with aclosing(begun) as stream:
                 with self._begin_record(request_id, request, token_ids, deadline) as record:
                     if request.context is not None:
-                        emit = _counting_copies(emit, len(token_ids), self._quotas.take_in)
+                        emit = _counting_copies(emit, len(token_ids), self._quotas.charge_input)
                     del request, token_ids, prompt  # they may be large, and the answer may take long
                     async with aclosing(self._reports(stream, record, answer, tracing, emit)) as reported:
                         async for message in reported:
@@ -152,7 +152,7 @@ class Generation:
         if any(generated.values()) or len(generated) < prompt.num_samples:
             prompt = msgspec.structs.replace(prompt, generated=generated)
         if tracing is not None:
-            prompt = tracing.begin(self._engine, prompt, self._text_maps, self._quotas.take_in)
+            prompt = tracing.begin(self._engine, prompt, self._text_maps, self._quotas.charge_input)
         with self._observers.generation(entry.request_id, entry.request.tenant) as emit:
             async with aclosing(await submit_patiently(self._engine, prompt)) as stream:
                 with self._journal.reopen(entry.request_id) as record:
@@ -174,7 +174,7 @@ class Generation:
             if record is not None:
                 record.append(event)
             emit(event)
-            for message in answer.take(event):
+            for message in answer.assemble(event):
                 if isinstance(message, Finished) and message.reason == "stop":
                     stream.cancel_sample(message.sample)
                 if isinstance(message, Finished) and tracing is not None:
@@ -199,7 +199,9 @@ class Generation:
         )
         return self._journal.begin(resident)
 
-    async def _alone(self, request_id: str, answer: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+    async def _run_unregistered(
+        self, request_id: str, answer: AsyncGenerator[Event, None]
+    ) -> AsyncGenerator[Event, None]:
         """The events of a generation that is not held. Raises AlreadyExists if another generation with this id is
         running."""
         self._check_free(request_id)
@@ -211,7 +213,7 @@ class Generation:
         finally:
             self._running.remove(request_id)
 
-    def _filled(self, request: Generate, num_tokens: int) -> Generate:
+    def _with_longest_answer(self, request: Generate, num_tokens: int) -> Generate:
         """The request with the longest answer that fits. If none fits, admission reports the reason."""
         is_whole = _is_whole(request)
         room = self._engine.answer_room(request.context, num_tokens, request.num_samples, is_whole=is_whole)

@@ -92,7 +92,7 @@ class ResponseAssembler:
         """Numbers of the samples that have not ended."""
         return [number for number, sample in enumerate(self._samples) if not sample.is_finished]
 
-    def take(self, event: engine_messages.Event) -> list[Event]:
+    def assemble(self, event: engine_messages.Event) -> list[Event]:
         """Returns the client's events for `event`. Events of a sample after its end are dropped."""
         match event:
             case engine_messages.Admitted():
@@ -116,7 +116,7 @@ class ResponseAssembler:
             case engine_messages.Tokens() | engine_messages.Ended() if self._samples[event.sample].is_finished:
                 return []
             case engine_messages.Tokens():
-                return self._samples[event.sample].take(event)
+                return self._samples[event.sample].assemble(event)
             case engine_messages.Ended():
                 return self._samples[event.sample].finish(event)
 
@@ -151,10 +151,10 @@ class SampleAssembler:
         """Tokens of the prompt. Those of the answer are counted as they arrive."""
         self.is_finished = False
 
-    def take(self, event: engine_messages.Tokens) -> list[Event]:
+    def assemble(self, event: engine_messages.Tokens) -> list[Event]:
         if self._first_token_at is None:
             self._first_token_at = self._times.clock()
-        self._tokens += map(self._byte_decoder.take, event.tokens) if self._byte_decoder else event.tokens
+        self._tokens += map(self._byte_decoder.decode, event.tokens) if self._byte_decoder else event.tokens
         if self._tracing is not None:
             self._attention += event.attention or [None] * len(event.tokens)
         num_before, pieces = self._num_tokens, self._push(event.tokens)

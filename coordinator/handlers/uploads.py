@@ -47,13 +47,13 @@ class PrefillTask:
         try:
             async with aclosing(self._reports) as reports:
                 async for self.latest in reports:
-                    self._changes.note()
+                    self._changes.record()
         except Exception as error:
             self._error = error
         finally:
-            self._changes.note()
+            self._changes.record()
 
-    async def follow(self) -> AsyncIterator[IngestProgress]:
+    async def progress(self) -> AsyncIterator[IngestProgress]:
         """Yields reports from now on; a slow reader gets only the latest ones. Raises the error that ended the
         prefill."""
         reported = None
@@ -100,7 +100,7 @@ class Upload:
         self._work: Future[None] | None = None
         self._num_taken = document.num_tokens
 
-    def take_new(self) -> int:
+    def pop_num_new_tokens(self) -> int:
         """Tokens received since the last call, including those from work that an earlier owner started."""
         num_tokens = self.document.num_tokens if self.document is not None else self._num_taken
         num_new, self._num_taken = num_tokens - self._num_taken, num_tokens
@@ -278,7 +278,7 @@ class Uploads:
             self._remove(upload)
 
     @asynccontextmanager
-    async def owned(self, upload: Upload) -> AsyncGenerator[UploadLease, None]:
+    async def lease(self, upload: Upload) -> AsyncGenerator[UploadLease, None]:
         """The body owns `upload`. An upload that cannot be resumed ends with the body."""
         owner = upload.acquire()
         try:

@@ -54,7 +54,7 @@ class VerificationRunner:
         """
         deadline = None if seconds is None else self._clock() + seconds
         max_tokens = _within("max_token_count", request.max_tokens, DEFAULT_ANSWER, MAX_ANSWER)
-        with self._only():
+        with self._exclusive():
             prompt = engine_messages.Prompt(
                 context=None,
                 token_ids=await self._prompt_ids(request, max_tokens),
@@ -67,7 +67,7 @@ class VerificationRunner:
         return self._reports(comparison, len(prompt.token_ids))
 
     @contextmanager
-    def _only(self) -> Generator[None, None, None]:
+    def _exclusive(self) -> Generator[None, None, None]:
         if self._is_running:
             raise ResourceExhausted(
                 "verification",

@@ -127,7 +127,7 @@ class ContextTable:
         """The context with that id, or None."""
         return None if context_id is None else self._by_id.get(context_id)
 
-    def use(self, context: NamedContext) -> None:
+    def mark_used(self, context: NamedContext) -> None:
         """Marks a context as the most recently used: it is queried, appended to, or forked."""
         self._num_uses += 1
         context.last_use = self._num_uses
@@ -174,8 +174,8 @@ class ContextTable:
         self._segments.retain(segment.path, context.path)
         self._tenants[tenant_of(context_id)].grow(segment.end - context.num_tokens, (segment,))
         for end in context.grow(segment, now, upload_id):
-            self._segments.unpin(context.path, end)
-        self.use(context)
+            self._segments.unpin_windows(context.path, end)
+        self.mark_used(context)
         self.change(context_id, settings, now)
 
     def change(self, context_id: str, settings: ContextSettings, now: float) -> NamedContext:
@@ -215,27 +215,27 @@ class ContextTable:
         self._check_seam(parent, num_tokens)
         context = NamedContext(context_id, now, path.cut(num_tokens), parent.capacity)
         context.ends = (*(end for end in parent.ends if end < num_tokens), num_tokens)[-LAST_ENDS:]
-        self._enter(context)
+        self._register(context)
         if self._segments.placements.evicted(context.path):
             self.evict(context)
-        self.use(parent)
-        self.use(context)
+        self.mark_used(parent)
+        self.mark_used(context)
         return context
 
-    def _enter(self, context: NamedContext) -> None:
+    def _register(self, context: NamedContext) -> None:
         """Adds a context, and its references to its path."""
         self._segments.retain(context.path)
         for end in context.ends[:-1]:
-            self._segments.hold(context.path, end)
+            self._segments.pin_windows(context.path, end)
         self._add(context)
 
     # --- eviction ---
 
     def adopt(self, context: NamedContext) -> None:
         """Adds a restored context. Its segments are adopted already, and none of their keys are held."""
-        self._enter(context)
+        self._register(context)
         self.evict(context)
-        self.use(context)
+        self.mark_used(context)
         self.change(context.id, UNCHANGED, context.updated)
 
     def evict(self, context: NamedContext) -> None:
@@ -289,7 +289,7 @@ class ContextTable:
             self._segments.activate(context.path)
         self._remove(context)
         for end in context.ends[:-1]:
-            self._segments.unpin(context.path, end)
+            self._segments.unpin_windows(context.path, end)
         self._segments.release(context.path)
         self._expiries.discard(context_id)
 

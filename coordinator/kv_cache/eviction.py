@@ -50,7 +50,7 @@ class ContextEvictor:
         """Evicts idle contexts that have lost keys and no blocks reserved to recompute them."""
         in_use = self._in_use()
         for context in self._contexts.list():
-            placements = self._segments.placements.of(context.path.segments)
+            placements = self._segments.placements.for_segments(context.path.segments)
             has_no_room = any(one.loss is not None and one.loss.promise is None for one in placements)
             if has_no_room and not context.is_evicted and context.id not in in_use:
                 self._contexts.evict(context)
@@ -72,7 +72,7 @@ class ContextEvictor:
         """Blocks that become free once all of these contexts are evicted."""
         through = Counter(segment for context in spare for segment in context.path.segments)
         freed = BlockCount()
-        for placement in self._segments.placements.of(through):
+        for placement in self._segments.placements.for_segments(through):
             count = placement.num_idle_references + through[placement.segment]
             if count == placement.num_references - placement.num_cache_references:
                 freed += placement.num_blocks + placement.num_promised

@@ -242,13 +242,13 @@ class SegmentPlacements:
             return found[0].segment.start
         return found[0].loss.first if self.windows is None else found[0].loss.ranges[0][0]
 
-    def of(self, segments: Iterable[Segment]) -> list[SegmentPlacement]:
+    def for_segments(self, segments: Iterable[Segment]) -> list[SegmentPlacement]:
         """The placements of `segments`, in order."""
         return list(map(self._by_segment.__getitem__, segments))  # there may be thousands
 
     def num_blocks(self, path: TokenPath) -> BlockCount:
         """Blocks of all segments of a path, including those the path does not use."""
-        return count_all(self.of(path.segments))
+        return count_all(self.for_segments(path.segments))
 
     def shares(self, path: TokenPath, world_size: int) -> list[int]:
         """Number of tokens of a path on each rank."""

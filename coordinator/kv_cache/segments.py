@@ -64,29 +64,29 @@ class SegmentStore:
     def retain(self, path: TokenPath, origin: TokenPath = EMPTY_PATH) -> None:
         """Adds references to the segments of a path after its prefix `origin`, which the caller references already, and
         holds the windows that the path's next token sees."""
-        for placement in self.placements.of(path.segments[len(origin.segments) :]):
-            self._refer(placement, 1, 0)
-        self.hold(path, path.end)
+        for placement in self.placements.for_segments(path.segments[len(origin.segments) :]):
+            self._add_references(placement, 1, 0)
+        self.pin_windows(path, path.end)
 
     def release(self, path: TokenPath, origin: TokenPath = EMPTY_PATH) -> None:
         """Reverts `retain`. Unreferenced segments are freed, and the next plan makes the ranks forget them."""
-        self.unpin(path, path.end)
+        self.unpin_windows(path, path.end)
         # in reverse order: the lost ranges of a segment hold a position on the segments before it
-        for placement in self.placements.of(reversed(path.segments[len(origin.segments) :])):
-            self._refer(placement, -1, 0)
+        for placement in self.placements.for_segments(reversed(path.segments[len(origin.segments) :])):
+            self._add_references(placement, -1, 0)
 
     def drop(self, segment: Segment) -> None:
         """Drops the reference with which the segment was created."""
-        self._refer(self.placements[segment], -1, 0)
+        self._add_references(self.placements[segment], -1, 0)
 
-    def hold(self, path: TokenPath, end: int) -> None:
+    def pin_windows(self, path: TokenPath, end: int) -> None:
         """Holds the windows that a token at `end` sees. The caller must reference the path."""
-        for placement in self.placements.of(path.seen(end, self._placer.windows)):
+        for placement in self.placements.for_segments(path.seen(end, self._placer.windows)):
             placement.seams[end] += 1
 
-    def unpin(self, path: TokenPath, end: int) -> None:
+    def unpin_windows(self, path: TokenPath, end: int) -> None:
         """Reverts `hold`. Frees windows that are seen from no other position."""
-        for placement in self.placements.of(path.seen(end, self._placer.windows)):
+        for placement in self.placements.for_segments(path.seen(end, self._placer.windows)):
             placement.seams[end] -= 1
             if not placement.seams[end]:
                 del placement.seams[end]
@@ -103,7 +103,7 @@ class SegmentStore:
         placement.window_runs = trimmed
         self.num_reclaimable += placement.num_reclaimable
 
-    def _refer(self, placement: SegmentPlacement, references: int, retained: int) -> None:
+    def _add_references(self, placement: SegmentPlacement, references: int, retained: int) -> None:
         may_be_reclaimable = (
             retained or placement.num_cache_references
         )  # usually neither, and a path may have thousands of segments
@@ -145,11 +145,11 @@ class SegmentStore:
         self._prefixes.add(segment)
         self._next_id = max(self._next_id, segment.id + 1)
 
-    def begin_ids(self, next_id: int) -> None:
+    def start_ids_at(self, next_id: int) -> None:
         """Assigns segment ids from `next_id` on: lower ids belong to an earlier service process."""
         self._next_id = max(self._next_id, next_id)
 
-    def take_ids(self, count: int) -> int:
+    def reserve_ids(self, count: int) -> int:
         """Reserves `count` consecutive ids for segments that will be adopted. Returns the first one."""
         first_id, self._next_id = self._next_id, self._next_id + count
         return first_id
@@ -157,13 +157,13 @@ class SegmentStore:
     def release_to_idle(self, path: TokenPath) -> None:
         """Marks one reference to each segment of a path as that of an evicted context. Evicts segments that nothing
         else needs."""
-        for placement in self.placements.of(path.segments):
+        for placement in self.placements.for_segments(path.segments):
             placement.num_idle_references += 1
             self._evict_idle(placement)
 
     def activate(self, path: TokenPath) -> None:
         """Reverts `rest`. Evicted segments of the path stay evicted until `call`."""
-        for placement in self.placements.of(path.segments):
+        for placement in self.placements.for_segments(path.segments):
             placement.num_idle_references -= 1
 
     def _evict_idle(self, placement: SegmentPlacement) -> None:
@@ -193,12 +193,12 @@ class SegmentStore:
         self.placements.mark_evicted(placement, is_evicted=True)
         self._num_evicted += 1
         placement.version = self._num_evicted
-        self.hold(placement.segment.before, placement.segment.start)
+        self.pin_windows(placement.segment.before, placement.segment.start)
 
     def _end_eviction(self, placement: SegmentPlacement) -> None:
         if placement.is_evicted:
             self.placements.mark_evicted(placement, is_evicted=False)
-            self.unpin(placement.segment.before, placement.segment.start)
+            self.unpin_windows(placement.segment.before, placement.segment.start)
 
     def begin_reload(self, placement: SegmentPlacement) -> None:
         """Starts the reload of an evicted segment: all of it counts as lost from now on."""
@@ -219,9 +219,9 @@ class SegmentStore:
         """Holds the windows from which the segment is recomputed, at this position of its path."""
         loss, path = placement.loss, placement.segment.path
         assert loss is not None
-        self.hold(path, position)
+        self.pin_windows(path, position)
         if loss.front is not None:
-            self.unpin(path, loss.front)
+            self.unpin_windows(path, loss.front)
         loss.front = position
 
     def end_loss(self, placement: SegmentPlacement) -> None:
@@ -241,7 +241,7 @@ class SegmentStore:
 
     def _release_frontier(self, placement: SegmentPlacement, loss: LostRanges) -> None:
         if loss.front is not None:
-            self.unpin(placement.segment.path, loss.front)
+            self.unpin_windows(placement.segment.path, loss.front)
             loss.front = None
 
     def drop_cached(self, is_lost: Callable[[TokenPath], bool]) -> None:
@@ -272,7 +272,7 @@ class SegmentStore:
     def _needed(self) -> Iterator[SegmentPlacement]:
         return (placement for placement in self.placements if placement.num_references > placement.num_cache_references)
 
-    def take_forgotten(self) -> tuple[int, ...]:
+    def pop_forgotten(self) -> tuple[int, ...]:
         """Removes and returns the segment ids for the next plan's release_segments."""
         forgotten, self._forgotten = tuple(self._forgotten), []
         return forgotten
@@ -298,9 +298,9 @@ class SegmentStore:
             return
         self.seal(segment)
         self._cached[segment.id] = self.placements[segment]
-        for part in self.placements.of(segment.path.segments):
-            self._refer(part, 1, 1)
-        self.hold(segment.path, segment.end)
+        for part in self.placements.for_segments(segment.path.segments):
+            self._add_references(part, 1, 1)
+        self.pin_windows(segment.path, segment.end)
         self._touch(segment.path)
 
     def _touch(self, path: TokenPath) -> None:
@@ -327,9 +327,9 @@ class SegmentStore:
 
     def _forget_cached(self, segment: Segment) -> None:
         del self._cached[segment.id]
-        self.unpin(segment.path, segment.end)
-        for part in self.placements.of(segment.path.segments):
-            self._refer(part, -1, -1)
+        self.unpin_windows(segment.path, segment.end)
+        for part in self.placements.for_segments(segment.path.segments):
+            self._add_references(part, -1, -1)
 
     def audit(self) -> None:
         """Asserts that all segments and placements are valid, that the path before each segment exists, and that counts
@@ -341,7 +341,7 @@ class SegmentStore:
             placement.audit()
             path = segment.path if segment.token_ids else segment.before
             path.audit() if segment.is_sealed else self.placements.audit(path)
-            before = self.placements.of(segment.before.segments)
+            before = self.placements.for_segments(segment.before.segments)
             assert all(part.num_references >= placement.num_references for part in before)
             assert placement.num_cache_references == retained.count(segment.id)
         alive = [placement.segment for placement in self.placements]

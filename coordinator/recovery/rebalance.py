@@ -60,7 +60,7 @@ class Rebalancer:
 
     # --- windows ---
 
-    def hand_out(self) -> Move | None:
+    def next_windows(self) -> Move | None:
         """The next windows that rank 0 sends; None when all have been sent."""
         chosen, size = list[Run](), 0
         for placement in self._segments.placements:

@@ -105,7 +105,7 @@ class RecomputePlanner:
     def promise(self, paths: Iterable[TokenPath]) -> None:
         """Reserves blocks for lost segments as far as possible, first for those on `paths`. Contexts are evicted only
         for these."""
-        needed = dict.fromkeys(self._placements.of(segment for path in paths for segment in path.segments))
+        needed = dict.fromkeys(self._placements.for_segments(segment for path in paths for segment in path.segments))
         if self._placer.windows is not None and not self._can_roll:
             self.return_rolling()
             self._rolling = self._reserve(self.num_rolling, may_evict=bool(needed))

@@ -143,7 +143,7 @@ class RecoveryManager:
         RecoveryFailed."""
         assert self._work is None
         if self.needs_windows:
-            self._work = self._rebalance.hand_out()
+            self._work = self._rebalance.next_windows()
         if self._work is None:
             self._work = self.restoring.plan() or self._recompute.plan(paths, size) or self._rebalance.plan()
         return self._work

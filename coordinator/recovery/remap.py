@@ -132,11 +132,11 @@ class _Rolled:
         ]
         old = [(path, loss.front) for path, loss in lossy]
         for path, loss in lossy:
-            self._segments.hold(path, loss.first)
+            self._segments.pin_windows(path, loss.first)
             loss.front = loss.first
         for path, front in old:
             if front is not None:
-                self._segments.unpin(path, front)
+                self._segments.unpin_windows(path, front)
 
     def count(self, placement: SegmentPlacement) -> None:
         """Computes the windows that a segment will hold once it is recomputed."""
@@ -159,9 +159,9 @@ def begin_reload(placer: BlockPlacer, segments: SegmentStore, evicted: Iterable[
             _Rolled(placer, segments).count(placement)
 
 
-def lay_out(segments: SegmentStore) -> tuple[SegmentLayout, ...]:
+def segment_layouts(segments: SegmentStore) -> tuple[SegmentLayout, ...]:
     """The layout of all segments that are held or lost. It replaces the pending release messages."""
-    segments.take_forgotten()
+    segments.pop_forgotten()
     reported = [one for one in segments.placements if one.segment.token_ids and not one.is_evicted]
     for placement in reported:
         placement.is_reported = True

@@ -66,7 +66,7 @@ class _SegmentRestore:
 class RestorePlanner:
     """Plans restores, one plan at a time, of segments with reserved blocks.
 
-    The fetcher polls `take_wanted`, `take_ordered` and `take_discarded`, and reports results with `offer`, `refuse` and
+    The fetcher polls `pop_wanted`, `pop_ordered` and `pop_discarded`, and reports results with `offer`, `refuse` and
     `tell`.
     """
 
@@ -94,7 +94,7 @@ class RestorePlanner:
         """The segment that the plan under way restores."""
         return self._under_way[0].placement.segment if self._under_way else None
 
-    def take_faults(self) -> list[Exception]:
+    def pop_faults(self) -> list[Exception]:
         """Removes and returns unexpected errors, for the log. The affected segments are recomputed."""
         faults, self._faults = self._faults, []
         return faults
@@ -110,23 +110,23 @@ class RestorePlanner:
 
     # --- interface of the fetcher ---
 
-    def take_wanted(self) -> list[Segment]:
+    def pop_wanted(self) -> list[Segment]:
         """Removes and returns the segments that the fetcher must look up in storage, and answer with `offer` or
         `refuse`."""
         wanted, self._wanted = self._wanted, []
         return wanted
 
-    def take_ordered(self) -> list[RestoreChunk]:
+    def pop_ordered(self) -> list[RestoreChunk]:
         """Removes and returns the chunks to fetch. The fetcher reports each result with `tell`."""
         ordered, self._ordered = self._ordered, []
         return ordered
 
-    def take_discarded(self) -> list[int]:
+    def pop_discarded(self) -> list[int]:
         """Removes and returns the tickets that are no longer needed."""
         discarded, self._discarded = self._discarded, []
         return discarded
 
-    def take_broken(self) -> list[int]:
+    def pop_broken(self) -> list[int]:
         """Removes and returns the segments whose restore broke an epoch."""
         broken, self._broken = self._broken, []
         return broken
@@ -182,7 +182,7 @@ class RestorePlanner:
         """Orders the fetches that are possible now, first those that `paths` need."""
         for one in [one for one in self._returns.values() if one.is_stale and not self._is_planned(one)]:
             self._forget(one)
-        needed = self._placements.of(segment for path in paths for segment in path.segments)
+        needed = self._placements.for_segments(segment for path in paths for segment in path.segments)
         for placement in dict.fromkeys([*needed, *self._placements.with_losses]):
             if (one := self._returns.get(placement.segment.id)) is None:
                 one = self._begin(placement)

@@ -52,7 +52,7 @@ class CapacityShrink:
         if victims is None:
             return None
         contexts = [context for context in self._contexts.list() if not context.is_evicted]
-        requested = {id(context) for context in contexts if any(asks(job, context) for job in jobs)}
+        requested = {id(context) for context in contexts if any(uses_context(job, context) for job in jobs)}
         spare = [context for context in contexts if not context.is_pinned and id(context) not in requested]
         if spare:
             return min(spare, key=lambda context: context.last_use)
@@ -65,7 +65,7 @@ class CapacityShrink:
         answers = [job for job in jobs if isinstance(job, Sequence)]
         retained = {placement.segment.id for placement in self._remaining()}
         path_segments = {s: None for job in answers for s in job.request.origin.segments if s.id not in retained}
-        needed += self._limits.wanted(self._segments.placements.of(path_segments))
+        needed += self._limits.wanted(self._segments.placements.for_segments(path_segments))
         for job in jobs:
             if isinstance(job, IngestJob):
                 needed += job.num_blocks
@@ -77,14 +77,14 @@ class CapacityShrink:
 
     def _remaining(self) -> list[SegmentPlacement]:
         segments: dict[Segment, None] = {s: None for context in self._contexts.list() for s in context.path.segments}
-        return self._segments.placements.of(segments)
+        return self._segments.placements.for_segments(segments)
 
     def _wanted(self, placements: list[SegmentPlacement]) -> BlockCount:
         """Blocks of the segments once nothing of them is lost, plus those for recomputation."""
         return self._limits.wanted(placements) + self._recovery.num_rolling
 
 
-def asks(job: Job, context: NamedContext) -> bool:
+def uses_context(job: Job, context: NamedContext) -> bool:
     """Whether a job queries a context, or ingests into it."""
     origin = job.request.origin
     return job.context == context.id and context.path.segments[: len(origin.segments)] == origin.segments

@@ -13,7 +13,7 @@ from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import Segment, TokenPath
 from coordinator.recovery.fault_score import GUILTY
 from coordinator.recovery.recovery import RecoveryManager
-from coordinator.scheduling.capacity_shrink import CapacityShrink, asks
+from coordinator.scheduling.capacity_shrink import CapacityShrink, uses_context
 from coordinator.scheduling.job_lifecycle import JobLifecycle
 from coordinator.scheduling.jobs import IngestJob, Job
 from coordinator.scheduling.limits import JobLimits
@@ -126,7 +126,7 @@ class JobRecovery:
             self._evictor.evict_unreserved()
             self._promise()  # recomputing the remaining segments may need fewer blocks
         self._lifecycle.may_begin = True
-        while (waiting := self._take_up()) and self._is_full(waiting):
+        while (waiting := self._resume_ingests()) and self._is_full(waiting):
             self._lifecycle.fail(waiting[-1], ResourceExhausted("pool", NO_ROOM))
         self.is_over = self._recovery.is_over and not waiting
 
@@ -135,11 +135,11 @@ class JobRecovery:
         self._recovery.check_complete()
         self._recovery.promise(list(self.paths()))
 
-    def _take_up(self) -> list[IngestJob]:
+    def _resume_ingests(self) -> list[IngestJob]:
         """Resumes the documents under way that can continue. Returns the others."""
         for job in self._ingests():
             tail = job.tail
-            if not tail.is_ready and self._take_room(job):
+            if not tail.is_ready and self._reserve_remaining(job):
                 tail.is_ready = tail.placement.loss is None and self._placements.holds(tail.segment.before)
         return [job for job in self._ingests() if not job.tail.is_ready]
 
@@ -148,7 +148,7 @@ class JobRecovery:
         ended, may have taken them."""
         return self._recovery.is_over and self.is_confirmed and len(waiting) == len(self._lifecycle.running)
 
-    def _take_room(self, job: IngestJob) -> bool:
+    def _reserve_remaining(self, job: IngestJob) -> bool:
         """Reserves blocks for the rest of a document. Those for windows are reserved once nothing of its segment is
         lost. Returns False when too few are free."""
         tail, pool = job.tail, self._placer.window_pool
@@ -165,7 +165,7 @@ class JobRecovery:
         retained = {
             s: None for context in self._contexts.list() if not context.is_evicted for s in context.path.segments
         }
-        wanted = self._limits.wanted(self._placements.of(retained)) + self._limits.rolling
+        wanted = self._limits.wanted(self._placements.for_segments(retained)) + self._limits.rolling
         return wanted.fits(self._placer.num_blocks)
 
     def is_ready(self, job: Job) -> bool:
@@ -214,11 +214,11 @@ class JobRecovery:
         """Drops a context: evicts it if contexts can be evicted, else deletes it."""
         if self._evictor is not None:
             error = ResourceExhausted("pool", f"contexts/{context.id}: {reason}")
-            self._fail_asking(context, error)
+            self._fail_jobs_of(context, error)
             self._contexts.evict(context)
             return
         self._dropped.append(ContextDropped(context.id, context.num_tokens, reason))
-        self._fail_asking(context, ContextLost(f"contexts/{context.id}", f"it was dropped: {reason}"))
+        self._fail_jobs_of(context, ContextLost(f"contexts/{context.id}", f"it was dropped: {reason}"))
         self._contexts.delete(context.id)
         self._lifecycle.may_begin = True
 
@@ -227,9 +227,9 @@ class JobRecovery:
         self._give_up_all(segment, "its tokens could not be recomputed")
         self.resume()
 
-    def _fail_asking(self, context: NamedContext, error: LongleafError) -> None:
+    def _fail_jobs_of(self, context: NamedContext, error: LongleafError) -> None:
         for job in list(self._lifecycle.requests.jobs()):
-            if asks(job, context) and self._lifecycle.requests.get(job.request.id) is not None:
+            if uses_context(job, context) and self._lifecycle.requests.get(job.request.id) is not None:
                 self._lifecycle.fail(job, error)
 
     def _give_up_all(self, segment: Segment, reason: str) -> None:

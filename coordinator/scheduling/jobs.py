@@ -149,7 +149,7 @@ class Job:
         self.num_begins += 1
         self.last_turn = step
 
-    def take_turn(self, passed: frozenset[int], *, is_spared: bool) -> int:
+    def record_start(self, passed: frozenset[int], *, is_spared: bool) -> int:
         """Records the jobs overtaken at the start. Returns the number of tokens that the client is charged for."""
         self.passed, self.is_spared = passed, is_spared
         self._num_charged = self.num_tokens_left
@@ -184,7 +184,7 @@ class Job:
         if self.prefill.roll_back():
             self.tail.roll_back(self.tail.segment.start + self.prefill.num_computed, placer)
 
-    def read(self, num_tokens: int, seconds: float) -> None:
+    def record_prefilled(self, num_tokens: int, seconds: float) -> None:
         """Records that a chunk has been processed."""
         self.prefill.num_computed += num_tokens
         self.seconds_per_token = seconds / num_tokens

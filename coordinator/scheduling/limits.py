@@ -94,7 +94,7 @@ class JobLimits:
 
     def _too_small(self, path: TokenPath, blocks: BlockCount) -> str:
         """The limit that the blocks and the path together exceed; empty if they fit."""
-        resident = self.wanted(self._placements.of(path.segments))
+        resident = self.wanted(self._placements.for_segments(path.segments))
         needed = blocks + BlockCount(resident.sharded, min(resident.windows, self._placer.window_pool.seen_blocks))
         total, size = self._placer.num_blocks, self._placer.block_size
         if needed.sharded > total.sharded:

@@ -88,7 +88,7 @@ class Preemption:
 def _num_freed(job: Sequence, dropped: Counter[int], placements: SegmentPlacements) -> BlockCount:
     """Blocks that become free or reclaimable when a running job is preempted after those that `dropped` counts."""
     num_blocks = job.tail.placement.num_blocks + job.tail.reservation.left
-    for placement in placements.of(job.prefill.path.segments[len(job.request.origin.segments) :]):
+    for placement in placements.for_segments(job.prefill.path.segments[len(job.request.origin.segments) :]):
         dropped[placement.segment.id] += 1
         if placement.num_references - placement.num_cache_references == dropped[placement.segment.id]:
             num_blocks += placement.num_blocks

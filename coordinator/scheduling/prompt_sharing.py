@@ -36,10 +36,10 @@ class Sharing:
         return self._placer.reserve(blocks) if self._segments.make_room(blocks) else None
 
     def _reuse(self, job: Sequence, path: TokenPath) -> None:
-        self._refer(job, path)
+        self._set_path(job, path)
         job.reuse(path, path.end + self._num_prefill(job, len(job.prefill.token_ids) - path.end))
 
-    def _refer(self, job: Sequence, path: TokenPath) -> None:
+    def _set_path(self, job: Sequence, path: TokenPath) -> None:
         """Replaces the path that a job references. The new path must continue its origin."""
         origin = job.request.origin
         self._segments.retain(path, origin)
@@ -52,7 +52,7 @@ class Sharing:
 
     def preempt(self, job: Sequence) -> None:
         """Resets a stopped job to the state before it began."""
-        self._refer(job, job.request.origin)
+        self._set_path(job, job.request.origin)
         self._restart(job)
 
     def _restart(self, job: Sequence) -> None:
@@ -71,7 +71,7 @@ class Sharing:
             self._restart(part)
         return [*parts]
 
-    def take_back(self, tail: GrowingSegment) -> None:
+    def free_tail(self, tail: GrowingSegment) -> None:
         """Frees the segment and the blocks of a stopped job."""
         self._segments.drop(tail.segment)
         self._placer.release(tail.reservation)
@@ -85,7 +85,7 @@ class Sharing:
                 self._segments.cache(read)
             else:
                 self._segments.close(read)
-            self._refer(job, read.path)
+            self._set_path(job, read.path)
             self._segments.drop(read)
             job.resume(GrowingSegment(self._segments.create(read.path, rope), reservation))
         each = self._limits.num_blocks(job.prefill, job.num_answer_left, num_tails=1)

@@ -147,7 +147,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         for job in self._queue.order():
             tenant = job.request.scheduling.tenant
             places[tenant] += 1
-            if isinstance(job, Sequence) and job.speaks_for_all:
+            if isinstance(job, Sequence) and job.represents_all_samples:
                 reported[job.request.id] = job.admitted(places[tenant])
         return reported
 
@@ -161,9 +161,9 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         """
         context = self.contexts.find(prompt.context)
         with self._activation.activate(context, self._job_recovery.begin_reload):
-            self._lifecycle.enter(self._admission.admit(request_id, prompt, now, self._begin_waiting))
+            self._lifecycle.enqueue(self._admission.admit(request_id, prompt, now, self._begin_waiting))
         if context is not None:
-            self.contexts.use(context)
+            self.contexts.mark_used(context)
         if not self._job_recovery.is_over:
             self._job_recovery.report_progress()
 
@@ -199,10 +199,10 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         self._faults.append(failed)
         self._job_recovery.give_up(failed.segment)
 
-    def take_faults(self) -> list[Exception]:
+    def pop_faults(self) -> list[Exception]:
         """Removes and returns unexpected errors, for the log. Each one ended only the job or the recovery in which it
         occurred."""
-        faults, self._faults = [*self._faults, *self._recovery.restoring.take_faults()], []
+        faults, self._faults = [*self._faults, *self._recovery.restoring.pop_faults()], []
         return faults
 
     def _begin_waiting(self) -> None:
@@ -214,7 +214,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         while self._lifecycle.may_begin:
             running_set = RunningSet(self._running.values())
             if (
-                job := self._queue.take(partial(self._reserve, running_set), partial(self._is_ready, running_set))
+                job := self._queue.pop_next(partial(self._reserve, running_set), partial(self._is_ready, running_set))
             ) is None:
                 may_wait = self._running or is_healing or not self._job_recovery.is_confirmed or not self._queue.order()
                 if not may_wait and self._activation.is_blocked:
@@ -258,7 +258,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
 
     def _start(self, job: Sequence) -> None:
         """Notifies the client that its job has begun. The job answers at once if it has no chunks to process."""
-        if job.speaks_for_all or job.is_recomputed:
+        if job.represents_all_samples or job.is_recomputed:
             self._outcomes.append((job.request.id, job.admitted()))
         self._answer(job)
 
@@ -293,19 +293,19 @@ class Scheduler(GroupChangeOperations, ContextOperations):
                 self._commit_job(job, plan.work, result, now)
             except Exception as error:
                 self._end_failed(job, error)
-        return self.take_outcomes()
+        return self.pop_outcomes()
 
     def _commit_job(self, job: Job, work: Work, result: StepResult, now: float) -> None:
         if job.id in result.not_finite or not result.has_finite_keys:
             self._outcomes.append((job.request.id, job.failure(work)))
             self._lifecycle.finish(job)
         elif isinstance(work, Prefill):
-            job.read(len(work.token_ids), result.seconds)
+            job.record_prefilled(len(work.token_ids), result.seconds)
             self._commit_chunk(job, now)
         elif isinstance(job, Sequence):
             self._commit_tokens(job, result)
 
-    def take_outcomes(self) -> list[Outcome]:
+    def pop_outcomes(self) -> list[Outcome]:
         """Removes and returns the outcomes to send on the streams, in order."""
         outcomes = self._outcomes.copy()
         self._outcomes.clear()
@@ -313,7 +313,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
 
     def _commit_chunk(self, job: Job, now: float) -> None:
         num_computed, total = job.prefill.num_computed, len(job.prefill.token_ids)
-        self._drafter.read(job.tail.segment, job.request.start + num_computed)
+        self._drafter.record_prefilled(job.tail.segment, job.request.start + num_computed)
         if isinstance(job, IngestJob):
             self._outcomes.append((job.request.id, Progress(num_computed, total)))
             if job.prefill.is_over and self._is_durable:
@@ -321,7 +321,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
             elif job.prefill.is_over:
                 self._acknowledge(job, now)
         elif isinstance(job, Sequence):
-            if job.speaks_for_all:
+            if job.represents_all_samples:
                 start = job.request.start
                 self._outcomes.append((job.request.id, Progress(start + num_computed, start + total)))
             self._answer(job)
@@ -340,10 +340,10 @@ class Scheduler(GroupChangeOperations, ContextOperations):
                 job.accept([token.id for token in sampled[:-1]])
             for token in sampled:
                 tokens.append(token)
-                if (reason := job.take(token.id)) is not None:
+                if (reason := job.append_token(token.id)) is not None:
                     break  # tokens sampled after the end of the answer are dropped
             reported = () if attention is None else (attention,)
-            counts = (self._drafter.take(job, sampled), min(len(tokens), len(sampled) - 1))
+            counts = (self._drafter.record_tokens(job, sampled), min(len(tokens), len(sampled) - 1))
             self.drafts.add(*counts, len(tokens))
             self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, reported, *counts)))
         if reason is not None:

@@ -49,7 +49,7 @@ class Sequence(Job):
         return len(self.samples)
 
     @property
-    def speaks_for_all(self) -> bool:
+    def represents_all_samples(self) -> bool:
         """The sequence stands for all samples of its request, so that its progress is that of the request."""
         return len(self.samples) == self.prompt.num_samples
 
@@ -211,7 +211,7 @@ class Sequence(Job):
     def _terms(self) -> SamplingTerms:
         """The parameters that rank 0 needs before the first row. Other ranks do not need them."""
         reference = tuple(self.prefill.token_ids) if self.prompt.is_compared else ()
-        return SamplingTerms(self.sampling.choosing, self._seen(), reference)
+        return SamplingTerms(self.sampling.choosing, self._penalty_history(), reference)
 
     def _spans(self) -> Spans | None:
         """The spans for which its rows report attention."""
@@ -250,7 +250,7 @@ class Sequence(Job):
         self.tail.accept(token_ids)
         self.num_requested += len(token_ids)
 
-    def take(self, token_id: int) -> EndReason | None:
+    def append_token(self, token_id: int) -> EndReason | None:
         """Adds the next sampled token to the answer. Returns the reason if that ends the answer, else None."""
         self.prefill.num_computed = len(self.prefill.token_ids)
         self.generated.append(token_id)
@@ -259,7 +259,7 @@ class Sequence(Job):
             segment.fill(position, token_id)
         return self.prompt.end_reason(token_id, self.num_generated)
 
-    def _seen(self) -> PenaltyHistory | None:
+    def _penalty_history(self) -> PenaltyHistory | None:
         """The tokens that penalties count and that rank 0 does not know."""
         if not self.sampling.has_penalties:
             return None

@@ -53,7 +53,7 @@ class AccessLog:
 
     def _write(self, record: CallRecord, seconds: float) -> None:
         is_refused = record.code in REFUSED
-        if is_refused and not self._refused.note(record.host, record.code):
+        if is_refused and not self._refused.record(record.host, record.code):
             return
         facts = facts_of(record, seconds)
         access.info("call ended%s", f" with {record.error}" if record.error else "", extra=facts)

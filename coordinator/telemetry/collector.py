@@ -28,7 +28,7 @@ class Gauges:
         """May be called by any thread."""
         return self._seen
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Read all values, on the event loop. Values that are unavailable are omitted."""
         seen = [self._gauge("build_info", "1; the labels describe the service.", self._build, 1)]
         with suppress(LongleafError):

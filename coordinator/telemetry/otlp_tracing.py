@@ -118,7 +118,7 @@ class OtlpTraces:
         """Records the spans of a generation, as children of the call that began it."""
         spans = GenerationSpans(self._tracer, self._model, request_id, tenant)
         try:
-            yield spans.take
+            yield spans.record
         except BaseException as error:
             is_cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
             spans.fail(CANCELLED if is_cancelled else type(error).__name__)

@@ -101,7 +101,7 @@ async def answer(request: Request, asking: PendingCompletion, share: MemoryLease
             first = await cancel_on_disconnect(request, anext(events))
         except StopAsyncIteration:
             raise Unavailable("the service ended the stream before the answer") from None
-        share.give_back()
+        share.release()
         if not is_streamed:
             return json_response(await cancel_on_disconnect(request, _whole(events, formatter)))
     except LongleafError as error:

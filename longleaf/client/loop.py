@@ -106,7 +106,7 @@ class LoopThread:
 
         def job() -> None:
             callback(updates)
-            self._post(reported.set)
+            self._call_on_loop(reported.set)
 
         call.jobs.put(job)
         await reported.wait()
@@ -114,17 +114,17 @@ class LoopThread:
     def end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Refuses new work, runs `last`, cancels the remaining calls and ends the thread. Idempotent. Does nothing in a
         forked process, which must not touch state shared with its parent."""
-        call = ThreadCall(partial(self._wind_up, last))
+        call = ThreadCall(partial(self._shut_down, last))
         if not self._submit(call, is_last=True):
             return
         try:
             self._result(call)
         finally:
-            self._post(self._loop.stop)
+            self._call_on_loop(self._loop.stop)
             self._thread.join()
             self._loop.close()
 
-    async def _wind_up(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _shut_down(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         await last()
         me = asyncio.current_task()
         await _cancelled(set(self._calls) - {me})
@@ -168,11 +168,11 @@ class LoopThread:
 
     def _abandon(self, call: ThreadCall[Any]) -> None:
         """Cancels a call, started or not, and waits for its end."""
-        self._post(call.cancel)
+        self._call_on_loop(call.cancel)
         while not call.wait_ended() and self._thread.is_alive():
             pass
 
-    def _post(self, job: Job) -> None:
+    def _call_on_loop(self, job: Job) -> None:
         with suppress(RuntimeError):  # the loop is closed, so no thread waits for a call
             self._loop.call_soon_threadsafe(job)
 

@@ -140,7 +140,7 @@ def watched(place: Place, *, is_captured: bool) -> Watched:
         graphs="auto" if is_captured else "off",
     )
     rank = make_rank(config)
-    rank.lay_out(served(make_module(shape, torch.float32, place.device), place.device))
+    rank.allocate_pool(served(make_module(shape, torch.float32, place.device), place.device))
     rank.backend = place.kernels
     if not place.is_gpu:
         as_on_a_gpu(rank, place, is_captured=is_captured)

@@ -65,7 +65,9 @@ class DurableMachine(RecoveringMachine):
         scheduler = self.scheduler
         paths = [request.origin for request in scheduler._requests]
         paths += [context.path for context in scheduler.contexts.bound(scheduler._requests.contexts)]
-        placements = scheduler.segments.placements.of({segment: None for path in paths for segment in path.segments})
+        placements = scheduler.segments.placements.for_segments(
+            {segment: None for path in paths for segment in path.segments}
+        )
         tails = [other.tail for other in scheduler._running.values() if isinstance(other, IngestJob)]
         reserved = sum((tail.reservation.left for tail in tails), BlockCount())
         held = count_all([*placements, *(tail.placement for tail in tails)]) + reserved
@@ -123,7 +125,7 @@ class DurableMachine(RecoveringMachine):
 
 def revive(old: Scheduler, new: Scheduler, next_segment: int) -> None:
     """Has a scheduler take in the contexts of another one, as from a catalog."""
-    new.segments.begin_ids(next_segment)
+    new.segments.start_ids_at(next_segment)
     contexts = old.contexts.list()
     retained = {segment.id: segment for context in contexts for segment in context.path.segments}
     segments: dict[int, Segment] = {}

@@ -28,7 +28,7 @@ class RandomDrafter(Drafter):
         if most <= 0 or self._drafter_of(job) is None:
             return NO_DRAFT
         if self._kind == "found":
-            return super()._look(job)
+            return super()._draft_next(job)
         last, found = job.tail.segment.token_ids[-1], list[int]()
         for i in range(most):
             last = echo_token(last, job.num_generated + i)

@@ -38,9 +38,9 @@ class Group(Bench):
         self.keys.change_ranks(before)
         num_blocks = (self.placer.pools[0].num_blocks,) * len(before)
         self.scheduler.change_ranks(RankMapping(self.epoch, before, num_blocks), may_grow=may_grow)
-        self.keys.lay_out(self.scheduler.layout())
+        self.keys.set_layout(self.scheduler.layout())
         self.sequences = RowState(self.config.block_size)
-        self._see(self.scheduler.take_outcomes())
+        self._see(self.scheduler.pop_outcomes())
         self._check()
 
     def document(self, context: str, count: int, append: bool = False) -> None:

@@ -108,7 +108,7 @@ class RecoveringMachine(SchedulerMachine):
         self.epoch += 1
         self.keys.change_ranks(before)
         self.scheduler.change_ranks(RankMapping(self.epoch, tuple(before), tuple(self.num_blocks)), may_grow=may_grow)
-        self.keys.lay_out(self.scheduler.layout())
+        self.keys.set_layout(self.scheduler.layout())
         self.sequences = RowState(self.block_size)
         self.is_between, self.may_grow = False, may_grow
         self._look()
@@ -172,7 +172,7 @@ class RecoveringMachine(SchedulerMachine):
         for dropped in self.scheduler.pop_dropped():
             assert dropped.num_tokens == len(self.texts[dropped.context])
             del self.texts[dropped.context], self.ends[dropped.context]
-        self._see(self.scheduler.take_outcomes())
+        self._see(self.scheduler.pop_outcomes())
 
     def _see(self, outcomes: list[Outcome]) -> None:
         for dropped in self.scheduler.pop_dropped():

@@ -140,7 +140,7 @@ class Returning:
     def turn(self) -> None:
         """As the engine does before it waits."""
         self.recovery.promise([])
-        self.fetching.turn()
+        self.fetching.run_pending()
 
     async def turn_often(self) -> None:
         """Yields to the event loop more often than any task without a pending wait needs."""

@@ -74,7 +74,7 @@ class ShadowKeyCache:
         self.books.clear()
         self._last.clear()
 
-    def lay_out(self, segments: Sequence[SegmentLayout]) -> None:
+    def set_layout(self, segments: Sequence[SegmentLayout]) -> None:
         self.books = {one.segment: Book(one.start, one.runs, one.window_runs) for one in segments}
         self._check_blocks()
 

@@ -59,7 +59,7 @@ class SnapshotMachine(DurableMachine):
         """Segments of contexts that are wholly held."""
         contexts = self.scheduler.contexts.list()
         retained = dict.fromkeys(segment for context in contexts for segment in context.path.segments)
-        placements = self.scheduler.segments.placements.of(retained)
+        placements = self.scheduler.segments.placements.for_segments(retained)
         return [one for one in placements if one.loss is None and not one.is_evicted]
 
     def _saved(self, placement: SegmentPlacement, size: int) -> Snapshot:
@@ -90,15 +90,15 @@ class SnapshotMachine(DurableMachine):
 
     def _take_orders(self) -> None:
         restoring = self.scheduler.restoring
-        for segment in restoring.take_wanted():
+        for segment in restoring.pop_wanted():
             if (found := self.storage.get(segment.id)) is None:
                 restoring.refuse(segment.id)
             else:
                 restoring.offer(segment.id, found.ranges, found.window_ranges)
         if not self.is_between:
             self.scheduler._job_recovery.resume()
-        self.fetching += restoring.take_ordered()
-        discarded = set(restoring.take_discarded())
+        self.fetching += restoring.pop_ordered()
+        discarded = set(restoring.pop_discarded())
         self.fetching = [part for part in self.fetching if part.ticket not in discarded]
         self.keys.fetched = {key: resident for key, resident in self.keys.fetched.items() if key[1] not in discarded}
 

@@ -12,7 +12,7 @@ from longleaf.rank_protocol.step import Row
 from longleaf.sampling import SamplingParams, Token
 from workers.host_copies import AsyncHostCopy, DeviceEvent, to_device
 from workers.sampling.acceptance import NOT_REACHED, DraftRows, drafts_of
-from workers.sampling.fixed_shape import Needs, Parameters, choose, note
+from workers.sampling.fixed_shape import Needs, Parameters, choose, record_tokens
 from workers.sampling.history import PADDING_ROW, TokenHistories
 from workers.sampling.logprobs import to_messages
 from workers.sampling.sampler import Choice, Sampler, first_positions
@@ -183,7 +183,7 @@ class DeviceSampler:
             some = slice(start, start + most)
             before_LM = None if before_RM is None else before_RM[some]
             found.append(choose(logits_RV[some], parameters.of(some), histories, needs, before_LM))
-        return note(found[0] if len(found) == 1 else torch.cat(found), parameters, histories, needs, drafts)
+        return record_tokens(found[0] if len(found) == 1 else torch.cat(found), parameters, histories, needs, drafts)
 
     def _there(self, vocabulary_size: int) -> TokenHistories:
         """The histories, which are allocated once."""

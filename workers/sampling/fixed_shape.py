@@ -113,7 +113,7 @@ def choose(
     return torch.cat((told_R1.double(), logprobs_RN, ids_RN.double()), dim=1)
 
 
-def note(
+def record_tokens(
     told_RC: Tensor, parameters: Parameters, histories: TokenHistories, needs: Needs, drafts: DraftRows | None
 ) -> Tensor:
     """Adds the sampled tokens to the histories of their sequences. Returns the result of `choose`, with the id

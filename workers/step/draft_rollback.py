@@ -48,7 +48,7 @@ class StoredKv(NamedTuple):
 class StoredKvRecorder(Protocol):
     """Records the stored keys and values of a step until its drafts are accepted or refused."""
 
-    def note(self, layer: int, stored: StoredKv) -> None:
+    def record(self, layer: int, stored: StoredKv) -> None:
         """Called once per layer of a step."""
         ...
 
@@ -101,11 +101,11 @@ class DraftedBlocks:
         size = self._pool.block_size
         return {(row.sequence, slots[i] // size) for row, rows in self._drafted for i in rows if slots[i] != trash_slot}
 
-    def note(self, layer: int, stored: StoredKv) -> None:
+    def record(self, layer: int, stored: StoredKv) -> None:
         """See `StoredKvRecorder`."""
         self.stored[layer] = stored
 
-    def put_back(self, num_left: Mapping[int, int]) -> None:
+    def restore(self, num_left: Mapping[int, int]) -> None:
         """Restores the blocks of sequences, then stores the first `num_left[sequence]` of their tokens again."""
         for owners, blocks, retained in self._saved:
             places = [place for place, owner in enumerate(owners) if owner in num_left]

@@ -62,24 +62,24 @@ class PastBuilder:
             before = before_pieces(work.pieces, reach)
             wanted = [part for low, high in before for part in without(low, high, work.hidden)]
             fewest = ceil_div(sum(high - low for low, high in wanted), self._world_size)
-            if not self._that_gather(layers, work, fewest):
+            if not self._gathering_layers(layers, work, fewest):
                 continue  # even equal shares would be too large: the past need not be searched
             shares = [self._share(work.path, wanted, rank) for rank in range(self._world_size)]
             longest = max(map(num_tokens, shares))
-            if layers := self._that_gather(layers, work, longest):
+            if layers := self._gathering_layers(layers, work, longest):
                 past_L = self._past_slots(shares[self._block_table.rank], longest)
                 reads = self._reads(work.pieces, shares, longest, reach)
                 gathered |= dict.fromkeys(layers, Gathered(slots_T, past_L, *reads))
         return gathered
 
-    def _that_gather(self, layers: Sequence[int], work: Prefill, longest: int) -> list[int]:
+    def _gathering_layers(self, layers: Sequence[int], work: Prefill, longest: int) -> list[int]:
         """The layers that gather keys if the largest share has `longest` tokens."""
         if longest * self._world_size > MAX_GATHERED:
             return []
         rows = max(len(piece) for piece in work.pieces)
-        return [i for i in layers if self._way == "keys" or self._is_less(self._layers[i], rows, longest)]
+        return [i for i in layers if self._way == "keys" or self._is_gather_smaller(self._layers[i], rows, longest)]
 
-    def _is_less(self, spec: LayerSpec, rows: int, longest: int) -> bool:
+    def _is_gather_smaller(self, spec: LayerSpec, rows: int, longest: int) -> bool:
         """Whether `longest` keys and values are fewer bytes than `rows` queries and their partials."""
         size = self._pool.dtype.itemsize
         partial = self._wire.row_bytes(spec.num_heads, spec.value_dim)

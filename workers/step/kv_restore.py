@@ -34,7 +34,7 @@ def restore(work: Restore, comm: Comm | None, pool: KvPool, block_table: BlockTa
     block_table.check_free(work.segment, work.start, work.runs)
     missing = NONE
     for ticket, runs, of_windows in wanted(work, block_table.rank):
-        if not take_in(find(ticket), runs, pool, of_windows=of_windows):
+        if not write_piece(find(ticket), runs, pool, of_windows=of_windows):
             missing = ticket
     check_all_ranks(comm, pool.device, missing)
     block_table.restore(work.segment, work.start, work.runs, work.window_runs)
@@ -61,7 +61,7 @@ def wanted(work: Restore, rank: int) -> list[tuple[int, tuple[Run, ...], bool]]:
     return [*own, (work.window_ticket, work.window_runs, True)] if work.window_runs else own
 
 
-def take_in(piece: KvPiece | None, runs: tuple[Run, ...], pool: KvPool, *, of_windows: bool) -> bool:
+def write_piece(piece: KvPiece | None, runs: tuple[Run, ...], pool: KvPool, *, of_windows: bool) -> bool:
     """Writes a part of a piece to the blocks of runs; whether the piece has that part."""
     if piece is None or piece.of_windows != of_windows or (numbers := piece.find(runs, pool.block_size)) is None:
         return False

@@ -45,7 +45,7 @@ class ContextImporter:
         self._vocabulary_size = vocabulary_size
         self._wall_clock = wall_clock
         self._unpacking = ArchiveReader()
-        self._untaken: Section | None = None
+        self._pending_item: Section | None = None
         """The last item from the archive reader, until it has been processed."""
         self._context: ContextRecord | None = None
         self._import_handle: ImportHandle | None = None
@@ -70,7 +70,7 @@ class ContextImporter:
     @property
     def num_buffered_bytes(self) -> int:
         """Approximate bytes of memory held."""
-        untaken = len(self._untaken) if isinstance(self._untaken, bytearray) else 0
+        untaken = len(self._pending_item) if isinstance(self._pending_item, bytearray) else 0
         coming = [self._coming.token_ids] if self._coming is not None else []
         num_ids = sum(len(ids) for ids in (*(segment.token_ids for segment in self._segments), *coming))
         return self._unpacking.num_buffered_bytes + untaken + ID_BYTES * num_ids + self._num_described
@@ -82,19 +82,19 @@ class ContextImporter:
 
     async def commit(self) -> None:
         """Completes the work that an earlier call left undone. Raises the same errors as `take`."""
-        if self._untaken is not None:
-            await self._follow(self._untaken)
-            self._untaken = None
+        if self._pending_item is not None:
+            await self._on_item(self._pending_item)
+            self._pending_item = None
 
-    async def take(self, data: bytes) -> None:
+    async def feed(self, data: bytes) -> None:
         """Processes the next bytes, until the context is created. Raises InvalidArgument, CheckpointChanged,
         AlreadyExists, FailedPrecondition; and StorageUnavailable or Unavailable, after which the import may continue at
         `num_bytes`."""
         await self.commit()
         rest = memoryview(data)
         while rest and self.made is None:
-            unpack = self._unpacking.take
-            count, self._untaken = await asyncio.to_thread(unpack, rest) if self._is_long else unpack(rest)
+            unpack = self._unpacking.feed
+            count, self._pending_item = await asyncio.to_thread(unpack, rest) if self._is_long else unpack(rest)
             rest = rest[count:]
             await self.commit()
 
@@ -123,7 +123,7 @@ class ContextImporter:
         if self._import_handle is not None:
             await self._import_handle.drop()
 
-    async def _follow(self, on_progress: Section) -> None:
+    async def _on_item(self, on_progress: Section) -> None:
         match on_progress:
             case ContextHead():
                 await self._open(on_progress)

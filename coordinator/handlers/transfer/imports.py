@@ -133,11 +133,11 @@ class ImportSessions:
         if not isinstance(header, ImportHeader):
             raise InvalidArgument("config", "must be in the first request, and only there")
         found = self._find(header) or self._add(header)
-        async with self._owned(found) as owner, aclosing(self._take(found, owner, pieces)) as reports:
+        async with self._lease(found) as owner, aclosing(self._feed_pieces(found, owner, pieces)) as reports:
             async for report in reports:
                 yield report
 
-    async def _take(
+    async def _feed_pieces(
         self, found: ImportSession, owner: object, pieces: AsyncIterator[ImportHeader | ArchiveChunk]
     ) -> AsyncGenerator[ImportProgress, None]:
         arrival = found.arrival
@@ -146,7 +146,7 @@ class ImportSessions:
         if arrival.made is None:
             yield ImportProgress(received_bytes=reported)
         while arrival.made is None and (piece := await self._next(pieces)) is not None:
-            await found.work(owner, partial(_take, found, piece))
+            await found.work(owner, partial(_feed_piece, found, piece))
             self._check_room(found.header.tenant)
             if arrival.num_bytes - reported >= REPORT_BYTES:
                 reported = arrival.num_bytes
@@ -247,7 +247,7 @@ class ImportSessions:
         return bool(idle)
 
     @asynccontextmanager
-    async def _owned(self, found: ImportSession) -> AsyncGenerator[object, None]:
+    async def _lease(self, found: ImportSession) -> AsyncGenerator[object, None]:
         """The body owns an import, on behalf of one stream. An import that cannot be resumed ends with the body."""
         owner = found.owner = object()
         found.idle_since = None
@@ -296,7 +296,7 @@ class ImportSessions:
             await asyncio.wait(self._drops, timeout=LEAVE_SECONDS)
 
 
-async def _take(found: ImportSession, piece: ImportHeader | ArchiveChunk) -> None:
+async def _feed_piece(found: ImportSession, piece: ImportHeader | ArchiveChunk) -> None:
     """Passes the new part of a chunk to the importer. Raises InvalidArgument, and the errors of the importer."""
     if isinstance(piece, ImportHeader):
         raise InvalidArgument("config", "must be in the first request, and only there")
@@ -305,7 +305,7 @@ async def _take(found: ImportSession, piece: ImportHeader | ArchiveChunk) -> Non
         raise InvalidArgument("chunk.offset", f"is {piece.offset:,}, but {num_bytes:,} bytes have been received")
     if total is not None and piece.offset + len(piece.data) > total:
         raise InvalidArgument("config.total_size_bytes", f"more than {total:,} bytes have been received")
-    await found.arrival.take(piece.data[num_bytes - piece.offset :])
+    await found.arrival.feed(piece.data[num_bytes - piece.offset :])
 
 
 def _idle_since(found: ImportSession) -> float:

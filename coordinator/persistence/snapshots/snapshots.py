@@ -218,15 +218,15 @@ class Snapshots:
         """Read a piece. Raises NotFound, DataLoss and StorageUnavailable."""
         return await self._store.get(name, digest)
 
-    def hold(self, segment_id: int) -> str:
+    def pin(self, segment_id: int) -> str:
         """Protect the snapshot of a segment from deletion until the returned name is released."""
         name = self._records[segment_id].manifest
-        self._sender.hold(name)
+        self._sender.pin(name)
         return name
 
-    def release(self, name: str) -> None:
+    def unpin(self, name: str) -> None:
         """Release a name returned by `hold`."""
-        self._sender.release(name)
+        self._sender.unpin(name)
 
     async def write(self, name: str, content: bytes | bytearray) -> None:
         """Write an object of an attempt. Raises StorageUnavailable."""
@@ -238,7 +238,7 @@ class Snapshots:
     async def commit(self, change: Change) -> None:
         """Commit a change to the catalog, with its notes for storage. Raises the errors of the catalog."""
         async with self._turn:
-            change = replace(change, outgoing=self._notes.of(change))
+            change = replace(change, outgoing=self._notes.notes_for(change))
             self._committed(change, await self._catalog.commit(change))
 
     async def _rewrite_notes(self, recorded: AnySet[str]) -> None:
@@ -250,7 +250,7 @@ class Snapshots:
 
     def _committed(self, change: Change, committed: CommitResult) -> None:
         """Update the state after a commit."""
-        self._notes.note(change)
+        self._notes.record_change(change)
         self._records.forget(committed.segments)
         for segment in committed.segments:
             self._wanted.pop(segment, None)
@@ -349,11 +349,11 @@ class Snapshots:
                 if self._too_large:
                     self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self.notify)
                 elif were_too_large or not self._wanted:
-                    self._health.end()
+                    self._health.set_healthy()
             except StorageUnavailable as error:
                 if segment_id in self._wanted:  # else it has been deleted meanwhile
                     self._wanted[segment_id] = self._wanted.pop(segment_id)  # moved to the end of the queue
-                self._health.begin(str(error))
+                self._health.set_failed(str(error))
                 for segment_id in list(self._requested):
                     self._answer(segment_id, error)
                 await self._health.wait()
@@ -380,7 +380,7 @@ class Snapshots:
                 raise Unavailable(f"segment {segment_id} is not in memory: ask its context a question and retry")
             if (error := await self._check_segment(resident)) is not None:
                 self._too_large.add(segment_id)
-                self._health.begin(str(error))
+                self._health.set_failed(str(error))
                 self._answer(segment_id, error)
                 return
             await self._save(resident)
@@ -431,7 +431,7 @@ class Snapshots:
             self._records.put(record)
         self._too_large.discard(segment.segment.id)
         if not self._too_large:
-            self._health.end()
+            self._health.set_healthy()
         self._sender.notify()
         await self._cleaner.enforce_limits()
 

@@ -71,7 +71,7 @@ async def test_error_that_ends_an_epoch_is_logged_with_its_traceback(
 
 async def test_last_log_line_of_a_failing_member_is_forwarded(caplog: pytest.LogCaptureFixture) -> None:
     control, fleet = RankManager(CONFIG), WatchedFleet(EchoMain(RankFault(rank=0, kind="raise", step=0)))
-    await fleet.launch(CONFIG, control.invitations, control.lost)
+    await fleet.launch(CONFIG, control.invitations, control.on_process_exit)
     with pytest.raises(Exception, match="was told to raise"):
         await control.start(1)
     [record] = rank_records(caplog)

@@ -38,7 +38,7 @@ class Service:
 
     async def start(self) -> None:
         assert await self.fleet.reserve(self.config) == "127.0.0.1", "all ranks are here"
-        await self.fleet.launch(self.config, self.control.invitations, self.control.lost)
+        await self.fleet.launch(self.config, self.control.invitations, self.control.on_process_exit)
         await self.engine.start()
         self.loop = asyncio.create_task(self.engine.run())
 

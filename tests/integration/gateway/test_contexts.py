@@ -240,7 +240,7 @@ async def test_cluster_state_is_sent_initially_and_after_each_change(service: Se
             assert json.loads((await anext(lines)).removeprefix("data: ")) == once
             service.engine.running = 4
             service.engine.drafting = Drafting(drafted_tokens=9, accepted_tokens=6, tokens_per_step=1.5)
-            service.engine.changes.note()
+            service.engine.changes.record()
             assert await anext(lines) == ""
             reported = json.loads((await anext(lines)).removeprefix("data: "))
             assert reported["running"] == 4

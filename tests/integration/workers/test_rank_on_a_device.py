@@ -20,7 +20,7 @@ from tests.support.accelerator.dispatch import DEVICE
 from tests.support.accelerator.driver import FREE
 from tests.support.accelerator.ranks import PretendedComm, PretendedRank
 from workers.model import model as models
-from workers.model.weights import going_to
+from workers.model.weights import loading_to_device
 from zoo import families as zoo
 from zoo.checkpoints import make_checkpoint
 
@@ -131,7 +131,7 @@ def test_moved_weights_equal_the_checkpoint(family, tmp_path):
     and tied weights stay tied."""
     folder = str(make_checkpoint(tmp_path, family))
     plain = models.load(folder, "float32", "cpu").module
-    with going_to("cpu:0"):
+    with loading_to_device("cpu:0"):
         moved = models.load(folder, "float32", "cpu").module
     ours, theirs = (dict([*m.named_parameters(), *m.named_buffers()]) for m in (moved, plain))
     assert ours.keys() == theirs.keys()

@@ -72,7 +72,7 @@ def test_exactly_the_delivered_tokens_are_counted(
         if isinstance(event, engine_messages.Tokens):
             retained |= {(event.sample, event.index + i): number >= num_before for i in range(len(event.tokens))}
             event = event if number >= num_before else engine_messages.Tokens(event.index, event.tokens, event.sample)
-        for message in answer.take(event):
+        for message in answer.assemble(event):
             deltas += [message] if isinstance(message, Delta) else []
             ends += [message] if isinstance(message, Finished) else []
     assert sorted(end.sample for end in ends) == list(range(len(samples)))

@@ -32,7 +32,7 @@ def jobs(draw: st.DrawFn, job_id: int) -> Job:
         prompt = Prompt(context=None, token_ids=(1,), sampling=SamplingParams(max_tokens=1), scheduling=scheduling)
         job = Sequence(request, prompt, prefill, BlockCount(), range(1))
     passed = frozenset(draw(st.lists(st.integers(0, 9), max_size=2)))
-    job.take_turn(passed, is_spared=draw(st.booleans()))
+    job.record_start(passed, is_spared=draw(st.booleans()))
     return job
 
 

@@ -20,7 +20,7 @@ from tests.support.archives import FINGERPRINT
 from tests.support.fuzz.archives import BLOCK, NUM_WINDOW_BLOCKS, VOCABULARY, WINDOW, forge, pool
 from tests.support.storing import NOW, Service, Storage, StoringRanks, ingest, serving
 from workers.kv_io.kv_piece import KvPiece, form_of
-from workers.step.kv_restore import check, take_in
+from workers.step.kv_restore import check, write_piece
 
 WINDOWS = WindowSpec(reaches=(AttentionSpan(window=WINDOW),), num_blocks=NUM_WINDOW_BLOCKS)
 AT_ONCE = 500
@@ -60,7 +60,7 @@ class PieceRanks(StoringRanks):
             parts += [(rank, work.window_ticket, work.window_runs, True) for rank in range(2) if work.window_runs]
             for rank, ticket, runs, of_windows in parts:
                 there = self._there.get((self.members[rank], ticket))
-                if not take_in(there, runs, self.slots, of_windows=of_windows):
+                if not write_piece(there, runs, self.slots, of_windows=of_windows):
                     raise ValueError(f"ticket {ticket} has no {runs}")
         except Exception as error:
             self.break_epoch(f"{type(error).__name__}: {error}", self.plans[-1].step)

@@ -56,7 +56,7 @@ class Epoch:
         else:
             ranks[0].join(Join(number, 0, "", 0, ("here",)))
         for rank in ranks:
-            rank.take(KvLayout(number, tuple(segments)))
+            rank.set_layout(KvLayout(number, tuple(segments)))
 
     def execute(self, work: Work, release: Ids = ()) -> StepResult:
         """Rank 0's answer; the others have none."""

@@ -28,7 +28,7 @@ class KnowingDrafter(Drafter):
     def _drafter_of(self, job: Sequence) -> SequenceDrafter | None:
         if job.drafter is None:
             job.drafter = SequenceDrafter(job.tail.segment, self._indexes, MOST)
-        job.drafter.follow(job.tail.segment)
+        job.drafter.set_tail(job.tail.segment)
         return job.drafter
 
     def _look(self, job: Sequence) -> Draft:
@@ -42,7 +42,7 @@ class KnowingDrafter(Drafter):
         return Draft(1, tuple(found)) if found and self._drafter_of(job) else NO_DRAFT
 
     def take(self, job: Sequence, tokens: Several[object]) -> int:
-        num_drafts = super().take(job, tokens)  # type: ignore[arg-type]
+        num_drafts = super().record_tokens(job, tokens)  # type: ignore[arg-type]
         self.num_right += len(tokens) - 1
         self.num_wrong += num_drafts - len(tokens) + 1
         return num_drafts

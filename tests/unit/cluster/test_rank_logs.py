@@ -30,7 +30,7 @@ class FakeCoordinator:
 
     def log(self, number: int, *records: LogRecord, num_dropped: int = 0) -> None:
         member = Member(number, hello=Hello(number, f"node-{number}", "127.0.0.1", 1))
-        self.records.take(member, Logged(number, records, num_dropped))
+        self.records.log_records(member, Logged(number, records, num_dropped))
 
     def lose(self, number: int) -> None:
         for watcher in self.watchers:
@@ -106,7 +106,7 @@ def test_notes_printed_at_startup_are_not_logged_again(
 ) -> None:
     long = "é" * MAX_TEXT_BYTES
     coordinator.log(5, SLOWER, LogRecord(30, "no note"))
-    coordinator.records.know(["slower", "a choice", long])
+    coordinator.records.skip_notes(["slower", "a choice", long])
     coordinator.log(
         5, SLOWER, LogRecord(30, long[: MAX_TEXT_BYTES // 2], is_note=True), LogRecord(30, "new", is_note=True)
     )

@@ -53,7 +53,7 @@ def exported() -> dict[str, Metric]:
     )
     gauges = Gauges(sources, "m", {"version": "1", "torch": "2", "launcher": "local"})
     registry.register(gauges)
-    gauges.look()
+    gauges.refresh()
     families = list(registry.collect())
     return {family.name + ("_total" if family.type == "counter" else ""): family for family in families}
 

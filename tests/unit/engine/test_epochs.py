@@ -218,8 +218,8 @@ async def test_many_poison_jobs_do_not_end_the_service() -> None:
 
 async def test_repeated_failures_before_the_first_step_end_the_service() -> None:
     class Disagreeing(FakeRanks):
-        async def lay_out(self, layout):
-            await super().lay_out(layout)
+        async def send_layout(self, layout):
+            await super().send_layout(layout)
             self.break_epoch("that cannot be held")
 
     ranks = Disagreeing(3, 100)

@@ -295,7 +295,7 @@ async def test_pieces_fetched_in_an_ended_epoch_are_discarded() -> None:
         bench.lost(3)
         await bench.until(lambda: len(bench.ranks.fetched) == 2)
         bench.end_epoch(0, 1)
-        bench.fetching.turn()
+        bench.fetching.run_pending()
         await comes(lambda: not bench.ranks.fetched)
 
 
@@ -408,7 +408,7 @@ async def test_segment_that_cannot_be_placed_is_recomputed_and_its_reservation_f
             else:
                 await bench.until(lambda: not is_restorable(placement))
         assert not is_restorable(placement)
-        assert len(bench.recovery.restoring.take_faults()) == 1
+        assert len(bench.recovery.restoring.pop_faults()) == 1
         bench.recovery.undo([], 0)
         await bench.until(lambda: not bench.ranks.fetched)
         bench.segments.release(placement.segment.path)

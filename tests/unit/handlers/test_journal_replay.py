@@ -54,7 +54,7 @@ def test_journal_replay_emits_the_same_deltas(script: list[JournalEvent], data: 
     """Wherever the service died, the rest of the answer is sent as it would have been, with the draft counts of
     both."""
     one = answer()
-    expected = [untimed(event) for entry in script for event in one.take(entry)]
+    expected = [untimed(event) for entry in script for event in one.assemble(entry)]
     num_retained = data.draw(st.integers(1, len(script)))
     content = b"".join(map(encode_entry, script[:num_retained]))
     retained = [entry for entry, _ in read_entries(BytesIO(content), len(content))]
@@ -65,7 +65,7 @@ def test_journal_replay_emits_the_same_deltas(script: list[JournalEvent], data: 
         assert PROMPT.end_reason(token_ids[-1], len(token_ids)) is None if token_ids else True
         entries = [entry for entry in script[:num_retained] if isinstance(entry, Tokens) and entry.sample == sample]
         assert list(token_ids) == [i for entry in entries for i in entry.token_ids]
-    found += [untimed(event) for entry in script[num_retained:] for event in again.take(entry)]
+    found += [untimed(event) for entry in script[num_retained:] for event in again.assemble(entry)]
     assert again.is_finished
     for sample in range(2):
         mine = [

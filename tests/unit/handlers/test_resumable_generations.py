@@ -67,7 +67,7 @@ class Source:
 
 def hold(source: Source, timers: Timers) -> tuple[ResumableGenerations, ResumableGeneration]:
     generations = ResumableGenerations(timers)
-    return generations, generations.hold("id", REQUEST, source.events())
+    return generations, generations.register("id", REQUEST, source.events())
 
 
 async def read(replay: ResumableGeneration, count: int, token_index: int = 0) -> list[Event]:
@@ -192,7 +192,7 @@ async def test_cancel_ends_the_generation_and_its_readers() -> None:
             await reader
     with pytest.raises(NotFound):
         await generations.cancel("id")
-    again = generations.hold("id", REQUEST, source.events())
+    again = generations.register("id", REQUEST, source.events())
     timers.advance(29.0)
     assert generations.get("id") is again, "the timer of the previous generation is cancelled"
     timers.advance(1.0)
@@ -261,7 +261,7 @@ async def test_failed_generation_is_not_retained() -> None:
     with pytest.raises(RankLost):
         await read(replay, 99)
     assert generations.get("id") is None
-    again = generations.hold("id", REQUEST, Source([]).events())
+    again = generations.register("id", REQUEST, Source([]).events())
     timers.advance(29.0)
     assert generations.get("id") is again
 
@@ -281,7 +281,7 @@ class Failing:
 
     async def fail_next(self) -> None:
         """Makes the generation fail in the next iteration of the event loop."""
-        reading = asyncio.create_task(read(self._generations.hold("id", REQUEST, self.events()), 2))
+        reading = asyncio.create_task(read(self._generations.register("id", REQUEST, self.events()), 2))
         await self._is_waiting.wait()
         reading.cancel()
         await asyncio.wait([reading])
@@ -300,7 +300,7 @@ async def test_failure_at_expiry_does_not_affect_the_successor(num_turns: int) -
         await asyncio.sleep(0)
     source = Source([*HEAD, *deltas([1, 1]), Finished("length")])
     source.allow()
-    successor = generations.hold("id", REQUEST, source.events())
+    successor = generations.register("id", REQUEST, source.events())
     assert (await read(successor, 99))[-1] == Finished("length")
     assert generations.get("id") is successor
     gc.collect()  # asyncio logs a failed task when it is collected
@@ -390,30 +390,30 @@ async def test_client_is_limited_to_its_share() -> None:
         Generate(input="x", sampling=SamplingParams(), resume_seconds=30.0, client=c) for c in ("greedy", "b")
     )
     for number in range(2):
-        generations.hold(f"greedy {number}", greedy, Source([]).events())
+        generations.register(f"greedy {number}", greedy, Source([]).events())
     with pytest.raises(ResourceExhausted, match="'greedy' has 2 .* of 3") as caught:
-        generations.hold("greedy 2", greedy, Source([]).events())
+        generations.register("greedy 2", greedy, Source([]).events())
     assert caught.value.retry_seconds is not None
-    generations.hold("other", other, Source([]).events())
+    generations.register("other", other, Source([]).events())
     with pytest.raises(ResourceExhausted, match="3 resumable generations exist"):
-        generations.hold("other 1", other, Source([]).events())
+        generations.register("other 1", other, Source([]).events())
     await generations.cancel("greedy 0")
-    generations.hold("greedy 2", greedy, Source([]).events())
+    generations.register("greedy 2", greedy, Source([]).events())
 
 
 async def test_tenant_is_limited_to_its_share_for_all_clients() -> None:
     generations = ResumableGenerations(Timers(), max_resumable=4, tenant_share=1 / 2)
     requested = Generate(input="x", sampling=SamplingParams(), resume_seconds=30.0, tenant="acme")
     for client in ("a", "b"):
-        generations.hold(client, replace(requested, client=client), Source([]).events())
+        generations.register(client, replace(requested, client=client), Source([]).events())
     with pytest.raises(ResourceExhausted, match="tenant acme has 2 .* of 4"):
-        generations.hold("c", replace(requested, client="c"), Source([]).events())
-    generations.hold("d", replace(requested, tenant="bolt"), Source([]).events())
+        generations.register("c", replace(requested, client="c"), Source([]).events())
+    generations.register("d", replace(requested, tenant="bolt"), Source([]).events())
 
 
 async def test_number_of_retained_generations_is_bounded() -> None:
     generations = ResumableGenerations(Timers(), max_resumable=1)
-    generations.hold("id", replace(REQUEST, client="another"), Source([]).events())
+    generations.register("id", replace(REQUEST, client="another"), Source([]).events())
     with pytest.raises(ResourceExhausted) as caught:
-        generations.hold("other", REQUEST, Source([]).events())
+        generations.register("other", REQUEST, Source([]).events())
     assert caught.value.retry_seconds is not None

@@ -68,7 +68,7 @@ def test_segments_of_other_contexts_are_not_evicted() -> None:
     pool.rest("a")
     assert (pool.evicted("a"), pool.evicted("b")) == ([0, 2], [0, 1])
     assert pool.placer.num_free.sharded == 40
-    assert pool.segments.take_forgotten() == (1, 0, 2)
+    assert pool.segments.pop_forgotten() == (1, 0, 2)
     assert [placement.loss.left for placement in pool.activate("b") if placement.loss] == [[(0, 8)], [(8, 20)]]
     assert (pool.evicted("a"), pool.evicted("b")) == ([2], [])
     pool.contexts.delete("b")
@@ -77,7 +77,7 @@ def test_segments_of_other_contexts_are_not_evicted() -> None:
     pool.contexts.delete("a")
     pool.audit()
     assert not list(pool.segments.placements)
-    assert pool.segments.take_forgotten() == (), "ranks have forgotten them"
+    assert pool.segments.pop_forgotten() == (), "ranks have forgotten them"
 
 
 def test_fork_of_an_evicted_context_is_evicted() -> None:
@@ -97,7 +97,7 @@ def test_least_recently_used_contexts_are_evicted_first() -> None:
     pool = Pool(num_blocks=6)
     for name in ("a", "b", "c", "d"):
         pool.append(name, 8)
-    pool.contexts.use(pool.contexts.get("a"))
+    pool.contexts.mark_used(pool.contexts.get("a"))
     pool.contexts.get("b").is_pinned = True
     pool.in_use = {"c"}
     assert pool.evictor.num_spare == BlockCount(4)

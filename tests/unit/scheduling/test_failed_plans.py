@@ -56,7 +56,7 @@ def test_row_that_cannot_be_placed_fails_only_its_request(
     check_ended(bench, jobs.pop(place))
     assert [bench.tokens(job) for job in jobs] == [bench.alone(5, 9)] * 2
     assert bench.scheduler.num_running == bench.scheduler.num_waiting == 0
-    assert len(bench.scheduler.take_faults()) == 1
+    assert len(bench.scheduler.pop_faults()) == 1
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
@@ -122,7 +122,7 @@ def test_failed_recomputation_fails_only_requests_of_its_context(
     bench.run()
     assert bench.tokens(running) == bench.alone(5, 60)
     assert [bench.tokens(job) for job in others] == [bench.alone(3, 4)] * 2
-    assert bench.scheduler.take_faults()
+    assert bench.scheduler.pop_faults()
 
 
 def test_queued_job_that_can_never_begin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_context_that_cannot_be_activated_does_not_block_others(monkeypatch: pyt
     monkeypatch.setattr(type(contexts), "activate", fail)
     bench.scheduler.preload()
     assert (contexts.get("good").is_evicted, contexts.get("bad").is_evicted) == (True, False)
-    assert len(bench.scheduler.take_faults()) == 1
+    assert len(bench.scheduler.pop_faults()) == 1
 
 
 def test_blocks_are_allocated_completely_or_not_allocated() -> None:
