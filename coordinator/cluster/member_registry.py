@@ -1,83 +1,35 @@
-"""The registry of live members: their startup state, their progress in the current step, and loss detection."""
+"""The registry of live members: their startup state, and their losses. Silent members are found by
+`HeartbeatMonitor`."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.cluster.control_socket import ControlSocket
+from coordinator.cluster.heartbeat_monitor import HeartbeatMonitor
+from coordinator.cluster.member import Member
 from coordinator.cluster.model_consistency import check_joiner
 from coordinator.cluster.ports import EpochEnd, Kill, MemberEvent, MemberLost, Where
 from longleaf.errors import StartError
-from longleaf.formatting import human_seconds
-from longleaf.rank_protocol.member_messages import HEARTBEAT_SECONDS, Heartbeat, Hello, Load, Loaded, MemberProgress
+from longleaf.rank_protocol.member_messages import Hello, Load
 from longleaf.rank_protocol.rank_spec import ConnectInfo
 
-PATIENCE_SECONDS = 15.0
-"""Minimum heartbeat timeout in seconds for a member that is loading the model, because libraries can block all of its
-threads during the load.
-"""
-IS_SILENT = 2
-"""Missed heartbeats after which a member counts as silent."""
-FRESH_SECONDS = 3 * HEARTBEAT_SECONDS
-"""The time in seconds within which a healthy member reports its progress again."""
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Member:
-    """One worker process."""
-
-    number: int
-    hello: Hello | None = None
-    is_loading: bool = False
-    """The member was ordered to load the model."""
-    is_loaded: bool = False
-    num_heartbeats: int = 0
-    num_missed_heartbeats: int | None = None
-    """Seconds since the last message; None before the first."""
-    progress: MemberProgress = field(default_factory=MemberProgress)
-    num_late: int = 0
-    """Consecutive epochs that the member has neither joined nor aborted in time."""
-    loss_reason: str = ""
-    """The reason why the member is lost or is being killed; empty for a healthy member."""
-
-    @property
-    def node(self) -> str:
-        return self.hello.node if self.hello is not None else ""
-
-    @property
-    def is_silent(self) -> bool:
-        return self.num_missed_heartbeats is None or self.num_missed_heartbeats > IS_SILENT
-
-    def on_message(self, message: Hello | Loaded | Heartbeat) -> None:
-        """Update the state from a message. Raises ValueError for a message that is repeated or arrives too early."""
-        match message:
-            case Hello() if self.hello is None:
-                self.hello = message
-            case Loaded() if self.is_loading:
-                self.is_loaded = True
-            case Heartbeat():
-                self.progress = message.progress
-                self.num_heartbeats += 1
-            case _:
-                raise ValueError(f"invalid message from member {self.number}: {type(message).__name__} out of order")
 
 
 class MemberRegistry:
     """The members, by number; a number is never reused. `kill` ends the process of a member, `where` returns its
     location.
 
-    Needs a running event loop. Every method except `lost` must be called on the thread of that loop.
+    Needs a running event loop. Every method except `report_exit` must be called on the thread of that loop.
     """
 
     def __init__(self, channel: ControlSocket, kill: Kill, where: Where, lost_after: float) -> None:
         self._channel = channel
         self._kill_process = kill
         self.where = where
-        self._lost_after = lost_after
         self._loop = asyncio.get_running_loop()
         self._members: dict[int, Member] = {}
         self._next = 0
@@ -85,7 +37,7 @@ class MemberRegistry:
         self._changed = asyncio.Event()
         self._observers: list[Callable[[MemberEvent], None]] = []
         self._is_over = False
-        self._heartbeat_task = self._loop.create_task(self._watch_heartbeats())
+        self.heartbeats = HeartbeatMonitor(self, lost_after)
         self._tasks: set[asyncio.Task[None]] = set()
         """Running operations on members, such as kills."""
         self.has_supervisor = False
@@ -195,7 +147,7 @@ class MemberRegistry:
         self.remove_lost(number, "was killed")
 
     def run_in_background(self, work: Awaitable[None]) -> None:
-        """Run `work` in the background; `settle` waits for it."""
+        """Run `work` in the background; `wait_killed` waits for it."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -222,51 +174,10 @@ class MemberRegistry:
         if not self._is_over:  # after `close` the member left on request
             self.publish(MemberLost(number, rank, epoch, member.node, member.loss_reason, self.has_supervisor))
 
-    # --- heartbeats ---
-
-    async def _watch_heartbeats(self) -> None:
-        """Count the seconds since the last message of each member. Counting ticks, unlike comparing timestamps,
-        tolerates a coordinator process that was itself suspended.
-        """
-        while True:
-            await asyncio.sleep(HEARTBEAT_SECONDS)
-            for member in self:
-                if member.num_missed_heartbeats is None:
-                    continue
-                member.num_missed_heartbeats += 1
-                limit = self._lost_after if member.is_loaded else max(self._lost_after, PATIENCE_SECONDS)
-                if member.num_missed_heartbeats > limit:
-                    self.kill(member.number, f"no heartbeat for {human_seconds(limit)}")
-
-    async def find_straggler(self, numbers: Iterable[int], is_over: Callable[[], bool]) -> Member | None:
-        """Return the member that blocks the others, among members that are all in the same step.
-
-        Waits until each member has reported its progress again or its time is up. The result is the member with the
-        oldest report, else the single member with the least progress. None when several members are equally behind, or
-        when `is_over` becomes true meanwhile.
-        """
-        members = [member for number in numbers if (member := self.get(number)) is not None]
-        heard = [member.num_heartbeats for member in members]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(FRESH_SECONDS):
-                await self.wait_until(
-                    lambda: is_over() or all(one.num_heartbeats > old for one, old in zip(members, heard, strict=True))
-                )
-        return None if is_over() else straggler_of(members)
-
     async def close(self) -> None:
         """Cancel the running operations on members. Members that end from now on are not reported as lost."""
         self._is_over = True
-        tasks = [self._heartbeat_task, *self._tasks]
+        tasks = [self.heartbeats.task, *self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-
-
-def straggler_of(members: Sequence[Member]) -> Member | None:
-    silent = [member for member in members if member.is_silent]
-    if silent:
-        return max(silent, key=lambda member: (member.num_missed_heartbeats or 0, -member.number))
-    least = min((member.progress for member in members), default=None)
-    behind = [member for member in members if member.progress == least]
-    return behind[0] if len(behind) == 1 < len(members) else None

@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from coordinator.cluster.member_registry import Member, MemberRegistry
+from coordinator.cluster.member import Member
+from coordinator.cluster.member_registry import MemberRegistry
 from coordinator.cluster.ports import MemberEvent, MemberLost
 from longleaf.rank_protocol.log_messages import MAX_TEXT_BYTES, Logged
 

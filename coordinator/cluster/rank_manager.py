@@ -15,7 +15,8 @@ from coordinator.cluster.control_socket import ControlSocket
 from coordinator.cluster.groups.group import RankGroup
 from coordinator.cluster.groups.rendezvous import in_rank_order
 from coordinator.cluster.loss_history import LossHistory
-from coordinator.cluster.member_registry import Member, MemberRegistry
+from coordinator.cluster.member import Member
+from coordinator.cluster.member_registry import MemberRegistry
 from coordinator.cluster.model_consistency import check_models
 from coordinator.cluster.ports import (
     EpochEnd,

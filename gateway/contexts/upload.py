@@ -15,8 +15,8 @@ from starlette.types import Receive
 from gateway.callers import client_of, peer_of, with_deadline
 from gateway.contexts.resources import check_new, context_from_path, context_problem, described
 from gateway.errors import HttpProblem, problem_of
-from gateway.events import EventResponse, event, wait_disconnected
 from gateway.models import model_name
+from gateway.sse import EventResponse, event, wait_disconnected
 from longleaf.errors import InvalidArgument, LongleafError, Unavailable
 from longleaf.types import MAX_TIME, ContextOptions, ContextSettings, IngestHeader, IngestProgress
 

@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from gateway.bodies import MemoryLease, json_response
 from gateway.errors import HttpProblem, problem_of
-from gateway.events import DONE, EventResponse, cancel_on_disconnect, event
 from gateway.openai.models import MISSING
+from gateway.sse import DONE, EventResponse, cancel_on_disconnect, event
 from longleaf.errors import LongleafError, Unavailable
 from longleaf.sampling import Logprobs
 from longleaf.types import Delta, Event, Finished, Progress, Recovering, Started, Usage

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from coordinator.cluster.control_socket import ControlSocket
 from coordinator.cluster.groups.failure_attribution import FailureCollector
 from coordinator.cluster.groups.rendezvous import Rendezvous
-from coordinator.cluster.member_registry import Member, MemberRegistry
+from coordinator.cluster.member import Member
+from coordinator.cluster.member_registry import MemberRegistry
 from coordinator.cluster.ports import EpochEnd, Formation
 from longleaf.config import EngineConfig
 from longleaf.errors import GroupFailed, LongleafError, StartError
@@ -163,7 +164,7 @@ class RankGroup:
         def is_over() -> bool:
             return under_way.result.done() or self.is_suspected
 
-        behind = await self._registry.find_straggler(self.members, is_over)
+        behind = await self._registry.heartbeats.find_straggler(self.members, is_over)
         if is_over():
             return
         reason = f"step {step} exceeded its limit of {human_seconds(under_way.seconds)}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from coordinator.cluster.member_registry import Member
+from coordinator.cluster.member import Member
 from longleaf.rank_protocol.group_messages import Ready, StoreOpened
 
 

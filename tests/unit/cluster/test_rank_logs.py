@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from coordinator.cluster.member_registry import Member
+from coordinator.cluster.member import Member
 from coordinator.cluster.ports import MemberEvent, MemberLost
 from coordinator.cluster.rank_logs import MAX_AT_ONCE, NO_RANK, PER_SECOND, RankLogForwarder
 from longleaf.rank_protocol.encoding import decode_from_rank, encode
