@@ -17,14 +17,14 @@ from typing import NoReturn
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def leave(*_: object) -> NoReturn:
+def exit_immediately(*_: object) -> NoReturn:
     os._exit(0)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # unauthenticated peers must not be able to fill the log
     for _number in SIGNALS:  # the imports below take seconds, and there is nothing to undo yet
-        signal.signal(_number, leave)
+        signal.signal(_number, exit_immediately)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the parent process may have left a blocked signal pending
 
 import argparse
@@ -197,7 +197,7 @@ def serve_on_ray(config: ServiceConfig) -> StartResult:
     try:
         connection = connect(config.ray_address, config.engine.world_size, config.wait_for_ranks, say)
     except SystemExit:  # Ray's reaction to SIGTERM during its start; processes it started end with this one
-        leave()
+        exit_immediately()
     signals = ShutdownSignals()
     for number in SIGNALS:  # not earlier, because Ray replaces handlers with its own
         signal.signal(number, signals.on_signal)
@@ -210,7 +210,7 @@ def serve_on_ray(config: ServiceConfig) -> StartResult:
 def _serve_actor(config: ServiceConfig, signals: ShutdownSignals, waiting: WaitReporter) -> StartResult:
     ray = ray_package()
     actor = _place(config)
-    follow = partial(_follow, actor, signals, config.drain_seconds + STOP_SECONDS)
+    follow = partial(_wait_for_reply, actor, signals, config.drain_seconds + STOP_SECONDS)
     reply = StartResult()
     try:
         reply = follow(actor.start.remote(), partial(_report_missing, actor, waiting))
@@ -260,7 +260,7 @@ def _place(config: ServiceConfig) -> Any:
         raise StartError("ray_address: this Ray cluster already runs a coordinator; it can run only one") from error
 
 
-def _follow(
+def _wait_for_reply(
     actor: Any,
     signals: ShutdownSignals,
     most_seconds: float,

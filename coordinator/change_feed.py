@@ -39,7 +39,7 @@ class ChangeCounter:
         self._count += 1
         self._changed.set()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Ends the source and notifies all waiters."""
         self._over.set()
         self.record()

@@ -37,7 +37,7 @@ class RankFault(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     at_close: FaultKind | None = None
 
-    def strike(self, kind: FaultKind) -> None:
+    def trigger(self, kind: FaultKind) -> None:
         match kind:
             case "raise":
                 raise RuntimeError("was told to raise")
@@ -258,7 +258,7 @@ class EchoRank:
 
     def load(self) -> None:
         if self._fault and self._fault.step == 0:
-            self._fault.strike(self._fault.kind)
+            self._fault.trigger(self._fault.kind)
 
     def join(self, join: Join) -> Ready:
         assert join.nodes[join.rank] == self._spec.node
@@ -271,7 +271,7 @@ class EchoRank:
 
     def start(self, plan: StepPlan) -> StepHandle:
         if self._fault and self._fault.step == plan.step:
-            self._fault.strike(self._fault.kind)
+            self._fault.trigger(self._fault.kind)
         plan = self._sequences.complete(plan)
         tokens = self._block_table.apply(plan)
         for row, end in drafted_ends(plan, tokens):
@@ -320,7 +320,7 @@ class EchoRank:
 
     def close(self) -> None:
         if self._fault and self._fault.at_close:
-            self._fault.strike(self._fault.at_close)
+            self._fault.trigger(self._fault.at_close)
 
 
 class EchoMain:

@@ -53,7 +53,7 @@ OPEN_UNTRIED: OpenStore = partial(Storage.open, is_tried=False)
 
 
 class Rank:
-    """Executes step plans. Lifecycle: greet, load, then, for each epoch, join, execute ..., leave; close.
+    """Executes step plans. Lifecycle: make_hello, load, then, for each epoch, join, execute ..., leave; close.
 
     `load` sets `model`, `pool`, `backend` and `graphs`. These attributes, `sampler` and `last_ids` outlast epochs;
     `epoch` does not. Tests may replace these attributes to inject errors or to record calls.

@@ -38,8 +38,8 @@ class QuotaEnforcer:
         self._num_uploads = num_uploads
         self._coming = defaultdict[str, Counter[str]](Counter)
         """Contexts and tokens by tenant that are being created and that `usage` does not include yet."""
-        self._ins = defaultdict[str, LeakyBucket](lambda: LeakyBucket(clock))
-        self._outs = defaultdict[str, LeakyBucket](lambda: LeakyBucket(clock))
+        self._input_buckets = defaultdict[str, LeakyBucket](lambda: LeakyBucket(clock))
+        self._output_buckets = defaultdict[str, LeakyBucket](lambda: LeakyBucket(clock))
 
     @property
     def _caller(self) -> Caller:
@@ -56,7 +56,7 @@ class QuotaEnforcer:
                 limit = f"{quotas.generations} may run and {quotas.waiting} may wait"
                 message = f"{usage.running} run and {usage.waiting} wait; at most {limit}"
                 _refuse(caller, "waiting" if quotas.waiting else "generations", message, RETRY_SECONDS)
-        self._check_rate(caller, "tokens_out_per_minute", self._outs)
+        self._check_rate(caller, "tokens_out_per_minute", self._output_buckets)
         self.check_rate_in()
 
     @contextmanager
@@ -70,7 +70,7 @@ class QuotaEnforcer:
     def charge_input(self, num_tokens: int) -> None:
         """Counts tokens that running work reads. It is never rejected."""
         caller = self._caller
-        self._ins[caller.tenant].add(num_tokens, caller.quotas.tokens_in_per_minute)
+        self._input_buckets[caller.tenant].add(num_tokens, caller.quotas.tokens_in_per_minute)
 
     def check_context(self, num_contexts: int, num_tokens: int) -> None:
         """Checks whether `num_contexts` more contexts (may be 0) and `num_tokens` more tokens in contexts fit. Raises
@@ -123,7 +123,7 @@ class QuotaEnforcer:
 
     def check_rate_in(self) -> None:
         """Checks whether more tokens may be read. Raises ResourceExhausted."""
-        self._check_rate(self._caller, "tokens_in_per_minute", self._ins)
+        self._check_rate(self._caller, "tokens_in_per_minute", self._input_buckets)
 
     def _check_rate(self, caller: Caller, name: str, buckets: defaultdict[str, LeakyBucket]) -> None:
         rate: int | None = getattr(caller.quotas, name)
@@ -137,14 +137,14 @@ class QuotaEnforcer:
     # --- as an Observer ---
 
     @contextmanager
-    def call(self, record: CallRecord) -> Generator[None, None, None]:
+    def observe_call(self, record: CallRecord) -> Generator[None, None, None]:
         """Does not count calls."""
         yield
 
     @contextmanager
-    def generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
+    def observe_generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
         """Counts generated tokens."""
-        rate, bucket = self._caller.quotas.tokens_out_per_minute, self._outs[tenant]
+        rate, bucket = self._caller.quotas.tokens_out_per_minute, self._output_buckets[tenant]
 
         def on_event(event: Event) -> None:
             if isinstance(event, Tokens):

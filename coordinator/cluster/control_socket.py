@@ -33,15 +33,15 @@ added to both. If a member sends a larger message, ZMQ closes its connection bef
 MAX_AT_ONCE = 64
 """Messages handled per turn of the event loop."""
 
-Take = Callable[[int, FromRank], None]
+OnMessage = Callable[[int, FromRank], None]
 """Handles a message from a member. Raises ValueError for a message that the member may not send."""
 
 
 class ControlSocket:
-    """The channel at `host`. Must be created inside a running event loop; `take` is called on this loop."""
+    """The channel at `host`. Must be created inside a running event loop; `on_message` is called on this loop."""
 
-    def __init__(self, config: EngineConfig, host: str, take: Take) -> None:
-        self._take = take
+    def __init__(self, config: EngineConfig, host: str, on_message: OnMessage) -> None:
+        self._on_message = on_message
         self._context = zmq.asyncio.Context()
         self._members = MemberAuthenticator(self._context)
         # Untyped, because the package's own annotations are partial. Not a zmq.asyncio socket: its futures would delay
@@ -115,7 +115,7 @@ class ControlSocket:
             if member is not None:
                 try:
                     message = self._read(member, frames)
-                    self._take(member, message)
+                    self._on_message(member, message)
                     self._resend_fences(member, message)
                 except ValueError as error:
                     self._ignored.add(str(error))

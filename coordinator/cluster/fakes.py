@@ -266,7 +266,7 @@ class FakeFleet:
     async def launch(self, config: EngineConfig, invitations: Sequence[ConnectInfo], on_death: OnDeath) -> None:
         raise AssertionError("there is no place")
 
-    def where(self, member: int) -> str:
+    def location_of(self, member: int) -> str:
         return ""
 
     async def kill(self, member: int) -> None:

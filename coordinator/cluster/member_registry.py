@@ -11,7 +11,7 @@ from coordinator.cluster.control_socket import ControlSocket
 from coordinator.cluster.heartbeat_monitor import HeartbeatMonitor
 from coordinator.cluster.member import Member
 from coordinator.cluster.model_consistency import check_joiner
-from coordinator.cluster.ports import EpochEnd, Kill, MemberEvent, MemberLost, Where
+from coordinator.cluster.ports import EpochEnd, Kill, LocationOf, MemberEvent, MemberLost
 from longleaf.errors import StartError
 from longleaf.rank_protocol.member_messages import Hello, Load
 from longleaf.rank_protocol.rank_spec import ConnectInfo
@@ -20,16 +20,16 @@ log = logging.getLogger(__name__)
 
 
 class MemberRegistry:
-    """The members, by number; a number is never reused. `kill` ends the process of a member, `where` returns its
+    """The members, by number; a number is never reused. `kill` ends the process of a member, `location_of` returns its
     location.
 
     Needs a running event loop. Every method except `report_exit` must be called on the thread of that loop.
     """
 
-    def __init__(self, channel: ControlSocket, kill: Kill, where: Where, lost_after: float) -> None:
+    def __init__(self, channel: ControlSocket, kill: Kill, location_of: LocationOf, lost_after: float) -> None:
         self._channel = channel
         self._kill_process = kill
-        self.where = where
+        self.location_of = location_of
         self._loop = asyncio.get_running_loop()
         self._members: dict[int, Member] = {}
         self._next = 0

@@ -22,10 +22,10 @@ from coordinator.cluster.ports import (
     EpochEnd,
     Formation,
     Kill,
+    LocationOf,
     MemberEvent,
     MemberJoined,
     MemberLost,
-    Where,
     unknown_node,
 )
 from coordinator.cluster.rank_logs import RankLogForwarder
@@ -68,23 +68,24 @@ def _log(event: MemberEvent) -> None:
 
 
 class RankManager:
-    """Manages the ranks over ZMQ. Must be created inside a running event loop; `lost` may be called from any thread.
+    """Manages the ranks over ZMQ. Must be created inside a running event loop; `on_process_exit` may be called from any
+    thread.
 
-    `kill` ends the process of a member that is silent or blocks the others, before the member counts as lost. `where`
-    returns the location of a member, like `Fleet.where`. `wall_clock` supplies the timestamps of losses.
-    """
+    `kill` ends the process of a member that is silent or blocks the others, before the member counts as lost.
+    `location_of` returns the location of a member, like `Fleet.location_of`. `wall_clock` supplies the timestamps of
+    losses."""
 
     def __init__(
         self,
         config: EngineConfig,
         host: str = LOOPBACK,
         kill: Kill = no_process,
-        where: Where = unknown_node,
+        location_of: LocationOf = unknown_node,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._config = config
         self._channel = ControlSocket(config, host, self._on_message)
-        self.registry = MemberRegistry(self._channel, kill, where, config.lost_after)
+        self.registry = MemberRegistry(self._channel, kill, location_of, config.lost_after)
         """The live members."""
         self.invitations = tuple(self.registry.invite()[1] for _ in range(config.world_size))
         """The connection information of the first members, in the order of their numbers."""

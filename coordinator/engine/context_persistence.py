@@ -238,7 +238,7 @@ class ContextPersistence:
 
     def check_free(self, context_id: str) -> None:
         """Raises AlreadyExists if the name is in use."""
-        if context_id in self._contexts or self._scheduler.is_read_into(context_id):
+        if context_id in self._contexts or self._scheduler.is_ingesting_into(context_id):
             raise AlreadyExists(f"contexts/{context_id}")
 
     async def adopt(
@@ -258,9 +258,8 @@ class ContextPersistence:
         return self._scheduler.segments.reserve_ids(count)
 
     async def persist_reserved_id(self, segment_id: int) -> None:
-        """Ensure that an id from `take_ids` is never reused, even if its segment is not stored: names of objects on
-        storage may contain the id. Raises StorageUnavailable.
-        """
+        """Ensure that an id from `reserve_segment_ids` is never reused, even if its segment is not stored: names of
+        objects on storage may contain the id. Raises StorageUnavailable."""
         if segment_id >= self._num_recorded:
             number = segment_id + IDS_AT_ONCE
             await self._commit(Change(next_segment=number))

@@ -287,7 +287,7 @@ class Engine(ContextService):
                 self._run_once(scheduler)
                 if self._epochs.is_over or (self._epochs.may_grow and not self._steps):
                     await self._steps.abandon()
-                    await self._epochs.follow(scheduler, lambda: self._publish(scheduler))
+                    await self._epochs.form_next(scheduler, lambda: self._publish(scheduler))
                 else:
                     await self._wait(scheduler)
         except asyncio.CancelledError:
@@ -360,7 +360,7 @@ class Engine(ContextService):
         """End every stream with `error` and refuse later calls."""
         self._failure = error
         self._readers.close_all(error)
-        self.changes.end()
+        self.changes.close()
 
     def end_streams(self, reason: str = STOPPING) -> None:
         """End every stream with Unavailable and `reason`, or with the failure that stopped the engine before, and

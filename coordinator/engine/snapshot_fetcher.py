@@ -65,7 +65,7 @@ class SnapshotFetcher:
         """The reasons for damaged segments, by segment id, until the segments are removed from the catalog. The removal
         waits until their fetches have ended.
         """
-        self._forgetting: set[int] = set()
+        self._being_removed: set[int] = set()
 
     def begin(self, restoring: RestorePlanner) -> None:
         restoring.is_stored = self._is_stored
@@ -85,17 +85,17 @@ class SnapshotFetcher:
             for member in self._sent.pop(ticket, ()):
                 self._start(self._discard(member, ticket))
         for segment in restoring.pop_wanted():
-            self._start(self._offer(restoring, segment))
+            self._start(self._read_manifest(restoring, segment))
         for part in restoring.pop_ordered():
             if part.ticket not in discarded:  # else the fetched piece would never be discarded
-                self._order(restoring, part)
+                self._start_fetch(restoring, part)
         for segment_id in [one for one in self._pieces if not restoring.needs(one)]:
             del self._pieces[segment_id]
         damaged = self._damaged.items()
-        free = {one: why for one, why in damaged if not (restoring.needs(one) or one in self._forgetting)}
+        free = {one: why for one, why in damaged if not (restoring.needs(one) or one in self._being_removed)}
         if free:
-            self._forgetting |= free.keys()
-            self._start(self._forget(free))
+            self._being_removed |= free.keys()
+            self._start(self._remove_damaged(free))
 
     def _mark_damaged(self, restoring: RestorePlanner, segment_id: int, reason: str) -> None:
         """Mark a segment as damaged on storage. Neither it nor any segment of its archive is restored from then on."""
@@ -103,7 +103,7 @@ class SnapshotFetcher:
         for other in self._manifests.imported_with(segment_id):
             if other != segment_id:
                 self._damaged.setdefault(other, f"it was imported with segment {segment_id}, which is damaged")
-                restoring.refuse(other)
+                restoring.mark_unavailable(other)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -112,26 +112,26 @@ class SnapshotFetcher:
 
     # --- manifests ---
 
-    async def _offer(self, restoring: RestorePlanner, segment: Segment) -> None:
+    async def _read_manifest(self, restoring: RestorePlanner, segment: Segment) -> None:
         try:
             async with asyncio.timeout(FETCH_SECONDS):
                 manifest = await self._manifests.manifest(segment)
             self._pieces[segment.id] = manifest
             windows = manifest.windows.runs if manifest.windows else ()
-            restoring.offer(segment.id, [piece.runs for piece in manifest.pieces], windows)
+            restoring.set_pieces(segment.id, [piece.runs for piece in manifest.pieces], windows)
         except (NotFound, DataLoss) as error:
             self._mark_damaged(restoring, segment.id, str(error))
-            restoring.refuse(segment.id)
+            restoring.mark_unavailable(segment.id)
         except (LongleafError, TimeoutError) as error:
             reason = _reason(error)
             log.warning("recomputing segment %d: cannot read its manifest: %s", segment.id, reason)
-            restoring.refuse(segment.id)
+            restoring.mark_unavailable(segment.id)
         except Exception as error:  # otherwise the planner would wait forever for an answer
             log.error("recomputing segment %d: unexpected error", segment.id, exc_info=error)
-            restoring.refuse(segment.id)
+            restoring.mark_unavailable(segment.id)
         self._on_change()
 
-    async def _forget(self, damaged: Mapping[int, str]) -> None:
+    async def _remove_damaged(self, damaged: Mapping[int, str]) -> None:
         while True:
             try:
                 await self._manifests.forget(damaged)
@@ -141,12 +141,12 @@ class SnapshotFetcher:
                 log.warning("cannot remove the damaged snapshot of segment %d: %s", segment_id, error)
             await asyncio.sleep(FORGET_SECONDS)
         for segment_id in damaged:
-            self._forgetting.discard(segment_id)
+            self._being_removed.discard(segment_id)
             del self._damaged[segment_id]
 
     # --- pieces ---
 
-    def _order(self, restoring: RestorePlanner, part: RestoreChunk) -> None:
+    def _start_fetch(self, restoring: RestorePlanner, part: RestoreChunk) -> None:
         found = self._pieces.get(part.segment)
         piece = None if found is None else found.windows if part.piece == OF_WINDOWS else found.pieces[part.piece]
         if piece is None:  # the epoch has ended in the meantime
@@ -168,18 +168,18 @@ class SnapshotFetcher:
         except DataLoss as error:
             self._mark_damaged(restoring, part.segment, str(error))
             if self._manifests.imported_with(part.segment):
-                restoring.refuse(part.segment)
+                restoring.mark_unavailable(part.segment)
             restoring.on_fetched(part.ticket, is_there=False)
         except (StorageUnavailable, TimeoutError) as error:
             reason = _reason(error)
             if restoring.needs(part.segment):
                 log.warning("recomputing segment %d: cannot fetch %s: %s", part.segment, piece.name, reason)
-            restoring.refuse(part.segment)
+            restoring.mark_unavailable(part.segment)
         except Unavailable:
             return  # the epoch ends, or the piece is no longer needed
         except Exception as error:
             log.error("recomputing segment %d: unexpected error", part.segment, exc_info=error)
-            restoring.refuse(part.segment)
+            restoring.mark_unavailable(part.segment)
         else:
             restoring.on_fetched(part.ticket, is_there=True)
         self._on_change()

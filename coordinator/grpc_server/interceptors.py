@@ -75,7 +75,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
                 return
             record = CallRecord(method, call.peer(), plain_headers(call))
             CURRENT.set(record)
-            with self._observers.call(record):
+            with self._observers.observe_call(record):
                 await _answer(record, self._serve(record, handler, call), call)
 
         untyped: Any = grpc
@@ -88,7 +88,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
             try:
                 if is_served:
                     await self._admit(record, call)
-                with self._readiness.enter(record.method):
+                with self._readiness.admit(record.method):
                     await self._respond(handler, call, incoming)
             except LongleafError:
                 if handler.request_streaming:

@@ -88,7 +88,7 @@ class ResumableGeneration:
         """Whether the service ended before the answer did."""
         return isinstance(self._error, Unavailable) and not isinstance(self._error, StorageUnavailable)
 
-    def answers(self, request: Generate) -> bool:
+    def matches(self, request: Generate) -> bool:
         """Whether `request` has the same input."""
         return request_digest(request) == self._question
 

@@ -156,7 +156,7 @@ class UploadLease:
             raise Unavailable("another stream continued this upload")
 
     async def work(self, function: Callable[..., None], *arguments: object) -> None:
-        """Like `Upload.work`. Raises Unavailable if another stream has taken over before or during the call, and
+        """Like `Upload.run_prefill`. Raises Unavailable if another stream has taken over before or during the call, and
         Cancelled if a call cancelled the upload."""
         self.check()
         await self.upload.run_prefill(function, *arguments)

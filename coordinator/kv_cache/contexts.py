@@ -257,7 +257,7 @@ class ContextTable:
 
     def activate(self, context: NamedContext) -> Sequence[SegmentPlacement]:
         """Activates a context. Returns the evicted segments of its path, in order; the caller must reload them with
-        `call`."""
+        `begin_reload`."""
         if context.is_evicted:
             context.is_evicted = False
             self._segments.activate(context.path)

@@ -51,7 +51,7 @@ class ContextEvictor:
         in_use = self._in_use()
         for context in self._contexts.list():
             placements = self._segments.placements.for_segments(context.path.segments)
-            has_no_room = any(one.loss is not None and one.loss.promise is None for one in placements)
+            has_no_room = any(one.loss is not None and one.loss.reservation is None for one in placements)
             if has_no_room and not context.is_evicted and context.id not in in_use:
                 self._contexts.evict(context)
 
@@ -75,5 +75,5 @@ class ContextEvictor:
         for placement in self._segments.placements.for_segments(through):
             count = placement.num_idle_references + through[placement.segment]
             if count == placement.num_references - placement.num_cache_references:
-                freed += placement.num_blocks + placement.num_promised
+                freed += placement.num_blocks + placement.num_reserved
         return freed

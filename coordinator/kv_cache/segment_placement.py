@@ -48,10 +48,10 @@ class SegmentPlacement:
         return count_all([self])
 
     @property
-    def num_promised(self) -> BlockCount:
+    def num_reserved(self) -> BlockCount:
         """Blocks reserved for the segment outside `runs`: those of the plan under way and those for its lost ranges."""
         incoming = BlockCount(sum(len(run.blocks) for run in self.incoming))
-        return incoming + self.loss.promise.left if self.loss and self.loss.promise else incoming
+        return incoming + self.loss.reservation.left if self.loss and self.loss.reservation else incoming
 
     def num_wanted(self, block_size: int) -> BlockCount:
         """Its blocks once nothing of it is lost."""

@@ -85,7 +85,7 @@ class SegmentStore:
             placement.seams[end] += 1
 
     def unpin_windows(self, path: TokenPath, end: int) -> None:
-        """Reverts `hold`. Frees windows that are seen from no other position."""
+        """Reverts `pin_windows`. Frees windows that are seen from no other position."""
         for placement in self.placements.for_segments(path.seen(end, self._placer.windows)):
             placement.seams[end] -= 1
             if not placement.seams[end]:
@@ -97,9 +97,11 @@ class SegmentStore:
         self.num_reclaimable -= placement.num_reclaimable
         pool, segment, first_seam = self._placer.window_pool, placement.segment, placement.first_seam
         trimmed = pool.trim(placement.window_runs, first_seam if segment.is_sealed else min(segment.end, first_seam))
-        if placement.loss is not None and placement.loss.promise is not None:  # more blocks are needed to recompute it
+        if (
+            placement.loss is not None and placement.loss.reservation is not None
+        ):  # more blocks are needed to recompute it
             freed = BlockCount(windows=count_blocks(placement.window_runs) - count_blocks(trimmed))
-            self._placer.add(placement.loss.promise, freed)
+            self._placer.add(placement.loss.reservation, freed)
         placement.window_runs = trimmed
         self.num_reclaimable += placement.num_reclaimable
 
@@ -162,7 +164,7 @@ class SegmentStore:
             self._evict_idle(placement)
 
     def activate(self, path: TokenPath) -> None:
-        """Reverts `rest`. Evicted segments of the path stay evicted until `call`."""
+        """Reverts `release_to_idle`. Evicted segments of the path stay evicted until `activate`."""
         for placement in self.placements.for_segments(path.segments):
             placement.num_idle_references -= 1
 
@@ -229,8 +231,8 @@ class SegmentStore:
         if (loss := placement.loss) is None:
             return
         self.placements.note_loss(placement, None)
-        if loss.promise is not None:
-            self._placer.release(loss.promise)
+        if loss.reservation is not None:
+            self._placer.release(loss.reservation)
         self._release_frontier(placement, loss)
 
     def drop_frontier(self, placement: SegmentPlacement) -> None:

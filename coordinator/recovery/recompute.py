@@ -31,7 +31,7 @@ class RecomputePlanner:
         """`comes_back` returns whether a segment is being restored from storage; such a segment is not recomputed
         meanwhile."""
         self._placer = placer
-        self._comes_back = comes_back
+        self._is_being_restored = comes_back
         self._segments = segments
         self._placements = segments.placements
         self._rolling: Reservation | None = None
@@ -53,13 +53,13 @@ class RecomputePlanner:
 
     # --- reservations ---
 
-    def forget_promises(self) -> None:
+    def clear_reservations(self) -> None:
         """Releases all reservations, because the new ranks may have fewer blocks."""
         for placement in self._placements.with_losses:
             loss = placement.loss
-            if loss is not None and loss.promise is not None:
-                self._placer.release(loss.promise)
-                loss.promise = None
+            if loss is not None and loss.reservation is not None:
+                self._placer.release(loss.reservation)
+                loss.reservation = None
         self._current = None
         self.return_rolling()
 
@@ -81,16 +81,16 @@ class RecomputePlanner:
         return BlockCount(windows=max(map(pool.chunk_blocks, sizes), default=0))
 
     @property
-    def num_promised(self) -> BlockCount:
+    def num_reserved(self) -> BlockCount:
         """Reserved blocks that belong to no segment."""
         return self._rolling.left if self._rolling else BlockCount()
 
     @property
-    def is_promised(self) -> bool:
+    def is_reserved(self) -> bool:
         """Blocks are reserved for all lost ranges."""
         if self._placer.windows is not None and not self._placements.is_whole and not self._can_roll:
             return False
-        return all(placement.loss.promise for placement in self._placements.with_losses if placement.loss)
+        return all(placement.loss.reservation for placement in self._placements.with_losses if placement.loss)
 
     @property
     def _can_roll(self) -> bool:
@@ -102,7 +102,7 @@ class RecomputePlanner:
         """The segment that uses the window blocks is still being recomputed."""
         return self._current is not None and self._current.loss is not None and self._current.loss is self._lent_to
 
-    def promise(self, paths: Iterable[TokenPath]) -> None:
+    def reserve_lost(self, paths: Iterable[TokenPath]) -> None:
         """Reserves blocks for lost segments as far as possible, first for those on `paths`. Contexts are evicted only
         for these."""
         needed = dict.fromkeys(self._placements.for_segments(segment for path in paths for segment in path.segments))
@@ -110,9 +110,9 @@ class RecomputePlanner:
             self.return_rolling()
             self._rolling = self._reserve(self.num_rolling, may_evict=bool(needed))
         for placement in dict.fromkeys([*needed, *self._placements.with_losses]):
-            if placement.loss is not None and placement.loss.promise is None:
+            if placement.loss is not None and placement.loss.reservation is None:
                 blocks = placement.loss.num_blocks(self._placer.block_size)
-                placement.loss.promise = self._reserve(blocks, may_evict=placement in needed)
+                placement.loss.reservation = self._reserve(blocks, may_evict=placement in needed)
 
     def _reserve(self, blocks: BlockCount, *, may_evict: bool) -> Reservation | None:
         return self._placer.reserve(blocks) if self._segments.make_room(blocks, may_evict=may_evict) else None
@@ -135,15 +135,15 @@ class RecomputePlanner:
     def _plan(self, placement: SegmentPlacement, end: int, size: int) -> Prefill:
         loss, segment = placement.loss, placement.segment
         assert loss is not None
-        assert loss.promise is not None
+        assert loss.reservation is not None
         ranges = [(low, high) for low, high in loss.left if low < end]
-        pieces = self._placer.place_again(ranges, size, loss.promise)
+        pieces = self._placer.place_again(ranges, size, loss.reservation)
         assert pieces
         start, stop = pieces[0].start, pieces[-1].end
         place = min(placement.seams, default=start)
         placement.incoming = pieces  # set first, so that they are freed with the segment if planning fails
         placement.window_runs = self._placer.recompute_windows(
-            placement.window_runs, (start, stop), loss.windows_from, place, loss.promise
+            placement.window_runs, (start, stop), loss.windows_from, place, loss.reservation
         )
         placement.is_reported = True
         self._under_way = placement
@@ -167,7 +167,12 @@ class RecomputePlanner:
 
     def _may_begin(self, placement: SegmentPlacement) -> bool:
         loss = placement.loss
-        return loss is not None and loss.promise is not None and not loss.has_failed and not self._comes_back(placement)
+        return (
+            loss is not None
+            and loss.reservation is not None
+            and not loss.has_failed
+            and not self._is_being_restored(placement)
+        )
 
     def _choose_rolled(self, paths: Iterable[TokenPath]) -> tuple[SegmentPlacement, int] | None:
         """With replicated windows, one segment is recomputed to its end before the next one begins."""
@@ -182,11 +187,11 @@ class RecomputePlanner:
             loss = placement.loss
             if (
                 loss
-                and loss.promise
+                and loss.reservation
                 and self._may_begin(placement)
                 and self._placements.holds(placement.segment.before)
             ):
-                loss.promise.left += self._rolling.left
+                loss.reservation.left += self._rolling.left
                 self._rolling, self._current, self._lent_to = None, placement, loss
                 return placement, placement.segment.end
         return None
@@ -211,10 +216,10 @@ class RecomputePlanner:
 
     def _take_rolling(self, loss: LostRanges) -> None:
         """Keeps the window blocks for the next segment."""
-        assert loss.promise is not None
+        assert loss.reservation is not None
         if self._is_lent:
-            most = min(self.num_rolling.windows, loss.promise.left.windows)  # reloads may have raised num_rolling
-            self._rolling = loss.promise.split(BlockCount(windows=most))
+            most = min(self.num_rolling.windows, loss.reservation.left.windows)  # reloads may have raised num_rolling
+            self._rolling = loss.reservation.split(BlockCount(windows=most))
             self._current = None
 
     def undo(self, suspicion: int, *, is_certain: bool) -> SegmentPlacement | None:
@@ -224,11 +229,11 @@ class RecomputePlanner:
         if placement is None or placement.loss is None:
             return None
         loss = placement.loss
-        assert loss.promise is not None
+        assert loss.reservation is not None
         if suspicion:
             loss.suspicion = add(loss.suspicion, suspicion, is_certain=is_certain)
             loss.suspect_end = max(loss.suspect_end, placement.incoming[-1].end)
-        self._placer.return_unwritten(placement.incoming, loss.promise)
+        self._placer.return_unwritten(placement.incoming, loss.reservation)
         placement.incoming = ()
-        placement.window_runs = self._placer.roll_back(placement.window_runs, loss.first, loss.promise)
+        placement.window_runs = self._placer.roll_back(placement.window_runs, loss.first, loss.reservation)
         return placement

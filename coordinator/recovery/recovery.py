@@ -59,9 +59,9 @@ class RecoveryManager:
         return any(placement.loss.suspicion >= BREAK for placement in self._placements.with_losses if placement.loss)
 
     @property
-    def is_promised(self) -> bool:
+    def is_reserved(self) -> bool:
         """Blocks are reserved for all lost ranges."""
-        return self._recompute.is_promised
+        return self._recompute.is_reserved
 
     @property
     def num_lost(self) -> int:
@@ -74,9 +74,9 @@ class RecoveryManager:
         return self._recompute.num_rolling
 
     @property
-    def num_promised(self) -> BlockCount:
+    def num_reserved(self) -> BlockCount:
         """Reserved blocks that belong to no segment."""
-        return self._recompute.num_promised
+        return self._recompute.num_reserved
 
     @property
     def incoming_runs(self) -> Iterable[Run]:
@@ -113,7 +113,7 @@ class RecoveryManager:
         """Moves the placements to the ranks of the next epoch. No other reservations may exist."""
         assert self._work is None
         bare = self._rebalance.bare | set[int]()
-        self._recompute.forget_promises()
+        self._recompute.clear_reservations()
         first = ranking.before[0]
         has_windows = first is not None and first not in bare and not self._rebalance.is_stuck
         remap(self._placer, self._segments, ranking, has_windows=has_windows)
@@ -129,11 +129,11 @@ class RecoveryManager:
         self._losses |= {placement.segment.id: placement.loss for placement in evicted if placement.loss}
         self.is_over = self.is_over and not evicted
 
-    def promise(self, paths: Sequence[TokenPath]) -> None:
+    def reserve_lost(self, paths: Sequence[TokenPath]) -> None:
         """Reserves blocks for lost segments as far as possible, first for those on `paths`, and orders the fetches that
         are possible then."""
-        if not self.is_promised:
-            self._recompute.promise(paths)
+        if not self.is_reserved:
+            self._recompute.reserve_lost(paths)
         self.restoring.resume(paths)
 
     # --- plans ---

@@ -66,9 +66,8 @@ class _SegmentRestore:
 class RestorePlanner:
     """Plans restores, one plan at a time, of segments with reserved blocks.
 
-    The fetcher polls `pop_wanted`, `pop_ordered` and `pop_discarded`, and reports results with `offer`, `refuse` and
-    `tell`.
-    """
+    The fetcher polls `pop_wanted`, `pop_ordered` and `pop_discarded`, and reports results with `set_pieces`,
+    `mark_unavailable` and `tell`."""
 
     def __init__(self, placer: BlockPlacer, segments: SegmentStore) -> None:
         self._placer = placer
@@ -111,8 +110,8 @@ class RestorePlanner:
     # --- interface of the fetcher ---
 
     def pop_wanted(self) -> list[Segment]:
-        """Removes and returns the segments that the fetcher must look up in storage, and answer with `offer` or
-        `refuse`."""
+        """Removes and returns the segments that the fetcher must look up in storage, and answer with `set_pieces` or
+        `mark_unavailable`."""
         wanted, self._wanted = self._wanted, []
         return wanted
 
@@ -131,7 +130,7 @@ class RestorePlanner:
         broken, self._broken = self._broken, []
         return broken
 
-    def offer(self, segment: int, pieces: Sequence[Sequence[Range]], windows: Sequence[Range]) -> None:
+    def set_pieces(self, segment: int, pieces: Sequence[Sequence[Range]], windows: Sequence[Range]) -> None:
         """Takes the positions of each piece of a segment and of its window piece. Pieces that begin or end within a
         block are not used: recomputing the adjacent tokens would take more blocks than are reserved."""
         if (one := self._returns.get(segment)) is None or one.left is not None:
@@ -150,7 +149,7 @@ class RestorePlanner:
         segment, size = one.placement.segment, self._placer.block_size
         return (low - segment.start) % size == 0 and (high == segment.end or (high - segment.start) % size == 0)
 
-    def refuse(self, segment: int) -> None:
+    def mark_unavailable(self, segment: int) -> None:
         """Storage has no more usable pieces of a segment: the rest is recomputed."""
         if (one := self._returns.get(segment)) is None:
             return
@@ -169,7 +168,7 @@ class RestorePlanner:
         if is_there:
             part.is_there = True
         elif self._placer.windows is not None:
-            self.refuse(part.segment)
+            self.mark_unavailable(part.segment)
         else:
             assert one.left is not None
             one.left = [(index, ranges) for index, ranges in one.left if index != part.piece]
@@ -194,7 +193,7 @@ class RestorePlanner:
 
     def _begin(self, placement: SegmentPlacement) -> _SegmentRestore | None:
         segment, loss = placement.segment, placement.loss
-        if loss is None or loss.promise is None or not loss.may_return or not self.is_stored(segment.id):
+        if loss is None or loss.reservation is None or not loss.may_return or not self.is_stored(segment.id):
             return None
         if placement.incoming:  # it is being recomputed
             return None
@@ -207,7 +206,7 @@ class RestorePlanner:
     def _order(self, one: _SegmentRestore) -> None:
         """Distributes the remaining pieces over the ranks, those with the most free blocks first. No rank gets more
         than its share at once."""
-        placer, promise = self._placer, one.loss.promise
+        placer, promise = self._placer, one.loss.reservation
         assert promise is not None
         is_whole = placer.windows is not None
         share = ceil_div(one.loss.num_blocks(placer.block_size).sharded, len(placer.pools))
@@ -253,7 +252,7 @@ class RestorePlanner:
     def _give_up(self, one: _SegmentRestore, error: Exception) -> None:
         """Abandons the restore of a segment after an unexpected error."""
         self._faults.append(error)
-        self.refuse(one.placement.segment.id)
+        self.mark_unavailable(one.placement.segment.id)
 
     def _ready(self, one: _SegmentRestore) -> list[RestoreChunk]:
         there = [part for part in one.parts.values() if part.is_there]
@@ -266,8 +265,8 @@ class RestorePlanner:
         portions = tuple(RestorePortion(part.ticket, part.runs) for part in parts if part.runs)
         windows = next((part for part in parts if part.piece == OF_WINDOWS), None)
         if windows is not None:
-            assert one.loss.promise is not None
-            placement.window_runs = self._placer.place_windows(self._window_ranges(one), one.loss.promise)
+            assert one.loss.reservation is not None
+            placement.window_runs = self._placer.place_windows(self._window_ranges(one), one.loss.reservation)
         placement.is_reported, self._under_way = True, (one, parts)
         if windows is None:
             return Restore(placement.segment.id, placement.segment.start, portions)
@@ -286,7 +285,7 @@ class RestorePlanner:
     def _is_covered(self, one: _SegmentRestore) -> bool:
         """Whether the pieces cover all lost ranges of a segment, the window piece covers all visible windows, and the
         reservation has enough blocks."""
-        loss, promise, end = one.loss, one.loss.promise, one.placement.segment.end
+        loss, promise, end = one.loss, one.loss.reservation, one.placement.segment.end
         assert one.left is not None
         assert promise is not None
         ranges = self._window_ranges(one)
@@ -327,9 +326,9 @@ class RestorePlanner:
             one.loss.may_return &= not has_broken
             self._broken += [one.placement.segment.id] if has_broken else []
             if not one.is_stale:
-                assert one.loss.promise is not None
+                assert one.loss.reservation is not None
                 one.placement.window_runs = self._placer.roll_back(
-                    one.placement.window_runs, one.loss.first, one.loss.promise
+                    one.placement.window_runs, one.loss.first, one.loss.reservation
                 )
         for one in list(self._returns.values()):
             self._forget(one)
@@ -357,9 +356,9 @@ class RestorePlanner:
         del one.parts[part.ticket]
         self._discarded.append(part.ticket)
         if not one.is_stale:  # otherwise the blocks are free already
-            assert one.loss.promise is not None
+            assert one.loss.reservation is not None
             one.placement.incoming = _without(one.placement.incoming, part.runs)
-            self._placer.return_unwritten(part.runs, one.loss.promise)
+            self._placer.return_unwritten(part.runs, one.loss.reservation)
 
 
 def _without(runs: Sequence[Run], taken: Sequence[Run]) -> tuple[Run, ...]:

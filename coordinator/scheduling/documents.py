@@ -35,7 +35,7 @@ class ContextOperations:
         self._acknowledge(job, now)
         return True
 
-    def is_read_into(self, context_id: str) -> bool:
+    def is_ingesting_into(self, context_id: str) -> bool:
         """Whether a document is being ingested into a context, which may not exist yet."""
         return bool(self._requests.ingests_into(context_id))
 

@@ -44,7 +44,7 @@ class FairOrder:
     equal priorities the client with the fewest tokens served. Neither a priority nor many clients give an advantage
     over another tenant.
 
-    The account of each job must have been added with `enter`.
+    The account of each job must have been added with `add_account`.
     """
 
     def __init__(self) -> None:

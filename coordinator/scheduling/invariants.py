@@ -51,9 +51,9 @@ def audit_placements(
         {one.segment.id: one.num_idle_references for one in placements if one.num_idle_references}
     )
     _audit_seams(placements, placer, [*places, *((segment.path, segment.end) for segment in segments.cached)])
-    promised = [placement.loss.promise for placement in placements.with_losses if placement.loss]
+    promised = [placement.loss.reservation for placement in placements.with_losses if placement.loss]
     reservations = [*(job.tail.reservation for job in running), *(one for one in promised if one)]
-    assert placer.num_reserved == sum((one.left for one in reservations), recovery.num_promised)
+    assert placer.num_reserved == sum((one.left for one in reservations), recovery.num_reserved)
 
 
 def _audit_seams(placements: SegmentPlacements, placer: BlockPlacer, places: Iterable[tuple[TokenPath, int]]) -> None:

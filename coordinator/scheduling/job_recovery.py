@@ -90,7 +90,7 @@ class JobRecovery:
     def shrink_to_fit(self) -> None:
         """Drops or evicts contexts that no longer fit, and fails jobs that no longer fit, because no more ranks are
         expected."""
-        if not self._recovery.is_promised:
+        if not self._recovery.is_reserved:
             for job in self._running_sequences():
                 self._lifecycle.preempt(job)
         for found in self._shrink.too_much(lambda: list(self._lifecycle.requests.jobs())):
@@ -121,19 +121,19 @@ class JobRecovery:
     def resume(self) -> None:
         """Reserves free blocks for lost segments and for documents under way. Documents continue once nothing of their
         paths is lost."""
-        self._promise()
-        if self._evictor is not None and self.is_confirmed and not self._recovery.is_promised:
+        self._reserve_lost()
+        if self._evictor is not None and self.is_confirmed and not self._recovery.is_reserved:
             self._evictor.evict_unreserved()
-            self._promise()  # recomputing the remaining segments may need fewer blocks
+            self._reserve_lost()  # recomputing the remaining segments may need fewer blocks
         self._lifecycle.may_begin = True
         while (waiting := self._resume_ingests()) and self._is_full(waiting):
             self._lifecycle.fail(waiting[-1], ResourceExhausted("pool", NO_ROOM))
         self.is_over = self._recovery.is_over and not waiting
 
-    def _promise(self) -> None:
+    def _reserve_lost(self) -> None:
         """Reserves blocks to recompute the lost tokens, if any are still lost."""
         self._recovery.check_complete()
-        self._recovery.promise(list(self.paths()))
+        self._recovery.reserve_lost(list(self.paths()))
 
     def _resume_ingests(self) -> list[IngestJob]:
         """Resumes the documents under way that can continue. Returns the others."""

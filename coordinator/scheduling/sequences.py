@@ -190,7 +190,7 @@ class Sequence(Job):
     def next_row(self, placer: BlockPlacer) -> Row:
         """Places the tokens of the next step: the rest of the prompt, or the token that was sampled last.
 
-        The id of that token is unknown while the plan that samples it is under way; `take` sets it.
+        The id of that token is unknown while the plan that samples it is under way; `append_token` sets it.
         """
         tail, prefill, index = self.tail, self.prefill, self.num_requested
         start, known = tail.segment.end, tail.placement.window_runs
@@ -246,7 +246,7 @@ class Sequence(Job):
         return structs.replace(row, runs=runs, window_runs=window_runs, **drafted)
 
     def accept(self, token_ids: TokenIds[int]) -> None:
-        """Records that drafts of the last row were accepted; `take` adds their tokens to the answer."""
+        """Records that drafts of the last row were accepted; `append_token` adds their tokens to the answer."""
         self.tail.accept(token_ids)
         self.num_requested += len(token_ids)
 

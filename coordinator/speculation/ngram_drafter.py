@@ -127,7 +127,7 @@ class NgramDrafter:
 
     def _continues_match(self, match: NgramMatch, end: int) -> bool:
         """Whether the tokens up to `end` continue the last match in the same part of the path. Then no longer match is
-        possible in that part, and `_look` is not needed."""
+        possible in that part, and `_search` is not needed."""
         quoted, count = self._quoted, end - self._end
         if quoted is None or not quoted.size or quoted.part == len(self._parts) or count < 0:
             return False

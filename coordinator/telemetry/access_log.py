@@ -38,7 +38,7 @@ class AccessLog:
         self._refused.stop()
 
     @contextmanager
-    def call(self, record: CallRecord) -> Generator[None, None, None]:
+    def observe_call(self, record: CallRecord) -> Generator[None, None, None]:
         """Logs the call when it ends."""
         began = self._clock()
         try:
@@ -47,7 +47,7 @@ class AccessLog:
             self._write(record, self._clock() - began)
 
     @contextmanager
-    def generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
+    def observe_generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
         """Writes nothing: the line of the call is enough."""
         yield _ignore
 

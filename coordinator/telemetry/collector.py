@@ -16,7 +16,7 @@ Labels = Mapping[str, str]
 
 
 class Gauges:
-    """A Collector of the values read by the last `look`. `build` describes the service in constant labels."""
+    """A Collector of the values read by the last `refresh`. `build` describes the service in constant labels."""
 
     def __init__(self, sources: MetricSources, model: str, build: Labels) -> None:
         self._sources = sources

@@ -94,7 +94,7 @@ class UploadBody:
             self._over.set()
         return message.get("body", b"")
 
-    async def leave(self, receive: Receive) -> None:
+    async def wait_left(self, receive: Receive) -> None:
         """Returns when the caller has disconnected; while the body is read, its reader detects that."""
         await self._over.wait()
         if not self._has_left:
@@ -129,7 +129,7 @@ async def upload(request: Request) -> Response:
         raise
     reporting = UploadEvents(model, header, body, first)
     left = (
-        body.leave if first.phase == "receiving" else wait_disconnected
+        body.wait_left if first.phase == "receiving" else wait_disconnected
     )  # the body of a complete upload is not read again
     # EventResponse is callable like a Response, but not a subclass
     return cast(Response, EventResponse(reporting.events(steps), reporting.waiting, left))

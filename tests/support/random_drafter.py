@@ -23,7 +23,7 @@ class RandomDrafter(Drafter):
         self._random = random.Random(seed)
         self._policy = RandomPolicy(self._random)
 
-    def _look(self, job: Sequence) -> Draft:
+    def _draft_next(self, job: Sequence) -> Draft:
         most = min(self._max_drafts, job.most_drafts(self._block_size))
         if most <= 0 or self._drafter_of(job) is None:
             return NO_DRAFT

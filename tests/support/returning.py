@@ -139,7 +139,7 @@ class Returning:
 
     def turn(self) -> None:
         """As the engine does before it waits."""
-        self.recovery.promise([])
+        self.recovery.reserve_lost([])
         self.fetching.run_pending()
 
     async def turn_often(self) -> None:

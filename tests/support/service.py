@@ -374,7 +374,7 @@ async def serving(
     """
     tokenizer = Tokenizer.load(write_model(folder, template=template), DirectRenderer())
     observers = options.get("observers", NO_OBSERVERS)
-    use_cases = Application(
+    application = Application(
         engine,
         tokenizer,
         engine.describe,
@@ -382,13 +382,13 @@ async def serving(
         observers=observers,
         sampling_defaults=sampling_defaults,
     )
-    server = GrpcServer(use_cases, **options)
+    server = GrpcServer(application, **options)
     port = await server.start(host, 0)
     try:
         yield server, join_address(host, port)
     finally:
         await server.stop(None)
-        await use_cases.close()
+        await application.close()
 
 
 class Served:

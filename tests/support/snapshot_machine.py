@@ -92,9 +92,9 @@ class SnapshotMachine(DurableMachine):
         restoring = self.scheduler.restoring
         for segment in restoring.pop_wanted():
             if (found := self.storage.get(segment.id)) is None:
-                restoring.refuse(segment.id)
+                restoring.mark_unavailable(segment.id)
             else:
-                restoring.offer(segment.id, found.ranges, found.window_ranges)
+                restoring.set_pieces(segment.id, found.ranges, found.window_ranges)
         if not self.is_between:
             self.scheduler._job_recovery.resume()
         self.fetching += restoring.pop_ordered()
@@ -114,7 +114,7 @@ class SnapshotMachine(DurableMachine):
         """Storage times out: later answers for the segment are ignored."""
         self._take_orders()
         if self.fetching:
-            self.scheduler.restoring.refuse(data.draw(st.sampled_from(self.fetching), label="part").segment)
+            self.scheduler.restoring.mark_unavailable(data.draw(st.sampled_from(self.fetching), label="part").segment)
 
     def _fetch(self, part: RestoreChunk, is_there: bool) -> None:
         self.fetching.remove(part)

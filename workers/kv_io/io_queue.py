@@ -16,7 +16,7 @@ class IoQueue:
 
     def __init__(self, clock: Clock = time.monotonic, pause: Callable[[], float] = lambda: 0.0) -> None:
         """`clock` counts seconds. After a save is taken, the next one is held back for `pause()` seconds, or as long as
-        `rest` specifies.
+        `pause_saves` specifies.
         """
         self._clock = clock
         self._pause = pause

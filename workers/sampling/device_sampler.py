@@ -173,9 +173,9 @@ class DeviceSampler:
     def choose(
         self, logits_RV: Tensor, parameters: Parameters, needs: Needs, drafts: DraftRows | None = None
     ) -> Tensor:
-        """The result of `fixed_shape.note` for rows; many rows are sampled in slices."""
+        """The result of `fixed_shape.record_tokens` for rows; many rows are sampled in slices."""
         size = logits_RV.shape[-1]
-        most, histories = max(1, MAX_LOGITS // size), self._there(size)
+        most, histories = max(1, MAX_LOGITS // size), self._histories_of(size)
         num_before = min(MAX_DRAFT_TOKENS, len(logits_RV) - 1) if needs.counts_tokens else 0
         before_RM = drafts.before(num_before) if drafts is not None and num_before else None
         found: list[Tensor] = []
@@ -185,7 +185,7 @@ class DeviceSampler:
             found.append(choose(logits_RV[some], parameters.of(some), histories, needs, before_LM))
         return record_tokens(found[0] if len(found) == 1 else torch.cat(found), parameters, histories, needs, drafts)
 
-    def _there(self, vocabulary_size: int) -> TokenHistories:
+    def _histories_of(self, vocabulary_size: int) -> TokenHistories:
         """The histories, which are allocated once."""
         self._histories = self._histories or TokenHistories(vocabulary_size, self._num_sequences, self._device)
         return self._histories
@@ -194,7 +194,7 @@ class DeviceSampler:
         """The chooser of the row's sequence. It is created again when the row brings new terms."""
         if row.terms is not None:
             self.forget([row.sequence])
-            place = self._there(vocabulary_size).begin(row.terms)
+            place = self._histories_of(vocabulary_size).begin(row.terms)
             self._choosers[row.sequence] = DeviceSequenceSampler(row.terms.sampling, place)
         return self._choosers[row.sequence]
 
@@ -211,7 +211,7 @@ class DeviceSampler:
 
 
 def ids_of(reported_RN: Tensor) -> Tensor:
-    """The ids [R], int64, of the result of `fixed_shape.note`, including its markers."""
+    """The ids [R], int64, of the result of `fixed_shape.record_tokens`, including its markers."""
     return reported_RN[:, 0].long()
 
 

@@ -15,7 +15,7 @@ its peers may consider it dead before its own report arrives."""
 class FailureCollector:
     """Collects reports about the members of one epoch, in rank order, and sets the future `verdict` once.
 
-    `kill(member, reason)` must end the member's process and then cause a call of `died`. `under_way` returns the
+    `kill(member, reason)` must end the member's process and then cause a call of `record_exit`. `under_way` returns the
     candidates for the step that the ranks are executing.
     """
 

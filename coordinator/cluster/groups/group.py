@@ -209,7 +209,7 @@ class RankGroup:
         if message.refused and self._has(message):
             self._failures.conclude(StartError(message.reason))
         self._failures.record_failure(
-            message.member, message.reason + self._registry.where(message.member), message.blamed
+            message.member, message.reason + self._registry.location_of(message.member), message.blamed
         )
         self._fence()
 
@@ -224,7 +224,7 @@ class RankGroup:
 
     def on_process_exit(self, member: int, reason: str) -> None:
         """Record that the process of a member has ended."""
-        self._failures.record_exit(member, reason + self._registry.where(member))
+        self._failures.record_exit(member, reason + self._registry.location_of(member))
         self._fence()
 
     def conclude(self, error: LongleafError, steps: tuple[int, ...] = ()) -> None:

@@ -59,7 +59,7 @@ class ContextImporter:
         self._manifests: dict[int, tuple[Attempt, SegmentManifest]] = {}
         self._snapshots: dict[int, SnapshotRecord] = {}
         """Snapshots whose manifests have been written."""
-        self.made: ImportProgress | None = None
+        self.result: ImportProgress | None = None
         """The final report; later bytes are ignored."""
 
     @property
@@ -81,7 +81,7 @@ class ContextImporter:
         return self._unpacking.is_description
 
     async def commit(self) -> None:
-        """Completes the work that an earlier call left undone. Raises the same errors as `take`."""
+        """Completes the work that an earlier call left undone. Raises the same errors as `feed`."""
         if self._pending_item is not None:
             await self._on_item(self._pending_item)
             self._pending_item = None
@@ -92,16 +92,16 @@ class ContextImporter:
         `num_bytes`."""
         await self.commit()
         rest = memoryview(data)
-        while rest and self.made is None:
+        while rest and self.result is None:
             unpack = self._unpacking.feed
             count, self._pending_item = await asyncio.to_thread(unpack, rest) if self._is_long else unpack(rest)
             rest = rest[count:]
             await self.commit()
 
     async def finish(self) -> None:
-        """Creates the context at the end of the archive. Raises the same errors as `take`."""
+        """Creates the context at the end of the archive. Raises the same errors as `feed`."""
         await self.commit()
-        if self.made is not None:
+        if self.result is not None:
             return
         self._unpacking.check_complete()
         assert self._context is not None and self._import_handle is not None
@@ -113,7 +113,7 @@ class ContextImporter:
         record = replace(self._context, segment=self._segments[-1].id, last_used=now)
         with self._quotas.begin_document(1, record.num_tokens):
             context = await self._import_handle.adopt(record, self._segments, snapshots)
-        self.made = ImportProgress(
+        self.result = ImportProgress(
             received_bytes=self.num_bytes, context=context, key_tokens=self._num_key_tokens(record.num_tokens)
         )
         self._segments, self._manifests, self._coming, self._num_described = [], {}, None, 0  # the engine owns them now
@@ -137,7 +137,7 @@ class ContextImporter:
     async def _open(self, head: ContextHead) -> None:
         name = self._header.context or scoped(self._header.tenant, _checked(head.context))
         if self._is_made(name):
-            self.made = ImportProgress(received_bytes=self.num_bytes, context=self._engine.get_context(name))
+            self.result = ImportProgress(received_bytes=self.num_bytes, context=self._engine.get_context(name))
             return
         _check_fingerprint(name, head, await self._engine.fingerprint())
         self._context = _record(name, head, self._header.upload_id, self._wall_clock())

@@ -23,7 +23,7 @@ from coordinator.persistence.snapshots.ports import (
     SnapshotCatalog,
 )
 from coordinator.persistence.snapshots.retention import RetentionPolicy
-from coordinator.persistence.snapshots.segment_writer import Saver
+from coordinator.persistence.snapshots.segment_writer import SegmentWriter
 from coordinator.persistence.snapshots.snapshot_index import SnapshotIndex
 from coordinator.persistence.snapshots.storage_health import StorageHealth
 from coordinator.persistence.snapshots.store import AsyncStore
@@ -86,7 +86,7 @@ class Snapshots:
         self._sender = OutboxSender(self._store, catalog)
         self._health = StorageHealth("writing snapshots")
         self._placements: SegmentSource | None = None
-        self._saver: Saver | None = None
+        self._saver: SegmentWriter | None = None
         self._cleaner: GarbageCollector | None = None
         self._form = KvFormat("", 1)
         self._wanted = dict.fromkeys(segment.id for segment in contents.segments) if policy.mode == "seal" else {}
@@ -111,7 +111,7 @@ class Snapshots:
         for outage in (self._health, self._sender.health):
             outage.watch(on_change)
         self._placements, self._form = placements, form
-        self._saver = Saver(self._store, self._index.service_id, self._fingerprint, form, placements, ranks)
+        self._saver = SegmentWriter(self._store, self._index.service_id, self._fingerprint, form, placements, ranks)
         self._cleaner = GarbageCollector(
             self._store,
             self._index,
@@ -225,7 +225,7 @@ class Snapshots:
         return name
 
     def unpin(self, name: str) -> None:
-        """Release a name returned by `hold`."""
+        """Release a name returned by `pin`."""
         self._sender.unpin(name)
 
     async def write(self, name: str, content: bytes | bytearray) -> None:

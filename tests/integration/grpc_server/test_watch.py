@@ -28,7 +28,7 @@ async def test_watch_ends_with_the_service(service: Served) -> None:
     async with aclosing(service.client.watch_cluster(min_interval=3600)) as changes:
         await anext(changes)
         service.engine.error = Unavailable("the service is stopping")
-        service.engine.changes.end()
+        service.engine.changes.close()
         with pytest.raises(Unavailable, match="the service is stopping"):
             await anext(changes)
 

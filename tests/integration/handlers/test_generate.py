@@ -155,8 +155,8 @@ async def test_continuation_keeps_its_first_space(kind: str, tmp_path: Path) -> 
     engine.answer = ((there,), (hi,))
     template = "{{ '<|user|>' + messages[0].content + '<|assistant|>' }}"
     tokenizer = Tokenizer.load(write_model(tmp_path, fast, template), DirectRenderer())
-    use_cases = Application(engine, tokenizer, engine.describe)
-    server = GrpcServer(use_cases)
+    application = Application(engine, tokenizer, engine.describe)
+    server = GrpcServer(application)
     options: dict[str, Any] = {"max_tokens": 2, "num_logprobs": 0, "with_token_bytes": True}
     async with AsyncClient(f"127.0.0.1:{await server.start('127.0.0.1', 0)}") as client:
         for is_chat, wanted in ((True, "thereHi"), (False, " thereHi")):
@@ -165,7 +165,7 @@ async def test_continuation_keeps_its_first_space(kind: str, tmp_path: Path) -> 
         text, _ = await collect(client.generate([there, hi], use_chat_template=False, **options))
         assert text == " thereHi"
     await server.stop(None)
-    await use_cases.close()
+    await application.close()
 
 
 def test_prompt_of_a_continuation_must_end_with_a_whole_character() -> None:
@@ -182,13 +182,13 @@ async def test_partial_character_bytes_are_refused(service: Served, tmp_path: Pa
     suffixes.decoder = decoders.BPEDecoder()
     engine = FakeEngine()
     tokenizer = Tokenizer.load(write_model(tmp_path / "other", suffixes), DirectRenderer())
-    use_cases = Application(engine, tokenizer, engine.describe)
-    server = GrpcServer(use_cases)
+    application = Application(engine, tokenizer, engine.describe)
+    server = GrpcServer(application)
     async with AsyncClient(f"127.0.0.1:{await server.start('127.0.0.1', 0)}") as client:
         with pytest.raises(InvalidArgument, match="text of its tokens together only") as caught:
             await collect(client.generate("x", num_logprobs=0, with_token_bytes=True))
     await server.stop()
-    await use_cases.close()
+    await application.close()
     assert (caught.value.field, engine.prompts) == ("return_token_bytes", [])
 
 

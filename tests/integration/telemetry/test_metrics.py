@@ -172,11 +172,11 @@ async def test_answer_ended_by_a_stop_string_counts_as_completed(tmp_path: Path)
     engine.answer, engine.is_endless = tuple(ids(each) for each in ("one", " two", " END", " three")), True
     tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
     observers = Observers([RequestMetrics(registry, "echo")])
-    use_cases = Application(engine, tokenizer, engine.describe, observers=observers)
+    application = Application(engine, tokenizer, engine.describe, observers=observers)
     request = Generate(input="count", sampling=SamplingParams(max_tokens=100, stop=("END",)), tenant=ACME)
-    async with aclosing(use_cases.generation.run(request)) as answer:
+    async with aclosing(application.generation.run(request)) as answer:
         text, finished = await collect(answer)
-    await use_cases.close()
+    await application.close()
     assert (text, finished.reason) == ("one two ", "stop")
     seen = Scraped(generate_latest(registry).decode())
     assert seen.value("longleaf_e2e_request_latency_seconds_count", tenant=ACME) == 1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coordinator.kv_cache.block_placer import BlockPlacer
 from longleaf.runs import Run
-from workers.kv_cache.make_block_table import BlockTable, stretches
+from workers.kv_cache.block_table import BlockTable, stretches
 
 BLOCK = 3
 NUM_BLOCKS = 200

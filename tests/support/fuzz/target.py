@@ -232,10 +232,10 @@ async def fuzzed(folder: Path) -> AsyncIterator[Target]:
     engine = Engine(FakeRanks(2, num_blocks=48, vocab=vocabulary), config, max_positions=300)
     async with running(engine) as found:
         transfers = transfer_engine_of(packable(vocabulary=vocabulary, name=PINNED))
-        use_cases = Application(
+        application = Application(
             engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"), transfers=transfers
         )
-        server = GrpcServer(use_cases, drain=stay, reset_slots=int)
+        server = GrpcServer(application, drain=stay, reset_slots=int)
         port = await server.start("127.0.0.1", 0)
         target = Target(engine, f"127.0.0.1:{port}", echoes(4, vocabulary))
         try:
@@ -243,7 +243,7 @@ async def fuzzed(folder: Path) -> AsyncIterator[Target]:
         finally:
             await target.close()
             await server.stop(None)
-            await use_cases.close()
+            await application.close()
     assert found.loop.cancelled() or found.loop.exception() is None
 
 

@@ -146,7 +146,7 @@ def test_output_tokens_count() -> None:
     clock = Clock()
     it = make_enforcer(clock, tokens_out_per_minute=10)
     begins_generation(5)(it)
-    with it.generation("acme/x", "acme") as emit:
+    with it.observe_generation("acme/x", "acme") as emit:
         for index in range(15):
             emit(Tokens(index, (Token(65),)))
     with pytest.raises(ResourceExhausted, match="quotas/tokens_out_per_minute"):

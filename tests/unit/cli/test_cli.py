@@ -159,7 +159,7 @@ async def test_the_cluster_is_watched_as_lines_of_json(terminal: Terminal, capsy
         terminal.engine.running = 7
         terminal.engine.changes.record()
     terminal.engine.error = Unavailable("the service is stopping")
-    terminal.engine.changes.end()
+    terminal.engine.changes.close()
     assert (await process.stderr.read()).decode() == "error: the service is stopping\n"
     assert await process.wait() == 1
 
@@ -168,7 +168,7 @@ async def test_the_cluster_is_watched_as_a_live_table(terminal: Terminal) -> Non
     watching = asyncio.create_task(terminal.run("cluster", "--watch", "--interval", "0.01"))
     await terminal.engine.looked.wait()
     terminal.engine.error = Unavailable("the service is stopping")
-    terminal.engine.changes.end()
+    terminal.engine.changes.close()
     code, out, err = await watching
     assert (code, err) == (1, "error: the service is stopping\n")
     assert all(word in out for word in ("3 running, 2 waiting", "rank", "4711"))

@@ -25,7 +25,7 @@ class FakeCoordinator:
         self.watchers: list[Callable[[MemberEvent], None]] = []
         self.records = RankLogForwarder(self, lambda: self.now)
 
-    def watch(self, observer: Callable[[MemberEvent], None]) -> None:
+    def subscribe(self, observer: Callable[[MemberEvent], None]) -> None:
         self.watchers.append(observer)
 
     def log(self, number: int, *records: LogRecord, num_dropped: int = 0) -> None:

@@ -353,9 +353,9 @@ async def test_segment_dropped_before_its_order_leaves_nothing_on_members() -> N
         placement = bench.lost(3)
         bench.turn()
         await comes(lambda: bench.num_changes)
-        bench.recovery.promise([])  # it is ordered
+        bench.recovery.reserve_lost([])  # it is ordered
         bench.segments.release(placement.segment.path)
-        bench.recovery.promise([])  # and dropped before the poll that would report it
+        bench.recovery.reserve_lost([])  # and dropped before the poll that would report it
         other = bench.lost(4)
         bench.turn()
         await bench.restore_all()

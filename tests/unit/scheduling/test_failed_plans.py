@@ -82,7 +82,7 @@ def test_result_that_cannot_be_committed_fails_only_its_request(
     jobs = [bench.ask(5, max_tokens=9) for _ in range(3)]
     for _ in range(2):
         bench.step()
-    patch_failure(monkeypatch, Sequence, "take", error, lambda job: job.id == jobs[1])
+    patch_failure(monkeypatch, Sequence, "append_token", error, lambda job: job.id == jobs[1])
     bench.run()
     check_ended(bench, jobs.pop(1))
     assert [bench.tokens(job) for job in jobs] == [bench.alone(5, 9)] * 2

@@ -34,7 +34,7 @@ async def test_pause_ends_with_the_service() -> None:
     changes = ChangeCounter()
     pause = asyncio.create_task(changes.pause(3600))
     await asyncio.sleep(0)
-    changes.end()
+    changes.close()
     await pause
     await changes.pause(3600)
 
@@ -76,7 +76,7 @@ async def test_watch_raises_the_error_of_its_reader() -> None:
         following = asyncio.ensure_future(anext(values))
         await asyncio.sleep(0)
         failure.append(Unavailable("stopping"))
-        changes.end()
+        changes.close()
         with pytest.raises(Unavailable, match="stopping"):
             await following
 

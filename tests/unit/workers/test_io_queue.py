@@ -28,7 +28,7 @@ def work(name):
 def taken(orders):
     """The name of the next request, from a separate thread that waits if there is none."""
     found = []
-    thread = threading.Thread(target=lambda: found.append(orders.take()), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(orders.get()), daemon=True)
     thread.start()
     return thread, found
 

@@ -86,7 +86,7 @@ class ScriptedRank:
         return Ready(self._rank, "cpu", "float32", 8, 64, epoch=join.epoch)
 
     def set_layout(self, layout: KvLayout) -> None:
-        self._do("take", layout.epoch)
+        self._do("set_layout", layout.epoch)
 
     def leave(self) -> None:
         self._do("leave")
@@ -241,7 +241,7 @@ def test_member_that_cannot_leave_or_compute_ends(errors, raised):
 
 def test_layout_applies_to_its_epoch():
     log = run_member([], join(2), KvLayout(1, ()), KvLayout(2, ()), plan(1, epoch=2))
-    assert log == [*AGAIN, ("take", 2), ("begin", 1), *of(1)]
+    assert log == [*AGAIN, ("set_layout", 2), ("begin", 1), *of(1)]
 
 
 def test_epoch_that_has_ended_is_not_joined():
