@@ -36,7 +36,7 @@ class QuotaEnforcer:
         self._storage_bytes = storage_bytes
         self._num_upload_tokens = num_upload_tokens
         self._num_uploads = num_uploads
-        self._coming = defaultdict[str, Counter[str]](Counter)
+        self._reserved = defaultdict[str, Counter[str]](Counter)
         """Contexts and tokens by tenant that are being created and that `usage` does not include yet."""
         self._input_buckets = defaultdict[str, LeakyBucket](lambda: LeakyBucket(clock))
         self._output_buckets = defaultdict[str, LeakyBucket](lambda: LeakyBucket(clock))
@@ -78,9 +78,9 @@ class QuotaEnforcer:
         caller, quotas = self._caller, self._caller.quotas
         if quotas.contexts is None and quotas.tokens is None and quotas.storage_bytes is None:
             return
-        usage, coming = self._usage(caller.tenant), self._coming[caller.tenant]
-        resident = usage.tokens + coming["tokens"] + self._num_upload_tokens(caller.tenant)
-        num_resident = usage.contexts + coming["contexts"]
+        usage, reserved = self._usage(caller.tenant), self._reserved[caller.tenant]
+        resident = usage.tokens + reserved["tokens"] + self._num_upload_tokens(caller.tenant)
+        num_resident = usage.contexts + reserved["contexts"]
         if quotas.contexts is not None and num_contexts and num_resident + num_contexts > quotas.contexts:
             _refuse(caller, "contexts", f"{num_resident:,} exist, and the limit is {quotas.contexts:,}")
         if quotas.tokens is not None and resident + num_tokens > quotas.tokens:
@@ -96,12 +96,12 @@ class QuotaEnforcer:
     def reserve_contexts(self, num_contexts: int, num_tokens: int) -> Generator[None, None, None]:
         """Reserves contexts and tokens in contexts while the body creates them. Raises ResourceExhausted."""
         self.check_context(num_contexts, num_tokens)
-        tenant, coming = self._caller.tenant, Counter(contexts=num_contexts, tokens=num_tokens)
-        self._coming[tenant] += coming
+        tenant, reserved = self._caller.tenant, Counter(contexts=num_contexts, tokens=num_tokens)
+        self._reserved[tenant] += reserved
         try:
             yield
         finally:
-            self._coming[tenant] -= coming
+            self._reserved[tenant] -= reserved
 
     @contextmanager
     def begin_document(self, num_contexts: int, num_tokens: int) -> Generator[None, None, None]:

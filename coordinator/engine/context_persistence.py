@@ -61,7 +61,7 @@ class ContextPersistence:
         """Held while a change of a whole context is committed, because each change builds on the previous one."""
         self._used: set[str] = set()
         """Contexts whose last use is not committed yet."""
-        self._gone: set[str] = set()
+        self._journals_to_clear: set[str] = set()
         """Deleted contexts whose journal entries still exist."""
         self._flush: asyncio.Task[None] | None = None
         self._num_recorded = 0
@@ -330,16 +330,16 @@ class ContextPersistence:
 
     async def _drop(self, context_id: str) -> None:
         await self._commit(Change(dropped_contexts=(context_id,)))
-        self._gone.add(context_id)
+        self._journals_to_clear.add(context_id)
         self._clear_journal()
 
     def _clear_journal(self) -> None:
         """Remove the journal entries of deleted contexts. Failures are retried later."""
-        for context_id in list(self._gone):
+        for context_id in list(self._journals_to_clear):
             try:
                 if self._store is not None and self._contexts.find(context_id) is None:
                     self._store.journal.remove_of_context(context_id)
-                self._gone.discard(context_id)
+                self._journals_to_clear.discard(context_id)
             except LongleafError as error:
                 log.warning("cannot remove the deleted context %s from the journal: %s", context_id, error)
 

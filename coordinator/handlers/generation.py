@@ -111,8 +111,8 @@ class Generation:
             reported, generated = await self._threads.run(
                 replay_journal, output, self._prompt(request, resident.token_ids), answer
             )
-            going_on = self._resume(resident, answer, tracing, generated)
-            self._resumable.restore(request_id, request, resident.question, going_on, reported)
+            continued = self._resume(resident, answer, tracing, generated)
+            self._resumable.restore(request_id, request, resident.question, continued, reported)
 
     async def _events(self, request_id: str, request: Generate, deadline: float | None) -> AsyncGenerator[Event, None]:
         tracing = _make_tracer(request)

@@ -206,13 +206,13 @@ class RestorePlanner:
     def _order(self, one: _SegmentRestore) -> None:
         """Distributes the remaining pieces over the ranks, those with the most free blocks first. No rank gets more
         than its share at once."""
-        placer, promise = self._placer, one.loss.reservation
-        assert promise is not None
+        placer, reservation = self._placer, one.loss.reservation
+        assert reservation is not None
         is_whole = placer.windows is not None
         share = ceil_div(one.loss.num_blocks(placer.block_size).sharded, len(placer.pools))
         while one.left and (rank := self._next_rank(is_whole=is_whole)) is not None:
             index, ranges = one.left.pop(0)
-            runs, rest = placer.place_part(rank, ranges, share, promise)
+            runs, rest = placer.place_part(rank, ranges, share, reservation)
             if rest:
                 one.left.insert(0, (index, rest))
             one.placement.incoming += runs
@@ -285,15 +285,15 @@ class RestorePlanner:
     def _is_covered(self, one: _SegmentRestore) -> bool:
         """Whether the pieces cover all lost ranges of a segment, the window piece covers all visible windows, and the
         reservation has enough blocks."""
-        loss, promise, end = one.loss, one.loss.reservation, one.placement.segment.end
+        loss, reservation, end = one.loss, one.loss.reservation, one.placement.segment.end
         assert one.left is not None
-        assert promise is not None
+        assert reservation is not None
         ranges = self._window_ranges(one)
         seen = _common(ranges, [(min(end, loss.windows_from), end)])
         num_blocks = sum(ceil_div(high - low, self._placer.block_size) for low, high in ranges)
         is_whole = sum(high - low for _, found in one.left for low, high in found) == loss.num_tokens
         is_seen = sum(high - low for low, high in seen) == end - min(end, loss.windows_from)
-        return is_whole and is_seen and num_blocks <= promise.left.windows
+        return is_whole and is_seen and num_blocks <= reservation.left.windows
 
     def commit(self) -> SegmentPlacement | None:
         """The plan under way is complete. Returns the restored segment, or None if nothing needs it any more."""

@@ -51,8 +51,8 @@ def audit_placements(
         {one.segment.id: one.num_idle_references for one in placements if one.num_idle_references}
     )
     _audit_seams(placements, placer, [*places, *((segment.path, segment.end) for segment in segments.cached)])
-    promised = [placement.loss.reservation for placement in placements.with_losses if placement.loss]
-    reservations = [*(job.tail.reservation for job in running), *(one for one in promised if one)]
+    loss_reservations = [placement.loss.reservation for placement in placements.with_losses if placement.loss]
+    reservations = [*(job.tail.reservation for job in running), *(one for one in loss_reservations if one)]
     assert placer.num_reserved == sum((one.left for one in reservations), recovery.num_reserved)
 
 

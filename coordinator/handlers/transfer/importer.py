@@ -52,7 +52,7 @@ class ContextImporter:
         self._segments: list[SegmentRecord] = []
         self._num_used = 0
         """Tokens of the path up to the end of the last segment."""
-        self._coming: _IncomingSegment | None = None
+        self._current_segment: _IncomingSegment | None = None
         """The segment whose ids or pieces are arriving."""
         self._num_described = 0
         """Approximate bytes of memory of the segment descriptions."""
@@ -70,10 +70,10 @@ class ContextImporter:
     @property
     def num_buffered_bytes(self) -> int:
         """Approximate bytes of memory held."""
-        untaken = len(self._pending_item) if isinstance(self._pending_item, bytearray) else 0
-        coming = [self._coming.token_ids] if self._coming is not None else []
-        num_ids = sum(len(ids) for ids in (*(segment.token_ids for segment in self._segments), *coming))
-        return self._unpacking.num_buffered_bytes + untaken + ID_BYTES * num_ids + self._num_described
+        pending = len(self._pending_item) if isinstance(self._pending_item, bytearray) else 0
+        current = [self._current_segment.token_ids] if self._current_segment is not None else []
+        num_ids = sum(len(ids) for ids in (*(segment.token_ids for segment in self._segments), *current))
+        return self._unpacking.num_buffered_bytes + pending + ID_BYTES * num_ids + self._num_described
 
     @property
     def _is_long(self) -> bool:
@@ -116,7 +116,12 @@ class ContextImporter:
         self.result = ImportProgress(
             received_bytes=self.num_bytes, context=context, key_tokens=self._num_key_tokens(record.num_tokens)
         )
-        self._segments, self._manifests, self._coming, self._num_described = [], {}, None, 0  # the engine owns them now
+        self._segments, self._manifests, self._current_segment, self._num_described = (
+            [],
+            {},
+            None,
+            0,
+        )  # the engine owns them now
 
     async def drop(self) -> None:
         """Drops the import. Idempotent; has no effect on a context that was created."""
@@ -155,45 +160,45 @@ class ContextImporter:
 
     def _begin(self, head: SegmentHead) -> None:
         assert self._import_handle is not None
-        self._coming = _IncomingSegment(self._import_handle.new_segment(), head)
+        self._current_segment = _IncomingSegment(self._import_handle.new_segment(), head)
         self._num_described += head.num_buffered_bytes
         if head.keys is not None:  # the manifest holds the token ids as well
             self._num_described += ID_BYTES * head.num_tokens
 
     async def _extend(self, token_ids: "array[int]") -> None:
-        coming = self._coming
-        assert coming is not None
+        current = self._current_segment
+        assert current is not None
         if max(token_ids) >= self._vocabulary_size:
             raise InvalidArgument(FIELD, f"it has a token id outside the vocabulary of {self._vocabulary_size:,}")
-        coming.token_ids += token_ids
-        if len(coming.token_ids) == coming.head.num_tokens:
-            await self._seal(coming)
+        current.token_ids += token_ids
+        if len(current.token_ids) == current.head.num_tokens:
+            await self._seal(current)
 
-    async def _seal(self, coming: "_IncomingSegment") -> None:
+    async def _seal(self, current: "_IncomingSegment") -> None:
         """Completes a segment once all its token ids have arrived."""
         assert self._import_handle is not None
         before = self._segments[-1] if self._segments else None
-        keys, text = coming.head.keys, coming.head.text
+        keys, text = current.head.keys, current.head.text
         if keys is None or keys.form != self._import_handle.form:  # without keys, the unused tail is not needed
-            del coming.token_ids[coming.head.num_used :]
+            del current.token_ids[current.head.num_used :]
             keys = None
-        if len(coming.token_ids) < coming.head.num_tokens:
-            text = text and text.cut(len(coming.token_ids))
+        if len(current.token_ids) < current.head.num_tokens:
+            text = text and text.cut(len(current.token_ids))
         segment = SegmentRecord(
-            id=coming.id,
+            id=current.id,
             parent=before and before.id,
             start=self._num_used,
-            rope=coming.head.rope,
-            token_ids=coming.token_ids,
+            rope=current.head.rope,
+            token_ids=current.token_ids,
             text=text,
         )
         if keys is not None:
             attempt = self._import_handle.new_attempt(segment.id)
             parent = before and self._import_handle.new_attempt(before.id).segment
             manifest = await asyncio.to_thread(self._manifest, attempt, segment, keys, parent)
-            self._manifests[segment.id], coming.names = (attempt, manifest), [*manifest.objects]
+            self._manifests[segment.id], current.names = (attempt, manifest), [*manifest.objects]
         self._segments.append(segment)
-        self._num_used += coming.head.num_used
+        self._num_used += current.head.num_used
 
     def _manifest(
         self, attempt: Attempt, segment: SegmentRecord, keys: KvSection, parent: str | None
@@ -221,10 +226,10 @@ class ContextImporter:
 
     async def _put(self, content: bytearray) -> None:
         """Stores the next piece of a segment, if this engine accepts its keys."""
-        assert self._import_handle is not None and self._coming is not None
-        if self._coming.names:
-            await self._import_handle.put(self._coming.names[0], content)
-            del self._coming.names[0]
+        assert self._import_handle is not None and self._current_segment is not None
+        if self._current_segment.names:
+            await self._import_handle.put(self._current_segment.names[0], content)
+            del self._current_segment.names[0]
 
     def _num_key_tokens(self, num_tokens: int) -> int:
         """Tokens of the path whose keys and values were imported."""

@@ -30,7 +30,7 @@ def test_growth_keeps_what_is_seen_and_its_promise(
     prefill, rows = (count, 0) if is_chunk else (0, count)
     reservation = placer.reserve(placer.blocks_needed(prefill, rows, num_at_once=max(steps)))
     assert reservation is not None
-    promised, runs = reservation.left.windows, tuple[Run, ...]()
+    num_reserved_windows, runs = reservation.left.windows, tuple[Run, ...]()
     for step in steps:
         end = start + step
         seen = set(range(max(first, windows.first(start)), start))
@@ -39,7 +39,7 @@ def test_growth_keeps_what_is_seen_and_its_promise(
         assert positions(runs) >= seen | set(fresh)
         assert all(min(run.start + block_size, run.end) > windows.first(start) for run in runs)
         assert sum(map(len, runs)) == len(positions(runs))
-        assert reservation.left.windows + count_blocks(runs) == promised
+        assert reservation.left.windows + count_blocks(runs) == num_reserved_windows
         placer.audit(runs)
         start = end
     runs = placer.window_pool.trim(runs, start)

@@ -157,16 +157,16 @@ def test_context_that_cannot_be_activated_does_not_block_others(monkeypatch: pyt
 
 def test_blocks_are_allocated_completely_or_not_allocated() -> None:
     placer = BlockPlacer([8, 8], 4, WINDOWS)
-    promise = placer.reserve(few := placer.num_free.__class__(1, 1))
-    assert promise is not None
+    reservation = placer.reserve(few := placer.num_free.__class__(1, 1))
+    assert reservation is not None
     calls: list[Callable[[], object]] = [
-        lambda: placer.place_again([(0, 8), (20, 28)], 64, promise),
-        lambda: placer.place_windows([(0, 4), (8, 12)], promise),
-        lambda: placer.grow(None, 0, 8, promise),
-        lambda: placer.advance_windows((), 0, 12, promise, is_chunk=False),
+        lambda: placer.place_again([(0, 8), (20, 28)], 64, reservation),
+        lambda: placer.place_windows([(0, 4), (8, 12)], reservation),
+        lambda: placer.grow(None, 0, 8, reservation),
+        lambda: placer.advance_windows((), 0, 12, reservation, is_chunk=False),
     ]
     for call in calls:
         with pytest.raises(ResourceExhausted):
             call()
         placer.audit([])
-        assert promise.left == few
+        assert reservation.left == few
