@@ -386,7 +386,7 @@ async def test_upload_dropped_as_expired_can_restart() -> None:
 
 async def test_tokens_of_work_left_by_a_stream_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    monkeypatch.setattr(QuotaEnforcer, "take_in", lambda _, num_tokens: taken.append(num_tokens))
+    monkeypatch.setattr(QuotaEnforcer, "charge_input", lambda _, num_tokens: taken.append(num_tokens))
     async with serving(tmp_path) as one:
         one.use_quotas()
         digest = DocumentTokenizer.digest

@@ -142,7 +142,7 @@ async def test_recomputed_tokens_of_a_question_are_announced_and_counted(
     """Up to 64 tokens have one scaling, and more have another. Finished always reports how many of the 50 tokens were
     cached."""
     counted: list[int] = []
-    monkeypatch.setattr(QuotaEnforcer, "take_in", lambda _, num_tokens: counted.append(num_tokens))
+    monkeypatch.setattr(QuotaEnforcer, "charge_input", lambda _, num_tokens: counted.append(num_tokens))
     async with serving(tmp_path) as service:
         await service.client.ingest("short", (1,) * 50)
         await service.client.ingest("long", (2,) * 50, capacity=100)

@@ -363,13 +363,13 @@ async def test_segment_dropped_before_its_order_leaves_nothing_on_members() -> N
         await bench.until(lambda: not bench.ranks.fetched)
 
 
-@pytest.mark.parametrize("place", ["manifest", "offer", "fetch"])
+@pytest.mark.parametrize("place", ["manifest", "set_pieces", "fetch"])
 async def test_unexpected_error_recomputes_only_its_segment(
     place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened() as bench:
         placement, other = bench.lost(3), bench.lost(4)
-        owner = {"manifest": bench.archive, "offer": bench.recovery.restoring, "fetch": bench.ranks}[place]
+        owner = {"manifest": bench.archive, "set_pieces": bench.recovery.restoring, "fetch": bench.ranks}[place]
         call = getattr(owner, place)
 
         def fail(first: Any, *args: Any) -> Any:
