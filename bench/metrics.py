@@ -1,7 +1,7 @@
 """The cost of metrics: of a scrape, and of counting events.
 
 An engine on ranks without processes holds contexts, and tenants have made calls of several kinds. Measured are the
-port's answer to a client on the same machine, the part of it that blocks the event loop (`look`), and the observer's
+port's answer to a client on the same machine, the part of it that blocks the event loop (`refresh`), and the observer's
 time per event, in loops. Usage:
 
     python -m bench.metrics --json
@@ -71,7 +71,7 @@ async def scraped(num_ranks: int, num_tenants: int, num_contexts: int, repeats: 
         sources = MetricSources(cluster=engine.cluster, counts=lambda: engine.counts, ranks_lost=lambda: 0)
         url = await metrics.start(sources, "127.0.0.1", 0)
         answers = [await timed(int(url.split(":")[2].partition("/")[0])) for _ in range(repeats + 1)][1:]
-        resident = [seconds_of(metrics.look) for _ in range(repeats)]
+        resident = [seconds_of(metrics.refresh) for _ in range(repeats)]
     finally:
         await metrics.stop()
         await engine.close()
@@ -88,9 +88,9 @@ def use(metrics: Metrics, tenant: str) -> None:
     for method in METHODS:
         for code in CODES:
             record = CallRecord(f"/longleaf.v1.SomeService/{method}", "", {})
-            with metrics.observer.call(record):
+            with metrics.observer.observe_call(record):
                 record.tenant, record.code = tenant, code
-    with metrics.observer.generation("", tenant) as emit:
+    with metrics.observer.observe_generation("", tenant) as emit:
         emit(Admitted(10, 5))
         for index in range(10):
             emit(Tokens(index, (Token(1),)))
@@ -121,15 +121,18 @@ def per_event(count: int) -> dict[str, float]:
     tokens, record = Tokens(0, (Token(1),)), CallRecord("/a/Generate", "", {}, tenant="acme", code="OK")
 
     def call() -> None:
-        with observer.call(record):
+        with observer.observe_call(record):
             pass
 
     def generation() -> None:
-        with observer.generation("", "acme") as emit:
+        with observer.observe_generation("", "acme") as emit:
             emit(Admitted(10, 5))
             emit(Ended("length", 10, 5, 1, 0.0, 0.0, 0.0))
 
-    with Observers([observer]).generation("", "acme") as emit, Observers().generation("", "acme") as unseen:
+    with (
+        Observers([observer]).observe_generation("", "acme") as emit,
+        Observers().observe_generation("", "acme") as unseen,
+    ):
         kinds: dict[str, Callable[[], object]] = {
             "token": lambda: emit(tokens),
             "token_without_metrics": lambda: unseen(tokens),

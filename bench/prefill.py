@@ -69,23 +69,23 @@ class Reader:
         generator = torch.Generator().manual_seed(rank)
         for tensor in (*self._pool.keys.values(), *self._pool.values.values()):
             tensor.normal_(generator=generator)
-        self._ledger = BlockTable(rank, BLOCK_SIZE)
+        self._block_table = BlockTable(rank, BLOCK_SIZE)
         if resident:
-            self._ledger.put(PAST, resident)
+            self._block_table.put(PAST, resident)
         self._backend = registry.choose("auto", model.device, model.dtype)
         self.comm = CountingComm(groups.world)
         merge = make_merge("gather", Groups(groups.topology, self.comm, self.comm, None), PartialCodec(self._backend))
         self._peers = Peers(self.comm, merge)
 
     def _inputs(self, way: PrefillName) -> InputBuilder:
-        ledger, pool, layers, size = self._ledger, self._pool, self._model.layers, self.comm.world_size
-        pasts = PastBuilder(ledger, pool, layers, world_size=size, way=way, wire=PartialCodec(self._backend))
-        return InputBuilder(ledger, pool, layers, world_size=size, pasts=pasts)
+        block_table, pool, layers, size = self._block_table, self._pool, self._model.layers, self.comm.world_size
+        pasts = PastBuilder(block_table, pool, layers, world_size=size, way=way, wire=PartialCodec(self._backend))
+        return InputBuilder(block_table, pool, layers, world_size=size, pasts=pasts)
 
     @torch.inference_mode()
     def read(self, way: PrefillName) -> int:
         """Reads the chunk; the number of layers that gathered keys."""
-        self._ledger.release((CHUNK,))
+        self._block_table.release((CHUNK,))
         inputs = self._inputs(way).prefill(self._work)
         step = PrefillStep(inputs, self._pool, self._backend, self._peers, self._model.last_layer)
         ids, positions = inputs.token_ids_T[None], inputs.positions_T[None]

@@ -21,7 +21,7 @@ from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.engine import Generations, running
 from bench.harness.machine import describe
 from longleaf.config import EngineConfig
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from zoo.checkpoints import make_checkpoint
 
 TEMPERATURE = 1.0
@@ -79,7 +79,9 @@ async def generate(config: EngineConfig, options: argparse.Namespace) -> tuple[A
     prompts = [tuple(numbers.choices(range(3, 500), k=numbers.choice(PROMPT_TOKENS))) for _ in range(options.answers)]
 
     async def answer(generations: Generations, number: int) -> tuple[int, ...]:
-        sampling = Sampling(max_tokens=options.tokens, temperature=TEMPERATURE, seed=number, ignore_end_token=True)
+        sampling = SamplingParams(
+            max_tokens=options.tokens, temperature=TEMPERATURE, seed=number, ignore_end_token=True
+        )
         return await generations.answer(prompts[number], sampling)
 
     async with running(config) as generations:

@@ -17,14 +17,14 @@ from typing import NoReturn
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def leave(*_: object) -> NoReturn:
+def exit_immediately(*_: object) -> NoReturn:
     os._exit(0)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # unauthenticated peers must not be able to fill the log
     for _number in SIGNALS:  # the imports below take seconds, and there is nothing to undo yet
-        signal.signal(_number, leave)
+        signal.signal(_number, exit_immediately)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the parent process may have left a blocked signal pending
 
 import argparse
@@ -158,7 +158,7 @@ class ShutdownSignals:
         self.first = 0.0
         """Time of the first signal, on the monotonic clock."""
 
-    def take(self, *_: object) -> None:
+    def on_signal(self, *_: object) -> None:
         self.first = self.first or time.monotonic()
         self.count += 1
 
@@ -178,7 +178,7 @@ class WaitReporter:
         limit = self._config.wait_for_ranks
         return max(min(limit, POLL_SECONDS), self._began + limit - time.monotonic())
 
-    def say(self, what: str, **facts: object) -> None:
+    def report(self, what: str, **facts: object) -> None:
         now = time.monotonic()
         if now < self._next:
             return
@@ -193,14 +193,14 @@ class WaitReporter:
 def serve_on_ray(config: ServiceConfig) -> StartResult:
     """Runs the coordinator as a named actor on this machine, and the ranks as actors wherever Ray has slots."""
     waiting = WaitReporter(config)
-    say = partial(waiting.say, f"the Ray cluster at {config.ray_address}")
+    say = partial(waiting.report, f"the Ray cluster at {config.ray_address}")
     try:
         connection = connect(config.ray_address, config.engine.world_size, config.wait_for_ranks, say)
     except SystemExit:  # Ray's reaction to SIGTERM during its start; processes it started end with this one
-        leave()
+        exit_immediately()
     signals = ShutdownSignals()
     for number in SIGNALS:  # not earlier, because Ray replaces handlers with its own
-        signal.signal(number, signals.take)
+        signal.signal(number, signals.on_signal)
     try:
         return _serve_actor(msgspec.structs.replace(config, wait_for_ranks=waiting.seconds_left), signals, waiting)
     finally:
@@ -210,10 +210,10 @@ def serve_on_ray(config: ServiceConfig) -> StartResult:
 def _serve_actor(config: ServiceConfig, signals: ShutdownSignals, waiting: WaitReporter) -> StartResult:
     ray = ray_package()
     actor = _place(config)
-    follow = partial(_follow, actor, signals, config.drain_seconds + STOP_SECONDS)
+    follow = partial(_wait_for_reply, actor, signals, config.drain_seconds + STOP_SECONDS)
     reply = StartResult()
     try:
-        reply = follow(actor.start.remote(), partial(_say_missing, actor, waiting))
+        reply = follow(actor.start.remote(), partial(_report_missing, actor, waiting))
         if reply.port:
             announce(config, reply)
             while not reply.error and (reply := follow(actor.wait.remote(until_logs=True))).notes:
@@ -236,14 +236,14 @@ def _remedy(config: ServiceConfig) -> str:
     return f"start the service again with --data-dir {config.data.data_dir}, where all acknowledged changes are saved"
 
 
-def _say_missing(actor: Any, waiting: WaitReporter) -> None:
+def _report_missing(actor: Any, waiting: WaitReporter) -> None:
     """Reports missing slots, if any."""
     ray = ray_package()
     with suppress(ray.exceptions.GetTimeoutError):  # the actor does not exist yet
         loading = ray.get(actor.loading.remote(), timeout=POLL_SECONDS)
         if missing := loading.num_missing:
             facts = {"num_missing": missing, "world_size": loading.world_size}
-            waiting.say(f"{missing} of {loading.world_size} slots", **facts)
+            waiting.report(f"{missing} of {loading.world_size} slots", **facts)
 
 
 def _place(config: ServiceConfig) -> Any:
@@ -260,7 +260,7 @@ def _place(config: ServiceConfig) -> Any:
         raise StartError("ray_address: this Ray cluster already runs a coordinator; it can run only one") from error
 
 
-def _follow(
+def _wait_for_reply(
     actor: Any,
     signals: ShutdownSignals,
     most_seconds: float,

@@ -84,7 +84,7 @@ class StartupLogBuffer(logging.Handler):
         """Returns when the buffer is not empty."""
         await self._has_some.wait()
 
-    def take(self) -> tuple[str, ...]:
+    def pop_lines(self) -> tuple[str, ...]:
         """Returns the buffered lines and clears the buffer."""
         self.acquire()
         try:
@@ -94,9 +94,9 @@ class StartupLogBuffer(logging.Handler):
             self._has_some.clear()
         finally:
             self.release()
-        return (self._say_dropped(num_dropped), *lines) if num_dropped else lines
+        return (self._log_dropped(num_dropped), *lines) if num_dropped else lines
 
-    def _say_dropped(self, count: int) -> str:
+    def _log_dropped(self, count: int) -> str:
         message = f"{count:,} earlier lines were dropped: they were logged faster than they were read"
         return self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, message, None, None))
 
@@ -164,7 +164,7 @@ class CoordinatorActor:
         waiting = asyncio.create_task(self._logs.wait())
         await asyncio.wait([ending, waiting], return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
-        return self._logs.take()
+        return self._logs.pop_lines()
 
     async def stop(self) -> StartResult:
         """Stops the service and returns the remaining log lines."""
@@ -178,4 +178,4 @@ class CoordinatorActor:
             return ()
         for name in logs.LOGGERS:
             logging.getLogger(name).removeHandler(self._logs)
-        return self._logs.take()
+        return self._logs.pop_lines()

@@ -34,15 +34,15 @@ class ChangeCounter:
         """Whether the source has ended, so that no change follows."""
         return self._over.is_set()
 
-    def note(self) -> None:
+    def record(self) -> None:
         """Records a change."""
         self._count += 1
         self._changed.set()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Ends the source and notifies all waiters."""
         self._over.set()
-        self.note()
+        self.record()
 
     async def after(self, count: int) -> None:
         """Returns once there are more than `count` changes, or the source has ended."""

@@ -9,36 +9,36 @@ import msgspec
 from longleaf.document_text import DocumentText
 from longleaf.errors import LongleafError
 from longleaf.rank_protocol.step import Attention, ComparisonRow
-from longleaf.sampling import Sampling, Token
+from longleaf.sampling import SamplingParams, Token
 from longleaf.types import UNCHANGED, ContextSettings, Progress, Recovering, SchedulingOptions, TokenRange
 
 EndReason = Literal["end_token", "length", "stop_token"]
 
 
-class SchedulingClaim(SchedulingOptions, frozen=True, kw_only=True):
-    """Claim of a request on shared capacity."""
+class SchedulingParams(SchedulingOptions, frozen=True, kw_only=True):
+    """Scheduling parameters of a request, with those that the service sets."""
 
     deadline: float | None = None
     """Time at which the client stops waiting, in seconds on the engine's clock."""
-    at_once: int | None = None
+    max_concurrent: int | None = None
     """Maximum number of generations of the tenant that run concurrently; None: no limit per tenant."""
     is_alone: bool = True
     """Whether no other tenant can send requests, so that this one may fill the queue."""
-    is_held: bool = False
+    is_resumable: bool = False
     """Whether the generation is held. The deadline then only decides whether the request may start: readers connect and
     disconnect, and the holder of the generation ends it."""
 
     @property
     def end(self) -> float | None:
         """Time at which the engine ends the request in any state; None if the holder ends it."""
-        return None if self.is_held else self.deadline
+        return None if self.is_resumable else self.deadline
 
-    def outranks(self, other: "SchedulingClaim") -> bool:
-        """Whether this claim has the higher priority. Priorities apply only within a tenant."""
+    def outranks(self, other: "SchedulingParams") -> bool:
+        """Whether this request has the higher priority. Priorities apply only within a tenant."""
         return self.tenant == other.tenant and self.priority > other.priority
 
 
-NO_CLAIM = SchedulingClaim()
+DEFAULT_SCHEDULING = SchedulingParams()
 
 
 class AttributionContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,14 +109,14 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     context: str | None
     """Id of the context to query, without the `contexts/` prefix."""
     token_ids: Sequence[int]
-    sampling: Sampling
+    sampling: SamplingParams
     end_tokens: frozenset[int] = frozenset()
     """Ids that end the generation unless sampling.ignore_end_token; the end token itself is reported."""
     num_samples: int = 1
     """Number of answers. Answer i is sampled with the seed of `sampling` plus i."""
     max_draft_tokens: int = 0
     """Maximum number of draft tokens per answer and step."""
-    claim: SchedulingClaim = NO_CLAIM
+    scheduling: SchedulingParams = DEFAULT_SCHEDULING
     is_compared: bool = False
     """Whether to compare the logits with those of plain attention. The prompt neither uses nor creates shared keys."""
     generated: Mapping[int, Sequence[int]] | None = None
@@ -187,7 +187,7 @@ class DocumentPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """The client's id of this ingest; empty if it has none."""
     text: DocumentText | None = None
     """The source text of the tokens, if known."""
-    claim: SchedulingClaim = NO_CLAIM
+    scheduling: SchedulingParams = DEFAULT_SCHEDULING
 
 
 class DocumentPart(msgspec.Struct, frozen=True, kw_only=True):

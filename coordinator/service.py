@@ -82,7 +82,7 @@ class Service:
         self._control: RankManager | None = None
         self._supervisor: ReplacementSupervisor | None = None
         self._engine: Engine | None = None
-        self._use_cases: Application | None = None
+        self._application: Application | None = None
         self._server: GrpcServer | None = None
         self._loop: asyncio.Task[None] | None = None
         self._durability: PersistentState | None = None
@@ -109,7 +109,7 @@ class Service:
         self._config.check()
         self._observers = await self._watching.start()
         config = self._config.engine
-        authenticator, certificates = self._authenticator(), Certificates.of(self._config.security)
+        authenticator, certificates = self._authenticator(), Certificates.from_config(self._config.security)
         self._server = GrpcServer(
             unread_timeout=config.unread_timeout,
             loading=self._not_yet,
@@ -134,11 +134,11 @@ class Service:
         if self._durability is not None:
             config = replace(config, snapshot_url=self._durability.snapshot_url)
         host = await self._fleet.reserve(config, self._config.wait_for_ranks)
-        self._control = RankManager(config, host, self._fleet.kill, self._fleet.where)
+        self._control = RankManager(config, host, self._fleet.kill, self._fleet.location_of)
         # without a limit in the checkpoint, only the pool bounds the positions
         max_positions = tokenizer.checkpoint.max_positions or UNLIMITED
         self._engine = Engine(self._control, config, max_positions, durability=self._durability)
-        await self._fleet.launch(config, self._control.invitations, self._control.lost)
+        await self._fleet.launch(config, self._control.invitations, self._control.on_process_exit)
         readies = await self._engine.start()
         self._supervisor = ReplacementSupervisor(self._control.registry, self._fleet, config, readies)
         retained = self._durability.notes if self._durability else (NOT_DURABLE,)
@@ -155,13 +155,13 @@ class Service:
         model = self._describe(self._engine, tokenizer, readies[0])
         describe = partial(self._engine.cluster, model, self._config.launcher)
         self.summary = summarize(describe(), self._engine.positions.limit)
-        self._use_cases = self._make_use_cases(self._engine, tokenizer, describe)
-        await self._use_cases.generation.resume_all()
+        self._application = self._make_application(self._engine, tokenizer, describe)
+        await self._application.generation.resume_all()
         if self._durability is not None:
             await self._durability.record_address(join_address(self._config.host, port))
             if self._config.data.preload:
                 self._engine.preload()
-        self._server.open(self._use_cases)
+        self._server.open(self._application)
         return port
 
     async def _start_health(self, server: GrpcServer) -> tuple[str, ...]:
@@ -174,7 +174,7 @@ class Service:
     def _authenticator(self) -> Authenticator:
         """Raises InvalidArgument."""
         path = self._config.security.credentials
-        return AllowAnonymous() if path is None else Credentials.of(path)
+        return AllowAnonymous() if path is None else Credentials.from_file(path)
 
     def _sources(self, authenticator: Authenticator, certificates: Certificates | None) -> MetricSources:
         """The sources of the metrics."""
@@ -195,11 +195,11 @@ class Service:
 
     def _cluster(self) -> Cluster:
         """Raises Unavailable before the service is ready."""
-        if self._use_cases is None:
+        if self._application is None:
             raise self._not_yet()
-        return self._use_cases.cluster()
+        return self._application.cluster()
 
-    def _make_use_cases(self, engine: Engine, tokenizer: Tokenizer, describe: Callable[[], Cluster]) -> Application:
+    def _make_application(self, engine: Engine, tokenizer: Tokenizer, describe: Callable[[], Cluster]) -> Application:
         journal = uploads = None
         if self._durability is not None:
             journal = self._durability.journal
@@ -330,8 +330,8 @@ class Service:
             await self._server.stop(GRACE_SECONDS)
         if self._gateway is not None:
             await self._gateway.stop()
-        if self._use_cases is not None:
-            await self._use_cases.close()
+        if self._application is not None:
+            await self._application.close()
         if self._supervisor is not None:
             await self._supervisor.close()
         if self._engine is not None:

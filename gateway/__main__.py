@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     from gateway.server import serve
 
     for number in SIGNALS:  # uvicorn replaces the handlers, and restores them at the end
-        signal.signal(number, leave)
+        signal.signal(number, exit_immediately)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the parent process may have blocked them
     config = parse(arguments)
     telemetry = TelemetryConfig(log_format=config.log_format, log_level=config.log_level)
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def leave(*_: object) -> NoReturn:
+def exit_immediately(*_: object) -> NoReturn:
     """Exits immediately, since there is nothing to clean up."""
     os._exit(0)
 

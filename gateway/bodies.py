@@ -64,7 +64,7 @@ class BodyReader:
         """The result of `convert` for the JSON object in the body; `share` holds its memory from then on. Raises
         HttpProblem."""
         converted, num_bytes = await self._decoded(request, share, convert)
-        share.keep(num_bytes)
+        share.grow_decoded(num_bytes)
         return converted
 
     async def _decoded(
@@ -114,9 +114,9 @@ class MemoryLease:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.give_back()
+        self.release()
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Frees the memory. Idempotent."""
         self._budget.num_bytes -= self._num_bytes
         self._num_bytes = 0
@@ -126,9 +126,9 @@ class MemoryLease:
         exhausted."""
         if num_bytes > MAX_JSON_BYTES:
             raise too_large()
-        self.keep(num_bytes)
+        self.grow_decoded(num_bytes)
 
-    def keep(self, num_bytes: int) -> None:
+    def grow_decoded(self, num_bytes: int) -> None:
         """The same for a decoded body."""
         more = max(0, num_bytes - self._num_bytes)
         if self._budget.num_bytes + more > self._budget.max_bytes:

@@ -21,7 +21,7 @@ class Certificate:
         self._used = self._files.value
         self._load(self._used)
 
-    async def follow(self) -> None:
+    async def reload_on_change(self) -> None:
         """Checks the files until it is cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from gateway.bodies import json_response
 from gateway.callers import client_of, with_deadline
 from gateway.errors import problem_of, unavailable
-from gateway.events import HEADERS, EventResponse, event
+from gateway.sse import HEADERS, EventResponse, event
 from longleaf.client.proxy_client import ProxyClient
 from longleaf.errors import LongleafError
 from longleaf.types import Cluster

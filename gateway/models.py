@@ -18,7 +18,7 @@ class ModelNameCache:
     def __init__(self) -> None:
         self._reported = dict[int, tuple[str, float]]()
 
-    def note(self, caller: int, name: str) -> None:
+    def record(self, caller: int, name: str) -> None:
         if len(self._reported) >= MAX_CALLERS:
             self._reported.clear()
         self._reported[caller] = name, time.monotonic()
@@ -36,5 +36,5 @@ async def model_name(request: Request, client: AsyncClient) -> str:
     name = known.name_for(caller)
     if name is None:
         name = (await with_deadline(client.cluster())).model.name
-        known.note(caller, name)
+        known.record(caller, name)
     return name

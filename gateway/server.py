@@ -101,7 +101,7 @@ async def serve(
             reported.load()
             reported.ssl = certificate.context if certificate is not None else None
             server = GatewayServer(reported, ending)
-            tasks = [asyncio.create_task(certificate.follow())] if certificate is not None else []
+            tasks = [asyncio.create_task(certificate.reload_on_change())] if certificate is not None else []
             end = end or asyncio.Event()
             tasks.append(asyncio.create_task(_end_with(server, end)))
             if config.with_parent:

@@ -91,7 +91,7 @@ def build(source: Path, flags: Sequence[str], folder: Path) -> Path:
             compiled, linked = f"{workplace}/code.o", f"{workplace}/code.so"
             _run("cc", *flags, str(source), "-o", compiled)
             _run("cc", *LINK, compiled, "-lm", "-o", linked)
-            _keep(Path(linked).read_bytes(), Path(workplace) / "kept.so", library)
+            _write_atomically(Path(linked).read_bytes(), Path(workplace) / "kept.so", library)
     return library
 
 
@@ -125,7 +125,7 @@ def _key(source: Path, flags: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _keep(code: bytes, written: Path, library: Path) -> None:
+def _write_atomically(code: bytes, written: Path, library: Path) -> None:
     """Writes `library` atomically."""
     file = os.open(written, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o700)
     with os.fdopen(file, "wb") as output:

@@ -46,7 +46,7 @@ class ReloadingFiles(Generic[Parsed]):
         with self._lock:
             if self._clock() - self._looked >= LOOK_SECONDS:
                 self._looked = self._clock()
-                self._look()
+                self._reload()
             return self._value
 
     @property
@@ -55,7 +55,7 @@ class ReloadingFiles(Generic[Parsed]):
         _ = self.value  # checks the files, if due
         return bool(self._error)
 
-    def _look(self) -> None:
+    def _reload(self) -> None:
         try:
             datas = self._read()
             digest = _digest_of(datas)

@@ -14,7 +14,7 @@ MAX_ID = (1 << 31) - 1
 """Largest token id, and largest top-k: the protocol has 32 bits for them."""
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters of one generation. The defaults are greedy decoding of 128 tokens.
 
     They are applied in transformers' order: logit bias, penalties, temperature, top-k, top-p, min-p.
@@ -84,16 +84,16 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.is_greedy and not self.has_penalties and not self.logit_bias
 
     @property
-    def choosing(self) -> "Sampling":
+    def choosing(self) -> "SamplingParams":
         """The parameters without stops, which do not affect the choice of tokens."""
         return msgspec.structs.replace(self, stop=(), stop_tokens=(), ignore_end_token=False)
 
-    def of_sample(self, sample: int) -> "Sampling":
+    def of_sample(self, sample: int) -> "SamplingParams":
         """The parameters of sample number `sample`, whose seed is larger by that number."""
         return msgspec.structs.replace(self, seed=(self.seed + sample) % 2**64) if sample else self
 
 
-GREEDY = Sampling()
+GREEDY = SamplingParams()
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):

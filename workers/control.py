@@ -11,7 +11,7 @@ import zmq
 from longleaf.errors import RankLost, StartError
 from longleaf.rank_protocol.encoding import FromRank, ToRank, decode_to_rank, encode
 from longleaf.rank_protocol.group_messages import AbortExchanges
-from longleaf.rank_protocol.member_messages import PULSE_SECONDS, Died, Heartbeat
+from longleaf.rank_protocol.member_messages import HEARTBEAT_SECONDS, Died, Heartbeat
 from longleaf.rank_protocol.rank_spec import ConnectInfo, RankSpec
 from longleaf.rank_protocol.snapshots import Outcome
 from longleaf.resources import num_processors
@@ -25,7 +25,7 @@ AWAKE_SECONDS = 2e-3
 millisecond, and waking a thread takes a tenth of that or more. Ranks without a CPU each sleep immediately: polling
 would slow down the computing ranks (steps of four ranks on two CPUs took 5 to 10 % longer).
 """
-END, OUTCOMES = "inproc://end-of-pulse", "inproc://outcomes"
+END, OUTCOMES = "inproc://end-of-heartbeat", "inproc://outcomes"
 log = logging.getLogger(__name__)
 
 
@@ -84,7 +84,7 @@ class HeartbeatThread(threading.Thread):
         records: RankLogBuffer,
         is_orphan: Callable[[], bool],
     ) -> None:
-        super().__init__(name="pulse", daemon=True)
+        super().__init__(name="heartbeat", daemon=True)
         self._context = context
         self._spec = spec
         self._status = status
@@ -105,7 +105,7 @@ class HeartbeatThread(threading.Thread):
                 self._outcomes.send(encode(outcome))
 
     def run(self) -> None:
-        socket = connect(self._context, self._spec.invitation, self._spec.invitation.pulse_id)
+        socket = connect(self._context, self._spec.invitation, self._spec.invitation.heartbeat_id)
         end = self._context.socket(zmq.PAIR)
         end.connect(END)
         outcomes = self._context.socket(zmq.PULL)
@@ -115,9 +115,9 @@ class HeartbeatThread(threading.Thread):
             if self._is_orphan():
                 os._exit(1)
             socket.send(encode(Heartbeat(self._spec.member, self._status.progress)))
-            if (logged := self._records.take(self._spec.member)) is not None:
+            if (logged := self._records.pop_batch(self._spec.member)) is not None:
                 socket.send(encode(logged))
-            is_ended = self._listen(socket, outcomes, end, time.monotonic() + PULSE_SECONDS)
+            is_ended = self._listen(socket, outcomes, end, time.monotonic() + HEARTBEAT_SECONDS)
         for each in (socket, outcomes, end):
             each.close(linger=0)
 
@@ -156,12 +156,12 @@ def serve(
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     status, records = MemberStatus(), RankLogBuffer()
-    channel, pulse = RankControlSocket(context, spec), HeartbeatThread(context, spec, status, records, is_orphan)
-    pulse.start()
+    channel, heartbeat = RankControlSocket(context, spec), HeartbeatThread(context, spec, status, records, is_orphan)
+    heartbeat.start()
     try:
-        return _live(spec, make_rank, channel, status, records, pulse.enqueue_outcome)
+        return _live(spec, make_rank, channel, status, records, heartbeat.enqueue_outcome)
     finally:
-        pulse.stop()
+        heartbeat.stop()
         channel.close()
         context.term()
 
@@ -185,14 +185,14 @@ def _live(
             with records.listening():
                 log.exception("member %d failed", spec.member)
         # sent now, because the coordinator ignores records after Died
-        while (logged := records.take(spec.member)) is not None:
+        while (logged := records.pop_batch(spec.member)) is not None:
             channel.send(logged)
         blamed = error.rank if isinstance(error, RankLost) else None
         # before closing, which may block or raise for the same reason
         channel.send(Died(spec.member, reason_of(error), isinstance(error, StartError), blamed))
         code = 1
     finally:
-        status.leave()
+        status.leave_epoch()
         if rank is not None and not _is_closed(rank):
             code = 1
     return code

@@ -29,7 +29,7 @@ from longleaf.kernels.backend import Backend
 from longleaf.rank_protocol.step import ComparisonRow, Decode, Prefill, Row, SamplingTerms, StepPlan, Work
 from longleaf.rank_protocol.verdict import judge
 from longleaf.runs import Run, ceil_div
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.storage.store import Store as Storage
 from workers.cuda_graphs.graphs import Graphs
 from workers.group_session import GroupSession
@@ -136,7 +136,7 @@ def compare(model: Model, backend: Backend) -> ComparisonRow:
     scale = min(1.0, (model.rotary.trained or NUM_TOKENS) / NUM_TOKENS)
     first, second, question, answer = (max(1, int(scale * size)) for size in (*CHUNKS, QUESTION, ANSWER))
     ids = random_ids(model, first + second + question)
-    epoch = GroupSession(make_means(model, backend), None)
+    epoch = GroupSession(make_resources(model, backend), None)
     comparisons = dict[int, ComparisonRow]()
     try:
         for step, work in enumerate(make_works(ids, (first, second), answer)):
@@ -170,7 +170,7 @@ def make_works(ids: Sequence[int], chunks: Sequence[int], num_answer: int) -> It
         piece = Run(0, start, start + size, blocks)
         yield Prefill(path, start, tuple(ids[start : start + size]), (piece,))
         start, block = start + size, block + len(blocks)
-    terms = SamplingTerms(Sampling(max_tokens=num_answer, ignore_end_token=True), reference_ids=tuple(ids))
+    terms = SamplingTerms(SamplingParams(max_tokens=num_answer, ignore_end_token=True), reference_ids=tuple(ids))
     for index in range(num_answer):
         end = len(ids) + index
         run = Run(0, start, end, tuple(range(block, block + ceil_div(end - start, BLOCK_SIZE))))
@@ -183,7 +183,7 @@ def make_works(ids: Sequence[int], chunks: Sequence[int], num_answer: int) -> It
 
 
 @dataclass
-class SmallMeans:
+class SmallRankResources:
     """The resources of one rank for short sequences. Implements workers.group_session.RankResources."""
 
     config: EngineConfig
@@ -197,10 +197,10 @@ class SmallMeans:
     graphs: Graphs | None = None
 
 
-def make_means(model: Model, backend: Backend) -> SmallMeans:
+def make_resources(model: Model, backend: Backend) -> SmallRankResources:
     """Resources with a pool of as many blocks as the comparison needs."""
     num_blocks = sum(ceil_div(size, BLOCK_SIZE) for size in (*CHUNKS, QUESTION + ANSWER))
-    return SmallMeans(
+    return SmallRankResources(
         config=EngineConfig(model="", block_size=BLOCK_SIZE, max_sequences=1, max_draft_tokens=0),
         device=model.device,
         model=model,

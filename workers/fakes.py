@@ -37,7 +37,7 @@ class RankFault(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     at_close: FaultKind | None = None
 
-    def strike(self, kind: FaultKind) -> None:
+    def trigger(self, kind: FaultKind) -> None:
         match kind:
             case "raise":
                 raise RuntimeError("failed on request")
@@ -250,7 +250,7 @@ class EchoRank:
         self._fetched: dict[int, Content] = {}
         self.leave()
 
-    def greet(self) -> Hello:
+    def make_hello(self) -> Hello:
         return Hello(self._spec.member, self._spec.node, self._spec.host, os.getpid())
 
     def open_store(self) -> int:
@@ -258,34 +258,34 @@ class EchoRank:
 
     def load(self) -> None:
         if self._fault and self._fault.step == 0:
-            self._fault.strike(self._fault.kind)
+            self._fault.trigger(self._fault.kind)
 
     def join(self, join: Join) -> Ready:
         assert join.nodes[join.rank] == self._spec.node
-        self._ledger.rank = join.rank
-        self._ledger.fetched = {(join.rank, ticket): content for ticket, content in self._fetched.items()}
+        self._block_table.rank = join.rank
+        self._block_table.fetched = {(join.rank, ticket): content for ticket, content in self._fetched.items()}
         return Ready(self._spec.member, "cpu", "float32", self._num_blocks, 64, epoch=join.epoch, form="echo")
 
-    def take(self, layout: KvLayout) -> None:
-        self._ledger.replace(layout.segments)
+    def set_layout(self, layout: KvLayout) -> None:
+        self._block_table.replace(layout.segments)
 
     def start(self, plan: StepPlan) -> StepHandle:
         if self._fault and self._fault.step == plan.step:
-            self._fault.strike(self._fault.kind)
+            self._fault.trigger(self._fault.kind)
         plan = self._sequences.complete(plan)
-        tokens = self._ledger.apply(plan)
+        tokens = self._block_table.apply(plan)
         for row, end in drafted_ends(plan, tokens):
             self._sequences.cut_back(row.sequence, end)
         return done(StepResult(plan.epoch, plan.step, tokens))
 
-    def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:
+    def submit_order(self, order: Order, answer: Callable[[Outcome], None]) -> None:
         """Executes the order synchronously."""
-        member, rank = self._spec.member, self._ledger.rank
+        member, rank = self._spec.member, self._block_table.rank
         match order:
             case Save() if rank is None:
                 answer(Saved(member, order.ticket, failure=Failure("dropped", "the epoch has ended")))
             case Save():
-                content = msgspec.msgpack.encode(self._ledger.save(order))
+                content = msgspec.msgpack.encode(self._block_table.save(order))
                 try:
                     answer(Saved(member, order.ticket, *self._storage.put(order.name, [content])))
                 except LongleafError as error:
@@ -298,12 +298,12 @@ class EchoRank:
                     return
                 self._fetched[order.ticket] = msgspec.msgpack.decode(content, type=dict[int, int])
                 if rank is not None:
-                    self._ledger.fetched[rank, order.ticket] = self._fetched[order.ticket]
+                    self._block_table.fetched[rank, order.ticket] = self._fetched[order.ticket]
                 answer(Fetched(member, order.ticket))
             case Discard():
                 for ticket in order.tickets:
                     self._fetched.pop(ticket, None)
-                    self._ledger.fetched.pop((rank or 0, ticket), None)
+                    self._block_table.fetched.pop((rank or 0, ticket), None)
 
     @property
     def _storage(self) -> FolderStore:
@@ -316,11 +316,11 @@ class EchoRank:
 
     def leave(self) -> None:
         self._sequences = RowState(self._spec.config.block_size)
-        self._ledger = EchoBlockTable(self._spec.config.block_size)
+        self._block_table = EchoBlockTable(self._spec.config.block_size)
 
     def close(self) -> None:
         if self._fault and self._fault.at_close:
-            self._fault.strike(self._fault.at_close)
+            self._fault.trigger(self._fault.at_close)
 
 
 class EchoMain:

@@ -76,7 +76,7 @@ class GroupSession:
 
     def __init__(self, means: RankResources, groups: Groups | None, merges: Sequence[MergeTiming] = ()) -> None:
         """With `groups`, all of their ranks begin at the same time. `merges` are timings that other groups measured."""
-        self._means = means
+        self._resources = means
         self._number, self._size = (groups.world.rank, groups.world.world_size) if groups else (0, 1)
         config, model = means.config, means.model
         self._block_table = BlockTable(self._number, config.block_size)
@@ -97,7 +97,7 @@ class GroupSession:
             self._graphs = None
 
     def _make_merge(self, groups: Groups, timings: Sequence[MergeTiming]) -> Merge:
-        model, config, device = self._means.model, self._means.config, self._means.device
+        model, config, device = self._resources.model, self._resources.config, self._resources.device
         self._wire.agree(groups.world, device)
         widest = max(model.layers.values(), key=lambda layer: layer.num_heads * layer.value_dim)
         heads, dim = widest.num_heads, widest.value_dim
@@ -111,48 +111,53 @@ class GroupSession:
         return merge
 
     def _make_inputs(self, size: int) -> InputBuilder:
-        model, config, ledger, pool = self._means.model, self._means.config, self._block_table, self._means.pool
+        model, config, block_table, pool = (
+            self._resources.model,
+            self._resources.config,
+            self._block_table,
+            self._resources.pool,
+        )
         sharded, windowed = sharded_layers(model, config), windowed_layers(model, config)
-        windows = WindowBuilder(ledger, windowed, world_size=size, device=self._means.device)
+        windows = WindowBuilder(block_table, windowed, world_size=size, device=self._resources.device)
         return InputBuilder(
-            ledger,
+            block_table,
             pool,
             model.layers,
             world_size=size,
-            pasts=PastBuilder(ledger, pool, sharded, world_size=size, way=config.prefill, wire=self._wire),
+            pasts=PastBuilder(block_table, pool, sharded, world_size=size, way=config.prefill, wire=self._wire),
             windows=windows if windowed else None,
-            attributes_blocks=isinstance(self._means.backend, AttributionBackend),
+            attributes_blocks=isinstance(self._resources.backend, AttributionBackend),
         )
 
     def min_over_ranks(self, number: int) -> int:
         """The smallest of the numbers of all ranks. A collective: all ranks call it at the same time."""
         if self.peers is None:
             return number
-        return int(self.peers.comm.all_gather(torch.tensor([number], device=self._means.device)).min())
+        return int(self.peers.comm.all_gather(torch.tensor([number], device=self._resources.device)).min())
 
     @torch.inference_mode()
     def prepare(self) -> None:
         """Prepares steps over memory of fixed address, if the kernels support it. A collective call."""
-        backend, sampler, last_ids = self._means.backend, self._means.sampler, self._means.last_ids
+        backend, sampler, last_ids = self._resources.backend, self._resources.sampler, self._resources.last_ids
         can_prepare = isinstance(backend, CapturableBackend) and isinstance(last_ids, DeviceIds)
         if not self._agree(can_prepare):  # all ranks must exchange the same number of rows in a step
             return
         assert isinstance(backend, CapturableBackend)
         assert isinstance(last_ids, DeviceIds)
-        rotary, sizes = self._means.model.rotary, bucket_sizes(self._means.config.max_rows)
-        may_be_double = bool(rotary.kind) and (self._means.config.allow_long or rotary.trained > FLOAT32_POSITIONS)
+        rotary, sizes = self._resources.model.rotary, bucket_sizes(self._resources.config.max_rows)
+        may_be_double = bool(rotary.kind) and (self._resources.config.allow_long or rotary.trained > FLOAT32_POSITIONS)
         buckets = [BatchBucket(size, self._inputs, may_be_double=may_be_double) for size in sizes]
         logits_RV = try_out(buckets, backend, self._logits)
-        reporting, choosing = TokenBroadcast(sizes[-1], last_ids, self._report, self._means.device), None
+        reporting, choosing = TokenBroadcast(sizes[-1], last_ids, self._report, self._resources.device), None
         if logits_RV is not None and isinstance(sampler, DeviceSampler):
             choosing = GraphSampler(sampler, torch.zeros_like(logits_RV), reporting.ids_R)
-        keeps = isinstance(self._means.pool, QuantizedPool) and self._means.config.max_draft_tokens > 0
+        keeps = isinstance(self._resources.pool, QuantizedPool) and self._resources.config.max_draft_tokens > 0
         tokens = FixedTokens() if keeps else None
-        self._fixed = FixedSteps(buckets, last_ids, reporting, choosing, self._means.device, tokens)
+        self._fixed = FixedSteps(buckets, last_ids, reporting, choosing, self._resources.device, tokens)
         self._fixed.prepare(self._logits, self._graphs, self._agree)
         self._merge_bytes()  # discards the bytes that belong to no step
 
-    def take(self, layout: KvLayout) -> None:
+    def set_layout(self, layout: KvLayout) -> None:
         """Replaces the block table by the layout."""
         self._block_table.replace(layout.segments)
 
@@ -166,8 +171,8 @@ class GroupSession:
         """Begins a step, before the end of the previous one if it `may_overlap`."""
         plan = self._sequences.complete(plan)
         self._block_table.release(plan.release_segments)
-        self._means.last_ids.forget(plan.release_sequences)
-        self._means.sampler.forget(plan.release_sequences)
+        self._resources.last_ids.forget(plan.release_sequences)
+        self._resources.sampler.forget(plan.release_sequences)
         self._verifier.forget(plan.release_sequences)
         result = StepResult(plan.epoch, plan.step, {})
         match plan.work:
@@ -192,9 +197,11 @@ class GroupSession:
         launched by the time this method returns.
         """
         inputs = self._inputs.prefill(work)
-        step = PrefillStep(inputs, self._means.pool, self._means.backend, self.peers, self._means.model.last_layer)
+        step = PrefillStep(
+            inputs, self._resources.pool, self._resources.backend, self.peers, self._resources.model.last_layer
+        )
         with contextlib.suppress(PrefillDone):
-            self._forward(self._means.model.decoder, inputs, step)
+            self._forward(self._resources.model.decoder, inputs, step)
         reported = AsyncHostCopy(step.has_finite_keys())
         result = msgspec.structs.replace(result, merge_bytes=self._merge_bytes())
 
@@ -207,22 +214,22 @@ class GroupSession:
 
     def _merge_bytes(self) -> int:
         """Bytes merged since the previous step. A replayed step counts nothing."""
-        return self._merge.take() if self._merge else 0
+        return self._merge.pop_num_bytes() if self._merge else 0
 
     def _move(self, work: Move, result: StepResult) -> StepHandle:
         """The result reports that all data has moved on all ranks."""
         comm = self.peers.comm if self.peers else None
-        move(work, comm, self._means.pool, self._block_table)
+        move(work, comm, self._resources.pool, self._block_table)
         return done(result if self._number == 0 else None)
 
     def _restore(self, work: Restore, result: StepResult) -> StepHandle:
         """The result reports that all data is restored on all ranks."""
         comm = self.peers.comm if self.peers else None
-        restore(work, comm, self._means.pool, self._block_table, self._means.kv_io.piece)
+        restore(work, comm, self._resources.pool, self._block_table, self._resources.kv_io.piece)
         return done(result if self._number == 0 else None)
 
     def _decode(self, work: Decode, result: StepResult) -> StepHandle:
-        rows = self._inputs.numbers(work, self._means.last_ids)
+        rows = self._inputs.numbers(work, self._resources.last_ids)
         sampled = [row for row in work.rows if row.token_index >= 0]
         blocks = self._drafted_blocks(rows, sampled) if rows.has_drafts else None
         begun = self._fixed.begin(rows, sampled, blocks) if self._fixed and rows.is_plain else None
@@ -230,7 +237,7 @@ class GroupSession:
         read, merged = self._inputs.kv_bytes_read(rows), self._merge_bytes()
         result = msgspec.structs.replace(result, kv_bytes_read=read, merge_bytes=merged)
         pending = StepHandle(lambda: begun.end.is_past, lambda: self._finish(work, sampled, begun, result))
-        if rows.has_drafts or isinstance(self._means.last_ids, HostIds) or self._verifier.is_tracking(work.rows):
+        if rows.has_drafts or isinstance(self._resources.last_ids, HostIds) or self._verifier.is_tracking(work.rows):
             self._before.result()  # an error in this step must not show in the answer to the previous one
             # Compared logits must not be overwritten by the next step, and refused drafts must be dropped before it.
             pending.result()
@@ -240,7 +247,7 @@ class GroupSession:
         self, rows: RowNumbers, sampled: Sequence[Row], scored: Sequence[Row], blocks: DraftedBlocks | None
     ) -> Launched:
         """Launches a step of any shape, over newly allocated tensors."""
-        inputs = self._inputs.tensors(rows, self._means.last_ids)
+        inputs = self._inputs.tensors(rows, self._resources.last_ids)
         accumulator = self._accumulator(rows) if rows.attributed else None
         logits_RV = self._logits(inputs, blocks, accumulator)
         reported = accumulator.reports() if accumulator else None
@@ -250,33 +257,33 @@ class GroupSession:
             scores = AsyncHostCopy(
                 logprobs_of(scored_SV, [t for row in scored for t in row.token_ids[-row.num_scored :]])
             )
-        choice = self._means.sampler.start(sampled, logits_RV) if sampled and logits_RV is not None else None
+        choice = self._resources.sampler.start(sampled, logits_RV) if sampled and logits_RV is not None else None
         reported_N = self._broadcast_tokens(sampled, choice) if sampled else None
         ids = AsyncHostCopy(reported_N) if reported_N is not None and choice is None and rows.has_drafts else None
         copying = choice if isinstance(choice, DeviceChoice) else ids
-        end = copying.arrival if copying else DeviceEvent(torch.device(self._means.device))
+        end = copying.arrival if copying else DeviceEvent(torch.device(self._resources.device))
         return Launched(end, choice, logits_RV, scores, reported, ids, blocks)
 
     def _accumulator(self, rows: RowNumbers) -> AttributionAccumulator:
-        comm, backend = self.peers.comm if self.peers else None, self._means.backend
+        comm, backend = self.peers.comm if self.peers else None, self._resources.backend
         blocks = (
             BlockAttention(backend, rows.blocks) if rows.blocks and isinstance(backend, AttributionBackend) else None
         )
-        return AttributionAccumulator(rows.attributed, self._means.pool, comm, blocks)
+        return AttributionAccumulator(rows.attributed, self._resources.pool, comm, blocks)
 
     def _drafted_blocks(self, rows: RowNumbers, sampled: Sequence[Row]) -> DraftedBlocks | None:
         """The blocks to roll back when drafts are refused; None where a refused draft leaves only its keys."""
-        pool, drafted = self._means.pool, drafted_among(sampled, rows.sample_rows)
+        pool, drafted = self._resources.pool, drafted_among(sampled, rows.sample_rows)
         if not isinstance(pool, QuantizedPool):
             return None
-        return DraftedBlocks(pool, self._means.backend, drafted, rows.slots, rows.window_slots)
+        return DraftedBlocks(pool, self._resources.backend, drafted, rows.slots, rows.window_slots)
 
     def _broadcast_tokens(self, sampled: Sequence[Row], choice: Choice | None) -> Tensor:
         """Broadcasts the rows of the choice, one per position, from rank 0 to all ranks."""
         num_positions = sum(1 + len(row.draft_ids) for row in sampled)
-        nothing = torch.zeros(num_positions, dtype=torch.long, device=self._means.device)
+        nothing = torch.zeros(num_positions, dtype=torch.long, device=self._resources.device)
         reported_N = self._report(nothing if choice is None else choice.ids())
-        self._means.last_ids.record(sampled, reported_N)
+        self._resources.last_ids.record(sampled, reported_N)
         return reported_N
 
     def _cut_back(self, rows: Sequence[Row], ids: Iterable[Sequence[object]], blocks: DraftedBlocks | None) -> None:
@@ -290,7 +297,7 @@ class GroupSession:
                 self._block_table.cut_back(row.path[-1], end)
                 self._sequences.cut_back(row.sequence, end)
         if blocks is not None and num_left:
-            blocks.put_back(num_left)
+            blocks.restore(num_left)
 
     def _finish(self, work: Decode, sampled: Sequence[Row], begun: Launched, result: StepResult) -> StepResult | None:
         """The result of a step, once the device is done with it."""
@@ -301,8 +308,8 @@ class GroupSession:
             return None
         tokens = begun.choice.tokens() if begun.choice else []
         self._cut_back(sampled, tokens, begun.blocks)
-        self._verifier.take(sampled, tokens, begun.logits_RV)
-        broken = self._means.sampler.broken
+        self._verifier.record_logits(sampled, tokens, begun.logits_RV)
+        broken = self._resources.sampler.broken
         return msgspec.structs.replace(
             result,
             tokens={row.sequence: found for row, found in zip(sampled, tokens, strict=True) if found},
@@ -318,7 +325,7 @@ class GroupSession:
         """Whether `is_so` is true on all ranks. A collective: all ranks call it at the same time."""
         if self.peers is None:
             return is_so
-        reported = self.peers.comm.all_gather(torch.tensor([is_so], dtype=torch.long, device=self._means.device))
+        reported = self.peers.comm.all_gather(torch.tensor([is_so], dtype=torch.long, device=self._resources.device))
         return is_so and bool(reported.min())
 
     def _report(self, ids_T: Tensor) -> Tensor:
@@ -332,18 +339,18 @@ class GroupSession:
         accumulator: AttributionAccumulator | None = None,
     ) -> Tensor | None:
         """Runs the model. Rank 0 returns the logits [R, V] of the R requested rows, other ranks None."""
-        step = DecodeStep(inputs, self._means.pool, self._means.backend, self.peers, accumulator, supervisor)
+        step = DecodeStep(inputs, self._resources.pool, self._resources.backend, self.peers, accumulator, supervisor)
         if self._number != 0:
-            self._forward(self._means.model.decoder, inputs, step)
+            self._forward(self._resources.model.decoder, inputs, step)
             return None
         assert inputs.sample_rows_R is not None
-        return self._forward(self._means.model.module, inputs, step, logits_to_keep=inputs.sample_rows_R)[0][0]
+        return self._forward(self._resources.model.module, inputs, step, logits_to_keep=inputs.sample_rows_R)[0][0]
 
     def _forward(
         self, module: torch.nn.Module, inputs: Inputs[Any], step: DecodeStep | PrefillStep, **options: Tensor
     ) -> tuple[Tensor, ...]:
-        self._means.model.ropes.rows = inputs.ropes
-        arguments = self._means.model.arguments(step, inputs.token_ids_T, inputs.positions_T)
+        self._resources.model.ropes.rows = inputs.ropes
+        arguments = self._resources.model.arguments(step, inputs.token_ids_T, inputs.positions_T)
         return module(**arguments, return_dict=False, **options)
 
 

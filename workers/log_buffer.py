@@ -21,7 +21,7 @@ MAX_BUFFERED_RECORDS = 100
 
 
 class RankLogBuffer(logging.Handler):
-    """Buffers warnings and errors until `take` returns them. Buffering never blocks."""
+    """Buffers warnings and errors until `pop_batch` returns them. Buffering never blocks."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -38,7 +38,7 @@ class RankLogBuffer(logging.Handler):
         except Exception:  # an argument of the record cannot be formatted
             self.handleError(record)
 
-    def take(self, member: int) -> Logged | None:
+    def pop_batch(self, member: int) -> Logged | None:
         """The next records, as a message of this member; None when there are none. Thread-safe."""
         self.acquire()
         try:

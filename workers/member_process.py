@@ -52,18 +52,18 @@ class MemberStatus:
         rank, now = self._rank, self._now
         return MemberProgress(now.epoch, now.step, rank.num_exchanges - now.num_exchanges if rank else 0)
 
-    def enter(self, epoch: int, rank: RankRuntime) -> None:
+    def enter_epoch(self, epoch: int, rank: RankRuntime) -> None:
         """Records that the member joins an epoch. Raises ExchangeAborted if the epoch has ended."""
         with self._lock:
             if epoch <= self.fenced:
                 raise ExchangeAborted(f"epoch {epoch} has ended")
             self._rank, self._now = rank, MemberProgress(epoch)
 
-    def begin(self, epoch: int, step: int, rank: RankRuntime) -> None:
+    def begin_step(self, epoch: int, step: int, rank: RankRuntime) -> None:
         """Records that the member begins a step."""
         self._now = MemberProgress(epoch, step, rank.num_exchanges)
 
-    def leave(self) -> None:
+    def leave_epoch(self) -> None:
         """Records that the member is in no epoch, and drops the reference to its rank."""
         with self._lock:
             self._rank, self._now = None, MemberProgress()
@@ -77,7 +77,7 @@ class MemberStatus:
 
 
 @contextmanager
-def taking_notes() -> Iterator["LogCapture"]:
+def capturing_logs() -> Iterator["LogCapture"]:
     """Captures the log messages of the library from INFO on.
 
     Only the coordinator reports these messages. The local log of a rank is hard to find: under Ray it is a file of the
@@ -182,21 +182,21 @@ class MemberProcess:
         """The last epoch that has ended for this member."""
         self._step = 0
         """The current step, or the last one that was begun in this epoch."""
-        self._notes = LogCapture()
+        self._captured_logs = LogCapture()
         """Messages logged while the model was loaded, until they are reported."""
         self._has_failed = False
         """Whether the last attempt to join an epoch failed for a reason local to this machine."""
-        self._begun: StartedStep | None = None
-        self._answered = 0.0
+        self._started_step: StartedStep | None = None
+        self._last_answer_time = 0.0
 
     def run(self) -> None:
         """Returns on a Stop message. Raises ProtocolError, errors of the start, and errors that did not originate in an
         epoch.
         """
-        self._transport.send(self._rank.greet())
+        self._transport.send(self._rank.make_hello())
         match self._transport.receive():
             case Load():
-                with taking_notes() as self._notes:
+                with capturing_logs() as self._captured_logs:
                     self._rank.load()
                 self._transport.send(Loaded(self._member))
             case Stop():
@@ -207,37 +207,37 @@ class MemberProcess:
             try:
                 if isinstance(message := self._next(), Stop):
                     return
-                self._do(message)
+                self._handle(message)
             except Exception as error:
-                self._break(error)
+                self._fail_epoch(error)
 
     def _next(self) -> ToRank:
         """Returns the next message. If a started step finishes first, it is answered before the message is received."""
-        while self._begun is not None and not self._transport.has_message:
-            if self._begun.pending.is_done:
+        while self._started_step is not None and not self._transport.has_message:
+            if self._started_step.pending.is_done:
                 self._answer()
             else:
                 time.sleep(LOOK_SECONDS)
         return self._transport.receive()
 
-    def _do(self, message: ToRank) -> None:
+    def _handle(self, message: ToRank) -> None:
         match message:
             case StepPlan(epoch=epoch) as plan if self._join is not None and epoch == self._epoch:
                 self._start(plan)
             case Save() | Fetch() | Discard() as order:
-                self._rank.carry_out(order, self._answer_order)
+                self._rank.submit_order(order, self._answer_order)
             case StepPlan(epoch=epoch) | KvLayout(epoch=epoch) | OpenStore(epoch=epoch) | Join(epoch=epoch) if (
                 self._is_over(epoch)
             ):
                 pass  # it was sent before the coordinator learned of the end
             case KvLayout(epoch=epoch) as layout if self._join is not None and epoch == self._epoch:
-                self._rank.take(layout)
+                self._rank.set_layout(layout)
             case OpenStore(epoch=epoch) if self._join is None or epoch != self._epoch:
-                self._turn_to(epoch)
+                self._switch_epoch(epoch)
                 self._transport.send(StoreOpened(self._member, epoch, self._rank.open_store()))
             case Join(epoch=epoch) as join if self._join is None or epoch != self._epoch:
-                self._turn_to(epoch)
-                self._enter(join)
+                self._switch_epoch(epoch)
+                self._join_epoch(join)
             case _:
                 raise ProtocolError(f"out of order in epoch {self._epoch}: {type(message).__name__}")
 
@@ -247,33 +247,35 @@ class MemberProcess:
             return False
         return epoch < self._epoch or epoch <= max(self._ended, self._status.fenced)
 
-    def _turn_to(self, epoch: int) -> None:
+    def _switch_epoch(self, epoch: int) -> None:
         """Leaves the previous epoch in an orderly way."""
         if epoch != self._epoch:
-            self._leave()
+            self._leave_epoch()
             self._epoch = epoch
 
-    def _enter(self, join: Join) -> None:
+    def _join_epoch(self, join: Join) -> None:
         """Joins an epoch and reports the messages logged since the last report."""
-        with taking_notes() as more:
-            self._status.enter(join.epoch, self._rank)
+        with capturing_logs() as more:
+            self._status.enter_epoch(join.epoch, self._rank)
             ready = self._rank.join(join)
-        self._look_up()
+        self._check_fenced()
         self._join, self._has_failed = join, False
-        notes = (*self._notes.warnings, *more.warnings)
-        self._transport.send(msgspec.structs.replace(ready, notes=notes, details=(*self._notes.details, *more.details)))
-        self._notes = LogCapture()
+        notes = (*self._captured_logs.warnings, *more.warnings)
+        self._transport.send(
+            msgspec.structs.replace(ready, notes=notes, details=(*self._captured_logs.details, *more.details))
+        )
+        self._captured_logs = LogCapture()
 
     def _start(self, plan: StepPlan) -> None:
         """Begins a step and answers the previous one, which comes first unless the two may overlap."""
         if not plan.may_overlap:
             self._answer()
         self._step = plan.step
-        self._status.begin(plan.epoch, plan.step, self._rank)
+        self._status.begin_step(plan.epoch, plan.step, self._rank)
         began = time.monotonic()
         pending = self._rank.start(plan)
         self._answer()
-        self._begun, self._step = StartedStep(plan.step, pending, began), plan.step
+        self._started_step, self._step = StartedStep(plan.step, pending, began), plan.step
         if pending.is_done:
             self._answer()
 
@@ -281,24 +283,24 @@ class MemberProcess:
         """Waits for the started step, if any, and answers it. Its duration counts from its start or from the answer to
         the previous step, whichever is later.
         """
-        if self._begun is None:
+        if self._started_step is None:
             return
-        (self._step, pending, began), self._begun = self._begun, None
+        (self._step, pending, began), self._started_step = self._started_step, None
         result = pending.result()
-        self._look_up()
+        self._check_fenced()
         now = time.monotonic()
         if self._join is not None and self._join.rank == 0 and result is not None:
-            self._transport.send(msgspec.structs.replace(result, seconds=now - max(began, self._answered)))
-        self._answered = now
+            self._transport.send(msgspec.structs.replace(result, seconds=now - max(began, self._last_answer_time)))
+        self._last_answer_time = now
 
-    def _look_up(self) -> None:
+    def _check_fenced(self) -> None:
         """Raises ExchangeAborted if the epoch has ended: a device released from an aborted exchange continues as if it
         had received data.
         """
         if self._status.fenced >= self._epoch:
             raise ExchangeAborted(f"epoch {self._epoch} has ended")
 
-    def _break(self, error: Exception) -> None:
+    def _fail_epoch(self, error: Exception) -> None:
         """Leaves the epoch that the error ends and reports the failure. Raises the error if no epoch caused it or if it
         would recur: unusable settings, or the second local failure in a row.
         """
@@ -316,13 +318,13 @@ class MemberProcess:
         blamed = error.rank if isinstance(error, RankLost) and not is_fenced else None
         # Report first: leaving may take time, and a member that is silent meanwhile would be taken for the lost one.
         self._transport.send(GroupFailure(self._member, self._epoch, self._step, reason, blamed))
-        self._leave()
+        self._leave_epoch()
 
-    def _leave(self) -> None:
+    def _leave_epoch(self) -> None:
         """Leaves the current epoch, if any, and drops its started step."""
         if self._epoch:
             self._ended, self._epoch, self._step = self._epoch, 0, 0
-            self._join = self._begun = None
-            self._status.leave()
+            self._join = self._started_step = None
+            self._status.leave_epoch()
             with ending_in_time():
                 self._rank.leave()

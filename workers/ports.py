@@ -14,7 +14,7 @@ from workers.pending import StepHandle
 class RankRuntime(Protocol):
     """The computation of one member."""
 
-    def greet(self) -> Hello:
+    def make_hello(self) -> Hello:
         """The hello message of the member. The first member of a machine adds the fingerprint of the model."""
         ...
 
@@ -30,7 +30,7 @@ class RankRuntime(Protocol):
         """Joins the process groups of an epoch. The block table starts empty."""
         ...
 
-    def take(self, layout: KvLayout) -> None:
+    def set_layout(self, layout: KvLayout) -> None:
         """Replaces the block table by the layout."""
         ...
 
@@ -38,7 +38,7 @@ class RankRuntime(Protocol):
         """Begins a step. Only rank 0's result is sent."""
         ...
 
-    def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:
+    def submit_order(self, order: Order, answer: Callable[[Outcome], None]) -> None:
         """Begins an order in the background, without waiting. Raises nothing. `answer` receives the outcome of a Save
         or a Fetch once, possibly on another thread. At the end of an epoch, saves that have not begun to copy are
         dropped. Fetched pieces are kept.

@@ -53,7 +53,7 @@ OPEN_UNTRIED: OpenStore = partial(Storage.open, is_tried=False)
 
 
 class Rank:
-    """Executes step plans. Lifecycle: greet, load, then, for each epoch, join, execute ..., leave; close.
+    """Executes step plans. Lifecycle: make_hello, load, then, for each epoch, join, execute ..., leave; close.
 
     `load` sets `model`, `pool`, `backend` and `graphs`. These attributes, `sampler` and `last_ids` outlast epochs;
     `epoch` does not. Tests may replace these attributes to inject errors or to record calls.
@@ -86,14 +86,14 @@ class Rank:
         self._exactness_note = ""
         """The reason why the model was not compared with plain attention; empty if it was."""
         self._fence = ExchangeAborter()
-        self._opened: Store | None = None
+        self._next_store: Store | None = None
         """The store for the next epoch, if this rank will be its rank 0."""
         self._sockets = Sockets()
         """The sockets of the epoch and its store."""
         self._store: Store | None = None
         self._process_groups: ProcessGroups | None = None
 
-    def greet(self) -> Hello:
+    def make_hello(self) -> Hello:
         """The hello message of this member. The first member of a machine adds the fingerprint of the model."""
         spec = self._spec
         hello = Hello(spec.member, spec.node, spec.host, os.getpid())
@@ -117,7 +117,7 @@ class Rank:
         backend = registry.choose(config.kernels, self.device, model.dtype)
         if self._verifies_model:
             self._exactness_note = verify_model(model, backend, config, self._fingerprint, self._records)
-        self.lay_out(model, backend)
+        self.allocate_pool(model, backend)
 
     @property
     def _verifies_model(self) -> bool:
@@ -128,7 +128,7 @@ class Rank:
         spec = self._spec
         return self.config.verify_model and spec.is_first_here and spec.member < self.config.world_size
 
-    def lay_out(self, model: models.Model, backend: Backend | None = None) -> None:
+    def allocate_pool(self, model: models.Model, backend: Backend | None = None) -> None:
         """Allocates the pool of a loaded model, for `backend` or, by default, the configured one. Raises ModelRefused
         or StartError.
         """
@@ -157,21 +157,21 @@ class Rank:
     def open_store(self) -> int:
         """Opens the rendezvous store of the next epoch and returns its port. Raises OSError if it cannot listen."""
         self._sockets = Sockets()  # the first rank also connects to its own store
-        store = self._opened = open_store(self._spec.host)
+        store = self._next_store = open_store(self._spec.host)
         return store.port
 
     def join(self, join: Join) -> Ready:
         """Joins the process groups of an epoch, if it has several ranks. The block table starts empty. Raises
         ExchangeAborted, and the errors of torch when the other ranks cannot be reached.
         """
-        groups = self._meet(join) if join.world_size > 1 else None
+        groups = self._join_groups(join) if join.world_size > 1 else None
         return msgspec.structs.replace(self.connect(groups, join.merges), epoch=join.epoch)
 
-    def _meet(self, join: Join) -> Groups:
+    def _join_groups(self, join: Join) -> Groups:
         if join.rank:
             self._sockets = Sockets()
         self._fence.add(self._sockets.shut_down)
-        self._store, self._opened = connect_store(join.host, join.port) if join.rank else self._opened, None
+        self._store, self._next_store = connect_store(join.host, join.port) if join.rank else self._next_store, None
         store, longest = self._store, self.config.longest_wait
         place = epoch_store(store, join.epoch)
         carrier = agree_on_carrier(join.rank, join.world_size, place, self.device, timeout=longest)
@@ -205,9 +205,9 @@ class Rank:
         epoch.prepare()
         return ready
 
-    def take(self, layout: KvLayout) -> None:
+    def set_layout(self, layout: KvLayout) -> None:
         """Replaces the block table of the current epoch by the layout."""
-        self._joined.take(layout)
+        self._session.set_layout(layout)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Runs one step; rank 0 returns the sampled tokens."""
@@ -216,9 +216,9 @@ class Rank:
     def start(self, plan: StepPlan) -> StepHandle:
         """Begins a step, before the end of the previous one if it `may_overlap`."""
         with self.kv_io.beside_step():
-            return self._joined.start(plan)
+            return self._session.start(plan)
 
-    def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:
+    def submit_order(self, order: Order, answer: Callable[[Outcome], None]) -> None:
         """Begins an order in the background. `answer` receives its outcome, possibly on another thread."""
         match order:
             case Save():
@@ -237,7 +237,7 @@ class Rank:
         return None if self.epoch.holds(order) else NOT_RESIDENT
 
     @property
-    def _joined(self) -> GroupSession:
+    def _session(self) -> GroupSession:
         """The current epoch. Raises RuntimeError if the rank is in none."""
         if self.epoch is None:
             raise RuntimeError("this rank is in no epoch")

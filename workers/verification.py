@@ -51,9 +51,9 @@ class ComparisonResult:
 class Verifier:
     """Compares the answers of sequences that request it."""
 
-    def __init__(self, model: Model, ledger: BlockTable, config: EngineConfig, world_size: int) -> None:
+    def __init__(self, model: Model, block_table: BlockTable, config: EngineConfig, world_size: int) -> None:
         self._model = model
-        self._ledger = ledger
+        self._block_table = block_table
         self._world_size = world_size
         dtypes = [model.dtype, *([getattr(torch, config.merge_dtype)] if world_size > 1 else [])]
         coarsest = str(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
@@ -70,7 +70,7 @@ class Verifier:
             for row in rows
         )
 
-    def take(self, rows: Sequence[Row], tokens: Sequence[Sequence[Token]], logits_NV: Tensor) -> None:
+    def record_logits(self, rows: Sequence[Row], tokens: Sequence[Sequence[Token]], logits_NV: Tensor) -> None:
         """Keeps the logits from which the tokens of a step were chosen, for rows that are compared later. The logits of
         a row are followed by those of its drafts, including refused ones.
         """
@@ -116,7 +116,7 @@ class Verifier:
 
     def _holds(self, rank: int, row: Row) -> bool:
         """Whether a rank has keys that the row saw."""
-        return any(True for _ in self._ledger.extents(row.path, 0, row.start + row.num_tokens, rank))
+        return any(True for _ in self._block_table.extents(row.path, 0, row.start + row.num_tokens, rank))
 
     def forget(self, sequences: Iterable[int]) -> None:
         """Drops the kept logits of sequences that have ended or start again."""

@@ -2,7 +2,7 @@
 
 from longleaf.rank_protocol.step import Decode, Row, SamplingTerms, StepPlan
 from longleaf.runs import Run, ceil_div, cut_chunk
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 
 EPOCH = 1
 CONTEXT, ANSWER = 0, 1
@@ -44,7 +44,7 @@ class Plans:
         end = self._first_block + ceil_div(self._num_added, self._block_size)
         run = Run(0, self._num_keys, start + num_rows, tuple(range(self._first_block, end)))
         ids = tuple(FIRST_ID + position % NUM_IDS for position in range(start, start + num_rows))
-        path, terms = ((CONTEXT, ANSWER), SamplingTerms(Sampling())) if is_first else ((), None)
+        path, terms = ((CONTEXT, ANSWER), SamplingTerms(SamplingParams())) if is_first else ((), None)
         return self._plan(Row(SEQUENCE, path, start, ids, (run,), self._step - 1, terms))
 
     def _plan(self, row: Row) -> StepPlan:

@@ -18,7 +18,7 @@ from coordinator.engine_messages import Admitted, Tokens
 from coordinator.persistence.journal.entries import GenerationEntry
 from coordinator.persistence.journal.journal import Journal, JournalWriter
 from longleaf.client import AsyncClient
-from longleaf.sampling import Sampling, Token
+from longleaf.sampling import SamplingParams, Token
 from longleaf.types import Finished, Generate, Started
 
 GENERATIONS = 64
@@ -70,7 +70,7 @@ def records(journal: Journal) -> Iterator[list[JournalWriter]]:
     with ExitStack() as stack:
         opened = list[JournalWriter]()
         for number in range(GENERATIONS):
-            request = Generate(input="", context=CONTEXT, sampling=Sampling(), resume_seconds=RESUME_SECONDS)
+            request = Generate(input="", context=CONTEXT, sampling=SamplingParams(), resume_seconds=RESUME_SECONDS)
             prompt = array("I", QUESTION).tobytes()
             resident = GenerationEntry(
                 request_id=f"{number}", request=request, question=b"", prompt=prompt, deadline=None

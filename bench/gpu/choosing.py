@@ -12,7 +12,7 @@ from bench.gpu import timing
 from bench.gpu.cases import Choose
 from bench.gpu.counting import counted
 from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from workers.host_copies import to_device
 from workers.sampling.device_sampler import DeviceSampler, parameters_of
 from workers.sampling.fixed_shape import kind_of
@@ -21,9 +21,9 @@ from workers.sampling.sampler import Choice
 REPEATS = 20
 SPREAD = 3.0
 """Standard deviation of the logits: some thousand tokens of 152,000 are likely, as in text that nobody could guess."""
-GREEDY, DRAWN = Sampling(), Sampling(temperature=0.8, seed=1)
-CUT = Sampling(temperature=0.8, top_k=50, top_p=0.95, seed=2)
-PENALIZED = Sampling(
+GREEDY, DRAWN = SamplingParams(), SamplingParams(temperature=0.8, seed=1)
+CUT = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=2)
+PENALIZED = SamplingParams(
     temperature=0.8,
     min_p=0.02,
     repetition_penalty=1.1,
@@ -32,12 +32,12 @@ PENALIZED = Sampling(
     logit_bias={7: 2.0},
     seed=3,
 )
-SAMPLINGS: dict[str, Sequence[Sampling]] = {
+SAMPLINGS: dict[str, Sequence[SamplingParams]] = {
     "greedy": (GREEDY,),
     "temperature": (DRAWN,),
     "top-k and top-p": (CUT,),
     "all settings mixed": (GREEDY, DRAWN, CUT, PENALIZED),
-    "20 logprobs": (Sampling(num_logprobs=20),),
+    "20 logprobs": (SamplingParams(num_logprobs=20),),
 }
 SEEN = PenaltyHistory(tuple(range(1000)), tuple(range(50)))
 
@@ -68,7 +68,7 @@ class Tokens:
         index = next(self._indices)
         return [self._row(i, sampling, index) for i, sampling in enumerate(self._samplings)]
 
-    def _row(self, sequence: int, sampling: Sampling, index: int) -> Row:
+    def _row(self, sequence: int, sampling: SamplingParams, index: int) -> Row:
         seen = SEEN if sampling.repetition_penalty != 1.0 else None
         terms = SamplingTerms(sampling, seen) if index == 0 else None
         return Row(sequence, (0,), index, (), (), index, terms)

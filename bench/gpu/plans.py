@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from longleaf.rank_protocol.step import Decode, Prefill, Row, SamplingTerms, StepPlan
 from longleaf.runs import Run, ceil_div, cut_chunk
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 
 EPOCH = 1
 REFUSED = 7
@@ -40,7 +40,7 @@ def over_keys(
             blocks = range(tails + i, tails + i + 1 + index // block_size * num_rows, num_rows)
             run = Run(0, num_keys, end, tuple(blocks))
             path, ids = (() if index else (i % num_contexts, num_contexts + i)), (() if index else (3 + i,))
-            terms = None if index else SamplingTerms(Sampling())
+            terms = None if index else SamplingTerms(SamplingParams())
             rows.append(with_drafts(Row(i, path, end - 1, ids, (run,), index, terms), (REFUSED,) * num_drafts))
         yield StepPlan(EPOCH, 1 + index, Decode(tuple(rows)), release_sequences=() if index else attribution_rows)
 
@@ -59,7 +59,7 @@ class Asked(NamedTuple):
     """Tokens of the answer."""
     begin: int = 0
     """The decode step that is its first."""
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
 
 
 def answers(asked: Sequence[Asked], num_ranks: int, block_size: int) -> Iterator[StepPlan]:

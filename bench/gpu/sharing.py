@@ -141,7 +141,7 @@ def serve(end: Connection, number: int, num_ranks: int, device: str, shape: tupl
     rank = make_rank(config, number)
     end.send(0 if number else rank.open_store())
     port = end.recv()
-    rank.lay_out(served(make_module(Shape(*shape), torch.float32, device), device))
+    rank.allocate_pool(served(make_module(Shape(*shape), torch.float32, device), device))
     end.send(rank.join(Join(EPOCH, number, "127.0.0.1", port, ("here",) * num_ranks)))
     try:
         while True:

@@ -109,7 +109,7 @@ class Steps:
             cuda_graphs=graphs,
         )
         rank = make_rank(config)
-        rank.lay_out(model)
+        rank.allocate_pool(model)
         found = noted(rank)
         rank.join(Join(plans.EPOCH, 0, "", 0, ("here",)))
         fill(rank)

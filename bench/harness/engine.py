@@ -12,7 +12,7 @@ from coordinator.engine.engine import Engine
 from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from workers.__main__ import main as worker_main
 
 MAX_POSITIONS = 1 << 24
@@ -66,14 +66,14 @@ class Generations:
 
     async def decode(self, context: str, ids: tuple[int, ...], num_tokens: int) -> list[float]:
         """Generates greedily after a question; when each token was there."""
-        sampling = Sampling(max_tokens=num_tokens, ignore_end_token=True)
+        sampling = SamplingParams(max_tokens=num_tokens, ignore_end_token=True)
         times: list[float] = []
         async for event in self._engine.submit(Prompt(context=context, token_ids=ids, sampling=sampling)):
             if isinstance(event, Tokens):
                 times += [time.perf_counter()] * len(event.token_ids)
         return times
 
-    async def answer(self, ids: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
+    async def answer(self, ids: tuple[int, ...], sampling: SamplingParams) -> tuple[int, ...]:
         """The token ids that follow a prompt."""
         found: list[int] = []
         async for event in self._engine.submit(Prompt(context=None, token_ids=ids, sampling=sampling)):
@@ -94,7 +94,7 @@ async def running(config: EngineConfig) -> AsyncIterator[Generations]:
     engine = Engine(control, config, MAX_POSITIONS, observe=steps.note)
     loop: asyncio.Task[None] | None = None
     try:
-        await fleet.launch(config, control.invitations, control.lost)
+        await fleet.launch(config, control.invitations, control.on_process_exit)
         await engine.start()
         loop = asyncio.create_task(engine.run())
         yield Generations(engine, steps)

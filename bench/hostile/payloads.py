@@ -88,7 +88,7 @@ def _head(num_tokens: int, ends: Iterable[int]) -> bytes:
 
 
 def _record(kind: Kind, content: bytes) -> bytes:
-    return Frame.of(kind, content).encode() + content
+    return Frame.from_content(kind, content).encode() + content
 
 
 def _import(records: bytes) -> list[bytes]:

@@ -13,7 +13,15 @@ import msgspec
 
 from longleaf.client import Client
 from longleaf.demo.facts import EVALUATION_WORDS, Fact, is_correct, make_fact, make_value, without_value
-from longleaf.demo.haystack import DISTRACTOR_EVERY, canonical, cut, distinct_facts, library_text, plant, room
+from longleaf.demo.haystack import (
+    DISTRACTOR_EVERY,
+    canonical,
+    cut,
+    distinct_facts,
+    library_text,
+    num_spare_bytes,
+    plant,
+)
 
 NOISE = "The wind went over the field. The river ran on. Nobody was there to see it. The day was long.\n"
 TWINS = 2
@@ -79,7 +87,7 @@ def noise(rng: random.Random, size: int, count: int) -> Document:
     facts = [passkey, *distinct_facts(rng, count)]
     rng.shuffle(facts)
     sentences = [fact.sentence for fact in facts]
-    filler = room(sentences, size)
+    filler = num_spare_bytes(sentences, size)
     text = plant(rng, cut(NOISE * (filler // len(NOISE) + 1), filler), sentences)
     needles = [fact for fact in facts if fact is not passkey]
     return Document(text, (*_ask("passkey", [passkey], text), *_ask("single_noise", needles, text)))
@@ -159,7 +167,7 @@ def _with_value(rng: random.Random, fact: Fact) -> Fact:
 def _fill(rng: random.Random, size: int, facts: Sequence[Fact]) -> str:
     """Library text of about `size` bytes in all, with the facts in it."""
     sentences = [fact.sentence for fact in facts]
-    return plant(rng, library_text(rng, room(sentences, size), "held_out"), sentences)
+    return plant(rng, library_text(rng, num_spare_bytes(sentences, size), "held_out"), sentences)
 
 
 def _ask(task: str, facts: Iterable[Fact], text: str) -> Iterable[Question]:

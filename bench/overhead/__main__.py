@@ -117,16 +117,16 @@ async def serving(config: EngineConfig, measured: Subject, folder: Path) -> Asyn
     engine = Engine(control, config, measured.max_positions, observe=decodes.note)
     running: asyncio.Task[None] | None = None
     try:
-        await fleet.launch(config, control.invitations, control.lost)
+        await fleet.launch(config, control.invitations, control.on_process_exit)
         await engine.start()
         running = asyncio.create_task(engine.run())
         model = ModelInfo(name=measured.name)
         tokenizer = Tokenizer.load(Path(config.model), Renderer())
-        use_cases = Application(engine, tokenizer, lambda: engine.cluster(model, "local"))
-        server = GrpcServer(use_cases)
+        application = Application(engine, tokenizer, lambda: engine.cluster(model, "local"))
+        server = GrpcServer(application)
         yield decodes, f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
         await server.stop()
-        await use_cases.close()
+        await application.close()
     finally:
         await engine.close()
         await fleet.shutdown()

@@ -38,8 +38,8 @@ class TimedRank:
         self._path = path
         self._times: dict[int, StepTime] = {}
 
-    def greet(self) -> Hello:
-        return self._rank.greet()
+    def make_hello(self) -> Hello:
+        return self._rank.make_hello()
 
     def load(self) -> None:
         self._rank.load()
@@ -58,11 +58,11 @@ class TimedRank:
         self._times[plan.step] = StepTime(began, time.monotonic())
         return pending
 
-    def take(self, layout: KvLayout) -> None:
-        self._rank.take(layout)
+    def set_layout(self, layout: KvLayout) -> None:
+        self._rank.set_layout(layout)
 
-    def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:
-        self._rank.carry_out(order, answer)
+    def submit_order(self, order: Order, answer: Callable[[Outcome], None]) -> None:
+        self._rank.submit_order(order, answer)
 
     @property
     def num_exchanges(self) -> int:

@@ -20,7 +20,7 @@ from bench.harness.arguments import log
 from bench.harness.machine import describe
 from bench.sampling import one_by_one
 from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from workers.sampling.sampler import Sampler
 
 SPREADS = {"peaked": 8.0, "broad": 3.0, "flat": 1.0}
@@ -79,7 +79,7 @@ def row(case: str, kind: str, shape: tuple[int, int], repeats: int) -> dict[str,
     logits_RV = SPREADS[kind] * torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     together, alone = Side(Sampler(), [], []), Side(one_by_one.Sampler(), [], [])
     for step in range(repeats + 1):
-        rows = [step_row(i, Sampling(seed=i, **CASES[case]), step) for i in range(shape[0])]
+        rows = [step_row(i, SamplingParams(seed=i, **CASES[case]), step) for i in range(shape[0])]
         for side in (together, alone) if step % 2 else (alone, together):
             side.turn(rows, logits_RV)
     ratios = [b / a for a, b in zip(together.seconds[1:], alone.seconds[1:], strict=True)]
@@ -100,7 +100,7 @@ def row(case: str, kind: str, shape: tuple[int, int], repeats: int) -> dict[str,
     }
 
 
-def step_row(sequence: int, sampling: Sampling, step: int) -> Row:
+def step_row(sequence: int, sampling: SamplingParams, step: int) -> Row:
     """The row of a sequence in a step; the first one includes its terms."""
     terms = SamplingTerms(sampling, SEEN if sampling.has_penalties else None) if step == 0 else None
     return Row(sequence, (0,), step, (), (), step, terms)

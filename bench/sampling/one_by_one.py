@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from longleaf.rank_protocol.step import PenaltyHistory, Row
-from longleaf.sampling import Logprobs, Sampling, Token, TokenLogprob
+from longleaf.sampling import Logprobs, SamplingParams, Token, TokenLogprob
 
 
 class History:
@@ -40,7 +40,7 @@ class Sampler:
     """Chooses the tokens of sequences; their terms arrive with the first row."""
 
     def __init__(self) -> None:
-        self._terms: dict[int, tuple[Sampling, History | None]] = {}
+        self._terms: dict[int, tuple[SamplingParams, History | None]] = {}
 
     def choose(self, rows: Sequence[Row], logits_RV: Tensor) -> list[Token]:
         """The next token of each row."""
@@ -61,7 +61,7 @@ class Sampler:
         return list(map(Token, chosen, reported))
 
 
-def sample(logits_V: Tensor, sampling: Sampling, token_index: int, history: History | None = None) -> int:
+def sample(logits_V: Tensor, sampling: SamplingParams, token_index: int, history: History | None = None) -> int:
     """The next token id from the logits [V] of one position."""
     if sampling.is_greedy:
         return int(adjusted(logits_V, sampling, history).argmax())
@@ -72,7 +72,7 @@ def sample(logits_V: Tensor, sampling: Sampling, token_index: int, history: Hist
     return min(chosen, int(probabilities_V.nonzero()[-1]))
 
 
-def adjusted(logits_V: Tensor, sampling: Sampling, history: History | None = None) -> Tensor:
+def adjusted(logits_V: Tensor, sampling: SamplingParams, history: History | None = None) -> Tensor:
     """Logits [V], float64, after bias and penalties."""
     scores_V = logits_V.double()
     bias = {i: b for i, b in sampling.logit_bias.items() if i < len(scores_V)}
@@ -88,7 +88,7 @@ def adjusted(logits_V: Tensor, sampling: Sampling, history: History | None = Non
     return scores_V - presence_V - history.counts_V * sampling.frequency_penalty
 
 
-def distribution(logits_V: Tensor, sampling: Sampling, history: History | None = None) -> Tensor:
+def distribution(logits_V: Tensor, sampling: SamplingParams, history: History | None = None) -> Tensor:
     """Probabilities [V], float64."""
     processors = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
     if sampling.top_k:

@@ -20,7 +20,7 @@ class AuthFailureThrottle:
         self._num_refused = 0
         self._num_waiting = 0
 
-    def note(self) -> float:
+    def record_failure(self) -> float:
         """Records a failure and returns its delay in seconds."""
         now = self._clock()
         if now - self._second >= 1.0:

@@ -29,7 +29,7 @@ class Credentials:
         self.num_refused = 0
 
     @classmethod
-    def of(cls, path: str) -> "Credentials":
+    def from_file(cls, path: str) -> "Credentials":
         """Raises InvalidArgument."""
         return cls(ReloadingFiles({"credentials": path}, parse_credentials))
 

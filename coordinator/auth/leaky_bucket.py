@@ -14,7 +14,7 @@ class LeakyBucket:
         self._level = 0.0
         self._time = clock()
 
-    def take(self, amount: int, rate: int | None) -> None:
+    def add(self, amount: int, rate: int | None) -> None:
         """Adds `amount`, at `rate` per minute. None: no limit, and the level is reset."""
         if rate is None:
             self._level = 0.0

@@ -36,10 +36,10 @@ class QuotaEnforcer:
         self._storage_bytes = storage_bytes
         self._num_upload_tokens = num_upload_tokens
         self._num_uploads = num_uploads
-        self._coming = defaultdict[str, Counter[str]](Counter)
+        self._reserved = defaultdict[str, Counter[str]](Counter)
         """Contexts and tokens by tenant that are being created and that `usage` does not include yet."""
-        self._ins = defaultdict[str, LeakyBucket](lambda: LeakyBucket(clock))
-        self._outs = defaultdict[str, LeakyBucket](lambda: LeakyBucket(clock))
+        self._input_buckets = defaultdict[str, LeakyBucket](lambda: LeakyBucket(clock))
+        self._output_buckets = defaultdict[str, LeakyBucket](lambda: LeakyBucket(clock))
 
     @property
     def _caller(self) -> Caller:
@@ -56,7 +56,7 @@ class QuotaEnforcer:
                 limit = f"{quotas.generations} may run and {quotas.waiting} may wait"
                 message = f"{usage.running} run and {usage.waiting} wait; at most {limit}"
                 _refuse(caller, "waiting" if quotas.waiting else "generations", message, RETRY_SECONDS)
-        self._check_rate(caller, "tokens_out_per_minute", self._outs)
+        self._check_rate(caller, "tokens_out_per_minute", self._output_buckets)
         self.check_rate_in()
 
     @contextmanager
@@ -65,12 +65,12 @@ class QuotaEnforcer:
         only if the body succeeds. Raises ResourceExhausted."""
         self.check_generation()
         yield
-        self.take_in(num_tokens)
+        self.charge_input(num_tokens)
 
-    def take_in(self, num_tokens: int) -> None:
+    def charge_input(self, num_tokens: int) -> None:
         """Counts tokens that running work reads. It is never rejected."""
         caller = self._caller
-        self._ins[caller.tenant].take(num_tokens, caller.quotas.tokens_in_per_minute)
+        self._input_buckets[caller.tenant].add(num_tokens, caller.quotas.tokens_in_per_minute)
 
     def check_context(self, num_contexts: int, num_tokens: int) -> None:
         """Checks whether `num_contexts` more contexts (may be 0) and `num_tokens` more tokens in contexts fit. Raises
@@ -78,9 +78,9 @@ class QuotaEnforcer:
         caller, quotas = self._caller, self._caller.quotas
         if quotas.contexts is None and quotas.tokens is None and quotas.storage_bytes is None:
             return
-        usage, coming = self._usage(caller.tenant), self._coming[caller.tenant]
-        resident = usage.tokens + coming["tokens"] + self._num_upload_tokens(caller.tenant)
-        num_resident = usage.contexts + coming["contexts"]
+        usage, reserved = self._usage(caller.tenant), self._reserved[caller.tenant]
+        resident = usage.tokens + reserved["tokens"] + self._num_upload_tokens(caller.tenant)
+        num_resident = usage.contexts + reserved["contexts"]
         if quotas.contexts is not None and num_contexts and num_resident + num_contexts > quotas.contexts:
             _refuse(caller, "contexts", f"{num_resident:,} exist, and the limit is {quotas.contexts:,}")
         if quotas.tokens is not None and resident + num_tokens > quotas.tokens:
@@ -93,23 +93,23 @@ class QuotaEnforcer:
                 _refuse(caller, "storage_bytes", message)
 
     @contextmanager
-    def making(self, num_contexts: int, num_tokens: int) -> Generator[None, None, None]:
+    def reserve_contexts(self, num_contexts: int, num_tokens: int) -> Generator[None, None, None]:
         """Reserves contexts and tokens in contexts while the body creates them. Raises ResourceExhausted."""
         self.check_context(num_contexts, num_tokens)
-        tenant, coming = self._caller.tenant, Counter(contexts=num_contexts, tokens=num_tokens)
-        self._coming[tenant] += coming
+        tenant, reserved = self._caller.tenant, Counter(contexts=num_contexts, tokens=num_tokens)
+        self._reserved[tenant] += reserved
         try:
             yield
         finally:
-            self._coming[tenant] -= coming
+            self._reserved[tenant] -= reserved
 
     @contextmanager
     def begin_document(self, num_contexts: int, num_tokens: int) -> Generator[None, None, None]:
         """Wraps the start of a document of `num_tokens` tokens, into a new context, or into an existing one if
         `num_contexts` is 0. Tokens are counted only if the body succeeds. Raises ResourceExhausted."""
-        with self.making(num_contexts, num_tokens):
+        with self.reserve_contexts(num_contexts, num_tokens):
             yield
-        self.take_in(num_tokens)
+        self.charge_input(num_tokens)
 
     def check_upload(self, num_retained: int = 0) -> None:
         """Checks whether another ingest or import may be open. `num_retained` uploads are not counted: those that can
@@ -123,7 +123,7 @@ class QuotaEnforcer:
 
     def check_rate_in(self) -> None:
         """Checks whether more tokens may be read. Raises ResourceExhausted."""
-        self._check_rate(self._caller, "tokens_in_per_minute", self._ins)
+        self._check_rate(self._caller, "tokens_in_per_minute", self._input_buckets)
 
     def _check_rate(self, caller: Caller, name: str, buckets: defaultdict[str, LeakyBucket]) -> None:
         rate: int | None = getattr(caller.quotas, name)
@@ -137,18 +137,18 @@ class QuotaEnforcer:
     # --- as an Observer ---
 
     @contextmanager
-    def call(self, record: CallRecord) -> Generator[None, None, None]:
+    def observe_call(self, record: CallRecord) -> Generator[None, None, None]:
         """Does not count calls."""
         yield
 
     @contextmanager
-    def generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
+    def observe_generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
         """Counts generated tokens."""
-        rate, bucket = self._caller.quotas.tokens_out_per_minute, self._outs[tenant]
+        rate, bucket = self._caller.quotas.tokens_out_per_minute, self._output_buckets[tenant]
 
         def on_event(event: Event) -> None:
             if isinstance(event, Tokens):
-                bucket.take(len(event.tokens), rate)
+                bucket.add(len(event.tokens), rate)
 
         yield on_event
 

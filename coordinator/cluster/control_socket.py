@@ -33,15 +33,15 @@ added to both. If a member sends a larger message, ZMQ closes its connection bef
 MAX_AT_ONCE = 64
 """Messages handled per turn of the event loop."""
 
-Take = Callable[[int, FromRank], None]
+OnMessage = Callable[[int, FromRank], None]
 """Handles a message from a member. Raises ValueError for a message that the member may not send."""
 
 
 class ControlSocket:
-    """The channel at `host`. Must be created inside a running event loop; `take` is called on this loop."""
+    """The channel at `host`. Must be created inside a running event loop; `on_message` is called on this loop."""
 
-    def __init__(self, config: EngineConfig, host: str, take: Take) -> None:
-        self._take = take
+    def __init__(self, config: EngineConfig, host: str, on_message: OnMessage) -> None:
+        self._on_message = on_message
         self._context = zmq.asyncio.Context()
         self._members = MemberAuthenticator(self._context)
         # Untyped, because the package's own annotations are partial. Not a zmq.asyncio socket: its futures would delay
@@ -53,7 +53,7 @@ class ControlSocket:
         most = MAX_REPORT_BYTES + num_tokens * MAX_TOKEN_BYTES + MAX_ATTRIBUTED_SPANS * SPAN_BYTES
         self._socket.setsockopt(zmq.MAXMSGSIZE, most)
         self._socket.setsockopt(zmq.IPV6, ":" in host)
-        self._members.guard(self._socket)
+        self._members.authenticate_members(self._socket)
         self._socket.bind(f"tcp://{join_address(host, 0)}")
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         """The address to which the members connect."""
@@ -99,7 +99,7 @@ class ControlSocket:
                 continue
             name = invitation.commands_id
             if isinstance(message, AbortExchanges):
-                name, self._fences[member] = invitation.pulse_id, message
+                name, self._fences[member] = invitation.heartbeat_id, message
             self._socket.send_multipart([name, data])
         self._loop.call_soon(self._receive)  # sending may have consumed the readiness event of the descriptor
 
@@ -115,13 +115,13 @@ class ControlSocket:
             if member is not None:
                 try:
                     message = self._read(member, frames)
-                    self._take(member, message)
-                    self._fence_again(member, message)
+                    self._on_message(member, message)
+                    self._resend_fences(member, message)
                 except ValueError as error:
                     self._ignored.add(str(error))
         self._loop.call_soon(self._receive)
 
-    def _fence_again(self, member: int, message: FromRank) -> None:
+    def _resend_fences(self, member: int, message: FromRank) -> None:
         """Resend the AbortExchanges to a member whose heartbeat still reports an ended epoch. The previous one
         is lost if the heartbeat connection was not yet established or was reconnecting.
         """
@@ -136,9 +136,9 @@ class ControlSocket:
         message = decode_from_rank(frames[1].buffer)
         invitation = self._invitations[member]
         is_beside = isinstance(message, Heartbeat | Saved | Fetched)  # sent by threads other than the step thread
-        expected = {invitation.pulse_id if is_beside else invitation.commands_id}
+        expected = {invitation.heartbeat_id if is_beside else invitation.commands_id}
         if isinstance(message, Logged):  # sent on either connection
-            expected = {invitation.pulse_id, invitation.commands_id}
+            expected = {invitation.heartbeat_id, invitation.commands_id}
         speaks_for = member if isinstance(message, StepResult) else message.member
         if speaks_for != member or frames[0].bytes not in expected:
             raise ValueError(f"invalid message from member {member}: {type(message).__name__} for {speaks_for}")

@@ -110,7 +110,7 @@ class FakeRanks:
         hellos = tuple(Hello(member, "fake", "127.0.0.1", 1000 + member) for member in self.members)
         return Formation(epoch, hellos, tuple(replace(ready, member=member) for member in self.members), self)
 
-    async def lay_out(self, layout: KvLayout) -> None:
+    async def send_layout(self, layout: KvLayout) -> None:
         self.layouts.append(layout)
         self._starts = {segment.segment: segment.start for segment in layout.segments}
 
@@ -266,7 +266,7 @@ class FakeFleet:
     async def launch(self, config: EngineConfig, invitations: Sequence[ConnectInfo], on_death: OnDeath) -> None:
         raise AssertionError("there is no place")
 
-    def where(self, member: int) -> str:
+    def location_of(self, member: int) -> str:
         return ""
 
     async def kill(self, member: int) -> None:

@@ -95,7 +95,7 @@ class LocalFleet:
     async def _start(self, spec: RankSpec, slot: int) -> None:
         place = await asyncio.to_thread(self._spawn, spec, slot)
         if place is not None:
-            self._loop.add_reader(place.process.sentinel, self._note_end, spec.member, place)
+            self._loop.add_reader(place.process.sentinel, self._on_exit, spec.member, place)
 
     def _spawn(self, spec: RankSpec, slot: int) -> _Place | None:
         """Returns None when the fleet is shutting down."""
@@ -129,7 +129,7 @@ class LocalFleet:
             log.warning("the fork server %s; replacements will start more slowly", reason)
             self._method = "spawn"
 
-    def _note_end(self, member: int, place: _Place) -> None:
+    def _on_exit(self, member: int, place: _Place) -> None:
         self._loop.remove_reader(place.process.sentinel)
         place.has_ended.set()
         reason, code = _describe(place.process), place.process.exitcode
@@ -144,7 +144,7 @@ class LocalFleet:
         if not self._is_stopping:
             self._on_death(member, reason)
 
-    def where(self, member: int) -> str:
+    def location_of(self, member: int) -> str:
         return ""  # all members are on this machine
 
     async def kill(self, member: int) -> None:

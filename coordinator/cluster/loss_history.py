@@ -39,7 +39,7 @@ class LossHistory:
         """Whether a replacement of a lost member may still arrive."""
         return is_replacing(self.losses)
 
-    def take(self, event: MemberEvent) -> None:
+    def on_event(self, event: MemberEvent) -> None:
         match event:
             case MemberLost():
                 self._add(event)

@@ -126,7 +126,7 @@ class MemberAuthenticator:
             self._dropped.add("its key was revoked")
         return number
 
-    def guard(self, socket: Any) -> None:
+    def authenticate_members(self, socket: Any) -> None:
         """Restrict `socket`, which is not bound yet, to members."""
         self._gate.configure_curve_callback(domain=DOMAIN, credentials_provider=self)
         self._gate.start()

@@ -1,91 +1,43 @@
-"""The registry of live members: their startup state, their progress in the current step, and loss detection."""
+"""The registry of live members: their startup state, and their losses. Silent members are found by
+`HeartbeatMonitor`."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.cluster.control_socket import ControlSocket
+from coordinator.cluster.heartbeat_monitor import HeartbeatMonitor
+from coordinator.cluster.member import Member
 from coordinator.cluster.model_consistency import check_joiner
-from coordinator.cluster.ports import EpochEnd, Kill, MemberEvent, MemberLost, Where
+from coordinator.cluster.ports import EpochEnd, Kill, LocationOf, MemberEvent, MemberLost
 from longleaf.errors import StartError
-from longleaf.formatting import human_seconds
-from longleaf.rank_protocol.member_messages import PULSE_SECONDS, Heartbeat, Hello, Load, Loaded, MemberProgress
+from longleaf.rank_protocol.member_messages import Hello, Load
 from longleaf.rank_protocol.rank_spec import ConnectInfo
 
-PATIENCE_SECONDS = 15.0
-"""Minimum heartbeat timeout in seconds for a member that is loading the model, because libraries can block all of its
-threads during the load.
-"""
-IS_SILENT = 2
-"""Missed heartbeats after which a member counts as silent."""
-FRESH_SECONDS = 3 * PULSE_SECONDS
-"""The time in seconds within which a healthy member reports its progress again."""
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class Member:
-    """One worker process."""
-
-    number: int
-    hello: Hello | None = None
-    is_loading: bool = False
-    """The member was ordered to load the model."""
-    is_loaded: bool = False
-    num_pulses: int = 0
-    num_missed: int | None = None
-    """Seconds since the last message; None before the first."""
-    progress: MemberProgress = field(default_factory=MemberProgress)
-    num_late: int = 0
-    """Consecutive epochs that the member has neither joined nor aborted in time."""
-    end: str = ""
-    """The reason why the member is lost or is being killed; empty for a healthy member."""
-
-    @property
-    def node(self) -> str:
-        return self.hello.node if self.hello is not None else ""
-
-    @property
-    def is_silent(self) -> bool:
-        return self.num_missed is None or self.num_missed > IS_SILENT
-
-    def on_message(self, message: Hello | Loaded | Heartbeat) -> None:
-        """Update the state from a message. Raises ValueError for a message that is repeated or arrives too early."""
-        match message:
-            case Hello() if self.hello is None:
-                self.hello = message
-            case Loaded() if self.is_loading:
-                self.is_loaded = True
-            case Heartbeat():
-                self.progress = message.progress
-                self.num_pulses += 1
-            case _:
-                raise ValueError(f"invalid message from member {self.number}: {type(message).__name__} out of order")
-
-
 class MemberRegistry:
-    """The members, by number; a number is never reused. `kill` ends the process of a member, `where` returns its
+    """The members, by number; a number is never reused. `kill` ends the process of a member, `location_of` returns its
     location.
 
-    Needs a running event loop. Every method except `lost` must be called on the thread of that loop.
+    Needs a running event loop. Every method except `report_exit` must be called on the thread of that loop.
     """
 
-    def __init__(self, channel: ControlSocket, kill: Kill, where: Where, heartbeat_timeout: float) -> None:
+    def __init__(self, channel: ControlSocket, kill: Kill, location_of: LocationOf, heartbeat_timeout: float) -> None:
         self._channel = channel
         self._kill_process = kill
-        self.where = where
-        self._lost_after = heartbeat_timeout
+        self.location_of = location_of
         self._loop = asyncio.get_running_loop()
         self._members: dict[int, Member] = {}
         self._next = 0
-        self._agreed: tuple[Hello, ...] = ()
+        self._reference_hellos: tuple[Hello, ...] = ()
         self._changed = asyncio.Event()
         self._observers: list[Callable[[MemberEvent], None]] = []
         self._is_over = False
-        self._pulses = self._loop.create_task(self._watch_heartbeats())
+        self.heartbeats = HeartbeatMonitor(self, lost_after)
         self._tasks: set[asyncio.Task[None]] = set()
         """Running operations on members, such as kills."""
         self.has_supervisor = False
@@ -108,9 +60,9 @@ class MemberRegistry:
 
     def loaded(self) -> list[Member]:
         """Return the members that can join an epoch."""
-        return [member for member in self if member.is_loaded and not member.end]
+        return [member for member in self if member.is_loaded and not member.loss_reason]
 
-    def watch(self, observer: Callable[[MemberEvent], None]) -> None:
+    def subscribe(self, observer: Callable[[MemberEvent], None]) -> None:
         """Call `observer` for every event from now on. The observer must be fast and must not raise."""
         self._observers.append(observer)
 
@@ -118,13 +70,15 @@ class MemberRegistry:
         """Notify all observers."""
         for observer in self._observers:
             observer(event)
-        self.note_change()
+        self.notify_waiters()
 
-    def note_change(self) -> None:
+    def notify_waiters(self) -> None:
         """Make all waiters check their conditions again."""
         self._changed.set()
 
-    async def wait(self, condition: Callable[[], object], verdict: asyncio.Future[EpochEnd] | None = None) -> None:
+    async def wait_until(
+        self, condition: Callable[[], object], verdict: asyncio.Future[EpochEnd] | None = None
+    ) -> None:
         """Wait until `condition` holds. If `verdict` is set before, raise the error that ended the epoch."""
         while not condition():
             self._changed.clear()
@@ -150,9 +104,9 @@ class MemberRegistry:
         self._members.pop(number, None)
         self._channel.forget(number)
 
-    def agree(self) -> None:
+    def fix_model(self) -> None:
         """Fix the model of the present members as the one that later members must have."""
-        self._agreed = self.hellos
+        self._reference_hellos = self.hellos
 
     def load(self, members: Sequence[Member]) -> None:
         for member in members:
@@ -167,33 +121,33 @@ class MemberRegistry:
         member = self.get(number)
         if member is None:
             raise StartError("the member is lost")
-        await self.wait(lambda: member.end or member.hello)
-        if not member.end and member.hello is not None:
-            check_joiner(member.hello, self._agreed)
+        await self.wait_until(lambda: member.loss_reason or member.hello)
+        if not member.loss_reason and member.hello is not None:
+            check_joiner(member.hello, self._reference_hellos)
             self.load([member])
-            await self.wait(lambda: member.end or member.is_loaded)
-        if member.end:
-            raise StartError(member.end)
+            await self.wait_until(lambda: member.loss_reason or member.is_loaded)
+        if member.loss_reason:
+            raise StartError(member.loss_reason)
 
     # --- ending ---
 
-    def end(self, number: int, reason: str) -> None:
+    def kill(self, number: int, reason: str) -> None:
         """Kill a member, which is reported as lost when its process has ended. Its messages are ignored from now on."""
         member = self.get(number)
-        if member is not None and not member.end:
-            member.end = reason
+        if member is not None and not member.loss_reason:
+            member.loss_reason = reason
             self._channel.forget(number)
-            self.run(self._kill(number))
+            self.run_in_background(self._kill_and_remove(number))
 
-    async def _kill(self, number: int) -> None:
+    async def _kill_and_remove(self, number: int) -> None:
         try:
             await self._kill_process(number)
         except Exception:
             log.exception("cannot kill member %d", number)
-        self.lose(number, "was killed")
+        self.remove_lost(number, "was killed")
 
-    def run(self, work: Awaitable[None]) -> None:
-        """Run `work` in the background; `settle` waits for it."""
+    def run_in_background(self, work: Awaitable[None]) -> None:
+        """Run `work` in the background; `wait_killed` waits for it."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -203,68 +157,27 @@ class MemberRegistry:
         while self._tasks:
             await asyncio.wait(list(self._tasks))
 
-    def lost(self, number: int, reason: str) -> None:
+    def report_exit(self, number: int, reason: str) -> None:
         """Report that the process of a member has ended. Thread-safe; may be called at any time."""
         with suppress(RuntimeError):  # the loop is closed, and with it every consumer of the event
-            self._loop.call_soon_threadsafe(self.lose, number, reason)
+            self._loop.call_soon_threadsafe(self.remove_lost, number, reason)
 
-    def lose(self, number: int, reason: str) -> None:
+    def remove_lost(self, number: int, reason: str) -> None:
         """Remove a member that has ended and report the loss once; for a killed member, with the reason of the kill."""
         member = self._members.pop(number, None)
         if member is None:
             return
-        member.end = member.end or reason
+        member.loss_reason = member.loss_reason or reason
         self._channel.forget(number)
         rank = self.ranks.index(number) if number in self.ranks else None
         epoch = self.epoch if rank is not None else 0
         if not self._is_over:  # after `close` the member left on request
-            self.publish(MemberLost(number, rank, epoch, member.node, member.end, self.has_supervisor))
-
-    # --- pulses ---
-
-    async def _watch_heartbeats(self) -> None:
-        """Count the seconds since the last message of each member. Counting ticks, unlike comparing timestamps,
-        tolerates a coordinator process that was itself suspended.
-        """
-        while True:
-            await asyncio.sleep(PULSE_SECONDS)
-            for member in self:
-                if member.num_missed is None:
-                    continue
-                member.num_missed += 1
-                limit = self._lost_after if member.is_loaded else max(self._lost_after, PATIENCE_SECONDS)
-                if member.num_missed > limit:
-                    self.end(member.number, f"no heartbeat for {human_seconds(limit)}")
-
-    async def find_behind(self, numbers: Iterable[int], is_over: Callable[[], bool]) -> Member | None:
-        """Return the member that blocks the others, among members that are all in the same step.
-
-        Waits until each member has reported its progress again or its time is up. The result is the member with the
-        oldest report, else the single member with the least progress. None when several members are equally behind, or
-        when `is_over` becomes true meanwhile.
-        """
-        members = [member for number in numbers if (member := self.get(number)) is not None]
-        heard = [member.num_pulses for member in members]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(FRESH_SECONDS):
-                await self.wait(
-                    lambda: is_over() or all(one.num_pulses > old for one, old in zip(members, heard, strict=True))
-                )
-        return None if is_over() else _furthest_behind(members)
+            self.publish(MemberLost(number, rank, epoch, member.node, member.loss_reason, self.has_supervisor))
 
     async def close(self) -> None:
         """Cancel the running operations on members. Members that end from now on are not reported as lost."""
         self._is_over = True
-        tasks = [self._pulses, *self._tasks]
+        tasks = [self.heartbeats.task, *self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-
-
-def _furthest_behind(members: Sequence[Member]) -> Member | None:
-    silent = [member for member in members if member.is_silent]
-    if silent:
-        return max(silent, key=lambda member: (member.num_missed or 0, -member.number))
-    least = min((member.progress for member in members), default=None)
-    behind = [member for member in members if member.progress == least]
-    return behind[0] if len(behind) == 1 < len(members) else None

@@ -20,8 +20,8 @@ OnDeath = Callable[[int, str], None]
 """Called with the member number and the reason when the process of a member ends, from any thread."""
 Kill = Callable[[int], Awaitable[None]]
 """Kills the process of a member, as `Fleet.kill`."""
-Where = Callable[[int], str]
-"""Returns the location of a member, as `Fleet.where`."""
+LocationOf = Callable[[int], str]
+"""Returns the location of a member, as `Fleet.location_of`."""
 
 
 def ignore_event(member: int, reason: str) -> None:
@@ -49,7 +49,7 @@ class EpochEnd(msgspec.Struct, frozen=True):
 class Group(Protocol):
     """The ranks of one epoch. Implemented by coordinator.cluster.groups.group; faked by coordinator.cluster.fakes."""
 
-    async def lay_out(self, layout: KvLayout) -> None:
+    async def send_layout(self, layout: KvLayout) -> None:
         """Send the KV cache layout to the ranks, before the first plan. Raises the error that ended the epoch."""
         ...
 
@@ -238,7 +238,7 @@ class Fleet(Protocol):
         """
         ...
 
-    def where(self, member: int) -> str:
+    def location_of(self, member: int) -> str:
         """Return a suffix for the reason of a loss: the node of the member and the address of that node; empty if all
         members are on this machine.
         """

@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from coordinator.cluster.member_registry import Member, MemberRegistry
+from coordinator.cluster.member import Member
+from coordinator.cluster.member_registry import MemberRegistry
 from coordinator.cluster.ports import MemberEvent, MemberLost
 from longleaf.rank_protocol.log_messages import MAX_TEXT_BYTES, Logged
 
@@ -36,13 +37,13 @@ class RankLogForwarder:
         """By member."""
         self._known: frozenset[str] | None = None
         """Notes that were already printed to the user; None before that."""
-        registry.watch(self._watch)
+        registry.subscribe(self._watch)
 
-    def know(self, notes: Iterable[str]) -> None:
+    def skip_notes(self, notes: Iterable[str]) -> None:
         """Marks these notes as printed: records with the same text are not logged again."""
         self._known = frozenset(_cut(note) for note in notes)
 
-    def take(self, member: Member, logged: Logged) -> None:
+    def log_records(self, member: Member, logged: Logged) -> None:
         """Logs the records of a member, up to its rate limit."""
         share = self._share(member.number)
         for record in logged.records:

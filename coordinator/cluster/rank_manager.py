@@ -15,16 +15,17 @@ from coordinator.cluster.control_socket import ControlSocket
 from coordinator.cluster.groups.group import RankGroup
 from coordinator.cluster.groups.rendezvous import in_rank_order
 from coordinator.cluster.loss_history import LossHistory
-from coordinator.cluster.member_registry import Member, MemberRegistry
+from coordinator.cluster.member import Member
+from coordinator.cluster.member_registry import MemberRegistry
 from coordinator.cluster.model_consistency import check_models
 from coordinator.cluster.ports import (
     EpochEnd,
     Formation,
     Kill,
+    LocationOf,
     MemberEvent,
     MemberJoined,
     MemberLost,
-    Where,
     unknown_node,
 )
 from coordinator.cluster.rank_logs import RankLogForwarder
@@ -67,23 +68,24 @@ def _log(event: MemberEvent) -> None:
 
 
 class RankManager:
-    """Manages the ranks over ZMQ. Must be created inside a running event loop; `lost` may be called from any thread.
+    """Manages the ranks over ZMQ. Must be created inside a running event loop; `on_process_exit` may be called from any
+    thread.
 
-    `kill` ends the process of a member that is silent or blocks the others, before the member counts as lost. `where`
-    returns the location of a member, like `Fleet.where`. `wall_clock` supplies the timestamps of losses.
-    """
+    `kill` ends the process of a member that is silent or blocks the others, before the member counts as lost.
+    `location_of` returns the location of a member, like `Fleet.location_of`. `wall_clock` supplies the timestamps of
+    losses."""
 
     def __init__(
         self,
         config: EngineConfig,
         host: str = LOOPBACK,
         kill: Kill = no_process,
-        where: Where = unknown_node,
+        location_of: LocationOf = unknown_node,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._config = config
-        self._channel = ControlSocket(config, host, self._take)
-        self.registry = MemberRegistry(self._channel, kill, where, config.heartbeat_timeout)
+        self._channel = ControlSocket(config, host, self._on_message)
+        self.registry = MemberRegistry(self._channel, kill, location_of, config.heartbeat_timeout)
         """The live members."""
         self.invitations = tuple(self.registry.invite()[1] for _ in range(config.world_size))
         """The connection information of the first members, in the order of their numbers."""
@@ -92,9 +94,9 @@ class RankManager:
         self._merges: tuple[MergeTiming, ...] = ()
         self._history = LossHistory(wall_clock)
         self._records = RankLogForwarder(self.registry)
-        self.registry.watch(self._history.take)
-        self.registry.watch(_log)
-        self.registry.watch(self._take_loss)
+        self.registry.subscribe(self._history.on_event)
+        self.registry.subscribe(_log)
+        self.registry.subscribe(self._on_member_event)
         self._orders = SnapshotRequests(self._channel, self.registry)
         self._is_closed = False
 
@@ -132,9 +134,9 @@ class RankManager:
         """Members lost so far."""
         return self._history.num_lost
 
-    def lost(self, member: int, reason: str) -> None:
+    def on_process_exit(self, member: int, reason: str) -> None:
         """Report that the process of a member has ended. Thread-safe; may be called at any time."""
-        self.registry.lost(member, reason)
+        self.registry.report_exit(member, reason)
 
     @property
     def group(self) -> RankGroup:
@@ -142,12 +144,12 @@ class RankManager:
         return self._group
 
     async def wait_joinable(self) -> None:
-        await self.registry.wait(
+        await self.registry.wait_until(
             lambda: any(member.number not in self._group.members for member in self.registry.loaded())
         )
 
     async def wait_ready(self) -> None:
-        await self.registry.wait(lambda: not self._history.is_replacing)
+        await self.registry.wait_until(lambda: not self._history.is_replacing)
 
     # --- epochs ---
 
@@ -155,27 +157,29 @@ class RankManager:
         """Wait for the hellos of all members, check that their models are equal, and make them load the model and form
         the epoch.
         """
-        members, wait, verdict = list(self.registry), self.registry.wait, self._group.verdict
+        members, wait, verdict = list(self.registry), self.registry.wait_until, self._group.verdict
         try:
             async with asyncio.timeout(self._config.start_timeout):
                 await wait(lambda: all(member.hello for member in members), verdict)
                 Topology(tuple(member.node for member in members)).check(self._config.world_size)
                 await check_models(self.hellos, Path(self._config.model))
-                self.registry.agree()
+                self.registry.fix_model()
                 self.registry.load(members)
                 await wait(lambda: all(member.is_loaded for member in members), verdict)
-                return await self._meet_first(epoch, members)
+                return await self._form_first(epoch, members)
         except TimeoutError:
-            late = [str(number) for number in (self._group.late() if self._group.epoch else self._unloaded(members))]
+            late = [
+                str(number) for number in (self._group.late_members() if self._group.epoch else self._unloaded(members))
+            ]
             seconds = human_seconds(self._config.start_timeout)
             raise StartError(f"rank {', '.join(late)} did not start within {seconds}") from None
 
-    async def _meet_first(self, epoch: int, members: Sequence[Member]) -> Formation:
+    async def _form_first(self, epoch: int, members: Sequence[Member]) -> Formation:
         clock = asyncio.get_running_loop().time
         began = clock()
-        formation = await self._meet(epoch, members)
+        formation = await self._form_epoch(epoch, members)
         self._form_seconds = max(self._form_seconds, FORM_SHARE * (clock() - began))
-        self._records.know(note for ready in formation.readies for note in ready.notes)
+        self._records.skip_notes(note for ready in formation.readies for note in ready.notes)
         return formation
 
     @staticmethod
@@ -192,7 +196,7 @@ class RankManager:
             members = in_rank_order(await self._wait_loaded(verdict), before)
             try:
                 async with asyncio.timeout(self._form_seconds):
-                    formation = await self._meet(number, members)
+                    formation = await self._form_epoch(number, members)
             except TimeoutError:
                 await self._attribute_late()
             except LongleafError as error:
@@ -211,7 +215,7 @@ class RankManager:
         loaded = [member.number for member in self.registry.loaded()]
         if any(number in before for number in loaded):
             for number in set(loaded).difference(before):
-                self.registry.end(number, "every epoch with it failed to form")
+                self.registry.kill(number, "every epoch with it failed to form")
 
     async def _wait_loaded(self, verdict: asyncio.Future[EpochEnd]) -> list[Member]:
         """Wait until all pending kills have finished and at least one member has loaded the model. Return the members
@@ -219,7 +223,7 @@ class RankManager:
         """
         registry = self.registry
         await registry.wait_killed()
-        await registry.wait(lambda: registry.loaded() or not (list(registry) or self._history.is_replacing))
+        await registry.wait_until(lambda: registry.loaded() or not (list(registry) or self._history.is_replacing))
         if not (loaded := registry.loaded()):
             raise (await asyncio.shield(verdict)).error
         return loaded
@@ -229,9 +233,9 @@ class RankManager:
         self.registry.epoch, self.registry.ranks = epoch, self._group.members
         return self._group
 
-    async def _meet(self, epoch: int, members: Sequence[Member]) -> Formation:
+    async def _form_epoch(self, epoch: int, members: Sequence[Member]) -> Formation:
         """Form an epoch of these members. Raises the error that ended it."""
-        formation = await self._begin(epoch, members).meet(members, self._merges)
+        formation = await self._begin(epoch, members).form(members, self._merges)
         self._merges = self._merges or formation.readies[0].merges
         for member in members:
             member.num_late = 0
@@ -246,13 +250,13 @@ class RankManager:
         group.conclude(GroupFailed(f"epoch {group.epoch} did not form within {seconds}"))
         with suppress(TimeoutError):
             async with asyncio.timeout(ANSWER_SECONDS):
-                await self.registry.wait(lambda: not group.late())
-        if len(late := group.late()) == group.num_requested > 1:
+                await self.registry.wait_until(lambda: not group.late_members())
+        if len(late := group.late_members()) == group.num_requested > 1:
             return  # all were late, so the cause is unknown
         for member in filter(None, map(self.registry.get, late)):
             member.num_late += 1
             if member.num_late >= MAX_LATE:
-                self.registry.end(member.number, f"did not join {MAX_LATE} epochs in time")
+                self.registry.kill(member.number, f"did not join {MAX_LATE} epochs in time")
 
     def _publish_joined(self, formation: Formation, before: Sequence[int]) -> None:
         for rank, hello in enumerate(formation.hellos):
@@ -272,34 +276,34 @@ class RankManager:
 
     # --- receive ---
 
-    def _take(self, number: int, message: FromRank) -> None:
+    def _on_message(self, number: int, message: FromRank) -> None:
         """Handle a message of a member. Raises ValueError for a message that the member may not send."""
         member = self.registry.get(number)
         assert member is not None  # the channel drops messages of members that are not in the registry
         match message:
             case StepResult():
-                self._group.take_result(number, message)
+                self._group.on_step_result(number, message)
                 return
             case Logged():
-                self._records.take(member, message)
+                self._records.log_records(member, message)
                 return
             case Hello() | Loaded() | Heartbeat():
                 member.on_message(message)
             case Saved() | Fetched():
-                self._orders.take(message)
+                self._orders.on_outcome(message)
             case StoreOpened() | Ready():
-                self._group.set_rendezvous(message)
+                self._group.on_rendezvous(message)
             case GroupFailure():
-                self._group.take_broken(message)
+                self._group.on_group_failure(message)
             case Died():
-                self._group.take_death(message)
-                self.registry.lose(number, message.reason)
-        member.num_missed = 0
-        self.registry.note_change()
+                self._group.on_died(message)
+                self.registry.remove_lost(number, message.reason)
+        member.num_missed_heartbeats = 0
+        self.registry.notify_waiters()
 
-    def _take_loss(self, event: MemberEvent) -> None:
+    def _on_member_event(self, event: MemberEvent) -> None:
         if isinstance(event, MemberLost):
-            self._group.died(event.member, event.reason)
+            self._group.on_process_exit(event.member, event.reason)
 
     # --- close ---
 

@@ -15,7 +15,7 @@ import msgspec
 
 from coordinator.cluster.ports import OnDeath, ignore_event
 from coordinator.cluster.ray_connection import ray_package
-from coordinator.cluster.ray_liveness import answers, has_ended
+from coordinator.cluster.ray_liveness import is_reachable, refuses_connections
 from longleaf.config import LOOPBACK, EngineConfig, rank_environment
 from longleaf.errors import StartError
 from longleaf.rank_protocol.rank_spec import ConnectInfo, RankSpec
@@ -155,11 +155,11 @@ class RayFleet:
                 self._is_stopping.wait(POLL_SECONDS)
             for member, place in places.items():
                 if place.run in ended:
-                    self._note_end(member, _describe(place.run))
+                    self._on_exit(member, _describe(place.run))
             gone = self._nodes_gone()
             for member, place in places.items():
                 if place.bundle.node in gone and not place.has_ended.is_set():
-                    self._note_end(member, "its machine left the cluster")
+                    self._on_exit(member, "its machine left the cluster")
 
     def _nodes_gone(self) -> set[str]:
         """The nodes of ranks that Ray considers dead or whose Ray process has ended. Empty if all ranks are on the
@@ -168,16 +168,20 @@ class RayFleet:
             return set()
         alive = {node["NodeID"][:NODE_DIGITS] for node in ray_package().nodes() if node["Alive"]}
         bundles = {place.bundle.node: place.bundle for place in list(self._places.values())}
-        return {node for node, bundle in bundles.items() if node not in alive or has_ended(bundle.host, bundle.port)}
+        return {
+            node
+            for node, bundle in bundles.items()
+            if node not in alive or refuses_connections(bundle.host, bundle.port)
+        }
 
-    def _note_end(self, member: int, reason: str) -> None:
+    def _on_exit(self, member: int, reason: str) -> None:
         place = self._places.get(member)
         if place is not None:
             place.has_ended.set()
         if not self._is_stopping.is_set():
             self._on_death(member, reason)
 
-    def where(self, member: int) -> str:
+    def location_of(self, member: int) -> str:
         place = self._places.get(member)
         return "" if self._is_local or place is None else f", on node {place.bundle.node} ({place.bundle.host})"
 
@@ -204,7 +208,7 @@ class RayFleet:
         bundle = next((one for one in self._known_bundles() if place and one.index == place.bundle.index), None)
         if bundle is None:
             raise StartError("the slot's node left the cluster, and no other node has a free slot")
-        if not self._is_local and not answers(bundle.host, bundle.port):  # Ray detects a dead node late
+        if not self._is_local and not is_reachable(bundle.host, bundle.port):  # Ray detects a dead node late
             raise StartError("the slot's node does not respond")
         self._bundles = [bundle if other.index == bundle.index else other for other in self._bundles]
         self._start(member, bundle, invitation, config, True)
@@ -222,9 +226,9 @@ class RayFleet:
     async def shutdown(self) -> None:
         """Waits a few seconds for ranks that were asked to stop, then kills the rest and frees all slots."""
         self._is_stopping.set()
-        await asyncio.to_thread(self._reap)
+        await asyncio.to_thread(self._end_all)
 
-    def _reap(self) -> None:
+    def _end_all(self) -> None:
         ray = ray_package()
         if self._watcher is not None:
             self._watcher.join()

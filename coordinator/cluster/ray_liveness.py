@@ -7,7 +7,7 @@ ANSWER_SECONDS = 0.5
 """Seconds within which a live node accepts a connection."""
 
 
-def answers(host: str, port: int) -> bool:
+def is_reachable(host: str, port: int) -> bool:
     """Whether Ray's process on a node can be reached."""
     try:
         socket.create_connection((host, port), timeout=ANSWER_SECONDS).close()
@@ -16,7 +16,7 @@ def answers(host: str, port: int) -> bool:
     return True
 
 
-def has_ended(host: str, port: int) -> bool:
+def refuses_connections(host: str, port: int) -> bool:
     """Whether the machine refuses the connection. A machine that does not respond may only be disconnected."""
     try:
         socket.create_connection((host, port), timeout=ANSWER_SECONDS).close()

@@ -56,7 +56,7 @@ class Backoff:
         self._max_losses = max_losses
         self._times = deque[float](maxlen=max_losses + 1)
 
-    def note(self, now: float) -> None:
+    def record_loss(self, now: float) -> None:
         """A member was lost."""
         self._times.append(now)
 
@@ -89,7 +89,7 @@ class ReplacementSupervisor:
         self._backoff = Backoff(config.max_losses_per_minute)
         self._slots = [Slot(ready.member, pinned(config, ready)) for ready in readies]
         registry.has_supervisor = True
-        registry.watch(self._take)
+        registry.subscribe(self._on_event)
         for slot in self._slots:
             if registry.get(slot.member) is None:  # lost before this supervisor started
                 self._fill(slot)
@@ -102,14 +102,14 @@ class ReplacementSupervisor:
             self._fill(slot)
         return len(empty)
 
-    def _take(self, event: MemberEvent) -> None:
+    def _on_event(self, event: MemberEvent) -> None:
         match event:
             case MemberJoined():
                 for slot in self._slots:
                     if slot.member == event.member:
                         slot.has_rank, slot.num_failed = True, 0
             case MemberLost() if self._registry.has_supervisor:
-                self._backoff.note(self._clock())
+                self._backoff.record_loss(self._clock())
                 for slot in self._slots:
                     if slot.member == event.member and not slot.is_being_filled:
                         self._note_failed(slot, event.reason)
@@ -141,7 +141,7 @@ class ReplacementSupervisor:
             except StartError as error:
                 reason = str(error)
             self._note_failed(slot, reason)
-            self._registry.end(number, reason)
+            self._registry.kill(number, reason)
             await self._registry.wait_killed()
         self._registry.publish(
             ReplacementAbandoned(

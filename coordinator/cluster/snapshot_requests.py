@@ -20,22 +20,22 @@ class SnapshotRequests:
         self._channel = channel
         self._registry = registry
         self._waiting: dict[Key, asyncio.Future[Outcome]] = {}
-        registry.watch(self._take_loss)
+        registry.subscribe(self._on_member_event)
 
     async def save(self, member: int, order: Save) -> Saved:
         """Raises as `Ranks.save`."""
-        outcome = await self._ask(member, order, Saved)
+        outcome = await self._send_order(member, order, Saved)
         assert isinstance(outcome, Saved)
         return outcome
 
     async def fetch(self, member: int, order: Fetch) -> None:
         """Raises as `Ranks.fetch`."""
-        await self._ask(member, order, Fetched)
+        await self._send_order(member, order, Fetched)
 
-    async def _ask(self, member: int, order: Save | Fetch, kind: type[Outcome]) -> Outcome:
+    async def _send_order(self, member: int, order: Save | Fetch, kind: type[Outcome]) -> Outcome:
         one = self._registry.get(member)
-        if one is None or one.end:
-            raise lost(member, None, one.end if one else "it is no longer a member")
+        if one is None or one.loss_reason:
+            raise lost(member, None, one.loss_reason if one else "it is no longer a member")
         key = member, kind, order.ticket
         if key in self._waiting:
             raise ValueError(f"ticket {order.ticket} of member {member} is in use")
@@ -49,13 +49,13 @@ class SnapshotRequests:
             raise error_of(order.name, outcome.failure)
         return outcome
 
-    def take(self, message: Outcome) -> None:
+    def on_outcome(self, message: Outcome) -> None:
         """Drops the answer if its caller was cancelled."""
         answer = self._waiting.get((message.member, type(message), message.ticket))
         if answer is not None and not answer.done():
             answer.set_result(message)
 
-    def _take_loss(self, event: MemberEvent) -> None:
+    def _on_member_event(self, event: MemberEvent) -> None:
         if isinstance(event, MemberLost):
             self._fail(lambda member: member == event.member, lost(event.member, event.rank, event.reason))
 

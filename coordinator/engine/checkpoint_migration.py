@@ -29,7 +29,7 @@ class CheckpointMigration:
         self._wall_clock = wall_clock
         self._names = frozenset(persistence.changed) if persistence is not None else frozenset[str]()
         """The names of all contexts that existed when the service started."""
-        self._reading: asyncio.Task[Mapping[str, StaleContext]] | None = None
+        self._running_read: asyncio.Task[Mapping[str, StaleContext]] | None = None
         """The running read. It reads all folders in full, is shared by all concurrent callers, and completes even if
         all of them are cancelled.
         """
@@ -76,14 +76,14 @@ class CheckpointMigration:
         """Return the unexpired contexts of these names."""
         if self._store is None or not names & self._names:
             return {}
-        if self._reading is None:
-            self._reading = asyncio.create_task(asyncio.to_thread(self._store.read_stale))
-            self._reading.add_done_callback(self._end_reading)
-        now, found = self._wall_clock(), await asyncio.shield(self._reading)
+        if self._running_read is None:
+            self._running_read = asyncio.create_task(asyncio.to_thread(self._store.read_stale))
+            self._running_read.add_done_callback(self._clear_read)
+        now, found = self._wall_clock(), await asyncio.shield(self._running_read)
         return {name: each for name, each in found.items() if name in names and not _is_past(each.record, now)}
 
-    def _end_reading(self, task: asyncio.Task[Mapping[str, StaleContext]]) -> None:
-        self._reading = None
+    def _clear_read(self, task: asyncio.Task[Mapping[str, StaleContext]]) -> None:
+        self._running_read = None
         if not task.cancelled():
             task.exception()  # retrieved here, because asyncio logs the error if all callers were cancelled
 

@@ -61,7 +61,7 @@ class ContextPersistence:
         """Held while a change of a whole context is committed, because each change builds on the previous one."""
         self._used: set[str] = set()
         """Contexts whose last use is not committed yet."""
-        self._gone: set[str] = set()
+        self._journals_to_clear: set[str] = set()
         """Deleted contexts whose journal entries still exist."""
         self._flush: asyncio.Task[None] | None = None
         self._num_recorded = 0
@@ -93,12 +93,12 @@ class ContextPersistence:
         if self._store is not None:
             await self._store.catalog.note_epoch(epoch)
             self._load(self._store.contents)
-            self._flush = asyncio.create_task(self._flush_for_ever())
+            self._flush = asyncio.create_task(self._flush_periodically())
 
     def _load(self, contents: CatalogContents) -> None:
         """Register all stored contexts with the scheduler. No keys are loaded."""
         segments = self._scheduler.segments
-        segments.begin_ids(contents.next_segment)
+        segments.start_ids_at(contents.next_segment)
         found = dict[int, Segment]()
         contexts = sorted(_sound(contents), key=lambda each: each[0].last_used)
         needed = {record.id: record for _, path in contexts for record in path}
@@ -114,10 +114,10 @@ class ContextPersistence:
             except Exception as error:  # it stays in the catalog; a single context must not prevent the start
                 log.error("cannot write context %s: unexpected error", record.id, exc_info=error)
         for number in sorted(needed, reverse=True):  # release the segments that only skipped contexts need
-            holding = segments.holdings.find(number)
-            if holding is not None and not holding.num_references:
-                segments.retain(holding.segment.path)
-                segments.release(holding.segment.path)
+            placement = segments.placements.find(number)
+            if placement is not None and not placement.num_references:
+                segments.retain(placement.segment.path)
+                segments.release(placement.segment.path)
 
     async def note_epoch(self, epoch: int) -> None:
         """Record the number of the next epoch, so that later service runs use larger numbers. A failure is logged."""
@@ -132,15 +132,15 @@ class ContextPersistence:
         if self._flush is not None:
             self._flush.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._keep_uses()
+        await self._save_uses()
 
-    async def _flush_for_ever(self) -> None:
+    async def _flush_periodically(self) -> None:
         while True:
             await asyncio.sleep(FLUSH_SECONDS)
-            await self._keep_uses()
+            await self._save_uses()
             self._clear_journal()
 
-    async def _keep_uses(self) -> None:
+    async def _save_uses(self) -> None:
         async with self._turn:
             used, self._used = self._used, set()
             found = [context for name in used if (context := self._contexts.find(name)) is not None]
@@ -170,7 +170,7 @@ class ContextPersistence:
 
     # --- changes ---
 
-    def use(self, context_id: str | None) -> None:
+    def record_use(self, context_id: str | None) -> None:
         """Record a use of the context, if it exists."""
         if (context := self._contexts.find(context_id)) is not None:
             context.used = self._wall_clock()
@@ -190,7 +190,7 @@ class ContextPersistence:
         job, now = self._scheduler.sealed(request_id), self._wall_clock()
         if job is None:
             return
-        after = self._grown(job, now)
+        after = self._with_document(job, now)
         segment = segment_record(job.tail.segment)
         try:
             uploads = ((after.id, after.upload_id),) if after.upload_id else ()
@@ -205,9 +205,9 @@ class ContextPersistence:
             )
         else:
             if not self._scheduler.acknowledge(request_id, now):
-                await self._take_back(after.id)
+                await self._restore_dropped(after.id)
 
-    def _grown(self, job: IngestJob, now: float) -> NamedContext:
+    def _with_document(self, job: IngestJob, now: float) -> NamedContext:
         """Return a copy of the context that includes the document."""
         known = self._contexts.find(job.context)
         after = copy.copy(known) if known else NamedContext(job.context, now, TokenPath(), job.request.capacity)
@@ -215,7 +215,7 @@ class ContextPersistence:
         after.change(job.document.settings, now)
         return after
 
-    async def _take_back(self, context_id: str) -> None:
+    async def _restore_dropped(self, context_id: str) -> None:
         """Restore the stored state of a context that was dropped while its change was being committed."""
         known = self._contexts.find(context_id)
         change = Change(contexts=(context_record(known),)) if known else Change(dropped_contexts=(context_id,))
@@ -238,7 +238,7 @@ class ContextPersistence:
 
     def check_free(self, context_id: str) -> None:
         """Raises AlreadyExists if the name is in use."""
-        if context_id in self._contexts or self._scheduler.is_read_into(context_id):
+        if context_id in self._contexts or self._scheduler.is_ingesting_into(context_id):
             raise AlreadyExists(f"contexts/{context_id}")
 
     async def adopt(
@@ -251,22 +251,21 @@ class ContextPersistence:
 
         Raises AlreadyExists, and StorageUnavailable when the context cannot be committed.
         """
-        return await self.adopt_as(renumbered(record, path, snapshots, self.take_ids(len(path))))
+        return await self.adopt_reserved(renumbered(record, path, snapshots, self.reserve_segment_ids(len(path))))
 
-    def take_ids(self, count: int) -> int:
+    def reserve_segment_ids(self, count: int) -> int:
         """Reserve `count` consecutive segment ids and return the first."""
-        return self._scheduler.segments.take_ids(count)
+        return self._scheduler.segments.reserve_ids(count)
 
-    async def note_ids(self, segment_id: int) -> None:
-        """Ensure that an id from `take_ids` is never reused, even if its segment is not stored: names of objects on
-        storage may contain the id. Raises StorageUnavailable.
-        """
+    async def persist_reserved_id(self, segment_id: int) -> None:
+        """Ensure that an id from `reserve_segment_ids` is never reused, even if its segment is not stored: names of
+        objects on storage may contain the id. Raises StorageUnavailable."""
         if segment_id >= self._num_recorded:
             number = segment_id + IDS_AT_ONCE
             await self._commit(Change(next_segment=number))
             self._num_recorded = max(number, self._num_recorded)
 
-    async def adopt_as(self, change: Change) -> NamedContext:
+    async def adopt_reserved(self, change: Change) -> NamedContext:
         """Like `adopt`, for a change with one context and its path, whose segments already have reserved ids."""
         return await self._end(self._adopt(change))
 
@@ -278,13 +277,13 @@ class ContextPersistence:
             try:
                 self.check_free(record.id)  # steps and calls of clients continue during the commit
             except AlreadyExists:
-                await self._take_back(record.id)
+                await self._restore_dropped(record.id)
                 raise
-            context = self._enter(record, change.segments)
+            context = self._register(record, change.segments)
         self._on_change()
         return context
 
-    def _enter(self, record: ContextRecord, path: Sequence[SegmentRecord]) -> NamedContext:
+    def _register(self, record: ContextRecord, path: Sequence[SegmentRecord]) -> NamedContext:
         """Register a context and its path with the scheduler. No keys are loaded."""
         before = EMPTY_PATH
         for each in path:
@@ -318,29 +317,29 @@ class ContextPersistence:
         """Raises NotFound, and StorageUnavailable when the deletion cannot be committed; the context then remains."""
         context = self._contexts.get(context_id)
         self._delete(self._scheduler, context_id)
-        await self._end(self._drop_or_bring_back(context))
+        await self._end(self._drop_or_restore(context))
 
-    async def _drop_or_bring_back(self, context: NamedContext) -> None:
+    async def _drop_or_restore(self, context: NamedContext) -> None:
         try:
             async with self._turn:
                 await self._drop(context.id)
         except LongleafError:
-            self._bring_back(context)
+            self._restore(context)
             self._on_change()
             raise
 
     async def _drop(self, context_id: str) -> None:
         await self._commit(Change(dropped_contexts=(context_id,)))
-        self._gone.add(context_id)
+        self._journals_to_clear.add(context_id)
         self._clear_journal()
 
     def _clear_journal(self) -> None:
         """Remove the journal entries of deleted contexts. Failures are retried later."""
-        for context_id in list(self._gone):
+        for context_id in list(self._journals_to_clear):
             try:
                 if self._store is not None and self._contexts.find(context_id) is None:
                     self._store.journal.remove_of_context(context_id)
-                self._gone.discard(context_id)
+                self._journals_to_clear.discard(context_id)
             except LongleafError as error:
                 log.warning("cannot remove the deleted context %s from the journal: %s", context_id, error)
 
@@ -355,11 +354,11 @@ class ContextPersistence:
         except LongleafError as error:
             log.warning("cannot delete the expired context %s: %s", context_id, error)
 
-    def _bring_back(self, context: NamedContext) -> None:
+    def _restore(self, context: NamedContext) -> None:
         if self._contexts.find(context.id) is not None:
             return  # the name has been reused meanwhile
-        holdings = self._scheduler.segments.holdings
-        known = {holding.segment for holding in holdings}
+        placements = self._scheduler.segments.placements
+        known = {placement.segment for placement in placements}
         for segment in context.path.segments:
             if segment not in known:
                 self._scheduler.segments.adopt(segment)

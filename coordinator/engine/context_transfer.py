@@ -82,7 +82,7 @@ class ContextTransfer:
                 for segment in path.segments:
                     await self._save(self._snapshots, segment.id)
                 for segment in path.segments:
-                    await exporting.hold(segment)
+                    await exporting.add_snapshot(segment)
             except BaseException:
                 await exporting.close()
                 raise
@@ -126,12 +126,12 @@ class ContextExport:
     def manifests(self) -> Mapping[int, SegmentManifest]:
         return self._found
 
-    async def hold(self, segment: Segment) -> None:
+    async def add_snapshot(self, segment: Segment) -> None:
         """Include the snapshot of a segment, if any, and protect it from deletion. Raises StorageUnavailable."""
         snapshots = self._snapshots
         if snapshots is None or not snapshots.is_usable(segment.id):
             return
-        self._pinned.append(snapshots.hold(segment.id))
+        self._pinned.append(snapshots.pin(segment.id))
         try:
             self._found[segment.id] = await snapshots.manifest(segment)
         except (DataLoss, NotFound) as error:
@@ -147,7 +147,7 @@ class ContextExport:
     async def close(self) -> None:
         for name in self._pinned:
             assert self._snapshots is not None
-            self._snapshots.release(name)
+            self._snapshots.unpin(name)
         self._pinned.clear()
 
 
@@ -180,7 +180,7 @@ class ContextImport:
         self._snapshots.check(manifest)
 
     def new_segment(self) -> int:
-        self._last_segment = self._persistence.take_ids(1)
+        self._last_segment = self._persistence.reserve_segment_ids(1)
         return self._last_segment
 
     def new_attempt(self, segment: int) -> Attempt:
@@ -188,7 +188,7 @@ class ContextImport:
         return attempt
 
     async def put(self, name: str, content: bytes | bytearray) -> None:
-        await self._persistence.note_ids(self._last_segment)
+        await self._persistence.persist_reserved_id(self._last_segment)
         await self._snapshots.write(name, content)
 
     async def adopt(
@@ -199,7 +199,7 @@ class ContextImport:
             message = f"this service rotates contexts of {context.capacity:,} positions differently from the exporter"
             raise InvalidArgument("rope", f"{message}: ingest the text again, or serve with the same --allow-long")
         change = Change(segments=tuple(segments), contexts=(context,), snapshots=tuple(snapshots))
-        adopted = await self._persistence.adopt_as(change)
+        adopted = await self._persistence.adopt_reserved(change)
         self._is_over = True
         for attempt in self._attempts:
             await self._snapshots.end_attempt(attempt, keep=True)

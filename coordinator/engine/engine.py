@@ -179,7 +179,7 @@ class Engine(ContextService):
         if isinstance(prompt, DocumentPrompt):
             self._recoveries.forget(prompt.context)
         elif not prompt.is_probe:  # a probe belongs to an answer that has been counted
-            self._persistence.use(prompt.context)
+            self._persistence.record_use(prompt.context)
         request_id, self._next_id = self._next_id, self._next_id + num_samples
         stream = Stream(
             lambda: self._cancel(request_id),
@@ -250,9 +250,9 @@ class Engine(ContextService):
 
     def _view(self, context: NamedContext) -> types.Context:
         assert self._scheduler is not None
-        holdings, readies = self._scheduler.segments.holdings, self._readies()
+        placements, readies = self._scheduler.segments.placements, self._readies()
         stored = self._persistence.num_bytes(context)
-        return view_context(context, holdings, readies, self.positions, self.exactness_note, stored)
+        return view_context(context, placements, readies, self.positions, self.exactness_note, stored)
 
     def _readies(self) -> Sequence[Ready]:
         return self._epochs.current.formation.readies
@@ -284,10 +284,10 @@ class Engine(ContextService):
         self._epochs.watch(self._work_available.set)
         try:
             while not self._is_closing:
-                self._turn(scheduler)
+                self._run_once(scheduler)
                 if self._epochs.is_over or (self._epochs.may_grow and not self._steps):
                     await self._steps.abandon()
-                    await self._epochs.follow(scheduler, lambda: self._publish(scheduler))
+                    await self._epochs.form_next(scheduler, lambda: self._publish(scheduler))
                 else:
                     await self._wait(scheduler)
         except asyncio.CancelledError:
@@ -304,7 +304,7 @@ class Engine(ContextService):
             self._epochs.unwatch()
             await self._steps.abandon()
 
-    def _turn(self, scheduler: Scheduler) -> None:
+    def _run_once(self, scheduler: Scheduler) -> None:
         """Commit the available results and send the next plans; then do the less urgent work: notify the readers, count
         and measure. Raises the failure that stopped the engine.
         """
@@ -313,12 +313,12 @@ class Engine(ContextService):
         outcomes, answers = list[Outcome](), list[StepCompletion]()
         self._work_available.clear()
         with suppress(RankLost, GroupFailed):  # the epoch has ended, or is about to
-            while (answer := self._steps.take()) is not None:
+            while (answer := self._steps.pop_completed()) is not None:
                 outcomes += scheduler.commit(answer.plan, answer.result, self._wall_clock())
                 answers.append(answer)
         self._epochs.shrink_to_fit(scheduler)
         while not self._epochs.may_grow and (plan := scheduler.schedule(self._clock())) is not None:
-            self._steps.begin(self._epochs.current.formation.group, plan)
+            self._steps.send(self._epochs.current.formation.group, plan)
         self._publish(scheduler, outcomes)
         for plan, result, gap in answers:
             self._counts.add_step(plan.kind, result.seconds, result.merge_bytes)
@@ -329,9 +329,9 @@ class Engine(ContextService):
 
     def _publish(self, scheduler: Scheduler, outcomes: Sequence[Outcome] = ()) -> None:
         """Publish outcomes, recovery progress and faults."""
-        for fault in scheduler.take_faults():
+        for fault in scheduler.pop_faults():
             log.error("unexpected error; only the request that caused it ends", exc_info=fault)
-        reported = [*outcomes, *scheduler.take_outcomes()]
+        reported = [*outcomes, *scheduler.pop_outcomes()]
         for request_id, outcome in reported:
             if isinstance(outcome, Sealed):
                 self._persistence.seal(request_id)
@@ -339,10 +339,10 @@ class Engine(ContextService):
             self._pause(request_id, True)
         if scheduler.num_waiting:
             self._readers.publish_positions(scheduler.positions)
-        self._recoveries.see(scheduler.recovering, scheduler.pop_dropped())
+        self._recoveries.update(scheduler.recovering, scheduler.pop_dropped())
         if self._storing is not None:
             try:
-                self._storing.turn()
+                self._storing.run_pending()
             except Exception as error:  # lost data is recomputed, or waits for the next turn
                 log.error("storage check failed: unexpected error", exc_info=error)
 
@@ -352,7 +352,7 @@ class Engine(ContextService):
         waits = [MAX_SECONDS] + ([] if deadline is None else [deadline - self._clock()])
         waits += [] if expiry is None else [expiry]
         timer = asyncio.get_running_loop().call_later(max(0.0, min(waits)), self._work_available.set)
-        self.changes.note()  # every change, by clients, steps or time, leads here
+        self.changes.record()  # every change, by clients, steps or time, leads here
         await self._work_available.wait()
         timer.cancel()
 
@@ -360,7 +360,7 @@ class Engine(ContextService):
         """End every stream with `error` and refuse later calls."""
         self._failure = error
         self._readers.close_all(error)
-        self.changes.end()
+        self.changes.close()
 
     def end_streams(self, reason: str = STOPPING) -> None:
         """End every stream with Unavailable and `reason`, or with the failure that stopped the engine before, and

@@ -103,7 +103,7 @@ class Epochs:
         assert self._ended is not None
         return await asyncio.shield(self._ended)
 
-    async def follow(self, scheduler: Scheduler, notify: Callable[[], None]) -> None:
+    async def form_next(self, scheduler: Scheduler, notify: Callable[[], None]) -> None:
         """Form the next epoch from the available members: after a loss, or when more can join and no step is running.
 
         `notify` is called when streams have new events. Raises RankLost when no member is left, and Unavailable when
@@ -128,7 +128,7 @@ class Epochs:
             if is_loss or scheduler.recovering is not None:  # ranks may have been lost while others joined
                 self._recoveries.begin(formation.epoch, lost_at)
             with suppress(RankLost, GroupFailed):
-                await formation.group.lay_out(KvLayout(formation.epoch, scheduler.layout()))
+                await formation.group.send_layout(KvLayout(formation.epoch, scheduler.layout()))
                 break
             scheduler.roll_back()
         self._watch()

@@ -55,7 +55,7 @@ class InflightSteps:
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def begin(self, group: Group, plan: StepPlan) -> None:
+    def send(self, group: Group, plan: StepPlan) -> None:
         """Sends the plan to the ranks."""
         step = InflightStep(plan, asyncio.ensure_future(group.step(plan)), bool(self._under_way))
         step.result.add_done_callback(lambda _: self._end(step))
@@ -65,7 +65,7 @@ class InflightSteps:
         step.ended = self._clock()
         self._on_answer()
 
-    def take(self) -> StepCompletion | None:
+    def pop_completed(self) -> StepCompletion | None:
         """Returns the next result, if there is one. Raises the error that prevented it."""
         if not self._under_way or not self._under_way[0].result.done():
             return None

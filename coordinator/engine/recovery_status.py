@@ -34,7 +34,7 @@ class RecoveryStatus:
             self._began = lost_at
             self._latest = Recovery(epoch=epoch, lost_tokens=0, recovered_tokens=0, seconds=0.0, is_done=False)
 
-    def see(self, progress: Recovering | None, dropped: Sequence[ContextDropped]) -> None:
+    def update(self, progress: Recovering | None, dropped: Sequence[ContextDropped]) -> None:
         """Record the progress; None when nothing is lost any more."""
         gone = {one.context: one.reason for one in dropped}
         self._reasons = dict([*self._reasons.items(), *gone.items()][-MAX_REMEMBERED:])

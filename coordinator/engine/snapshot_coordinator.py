@@ -40,29 +40,29 @@ class SnapshotCoordinator:
         self._fetching.begin(scheduler.restoring)
         self._snapshots.begin(self, self._ranks, KvFormat(text, block_size), self._on_change)
 
-    def turn(self) -> None:
+    def run_pending(self) -> None:
         """Must be called after steps were scheduled or answered, or the ranks have changed."""
-        self._fetching.turn()
+        self._fetching.run_pending()
         scheduler = self._scheduler
-        now = self._epochs.current.number, scheduler.segments.holdings.is_whole, scheduler.is_rebalancing
+        now = self._epochs.current.number, scheduler.segments.placements.is_whole, scheduler.is_rebalancing
         if now != self._last:  # the ranks may hold more segments
             self._last = now
             self._snapshots.notify()
 
     def placed(self, segment_id: int) -> PlacedSegment | None:
         scheduler, epoch = self._scheduler, self._epochs.current
-        holding = scheduler.segments.holdings.find(segment_id)
-        if holding is None or holding.is_evicted or holding.loss is not None or not holding.segment.is_sealed:
+        placement = scheduler.segments.placements.find(segment_id)
+        if placement is None or placement.is_evicted or placement.loss is not None or not placement.segment.is_sealed:
             return None
         if self._epochs.is_over or scheduler.is_rebalancing:
             return None
         return PlacedSegment(
-            segment=holding.segment,
-            runs=tuple(holding.runs),
-            window_runs=holding.window_runs,
+            segment=placement.segment,
+            runs=tuple(placement.runs),
+            window_runs=placement.window_runs,
             members=epoch.formation.members,
             epoch=epoch.number,
-            version=holding.version,
+            version=placement.version,
         )
 
     def uses(self) -> Sequence[ContextUse]:

@@ -65,7 +65,7 @@ class SnapshotFetcher:
         """The reasons for damaged segments, by segment id, until the segments are removed from the catalog. The removal
         waits until their fetches have ended.
         """
-        self._forgetting: set[int] = set()
+        self._being_removed: set[int] = set()
 
     def begin(self, restoring: RestorePlanner) -> None:
         restoring.is_stored = self._is_stored
@@ -74,36 +74,36 @@ class SnapshotFetcher:
     def _is_stored(self, segment_id: int) -> bool:
         return segment_id not in self._damaged and self._manifests.is_usable(segment_id)
 
-    def turn(self) -> None:
+    def run_pending(self) -> None:
         """Execute the pending orders."""
         assert self._restoring is not None
         restoring = self._restoring
-        for segment_id in restoring.take_broken():
+        for segment_id in restoring.pop_broken():
             if self._manifests.imported_with(segment_id):  # else the ranks themselves may be the cause
-                self._distrust(restoring, segment_id, "an epoch failed while it was restored")
-        for ticket in (discarded := restoring.take_discarded()):
+                self._mark_damaged(restoring, segment_id, "an epoch failed while it was restored")
+        for ticket in (discarded := restoring.pop_discarded()):
             for member in self._sent.pop(ticket, ()):
                 self._start(self._discard(member, ticket))
-        for segment in restoring.take_wanted():
-            self._start(self._offer(restoring, segment))
-        for part in restoring.take_ordered():
+        for segment in restoring.pop_wanted():
+            self._start(self._read_manifest(restoring, segment))
+        for part in restoring.pop_ordered():
             if part.ticket not in discarded:  # else the fetched piece would never be discarded
-                self._order(restoring, part)
+                self._start_fetch(restoring, part)
         for segment_id in [one for one in self._pieces if not restoring.needs(one)]:
             del self._pieces[segment_id]
         damaged = self._damaged.items()
-        free = {one: why for one, why in damaged if not (restoring.needs(one) or one in self._forgetting)}
+        free = {one: why for one, why in damaged if not (restoring.needs(one) or one in self._being_removed)}
         if free:
-            self._forgetting |= free.keys()
-            self._start(self._forget(free))
+            self._being_removed |= free.keys()
+            self._start(self._remove_damaged(free))
 
-    def _distrust(self, restoring: RestorePlanner, segment_id: int, reason: str) -> None:
+    def _mark_damaged(self, restoring: RestorePlanner, segment_id: int, reason: str) -> None:
         """Mark a segment as damaged on storage. Neither it nor any segment of its archive is restored from then on."""
         self._damaged.setdefault(segment_id, reason)
         for other in self._manifests.imported_with(segment_id):
             if other != segment_id:
                 self._damaged.setdefault(other, f"it was imported with segment {segment_id}, which is damaged")
-                restoring.refuse(other)
+                restoring.mark_unavailable(other)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -112,26 +112,26 @@ class SnapshotFetcher:
 
     # --- manifests ---
 
-    async def _offer(self, restoring: RestorePlanner, segment: Segment) -> None:
+    async def _read_manifest(self, restoring: RestorePlanner, segment: Segment) -> None:
         try:
             async with asyncio.timeout(FETCH_SECONDS):
                 manifest = await self._manifests.manifest(segment)
             self._pieces[segment.id] = manifest
             windows = manifest.windows.runs if manifest.windows else ()
-            restoring.offer(segment.id, [piece.runs for piece in manifest.pieces], windows)
+            restoring.set_pieces(segment.id, [piece.runs for piece in manifest.pieces], windows)
         except (NotFound, DataLoss) as error:
-            self._distrust(restoring, segment.id, str(error))
-            restoring.refuse(segment.id)
+            self._mark_damaged(restoring, segment.id, str(error))
+            restoring.mark_unavailable(segment.id)
         except (LongleafError, TimeoutError) as error:
             reason = _reason(error)
             log.warning("recomputing segment %d: cannot read its manifest: %s", segment.id, reason)
-            restoring.refuse(segment.id)
+            restoring.mark_unavailable(segment.id)
         except Exception as error:  # otherwise the planner would wait forever for an answer
             log.error("recomputing segment %d: unexpected error", segment.id, exc_info=error)
-            restoring.refuse(segment.id)
+            restoring.mark_unavailable(segment.id)
         self._on_change()
 
-    async def _forget(self, damaged: Mapping[int, str]) -> None:
+    async def _remove_damaged(self, damaged: Mapping[int, str]) -> None:
         while True:
             try:
                 await self._manifests.forget(damaged)
@@ -141,12 +141,12 @@ class SnapshotFetcher:
                 log.warning("cannot remove the damaged snapshot of segment %d: %s", segment_id, error)
             await asyncio.sleep(FORGET_SECONDS)
         for segment_id in damaged:
-            self._forgetting.discard(segment_id)
+            self._being_removed.discard(segment_id)
             del self._damaged[segment_id]
 
     # --- pieces ---
 
-    def _order(self, restoring: RestorePlanner, part: RestoreChunk) -> None:
+    def _start_fetch(self, restoring: RestorePlanner, part: RestoreChunk) -> None:
         found = self._pieces.get(part.segment)
         piece = None if found is None else found.windows if part.piece == OF_WINDOWS else found.pieces[part.piece]
         if piece is None:  # the epoch has ended in the meantime
@@ -166,20 +166,20 @@ class SnapshotFetcher:
             async with asyncio.timeout(FETCH_SECONDS):
                 await asyncio.gather(*(self._ranks.fetch(member, order) for member in members))
         except DataLoss as error:
-            self._distrust(restoring, part.segment, str(error))
+            self._mark_damaged(restoring, part.segment, str(error))
             if self._manifests.imported_with(part.segment):
-                restoring.refuse(part.segment)
+                restoring.mark_unavailable(part.segment)
             restoring.on_fetched(part.ticket, is_there=False)
         except (StorageUnavailable, TimeoutError) as error:
             reason = _reason(error)
             if restoring.needs(part.segment):
                 log.warning("recomputing segment %d: cannot fetch %s: %s", part.segment, piece.name, reason)
-            restoring.refuse(part.segment)
+            restoring.mark_unavailable(part.segment)
         except Unavailable:
             return  # the epoch ends, or the piece is no longer needed
         except Exception as error:
             log.error("recomputing segment %d: unexpected error", part.segment, exc_info=error)
-            restoring.refuse(part.segment)
+            restoring.mark_unavailable(part.segment)
         else:
             restoring.on_fetched(part.ticket, is_there=True)
         self._on_change()

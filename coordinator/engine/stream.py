@@ -46,7 +46,7 @@ class SampleBuffer:
         self._num_accepted += tokens.num_accepted
         self._num_bytes += sum(len(each.means) + len(each.largest) + len(each.heads) for each in tokens.attention)
 
-    def take(self) -> Tokens | Ended | None:
+    def pop_event(self) -> Tokens | Ended | None:
         if self._tokens:
             tokens, self._tokens = self._tokens, []
             attention, self._attention, self._num_bytes = self._attention, [], 0
@@ -152,7 +152,7 @@ class Stream:
 
     async def __anext__(self) -> Event:
         while True:
-            if (event := self._take()) is not None:
+            if (event := self._pop_event()) is not None:
                 return event
             if self._is_closed:
                 if self._error is not None:
@@ -161,14 +161,14 @@ class Stream:
             self._changed.clear()
             await self._changed.wait()
 
-    def _take(self) -> Event | None:
+    def _pop_event(self) -> Event | None:
         if self._admitted is not None:
             event, self._admitted = self._admitted, None
         elif self._progress is not None:
             event, self._progress = self._progress, None
         else:
             was_full = self.is_full
-            event = next((event for unread in self._unread.values() if (event := unread.take()) is not None), None)
+            event = next((event for unread in self._unread.values() if (event := unread.pop_event()) is not None), None)
             if event is None:
                 event, self._recovering = self._recovering, None
             if was_full and not self.is_full and not self._is_closed:

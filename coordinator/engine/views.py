@@ -19,14 +19,14 @@ from longleaf.types import Loss
 
 def view_context(
     context: NamedContext,
-    holdings: SegmentPlacements,
+    placements: SegmentPlacements,
     readies: Sequence[Ready],
     positions: Positions,
     exactness_note: str,
     storage_bytes: int,
 ) -> types.Context:
-    ready, num_windowed = readies[0], holdings.num_window_tokens(context.path)
-    resident = enumerate(holdings.shares(context.path, len(readies)))
+    ready, num_windowed = readies[0], placements.num_window_tokens(context.path)
+    resident = enumerate(placements.shares(context.path, len(readies)))
     shares = tuple(types.RankShare(rank, tokens, _kv_bytes(ready, tokens, num_windowed)) for rank, tokens in resident)
     return types.Context(
         id=context.id,
@@ -41,15 +41,15 @@ def view_context(
         positions=positions.describe(context.rope, context.capacity, context.num_tokens),
         is_exact=not exactness_note,
         exactness_note=exactness_note,
-        state=_state_of(context, holdings),
+        state=_state_of(context, placements),
         storage_bytes=storage_bytes,
         used=context.used,
         hits=context.num_hits,
     )
 
 
-def _state_of(context: NamedContext, holdings: SegmentPlacements) -> types.ContextState:
-    if holdings.holds(context.path):
+def _state_of(context: NamedContext, placements: SegmentPlacements) -> types.ContextState:
+    if placements.holds(context.path):
         return "resident"
     return "evicted" if context.is_evicted else "restoring"
 

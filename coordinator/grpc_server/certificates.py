@@ -19,7 +19,7 @@ class Certificates:
         self._handed_out = files.value
 
     @classmethod
-    def of(cls, security: SecurityConfig) -> "Certificates | None":
+    def from_config(cls, security: SecurityConfig) -> "Certificates | None":
         """Returns the configured certificates; None if TLS is off. Raises InvalidArgument."""
         if security.tls_cert is None or security.tls_key is None:
             return None

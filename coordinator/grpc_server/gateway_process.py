@@ -46,7 +46,7 @@ class GatewayProcess:
     async def start(self) -> str:
         """Starts the gateway and returns its address. Raises StartError."""
         self.url = await self._start(self._config.gateway.http or 0)
-        self._supervising = asyncio.create_task(self._keep())
+        self._supervising = asyncio.create_task(self._supervise())
         return self.url
 
     async def _start(self, port: int) -> str:
@@ -93,7 +93,7 @@ class GatewayProcess:
         options += [f"--allow-host={name}" for name in config.gateway.allowed]
         return [sys.executable, "-P", "-m", "gateway", *options]
 
-    async def _keep(self) -> None:
+    async def _supervise(self) -> None:
         """Restarts the gateway on the same port when it dies."""
         delay, loop = AGAIN_SECONDS, asyncio.get_running_loop()
         while True:

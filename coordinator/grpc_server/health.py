@@ -16,7 +16,7 @@ Response = health_pb2.HealthCheckResponse
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):
-    """Serves the health of named services. `set` and `end` do not block."""
+    """Serves the health of named services. `set` and `close` do not block."""
 
     def __init__(self) -> None:
         self._is_serving: dict[str, bool] = {}
@@ -25,11 +25,11 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     def set(self, service: str, is_serving: bool) -> None:
         """Sets the state of `service`."""
         self._is_serving[service] = is_serving
-        self._changes.note()
+        self._changes.record()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Ends all watch calls after they have received the last change."""
-        self._changes.end()
+        self._changes.close()
 
     async def Check(self, request: Request, context: object) -> Response:
         if request.service not in self._is_serving:

@@ -15,7 +15,7 @@ from coordinator.auth.permissions import check_role
 from coordinator.grpc_server.call_metadata import certified_names, plain_headers
 from coordinator.grpc_server.readiness_gate import SERVED, ReadinessGate
 from coordinator.grpc_server.request_limiter import Handler, RequestLimiter, RequestReader, StreamCall
-from coordinator.grpc_server.tenant_scoping import shown_error
+from coordinator.grpc_server.tenant_scoping import redact_error
 from coordinator.grpc_server.unauthenticated_limiter import UnauthenticatedCallLimiter
 from coordinator.telemetry.observers import CURRENT, CallRecord, Observers
 from longleaf.codec.status import DETAILS_KEY, encode_error, grpc_code
@@ -75,7 +75,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
                 return
             record = CallRecord(method, call.peer(), plain_headers(call))
             CURRENT.set(record)
-            with self._observers.call(record):
+            with self._observers.observe_call(record):
                 await _answer(record, self._serve(record, handler, call), call)
 
         untyped: Any = grpc
@@ -84,11 +84,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
     async def _serve(self, record: CallRecord, handler: Handler, call: StreamCall) -> None:
         is_served = record.method.startswith(SERVED)
         room = self._gate if is_served else self._unauthenticated
-        with room.of(record.method, handler, record.host) as incoming:
+        with room.admit(record.method, handler, record.host) as incoming:
             try:
                 if is_served:
                     await self._admit(record, call)
-                with self._readiness.enter(record.method):
+                with self._readiness.admit(record.method):
                     await self._respond(handler, call, incoming)
             except LongleafError:
                 if handler.request_streaming:
@@ -101,7 +101,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
         try:
             caller = self._authenticator.authenticate(dict(call.invocation_metadata()), certified_names(call))
         except Unauthenticated:
-            if seconds := self._refusals.note():
+            if seconds := self._refusals.record_failure():
                 with self._refusals.waiting():
                     await asyncio.sleep(seconds)
             raise
@@ -111,11 +111,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
 
     async def _respond(self, handler: Handler, call: StreamCall, incoming: RequestReader) -> None:
         if not handler.response_streaming:
-            await call.write(await handler.unary_unary(await incoming.one(call), call))
+            await call.write(await handler.unary_unary(await incoming.read_one(call), call))
         elif handler.request_streaming:
-            await self._send(handler.stream_stream(incoming.all(call), call), call, incoming)
+            await self._send(handler.stream_stream(incoming.read_all(call), call), call, incoming)
         else:
-            await self._send(handler.unary_stream(await incoming.one(call), call), call, incoming)
+            await self._send(handler.unary_stream(await incoming.read_one(call), call), call, incoming)
 
     async def _send(self, responses: Any, call: StreamCall, incoming: RequestReader) -> None:
         """Writes responses instead of yielding them, so that a cancellation of the call arrives here and `responses`
@@ -155,7 +155,7 @@ async def _answer(record: CallRecord, work: Awaitable[None], call: StreamCall) -
         record.code = grpc.StatusCode.CANCELLED.name
         raise
     except LongleafError as error:
-        shown = shown_error(error)
+        shown = redact_error(error)
         is_hidden = str(shown) != str(error)  # details withheld from the caller are logged for the operator
         if is_hidden or (isinstance(error, Unavailable) and error.retry_seconds is None):  # others may quote the client
             logger.warning("%s: %s", record.method, error)

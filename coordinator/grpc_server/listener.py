@@ -38,7 +38,7 @@ class Listener:
     async def start(self, host: str, port: int) -> int:
         """Returns the port; for 0 the system chooses it. Raises StartError if the address is not available."""
         bound = await self._listen(host, port)
-        self._supervising = asyncio.create_task(self._keep(host, bound))
+        self._supervising = asyncio.create_task(self._supervise(host, bound))
         return bound
 
     async def _listen(self, host: str, port: int) -> int:
@@ -55,7 +55,7 @@ class Listener:
         await server.start()
         return bound
 
-    async def _keep(self, host: str, port: int) -> None:
+    async def _supervise(self, host: str, port: int) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if self._server is None or not _takes_calls(self._server):

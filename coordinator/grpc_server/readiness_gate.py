@@ -19,17 +19,17 @@ class ReadinessGate:
     that `loading` returns."""
 
     def __init__(self, loading: Callable[[], LongleafError]) -> None:
-        self._why_not: Callable[[], LongleafError] | None = loading
-        self._use_cases: Application | None = None
+        self._refusal: Callable[[], LongleafError] | None = loading
+        self._application: Application | None = None
         self._is_closed = False
-        self._reason: LongleafError | None = None
+        self._end_reason: LongleafError | None = None
         self._open = set[asyncio.Task[Any] | None]()
         self._empty = asyncio.Event()
         self._empty.set()
 
     @property
     def is_open(self) -> bool:
-        return self._why_not is None
+        return self._refusal is None
 
     @property
     def num_open(self) -> int:
@@ -37,28 +37,28 @@ class ReadinessGate:
         return len(self._open)
 
     @property
-    def use_cases(self) -> Application:
+    def application(self) -> Application:
         """The use cases that serve accepted calls."""
-        assert self._use_cases is not None
-        return self._use_cases
+        assert self._application is not None
+        return self._application
 
-    def open(self, use_cases: Application) -> None:
+    def open(self, application: Application) -> None:
         """Accepts calls, unless the gate is closed."""
         if not self._is_closed:
-            self._why_not, self._use_cases = None, use_cases
+            self._refusal, self._application = None, application
 
     def close(self, error: Unavailable) -> None:
         """Rejects new calls with `error`. Running calls continue."""
-        self._why_not, self._is_closed = lambda: error, True
+        self._refusal, self._is_closed = lambda: error, True
 
     @contextmanager
-    def enter(self, method: str) -> Generator[None, None, None]:
+    def admit(self, method: str) -> Generator[None, None, None]:
         """Wraps one call. Raises the reason if the service does not accept it."""
         if method == DRAIN or not method.startswith(SERVED):
             yield
             return
-        if self._why_not is not None:
-            raise self._why_not()
+        if self._refusal is not None:
+            raise self._refusal()
         if method == ENDLESS:
             yield
             return
@@ -68,18 +68,18 @@ class ReadinessGate:
         try:
             yield
         except asyncio.CancelledError:
-            if self._reason is None or call is None:
+            if self._end_reason is None or call is None:
                 raise
             call.uncancel()
-            raise self._reason from None
+            raise self._end_reason from None
         finally:
             self._open.discard(call)
             if not self._open:
                 self._empty.set()
 
-    def end(self, error: Unavailable) -> None:
+    def cancel_calls(self, error: Unavailable) -> None:
         """Ends all running calls with `error`, in any state."""
-        self._reason = error
+        self._end_reason = error
         for call in self._open:
             if call is not None:
                 call.cancel()

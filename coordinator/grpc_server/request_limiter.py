@@ -85,7 +85,7 @@ class RequestLimiter:
         self._thread = TokenizerPool(1, tenant=_client_key)
 
     @contextmanager
-    def of(self, method: str, handler: Handler, host: str) -> Generator["RequestReader", None, None]:
+    def admit(self, method: str, handler: Handler, host: str) -> Generator["RequestReader", None, None]:
         """Counts a call from `host` while the body runs, and yields the reader of its requests. Raises
         ResourceExhausted."""
         if self._num_calls >= self._max_calls:
@@ -143,15 +143,15 @@ class RequestReader:
     """Reads the requests of one call."""
 
     def __init__(self, gate: RequestLimiter, method: str, handler: Handler) -> None:
-        self._gate = gate
+        self._limiter = gate
         self._handler = handler
         self._descriptor = Default().FindMethodByName(method.lstrip("/").replace("/", "."))
         self._client, self._num_pending = "", 0
 
-    async def one(self, call: StreamCall) -> object:
+    async def read_one(self, call: StreamCall) -> object:
         """Reads the request of a call that has only one. Its bytes count until `release`. Raises InvalidArgument,
         ResourceExhausted, and DeadlineExceeded if it does not arrive in time."""
-        seconds = self._gate.arrival_seconds
+        seconds = self._limiter.arrival_seconds
         try:
             async with asyncio.timeout(seconds):
                 data = await call.read()
@@ -161,22 +161,22 @@ class RequestReader:
             raise InvalidArgument("request", "is missing")
         self._check_size(data)
         if len(data) > MAX_SMALL_BYTES:
-            self._client = self._gate.reserve(len(data))
+            self._client = self._limiter.reserve(len(data))
             self._num_pending = len(data)
-        return await self._gate.parse(data, self._descriptor, self._handler)
+        return await self._limiter.parse(data, self._descriptor, self._handler)
 
-    async def all(self, call: StreamCall) -> AsyncGenerator[object, None]:
+    async def read_all(self, call: StreamCall) -> AsyncGenerator[object, None]:
         """Yields all requests. Raises InvalidArgument."""
-        while (request := await self._next(call)) is not EOF:
+        while (request := await self._read_next(call)) is not EOF:
             yield request
             del request  # the next one may take long to arrive
 
-    async def _next(self, call: StreamCall) -> object:
+    async def _read_next(self, call: StreamCall) -> object:
         data = await call.read()
         if data is EOF:
             return EOF
         self._check_size(data)
-        return await self._gate.parse(data, self._descriptor, self._handler)
+        return await self._limiter.parse(data, self._descriptor, self._handler)
 
     async def drain(self, call: StreamCall) -> None:
         """Must be called before a call ends with an error. If the client's library would lose the status, discards
@@ -192,7 +192,7 @@ class RequestReader:
 
     def release(self) -> None:
         """Releases the memory reserved for the request."""
-        self._gate.release(self._client, self._num_pending)
+        self._limiter.release(self._client, self._num_pending)
         self._num_pending = 0
 
     def _check_size(self, data: bytes) -> None:

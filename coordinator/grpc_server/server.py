@@ -90,7 +90,7 @@ class GrpcServer:
 
     def __init__(
         self,
-        use_cases: Application | None = None,
+        application: Application | None = None,
         unread_timeout: float = MAX_SECONDS,
         *,
         loading: Callable[[], LongleafError] = _loading,
@@ -101,8 +101,8 @@ class GrpcServer:
         certificates: Certificates | None = None,
     ) -> None:
         self._readiness = readiness = ReadinessGate(loading)
-        if use_cases is not None:
-            readiness.open(use_cases)
+        if application is not None:
+            readiness.open(application)
         self._interceptor = interceptor = CallInterceptor(
             readiness, RequestLimiter(), unread_timeout, authenticator, observers
         )
@@ -155,9 +155,9 @@ class GrpcServer:
         self._health_listener = Listener(make)
         return await self._health_listener.start(host, port)
 
-    def open(self, use_cases: Application) -> None:
+    def open(self, application: Application) -> None:
         """Accepts calls and reports healthy, unless the server is draining."""
-        self._readiness.open(use_cases)
+        self._readiness.open(application)
         self._publish_health(self._readiness.is_open)
 
     async def drain(self, seconds: float) -> None:
@@ -168,7 +168,7 @@ class GrpcServer:
 
     def end_calls(self, reason: str) -> None:
         """Ends running calls with Unavailable and that reason."""
-        self._readiness.end(Unavailable(reason))
+        self._readiness.cancel_calls(Unavailable(reason))
 
     @property
     def num_open(self) -> int:
@@ -187,7 +187,7 @@ class GrpcServer:
     async def stop(self, grace: float | None = None) -> None:
         """Refuses new calls, gives running calls `grace` seconds, then cancels them."""
         self._publish_health(False)
-        self._health.end()
+        self._health.close()
         await self._listener.stop(grace)
         if self._inner is not None:
             await self._inner.stop(grace)

@@ -89,21 +89,23 @@ class GenerationServicer(GenerationServiceServicer):
     async def Generate(
         self, request: service_pb.GenerateRequest, context: RpcContext
     ) -> AsyncGenerator[service_pb.GenerateResponse, None]:
-        use_cases = self._readiness.use_cases
+        application = self._readiness.application
         num_ids = len(request.token_ids.ids)
-        defaults = use_cases.sampling_defaults
-        decoded = await _decoded(use_cases.threads, num_ids, codec.decode_generate, request, self._seed(), defaults)
+        defaults = application.sampling_defaults
+        decoded = await _decoded(application.threads, num_ids, codec.decode_generate, request, self._seed(), defaults)
         if isinstance(decoded, Generate):
             decoded = tenant_scoping.scope_generate(decoded, caller(context))
         else:
             decoded = tenant_scoping.scope_resume(decoded)
-        async with aclosing(use_cases.generation.run(decoded, context.time_remaining())) as answer:
+        async with aclosing(application.generation.run(decoded, context.time_remaining())) as answer:
             del request, decoded  # they may be large, and the answer may take long
             async for event in answer:
-                yield codec.encode_event(tenant_scoping.shown_event(event))
+                yield codec.encode_event(tenant_scoping.redact_event(event))
 
     async def CancelGeneration(self, request: service_pb.CancelGenerationRequest, context: object) -> Empty:
-        await self._readiness.use_cases.generation.cancel(tenant_scoping.scope_cancelled(codec.decode_cancel(request)))
+        await self._readiness.application.generation.cancel(
+            tenant_scoping.scope_cancelled(codec.decode_cancel(request))
+        )
         return Empty()
 
 
@@ -115,31 +117,31 @@ class ContextServicer(ContextServiceServicer):
 
     @property
     def _contexts(self) -> ContextStore:
-        return self._readiness.use_cases.contexts
+        return self._readiness.application.contexts
 
     async def IngestContext(
         self, request_iterator: AsyncIterable[ingest_pb.IngestContextRequest], context: RpcContext
     ) -> AsyncGenerator[ingest_pb.IngestContextResponse, None]:
-        use_cases = self._readiness.use_cases
-        pieces = _pieces(request_iterator, use_cases.threads, caller(context))
-        async with aclosing(use_cases.ingest.run(pieces, context.time_remaining())) as reports:
+        application = self._readiness.application
+        pieces = _pieces(request_iterator, application.threads, caller(context))
+        async with aclosing(application.ingest.run(pieces, context.time_remaining())) as reports:
             async for report in reports:
-                yield codec.encode_ingest_progress(tenant_scoping.shown_report(report))
+                yield codec.encode_ingest_progress(tenant_scoping.redact_report(report))
 
     async def CancelIngest(self, request: ingest_pb.CancelIngestRequest, context: object) -> Empty:
         name = tenant_scoping.scope_context(codec.context_id(request.name))
-        await self._readiness.use_cases.ingest.cancel(name, request.upload_id)
+        await self._readiness.application.ingest.cancel(name, request.upload_id)
         return Empty()
 
     async def GetContext(self, request: ingest_pb.GetContextRequest, context: object) -> context_pb.Context:
         view = self._contexts.get_context(tenant_scoping.scope_context(codec.context_id(request.name)))
-        return codec.encode_context(tenant_scoping.shown(view))
+        return codec.encode_context(tenant_scoping.redact_context(view))
 
     async def GetContextText(
         self, request: ingest_pb.GetContextTextRequest, context: object
     ) -> ingest_pb.GetContextTextResponse:
         wanted = tenant_scoping.scope_text(codec.decode_get_text(request))
-        return codec.encode_context_text(await self._readiness.use_cases.texts.read(wanted))
+        return codec.encode_context_text(await self._readiness.application.texts.read(wanted))
 
     async def ListContexts(
         self, request: ingest_pb.ListContextsRequest, context: object
@@ -149,7 +151,7 @@ class ContextServicer(ContextServiceServicer):
         size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
         after = tenant_scoping.scope(_decode_page_token(request.page_token))
         found = self._contexts.list_contexts(after, size + 1, tenant=tenant_scoping.tenant())
-        views = [tenant_scoping.shown(view) for view in found]
+        views = [tenant_scoping.redact_context(view) for view in found]
         return ingest_pb.ListContextsResponse(
             contexts=[codec.encode_context(view) for view in views[:size]],
             next_page_token=_encode_page_token(views[size - 1].id) if len(views) > size else "",
@@ -157,24 +159,24 @@ class ContextServicer(ContextServiceServicer):
 
     async def ForkContext(self, request: ingest_pb.ForkContextRequest, context: object) -> context_pb.Context:
         fork = tenant_scoping.scope_fork(codec.decode_fork(request))
-        view = await self._readiness.use_cases.fork_context(fork.source, fork.context, fork.tokens)
-        return codec.encode_context(tenant_scoping.shown(view))
+        view = await self._readiness.application.fork_context(fork.source, fork.context, fork.tokens)
+        return codec.encode_context(tenant_scoping.redact_context(view))
 
     async def UpdateContext(self, request: ingest_pb.UpdateContextRequest, context: object) -> context_pb.Context:
         name, settings = codec.decode_update(request)
         view = await self._contexts.update_context(tenant_scoping.scope_context(name), settings)
-        return codec.encode_context(tenant_scoping.shown(view))
+        return codec.encode_context(tenant_scoping.redact_context(view))
 
     async def RecomputeContext(self, request: ingest_pb.RecomputeContextRequest, context: object) -> context_pb.Context:
-        view = await self._readiness.use_cases.recompute_context(
+        view = await self._readiness.application.recompute_context(
             tenant_scoping.scope_context(codec.context_id(request.name))
         )
-        return codec.encode_context(tenant_scoping.shown(view))
+        return codec.encode_context(tenant_scoping.redact_context(view))
 
     async def RecomputeContexts(
         self, request: ingest_pb.RecomputeContextsRequest, context: object
     ) -> ingest_pb.RecomputeContextsResponse:
-        recomputed = await self._readiness.use_cases.recompute_contexts(tenant_scoping.tenant())
+        recomputed = await self._readiness.application.recompute_contexts(tenant_scoping.tenant())
         return codec.encode_recompute(tenant_scoping.recompute_for_tenant(recomputed))
 
     async def DeleteContext(self, request: ingest_pb.DeleteContextRequest, context: object) -> Empty:
@@ -185,16 +187,16 @@ class ContextServicer(ContextServiceServicer):
         self, request: ingest_pb.ExportContextRequest, context: object
     ) -> AsyncGenerator[ingest_pb.ExportContextResponse, None]:
         wanted = tenant_scoping.scope_export(codec.decode_export(request))
-        async with aclosing(self._readiness.use_cases.exports.run(wanted)) as archive:
+        async with aclosing(self._readiness.application.exports.run(wanted)) as archive:
             async for updates in archive:
                 yield codec.encode_exported(updates)
 
     async def ImportContext(
         self, request_iterator: AsyncIterable[ingest_pb.ImportContextRequest], context: object
     ) -> AsyncGenerator[ingest_pb.ImportContextResponse, None]:
-        async with aclosing(self._readiness.use_cases.imports.run(_archive(request_iterator))) as reports:
+        async with aclosing(self._readiness.application.imports.run(_archive(request_iterator))) as reports:
             async for report in reports:
-                yield codec.encode_import_progress(tenant_scoping.shown_report(report))
+                yield codec.encode_import_progress(tenant_scoping.redact_report(report))
 
 
 async def _pieces(
@@ -239,7 +241,7 @@ class TokenizerServicer(TokenizerServiceServicer):
 
     @property
     def _tokenization(self) -> Tokenization:
-        return self._readiness.use_cases.tokenization
+        return self._readiness.application.tokenization
 
     async def CountTokens(
         self, request: tokenizer_pb.CountTokensRequest, context: object
@@ -256,7 +258,7 @@ class TokenizerServicer(TokenizerServiceServicer):
         self, request: tokenizer_pb.DetokenizeRequest, context: object
     ) -> tokenizer_pb.DetokenizeResponse:
         message, keep_special = request.token_ids, request.keep_special_tokens
-        threads, num_ids = self._readiness.use_cases.threads, len(message.ids)
+        threads, num_ids = self._readiness.application.threads, len(message.ids)
         token_ids = await _decoded(threads, num_ids, codec.decode_ids, message, MAX_TOKENS)
         text = await self._tokenization.detokenize(token_ids, keep_special=keep_special)
         return tokenizer_pb.DetokenizeResponse(text=text)
@@ -280,12 +282,12 @@ class ClusterServicer(ClusterServiceServicer):
 
     def _cluster(self) -> Cluster:
         """The cluster as the caller may see it."""
-        return tenant_scoping.shown_cluster(self._readiness.use_cases.cluster())
+        return tenant_scoping.redact_cluster(self._readiness.application.cluster())
 
     def _watch(self) -> CoalescingWatch[cluster_pb.WatchClusterResponse]:
         viewer = "" if CALLER.get().is_admin else tenant_scoping.tenant()
         if viewer not in self._watches:
-            self._watches[viewer] = CoalescingWatch(self._look, self._readiness.use_cases.changes)
+            self._watches[viewer] = CoalescingWatch(self._look, self._readiness.application.changes)
         return self._watches[viewer]
 
     async def WatchCluster(
@@ -303,7 +305,7 @@ class ClusterServicer(ClusterServiceServicer):
     ) -> cluster_pb.VerifyClusterResponse:
         wanted = tenant_scoping.scope_verify(codec.decode_verify(request), caller(context))
         return codec.encode_verification(
-            await self._readiness.use_cases.verifications.run(wanted, context.time_remaining())
+            await self._readiness.application.verifications.run(wanted, context.time_remaining())
         )
 
     async def Drain(self, request: cluster_pb.DrainRequest, context: RpcContext) -> cluster_pb.DrainResponse:

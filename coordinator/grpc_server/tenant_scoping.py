@@ -107,39 +107,39 @@ def scope_verify(wanted: Verify, client: str) -> Verify:
     return replace(wanted, client=wanted.client or client)
 
 
-def shown(context: Context) -> Context:
+def redact_context(context: Context) -> Context:
     """The context as its tenant sees it. Only admins see its distribution over ranks, which depends on other
     tenants."""
     shares = context.shares if CALLER.get().is_admin else ()
     return replace(context, id=name_of(context.id), shares=shares)
 
 
-def shown_report(report: Reporting) -> Reporting:
+def redact_report(report: Reporting) -> Reporting:
     if isinstance(report, IngestProgress) and report.recovering is not None:
-        report = replace(report, recovering=_shown_recovering(report.recovering))
+        report = replace(report, recovering=_redact_recovering(report.recovering))
     if report.context is None:
         return report
     _note_context(report.context.id)  # an imported context may take its name from the archive
-    return replace(report, context=shown(report.context))
+    return replace(report, context=redact_context(report.context))
 
 
-def shown_event(event: Event) -> Event:
+def redact_event(event: Event) -> Event:
     match event:
         case Started(request_id=request_id):
             return replace(event, request_id=name_of(request_id))
         case Recovering():
-            return _shown_recovering(event)
+            return _redact_recovering(event)
         case _:
             return event
 
 
-def _shown_recovering(recovering: Recovering) -> Recovering:
+def _redact_recovering(recovering: Recovering) -> Recovering:
     """Admins also see the progress of the whole recovery; other callers see only the tokens that they still wait
     for."""
     return recovering if CALLER.get().is_admin else replace(recovering, recovered_tokens=0, total_tokens=0)
 
 
-def shown_error(error: LongleafError) -> LongleafError:
+def redact_error(error: LongleafError) -> LongleafError:
     """Returns the error unchanged for an admin. For other callers, removes files and addresses of storage, which are in
     the log."""
     caller = CALLER.get(None)
@@ -168,10 +168,10 @@ def recompute_for_tenant(recomputed: RecomputeResult) -> RecomputeResult:
     reasons = [each.reason if is_admin else _without_folders(each.reason) for each in recomputed.skipped]
     pairs = zip(recomputed.skipped, reasons, strict=True)
     skipped = tuple(SkippedContext(name_of(each.name), unscoped(reason, tenant())) for each, reason in pairs)
-    return replace(recomputed, contexts=tuple(map(shown, recomputed.contexts)), skipped=skipped)
+    return replace(recomputed, contexts=tuple(map(redact_context, recomputed.contexts)), skipped=skipped)
 
 
-def shown_cluster(cluster: Cluster) -> Cluster:
+def redact_cluster(cluster: Cluster) -> Cluster:
     """Returns everything, with full ids, for an admin. For other callers: the model and the ranks, without the load of
     other tenants and the addresses of machines and storage."""
     if CALLER.get().is_admin:

@@ -24,12 +24,12 @@ class UnauthenticatedCallLimiter:
     def __init__(self, max_calls: int = MAX_CALLS) -> None:
         self._max_calls = max_calls
         # Calls count here as well; a replaced call ends only in the next iteration of the loop.
-        self._gate = RequestLimiter(4 * max_calls, arrival_seconds=ARRIVAL_SECONDS, share=1.0)
+        self._limiter = RequestLimiter(4 * max_calls, arrival_seconds=ARRIVAL_SECONDS, share=1.0)
         self._open: dict[bool, dict[asyncio.Task[Any], None]] = {False: {}, True: {}}
         """Calls, by whether they stream, the oldest first."""
 
     @contextmanager
-    def of(self, method: str, handler: Handler, host: str) -> Generator[RequestReader, None, None]:
+    def admit(self, method: str, handler: Handler, host: str) -> Generator[RequestReader, None, None]:
         """Counts a call from `host` while the body runs, and yields the reader of its requests. Raises
         ResourceExhausted, in the body too when newer calls replace this one."""
         task = asyncio.current_task()
@@ -41,7 +41,7 @@ class UnauthenticatedCallLimiter:
             oldest.cancel()
         alike[task] = None
         try:
-            with self._gate.of(method, handler, host) as incoming:
+            with self._limiter.admit(method, handler, host) as incoming:
                 yield incoming
         except asyncio.CancelledError:
             if task in alike:

@@ -23,7 +23,7 @@ from coordinator.telemetry.observers import NO_OBSERVERS, Observers
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import FailedPrecondition
-from longleaf.sampling import GREEDY, Sampling
+from longleaf.sampling import GREEDY, SamplingParams
 from longleaf.types import Cluster, Context, ContextSettings, RecomputeResult
 
 
@@ -95,18 +95,18 @@ class Application:
         transfers: TransferEngine | None = None,
         observers: Observers = NO_OBSERVERS,
         tenant_share: float = 1.0,
-        sampling_defaults: Sampling = GREEDY,
+        sampling_defaults: SamplingParams = GREEDY,
     ) -> None:
         self.sampling_defaults = sampling_defaults
         """Values for sampling parameters that requests omit."""
         self._uploads = Uploads(durable=durable_uploads, tenant_share=tenant_share)
-        self._ledger = ledger = QuotaEnforcer(
+        self._quotas = quotas = QuotaEnforcer(
             engine.usage,
             num_uploads=self._num_uploads,
             storage_bytes=engine.storage_bytes,
             num_upload_tokens=self._uploads.num_tokens_of,
         )
-        observers = Observers((observers, ledger))
+        observers = Observers((observers, quotas))
         self.threads = TokenizerPool(tenant=lambda: CALLER.get(OWNER).tenant)
         """Threads for all long computations, with fair turns between tenants."""
         self.texts = ContextTexts(engine, tokenizer, self.threads)
@@ -116,11 +116,11 @@ class Application:
             self.threads,
             journal=journal,
             observers=observers,
-            ledger=ledger,
+            quotas=quotas,
             tenant_share=tenant_share,
             text_maps=self.texts.map_of,
         )
-        self.ingest = Ingest(engine, tokenizer, self.threads, self._uploads, ledger=ledger)
+        self.ingest = Ingest(engine, tokenizer, self.threads, self._uploads, quotas=quotas)
         self._durable_uploads = durable_uploads
         self.contexts: ContextStore = engine
         self._recomputer: Recomputer = engine
@@ -131,7 +131,7 @@ class Application:
         if transfers is not None:
             self._exports = Exports(transfers, self.threads, cluster, tenant_share=tenant_share)
             self._imports = ImportSessions(
-                transfers, tokenizer.vocabulary_size, quotas=ledger, tenant_share=tenant_share
+                transfers, tokenizer.vocabulary_size, quotas=quotas, tenant_share=tenant_share
             )
         self.cluster = cluster
         self.changes = engine.changes
@@ -144,7 +144,7 @@ class Application:
     async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> Context:
         """Raises NotFound, AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable or StorageUnavailable."""
         resident = self.contexts.get_context(source).tokens
-        self._ledger.check_context(1, resident if num_tokens is None else min(resident, num_tokens))
+        self._quotas.check_context(1, resident if num_tokens is None else min(resident, num_tokens))
         return await self.contexts.fork_context(source, context_id, num_tokens)
 
     async def recompute_context(self, context_id: str) -> Context:
@@ -159,7 +159,7 @@ class Application:
 
     def _room(self, num_tokens: int) -> AbstractContextManager[None]:
         """Reserves space in the caller's quotas; see `Room`."""
-        return self._ledger.making(1, num_tokens)
+        return self._quotas.reserve_contexts(1, num_tokens)
 
     @property
     def exports(self) -> Exports:

@@ -30,14 +30,14 @@ from coordinator.handlers.engine_ports import EventStream, GenerationEngine
 from longleaf.errors import InvalidArgument, NotFinite, ResourceExhausted, Unavailable
 from longleaf.rank_protocol.step import Attention
 from longleaf.runs import union
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import Attribution, Finished, Generate, Provenance, TokenRange
 
 MAX_AT_ONCE = 8
 """Most concurrent probes."""
 MAX_SCORED_AT_ONCE = 1024
 """Most scored tokens of concurrent probes: each needs one number per token of the vocabulary."""
-SCORING = Sampling(max_tokens=1)
+SCORING = SamplingParams(max_tokens=1)
 
 TextMaps = Callable[[str], TextLocator | None]
 """Returns the text of a context by id, if known."""
@@ -64,7 +64,7 @@ class AttributionTracer:
         self._spans: SpanTable | None = None
         self._text: TextLocator | None = None
         self._hidden = request.hidden
-        self._claim = engine_messages.NO_CLAIM
+        self._scheduling = engine_messages.DEFAULT_SCHEDULING
         self._token_ids: Sequence[int] = ()
         """Tokens of the prompt, if it must be read again."""
         self._charge: Callable[[int], None] = lambda _: None
@@ -80,7 +80,7 @@ class AttributionTracer:
         self._text = texts(self._context)
         if self._provenance.confirm:
             self._token_ids = prompt.token_ids
-        self._claim, self._num_open = prompt.claim, prompt.num_open
+        self._scheduling, self._num_open = prompt.scheduling, prompt.num_open
         attribution_context = self._spans.context
         return replace(prompt, cuts=self._spans.cuts, beginning=attribution_context.cut(attribution_context.end))
 
@@ -152,12 +152,12 @@ class AttributionTracer:
         the tenant's limit of concurrent generations does not apply: the samples occupy it until they are read, so the
         probe could wait forever."""
         assert self._spans is not None
-        claim = replace(self._claim, at_once=None) if self._num_open else self._claim
+        scheduling = replace(self._scheduling, max_concurrent=None) if self._num_open else self._scheduling
         return engine_messages.Prompt(
             context=self._context,
             token_ids=token_ids,
             sampling=SCORING,
-            claim=claim,
+            scheduling=scheduling,
             beginning=self._spans.context.cut(end),
             is_probe=True,
         )

@@ -51,7 +51,7 @@ class Generation:
         journal: Journal | None = None,
         wall_clock: Callable[[], float] = time.time,
         observers: Observers = NO_OBSERVERS,
-        ledger: QuotaEnforcer = UNLIMITED,
+        quotas: QuotaEnforcer = UNLIMITED,
         tenant_share: float = 1.0,
         text_maps: TextMaps = no_text,
     ) -> None:
@@ -64,8 +64,8 @@ class Generation:
         self._prompts = Prompts(engine, tokenizer, threads)
         self._journal = journal
         self._observers = observers
-        self._ledger = ledger
-        self._replays = ResumableGenerations(later, self._forget, tenant_share=tenant_share)
+        self._quotas = quotas
+        self._resumable = ResumableGenerations(later, self._forget, tenant_share=tenant_share)
         self._running: set[str] = set()
         """Ids of generations that are not held, so that a repeated request does not run twice."""
 
@@ -77,24 +77,24 @@ class Generation:
         InvalidArgument, NotFound, AlreadyExists, ResourceExhausted, Unavailable, RankLost or StorageUnavailable.
         """
         if isinstance(request, Resume):
-            _note(request.request_id)
-            return self._replays.find(request.request_id).read(request.token_index)
+            _record_request_id(request.request_id)
+            return self._resumable.find(request.request_id).read(request.token_index)
         request_id = request.request_id or scoped(request.tenant, random_id())
-        _note(request_id)
-        if (resident := self._replays.get(request.request_id)) is not None:
-            if not resident.answers(request):
+        _record_request_id(request_id)
+        if (resident := self._resumable.get(request.request_id)) is not None:
+            if not resident.matches(request):
                 raise InvalidArgument("request_id", f"{request.request_id} is in use by another request")
             return resident.read()
         deadline = None if seconds is None else self._clock() + seconds + request.resume_seconds
         self._check_free(request_id)
         answer = self._events(request_id, request, deadline)
         if request.resume_seconds:
-            return self._replays.hold(request_id, request, answer).read()
-        return self._alone(request_id, answer)
+            return self._resumable.register(request_id, request, answer).read()
+        return self._run_unregistered(request_id, answer)
 
     async def cancel(self, request_id: str) -> None:
         """Ends a held generation and removes it. Raises NotFound."""
-        await self._replays.cancel(request_id)
+        await self._resumable.cancel(request_id)
 
     def _forget(self, request_id: str) -> None:
         if self._journal is not None:
@@ -106,33 +106,33 @@ class Generation:
         continues after its last token when a client reads it. Raises StorageUnavailable."""
         for resident, output in self._journal.load() if self._journal is not None else ():
             request, request_id = resident.request, resident.request_id
-            tracing = _tracing(request)
-            answer = self._answer(request_id, request, tracing, resident.token_ids)
+            tracing = _make_tracer(request)
+            answer = self._make_assembler(request_id, request, tracing, resident.token_ids)
             reported, generated = await self._threads.run(
                 replay_journal, output, self._prompt(request, resident.token_ids), answer
             )
-            going_on = self._resume(resident, answer, tracing, generated)
-            self._replays.restore(request_id, request, resident.question, going_on, reported)
+            continued = self._resume(resident, answer, tracing, generated)
+            self._resumable.restore(request_id, request, resident.question, continued, reported)
 
     async def _events(self, request_id: str, request: Generate, deadline: float | None) -> AsyncGenerator[Event, None]:
-        tracing = _tracing(request)
-        self._ledger.check_generation()  # before the work that a long prompt causes
+        tracing = _make_tracer(request)
+        self._quotas.check_generation()  # before the work that a long prompt causes
         token_ids = await self._prompts.ids_of(request)
         if request.until_full:
-            request = self._filled(request, len(token_ids))
-        answer = self._answer(request_id, request, tracing, token_ids)
+            request = self._with_longest_answer(request, len(token_ids))
+        answer = self._make_assembler(request_id, request, tracing, token_ids)
         prompt = self._prompt(request, token_ids, deadline)
         if tracing is not None:
-            prompt = tracing.begin(self._engine, prompt, self._text_maps, self._ledger.take_in)
-        with self._observers.generation(request_id, request.tenant) as emit:
-            with self._ledger.begin_generation(len(token_ids)):
+            prompt = tracing.begin(self._engine, prompt, self._text_maps, self._quotas.charge_input)
+        with self._observers.observe_generation(request_id, request.tenant) as emit:
+            with self._quotas.begin_generation(len(token_ids)):
                 begun = self._engine.submit(prompt)
             async with aclosing(begun) as stream:
                 with self._begin_record(request_id, request, token_ids, deadline) as record:
                     if request.context is not None:
-                        emit = _counting_copies(emit, len(token_ids), self._ledger.take_in)
+                        emit = _charge_cached_input(emit, len(token_ids), self._quotas.charge_input)
                     del request, token_ids, prompt  # they may be large, and the answer may take long
-                    async with aclosing(self._reports(stream, record, answer, tracing, emit)) as reported:
+                    async with aclosing(self._client_events(stream, record, answer, tracing, emit)) as reported:
                         async for message in reported:
                             yield message
 
@@ -152,16 +152,16 @@ class Generation:
         if any(generated.values()) or len(generated) < prompt.num_samples:
             prompt = msgspec.structs.replace(prompt, generated=generated)
         if tracing is not None:
-            prompt = tracing.begin(self._engine, prompt, self._text_maps, self._ledger.take_in)
-        with self._observers.generation(entry.request_id, entry.request.tenant) as emit:
+            prompt = tracing.begin(self._engine, prompt, self._text_maps, self._quotas.charge_input)
+        with self._observers.observe_generation(entry.request_id, entry.request.tenant) as emit:
             async with aclosing(await submit_patiently(self._engine, prompt)) as stream:
                 with self._journal.reopen(entry.request_id) as record:
                     del entry, prompt, generated
-                    async with aclosing(self._reports(stream, record, answer, tracing, emit)) as reported:
+                    async with aclosing(self._client_events(stream, record, answer, tracing, emit)) as reported:
                         async for message in reported:
                             yield message
 
-    async def _reports(
+    async def _client_events(
         self,
         stream: EventStream,
         record: JournalWriter | None,
@@ -174,7 +174,7 @@ class Generation:
             if record is not None:
                 record.append(event)
             emit(event)
-            for message in answer.take(event):
+            for message in answer.assemble(event):
                 if isinstance(message, Finished) and message.reason == "stop":
                     stream.cancel_sample(message.sample)
                 if isinstance(message, Finished) and tracing is not None:
@@ -199,7 +199,9 @@ class Generation:
         )
         return self._journal.begin(resident)
 
-    async def _alone(self, request_id: str, answer: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+    async def _run_unregistered(
+        self, request_id: str, answer: AsyncGenerator[Event, None]
+    ) -> AsyncGenerator[Event, None]:
         """The events of a generation that is not held. Raises AlreadyExists if another generation with this id is
         running."""
         self._check_free(request_id)
@@ -211,7 +213,7 @@ class Generation:
         finally:
             self._running.remove(request_id)
 
-    def _filled(self, request: Generate, num_tokens: int) -> Generate:
+    def _with_longest_answer(self, request: Generate, num_tokens: int) -> Generate:
         """The request with the longest answer that fits. If none fits, admission reports the reason."""
         is_whole = _is_whole(request)
         room = self._engine.answer_room(request.context, num_tokens, request.num_samples, is_whole=is_whole)
@@ -227,14 +229,14 @@ class Generation:
     ) -> engine_messages.Prompt:
         is_resident, most = request.resume_seconds > 0, self._engine.max_draft_tokens
         tenant, client, caller = request.tenant, request.client, CALLER.get(OWNER)
-        claim = engine_messages.SchedulingClaim(
+        scheduling = engine_messages.SchedulingParams(
             priority=request.priority,
             tenant=tenant,
             client=client,
-            at_once=caller.quotas.generations,
+            max_concurrent=caller.quotas.generations,
             is_alone=caller.is_alone,
             deadline=deadline,
-            is_held=is_resident,
+            is_resumable=is_resident,
         )
         return engine_messages.Prompt(
             context=request.context,
@@ -242,12 +244,12 @@ class Generation:
             sampling=request.sampling,
             end_tokens=self._tokenizer.end_tokens,
             num_samples=request.num_samples,
-            claim=claim,
+            scheduling=scheduling,
             hidden=request.hidden,
             max_draft_tokens=most if request.max_draft_tokens is None else min(most, request.max_draft_tokens),
         )
 
-    def _answer(
+    def _make_assembler(
         self, request_id: str, request: Generate, tracing: AttributionTracer | None, token_ids: Sequence[int]
     ) -> ResponseAssembler:
         is_continued = request.context is None and not self._tokenizer.uses_template(request.use_chat_template)
@@ -262,7 +264,7 @@ class Generation:
         return ResponseAssembler(request_id, request, alphabet, ends, self._clock, note, tracing, before)
 
 
-def _tracing(request: Generate) -> AttributionTracer | None:
+def _make_tracer(request: Generate) -> AttributionTracer | None:
     """Raises InvalidArgument."""
     return AttributionTracer(request, request.provenance) if request.provenance is not None else None
 
@@ -272,9 +274,9 @@ def _is_whole(request: Generate) -> bool:
     return request.provenance is None and not request.hidden
 
 
-def _counting_copies(emit: EventSink, num_requested: int, take_in: Callable[[int], None]) -> EventSink:
-    """Wraps `emit` to charge recomputed context tokens with `take_in`. Tokens of the context are recomputed if its keys
-    are rotated for another length. The question has `num_requested` tokens."""
+def _charge_cached_input(emit: EventSink, num_requested: int, charge_input: Callable[[int], None]) -> EventSink:
+    """Wraps `emit` to charge recomputed context tokens with `charge_input`. Tokens of the context are recomputed if its
+    keys are rotated for another length. The question has `num_requested` tokens."""
     num_taken = 0
 
     def emit_all(event: engine_messages.Event) -> None:
@@ -283,13 +285,13 @@ def _counting_copies(emit: EventSink, num_requested: int, take_in: Callable[[int
         if isinstance(event, engine_messages.Admitted) and event.queue_position == 0:
             num_copied = event.prompt_tokens - num_requested - event.cached_tokens
             if num_copied > num_taken:
-                take_in(num_copied - num_taken)
+                charge_input(num_copied - num_taken)
                 num_taken = num_copied
 
     return emit_all
 
 
-def _note(request_id: str) -> None:
+def _record_request_id(request_id: str) -> None:
     """Records the id of the generation in the call, for observers."""
     if (call := CURRENT.get()) is not None:
         call.request_id = request_id

@@ -80,10 +80,10 @@ class Ingest:
         uploads: Uploads,
         wall_clock: Callable[[], float] = time.time,
         idle_seconds: float = IDLE_SECONDS,
-        ledger: QuotaEnforcer = UNLIMITED,
+        quotas: QuotaEnforcer = UNLIMITED,
     ) -> None:
         self._engine = engine
-        self._ledger = ledger
+        self._quotas = quotas
         self._tokenizer = tokenizer
         self._prompts = Prompts(engine, tokenizer, threads)
         self._threads = threads
@@ -105,12 +105,12 @@ class Ingest:
         header = await self._next(pieces)
         if not isinstance(header, IngestHeader):
             raise InvalidArgument("config", "must be in the first request only")
-        upload = self._known(header)
-        if upload is None and (made := self._made(header)) is not None:
+        upload = self._find_upload(header)
+        if upload is None and (made := self._finished_report(header)) is not None:
             yield made
             return
-        upload = upload or await self._new(header, None if seconds is None else arrived + seconds)
-        async with self._uploads.owned(upload) as owner, aclosing(self._resume(owner, pieces)) as reports:
+        upload = upload or await self._create_upload(header, None if seconds is None else arrived + seconds)
+        async with self._uploads.lease(upload) as owner, aclosing(self._resume(owner, pieces)) as reports:
             async for report in reports:
                 owner.check()
                 yield report
@@ -122,15 +122,15 @@ class Ingest:
         was_kept = self._uploads.durable is not None and self._uploads.durable.forget(header)
         upload = self._uploads.by_key(header)
         latest = upload.prefill.latest if upload is not None and upload.prefill is not None else None
-        is_there = (latest is not None and latest.context is not None) or self._made(header) is not None
+        is_there = (latest is not None and latest.context is not None) or self._finished_report(header) is not None
         if upload is not None and not is_there:
             upload.is_cancelled = True
-            async with self._uploads.owned(upload):  # the upload ends with this owner
+            async with self._uploads.lease(upload):  # the upload ends with this owner
                 self._uploads.forget(upload)
         if is_there or (upload is None and not was_kept):
             raise NotFound(f"upload {upload_id} of contexts/{context}")
 
-    def _known(self, header: IngestHeader) -> Upload | None:
+    def _find_upload(self, header: IngestHeader) -> Upload | None:
         """The ingest to resume, if there is one."""
         upload = self._uploads.find(header) if header.upload_id else None
         if upload is not None and upload.document is not None:
@@ -146,7 +146,7 @@ class Ingest:
             self._uploads.forget(upload)
         return upload if is_there else None
 
-    def _made(self, header: IngestHeader) -> IngestProgress | None:
+    def _finished_report(self, header: IngestHeader) -> IngestProgress | None:
         """The report of a finished ingest that created the last document of its context, which is not read again."""
         try:
             is_made = bool(header.upload_id) and self._engine.made_by(header.context) == header.upload_id
@@ -154,7 +154,7 @@ class Ingest:
             return None
         return IngestProgress(phase="ready", context=self._engine.get_context(header.context)) if is_made else None
 
-    async def _new(self, header: IngestHeader, deadline: float | None) -> Upload:
+    async def _create_upload(self, header: IngestHeader, deadline: float | None) -> Upload:
         """Raises NotFound, AlreadyExists or InvalidArgument before a long text is sent, and the error of a dropped
         context that is to be appended to."""
         header.settings.check(self._wall_clock(), "config")
@@ -163,11 +163,11 @@ class Ingest:
         limit = self._limit(header)
         retained = self._uploads.durable
         is_retained = retained is not None and retained.has(header)
-        self._ledger.check_rate_in()
+        self._quotas.check_rate_in()
         self._check_tokens(header, 1)
         self._check_upload(header, is_retained)
         opening = await self._prompts.opening(header.system, limit) if header.system else None
-        if header.upload_id and (known := self._known(header)) is not None:
+        if header.upload_id and (known := self._find_upload(header)) is not None:
             return known  # another stream has added it in the meantime
         encoder = self._tokenizer.document_encoder(is_first=not header.append, opening=opening)
         document = DocumentTokenizer(encoder, limit, self._tokenizer.vocabulary_size, header.files)
@@ -182,11 +182,11 @@ class Ingest:
 
     def _check_upload(self, header: IngestHeader, is_durable: bool) -> None:
         """Whether the ingest may start or resume. Raises ResourceExhausted."""
-        self._ledger.check_upload(self._uploads.num_retained_of(header.tenant) if is_durable else 0)
+        self._quotas.check_upload(self._uploads.num_retained_of(header.tenant) if is_durable else 0)
 
     def _check_tokens(self, header: IngestHeader, num_tokens: int = 0) -> None:
         """Whether the quotas allow an upload `num_tokens` more tokens. Raises ResourceExhausted."""
-        self._ledger.check_context(0 if header.append else 1, num_tokens)
+        self._quotas.check_context(0 if header.append else 1, num_tokens)
 
     def _limit(self, header: IngestHeader) -> SizeLimit:
         """The largest size of the document that can fit."""
@@ -214,7 +214,7 @@ class Ingest:
             upload.begin(self._prefill(upload, upload.document))
             self._uploads.count(upload)
         assert upload.prefill is not None
-        async for report in upload.prefill.follow():
+        async for report in upload.prefill.progress():
             yield report
         owner.check()  # a prefill that was stopped yields no report
 
@@ -224,15 +224,15 @@ class Ingest:
         """Raises DeadlineExceeded if the stream is idle for too long, and InvalidArgument if the context expires in the
         meantime."""
         upload, reported = owner.upload, _report("receiving", document)
-        self._ledger.take_in(upload.take_new())
+        self._quotas.charge_input(upload.pop_num_new_tokens())
         yield reported
         while (piece := await self._next(pieces, upload.header.settings.ingest_expiry)) is not None:
             owner.check()  # a stream that lost the upload counts nothing
             self._uploads.count(upload, _num_bytes(piece))
-            steps = _take(owner, document, piece)
+            steps = _add_piece(owner, document, piece)
             del piece  # it may be large, and the next one may take long to arrive
             async for _ in steps:
-                self._ledger.take_in(upload.take_new())
+                self._quotas.charge_input(upload.pop_num_new_tokens())
                 self._uploads.count(upload)
                 self._check_tokens(upload.header)
                 if self._uploads.durable is not None:
@@ -247,7 +247,7 @@ class Ingest:
         owner.check()
         document.check_size()
         await owner.work(document.finish)
-        self._ledger.take_in(upload.take_new())
+        self._quotas.charge_input(upload.pop_num_new_tokens())
 
     async def _next(self, pieces: AsyncIterator[IngestPiece], expires: float | None = None) -> IngestPiece | None:
         """The next chunk; None at the end. Raises DeadlineExceeded, and InvalidArgument from the time `expires` on."""
@@ -266,7 +266,7 @@ class Ingest:
     def _prefill(self, upload: Upload, document: DocumentTokenizer) -> PrefillTask:
         """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
         header = upload.header
-        claim = engine_messages.SchedulingClaim(
+        scheduling = engine_messages.SchedulingParams(
             priority=header.priority,
             tenant=header.tenant,
             client=header.client,
@@ -280,7 +280,7 @@ class Ingest:
             settings=header.settings,
             upload_id=header.upload_id,
             text=document.text,
-            claim=claim,
+            scheduling=scheduling,
         )
         self._check_tokens(header)
         stream = self._engine.ingest(requested)
@@ -319,7 +319,7 @@ class Ingest:
             raise
 
 
-async def _take(owner: UploadLease, document: DocumentTokenizer, piece: IngestPiece) -> AsyncIterator[None]:
+async def _add_piece(owner: UploadLease, document: DocumentTokenizer, piece: IngestPiece) -> AsyncIterator[None]:
     """Adds a chunk; yields after each step of work. Raises InvalidArgument, and Unavailable if another stream owns the
     upload."""
     owner.check()

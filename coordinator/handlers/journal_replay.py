@@ -24,13 +24,13 @@ def replay_journal(events: Sequence[JournalEvent], prompt: Prompt, answer: Respo
     reported: list[Event] = []
     generated = {sample: array("I") for sample in range(prompt.num_samples)}
     for event in events:
-        reported += answer.take(event)
+        reported += answer.assemble(event)
         if isinstance(event, Tokens):
             generated[event.sample].extend(event.token_ids)
     for sample, token_ids in generated.items():
         reason = prompt.end_reason(token_ids[-1], len(token_ids)) if token_ids else None
         if reason is not None:  # the process may have died between the last token and the end
-            reported += answer.take(_ended(events, sample, reason, len(token_ids)))
+            reported += answer.assemble(_ended(events, sample, reason, len(token_ids)))
     return ReplayedState(reported, {sample: generated[sample] for sample in answer.open_samples})
 
 

@@ -92,7 +92,7 @@ class ResponseAssembler:
         """Numbers of the samples that have not ended."""
         return [number for number, sample in enumerate(self._samples) if not sample.is_finished]
 
-    def take(self, event: engine_messages.Event) -> list[Event]:
+    def assemble(self, event: engine_messages.Event) -> list[Event]:
         """Returns the client's events for `event`. Events of a sample after its end are dropped."""
         match event:
             case engine_messages.Admitted():
@@ -116,7 +116,7 @@ class ResponseAssembler:
             case engine_messages.Tokens() | engine_messages.Ended() if self._samples[event.sample].is_finished:
                 return []
             case engine_messages.Tokens():
-                return self._samples[event.sample].take(event)
+                return self._samples[event.sample].assemble(event)
             case engine_messages.Ended():
                 return self._samples[event.sample].finish(event)
 
@@ -151,18 +151,18 @@ class SampleAssembler:
         """Tokens of the prompt. Those of the answer are counted as they arrive."""
         self.is_finished = False
 
-    def take(self, event: engine_messages.Tokens) -> list[Event]:
+    def assemble(self, event: engine_messages.Tokens) -> list[Event]:
         if self._first_token_at is None:
             self._first_token_at = self._times.clock()
-        self._tokens += map(self._byte_decoder.take, event.tokens) if self._byte_decoder else event.tokens
+        self._tokens += map(self._byte_decoder.decode, event.tokens) if self._byte_decoder else event.tokens
         if self._tracing is not None:
             self._attention += event.attention or [None] * len(event.tokens)
         num_before, pieces = self._num_tokens, self._push(event.tokens)
         self._num_drafted += event.num_drafted
         # accepted tokens come first in their step; tokens after a stop string are not part of the answer
         num_reported = self._num_tokens - num_before
-        num_steps_told = bisect_right(event.step_ends, num_reported)
-        self._num_accepted += min(event.num_accepted, num_reported - num_steps_told)
+        num_steps_reported = bisect_right(event.step_ends, num_reported)
+        self._num_accepted += min(event.num_accepted, num_reported - num_steps_reported)
         return [*self._delta(pieces), *([self._stop()] if self._text.matched_stop else [])]
 
     def _push(self, tokens: Sequence[Token]) -> list[TextDelta]:
@@ -186,7 +186,7 @@ class SampleAssembler:
             return [*delta, self._stop()]
         self.is_finished = True
         timings = timings_of(event.queue_seconds, event.first_token_seconds, event.decode_seconds)
-        usage = self._used(event.prompt_tokens, event.cached_tokens, event.completion_tokens)
+        usage = self._usage_of(event.prompt_tokens, event.cached_tokens, event.completion_tokens)
         return [*delta, self._finished(event.reason, "", usage, timings)]
 
     def _stop(self) -> Finished:
@@ -195,7 +195,7 @@ class SampleAssembler:
         now, times = self._times.clock(), self._times
         first = now if self._first_token_at is None else self._first_token_at
         started = first if times.started is None else times.started
-        usage = self._used(self.usage.prompt_tokens, self.usage.cached_tokens, self._num_tokens)
+        usage = self._usage_of(self.usage.prompt_tokens, self.usage.cached_tokens, self._num_tokens)
         timings = timings_of(started - times.arrived, first - times.arrived, now - first)
         return self._finished("stop", self._text.matched_stop, usage, timings)
 
@@ -203,7 +203,7 @@ class SampleAssembler:
         note = self._exactness_note
         return Finished(reason, matched_stop, usage, timings, self._index, not note, exactness_note=note)
 
-    def _used(self, num_prompt: int, num_cached: int, num_generated: int) -> Usage:
+    def _usage_of(self, num_prompt: int, num_cached: int, num_generated: int) -> Usage:
         return Usage(num_prompt, num_cached, num_generated, self._num_drafted, self._num_accepted)
 
     def _delta(self, pieces: list[TextDelta]) -> list[Event]:

@@ -78,17 +78,17 @@ class ResumableGeneration:
         self._is_over = False
         """The last event is in the log."""
         self._num_readers = 0
-        self._timer = later(self._seconds, self._be_over)
+        self._timer = later(self._seconds, self._on_timeout)
         self._step: asyncio.Task[None] | None = None
         for event in reported:
-            self._keep(event)
+            self._append_event(event)
 
     @property
     def is_cut_off(self) -> bool:
         """Whether the service ended before the answer did."""
         return isinstance(self._error, Unavailable) and not isinstance(self._error, StorageUnavailable)
 
-    def answers(self, request: Generate) -> bool:
+    def matches(self, request: Generate) -> bool:
         """Whether `request` has the same input."""
         return request_digest(request) == self._question
 
@@ -99,7 +99,7 @@ class ResumableGeneration:
         Raises InvalidArgument if no delta begins at the index or if it is no longer held, and the errors of the
         generation.
         """
-        self._enter()
+        self._attach_reader()
         try:
             number, recovering = self._find(token_index), None
             if number > 0 and self._started is not None:
@@ -111,7 +111,7 @@ class ResumableGeneration:
                 else:
                     number += 1
         finally:
-            self._leave()
+            self._detach_reader()
 
     def _find(self, token_index: int) -> int:
         """Number of the event that begins with this token."""
@@ -153,20 +153,20 @@ class ResumableGeneration:
     async def _advance(self) -> None:
         """Waits for the next event, once for all readers. The wait continues when this reader disconnects."""
         if self._step is None or self._step.done():
-            self._step = asyncio.create_task(self._take())
+            self._step = asyncio.create_task(self._pull_event())
         await asyncio.wait([self._step])
 
-    async def _take(self) -> None:
+    async def _pull_event(self) -> None:
         try:
-            self._keep(await anext(self._events))
+            self._append_event(await anext(self._events))
         except StopAsyncIteration:
             self._is_over = True
         except Exception as error:
             self._error = self._error or error
             self._timer.cancel()
-            self._be_over()  # a retry starts a new generation
+            self._on_timeout()  # a retry starts a new generation
 
-    def _keep(self, event: Event) -> None:
+    def _append_event(self, event: Event) -> None:
         self._recovering = event if isinstance(event, Recovering) else None
         if self._recovering is not None:
             return
@@ -179,16 +179,16 @@ class ResumableGeneration:
             self._dropped_tokens += _num_tokens(gone)
             self._weight -= _weight(gone)
 
-    def _enter(self) -> None:
+    def _attach_reader(self) -> None:
         self._num_readers += 1
         self._timer.cancel()
 
-    def _leave(self) -> None:
+    def _detach_reader(self) -> None:
         self._num_readers -= 1
         if self._num_readers == 0 and self._error is None:
-            self._timer = self._call_later(self._seconds, self._be_over)
+            self._timer = self._call_later(self._seconds, self._on_timeout)
 
-    def _be_over(self) -> None:
+    def _on_timeout(self) -> None:
         self._on_end(self)
 
     async def end(self, error: LongleafError) -> None:
@@ -259,7 +259,7 @@ class ResumableGenerations:
             raise NotFound(f"generations/{request_id}")
         return self._by_id[request_id]
 
-    def hold(self, request_id: str, request: Generate, events: AsyncGenerator[Event, None]) -> ResumableGeneration:
+    def register(self, request_id: str, request: Generate, events: AsyncGenerator[Event, None]) -> ResumableGeneration:
         """Holds a new generation. Raises ResourceExhausted."""
         for share in shares_of(request.account, self._tenant_share):
             count = sum(share.is_theirs(replay.account) for replay in self._by_id.values())

@@ -47,13 +47,13 @@ class PrefillTask:
         try:
             async with aclosing(self._reports) as reports:
                 async for self.latest in reports:
-                    self._changes.note()
+                    self._changes.record()
         except Exception as error:
             self._error = error
         finally:
-            self._changes.note()
+            self._changes.record()
 
-    async def follow(self) -> AsyncIterator[IngestProgress]:
+    async def progress(self) -> AsyncIterator[IngestProgress]:
         """Yields reports from now on; a slow reader gets only the latest ones. Raises the error that ended the
         prefill."""
         reported = None
@@ -100,7 +100,7 @@ class Upload:
         self._work: Future[None] | None = None
         self._num_taken = document.num_tokens
 
-    def take_new(self) -> int:
+    def pop_num_new_tokens(self) -> int:
         """Tokens received since the last call, including those from work that an earlier owner started."""
         num_tokens = self.document.num_tokens if self.document is not None else self._num_taken
         num_new, self._num_taken = num_tokens - self._num_taken, num_tokens
@@ -156,7 +156,7 @@ class UploadLease:
             raise Unavailable("another stream continued this upload")
 
     async def work(self, function: Callable[..., None], *arguments: object) -> None:
-        """Like `Upload.work`. Raises Unavailable if another stream has taken over before or during the call, and
+        """Like `Upload.run_prefill`. Raises Unavailable if another stream has taken over before or during the call, and
         Cancelled if a call cancelled the upload."""
         self.check()
         await self.upload.run_prefill(function, *arguments)
@@ -278,7 +278,7 @@ class Uploads:
             self._remove(upload)
 
     @asynccontextmanager
-    async def owned(self, upload: Upload) -> AsyncGenerator[UploadLease, None]:
+    async def lease(self, upload: Upload) -> AsyncGenerator[UploadLease, None]:
         """The body owns `upload`. An upload that cannot be resumed ends with the body."""
         owner = upload.acquire()
         try:

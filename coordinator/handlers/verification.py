@@ -18,7 +18,7 @@ from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import InvalidArgument, NotFinite, ResourceExhausted, Unavailable
 from longleaf.rank_protocol.step import ComparisonRow
 from longleaf.rank_protocol.verdict import judge
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import Cluster, Verification, Verify
 
 MAX_PROMPT = 1024
@@ -54,12 +54,12 @@ class VerificationRunner:
         """
         deadline = None if seconds is None else self._clock() + seconds
         max_tokens = _within("max_token_count", request.max_tokens, DEFAULT_ANSWER, MAX_ANSWER)
-        with self._only():
+        with self._exclusive():
             prompt = engine_messages.Prompt(
                 context=None,
                 token_ids=await self._prompt_ids(request, max_tokens),
-                sampling=Sampling(max_tokens=max_tokens, ignore_end_token=True),
-                claim=engine_messages.SchedulingClaim(client=request.client, deadline=deadline),
+                sampling=SamplingParams(max_tokens=max_tokens, ignore_end_token=True),
+                scheduling=engine_messages.SchedulingParams(client=request.client, deadline=deadline),
                 is_compared=True,
                 max_draft_tokens=self._engine.max_draft_tokens,
             )
@@ -67,7 +67,7 @@ class VerificationRunner:
         return self._reports(comparison, len(prompt.token_ids))
 
     @contextmanager
-    def _only(self) -> Generator[None, None, None]:
+    def _exclusive(self) -> Generator[None, None, None]:
         if self._is_running:
             raise ResourceExhausted(
                 "verification",

@@ -34,10 +34,10 @@ class BlockAllocator:
         self.num_used += count
         taken: list[int] = []
         while len(taken) < count:
-            taken.extend(self._take(count - len(taken)))
+            taken.extend(self._allocate_stretch(count - len(taken)))
         return tuple(taken)
 
-    def _take(self, wanted: int) -> range:
+    def _allocate_stretch(self, wanted: int) -> range:
         """Allocates up to `wanted` blocks from one stretch."""
         shrink = [i for i, (_, length) in enumerate(self._free) if length >= wanted]
         by_length = [length for _, length in self._free]

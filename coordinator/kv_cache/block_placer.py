@@ -97,13 +97,13 @@ class BlockPlacer:
         """
         self._spend(reservation, BlockCount(ceil_div(end - start, self.block_size)))
         runs: list[Run] = []
-        for rank, count in self._deal(start, end, turn):
+        for rank, count in self._distribute(start, end, turn):
             stop = min(start + count * self.block_size, end)
             runs.append(Run(rank, start, stop, self.pools[rank].allocate(count)))
             start = stop
         return tuple(runs)
 
-    def _deal(self, start: int, end: int, turn: int) -> list[tuple[int, int]]:
+    def _distribute(self, start: int, end: int, turn: int) -> list[tuple[int, int]]:
         """(rank, blocks) in order. If there are fewer pieces than ranks, the ranks with the most free blocks get them.
         Blocks that do not fit on a rank go to other ranks."""
         order = serpentine(turn, len(self.pools))

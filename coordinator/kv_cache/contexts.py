@@ -87,11 +87,11 @@ class NamedContext:
         if settings.ttl is not UNSET:
             self.expires = now + settings.ttl
 
-    def audit(self, holdings: SegmentPlacements) -> None:
+    def audit(self, placements: SegmentPlacements) -> None:
         """Asserts that there are tokens, that all of them are in sealed segments, and that the context can continue at
         its ends."""
         for end in self.ends:
-            holdings.audit(self.path.cut(end))
+            placements.audit(self.path.cut(end))
         assert self.ends[-1] == self.num_tokens
         assert len(self.ends) <= LAST_ENDS
         assert self.path.segments
@@ -127,7 +127,7 @@ class ContextTable:
         """The context with that id, or None."""
         return None if context_id is None else self._by_id.get(context_id)
 
-    def use(self, context: NamedContext) -> None:
+    def mark_used(self, context: NamedContext) -> None:
         """Marks a context as the most recently used: it is queried, appended to, or forked."""
         self._num_uses += 1
         context.last_use = self._num_uses
@@ -174,8 +174,8 @@ class ContextTable:
         self._segments.retain(segment.path, context.path)
         self._tenants[tenant_of(context_id)].grow(segment.end - context.num_tokens, (segment,))
         for end in context.grow(segment, now, upload_id):
-            self._segments.unpin(context.path, end)
-        self.use(context)
+            self._segments.unpin_windows(context.path, end)
+        self.mark_used(context)
         self.change(context_id, settings, now)
 
     def change(self, context_id: str, settings: ContextSettings, now: float) -> NamedContext:
@@ -215,27 +215,27 @@ class ContextTable:
         self._check_seam(parent, num_tokens)
         context = NamedContext(context_id, now, path.cut(num_tokens), parent.capacity)
         context.ends = (*(end for end in parent.ends if end < num_tokens), num_tokens)[-LAST_ENDS:]
-        self._enter(context)
-        if self._segments.holdings.evicted(context.path):
+        self._register(context)
+        if self._segments.placements.evicted(context.path):
             self.evict(context)
-        self.use(parent)
-        self.use(context)
+        self.mark_used(parent)
+        self.mark_used(context)
         return context
 
-    def _enter(self, context: NamedContext) -> None:
+    def _register(self, context: NamedContext) -> None:
         """Adds a context, and its references to its path."""
         self._segments.retain(context.path)
         for end in context.ends[:-1]:
-            self._segments.hold(context.path, end)
+            self._segments.pin_windows(context.path, end)
         self._add(context)
 
     # --- eviction ---
 
     def adopt(self, context: NamedContext) -> None:
         """Adds a restored context. Its segments are adopted already, and none of their keys are held."""
-        self._enter(context)
+        self._register(context)
         self.evict(context)
-        self.use(context)
+        self.mark_used(context)
         self.change(context.id, UNCHANGED, context.updated)
 
     def evict(self, context: NamedContext) -> None:
@@ -250,28 +250,28 @@ class ContextTable:
         before a segment must be held or be reloaded with it."""
         awake = [context for context in self._by_id.values() if not context.is_evicted]
         found = [context for context in awake if context.is_pinned or context.id in in_use]
-        if self._segments.holdings.windows is None:
+        if self._segments.placements.windows is None:
             return found
         roots = {context.path.segments[0] for context in found}
         return [context for context in awake if context.path.segments[0] in roots]
 
     def activate(self, context: NamedContext) -> Sequence[SegmentPlacement]:
         """Activates a context. Returns the evicted segments of its path, in order; the caller must reload them with
-        `call`."""
+        `begin_reload`."""
         if context.is_evicted:
             context.is_evicted = False
             self._segments.activate(context.path)
-        return self._segments.holdings.evicted(context.path)
+        return self._segments.placements.evicted(context.path)
 
     def _check_seam(self, context: NamedContext, position: int) -> None:
         """Raises InvalidArgument where windowed layers lack the keys to continue, and Unavailable where these keys are
         held only during a recovery."""
-        holdings, path = self._segments.holdings, context.path
-        if (windows := holdings.windows) is None or position in context.ends:
+        placements, path = self._segments.placements, context.path
+        if (windows := placements.windows) is None or position in context.ends:
             return  # valid even while the windows of that end are being recomputed
-        below, above = holdings.seams(path, position)
+        below, above = placements.seams(path, position)
         if below == above:
-            if position > holdings.whole_end(path) and any(path.seen(position, windows)):
+            if position > placements.whole_end(path) and any(path.seen(position, windows)):
                 message = f"contexts/{context.id} is being recomputed after a loss; it cannot be cut at {position:,}"
                 raise Unavailable(message, RETRY_SECONDS)
             return
@@ -289,7 +289,7 @@ class ContextTable:
             self._segments.activate(context.path)
         self._remove(context)
         for end in context.ends[:-1]:
-            self._segments.unpin(context.path, end)
+            self._segments.unpin_windows(context.path, end)
         self._segments.release(context.path)
         self._expiries.discard(context_id)
 
@@ -304,8 +304,8 @@ class ContextTable:
         contexts = self._by_id.values()
         assert set(self._expiries) == {c.id for c in contexts if c.expires is not None and not c.is_pinned}
         for context in contexts:
-            context.audit(self._segments.holdings)
-            assert context.is_evicted or not self._segments.holdings[context.path.segments[-1]].is_idle
+            context.audit(self._segments.placements)
+            assert context.is_evicted or not self._segments.placements[context.path.segments[-1]].is_idle
 
 
 def _one_of(positions: tuple[int, ...]) -> str:

@@ -50,8 +50,8 @@ class ContextEvictor:
         """Evicts idle contexts that have lost keys and no blocks reserved to recompute them."""
         in_use = self._in_use()
         for context in self._contexts.list():
-            holdings = self._segments.holdings.of(context.path.segments)
-            has_no_room = any(one.loss is not None and one.loss.promise is None for one in holdings)
+            placements = self._segments.placements.for_segments(context.path.segments)
+            has_no_room = any(one.loss is not None and one.loss.reservation is None for one in placements)
             if has_no_room and not context.is_evicted and context.id not in in_use:
                 self._contexts.evict(context)
 
@@ -72,8 +72,8 @@ class ContextEvictor:
         """Blocks that become free once all of these contexts are evicted."""
         through = Counter(segment for context in spare for segment in context.path.segments)
         freed = BlockCount()
-        for holding in self._segments.holdings.of(through):
-            count = holding.num_idle_references + through[holding.segment]
-            if count == holding.num_references - holding.num_cache_references:
-                freed += holding.num_blocks + holding.num_promised
+        for placement in self._segments.placements.for_segments(through):
+            count = placement.num_idle_references + through[placement.segment]
+            if count == placement.num_references - placement.num_cache_references:
+                freed += placement.num_blocks + placement.num_reserved
         return freed

@@ -25,7 +25,7 @@ class LostRanges:
         """With replicated windows, the first position of the windows that the segment holds after recovery."""
         self.window_blocks = 0
         """Maximum number of blocks of these windows."""
-        self.promise: Reservation | None = None
+        self.reservation: Reservation | None = None
         """Blocks reserved for the ranges in `left`, once they are available."""
         self.front: int | None = None
         """With replicated windows, the position on the segment's path from which it is recomputed; the windows before

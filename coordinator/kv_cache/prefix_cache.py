@@ -27,14 +27,14 @@ class PrefixIndex:
     def __init__(
         self,
         block_size: int,
-        holdings: SegmentPlacements,
+        placements: SegmentPlacements,
         blocks_at_once: int = BLOCKS_AT_ONCE,
         *,
         is_shared: bool = False,
     ) -> None:
         self._block_size = block_size
         self._is_shared = is_shared
-        self._holdings = holdings
+        self._placements = placements
         self._blocks_at_once = blocks_at_once
         self._links: dict[int, list[int]] = {}
         """By segment id, the links at the ends of the blocks that end in it."""
@@ -81,7 +81,7 @@ class PrefixIndex:
 
     def _beginning(self, path: TokenPath, token_ids: "array[int]") -> TokenPath:
         """The common prefix of `token_ids` and a path, up to a position at which the path can be continued."""
-        end, _ = self._holdings.seams(path, min(path.num_common(token_ids), self._holdings.whole_end(path)))
+        end, _ = self._placements.seams(path, min(path.num_common(token_ids), self._placements.whole_end(path)))
         return path.cut(end)
 
     def _root(self, segment: Segment) -> int:

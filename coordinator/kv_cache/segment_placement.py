@@ -48,10 +48,10 @@ class SegmentPlacement:
         return count_all([self])
 
     @property
-    def num_promised(self) -> BlockCount:
+    def num_reserved(self) -> BlockCount:
         """Blocks reserved for the segment outside `runs`: those of the plan under way and those for its lost ranges."""
         incoming = BlockCount(sum(len(run.blocks) for run in self.incoming))
-        return incoming + self.loss.promise.left if self.loss and self.loss.promise else incoming
+        return incoming + self.loss.reservation.left if self.loss and self.loss.reservation else incoming
 
     def num_wanted(self, block_size: int) -> BlockCount:
         """Its blocks once nothing of it is lost."""
@@ -142,12 +142,12 @@ def _start(run: Run) -> int:
     return run.start
 
 
-def count_all(holdings: Iterable[SegmentPlacement]) -> BlockCount:
+def count_all(placements: Iterable[SegmentPlacement]) -> BlockCount:
     """The total number of blocks of some placements."""
     sharded = windows = 0
-    for holding in holdings:
-        sharded += holding.num_sharded
-        for run in holding.window_runs:
+    for placement in placements:
+        sharded += placement.num_sharded
+        for run in placement.window_runs:
             windows += len(run.blocks)
     return BlockCount(sharded, windows)
 
@@ -171,47 +171,47 @@ class SegmentPlacements:
     def find(self, segment_id: int) -> SegmentPlacement | None:
         return self._by_id.get(segment_id)
 
-    def add(self, holding: SegmentPlacement) -> None:
-        self._by_segment[holding.segment] = self._by_id[holding.segment.id] = holding
+    def add(self, placement: SegmentPlacement) -> None:
+        self._by_segment[placement.segment] = self._by_id[placement.segment.id] = placement
 
-    def remove(self, holding: SegmentPlacement) -> None:
-        del self._by_segment[holding.segment], self._by_id[holding.segment.id]
-        self._evicted.pop(holding.segment, None)
+    def remove(self, placement: SegmentPlacement) -> None:
+        del self._by_segment[placement.segment], self._by_id[placement.segment.id]
+        self._evicted.pop(placement.segment, None)
 
-    def mark_evicted(self, holding: SegmentPlacement, *, is_evicted: bool) -> None:
+    def mark_evicted(self, placement: SegmentPlacement, *, is_evicted: bool) -> None:
         """Marks a segment as evicted, or as no longer evicted."""
-        holding.is_evicted = is_evicted
+        placement.is_evicted = is_evicted
         if is_evicted:
-            self._evicted[holding.segment] = holding
+            self._evicted[placement.segment] = placement
         else:
-            del self._evicted[holding.segment]
+            del self._evicted[placement.segment]
 
     @property
     def with_losses(self) -> list[SegmentPlacement]:
         """Placements with lost ranges, each after the segments that it continues."""
-        return sorted(self._lossy.values(), key=lambda holding: holding.segment.id)
+        return sorted(self._lossy.values(), key=lambda placement: placement.segment.id)
 
     @property
     def is_whole(self) -> bool:
         return not self._lossy
 
-    def note_loss(self, holding: SegmentPlacement, loss: LostRanges | None) -> None:
+    def note_loss(self, placement: SegmentPlacement, loss: LostRanges | None) -> None:
         """Sets the lost ranges of a segment; None clears them."""
-        holding.loss = loss
+        placement.loss = loss
         if loss is None:
-            self._lossy.pop(holding.segment, None)
+            self._lossy.pop(placement.segment, None)
         else:
-            self._lossy[holding.segment] = holding
+            self._lossy[placement.segment] = placement
 
     def first_lost(self, path: TokenPath) -> tuple[SegmentPlacement, int] | None:
         """The first segment of a path that is evicted or has lost keys, and the position at which the path leaves it;
         None if the whole path is held."""
         if self._lossy or self._evicted:
             for segment, _, end in path.parts():
-                if (holding := self._evicted.get(segment)) is not None:
-                    return holding, end
-                if (holding := self._lossy.get(segment)) and holding.loss and holding.loss.first < end:
-                    return holding, end
+                if (placement := self._evicted.get(segment)) is not None:
+                    return placement, end
+                if (placement := self._lossy.get(segment)) and placement.loss and placement.loss.first < end:
+                    return placement, end
         return None
 
     def num_lost(self, path: TokenPath) -> int:
@@ -219,7 +219,7 @@ class SegmentPlacements:
         if not self._lossy:
             return 0
         parts = ((self._lossy.get(segment), end) for segment, _, end in path.parts())
-        return sum(holding.loss.num_before(end) for holding, end in parts if holding and holding.loss)
+        return sum(placement.loss.num_before(end) for placement, end in parts if placement and placement.loss)
 
     def holds(self, path: TokenPath) -> bool:
         """No part of a path is lost or evicted."""
@@ -229,7 +229,7 @@ class SegmentPlacements:
         """The evicted segments of a path, in order."""
         if not self._evicted:
             return []
-        return [holding for segment in path.segments if (holding := self._evicted.get(segment)) is not None]
+        return [placement for segment in path.segments if (placement := self._evicted.get(segment)) is not None]
 
     def whole_end(self, path: TokenPath) -> int:
         """The end of the usable part of a path: the first lost or evicted position, or the end of the path. With
@@ -242,13 +242,13 @@ class SegmentPlacements:
             return found[0].segment.start
         return found[0].loss.first if self.windows is None else found[0].loss.ranges[0][0]
 
-    def of(self, segments: Iterable[Segment]) -> list[SegmentPlacement]:
+    def for_segments(self, segments: Iterable[Segment]) -> list[SegmentPlacement]:
         """The placements of `segments`, in order."""
         return list(map(self._by_segment.__getitem__, segments))  # there may be thousands
 
     def num_blocks(self, path: TokenPath) -> BlockCount:
         """Blocks of all segments of a path, including those the path does not use."""
-        return count_all(self.of(path.segments))
+        return count_all(self.for_segments(path.segments))
 
     def shares(self, path: TokenPath, world_size: int) -> list[int]:
         """Number of tokens of a path on each rank."""

@@ -29,8 +29,8 @@ class SegmentStore:
 
     def __init__(self, placer: BlockPlacer, *, share_prefixes: bool = False) -> None:
         self._placer = placer
-        self.holdings = SegmentPlacements(placer.windows)
-        self._prefixes = PrefixIndex(placer.block_size, self.holdings, is_shared=share_prefixes)
+        self.placements = SegmentPlacements(placer.windows)
+        self._prefixes = PrefixIndex(placer.block_size, self.placements, is_shared=share_prefixes)
         self._cached: OrderedDict[int, SegmentPlacement] = OrderedDict()
         self._next_id = 0
         self._num_evicted = 0
@@ -44,17 +44,17 @@ class SegmentStore:
     def create(self, before: TokenPath, rope: Rope = OWN_ROPE, tenant: str = DEFAULT_TENANT) -> SegmentPlacement:
         """Creates a growing segment of a tenant, with one reference, which belongs to the caller. The path before it
         must have the same rope."""
-        holding = SegmentPlacement(Segment(self._next_id, before, rope, tenant))
-        self.holdings.add(holding)
+        placement = SegmentPlacement(Segment(self._next_id, before, rope, tenant))
+        self.placements.add(placement)
         self._next_id += 1
-        return holding
+        return placement
 
     def close(self, segment: Segment) -> None:
         """Ends a segment's growth. Frees the windows that are seen neither by the next token nor from a seam of the
         segment."""
-        holding, segment.is_sealed = self.holdings[segment], True
-        place = min(segment.end, holding.first_seam)
-        holding.window_runs = self._placer.window_pool.trim(holding.window_runs, place)
+        placement, segment.is_sealed = self.placements[segment], True
+        place = min(segment.end, placement.first_seam)
+        placement.window_runs = self._placer.window_pool.trim(placement.window_runs, place)
 
     def seal(self, segment: Segment) -> None:
         """Closes a segment and adds it to the prefix cache."""
@@ -64,92 +64,94 @@ class SegmentStore:
     def retain(self, path: TokenPath, origin: TokenPath = EMPTY_PATH) -> None:
         """Adds references to the segments of a path after its prefix `origin`, which the caller references already, and
         holds the windows that the path's next token sees."""
-        for holding in self.holdings.of(path.segments[len(origin.segments) :]):
-            self._refer(holding, 1, 0)
-        self.hold(path, path.end)
+        for placement in self.placements.for_segments(path.segments[len(origin.segments) :]):
+            self._add_references(placement, 1, 0)
+        self.pin_windows(path, path.end)
 
     def release(self, path: TokenPath, origin: TokenPath = EMPTY_PATH) -> None:
         """Reverts `retain`. Unreferenced segments are freed, and the next plan makes the ranks forget them."""
-        self.unpin(path, path.end)
+        self.unpin_windows(path, path.end)
         # in reverse order: the lost ranges of a segment hold a position on the segments before it
-        for holding in self.holdings.of(reversed(path.segments[len(origin.segments) :])):
-            self._refer(holding, -1, 0)
+        for placement in self.placements.for_segments(reversed(path.segments[len(origin.segments) :])):
+            self._add_references(placement, -1, 0)
 
     def drop(self, segment: Segment) -> None:
         """Drops the reference with which the segment was created."""
-        self._refer(self.holdings[segment], -1, 0)
+        self._add_references(self.placements[segment], -1, 0)
 
-    def hold(self, path: TokenPath, end: int) -> None:
+    def pin_windows(self, path: TokenPath, end: int) -> None:
         """Holds the windows that a token at `end` sees. The caller must reference the path."""
-        for holding in self.holdings.of(path.seen(end, self._placer.windows)):
-            holding.seams[end] += 1
+        for placement in self.placements.for_segments(path.seen(end, self._placer.windows)):
+            placement.seams[end] += 1
 
-    def unpin(self, path: TokenPath, end: int) -> None:
-        """Reverts `hold`. Frees windows that are seen from no other position."""
-        for holding in self.holdings.of(path.seen(end, self._placer.windows)):
-            holding.seams[end] -= 1
-            if not holding.seams[end]:
-                del holding.seams[end]
-                self.trim(holding)
+    def unpin_windows(self, path: TokenPath, end: int) -> None:
+        """Reverts `pin_windows`. Frees windows that are seen from no other position."""
+        for placement in self.placements.for_segments(path.seen(end, self._placer.windows)):
+            placement.seams[end] -= 1
+            if not placement.seams[end]:
+                del placement.seams[end]
+                self.trim(placement)
 
-    def trim(self, holding: SegmentPlacement) -> None:
+    def trim(self, placement: SegmentPlacement) -> None:
         """Frees the windows of a segment before those that its first seam sees."""
-        self.num_reclaimable -= holding.num_reclaimable
-        pool, segment, first_seam = self._placer.window_pool, holding.segment, holding.first_seam
-        trimmed = pool.trim(holding.window_runs, first_seam if segment.is_sealed else min(segment.end, first_seam))
-        if holding.loss is not None and holding.loss.promise is not None:  # more blocks are needed to recompute it
-            freed = BlockCount(windows=count_blocks(holding.window_runs) - count_blocks(trimmed))
-            self._placer.add(holding.loss.promise, freed)
-        holding.window_runs = trimmed
-        self.num_reclaimable += holding.num_reclaimable
+        self.num_reclaimable -= placement.num_reclaimable
+        pool, segment, first_seam = self._placer.window_pool, placement.segment, placement.first_seam
+        trimmed = pool.trim(placement.window_runs, first_seam if segment.is_sealed else min(segment.end, first_seam))
+        if (
+            placement.loss is not None and placement.loss.reservation is not None
+        ):  # more blocks are needed to recompute it
+            freed = BlockCount(windows=count_blocks(placement.window_runs) - count_blocks(trimmed))
+            self._placer.add(placement.loss.reservation, freed)
+        placement.window_runs = trimmed
+        self.num_reclaimable += placement.num_reclaimable
 
-    def _refer(self, holding: SegmentPlacement, references: int, retained: int) -> None:
+    def _add_references(self, placement: SegmentPlacement, references: int, retained: int) -> None:
         may_be_reclaimable = (
-            retained or holding.num_cache_references
+            retained or placement.num_cache_references
         )  # usually neither, and a path may have thousands of segments
         if may_be_reclaimable:
-            self.num_reclaimable -= holding.num_reclaimable
-        holding.num_references += references
-        holding.num_cache_references += retained
+            self.num_reclaimable -= placement.num_reclaimable
+        placement.num_references += references
+        placement.num_cache_references += retained
         if may_be_reclaimable:
-            self.num_reclaimable += holding.num_reclaimable
-        if holding.num_references == 0:
-            self._free(holding)
+            self.num_reclaimable += placement.num_reclaimable
+        if placement.num_references == 0:
+            self._free(placement)
         elif references < 0:
-            self._evict_idle(holding)
+            self._evict_idle(placement)
 
-    def _free(self, holding: SegmentPlacement) -> None:
-        self.end_loss(holding)
-        self._end_eviction(holding)
-        self.holdings.remove(holding)
-        self._prefixes.remove(holding.segment)
-        self._placer.free((*holding.runs, *holding.window_runs, *holding.incoming))
-        self._forget(holding)
-        holding.incoming = ()
+    def _free(self, placement: SegmentPlacement) -> None:
+        self.end_loss(placement)
+        self._end_eviction(placement)
+        self.placements.remove(placement)
+        self._prefixes.remove(placement.segment)
+        self._placer.free((*placement.runs, *placement.window_runs, *placement.incoming))
+        self._forget(placement)
+        placement.incoming = ()
 
-    def _forget(self, holding: SegmentPlacement) -> None:
+    def _forget(self, placement: SegmentPlacement) -> None:
         """Makes the ranks forget a segment. A segment without tokens was never in a plan, so no rank knows it."""
-        if holding.is_reported and holding.segment.token_ids:
-            self._forgotten.append(holding.segment.id)
-        holding.is_reported = False
+        if placement.is_reported and placement.segment.token_ids:
+            self._forgotten.append(placement.segment.id)
+        placement.is_reported = False
 
     # --- eviction ---
 
     def adopt(self, segment: Segment) -> None:
         """Adds a sealed segment with no keys held and no references yet. The caller must add references of evicted
         contexts."""
-        holding = SegmentPlacement(segment)
-        holding.num_references, holding.is_reported, segment.is_sealed, segment.is_adopted = 0, False, True, True
-        self.holdings.add(holding)
-        self._begin_eviction(holding)
+        placement = SegmentPlacement(segment)
+        placement.num_references, placement.is_reported, segment.is_sealed, segment.is_adopted = 0, False, True, True
+        self.placements.add(placement)
+        self._begin_eviction(placement)
         self._prefixes.add(segment)
         self._next_id = max(self._next_id, segment.id + 1)
 
-    def begin_ids(self, next_id: int) -> None:
+    def start_ids_at(self, next_id: int) -> None:
         """Assigns segment ids from `next_id` on: lower ids belong to an earlier service process."""
         self._next_id = max(self._next_id, next_id)
 
-    def take_ids(self, count: int) -> int:
+    def reserve_ids(self, count: int) -> int:
         """Reserves `count` consecutive ids for segments that will be adopted. Returns the first one."""
         first_id, self._next_id = self._next_id, self._next_id + count
         return first_id
@@ -157,91 +159,91 @@ class SegmentStore:
     def release_to_idle(self, path: TokenPath) -> None:
         """Marks one reference to each segment of a path as that of an evicted context. Evicts segments that nothing
         else needs."""
-        for holding in self.holdings.of(path.segments):
-            holding.num_idle_references += 1
-            self._evict_idle(holding)
+        for placement in self.placements.for_segments(path.segments):
+            placement.num_idle_references += 1
+            self._evict_idle(placement)
 
     def activate(self, path: TokenPath) -> None:
-        """Reverts `rest`. Evicted segments of the path stay evicted until `call`."""
-        for holding in self.holdings.of(path.segments):
-            holding.num_idle_references -= 1
+        """Reverts `release_to_idle`. Evicted segments of the path stay evicted until `activate`."""
+        for placement in self.placements.for_segments(path.segments):
+            placement.num_idle_references -= 1
 
-    def _evict_idle(self, holding: SegmentPlacement) -> None:
+    def _evict_idle(self, placement: SegmentPlacement) -> None:
         """Evicts a segment if only evicted contexts refer to it and it can be recomputed from its start."""
-        if not holding.is_idle or holding.is_evicted or not self._can_recompute(holding.segment):
+        if not placement.is_idle or placement.is_evicted or not self._can_recompute(placement.segment):
             return
-        self.drop_cached(lambda path: holding.segment in path.segments)
-        if holding.is_evicted:  # evicted while the last cached prompt was dropped
+        self.drop_cached(lambda path: placement.segment in path.segments)
+        if placement.is_evicted:  # evicted while the last cached prompt was dropped
             return
-        self.end_loss(holding)
-        self._placer.free((*holding.runs, *holding.window_runs, *holding.incoming))
-        self._forget(holding)
-        holding.runs, holding.window_runs, holding.incoming, holding.num_sharded = [], (), (), 0
-        self._begin_eviction(holding)
+        self.end_loss(placement)
+        self._placer.free((*placement.runs, *placement.window_runs, *placement.incoming))
+        self._forget(placement)
+        placement.runs, placement.window_runs, placement.incoming, placement.num_sharded = [], (), (), 0
+        self._begin_eviction(placement)
         if self._placer.windows is not None:  # their eviction may have depended on this one
-            for other in self.holdings:
-                if other.segment.before.segments[-1:] == (holding.segment,):
+            for other in self.placements:
+                if other.segment.before.segments[-1:] == (placement.segment,):
                     self._evict_idle(other)
 
     def _can_recompute(self, segment: Segment) -> bool:
         """Whether a segment can be recomputed from its start, without any other or together with those before it."""
-        if self._placer.windows is None or not self.holdings.holds(segment.before):
+        if self._placer.windows is None or not self.placements.holds(segment.before):
             return True
-        return self.holdings.seams(segment.before, segment.start)[0] == segment.start
+        return self.placements.seams(segment.before, segment.start)[0] == segment.start
 
-    def _begin_eviction(self, holding: SegmentPlacement) -> None:
-        self.holdings.mark_evicted(holding, is_evicted=True)
+    def _begin_eviction(self, placement: SegmentPlacement) -> None:
+        self.placements.mark_evicted(placement, is_evicted=True)
         self._num_evicted += 1
-        holding.version = self._num_evicted
-        self.hold(holding.segment.before, holding.segment.start)
+        placement.version = self._num_evicted
+        self.pin_windows(placement.segment.before, placement.segment.start)
 
-    def _end_eviction(self, holding: SegmentPlacement) -> None:
-        if holding.is_evicted:
-            self.holdings.mark_evicted(holding, is_evicted=False)
-            self.unpin(holding.segment.before, holding.segment.start)
+    def _end_eviction(self, placement: SegmentPlacement) -> None:
+        if placement.is_evicted:
+            self.placements.mark_evicted(placement, is_evicted=False)
+            self.unpin_windows(placement.segment.before, placement.segment.start)
 
-    def begin_reload(self, holding: SegmentPlacement) -> None:
+    def begin_reload(self, placement: SegmentPlacement) -> None:
         """Starts the reload of an evicted segment: all of it counts as lost from now on."""
-        segment = holding.segment
-        self.holdings.mark_evicted(holding, is_evicted=False)
-        self.begin_loss(holding, LostRanges([(segment.start, segment.end)]))
-        assert holding.loss is not None
-        holding.loss.front = segment.start  # held since the eviction
+        segment = placement.segment
+        self.placements.mark_evicted(placement, is_evicted=False)
+        self.begin_loss(placement, LostRanges([(segment.start, segment.end)]))
+        assert placement.loss is not None
+        placement.loss.front = segment.start  # held since the eviction
 
     # --- lost ranges ---
 
-    def begin_loss(self, holding: SegmentPlacement, loss: LostRanges) -> None:
+    def begin_loss(self, placement: SegmentPlacement, loss: LostRanges) -> None:
         """Sets the lost ranges of a segment, replacing earlier ones."""
-        self.end_loss(holding)
-        self.holdings.note_loss(holding, loss)
+        self.end_loss(placement)
+        self.placements.note_loss(placement, loss)
 
-    def add_frontier(self, holding: SegmentPlacement, position: int) -> None:
+    def add_frontier(self, placement: SegmentPlacement, position: int) -> None:
         """Holds the windows from which the segment is recomputed, at this position of its path."""
-        loss, path = holding.loss, holding.segment.path
+        loss, path = placement.loss, placement.segment.path
         assert loss is not None
-        self.hold(path, position)
+        self.pin_windows(path, position)
         if loss.front is not None:
-            self.unpin(path, loss.front)
+            self.unpin_windows(path, loss.front)
         loss.front = position
 
-    def end_loss(self, holding: SegmentPlacement) -> None:
+    def end_loss(self, placement: SegmentPlacement) -> None:
         """Clears the lost ranges of a segment and releases their reservation."""
-        if (loss := holding.loss) is None:
+        if (loss := placement.loss) is None:
             return
-        self.holdings.note_loss(holding, None)
-        if loss.promise is not None:
-            self._placer.release(loss.promise)
-        self._release_frontier(holding, loss)
+        self.placements.note_loss(placement, None)
+        if loss.reservation is not None:
+            self._placer.release(loss.reservation)
+        self._release_frontier(placement, loss)
 
-    def drop_frontier(self, holding: SegmentPlacement) -> None:
+    def drop_frontier(self, placement: SegmentPlacement) -> None:
         """Frees the windows that were held only to recompute the segment, all of which is recovered."""
-        assert holding.loss is not None
-        self._release_frontier(holding, holding.loss)
-        self.trim(holding)
+        assert placement.loss is not None
+        self._release_frontier(placement, placement.loss)
+        self.trim(placement)
 
-    def _release_frontier(self, holding: SegmentPlacement, loss: LostRanges) -> None:
+    def _release_frontier(self, placement: SegmentPlacement, loss: LostRanges) -> None:
         if loss.front is not None:
-            self.unpin(holding.segment.path, loss.front)
+            self.unpin_windows(placement.segment.path, loss.front)
             loss.front = None
 
     def drop_cached(self, is_lost: Callable[[TokenPath], bool]) -> None:
@@ -255,24 +257,24 @@ class SegmentStore:
         """Number of tokens on each rank whose keys contexts and jobs need. Segments that are only cached are not
         counted."""
         resident = [0] * len(self._placer.pools)
-        for run in (run for holding in self._needed() for run in holding.runs):
+        for run in (run for placement in self._needed() for run in placement.runs):
             resident[run.rank] += len(run)
         return resident
 
     @property
     def cached(self) -> Iterator[Segment]:
         """The last segments of cached prompts."""
-        return (holding.segment for holding in self._cached.values())
+        return (placement.segment for placement in self._cached.values())
 
     @property
     def num_window_tokens(self) -> int:
         """Number of these tokens in the window pool."""
-        return sum(len(run) for holding in self._needed() for run in holding.window_runs)
+        return sum(len(run) for placement in self._needed() for run in placement.window_runs)
 
     def _needed(self) -> Iterator[SegmentPlacement]:
-        return (holding for holding in self.holdings if holding.num_references > holding.num_cache_references)
+        return (placement for placement in self.placements if placement.num_references > placement.num_cache_references)
 
-    def take_forgotten(self) -> tuple[int, ...]:
+    def pop_forgotten(self) -> tuple[int, ...]:
         """Removes and returns the segment ids for the next plan's release_segments."""
         forgotten, self._forgotten = tuple(self._forgotten), []
         return forgotten
@@ -297,10 +299,10 @@ class SegmentStore:
         if is_short or found.end == segment.end:
             return
         self.seal(segment)
-        self._cached[segment.id] = self.holdings[segment]
-        for part in self.holdings.of(segment.path.segments):
-            self._refer(part, 1, 1)
-        self.hold(segment.path, segment.end)
+        self._cached[segment.id] = self.placements[segment]
+        for part in self.placements.for_segments(segment.path.segments):
+            self._add_references(part, 1, 1)
+        self.pin_windows(segment.path, segment.end)
         self._touch(segment.path)
 
     def _touch(self, path: TokenPath) -> None:
@@ -327,24 +329,24 @@ class SegmentStore:
 
     def _forget_cached(self, segment: Segment) -> None:
         del self._cached[segment.id]
-        self.unpin(segment.path, segment.end)
-        for part in self.holdings.of(segment.path.segments):
-            self._refer(part, -1, -1)
+        self.unpin_windows(segment.path, segment.end)
+        for part in self.placements.for_segments(segment.path.segments):
+            self._add_references(part, -1, -1)
 
     def audit(self) -> None:
         """Asserts that all segments and placements are valid, that the path before each segment exists, and that counts
         match."""
         retained = [part.id for segment in self.cached for part in segment.path.segments]
-        for holding in self.holdings:
-            segment = holding.segment
+        for placement in self.placements:
+            segment = placement.segment
             segment.audit()
-            holding.audit()
+            placement.audit()
             path = segment.path if segment.token_ids else segment.before
-            path.audit() if segment.is_sealed else self.holdings.audit(path)
-            before = self.holdings.of(segment.before.segments)
-            assert all(part.num_references >= holding.num_references for part in before)
-            assert holding.num_cache_references == retained.count(segment.id)
-        alive = [holding.segment for holding in self.holdings]
+            path.audit() if segment.is_sealed else self.placements.audit(path)
+            before = self.placements.for_segments(segment.before.segments)
+            assert all(part.num_references >= placement.num_references for part in before)
+            assert placement.num_cache_references == retained.count(segment.id)
+        alive = [placement.segment for placement in self.placements]
         self._prefixes.audit(alive)
         assert set(retained) <= {segment.id for segment in alive}
-        assert self.num_reclaimable == sum((holding.num_reclaimable for holding in self.holdings), BlockCount())
+        assert self.num_reclaimable == sum((placement.num_reclaimable for placement in self.placements), BlockCount())

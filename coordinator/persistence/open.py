@@ -76,7 +76,9 @@ class PersistentState:
         except BaseException:
             folder.close()
             raise
-        snapshots = Snapshots(store, catalog, retained, model.digest, RetentionPolicy.of(data), time.time, *rooms)
+        snapshots = Snapshots(
+            store, catalog, retained, model.digest, RetentionPolicy.from_config(data), time.time, *rooms
+        )
         return cls(folder, catalog, retained, journal, changed, snapshots, url, previous)
 
     async def record_address(self, address: str) -> None:

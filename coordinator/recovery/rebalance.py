@@ -60,11 +60,11 @@ class Rebalancer:
 
     # --- windows ---
 
-    def hand_out(self) -> Move | None:
+    def next_windows(self) -> Move | None:
         """The next windows that rank 0 sends; None when all have been sent."""
         chosen, size = list[Run](), 0
-        for holding in self._segments.holdings:
-            for run in holding.window_runs:
+        for placement in self._segments.placements:
+            for run in placement.window_runs:
                 if size < self._max_blocks and not self._handed.issuperset(run.blocks):
                     chosen.append(run)
                     size += len(run.blocks)
@@ -97,23 +97,23 @@ class Rebalancer:
         """Runs, or their first blocks, to move from `source` to `target`: up to `room` blocks of sealed segments.
         Segments that are only cached are excluded."""
         parts, size = list[tuple[SegmentPlacement, Run, Run]](), self._placer.block_size
-        for holding in self._segments.holdings:
-            if not holding.segment.is_sealed or holding.num_references == holding.num_cache_references:
+        for placement in self._segments.placements:
+            if not placement.segment.is_sealed or placement.num_references == placement.num_cache_references:
                 continue
-            for run in holding.runs:
+            for run in placement.runs:
                 if room and run.rank == source:
                     count = min(room, len(run.blocks))
                     end = min(run.end, run.start + count * size)
                     old = Run(source, run.start, end, run.blocks[:count])
-                    parts.append((holding, old, self._placer.place_on(target, run.start, end)))
+                    parts.append((placement, old, self._placer.place_on(target, run.start, end)))
                     room -= count
         return parts
 
     def _move(self, parts: list[tuple[SegmentPlacement, Run, Run]]) -> Move:
-        for holding, _, target in parts:
-            holding.incoming += (target,)
+        for placement, _, target in parts:
+            placement.incoming += (target,)
         self._under_way = _Moved(tuple(parts))
-        return Move(tuple(RunTransfer(holding.segment.id, old, new) for holding, old, new in parts))
+        return Move(tuple(RunTransfer(placement.segment.id, old, new) for placement, old, new in parts))
 
     # --- results ---
 
@@ -122,18 +122,18 @@ class Rebalancer:
         moved, self._under_way = self._under_way, None
         assert moved is not None
         self._handed |= moved.window_blocks
-        for holding, old, new in moved.parts:
-            if new in holding.incoming:  # false if the segment was freed in the meantime
-                holding.incoming = tuple(run for run in holding.incoming if run is not new)
-                holding.replace(old, new)
+        for placement, old, new in moved.parts:
+            if new in placement.incoming:  # false if the segment was freed in the meantime
+                placement.incoming = tuple(run for run in placement.incoming if run is not new)
+                placement.replace(old, new)
                 self._placer.free([old])
 
     def undo(self, *, has_broken: bool) -> None:
         """Discards the moves of the plan, which did not happen. Moves that have broken two epochs are not retried."""
         moved, self._under_way = self._under_way, None
-        for holding, _, new in moved.parts if moved else ():
-            if new in holding.incoming:
-                holding.incoming = tuple(run for run in holding.incoming if run is not new)
+        for placement, _, new in moved.parts if moved else ():
+            if new in placement.incoming:
+                placement.incoming = tuple(run for run in placement.incoming if run is not new)
                 self._placer.free([new])
         if moved and has_broken:
             self._num_broken += 1

@@ -31,9 +31,9 @@ class RecomputePlanner:
         """`comes_back` returns whether a segment is being restored from storage; such a segment is not recomputed
         meanwhile."""
         self._placer = placer
-        self._comes_back = comes_back
+        self._is_being_restored = comes_back
         self._segments = segments
-        self._holdings = segments.holdings
+        self._placements = segments.placements
         self._rolling: Reservation | None = None
         """With replicated windows, window blocks for the chunk that is recomputed."""
         self._current: SegmentPlacement | None = None
@@ -53,13 +53,13 @@ class RecomputePlanner:
 
     # --- reservations ---
 
-    def forget_promises(self) -> None:
+    def clear_reservations(self) -> None:
         """Releases all reservations, because the new ranks may have fewer blocks."""
-        for holding in self._holdings.with_losses:
-            loss = holding.loss
-            if loss is not None and loss.promise is not None:
-                self._placer.release(loss.promise)
-                loss.promise = None
+        for placement in self._placements.with_losses:
+            loss = placement.loss
+            if loss is not None and loss.reservation is not None:
+                self._placer.release(loss.reservation)
+                loss.reservation = None
         self._current = None
         self.return_rolling()
 
@@ -74,21 +74,23 @@ class RecomputePlanner:
         """Blocks that are needed only during recomputation."""
         pool = self._placer.window_pool
         sizes = [
-            holding.loss.num_tokens for holding in self._holdings.with_losses if holding.loss and holding.loss.left
+            placement.loss.num_tokens
+            for placement in self._placements.with_losses
+            if placement.loss and placement.loss.left
         ]
         return BlockCount(windows=max(map(pool.chunk_blocks, sizes), default=0))
 
     @property
-    def num_promised(self) -> BlockCount:
+    def num_reserved(self) -> BlockCount:
         """Reserved blocks that belong to no segment."""
         return self._rolling.left if self._rolling else BlockCount()
 
     @property
-    def is_promised(self) -> bool:
+    def is_reserved(self) -> bool:
         """Blocks are reserved for all lost ranges."""
-        if self._placer.windows is not None and not self._holdings.is_whole and not self._can_roll:
+        if self._placer.windows is not None and not self._placements.is_whole and not self._can_roll:
             return False
-        return all(holding.loss.promise for holding in self._holdings.with_losses if holding.loss)
+        return all(placement.loss.reservation for placement in self._placements.with_losses if placement.loss)
 
     @property
     def _can_roll(self) -> bool:
@@ -100,17 +102,17 @@ class RecomputePlanner:
         """The segment that uses the window blocks is still being recomputed."""
         return self._current is not None and self._current.loss is not None and self._current.loss is self._lent_to
 
-    def promise(self, paths: Iterable[TokenPath]) -> None:
+    def reserve_lost(self, paths: Iterable[TokenPath]) -> None:
         """Reserves blocks for lost segments as far as possible, first for those on `paths`. Contexts are evicted only
         for these."""
-        needed = dict.fromkeys(self._holdings.of(segment for path in paths for segment in path.segments))
+        needed = dict.fromkeys(self._placements.for_segments(segment for path in paths for segment in path.segments))
         if self._placer.windows is not None and not self._can_roll:
             self.return_rolling()
             self._rolling = self._reserve(self.num_rolling, may_evict=bool(needed))
-        for holding in dict.fromkeys([*needed, *self._holdings.with_losses]):
-            if holding.loss is not None and holding.loss.promise is None:
-                blocks = holding.loss.num_blocks(self._placer.block_size)
-                holding.loss.promise = self._reserve(blocks, may_evict=holding in needed)
+        for placement in dict.fromkeys([*needed, *self._placements.with_losses]):
+            if placement.loss is not None and placement.loss.reservation is None:
+                blocks = placement.loss.num_blocks(self._placer.block_size)
+                placement.loss.reservation = self._reserve(blocks, may_evict=placement in needed)
 
     def _reserve(self, blocks: BlockCount, *, may_evict: bool) -> Reservation | None:
         return self._placer.reserve(blocks) if self._segments.make_room(blocks, may_evict=may_evict) else None
@@ -130,42 +132,47 @@ class RecomputePlanner:
                 loss.has_failed = True
             raise RecoveryFailed(found[0].segment) from error
 
-    def _plan(self, holding: SegmentPlacement, end: int, size: int) -> Prefill:
-        loss, segment = holding.loss, holding.segment
+    def _plan(self, placement: SegmentPlacement, end: int, size: int) -> Prefill:
+        loss, segment = placement.loss, placement.segment
         assert loss is not None
-        assert loss.promise is not None
+        assert loss.reservation is not None
         ranges = [(low, high) for low, high in loss.left if low < end]
-        pieces = self._placer.place_again(ranges, size, loss.promise)
+        pieces = self._placer.place_again(ranges, size, loss.reservation)
         assert pieces
         start, stop = pieces[0].start, pieces[-1].end
-        place = min(holding.seams, default=start)
-        holding.incoming = pieces  # set first, so that they are freed with the segment if planning fails
-        holding.window_runs = self._placer.recompute_windows(
-            holding.window_runs, (start, stop), loss.windows_from, place, loss.promise
+        place = min(placement.seams, default=start)
+        placement.incoming = pieces  # set first, so that they are freed with the segment if planning fails
+        placement.window_runs = self._placer.recompute_windows(
+            placement.window_runs, (start, stop), loss.windows_from, place, loss.reservation
         )
-        holding.is_reported = True
-        self._under_way = holding
+        placement.is_reported = True
+        self._under_way = placement
         token_ids = array("I")
         for piece in pieces:
             token_ids += segment.token_ids[piece.start - segment.start : piece.end - segment.start]
-        return Prefill(segment.path.ids, start, tuple(token_ids), pieces, segment.rope, holding.window_runs)
+        return Prefill(segment.path.ids, start, tuple(token_ids), pieces, segment.rope, placement.window_runs)
 
     def _choose(self, paths: Iterable[TokenPath]) -> tuple[SegmentPlacement, int] | None:
         """The segment to recompute next, and the position up to which it is needed."""
         if self._placer.windows is not None:
             return self._choose_rolled(paths)
         for path in paths:
-            found = self._holdings.first_lost(path)
+            found = self._placements.first_lost(path)
             if found and self._may_begin(found[0]):
                 return found
-        for holding in self._holdings.with_losses:
-            if self._may_begin(holding) and self._holdings.holds(holding.segment.before):
-                return holding, holding.segment.end
+        for placement in self._placements.with_losses:
+            if self._may_begin(placement) and self._placements.holds(placement.segment.before):
+                return placement, placement.segment.end
         return None
 
-    def _may_begin(self, holding: SegmentPlacement) -> bool:
-        loss = holding.loss
-        return loss is not None and loss.promise is not None and not loss.has_failed and not self._comes_back(holding)
+    def _may_begin(self, placement: SegmentPlacement) -> bool:
+        loss = placement.loss
+        return (
+            loss is not None
+            and loss.reservation is not None
+            and not loss.has_failed
+            and not self._is_being_restored(placement)
+        )
 
     def _choose_rolled(self, paths: Iterable[TokenPath]) -> tuple[SegmentPlacement, int] | None:
         """With replicated windows, one segment is recomputed to its end before the next one begins."""
@@ -175,53 +182,58 @@ class RecomputePlanner:
         self._current = None
         if self._rolling is None or not self._can_roll:
             return None
-        lossy = [found[0] for path in paths if (found := self._holdings.first_lost(path))]
-        for holding in [*lossy, *self._holdings.with_losses]:
-            loss = holding.loss
-            if loss and loss.promise and self._may_begin(holding) and self._holdings.holds(holding.segment.before):
-                loss.promise.left += self._rolling.left
-                self._rolling, self._current, self._lent_to = None, holding, loss
-                return holding, holding.segment.end
+        lossy = [found[0] for path in paths if (found := self._placements.first_lost(path))]
+        for placement in [*lossy, *self._placements.with_losses]:
+            loss = placement.loss
+            if (
+                loss
+                and loss.reservation
+                and self._may_begin(placement)
+                and self._placements.holds(placement.segment.before)
+            ):
+                loss.reservation.left += self._rolling.left
+                self._rolling, self._current, self._lent_to = None, placement, loss
+                return placement, placement.segment.end
         return None
 
     def commit(self) -> SegmentPlacement | None:
         """The plan under way is complete. Returns the recomputed segment, or None if nothing needs it any more."""
-        holding, self._under_way = self._under_way, None
-        if holding is None or holding.loss is None:
+        placement, self._under_way = self._under_way, None
+        if placement is None or placement.loss is None:
             return None
-        loss, pieces = holding.loss, holding.incoming
-        holding.incoming = ()
-        holding.put(pieces)
+        loss, pieces = placement.loss, placement.incoming
+        placement.incoming = ()
+        placement.put(pieces)
         for piece in pieces:
             loss.fill(piece.start, piece.end)
         if not loss.left:
-            self._segments.drop_frontier(holding)
+            self._segments.drop_frontier(placement)
             self._take_rolling(loss)
-            self._segments.end_loss(holding)
+            self._segments.end_loss(placement)
         elif self._placer.windows is not None:
-            self._segments.add_frontier(holding, loss.first)
-        return holding
+            self._segments.add_frontier(placement, loss.first)
+        return placement
 
     def _take_rolling(self, loss: LostRanges) -> None:
         """Keeps the window blocks for the next segment."""
-        assert loss.promise is not None
+        assert loss.reservation is not None
         if self._is_lent:
-            most = min(self.num_rolling.windows, loss.promise.left.windows)  # reloads may have raised num_rolling
-            self._rolling = loss.promise.split(BlockCount(windows=most))
+            most = min(self.num_rolling.windows, loss.reservation.left.windows)  # reloads may have raised num_rolling
+            self._rolling = loss.reservation.split(BlockCount(windows=most))
             self._current = None
 
     def undo(self, suspicion: int, *, is_certain: bool) -> SegmentPlacement | None:
         """Reverts the plan under way and adds `suspicion` to the segment's fault score. Returns the segment, or None if
         nothing needs it any more."""
-        holding, self._under_way = self._under_way, None
-        if holding is None or holding.loss is None:
+        placement, self._under_way = self._under_way, None
+        if placement is None or placement.loss is None:
             return None
-        loss = holding.loss
-        assert loss.promise is not None
+        loss = placement.loss
+        assert loss.reservation is not None
         if suspicion:
             loss.suspicion = add(loss.suspicion, suspicion, is_certain=is_certain)
-            loss.suspect_end = max(loss.suspect_end, holding.incoming[-1].end)
-        self._placer.return_unwritten(holding.incoming, loss.promise)
-        holding.incoming = ()
-        holding.window_runs = self._placer.roll_back(holding.window_runs, loss.first, loss.promise)
-        return holding
+            loss.suspect_end = max(loss.suspect_end, placement.incoming[-1].end)
+        self._placer.return_unwritten(placement.incoming, loss.reservation)
+        placement.incoming = ()
+        placement.window_runs = self._placer.roll_back(placement.window_runs, loss.first, loss.reservation)
+        return placement

@@ -27,7 +27,7 @@ class RecoveryManager:
 
     def __init__(self, placer: BlockPlacer, segments: SegmentStore, max_moved_blocks: int = MOVED_BLOCKS) -> None:
         self._placer = placer
-        self._holdings = segments.holdings
+        self._placements = segments.placements
         self._segments = segments
         self.restoring = RestorePlanner(placer, segments)
         self._recompute = RecomputePlanner(placer, segments, self.restoring.has)
@@ -56,17 +56,17 @@ class RecoveryManager:
     @property
     def is_suspected(self) -> bool:
         """The fault score of a lost segment requires that it is recomputed with nothing else under way."""
-        return any(holding.loss.suspicion >= BREAK for holding in self._holdings.with_losses if holding.loss)
+        return any(placement.loss.suspicion >= BREAK for placement in self._placements.with_losses if placement.loss)
 
     @property
-    def is_promised(self) -> bool:
+    def is_reserved(self) -> bool:
         """Blocks are reserved for all lost ranges."""
-        return self._recompute.is_promised
+        return self._recompute.is_reserved
 
     @property
     def num_lost(self) -> int:
         """Number of lost tokens."""
-        return sum(holding.loss.num_tokens for holding in self._holdings.with_losses if holding.loss)
+        return sum(placement.loss.num_tokens for placement in self._placements.with_losses if placement.loss)
 
     @property
     def num_rolling(self) -> BlockCount:
@@ -74,19 +74,19 @@ class RecoveryManager:
         return self._recompute.num_rolling
 
     @property
-    def num_promised(self) -> BlockCount:
+    def num_reserved(self) -> BlockCount:
         """Reserved blocks that belong to no segment."""
-        return self._recompute.num_promised
+        return self._recompute.num_reserved
 
     @property
     def incoming_runs(self) -> Iterable[Run]:
         """Runs that a plan under way writes."""
-        return (run for holding in self._holdings for run in holding.incoming)
+        return (run for placement in self._placements for run in placement.incoming)
 
     @property
     def frontiers(self) -> list[tuple[TokenPath, int]]:
         """Positions on paths at which windows are held to recompute the tokens from there on."""
-        found = [(holding.segment.path, holding.loss) for holding in self._holdings.with_losses]
+        found = [(placement.segment.path, placement.loss) for placement in self._placements.with_losses]
         return [(path, loss.front) for path, loss in found if loss is not None and loss.front is not None]
 
     # --- change of epoch ---
@@ -113,25 +113,27 @@ class RecoveryManager:
         """Moves the placements to the ranks of the next epoch. No other reservations may exist."""
         assert self._work is None
         bare = self._rebalance.bare | set[int]()
-        self._recompute.forget_promises()
+        self._recompute.clear_reservations()
         first = ranking.before[0]
         has_windows = first is not None and first not in bare and not self._rebalance.is_stuck
         remap(self._placer, self._segments, ranking, has_windows=has_windows)
         self._rebalance.change_ranks(ranking.after, ranking.newcomers, has_windows=has_windows)
-        self._losses = {holding.segment.id: holding.loss for holding in self._holdings.with_losses if holding.loss}
+        self._losses = {
+            placement.segment.id: placement.loss for placement in self._placements.with_losses if placement.loss
+        }
         self.is_over = False
 
     def begin_reload(self, evicted: Sequence[SegmentPlacement]) -> None:
         """Starts the reload of evicted segments. Each must come after the segments that it continues."""
         begin_reload(self._placer, self._segments, evicted)
-        self._losses |= {holding.segment.id: holding.loss for holding in evicted if holding.loss}
+        self._losses |= {placement.segment.id: placement.loss for placement in evicted if placement.loss}
         self.is_over = self.is_over and not evicted
 
-    def promise(self, paths: Sequence[TokenPath]) -> None:
+    def reserve_lost(self, paths: Sequence[TokenPath]) -> None:
         """Reserves blocks for lost segments as far as possible, first for those on `paths`, and orders the fetches that
         are possible then."""
-        if not self.is_promised:
-            self._recompute.promise(paths)
+        if not self.is_reserved:
+            self._recompute.reserve_lost(paths)
         self.restoring.resume(paths)
 
     # --- plans ---
@@ -141,7 +143,7 @@ class RecoveryManager:
         RecoveryFailed."""
         assert self._work is None
         if self.needs_windows:
-            self._work = self._rebalance.hand_out()
+            self._work = self._rebalance.next_windows()
         if self._work is None:
             self._work = self.restoring.plan() or self._recompute.plan(paths, size) or self._rebalance.plan()
         return self._work
@@ -167,7 +169,7 @@ class RecoveryManager:
     def check_complete(self) -> None:
         """Checks whether recovery is complete, and releases the blocks reserved for recomputation once nothing is
         lost."""
-        if self._work is None and self._holdings.is_whole:
+        if self._work is None and self._placements.is_whole:
             self._losses.clear()
             self._recompute.return_rolling()
             self.is_over = self._rebalance.is_over
@@ -176,13 +178,13 @@ class RecoveryManager:
 
     def progress(self, path: TokenPath) -> Recovering | None:
         """The progress of recovery and the number of lost tokens of a path; None when the whole path is held."""
-        num_lost = self._holdings.num_lost(path)
+        num_lost = self._placements.num_lost(path)
         return self._reported(num_lost) if num_lost else None
 
     @property
     def total(self) -> Recovering | None:
         """The progress of the whole recovery; None when nothing is lost."""
-        return None if self._holdings.is_whole else self._reported(self.num_lost)
+        return None if self._placements.is_whole else self._reported(self.num_lost)
 
     def _reported(self, num_lost: int) -> Recovering:
         total = sum(end - start for loss in self._losses.values() for start, end in loss.ranges)

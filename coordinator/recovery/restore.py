@@ -48,7 +48,7 @@ class RestoreChunk:
 class _SegmentRestore:
     """A segment that is being restored."""
 
-    holding: SegmentPlacement
+    placement: SegmentPlacement
     loss: LostRanges
     left: list[tuple[int, list[Range]]] | None = None
     """Pieces and their ranges that are not ordered yet; None until storage has listed the pieces."""
@@ -60,19 +60,18 @@ class _SegmentRestore:
     @property
     def is_stale(self) -> bool:
         """Nothing needs the segment any more, or it was evicted and reloaded since."""
-        return self.holding.loss is not self.loss
+        return self.placement.loss is not self.loss
 
 
 class RestorePlanner:
     """Plans restores, one plan at a time, of segments with reserved blocks.
 
-    The fetcher polls `take_wanted`, `take_ordered` and `take_discarded`, and reports results with `offer`, `refuse` and
-    `tell`.
-    """
+    The fetcher polls `pop_wanted`, `pop_ordered` and `pop_discarded`, and reports results with `set_pieces`,
+    `mark_unavailable` and `tell`."""
 
     def __init__(self, placer: BlockPlacer, segments: SegmentStore) -> None:
         self._placer = placer
-        self._holdings = segments.holdings
+        self._placements = segments.placements
         self._segments = segments
         self.is_stored: Callable[[int], bool] = none_stored
         """Whether storage has a segment in a format that these ranks can load."""
@@ -92,16 +91,16 @@ class RestorePlanner:
     @property
     def under_way(self) -> Segment | None:
         """The segment that the plan under way restores."""
-        return self._under_way[0].holding.segment if self._under_way else None
+        return self._under_way[0].placement.segment if self._under_way else None
 
-    def take_faults(self) -> list[Exception]:
+    def pop_faults(self) -> list[Exception]:
         """Removes and returns unexpected errors, for the log. The affected segments are recomputed."""
         faults, self._faults = self._faults, []
         return faults
 
-    def has(self, holding: SegmentPlacement) -> bool:
+    def has(self, placement: SegmentPlacement) -> bool:
         """Whether a segment is being restored. It must not be recomputed until that has ended."""
-        found = self._returns.get(holding.segment.id)
+        found = self._returns.get(placement.segment.id)
         return found is not None and not found.is_stale
 
     def needs(self, segment: int) -> bool:
@@ -110,28 +109,28 @@ class RestorePlanner:
 
     # --- interface of the fetcher ---
 
-    def take_wanted(self) -> list[Segment]:
-        """Removes and returns the segments that the fetcher must look up in storage, and answer with `offer` or
-        `refuse`."""
+    def pop_wanted(self) -> list[Segment]:
+        """Removes and returns the segments that the fetcher must look up in storage, and answer with `set_pieces` or
+        `mark_unavailable`."""
         wanted, self._wanted = self._wanted, []
         return wanted
 
-    def take_ordered(self) -> list[RestoreChunk]:
+    def pop_ordered(self) -> list[RestoreChunk]:
         """Removes and returns the chunks to fetch. The fetcher reports each result with `tell`."""
         ordered, self._ordered = self._ordered, []
         return ordered
 
-    def take_discarded(self) -> list[int]:
+    def pop_discarded(self) -> list[int]:
         """Removes and returns the tickets that are no longer needed."""
         discarded, self._discarded = self._discarded, []
         return discarded
 
-    def take_broken(self) -> list[int]:
+    def pop_broken(self) -> list[int]:
         """Removes and returns the segments whose restore broke an epoch."""
         broken, self._broken = self._broken, []
         return broken
 
-    def offer(self, segment: int, pieces: Sequence[Sequence[Range]], windows: Sequence[Range]) -> None:
+    def set_pieces(self, segment: int, pieces: Sequence[Sequence[Range]], windows: Sequence[Range]) -> None:
         """Takes the positions of each piece of a segment and of its window piece. Pieces that begin or end within a
         block are not used: recomputing the adjacent tokens would take more blocks than are reserved."""
         if (one := self._returns.get(segment)) is None or one.left is not None:
@@ -147,10 +146,10 @@ class RestorePlanner:
 
     def _is_whole(self, one: _SegmentRestore, low: int, high: int) -> bool:
         """Whether positions [low, high) are whole blocks of a segment; the last block of the segment may be partial."""
-        segment, size = one.holding.segment, self._placer.block_size
+        segment, size = one.placement.segment, self._placer.block_size
         return (low - segment.start) % size == 0 and (high == segment.end or (high - segment.start) % size == 0)
 
-    def refuse(self, segment: int) -> None:
+    def mark_unavailable(self, segment: int) -> None:
         """Storage has no more usable pieces of a segment: the rest is recomputed."""
         if (one := self._returns.get(segment)) is None:
             return
@@ -169,7 +168,7 @@ class RestorePlanner:
         if is_there:
             part.is_there = True
         elif self._placer.windows is not None:
-            self.refuse(part.segment)
+            self.mark_unavailable(part.segment)
         else:
             assert one.left is not None
             one.left = [(index, ranges) for index, ranges in one.left if index != part.piece]
@@ -182,41 +181,41 @@ class RestorePlanner:
         """Orders the fetches that are possible now, first those that `paths` need."""
         for one in [one for one in self._returns.values() if one.is_stale and not self._is_planned(one)]:
             self._forget(one)
-        needed = self._holdings.of(segment for path in paths for segment in path.segments)
-        for holding in dict.fromkeys([*needed, *self._holdings.with_losses]):
-            if (one := self._returns.get(holding.segment.id)) is None:
-                one = self._begin(holding)
+        needed = self._placements.for_segments(segment for path in paths for segment in path.segments)
+        for placement in dict.fromkeys([*needed, *self._placements.with_losses]):
+            if (one := self._returns.get(placement.segment.id)) is None:
+                one = self._begin(placement)
             if one is not None and one.left:
                 try:
                     self._order(one)
                 except Exception as error:
                     self._give_up(one, error)
 
-    def _begin(self, holding: SegmentPlacement) -> _SegmentRestore | None:
-        segment, loss = holding.segment, holding.loss
-        if loss is None or loss.promise is None or not loss.may_return or not self.is_stored(segment.id):
+    def _begin(self, placement: SegmentPlacement) -> _SegmentRestore | None:
+        segment, loss = placement.segment, placement.loss
+        if loss is None or loss.reservation is None or not loss.may_return or not self.is_stored(segment.id):
             return None
-        if holding.incoming:  # it is being recomputed
+        if placement.incoming:  # it is being recomputed
             return None
-        if self._placer.windows is not None and (loss.left != [(segment.start, segment.end)] or holding.window_runs):
+        if self._placer.windows is not None and (loss.left != [(segment.start, segment.end)] or placement.window_runs):
             return None
-        one = self._returns[segment.id] = _SegmentRestore(holding, loss)
+        one = self._returns[segment.id] = _SegmentRestore(placement, loss)
         self._wanted.append(segment)
         return one
 
     def _order(self, one: _SegmentRestore) -> None:
         """Distributes the remaining pieces over the ranks, those with the most free blocks first. No rank gets more
         than its share at once."""
-        placer, promise = self._placer, one.loss.promise
-        assert promise is not None
+        placer, reservation = self._placer, one.loss.reservation
+        assert reservation is not None
         is_whole = placer.windows is not None
         share = ceil_div(one.loss.num_blocks(placer.block_size).sharded, len(placer.pools))
         while one.left and (rank := self._next_rank(is_whole=is_whole)) is not None:
             index, ranges = one.left.pop(0)
-            runs, rest = placer.place_part(rank, ranges, share, promise)
+            runs, rest = placer.place_part(rank, ranges, share, reservation)
             if rest:
                 one.left.insert(0, (index, rest))
-            one.holding.incoming += runs
+            one.placement.incoming += runs
             self._add(one, rank, index, runs)
         if is_whole and not one.left and self._window_ranges(one):
             self._add(one, EVERY_RANK, OF_WINDOWS, ())
@@ -232,7 +231,7 @@ class RestorePlanner:
         return max(found, key=lambda rank: pools[rank].num_free, default=None)
 
     def _add(self, one: _SegmentRestore, rank: int, piece: int, runs: tuple[Run, ...]) -> None:
-        part = RestoreChunk(self._next_ticket, rank, one.holding.segment.id, piece, runs)
+        part = RestoreChunk(self._next_ticket, rank, one.placement.segment.id, piece, runs)
         self._next_ticket += 1
         one.parts[part.ticket] = part
         self._ordered.append(part)
@@ -253,7 +252,7 @@ class RestorePlanner:
     def _give_up(self, one: _SegmentRestore, error: Exception) -> None:
         """Abandons the restore of a segment after an unexpected error."""
         self._faults.append(error)
-        self.refuse(one.holding.segment.id)
+        self.mark_unavailable(one.placement.segment.id)
 
     def _ready(self, one: _SegmentRestore) -> list[RestoreChunk]:
         there = [part for part in one.parts.values() if part.is_there]
@@ -262,16 +261,16 @@ class RestorePlanner:
         return list({part.rank: part for part in reversed(there)}.values())
 
     def _plan(self, one: _SegmentRestore, parts: list[RestoreChunk]) -> Restore:
-        holding = one.holding
+        placement = one.placement
         portions = tuple(RestorePortion(part.ticket, part.runs) for part in parts if part.runs)
         windows = next((part for part in parts if part.piece == OF_WINDOWS), None)
         if windows is not None:
-            assert one.loss.promise is not None
-            holding.window_runs = self._placer.place_windows(self._window_ranges(one), one.loss.promise)
-        holding.is_reported, self._under_way = True, (one, parts)
+            assert one.loss.reservation is not None
+            placement.window_runs = self._placer.place_windows(self._window_ranges(one), one.loss.reservation)
+        placement.is_reported, self._under_way = True, (one, parts)
         if windows is None:
-            return Restore(holding.segment.id, holding.segment.start, portions)
-        return Restore(holding.segment.id, holding.segment.start, portions, holding.window_runs, windows.ticket)
+            return Restore(placement.segment.id, placement.segment.start, portions)
+        return Restore(placement.segment.id, placement.segment.start, portions, placement.window_runs, windows.ticket)
 
     def _window_ranges(self, one: _SegmentRestore) -> list[Range]:
         """The window ranges to restore: whole blocks of the window piece, starting with the block that contains the
@@ -286,15 +285,15 @@ class RestorePlanner:
     def _is_covered(self, one: _SegmentRestore) -> bool:
         """Whether the pieces cover all lost ranges of a segment, the window piece covers all visible windows, and the
         reservation has enough blocks."""
-        loss, promise, end = one.loss, one.loss.promise, one.holding.segment.end
+        loss, reservation, end = one.loss, one.loss.reservation, one.placement.segment.end
         assert one.left is not None
-        assert promise is not None
+        assert reservation is not None
         ranges = self._window_ranges(one)
         seen = _common(ranges, [(min(end, loss.windows_from), end)])
         num_blocks = sum(ceil_div(high - low, self._placer.block_size) for low, high in ranges)
         is_whole = sum(high - low for _, found in one.left for low, high in found) == loss.num_tokens
         is_seen = sum(high - low for low, high in seen) == end - min(end, loss.windows_from)
-        return is_whole and is_seen and num_blocks <= promise.left.windows
+        return is_whole and is_seen and num_blocks <= reservation.left.windows
 
     def commit(self) -> SegmentPlacement | None:
         """The plan under way is complete. Returns the restored segment, or None if nothing needs it any more."""
@@ -303,21 +302,21 @@ class RestorePlanner:
         if one.is_stale:
             self._forget(one)
             return None
-        holding, loss = one.holding, one.loss
+        placement, loss = one.placement, one.loss
         for part in parts:
-            holding.incoming = _without(holding.incoming, part.runs)
-            holding.put(part.runs)
+            placement.incoming = _without(placement.incoming, part.runs)
+            placement.put(part.runs)
             for run in part.runs:
                 loss.fill(run.start, run.end)
             del one.parts[part.ticket]
             self._discarded.append(part.ticket)
         if not loss.left:
-            self._segments.drop_frontier(holding)
-            self._segments.end_loss(holding)
-            del self._returns[holding.segment.id]
+            self._segments.drop_frontier(placement)
+            self._segments.end_loss(placement)
+            del self._returns[placement.segment.id]
         else:
             self._commit(one)
-        return holding
+        return placement
 
     def undo(self, *, has_broken: bool) -> None:
         """Cancels all restores at the end of an epoch. A segment whose restore broke the epoch is recomputed."""
@@ -325,11 +324,11 @@ class RestorePlanner:
         if under_way is not None:
             one, _ = under_way
             one.loss.may_return &= not has_broken
-            self._broken += [one.holding.segment.id] if has_broken else []
+            self._broken += [one.placement.segment.id] if has_broken else []
             if not one.is_stale:
-                assert one.loss.promise is not None
-                one.holding.window_runs = self._placer.roll_back(
-                    one.holding.window_runs, one.loss.first, one.loss.promise
+                assert one.loss.reservation is not None
+                one.placement.window_runs = self._placer.roll_back(
+                    one.placement.window_runs, one.loss.first, one.loss.reservation
                 )
         for one in list(self._returns.values()):
             self._forget(one)
@@ -351,15 +350,15 @@ class RestorePlanner:
     def _forget(self, one: _SegmentRestore) -> None:
         for part in list(one.parts.values()):
             self._drop(one, part)
-        del self._returns[one.holding.segment.id]
+        del self._returns[one.placement.segment.id]
 
     def _drop(self, one: _SegmentRestore, part: RestoreChunk) -> None:
         del one.parts[part.ticket]
         self._discarded.append(part.ticket)
         if not one.is_stale:  # otherwise the blocks are free already
-            assert one.loss.promise is not None
-            one.holding.incoming = _without(one.holding.incoming, part.runs)
-            self._placer.return_unwritten(part.runs, one.loss.promise)
+            assert one.loss.reservation is not None
+            one.placement.incoming = _without(one.placement.incoming, part.runs)
+            self._placer.return_unwritten(part.runs, one.loss.reservation)
 
 
 def _without(runs: Sequence[Run], taken: Sequence[Run]) -> tuple[Run, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as TokenIds
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from coordinator.engine_messages import DocumentPrompt, Prompt, SchedulingClaim
+from coordinator.engine_messages import DocumentPrompt, Prompt, SchedulingParams
 from coordinator.kv_cache.block_placer import BlockCount
 from coordinator.kv_cache.contexts import ContextTable, NamedContext
 from coordinator.kv_cache.positions import UNLIMITED, RopeSwitch
@@ -66,26 +66,26 @@ class Admission:
         """
         job = self._sequence(request_id, prompt) if isinstance(prompt, Prompt) else self._ingest(request_id, prompt)
         goes_on = isinstance(prompt, Prompt) and prompt.generated is not None
-        if self._failure_in_queue(prompt.claim):
+        if self._failure_in_queue(prompt.scheduling):
             begin_waiting()  # those jobs wait only for the next step
-        if not goes_on and (reported := self._failure_in_queue(prompt.claim)):
+        if not goes_on and (reported := self._failure_in_queue(prompt.scheduling)):
             raise ResourceExhausted("queue", reported, self._speeds.retry_seconds(self._requests.in_line().total()))
         jobs = list(self._requests.jobs())
         self._check_room(job, jobs)
         is_probe = isinstance(prompt, Prompt) and prompt.is_probe  # its answer was sent already
-        if job.request.claim.deadline is not None and not is_probe:
-            self._check_time(job, jobs, job.request.claim.deadline - now)
+        if job.request.scheduling.deadline is not None and not is_probe:
+            self._check_time(job, jobs, job.request.scheduling.deadline - now)
         return job
 
-    def _failure_in_queue(self, claim: SchedulingClaim) -> str:
+    def _failure_in_queue(self, scheduling: SchedulingParams) -> str:
         """The reason why a request cannot be queued; empty if it can. Where there are several tenants, each may fill
         half of the queue, so that there is space for the others."""
         in_line, most = self._requests.in_line(), self._config.max_waiting
         if in_line.total() >= most:
             return f"{most:,} requests are waiting, which is the limit"
         share = (most + 1) // 2
-        if not claim.is_alone and in_line[claim.tenant] >= share:
-            return f"tenant {claim.tenant} has {share:,} waiting requests, its share of {most:,}"
+        if not scheduling.is_alone and in_line[scheduling.tenant] >= share:
+            return f"tenant {scheduling.tenant} has {share:,} waiting requests, its share of {most:,}"
         return ""
 
     def _sequence(self, request_id: int, prompt: Prompt) -> Sequence:
@@ -107,7 +107,7 @@ class Admission:
                 prompt = replace(prompt, context=None, token_ids=token_ids)
         request = Request(
             id=request_id,
-            claim=prompt.claim,
+            scheduling=prompt.scheduling,
             origin=path,
             ropes=ropes,
             capacity=capacity,
@@ -115,11 +115,11 @@ class Admission:
         )
         num_tokens = len(prompt.token_ids)
         num_prefill = self._limits.num_prefill(num_tokens, prompt.num_samples, prompt.num_rows)
-        reading = PrefillCursor(path, _array(prompt.token_ids), num_prefill)
-        self._limits.check(reading, request.capacity, "input", 0)
-        self._limits.check(reading, request.capacity, MAX_TOKENS, max_tokens)
-        blocks = self._limits.check(reading, request.capacity, "sample_count", max_tokens, prompt.num_samples)
-        return Sequence(request, prompt, reading, blocks, range(prompt.num_samples))
+        prefill = PrefillCursor(path, _array(prompt.token_ids), num_prefill)
+        self._limits.check(prefill, request.capacity, "input", 0)
+        self._limits.check(prefill, request.capacity, MAX_TOKENS, max_tokens)
+        blocks = self._limits.check(prefill, request.capacity, "sample_count", max_tokens, prompt.num_samples)
+        return Sequence(request, prompt, prefill, blocks, range(prompt.num_samples))
 
     def _other_ropes(self, prompt: Prompt, context: NamedContext, num_positions: int) -> RopeSwitch | None:
         """The ropes of a question that needs keys of another scaling than those of its context, now or once the answer
@@ -137,7 +137,9 @@ class Admission:
             is_there = path.end >= beginning.end and path.cut(beginning.end).ids == beginning.segments
             # the windows at the end of a document are restored even if none are held now
             is_seam = beginning.end in context.ends
-            if not is_there or not (is_seam or self._segments.holdings.seams(path, beginning.end)[0] == beginning.end):
+            if not is_there or not (
+                is_seam or self._segments.placements.seams(path, beginning.end)[0] == beginning.end
+            ):
                 raise NotFound(f"contexts/{prompt.context}")
             path = path.cut(beginning.end)
         for i, (start, end) in enumerate(prompt.hidden):
@@ -163,10 +165,10 @@ class Admission:
         positions, path = self._limits.positions, known.path if known else TokenPath()
         capacity = known.capacity if known else positions.capacity(len(token_ids), declared)
         rope = known.rope if known else positions.rope(capacity)
-        reading = PrefillCursor(path, _array(token_ids), len(token_ids))
-        blocks = self._limits.check(reading, capacity, "text", 0, num_tails=0)
-        request = Request(request_id, document.claim, path, RopeSwitch(rope, rope), capacity)
-        return IngestJob(request, document, reading, blocks)
+        prefill = PrefillCursor(path, _array(token_ids), len(token_ids))
+        blocks = self._limits.check(prefill, capacity, "text", 0, num_tails=0)
+        request = Request(request_id, document.scheduling, path, RopeSwitch(rope, rope), capacity)
+        return IngestJob(request, document, prefill, blocks)
 
     def _check_room(self, job: Job, jobs: list[Job]) -> None:
         """Raises ResourceExhausted unless the job, and each of `jobs`, can begin once nothing else runs.
@@ -177,10 +179,10 @@ class Admission:
         answers = [other for other in jobs if isinstance(other, Sequence)]
         path_segments = {s.id: s for path in self._requested(answers) for s in path.segments if s.id not in retained}
         coming = sum((other.num_blocks for other in jobs if isinstance(other, IngestJob)), BlockCount())
-        holdings = self._segments.holdings
-        resident = self._limits.wanted(holdings.of(retained.values())) + coming + self._limits.rolling
+        placements = self._segments.placements
+        resident = self._limits.wanted(placements.for_segments(retained.values())) + coming + self._limits.rolling
         self._limits.check_room(job.num_blocks, resident, None)
-        resident += self._limits.wanted(holdings.of(path_segments.values()))
+        resident += self._limits.wanted(placements.for_segments(path_segments.values()))
         if isinstance(job, IngestJob):
             needs = [other.num_blocks for other in answers]
             resident += BlockCount(
@@ -208,7 +210,7 @@ class Admission:
         """Raises DeadlineExceeded when the job needs more than `left` seconds, or Unavailable when that is only due to
         tokens that must be recomputed."""
         needed = self._speeds.least_seconds(job, self._num_resident(job), jobs)
-        num_lost = self._segments.holdings.num_lost(job.request.origin)
+        num_lost = self._segments.placements.num_lost(job.request.origin)
         lost_seconds = self._speeds.read_seconds(num_lost)
         if 0 < left and needed <= left < needed + lost_seconds:
             message = f"{num_lost:,} tokens are not in memory and must be recomputed"
@@ -222,7 +224,7 @@ class Admission:
         """Number of tokens that the prefix cache has."""
         if not (isinstance(job, Sequence) and job.is_sharing):
             return 0
-        return self._segments.match(job.reading.token_ids[:-1], job.rope, job.request.claim.tenant).end
+        return self._segments.match(job.prefill.token_ids[:-1], job.rope, job.request.scheduling.tenant).end
 
 
 def _array(token_ids: TokenIds[int]) -> "array[int]":

@@ -52,7 +52,7 @@ class CapacityShrink:
         if victims is None:
             return None
         contexts = [context for context in self._contexts.list() if not context.is_evicted]
-        requested = {id(context) for context in contexts if any(asks(job, context) for job in jobs)}
+        requested = {id(context) for context in contexts if any(uses_context(job, context) for job in jobs)}
         spare = [context for context in contexts if not context.is_pinned and id(context) not in requested]
         if spare:
             return min(spare, key=lambda context: context.last_use)
@@ -63,13 +63,13 @@ class CapacityShrink:
     def _victims(self, jobs: list[Job], needed: BlockCount, total: BlockCount) -> list[Job] | None:
         """The jobs that do not fit beside the held keys; None when all fit."""
         answers = [job for job in jobs if isinstance(job, Sequence)]
-        retained = {holding.segment.id for holding in self._remaining()}
+        retained = {placement.segment.id for placement in self._remaining()}
         path_segments = {s: None for job in answers for s in job.request.origin.segments if s.id not in retained}
-        needed += self._limits.wanted(self._segments.holdings.of(path_segments))
+        needed += self._limits.wanted(self._segments.placements.for_segments(path_segments))
         for job in jobs:
             if isinstance(job, IngestJob):
                 needed += job.num_blocks
-                loss = job.tail.holding.loss if job.is_running else None
+                loss = job.tail.placement.loss if job.is_running else None
                 needed += BlockCount(windows=loss.window_blocks) if loss else BlockCount()
         if not needed.fits(total):
             return jobs
@@ -77,14 +77,14 @@ class CapacityShrink:
 
     def _remaining(self) -> list[SegmentPlacement]:
         segments: dict[Segment, None] = {s: None for context in self._contexts.list() for s in context.path.segments}
-        return self._segments.holdings.of(segments)
+        return self._segments.placements.for_segments(segments)
 
-    def _wanted(self, holdings: list[SegmentPlacement]) -> BlockCount:
+    def _wanted(self, placements: list[SegmentPlacement]) -> BlockCount:
         """Blocks of the segments once nothing of them is lost, plus those for recomputation."""
-        return self._limits.wanted(holdings) + self._recovery.num_rolling
+        return self._limits.wanted(placements) + self._recovery.num_rolling
 
 
-def asks(job: Job, context: NamedContext) -> bool:
+def uses_context(job: Job, context: NamedContext) -> bool:
     """Whether a job queries a context, or ingests into it."""
     origin = job.request.origin
     return job.context == context.id and context.path.segments[: len(origin.segments)] == origin.segments

@@ -25,7 +25,7 @@ class ContextOperations:
         """The document that waits to be acknowledged; None if its ingest has ended since."""
         request = self._requests.get(request_id)
         job = request.jobs[0] if request else None
-        return job if isinstance(job, IngestJob) and job.reading.is_over else None
+        return job if isinstance(job, IngestJob) and job.prefill.is_over else None
 
     def acknowledge(self, request_id: int, now: float) -> bool:
         """Creates the context of a Sealed document once the document is durable; `now` is in seconds since the epoch.
@@ -35,7 +35,7 @@ class ContextOperations:
         self._acknowledge(job, now)
         return True
 
-    def is_read_into(self, context_id: str) -> bool:
+    def is_ingesting_into(self, context_id: str) -> bool:
         """Whether a document is being ingested into a context, which may not exist yet."""
         return bool(self._requests.ingests_into(context_id))
 

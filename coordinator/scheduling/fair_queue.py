@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
-from coordinator.engine_messages import SchedulingClaim
+from coordinator.engine_messages import SchedulingParams
 from coordinator.scheduling.jobs import Job
 from longleaf.types import Account
 
@@ -26,7 +26,7 @@ class ServiceCounter(Generic[Whom]):
     def __getitem__(self, whom: Whom) -> int:
         return self._tokens[whom]
 
-    def enter(self, whom: Whom) -> None:
+    def add(self, whom: Whom) -> None:
         """Adds an entry, unless it exists."""
         self._tokens.setdefault(whom, min(self._tokens.values(), default=0))
 
@@ -34,7 +34,7 @@ class ServiceCounter(Generic[Whom]):
         """Adds tokens to the count; a negative number is a refund."""
         self._tokens[whom] += num_tokens
 
-    def keep(self, those: Container[Whom]) -> None:
+    def retain_only(self, those: Container[Whom]) -> None:
         """Removes all other entries."""
         self._tokens = {whom: served for whom, served in self._tokens.items() if whom in those}
 
@@ -44,7 +44,7 @@ class FairOrder:
     equal priorities the client with the fewest tokens served. Neither a priority nor many clients give an advantage
     over another tenant.
 
-    The account of each job must have been added with `enter`.
+    The account of each job must have been added with `add_account`.
     """
 
     def __init__(self) -> None:
@@ -57,25 +57,25 @@ class FairOrder:
         """The next turn goes to the oldest job."""
         return self._num_turns % AGEING == AGEING - 1
 
-    def enter(self, account: Account) -> None:
+    def add_account(self, account: Account) -> None:
         """Adds a client, unless it exists."""
-        self._tenants.enter(account[0])
-        self._accounts.enter(account)
+        self._tenants.add(account[0])
+        self._accounts.add(account)
 
     def order(self, jobs: Iterable[Job], since: Callable[[Job], int]) -> list[Job]:
         """Jobs in the order of their turns. `since` returns a job's start of waiting: the smaller number has waited
         longer."""
-        ordered = sorted(jobs, key=lambda job: (*self._rank(job.request.claim), since(job)))
+        ordered = sorted(jobs, key=lambda job: (*self._rank(job.request.scheduling), since(job)))
         if ordered and self.is_for_the_oldest:
             oldest = min(ordered, key=since)
             ordered.remove(oldest)
             ordered.insert(0, oldest)
         return ordered
 
-    def _rank(self, claim: SchedulingClaim) -> tuple[int, int, int]:
-        return self._tenants[claim.tenant], -claim.priority, self._accounts[claim.account]
+    def _rank(self, scheduling: SchedulingParams) -> tuple[int, int, int]:
+        return self._tenants[scheduling.tenant], -scheduling.priority, self._accounts[scheduling.account]
 
-    def take(self, account: Account, num_tokens: int) -> None:
+    def record_turn(self, account: Account, num_tokens: int) -> None:
         """Counts a turn."""
         self._num_turns += 1
         self.charge(account, num_tokens)
@@ -85,10 +85,10 @@ class FairOrder:
         self._tenants.charge(account[0], num_tokens)
         self._accounts.charge(account, num_tokens)
 
-    def keep(self, accounts: Collection[Account]) -> None:
+    def retain_only(self, accounts: Collection[Account]) -> None:
         """Removes all other clients."""
-        self._accounts.keep(accounts)
-        self._tenants.keep({tenant for tenant, _ in accounts})
+        self._accounts.retain_only(accounts)
+        self._tenants.retain_only({tenant for tenant, _ in accounts})
 
 
 class Queue:
@@ -108,7 +108,7 @@ class Queue:
 
     def add(self, job: Job) -> None:
         self._jobs[job.id] = job
-        self.turns.enter(job.request.claim.account)
+        self.turns.add_account(job.request.scheduling.account)
 
     def remove(self, job_id: int) -> Job | None:
         return self._jobs.pop(job_id, None)
@@ -118,7 +118,7 @@ class Queue:
         jobs = (job for job in self if not job.request.is_paused and (is_ready is None or is_ready(job)))
         return self.turns.order(jobs, lambda job: job.id)
 
-    def take(self, has_room: Callable[[Job], bool], is_ready: Callable[[Job], bool] | None = None) -> Job | None:
+    def pop_next(self, has_room: Callable[[Job], bool], is_ready: Callable[[Job], bool] | None = None) -> Job | None:
         """Removes and returns the next job for which there is room; None when there is none. A job that is not ready
         does not count as passed, because it does not wait for room.
 
@@ -139,19 +139,19 @@ class Queue:
 
     def _begin(self, job: Job, passed: frozenset[int]) -> None:
         del self._jobs[job.id]
-        account, is_for_the_oldest = job.request.claim.account, self.turns.is_for_the_oldest
+        account, is_for_the_oldest = job.request.scheduling.account, self.turns.is_for_the_oldest
         # A job that began for its age is spared from preemption: otherwise it might never finish.
-        num_tokens = job.take_turn(passed, is_spared=is_for_the_oldest and not passed)
+        num_tokens = job.record_start(passed, is_spared=is_for_the_oldest and not passed)
         if passed and is_for_the_oldest:
             self.turns.charge(account, num_tokens)  # the oldest job keeps its turn
         else:
-            self.turns.take(account, num_tokens)
+            self.turns.record_turn(account, num_tokens)
 
     def resume(self, job: Job) -> None:
         """Removes a job that was preempted and begins again in the same turn, without passing others."""
         del self._jobs[job.id]
-        self.turns.charge(job.request.claim.account, job.take_turn(job.passed, is_spared=job.is_spared))
+        self.turns.charge(job.request.scheduling.account, job.record_start(job.passed, is_spared=job.is_spared))
 
     def refund_unused(self, job: Job) -> None:
         """Refunds the tokens that a stopped job did not use."""
-        self.turns.charge(job.request.claim.account, -job.refund())
+        self.turns.charge(job.request.scheduling.account, -job.refund())

@@ -5,7 +5,7 @@ from coordinator.kv_cache.rank_mapping import RankMapping
 from coordinator.kv_cache.segments import SegmentStore
 from coordinator.recovery.fault_score import BREAK
 from coordinator.recovery.recovery import RecoveryManager
-from coordinator.recovery.remap import lay_out
+from coordinator.recovery.remap import segment_layouts
 from coordinator.recovery.restore import RestorePlanner
 from coordinator.scheduling.job_recovery import JobRecovery
 from longleaf.rank_protocol.group_messages import SegmentLayout
@@ -47,7 +47,7 @@ class GroupChangeOperations:
 
     def layout(self) -> tuple[SegmentLayout, ...]:
         """The layout of all held segments, for ranks that have no plan yet."""
-        return lay_out(self.segments)
+        return segment_layouts(self.segments)
 
     @property
     def is_rebalancing(self) -> bool:

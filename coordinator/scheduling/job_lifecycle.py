@@ -39,15 +39,15 @@ class JobLifecycle:
         self._sharing = sharing
         self._speeds = speeds
 
-    def enter(self, job: Job) -> None:
+    def enqueue(self, job: Job) -> None:
         """Queues an admitted job."""
         origin = job.request.origin
         for part in self._sharing.parts(job):
             self._segments.retain(origin)
-            self._segments.retain(part.reading.path, origin)
+            self._segments.retain(part.prefill.path, origin)
             self.requests.add(part)
             self.queue.add(part)
-        self.planner.turns.enter(job.request.claim.account)
+        self.planner.turns.add_account(job.request.scheduling.account)
         self.may_begin = True
 
     def preempt(self, job: Sequence) -> None:
@@ -60,26 +60,26 @@ class JobLifecycle:
         """Ends a running job and frees all that it holds."""
         self._stop(job)
         self._speeds.ended(self.now, bool(self.running or self.queue))
-        self._leave(job)
+        self._release_path(job)
 
     def _stop(self, job: Job) -> None:
         """Removes a job from the running ones. Its path remains referenced."""
         del self.running[job.id]
-        self._sharing.take_back(job.stop())
+        self._sharing.free_tail(job.stop())
         self.queue.refund_unused(job)
         self.may_begin = True
         if isinstance(job, Sequence):
             self.planner.forget(job.id)
 
-    def _leave(self, job: Job) -> None:
+    def _release_path(self, job: Job) -> None:
         origin = job.request.origin
-        self._segments.release(job.reading.path, origin)
+        self._segments.release(job.prefill.path, origin)
         self._segments.release(origin)
         self.may_begin = True
         self.requests.remove(job)
         accounts = self.requests.accounts
-        self.queue.turns.keep(accounts)
-        self.planner.turns.keep(accounts)
+        self.queue.turns.retain_only(accounts)
+        self.planner.turns.retain_only(accounts)
 
     def drop(self, job: Job) -> None:
         """Ends a waiting or running job."""
@@ -87,7 +87,7 @@ class JobLifecycle:
             self.finish(job)
         else:
             self.queue.remove(job.id)
-            self._leave(job)
+            self._release_path(job)
 
     def cancel(self, request_id: int) -> bool:
         """Ends a request, whether it waits or runs. Returns False if it has ended already."""

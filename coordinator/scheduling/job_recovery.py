@@ -13,7 +13,7 @@ from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import Segment, TokenPath
 from coordinator.recovery.fault_score import GUILTY
 from coordinator.recovery.recovery import RecoveryManager
-from coordinator.scheduling.capacity_shrink import CapacityShrink, asks
+from coordinator.scheduling.capacity_shrink import CapacityShrink, uses_context
 from coordinator.scheduling.job_lifecycle import JobLifecycle
 from coordinator.scheduling.jobs import IngestJob, Job
 from coordinator.scheduling.limits import JobLimits
@@ -42,7 +42,7 @@ class JobRecovery:
         """Without an `evictor`, contexts that cannot be held are dropped."""
         self._placer = placer
         self._segments = segments
-        self._holdings = segments.holdings
+        self._placements = segments.placements
         self._contexts = contexts
         self._limits = limits
         self._recovery = recovery
@@ -90,7 +90,7 @@ class JobRecovery:
     def shrink_to_fit(self) -> None:
         """Drops or evicts contexts that no longer fit, and fails jobs that no longer fit, because no more ranks are
         expected."""
-        if not self._recovery.is_promised:
+        if not self._recovery.is_reserved:
             for job in self._running_sequences():
                 self._lifecycle.preempt(job)
         for found in self._shrink.too_much(lambda: list(self._lifecycle.requests.jobs())):
@@ -121,26 +121,26 @@ class JobRecovery:
     def resume(self) -> None:
         """Reserves free blocks for lost segments and for documents under way. Documents continue once nothing of their
         paths is lost."""
-        self._promise()
-        if self._evictor is not None and self.is_confirmed and not self._recovery.is_promised:
+        self._reserve_lost()
+        if self._evictor is not None and self.is_confirmed and not self._recovery.is_reserved:
             self._evictor.evict_unreserved()
-            self._promise()  # recomputing the remaining segments may need fewer blocks
+            self._reserve_lost()  # recomputing the remaining segments may need fewer blocks
         self._lifecycle.may_begin = True
-        while (waiting := self._take_up()) and self._is_full(waiting):
+        while (waiting := self._resume_ingests()) and self._is_full(waiting):
             self._lifecycle.fail(waiting[-1], ResourceExhausted("pool", NO_ROOM))
         self.is_over = self._recovery.is_over and not waiting
 
-    def _promise(self) -> None:
+    def _reserve_lost(self) -> None:
         """Reserves blocks to recompute the lost tokens, if any are still lost."""
         self._recovery.check_complete()
-        self._recovery.promise(list(self.paths()))
+        self._recovery.reserve_lost(list(self.paths()))
 
-    def _take_up(self) -> list[IngestJob]:
+    def _resume_ingests(self) -> list[IngestJob]:
         """Resumes the documents under way that can continue. Returns the others."""
         for job in self._ingests():
             tail = job.tail
-            if not tail.is_ready and self._take_room(job):
-                tail.is_ready = tail.holding.loss is None and self._holdings.holds(tail.segment.before)
+            if not tail.is_ready and self._reserve_remaining(job):
+                tail.is_ready = tail.placement.loss is None and self._placements.holds(tail.segment.before)
         return [job for job in self._ingests() if not job.tail.is_ready]
 
     def _is_full(self, waiting: list[IngestJob]) -> bool:
@@ -148,14 +148,14 @@ class JobRecovery:
         ended, may have taken them."""
         return self._recovery.is_over and self.is_confirmed and len(waiting) == len(self._lifecycle.running)
 
-    def _take_room(self, job: IngestJob) -> bool:
+    def _reserve_remaining(self, job: IngestJob) -> bool:
         """Reserves blocks for the rest of a document. Those for windows are reserved once nothing of its segment is
         lost. Returns False when too few are free."""
         tail, pool = job.tail, self._placer.window_pool
         left, windows = tail.reservation.left, 0
-        if tail.holding.loss is None:
-            windows = pool.chunk_blocks(len(job.reading.token_ids)) - tail.holding.num_blocks.windows
-        needed = self._limits.num_blocks(job.reading, 0, 0).sharded
+        if tail.placement.loss is None:
+            windows = pool.chunk_blocks(len(job.prefill.token_ids)) - tail.placement.num_blocks.windows
+        needed = self._limits.num_blocks(job.prefill, 0, 0).sharded
         more = BlockCount(needed - left.sharded, max(0, windows - left.windows))
         return self._segments.make_room(more) and self._placer.add(tail.reservation, more)
 
@@ -165,14 +165,14 @@ class JobRecovery:
         retained = {
             s: None for context in self._contexts.list() if not context.is_evicted for s in context.path.segments
         }
-        wanted = self._limits.wanted(self._holdings.of(retained)) + self._limits.rolling
+        wanted = self._limits.wanted(self._placements.for_segments(retained)) + self._limits.rolling
         return wanted.fits(self._placer.num_blocks)
 
     def is_ready(self, job: Job) -> bool:
         """Whether a waiting job can begin during a recovery: nothing of its path is lost. Once recovery itself is over,
         documents that still wait for room go first."""
         is_next = not (self._recovery.is_over and self.is_confirmed)
-        return is_next and self._holdings.holds(job.request.origin)
+        return is_next and self._placements.holds(job.request.origin)
 
     def _waiting(self) -> Iterator[tuple[Job, TokenPath]]:
         """The jobs that may wait for lost keys, and their paths, the most urgent first."""
@@ -190,8 +190,8 @@ class JobRecovery:
         """Commits a recovery step. Raises RecoveryFailed."""
         if result.has_finite_keys:
             self._recovery.commit()
-        elif (holding := self._recovery.fail()) is not None:
-            self._give_up_all(holding.segment, "the model computed values that are not finite")
+        elif (placement := self._recovery.fail()) is not None:
+            self._give_up_all(placement.segment, "the model computed values that are not finite")
         self.resume()
         self.report_progress()
 
@@ -214,11 +214,11 @@ class JobRecovery:
         """Drops a context: evicts it if contexts can be evicted, else deletes it."""
         if self._evictor is not None:
             error = ResourceExhausted("pool", f"contexts/{context.id}: {reason}")
-            self._fail_asking(context, error)
+            self._fail_jobs_of(context, error)
             self._contexts.evict(context)
             return
         self._dropped.append(ContextDropped(context.id, context.num_tokens, reason))
-        self._fail_asking(context, ContextLost(f"contexts/{context.id}", f"it was dropped: {reason}"))
+        self._fail_jobs_of(context, ContextLost(f"contexts/{context.id}", f"it was dropped: {reason}"))
         self._contexts.delete(context.id)
         self._lifecycle.may_begin = True
 
@@ -227,16 +227,16 @@ class JobRecovery:
         self._give_up_all(segment, "its tokens could not be recomputed")
         self.resume()
 
-    def _fail_asking(self, context: NamedContext, error: LongleafError) -> None:
+    def _fail_jobs_of(self, context: NamedContext, error: LongleafError) -> None:
         for job in list(self._lifecycle.requests.jobs()):
-            if asks(job, context) and self._lifecycle.requests.get(job.request.id) is not None:
+            if uses_context(job, context) and self._lifecycle.requests.get(job.request.id) is not None:
                 self._lifecycle.fail(job, error)
 
     def _give_up_all(self, segment: Segment, reason: str) -> None:
         """Drops everything that uses a segment. The ranks then forget the segment."""
         self._segments.drop_cached(lambda path: segment in path.segments)
         for job in self._running_sequences():
-            if segment in job.reading.path.segments:
+            if segment in job.prefill.path.segments:
                 self._lifecycle.preempt(job)
         for context in self._contexts.list():
             if segment in context.path.segments and not context.is_evicted:

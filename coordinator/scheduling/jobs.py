@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
 
-from coordinator.engine_messages import DocumentPrompt, Failed, SchedulingClaim
+from coordinator.engine_messages import DocumentPrompt, Failed, SchedulingParams
 from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
 from coordinator.kv_cache.positions import RopeSwitch
 from coordinator.kv_cache.token_paths import TokenPath
@@ -25,7 +25,7 @@ class Request:
 
     id: int
     """Ids increase: of two requests, the one with the smaller id is older."""
-    claim: SchedulingClaim
+    scheduling: SchedulingParams
     origin: TokenPath
     """The path of the context, which its tokens continue."""
     ropes: RopeSwitch
@@ -70,10 +70,10 @@ class Job:
     noun = "prompt"
     """The name of the tokens in error messages."""
 
-    def __init__(self, request: Request, job_id: int, reading: PrefillCursor, num_blocks: BlockCount) -> None:
+    def __init__(self, request: Request, job_id: int, prefill: PrefillCursor, num_blocks: BlockCount) -> None:
         self.request = request
         self.id = job_id
-        self.reading = reading
+        self.prefill = prefill
         self.num_blocks = num_blocks
         """Upper bound of the blocks that the job holds at a time, excluding its path. It assumes that no token is
         cached, and also applies if the job is preempted."""
@@ -103,7 +103,7 @@ class Job:
     @property
     def rope(self) -> Rope:
         """The rope of all its tokens, from when it begins to when it stops."""
-        return self.request.ropes.at(self.request.start + len(self.reading.token_ids))
+        return self.request.ropes.at(self.request.start + len(self.prefill.token_ids))
 
     @property
     def num_tails(self) -> int:
@@ -128,20 +128,20 @@ class Job:
     @property
     def num_tokens_left(self) -> int:
         """Maximum number of tokens that the ranks may still have to compute."""
-        reading = self.reading
-        return len(reading.token_ids) - reading.num_read + self.num_tails * self.num_answer_left
+        prefill = self.prefill
+        return len(prefill.token_ids) - prefill.num_computed + self.num_tails * self.num_answer_left
 
     def may_preempt(self, other: "Job") -> bool:
         """Whether this job may preempt `other`, a running job: if `other` is paused, if it overtook this job, or if it
         belongs to the same tenant, has a lower priority and is not spared."""
         if other.request.is_paused or self.id in other.passed:
             return True
-        return self.request.claim.outranks(other.request.claim) and not other.is_spared
+        return self.request.scheduling.outranks(other.request.scheduling) and not other.is_spared
 
     @property
     def rank_as_victim(self) -> tuple[bool, int, int]:
         """Sort key for preemption within a tenant: the lowest is preempted first. See `as_victims`."""
-        return not self.request.is_paused, self.request.claim.priority, -self.id
+        return not self.request.is_paused, self.request.scheduling.priority, -self.id
 
     def begin(self, tail: GrowingSegment, step: int) -> None:
         """Starts to grow `tail`, after step number `step`."""
@@ -149,7 +149,7 @@ class Job:
         self.num_begins += 1
         self.last_turn = step
 
-    def take_turn(self, passed: frozenset[int], *, is_spared: bool) -> int:
+    def record_start(self, passed: frozenset[int], *, is_spared: bool) -> int:
         """Records the jobs overtaken at the start. Returns the number of tokens that the client is charged for."""
         self.passed, self.is_spared = passed, is_spared
         self._num_charged = self.num_tokens_left
@@ -162,7 +162,7 @@ class Job:
 
     def resume(self, tail: GrowingSegment) -> None:
         """Continues in `tail`, whose path contains all tokens processed so far."""
-        self.reading.path, self._tail = tail.segment.before, tail
+        self.prefill.path, self._tail = tail.segment.before, tail
 
     def stop(self) -> GrowingSegment:
         """Stops the job. Returns its former tail."""
@@ -173,20 +173,20 @@ class Job:
     def next_chunk(self, placer: BlockPlacer, size: int, step: int) -> Prefill:
         """Places the next chunk, for step number `step`, and returns the work of the ranks."""
         tail, start = self.tail, self.tail.segment.end
-        token_ids = self.reading.next_chunk(size)
+        token_ids = self.prefill.next_chunk(size)
         pieces = tail.add_chunk(token_ids, placer)
         self.last_turn = step
-        window_runs = tail.holding.window_runs
+        window_runs = tail.placement.window_runs
         return Prefill(tail.path_ids, start, token_ids, pieces, self.rope, window_runs, self.hidden)
 
     def roll_back(self, placer: BlockPlacer) -> None:
         """Returns to the last committed chunk: later plans are discarded."""
-        if self.reading.roll_back():
-            self.tail.roll_back(self.tail.segment.start + self.reading.num_read, placer)
+        if self.prefill.roll_back():
+            self.tail.roll_back(self.tail.segment.start + self.prefill.num_computed, placer)
 
-    def read(self, num_tokens: int, seconds: float) -> None:
+    def record_prefilled(self, num_tokens: int, seconds: float) -> None:
         """Records that a chunk has been processed."""
-        self.reading.num_read += num_tokens
+        self.prefill.num_computed += num_tokens
         self.seconds_per_token = seconds / num_tokens
 
     def failure(self, work: Work) -> Failed | LongleafError:
@@ -213,9 +213,9 @@ def as_victims(jobs: Sequence[SomeJob]) -> list[SomeJob]:
     selected tenant loses its job with the lowest priority, so that high priorities do not exempt a tenant."""
     of_tenant = defaultdict[str, deque[SomeJob]](deque)
     for job in sorted(jobs, key=lambda job: job.rank_as_victim):
-        of_tenant[job.request.claim.tenant].append(job)
+        of_tenant[job.request.scheduling.tenant].append(job)
     by_age = sorted(jobs, key=lambda job: (not job.request.is_paused, -job.id))
-    return [of_tenant[job.request.claim.tenant].popleft() for job in by_age]
+    return [of_tenant[job.request.scheduling.tenant].popleft() for job in by_age]
 
 
 class IngestJob(Job):
@@ -224,9 +224,9 @@ class IngestJob(Job):
     noun = "document"
 
     def __init__(
-        self, request: Request, document: DocumentPrompt, reading: PrefillCursor, num_blocks: BlockCount
+        self, request: Request, document: DocumentPrompt, prefill: PrefillCursor, num_blocks: BlockCount
     ) -> None:
-        super().__init__(request, request.id, reading, num_blocks)
+        super().__init__(request, request.id, prefill, num_blocks)
         self.document = document
 
     def begin(self, tail: GrowingSegment, step: int) -> None:

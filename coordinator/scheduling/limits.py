@@ -20,27 +20,27 @@ class JobLimits:
     """Limits from the model's positions and the pools of all ranks."""
 
     def __init__(
-        self, config: EngineConfig, placer: BlockPlacer, holdings: SegmentPlacements, positions: Positions
+        self, config: EngineConfig, placer: BlockPlacer, placements: SegmentPlacements, positions: Positions
     ) -> None:
         self._config = config
         self._placer = placer
-        self._holdings = holdings
+        self._placements = placements
         self.positions = positions
         self.may_grow = False
         """More ranks are expected."""
 
-    def wanted(self, holdings: Sequence[SegmentPlacement]) -> BlockCount:
+    def wanted(self, placements: Sequence[SegmentPlacement]) -> BlockCount:
         """Blocks of the segments once nothing of them is lost."""
-        blocks = count_all(holdings)
-        if not self._holdings.is_whole:
+        blocks = count_all(placements)
+        if not self._placements.is_whole:
             size = self._placer.block_size
-            blocks = sum((holding.num_wanted(size) for holding in holdings), BlockCount())
+            blocks = sum((placement.num_wanted(size) for placement in placements), BlockCount())
         return blocks
 
     @property
     def rolling(self) -> BlockCount:
         """Blocks that are needed only during recomputation."""
-        sizes = [holding.loss.num_tokens for holding in self._holdings.with_losses if holding.loss]
+        sizes = [placement.loss.num_tokens for placement in self._placements.with_losses if placement.loss]
         return BlockCount(windows=max(map(self._placer.window_pool.chunk_blocks, sizes), default=0))
 
     def num_prefill(self, num_tokens: int, num_samples: int, num_rows: int = 1) -> int:
@@ -56,35 +56,35 @@ class JobLimits:
         return num_prefill - num_prefill % self._placer.block_size
 
     def check(
-        self, reading: PrefillCursor, capacity: int, field: str, max_tokens: int, num_tails: int = 1
+        self, prefill: PrefillCursor, capacity: int, field: str, max_tokens: int, num_tails: int = 1
     ) -> BlockCount:
         """The blocks of a new job with `capacity` positions that generates `max_tokens` in each of its tails. Raises
         InvalidArgument naming `field` where it is too large even without other jobs, and ResourceExhausted where it may
         fit when more ranks are available."""
-        num_given = reading.path.end + len(reading.token_ids)
+        num_given = prefill.path.end + len(prefill.token_ids)
         total = num_given + num_fed(max_tokens)
         if total > self.positions.limit:
             limit = f"the model's limit is {self.positions.limit:,} positions, {self.positions.limit_name}"
             limit += _most(field, self.positions.limit - num_given + 1)
-            raise InvalidArgument(field, f"{_sum(reading, field, max_tokens, 1)}; {limit}")
+            raise InvalidArgument(field, f"{_sum(prefill, field, max_tokens, 1)}; {limit}")
         if total > capacity:
             limit = f"the context was created for {capacity:,} positions; for more, create a new context"
             limit += _most(field, capacity - num_given + 1)
-            raise InvalidArgument(field, f"{_sum(reading, field, max_tokens, 1)}; {limit}")
-        blocks = self.most_blocks(reading, max_tokens, num_tails)
-        if limit := self._too_small(reading.path, blocks):
-            limit += _most(field, self._most_tokens(reading, max_tokens, num_tails))
-            message = f"{_sum(reading, field, max_tokens, num_tails)}; {limit}"
+            raise InvalidArgument(field, f"{_sum(prefill, field, max_tokens, 1)}; {limit}")
+        blocks = self.most_blocks(prefill, max_tokens, num_tails)
+        if limit := self._too_small(prefill.path, blocks):
+            limit += _most(field, self._most_tokens(prefill, max_tokens, num_tails))
+            message = f"{_sum(prefill, field, max_tokens, num_tails)}; {limit}"
             if self.may_grow:
                 raise ResourceExhausted("pool", f"{message} until a lost rank is replaced", REPLACED_SECONDS)
             raise InvalidArgument(field, message)
         return blocks
 
-    def _most_tokens(self, reading: PrefillCursor, max_tokens: int, num_tails: int) -> int:
+    def _most_tokens(self, prefill: PrefillCursor, max_tokens: int, num_tails: int) -> int:
         """Maximum number of tokens that can be generated in each tail, up to `max_tokens`, if nothing else is held."""
 
         def is_too_many(count: int) -> bool:
-            return not self.fits_alone(reading.path, self.most_blocks(reading, count, num_tails))
+            return not self.fits_alone(prefill.path, self.most_blocks(prefill, count, num_tails))
 
         return bisect_left(range(1, max_tokens + 1), True, key=is_too_many)
 
@@ -94,7 +94,7 @@ class JobLimits:
 
     def _too_small(self, path: TokenPath, blocks: BlockCount) -> str:
         """The limit that the blocks and the path together exceed; empty if they fit."""
-        resident = self.wanted(self._holdings.of(path.segments))
+        resident = self.wanted(self._placements.for_segments(path.segments))
         needed = blocks + BlockCount(resident.sharded, min(resident.windows, self._placer.window_pool.seen_blocks))
         total, size = self._placer.num_blocks, self._placer.block_size
         if needed.sharded > total.sharded:
@@ -127,23 +127,23 @@ class JobLimits:
                 text = f"{tokens:,} tokens are needed, and contexts and running generations use too many of {room:,}"
             raise ResourceExhausted(pool, text, retry_seconds)
 
-    def num_blocks(self, reading: PrefillCursor, max_tokens: int, num_tails: int) -> BlockCount:
+    def num_blocks(self, prefill: PrefillCursor, max_tokens: int, num_tails: int) -> BlockCount:
         """Blocks for the tokens not processed yet and for answers of `max_tokens`."""
-        num_rest = len(reading.token_ids) - reading.num_prefill
+        num_rest = len(prefill.token_ids) - prefill.num_prefill
         num_rows = num_rest + num_fed(max_tokens)
-        num_prefill = reading.num_prefill - reading.num_read
+        num_prefill = prefill.num_prefill - prefill.num_computed
         return self._placer.blocks_needed(num_prefill, num_rows, num_tails=num_tails, num_at_once=num_rest)
 
-    def most_blocks(self, reading: PrefillCursor, max_tokens: int, num_tails: int) -> BlockCount:
+    def most_blocks(self, prefill: PrefillCursor, max_tokens: int, num_tails: int) -> BlockCount:
         """Maximum number of blocks for the tokens not processed yet and for answers, even if the job is preempted: then
         the answer is recomputed in chunks, with other row counts."""
-        num_tokens = len(reading.token_ids) + num_fed(max_tokens)
-        num_prefill = max(reading.num_prefill, self.num_prefill(num_tokens, num_tails))
-        num_rest = len(reading.token_ids) - reading.num_prefill
+        num_tokens = len(prefill.token_ids) + num_fed(max_tokens)
+        num_prefill = max(prefill.num_prefill, self.num_prefill(num_tokens, num_tails))
+        num_rest = len(prefill.token_ids) - prefill.num_prefill
         at_once = max(self._config.replicate_below, self._placer.block_size, num_rest)
         num_rows = min(num_tokens, at_once + max_tokens)
         most = self._placer.blocks_needed(num_prefill, num_rows, num_tails=num_tails, num_at_once=at_once)
-        return BlockCount(self.num_blocks(reading, max_tokens, num_tails).sharded, most.windows)
+        return BlockCount(self.num_blocks(prefill, max_tokens, num_tails).sharded, most.windows)
 
 
 def num_fed(max_tokens: int) -> int:
@@ -156,9 +156,9 @@ def _most(field: str, num_tokens: int) -> str:
     return f": at most {num_tokens:,} can be generated" if field == MAX_TOKENS else ""
 
 
-def _sum(reading: PrefillCursor, field: str, max_tokens: int, num_tails: int) -> str:
+def _sum(prefill: PrefillCursor, field: str, max_tokens: int, num_tails: int) -> str:
     own = "text" if field == "text" else "input"
-    resident, read = reading.path.end, len(reading.token_ids)
+    resident, read = prefill.path.end, len(prefill.token_ids)
     each = f"{num_tails} times " if num_tails > 1 else ""
     more = f" and {each}{max_tokens:,} to generate" if max_tokens else ""
     total = resident + read + num_tails * num_fed(max_tokens)

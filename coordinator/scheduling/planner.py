@@ -157,7 +157,7 @@ class Planner:
         lost by sending the next one only after it. A new or cancelled job then waits for one chunk, not two."""
         if any(not isinstance(flight.plan.work, Decode) for flight in self._flights):
             return []
-        return [job for job in running if job.reading.has_chunks and job.tail.is_ready]
+        return [job for job in running if job.prefill.has_chunks and job.tail.is_ready]
 
     def _plan_amid_recovery(
         self, prefilling: list[Job], decoding: Several[Sequence], paths: Iterable[TokenPath]
@@ -190,7 +190,7 @@ class Planner:
             work = job.next_chunk(self._placer, size, self.step + 1)
         except Exception as error:
             raise JobFailed(job) from error
-        self.turns.take(job.request.claim.account, len(work.token_ids))
+        self.turns.record_turn(job.request.scheduling.account, len(work.token_ids))
         return self._plan(work, [job], is_apart=is_apart)
 
     def _plan_rows(self, jobs: Several[Sequence]) -> StepPlan | None:
@@ -201,7 +201,7 @@ class Planner:
         under_way = [flight.plan for flight in self._flights if isinstance(flight.plan.work, Decode)]
         if (is_apart and self._flights) or any(plan.num_drafts for plan in under_way):
             return None
-        if under_way and self._drafter.waits(jobs):
+        if under_way and self._drafter.needs_previous_result(jobs):
             return None
         is_alone = all(job.prompt.is_probe for job in jobs)
         jobs = self._portions.next(jobs, self._budget.probe_size(is_alone=is_alone))
@@ -218,7 +218,7 @@ class Planner:
         self.step += 1
         self._was_prefill = not isinstance(work, Decode)
         forgotten, self._forgotten = tuple(self._forgotten), []
-        plan = StepPlan(self._epoch, self.step, work, self._segments.take_forgotten(), forgotten)
+        plan = StepPlan(self._epoch, self.step, work, self._segments.pop_forgotten(), forgotten)
         self._flights.append(InflightPlan(plan, tuple((job, job.num_begins) for job in jobs), is_apart))
         return plan
 
@@ -241,12 +241,12 @@ class Planner:
         reached the GUILTY score, each with that work."""
         ended = [flight for flight in self._flights if flight.plan.step in steps]
         self._flights.clear()
-        self._suspects.keep(jobs)
+        self._suspects.retain_only(jobs)
         guilty = list[tuple[Job, Work]]()
         for flight in ended:
             work = flight.plan.work
             landed = [job for job, num_begins in flight.jobs if job.is_running and job.num_begins == num_begins]
-            found = self._suspects.accuse(landed, work, suspicion, is_certain=len(steps) == 1)
+            found = self._suspects.add_suspicion(landed, work, suspicion, is_certain=len(steps) == 1)
             guilty += [(job, work) for job in found]
         return [flight.plan.work for flight in ended], guilty
 

@@ -41,7 +41,7 @@ class PoisonJobs:
     def __len__(self) -> int:
         return len(self._found)
 
-    def accuse(self, jobs: Iterable[Job], work: Work, amount: int, *, is_certain: bool) -> list[Job]:
+    def add_suspicion(self, jobs: Iterable[Job], work: Work, amount: int, *, is_certain: bool) -> list[Job]:
         """Adds `amount` to the fault scores of jobs whose work ended an epoch, or may have unless `is_certain`. Removes
         and returns the jobs that have reached the GUILTY score."""
         guilty = list[Job]()
@@ -59,7 +59,7 @@ class PoisonJobs:
             if (found := self._found.get(job)) is not None and found.is_passed_by(work):
                 del self._found[job]
 
-    def keep(self, jobs: Container[Job]) -> None:
+    def retain_only(self, jobs: Container[Job]) -> None:
         """Removes all other jobs."""
         self._found = {job: found for job, found in self._found.items() if job in jobs}
 

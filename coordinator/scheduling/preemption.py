@@ -18,20 +18,20 @@ class RunningSet:
         running = list(running)
         self.sequences = [other for other in running if isinstance(other, Sequence)]
         self.num_tails = sum(other.num_tails for other in running)
-        limited = {other.request for other in running if other.request.claim.at_once is not None}
-        self._num_limited = Counter(request.claim.tenant for request in limited)
+        limited = {other.request for other in running if other.request.scheduling.max_concurrent is not None}
+        self._num_limited = Counter(request.scheduling.tenant for request in limited)
         self._is_any_paused = any(other.request.is_paused for other in self.sequences)
         self._passed = frozenset[int]().union(*(other.passed for other in self.sequences))
         self._least_priority: dict[str, int] = {}
         """Lowest priority by tenant, among jobs that are not spared."""
-        for claim in (other.request.claim for other in self.sequences if not other.is_spared):
-            least = self._least_priority.setdefault(claim.tenant, claim.priority)
-            self._least_priority[claim.tenant] = min(least, claim.priority)
+        for scheduling in (other.request.scheduling for other in self.sequences if not other.is_spared):
+            least = self._least_priority.setdefault(scheduling.tenant, scheduling.priority)
+            self._least_priority[scheduling.tenant] = min(least, scheduling.priority)
 
     def is_allowed(self, job: Job) -> bool:
         """Whether the limit of its tenant on concurrent requests allows the job to run."""
-        at_once = job.request.claim.at_once
-        if at_once is None or self._num_limited[job.request.claim.tenant] < at_once:
+        max_concurrent = job.request.scheduling.max_concurrent
+        if max_concurrent is None or self._num_limited[job.request.scheduling.tenant] < max_concurrent:
             return True
         return job.request.is_running
 
@@ -39,8 +39,8 @@ class RunningSet:
         """Whether the job may preempt any running job."""
         if self._is_any_paused or job.id in self._passed:
             return True
-        claim = job.request.claim
-        return self._least_priority.get(claim.tenant, claim.priority) < claim.priority
+        scheduling = job.request.scheduling
+        return self._least_priority.get(scheduling.tenant, scheduling.priority) < scheduling.priority
 
 
 class Preemption:
@@ -81,15 +81,15 @@ class Preemption:
                 break
             chosen.append(other)
             places -= other.num_tails
-            lacking -= _num_freed(other, dropped, self._segments.holdings)
+            lacking -= _num_freed(other, dropped, self._segments.placements)
         return chosen if lacking.fits(BlockCount()) and places <= 0 else None
 
 
-def _num_freed(job: Sequence, dropped: Counter[int], holdings: SegmentPlacements) -> BlockCount:
+def _num_freed(job: Sequence, dropped: Counter[int], placements: SegmentPlacements) -> BlockCount:
     """Blocks that become free or reclaimable when a running job is preempted after those that `dropped` counts."""
-    num_blocks = job.tail.holding.num_blocks + job.tail.reservation.left
-    for holding in holdings.of(job.reading.path.segments[len(job.request.origin.segments) :]):
-        dropped[holding.segment.id] += 1
-        if holding.num_references - holding.num_cache_references == dropped[holding.segment.id]:
-            num_blocks += holding.num_blocks
+    num_blocks = job.tail.placement.num_blocks + job.tail.reservation.left
+    for placement in placements.for_segments(job.prefill.path.segments[len(job.request.origin.segments) :]):
+        dropped[placement.segment.id] += 1
+        if placement.num_references - placement.num_cache_references == dropped[placement.segment.id]:
+            num_blocks += placement.num_blocks
     return num_blocks

@@ -17,15 +17,14 @@ from longleaf.runs import Run
 class PrefillCursor:
     """Tokens to process after a path of sealed segments. The first `num_prefill` of them are processed in chunks.
 
-    `num_placed` counts the tokens that plans have placed, `num_read` those whose keys and values exist; the difference
-    is under way. The path may contain the first of the tokens already; these count as placed and read.
-    """
+    `num_placed` counts the tokens that plans have placed, `num_computed` those whose keys and values exist; the
+    difference is under way. The path may contain the first of the tokens already; these count as placed and read."""
 
     path: TokenPath
     token_ids: "array[int]"
     num_prefill: int
     num_placed: int = 0
-    num_read: int = 0
+    num_computed: int = 0
 
     @property
     def has_chunks(self) -> bool:
@@ -35,7 +34,7 @@ class PrefillCursor:
     @property
     def is_over(self) -> bool:
         """All chunks are processed."""
-        return self.num_read >= self.num_prefill
+        return self.num_computed >= self.num_prefill
 
     @property
     def num_unplaced(self) -> int:
@@ -44,7 +43,7 @@ class PrefillCursor:
 
     def roll_back(self) -> bool:
         """Reverts the placement by plans under way. Returns whether there was any."""
-        had_placed, self.num_placed = self.num_placed > self.num_read, self.num_read
+        had_placed, self.num_placed = self.num_placed > self.num_computed, self.num_computed
         return had_placed
 
     def next_chunk(self, size: int) -> tuple[int, ...]:
@@ -57,19 +56,19 @@ class PrefillCursor:
 class GrowingSegment:
     """The segment into which a running job processes and generates tokens, and the blocks reserved for it."""
 
-    def __init__(self, holding: SegmentPlacement, reservation: Reservation) -> None:
-        self.holding = holding
+    def __init__(self, placement: SegmentPlacement, reservation: Reservation) -> None:
+        self.placement = placement
         self.reservation = reservation
         self.is_ready = True
         """Nothing of the path is lost, and blocks for the remaining tokens are reserved. False only after a loss of
         ranks."""
-        self.path_ids = holding.segment.path.ids
+        self.path_ids = placement.segment.path.ids
         """The path to the end of the segment, as sent to the ranks."""
         self._num_chunks = 0
 
     @property
     def segment(self) -> Segment:
-        return self.holding.segment
+        return self.placement.segment
 
     def add_chunk(self, token_ids: TokenIds[int], placer: BlockPlacer) -> tuple[Run, ...]:
         """Places a chunk, in pieces for the ranks."""
@@ -81,37 +80,37 @@ class GrowingSegment:
 
     def add_rows(self, token_ids: TokenIds[int], placer: BlockPlacer) -> tuple[Run, ...]:
         """Places tokens that are computed as rows of a decode step."""
-        last = self.holding.runs[-1] if self.holding.runs else None
+        last = self.placement.runs[-1] if self.placement.runs else None
         runs = placer.grow(last, self.segment.end, len(token_ids), self.reservation)
         self._extend(token_ids, runs, placer, is_chunk=False)
         return runs
 
     def num_spare(self, block_size: int) -> int:
         """Number of tokens that fit into the last blocks without a new block, in sharded and window runs."""
-        runs = [each[-1] for each in (self.holding.runs, self.holding.window_runs) if each]
+        runs = [each[-1] for each in (self.placement.runs, self.placement.window_runs) if each]
         return min(len(run.blocks) * block_size - len(run) for run in runs)
 
     def accept(self, token_ids: TokenIds[int]) -> None:
         """Adds accepted drafts, whose keys are in the last block already."""
-        holding, count = self.holding, len(token_ids)
-        holding.extend(token_ids, lengthened(holding.runs[-1:], count))
-        holding.window_runs = lengthened(holding.window_runs, count)
+        placement, count = self.placement, len(token_ids)
+        placement.extend(token_ids, lengthened(placement.runs[-1:], count))
+        placement.window_runs = lengthened(placement.window_runs, count)
 
     def roll_back(self, end: int, placer: BlockPlacer) -> None:
         """Removes the chunk that begins at position `end`; its blocks return to the reservation."""
-        holding = self.holding
-        placer.return_unwritten(holding.cut(end), self.reservation)
-        holding.window_runs = placer.roll_back(holding.window_runs, end, self.reservation)
+        placement = self.placement
+        placer.return_unwritten(placement.cut(end), self.reservation)
+        placement.window_runs = placer.roll_back(placement.window_runs, end, self.reservation)
         self.segment.cut(end)
         self._num_chunks -= 1
 
     def _extend(self, token_ids: TokenIds[int], runs: tuple[Run, ...], placer: BlockPlacer, *, is_chunk: bool) -> None:
-        holding, start = self.holding, self.segment.end
+        placement, start = self.placement, self.segment.end
         end = start + len(token_ids)
-        holding.window_runs = placer.advance_windows(
-            holding.window_runs, start, end, self.reservation, is_chunk=is_chunk
+        placement.window_runs = placer.advance_windows(
+            placement.window_runs, start, end, self.reservation, is_chunk=is_chunk
         )
-        holding.extend(token_ids, runs)
+        placement.extend(token_ids, runs)
 
 
 def lengthened(runs: Sequence[Run], count: int) -> tuple[Run, ...]:

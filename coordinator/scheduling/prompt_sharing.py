@@ -24,26 +24,26 @@ class Sharing:
         whole, although the prompt may need only their first tokens.
         """
         if isinstance(job, Sequence) and job.is_sharing:
-            rope, tenant = job.rope, job.request.claim.tenant
-            self._reuse(job, self._segments.match(job.reading.token_ids[:-1], rope, tenant))
-            if job.reading.path.end and (reservation := self._reserve(job)):
+            rope, tenant = job.rope, job.request.scheduling.tenant
+            self._reuse(job, self._segments.match(job.prefill.token_ids[:-1], rope, tenant))
+            if job.prefill.path.end and (reservation := self._reserve(job)):
                 return reservation
             self._reuse(job, EMPTY_PATH)
         return self._reserve(job)
 
     def _reserve(self, job: Job) -> Reservation | None:
-        blocks = self._limits.num_blocks(job.reading, job.num_answer_left, job.num_tails)
+        blocks = self._limits.num_blocks(job.prefill, job.num_answer_left, job.num_tails)
         return self._placer.reserve(blocks) if self._segments.make_room(blocks) else None
 
     def _reuse(self, job: Sequence, path: TokenPath) -> None:
-        self._refer(job, path)
-        job.reuse(path, path.end + self._num_prefill(job, len(job.reading.token_ids) - path.end))
+        self._set_path(job, path)
+        job.reuse(path, path.end + self._num_prefill(job, len(job.prefill.token_ids) - path.end))
 
-    def _refer(self, job: Sequence, path: TokenPath) -> None:
+    def _set_path(self, job: Sequence, path: TokenPath) -> None:
         """Replaces the path that a job references. The new path must continue its origin."""
         origin = job.request.origin
         self._segments.retain(path, origin)
-        self._segments.release(job.reading.path, origin)
+        self._segments.release(job.prefill.path, origin)
 
     def _num_prefill(self, job: Sequence, num_tokens: int) -> int:
         if job.generated:
@@ -52,14 +52,14 @@ class Sharing:
 
     def preempt(self, job: Sequence) -> None:
         """Resets a stopped job to the state before it began."""
-        self._refer(job, job.request.origin)
+        self._set_path(job, job.request.origin)
         self._restart(job)
 
     def _restart(self, job: Sequence) -> None:
         """Resets a job so that it recomputes its prompt and its answer so far."""
         token_ids = job.prompt_and_answer()
-        reading = PrefillCursor(job.request.origin, token_ids, self._num_prefill(job, len(token_ids)))
-        job.preempt(reading, self._limits.most_blocks(reading, job.num_answer_left, job.num_tails))
+        prefill = PrefillCursor(job.request.origin, token_ids, self._num_prefill(job, len(token_ids)))
+        job.preempt(prefill, self._limits.most_blocks(prefill, job.num_answer_left, job.num_tails))
 
     def parts(self, job: Job) -> list[Job]:
         """The jobs to queue for an admitted one: the job itself or, for a prompt with partial answers, each sample that
@@ -71,7 +71,7 @@ class Sharing:
             self._restart(part)
         return [*parts]
 
-    def take_back(self, tail: GrowingSegment) -> None:
+    def free_tail(self, tail: GrowingSegment) -> None:
         """Frees the segment and the blocks of a stopped job."""
         self._segments.drop(tail.segment)
         self._placer.release(tail.reservation)
@@ -80,19 +80,19 @@ class Sharing:
         """Starts the answers of a job whose chunks are processed. Returns the jobs of the other samples. Each sample
         then has a separate segment."""
         read, reservation, rope = job.tail.segment, job.tail.reservation, job.rope
-        if job.tail.holding.runs:
+        if job.tail.placement.runs:
             if job.is_sharing:
                 self._segments.cache(read)
             else:
                 self._segments.close(read)
-            self._refer(job, read.path)
+            self._set_path(job, read.path)
             self._segments.drop(read)
             job.resume(GrowingSegment(self._segments.create(read.path, rope), reservation))
-        each = self._limits.num_blocks(job.reading, job.num_answer_left, num_tails=1)
+        each = self._limits.num_blocks(job.prefill, job.num_answer_left, num_tails=1)
         others = job.answer()
         for other in others:
             self._segments.retain(other.request.origin)
-            self._segments.retain(other.reading.path, other.request.origin)
-            other.resume(GrowingSegment(self._segments.create(other.reading.path, rope), reservation.split(each)))
+            self._segments.retain(other.prefill.path, other.request.origin)
+            other.resume(GrowingSegment(self._segments.create(other.prefill.path, rope), reservation.split(each)))
         self._placer.release(reservation.split(reservation.left - each))
         return others

@@ -37,7 +37,7 @@ class Requests:
         request = job.request
         request.jobs.append(job)
         self._by_id[request.id] = request
-        self.deadlines.add(request.id, request.claim.end)
+        self.deadlines.add(request.id, request.scheduling.end)
         if isinstance(job, IngestJob):
             self.expiries.add(request.id, job.document.settings.ingest_expiry)
 
@@ -63,12 +63,12 @@ class Requests:
 
     @property
     def accounts(self) -> set[Account]:
-        return {request.claim.account for request in self}
+        return {request.scheduling.account for request in self}
 
     def in_line(self) -> Counter[str]:
         """Number of requests that wait for room, by tenant."""
         waiting = (request for request in self if not request.is_paused and not request.is_running)
-        return Counter(request.claim.tenant for request in waiting)
+        return Counter(request.scheduling.tenant for request in waiting)
 
     @property
     def num_paused(self) -> int:
@@ -92,11 +92,11 @@ class Requests:
         """If too many requests are paused: the longest paused request of the client with the most paused requests."""
         if self.num_paused <= self.max_unread:
             return None
-        [(greedy, _)] = Counter(request.claim.account for request in self._paused.values()).most_common(1)
-        return next(request for request in self._paused.values() if request.claim.account == greedy)
+        [(greedy, _)] = Counter(request.scheduling.account for request in self._paused.values()).most_common(1)
+        return next(request for request in self._paused.values() if request.scheduling.account == greedy)
 
     def audit(self) -> None:
         assert all(request.jobs for request in self)
         assert self._paused == {request.id: request for request in self if request.is_paused}
-        assert set(self.deadlines) == {request.id for request in self if request.claim.end is not None}
+        assert set(self.deadlines) == {request.id for request in self if request.scheduling.end is not None}
         assert set(self.expiries) <= {job.request.id for job in self.jobs() if isinstance(job, IngestJob)}

@@ -24,7 +24,7 @@ class RowSelector:
         most_probed, num_probed, num_spans, chosen = min(MAX_PROBED, most_probed), 0, 0, set[int]()
         ordered = sorted(jobs, key=lambda job: self._late.get(job.id, inf))
         for job in ordered:
-            probed = job.reading.num_unplaced if job.prompt.is_probe else 0
+            probed = job.prefill.num_unplaced if job.prompt.is_probe else 0
             spans = job.prompt.cuts.num_spans if job.prompt.cuts is not None else 0
             if num_spans + spans > MAX_ATTRIBUTED_SPANS or (
                 probed and num_probed and num_probed + probed > most_probed

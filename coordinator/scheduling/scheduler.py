@@ -21,7 +21,7 @@ from coordinator.scheduling.context_activation import ContextActivation
 from coordinator.scheduling.documents import ContextOperations
 from coordinator.scheduling.fair_queue import Queue
 from coordinator.scheduling.group_change import GroupChangeOperations
-from coordinator.scheduling.invariants import audit_holdings, audit_jobs
+from coordinator.scheduling.invariants import audit_jobs, audit_placements
 from coordinator.scheduling.job_lifecycle import JobLifecycle
 from coordinator.scheduling.job_recovery import JobRecovery
 from coordinator.scheduling.jobs import IngestJob, Job
@@ -81,7 +81,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         """Number of lost or evicted tokens that were recomputed."""
         self.drafts = DraftCounts()
         self._requests = Requests(config.max_sequences + config.max_waiting)
-        limits = JobLimits(config, placer, self.segments.holdings, positions)
+        limits = JobLimits(config, placer, self.segments.placements, positions)
         self._is_durable = is_durable
         self._activation = ContextActivation(self.contexts, self._requests)
         evictor = ContextEvictor(placer, self.segments, self.contexts, self._activation.in_use) if is_durable else None
@@ -116,7 +116,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
 
     def usage(self, tenant: str) -> TenantUsage:
         """A tenant's usage, except for storage."""
-        own = [request for request in self._requests if request.claim.tenant == tenant]
+        own = [request for request in self._requests if request.scheduling.tenant == tenant]
         documents = [job.document for request in own for job in request.jobs if isinstance(job, IngestJob)]
         totals = self.contexts.totals(tenant)
         new = {document.context for document in documents if document.context not in self.contexts}
@@ -145,9 +145,9 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         tenants are not counted."""
         reported, places = dict[int, Admitted](), Counter[str]()
         for job in self._queue.order():
-            tenant = job.request.claim.tenant
+            tenant = job.request.scheduling.tenant
             places[tenant] += 1
-            if isinstance(job, Sequence) and job.speaks_for_all:
+            if isinstance(job, Sequence) and job.represents_all_samples:
                 reported[job.request.id] = job.admitted(places[tenant])
         return reported
 
@@ -161,9 +161,9 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         """
         context = self.contexts.find(prompt.context)
         with self._activation.activate(context, self._job_recovery.begin_reload):
-            self._lifecycle.enter(self._admission.admit(request_id, prompt, now, self._begin_waiting))
+            self._lifecycle.enqueue(self._admission.admit(request_id, prompt, now, self._begin_waiting))
         if context is not None:
-            self.contexts.use(context)
+            self.contexts.mark_used(context)
         if not self._job_recovery.is_over:
             self._job_recovery.report_progress()
 
@@ -199,10 +199,10 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         self._faults.append(failed)
         self._job_recovery.give_up(failed.segment)
 
-    def take_faults(self) -> list[Exception]:
+    def pop_faults(self) -> list[Exception]:
         """Removes and returns unexpected errors, for the log. Each one ended only the job or the recovery in which it
         occurred."""
-        faults, self._faults = [*self._faults, *self._recovery.restoring.take_faults()], []
+        faults, self._faults = [*self._faults, *self._recovery.restoring.pop_faults()], []
         return faults
 
     def _begin_waiting(self) -> None:
@@ -214,7 +214,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         while self._lifecycle.may_begin:
             running_set = RunningSet(self._running.values())
             if (
-                job := self._queue.take(partial(self._reserve, running_set), partial(self._is_ready, running_set))
+                job := self._queue.pop_next(partial(self._reserve, running_set), partial(self._is_ready, running_set))
             ) is None:
                 may_wait = self._running or is_healing or not self._job_recovery.is_confirmed or not self._queue.order()
                 if not may_wait and self._activation.is_blocked:
@@ -252,19 +252,19 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         return True
 
     def _begin(self, job: Job, reservation: Reservation) -> None:
-        holding = self.segments.create(job.reading.path, job.rope, job.request.claim.tenant)
-        job.begin(GrowingSegment(holding, reservation), self._planner.step)
+        placement = self.segments.create(job.prefill.path, job.rope, job.request.scheduling.tenant)
+        job.begin(GrowingSegment(placement, reservation), self._planner.step)
         self._running[job.id] = job
 
     def _start(self, job: Sequence) -> None:
         """Notifies the client that its job has begun. The job answers at once if it has no chunks to process."""
-        if job.speaks_for_all or job.is_recomputed:
+        if job.represents_all_samples or job.is_recomputed:
             self._outcomes.append((job.request.id, job.admitted()))
         self._answer(job)
 
     def _answer(self, job: Sequence) -> None:
         """Starts the answers of a job once its chunks are processed."""
-        if job.reading.is_over:
+        if job.prefill.is_over:
             others = self._sharing.share(job)
             job.request.jobs += others
             self._running |= {sample.id: sample for sample in others}
@@ -293,37 +293,37 @@ class Scheduler(GroupChangeOperations, ContextOperations):
                 self._commit_job(job, plan.work, result, now)
             except Exception as error:
                 self._end_failed(job, error)
-        return self.take_outcomes()
+        return self.pop_outcomes()
 
     def _commit_job(self, job: Job, work: Work, result: StepResult, now: float) -> None:
         if job.id in result.not_finite or not result.has_finite_keys:
             self._outcomes.append((job.request.id, job.failure(work)))
             self._lifecycle.finish(job)
         elif isinstance(work, Prefill):
-            job.read(len(work.token_ids), result.seconds)
+            job.record_prefilled(len(work.token_ids), result.seconds)
             self._commit_chunk(job, now)
         elif isinstance(job, Sequence):
             self._commit_tokens(job, result)
 
-    def take_outcomes(self) -> list[Outcome]:
+    def pop_outcomes(self) -> list[Outcome]:
         """Removes and returns the outcomes to send on the streams, in order."""
         outcomes = self._outcomes.copy()
         self._outcomes.clear()
         return outcomes
 
     def _commit_chunk(self, job: Job, now: float) -> None:
-        num_read, total = job.reading.num_read, len(job.reading.token_ids)
-        self._drafter.read(job.tail.segment, job.request.start + num_read)
+        num_computed, total = job.prefill.num_computed, len(job.prefill.token_ids)
+        self._drafter.record_prefilled(job.tail.segment, job.request.start + num_computed)
         if isinstance(job, IngestJob):
-            self._outcomes.append((job.request.id, Progress(num_read, total)))
-            if job.reading.is_over and self._is_durable:
+            self._outcomes.append((job.request.id, Progress(num_computed, total)))
+            if job.prefill.is_over and self._is_durable:
                 self._outcomes.append((job.request.id, Sealed()))
-            elif job.reading.is_over:
+            elif job.prefill.is_over:
                 self._acknowledge(job, now)
         elif isinstance(job, Sequence):
-            if job.speaks_for_all:
+            if job.represents_all_samples:
                 start = job.request.start
-                self._outcomes.append((job.request.id, Progress(start + num_read, start + total)))
+                self._outcomes.append((job.request.id, Progress(start + num_computed, start + total)))
             self._answer(job)
 
     def fail(self, request_id: int, error: LongleafError) -> None:
@@ -340,10 +340,10 @@ class Scheduler(GroupChangeOperations, ContextOperations):
                 job.accept([token.id for token in sampled[:-1]])
             for token in sampled:
                 tokens.append(token)
-                if (reason := job.take(token.id)) is not None:
+                if (reason := job.append_token(token.id)) is not None:
                     break  # tokens sampled after the end of the answer are dropped
             reported = () if attention is None else (attention,)
-            counts = (self._drafter.take(job, sampled), min(len(tokens), len(sampled) - 1))
+            counts = (self._drafter.record_tokens(job, sampled), min(len(tokens), len(sampled) - 1))
             self.drafts.add(*counts, len(tokens))
             self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, reported, *counts)))
         if reason is not None:
@@ -409,7 +409,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
     def audit(self) -> None:
         """Asserts the invariants of blocks, segments, references, reservations and jobs."""
         waiting, running = tuple(self._queue), tuple(self._running.values())
-        audit_holdings(self.segments, self.contexts, self._placer, self._recovery, (waiting, running))
+        audit_placements(self.segments, self.contexts, self._placer, self._recovery, (waiting, running))
         self._job_recovery.audit()
         audit_jobs(waiting, running, self._planner.under_way)
         self._requests.audit()

@@ -26,9 +26,9 @@ class Sequence(Job):
     sampled."""
 
     def __init__(
-        self, request: Request, prompt: Prompt, reading: PrefillCursor, num_blocks: BlockCount, samples: range
+        self, request: Request, prompt: Prompt, prefill: PrefillCursor, num_blocks: BlockCount, samples: range
     ) -> None:
-        super().__init__(request, request.id + samples.start, reading, num_blocks)
+        super().__init__(request, request.id + samples.start, prefill, num_blocks)
         self.prompt = prompt
         self.samples = samples
         """Numbers of the samples that it stands for."""
@@ -49,7 +49,7 @@ class Sequence(Job):
         return len(self.samples)
 
     @property
-    def speaks_for_all(self) -> bool:
+    def represents_all_samples(self) -> bool:
         """The sequence stands for all samples of its request, so that its progress is that of the request."""
         return len(self.samples) == self.prompt.num_samples
 
@@ -94,7 +94,7 @@ class Sequence(Job):
     def max_requested(self) -> int:
         """Maximum number of tokens of the answer with the current rope."""
         most, border = self.prompt.max_tokens, self.request.ropes.border
-        is_near = self.request.start + len(self.reading.token_ids) <= border
+        is_near = self.request.start + len(self.prefill.token_ids) <= border
         return min(most, border + 1 - self.num_prompt) if is_near else most
 
     @property
@@ -146,7 +146,7 @@ class Sequence(Job):
     def reuse(self, path: TokenPath, num_prefill: int) -> None:
         """Continues after `path`, a cached prefix of a plain prompt."""
         assert self.request.start == 0
-        self.reading = PrefillCursor(path, self.reading.token_ids, num_prefill, path.end, path.end)
+        self.prefill = PrefillCursor(path, self.prefill.token_ids, num_prefill, path.end, path.end)
         if not self.num_begins:
             self.request.num_cached = path.end
         elif self.is_recomputed:
@@ -161,7 +161,7 @@ class Sequence(Job):
 
     def _other(self, sample: int) -> "Sequence":
         one = range(sample, sample + 1)
-        other = Sequence(self.request, self.prompt, replace(self.reading), self.num_blocks, one)
+        other = Sequence(self.request, self.prompt, replace(self.prefill), self.num_blocks, one)
         other.phase, other.num_begins = self.phase, 1
         other.passed, other.is_spared = self.passed, self.is_spared
         return other
@@ -169,7 +169,7 @@ class Sequence(Job):
     def part(self, sample: int, generated: TokenIds[int]) -> "Sequence":
         """One sample of a prompt that was answered in part: it continues after the tokens that were sent."""
         assert len(generated) < self.sampling.max_tokens
-        part = Sequence(self.request, self.prompt, self.reading, self.num_blocks, range(sample, sample + 1))
+        part = Sequence(self.request, self.prompt, self.prefill, self.num_blocks, range(sample, sample + 1))
         part.generated.extend(generated)
         part.num_begins = 1
         return part
@@ -178,11 +178,11 @@ class Sequence(Job):
         """Token ids of the prompt and of the answer so far."""
         return array("I", self.prompt.token_ids) + self.generated
 
-    def preempt(self, reading: PrefillCursor, num_blocks: BlockCount) -> None:
+    def preempt(self, prefill: PrefillCursor, num_blocks: BlockCount) -> None:
         """Resets the sequence to the state before the prefill. The prompt and the answer so far are recomputed later,
         and the answer continues with its next token. Preemption does not change the answer, because the random numbers
         depend only on the index of the token."""
-        self.reading, self.num_blocks = reading, num_blocks
+        self.prefill, self.num_blocks = prefill, num_blocks
         self.num_requested = self.num_generated
 
     # --- decoding ---
@@ -190,17 +190,17 @@ class Sequence(Job):
     def next_row(self, placer: BlockPlacer) -> Row:
         """Places the tokens of the next step: the rest of the prompt, or the token that was sampled last.
 
-        The id of that token is unknown while the plan that samples it is under way; `take` sets it.
+        The id of that token is unknown while the plan that samples it is under way; `append_token` sets it.
         """
-        tail, reading, index = self.tail, self.reading, self.num_requested
-        start, known = tail.segment.end, tail.holding.window_runs
-        sent = tuple(reading.token_ids[reading.num_placed :])  # empty once the prompt is placed
+        tail, prefill, index = self.tail, self.prefill, self.num_requested
+        start, known = tail.segment.end, tail.placement.window_runs
+        sent = tuple(prefill.token_ids[prefill.num_placed :])  # empty once the prompt is placed
         terms = self._terms() if sent else None
         token_ids = sent or (self.generated[-1] if index == self.num_generated else 0,)
         runs = tail.add_rows(token_ids, placer)
-        reading.num_placed += len(token_ids)
+        prefill.num_placed += len(token_ids)
         self.num_requested += 1
-        window_runs, num_reference = tail.holding.window_runs, self._num_reference(self.num_requested)
+        window_runs, num_reference = tail.placement.window_runs, self._num_reference(self.num_requested)
         if terms is not None:
             index = -1 if self.prompt.is_probe else index
             rope, more = self.rope, (self._spans(), self.hidden, self.prompt.num_scored)
@@ -210,8 +210,8 @@ class Sequence(Job):
 
     def _terms(self) -> SamplingTerms:
         """The parameters that rank 0 needs before the first row. Other ranks do not need them."""
-        reference = tuple(self.reading.token_ids) if self.prompt.is_compared else ()
-        return SamplingTerms(self.sampling.choosing, self._seen(), reference)
+        reference = tuple(self.prefill.token_ids) if self.prompt.is_compared else ()
+        return SamplingTerms(self.sampling.choosing, self._penalty_history(), reference)
 
     def _spans(self) -> Spans | None:
         """The spans for which its rows report attention."""
@@ -246,24 +246,24 @@ class Sequence(Job):
         return structs.replace(row, runs=runs, window_runs=window_runs, **drafted)
 
     def accept(self, token_ids: TokenIds[int]) -> None:
-        """Records that drafts of the last row were accepted; `take` adds their tokens to the answer."""
+        """Records that drafts of the last row were accepted; `append_token` adds their tokens to the answer."""
         self.tail.accept(token_ids)
         self.num_requested += len(token_ids)
 
-    def take(self, token_id: int) -> EndReason | None:
+    def append_token(self, token_id: int) -> EndReason | None:
         """Adds the next sampled token to the answer. Returns the reason if that ends the answer, else None."""
-        self.reading.num_read = len(self.reading.token_ids)
+        self.prefill.num_computed = len(self.prefill.token_ids)
         self.generated.append(token_id)
         segment, position = self.tail.segment, self.num_prompt + self.num_generated - 1
         if position < segment.end:
             segment.fill(position, token_id)
         return self.prompt.end_reason(token_id, self.num_generated)
 
-    def _seen(self) -> PenaltyHistory | None:
+    def _penalty_history(self) -> PenaltyHistory | None:
         """The tokens that penalties count and that rank 0 does not know."""
         if not self.sampling.has_penalties:
             return None
         generated = tuple(self.generated)
         if self.sampling.repetition_penalty == 1.0:
             return PenaltyHistory((), generated)
-        return PenaltyHistory(tuple({*self.reading.path.token_ids(), *self.prompt.token_ids}), generated)
+        return PenaltyHistory(tuple({*self.prefill.path.token_ids(), *self.prompt.token_ids}), generated)

@@ -35,16 +35,16 @@ class Drafter:
         """Acceptance rates by the first segment of a context."""
         self._costs = StepCostModel()
         self._policy = DraftLengthPolicy(max_rows, max_drafts, self._costs)
-        self._read = dict[Segment, int]()
+        self._prefilled_ends = dict[Segment, int]()
         """Segments that have grown, and the end positions of their new tokens."""
         self._measured = list[tuple[StepPlan, float]]()
         """Steps, and their durations in seconds."""
-        self._came = list[tuple[Sequence, int, int]]()
+        self._recorded_tokens = list[tuple[Sequence, int, int]]()
         """Tokens sampled without drafts: the sequence, the token id, and the position after the token."""
         self._num_learned = 0
         """Number of times that such tokens were compared."""
 
-    def waits(self, jobs: Several[Sequence]) -> bool:
+    def needs_previous_result(self, jobs: Several[Sequence]) -> bool:
         """Whether the next step of these jobs should have drafts, so that it must wait for the result of the previous
         step."""
         if not (self._max_drafts and self._policy.has_room(len(jobs))):
@@ -56,11 +56,11 @@ class Drafter:
         """The rows, with drafts where they pay off. No step of these sequences may be in flight."""
         if not (self._max_drafts and self._policy.has_room(len(jobs))):
             return tuple(rows)
-        drafts = [NO_DRAFT if row.terms else self._look(job) for job, row in zip(jobs, rows, strict=True)]
+        drafts = [NO_DRAFT if row.terms else self._draft_next(job) for job, row in zip(jobs, rows, strict=True)]
         lengths = self._policy.lengths([_chances(job, draft) for job, draft in zip(jobs, drafts, strict=True)])
         return tuple(map(_with_draft, jobs, rows, drafts, lengths))
 
-    def _look(self, job: Sequence) -> Draft:
+    def _draft_next(self, job: Sequence) -> Draft:
         """The draft after the token that was placed just now."""
         most = min(self._max_drafts, job.most_drafts(self._block_size))
         drafts = self._drafter_of(job) if most > 0 else None
@@ -71,7 +71,7 @@ class Drafter:
             return None
         if job.drafter is None:
             job.drafter = SequenceDrafter(job.tail.segment, self._indexes, self._max_drafts, self._usual_of(job))
-        job.drafter.follow(job.tail.segment)
+        job.drafter.set_tail(job.tail.segment)
         return job.drafter
 
     def _usual_of(self, job: Sequence) -> Acceptance | None:
@@ -91,12 +91,12 @@ class Drafter:
         ended."""
         self._costs.measure_gap(seconds, is_ahead=is_ahead)
 
-    def read(self, segment: Segment, end: int) -> None:
+    def record_prefilled(self, segment: Segment, end: int) -> None:
         """Records that tokens of a segment before position `end` were processed, for `learn`."""
         if self._max_drafts:
-            self._read[segment] = end
+            self._prefilled_ends[segment] = end
 
-    def take(self, job: Sequence, tokens: Several[Token]) -> int:
+    def record_tokens(self, job: Sequence, tokens: Several[Token]) -> int:
         """Records the tokens of a step, which the job has added to its answer. Returns the number of drafts in the
         step."""
         if (drafts := self._drafter_of(job)) is None:
@@ -104,7 +104,7 @@ class Drafter:
         if num_drafts := len(drafts.drafted.token_ids):
             drafts.verified(len(tokens) - 1)
         else:
-            self._came.append((job, tokens[-1].id, job.num_prompt + job.num_generated))
+            self._recorded_tokens.append((job, tokens[-1].id, job.num_prompt + job.num_generated))
         return num_drafts
 
     def learn(self) -> None:
@@ -114,24 +114,24 @@ class Drafter:
             if isinstance(plan.work, Decode) and not any(row.terms or row.num_reference for row in plan.work.rows):
                 self._costs.measure(len(plan.work.rows), plan.num_drafts, seconds)
         self._measured.clear()
-        for segment, end in self._read.items():
-            self._indexes.enter(segment, end)
-        self._read.clear()
-        num_came = len(self._came)
+        for segment, end in self._prefilled_ends.items():
+            self._indexes.index_segment(segment, end)
+        self._prefilled_ends.clear()
+        num_came = len(self._recorded_tokens)
         first, most = self._num_learned // TURN_STEPS * MAX_COMPARED, MAX_COMPARED * self._policy.has_room(num_came)
-        for number, (job, token_id, end) in enumerate(self._came):
+        for number, (job, token_id, end) in enumerate(self._recorded_tokens):
             if job.drafter and job.is_running and job.drafter.tail is job.tail.segment and end <= job.tail.segment.end:
                 if (number - first) % num_came < most:
-                    job.drafter.enter(ENTERED_AT_ONCE)
+                    job.drafter.index_path(ENTERED_AT_ONCE)
                     job.drafter.compare(token_id, end)
                 else:
                     job.drafter.skip()
         self._num_learned += num_came > 0
-        self._came.clear()
+        self._recorded_tokens.clear()
 
 
 def _chances(job: Sequence, draft: Draft) -> list[float]:
-    return job.drafter.acceptance.of(draft) if job.drafter else []
+    return job.drafter.acceptance.probabilities(draft) if job.drafter else []
 
 
 def _with_draft(job: Sequence, row: Row, draft: Draft, length: int) -> Row:

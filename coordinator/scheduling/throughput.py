@@ -91,15 +91,15 @@ class Speeds:
         token, step = self.prefill_token.value or 0.0, self.decode_step.value or 0.0
         first = sum(1 for other in others if not other.is_running and _goes_first(other, job))
         running = (other for other in others if other.is_running)
-        rivals = [other for other in running if not job.request.claim.outranks(other.request.claim)]
+        rivals = [other for other in running if not job.request.scheduling.outranks(other.request.scheduling)]
         # Chunks are processed in turn, so no job waits for more tokens of another than it has itself.
-        own = max(0, job.reading.num_prefill - num_resident)
-        tokens = own + sum(min(other.reading.num_prefill - other.reading.num_placed, own) for other in rivals)
+        own = max(0, job.prefill.num_prefill - num_resident)
+        tokens = own + sum(min(other.prefill.num_prefill - other.prefill.num_placed, own) for other in rivals)
         return first * (self.job.value or 0.0) + tokens * token + _least_steps(job) * step
 
 
 def _goes_first(other: Job, job: Job) -> bool:
-    one, two = other.request.claim, job.request.claim
+    one, two = other.request.scheduling, job.request.scheduling
     is_before = one.outranks(two) or (one.account == two.account and one.priority == two.priority)
     return is_before and not other.request.is_paused
 

@@ -78,7 +78,7 @@ class Acceptance:
         """The probabilities that at least 1, 2, ... tokens of the next draft are accepted, before it is known."""
         return self._chances(self._found.value(0.0), self.max_drafts)
 
-    def of(self, draft: Draft) -> list[float]:
+    def probabilities(self, draft: Draft) -> list[float]:
         """The probabilities that at least 1, 2, ... tokens of this draft are accepted."""
         if not draft.size:
             return []
@@ -109,7 +109,7 @@ class ShadowDrafts:
         self._draft: Draft | None = None
         self._num_right = 0
 
-    def take(self, token_id: int, next_draft: Callable[[], Draft]) -> None:
+    def record(self, token_id: int, next_draft: Callable[[], Draft]) -> None:
         """Records the next token of the answer. If the last draft has ended, calls `next_draft` for a draft after that
         token."""
         draft, number = self._draft, self._num_right

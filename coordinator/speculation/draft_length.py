@@ -32,11 +32,11 @@ class DraftLengthPolicy:
 
     def has_room(self, num_sequences: int) -> bool:
         """Whether a step of `num_sequences` sequences may have drafts."""
-        return num_sequences < self._max_rows and self._costs.knows(num_sequences)
+        return num_sequences < self._max_rows and self._costs.has_measured(num_sequences)
 
     def lengths(self, offered: Sequence[Sequence[float]]) -> list[int]:
         """The number of draft tokens to use for each sequence of a step, once the result of the previous step is there.
-        `offered` has the result of `Acceptance.of` for each sequence's draft; empty where there is none."""
+        `offered` has the result of `Acceptance.probabilities` for each sequence's draft; empty where there is none."""
         chances = self._chances(offered)
         num_drafts, _ = self._best(len(offered), [chance for chance, _ in chances])
         lengths = [0] * len(offered)
@@ -60,7 +60,7 @@ class DraftLengthPolicy:
 
     def _best(self, num_sequences: int, chances: Sequence[float]) -> tuple[int, float]:
         """The number of drafts to use, and the resulting tokens per second."""
-        if not self._costs.knows(num_sequences):
+        if not self._costs.has_measured(num_sequences):
             return 0, 0.0
         gap, tokens = self._costs.gap(is_ahead=False), float(num_sequences)
         best = 0, tokens / (self._costs.seconds(num_sequences, 0) + gap)

@@ -45,15 +45,15 @@ class NgramIndexes:
     def __len__(self) -> int:
         return len(self._by_segment)
 
-    def of(self, segment: Segment) -> SegmentIndex:
+    def get(self, segment: Segment) -> SegmentIndex:
         """The index of a segment; a new one is empty."""
         if (index := self._by_segment.get(segment)) is None:
             index = self._by_segment[segment] = SegmentIndex(segment.token_ids)
         return index
 
-    def enter(self, segment: Segment, end: int) -> None:
+    def index_segment(self, segment: Segment, end: int) -> None:
         """Indexes the tokens of a segment before position `end`, which must not be removed later."""
-        self.of(segment).enter(end - segment.start)
+        self.get(segment).add(end - segment.start)
 
     @property
     def num_bytes(self) -> int:
@@ -88,20 +88,20 @@ class NgramDrafter:
     """
 
     def __init__(self, tail: Segment, indexes: NgramIndexes) -> None:
-        self._parts = [_Part(indexes.of(segment), end - start) for segment, start, end in tail.before.parts()]
+        self._parts = [_Part(indexes.get(segment), end - start) for segment, start, end in tail.before.parts()]
         self._near = _near(self._parts)
-        self._tail, self._index = tail, indexes.of(tail)
+        self._tail, self._index = tail, indexes.get(tail)
         self._quoted: NgramMatch | None = None
         """The last match, found for the position `_end`."""
         self._end = 0
 
-    def enter(self, num_tokens: int) -> bool:
+    def index_path(self, num_tokens: int) -> bool:
         """Indexes up to `num_tokens` tokens of the path that were not indexed during the prefill, the last segments
         first. Returns whether all are indexed."""
         near = [self._parts[number] for number in self._near]
         for part in near:
             taken = min(num_tokens, part.num_missing)
-            part.index.enter(part.index.count + taken)
+            part.index.add(part.index.count + taken)
             num_tokens -= taken
         return not any(part.num_missing for part in near)
 
@@ -114,20 +114,20 @@ class NgramDrafter:
         """
         tail, num_known = self._tail, end - self._tail.start
         assert 0 < num_known <= len(tail.token_ids)
-        self._index.enter(min(num_known - 1, self._index.count + ENTERED_AT_ONCE))  # no token follows the last one yet
+        self._index.add(min(num_known - 1, self._index.count + ENTERED_AT_ONCE))  # no token follows the last one yet
         match = NgramMatch(self._last(num_known))
         match.begin(len(self._parts))
         self._index.match(match, num_known - 1)
-        if not self._goes_on(match, end):
-            self._look(match)
+        if not self._continues_match(match, end):
+            self._search(match)
         self._quoted, self._end = match, end
         if not match.size or count < 1:
             return NO_DRAFT
         return Draft(match.size, self._continuation(match, num_known, count))
 
-    def _goes_on(self, match: NgramMatch, end: int) -> bool:
+    def _continues_match(self, match: NgramMatch, end: int) -> bool:
         """Whether the tokens up to `end` continue the last match in the same part of the path. Then no longer match is
-        possible in that part, and `_look` is not needed."""
+        possible in that part, and `_search` is not needed."""
         quoted, count = self._quoted, end - self._end
         if quoted is None or not quoted.size or quoted.part == len(self._parts) or count < 0:
             return False
@@ -135,10 +135,10 @@ class NgramDrafter:
         came = self._tail.token_ids[known - count : known]
         if after + count > part.count or part.index.ids[after : after + count] != came:
             return False
-        match.take(quoted.part, quoted.offset + count, min(MAX_SIZE, quoted.size + count))
+        match.update(quoted.part, quoted.offset + count, min(MAX_SIZE, quoted.size + count))
         return True
 
-    def _look(self, match: NgramMatch) -> None:
+    def _search(self, match: NgramMatch) -> None:
         """Searches the path, its last parts first."""
         for number in self._near:
             if match.is_longest:

@@ -65,9 +65,9 @@ class NgramMatch:
         most = min(len(query), offset + 1)
         while size < most and ids[offset - size] == query[size]:
             size += 1
-        self.take(self._current, offset, size)
+        self.update(self._current, offset, size)
 
-    def take(self, part: int, offset: int, size: int) -> None:
+    def update(self, part: int, offset: int, size: int) -> None:
         """Uses an n-gram of `size` tokens if it is longer than the match so far."""
         if size > self.size:
             self.size, self.part, self.offset = size, part, offset
@@ -109,7 +109,7 @@ class NgramTable:
     def num_bytes(self) -> int:
         return sum(slots.nbytes for slots in (*self._slots, self._previous))
 
-    def enter(self, ids: Ids, end: int) -> None:
+    def add(self, ids: Ids, end: int) -> None:
         """Indexes the n-grams that end at the next offsets, up to `end`. `ids` are those of the segment, uint32
         [tokens]."""
         first = self.start + self.count
@@ -180,7 +180,7 @@ class SegmentIndex:
         """At most MAX_BYTES per indexed token."""
         return sum(table.num_bytes for table in self._tables)
 
-    def enter(self, count: int) -> None:
+    def add(self, count: int) -> None:
         """Indexes the first `count` tokens of the segment, which must not change later. Tokens that are already indexed
         remain indexed."""
         assert count <= len(self.ids)
@@ -193,7 +193,7 @@ class SegmentIndex:
                 self._tables.append(NgramTable(self._covered, self._next_capacity()))
             table = self._tables[-1]
             end = min(self.count, table.start + table.capacity)
-            table.enter(ids, end)
+            table.add(ids, end)
             self._covered = end
 
     def _next_capacity(self) -> int:

@@ -21,9 +21,9 @@ class SequenceDrafter:
     def _move(self, tail: Segment) -> None:
         self.tail = tail
         self._drafts = NgramDrafter(tail, self._indexes)
-        self._is_entered = False
+        self._is_indexed = False
 
-    def follow(self, tail: Segment) -> None:
+    def set_tail(self, tail: Segment) -> None:
         """Switches to the segment `tail`. The acceptance rates are kept."""
         if tail is not self.tail:
             self.drafted = NO_DRAFT
@@ -46,14 +46,14 @@ class SequenceDrafter:
 
     def compare(self, token_id: int, end: int) -> None:
         """Compares a token that was sampled without a draft, and that ends at position `end`, with the shadow draft."""
-        self._comparison.take(token_id, lambda: self.draft(end, self._max_drafts))
+        self._comparison.record(token_id, lambda: self.draft(end, self._max_drafts))
 
     def skip(self) -> None:
         """Records that a token was sampled without a draft and is not compared."""
         self._comparison.drop()
 
-    def enter(self, num_tokens: int) -> None:
+    def index_path(self, num_tokens: int) -> None:
         """Indexes up to `num_tokens` tokens of the path that were not indexed during the prefill, as after a
         restart."""
-        if not self._is_entered:
-            self._is_entered = self._drafts.enter(num_tokens)
+        if not self._is_indexed:
+            self._is_indexed = self._drafts.index_path(num_tokens)

@@ -71,7 +71,9 @@ class _StepTimes:
     def seconds(self, num_drafts: int) -> float:
         above = bisect_right(self._measured, num_drafts)
         ratio = self._values[above - 1]
-        is_hopeful = self._count % HOPEFUL_EVERY >= HOPEFUL_EVERY - 2  # covers `waits` and `lengths` of one step
+        is_hopeful = (
+            self._count % HOPEFUL_EVERY >= HOPEFUL_EVERY - 2
+        )  # covers `needs_previous_result` and `lengths` of one step
         if above < len(self._measured) and not is_hopeful:
             low, high = self._measured[above - 1], self._measured[above]
             ratio += (self._values[above] - ratio) * (num_drafts - low) / (high - low)
@@ -104,11 +106,11 @@ class StepCostModel:
     def gap(self, *, is_ahead: bool) -> float:
         return (self._gap_ahead if is_ahead else self._gap_after).value
 
-    def knows(self, num_sequences: int) -> bool:
+    def has_measured(self, num_sequences: int) -> bool:
         """Whether a step with `num_sequences` sequences and no drafts was measured."""
         steps = self._by_sequences.get(num_sequences)
         return steps is not None and steps.level.value > 0
 
     def seconds(self, num_sequences: int, num_drafts: int) -> float:
-        """Estimated duration of a step. Requires that `knows` is true for `num_sequences`."""
+        """Estimated duration of a step. Requires that `has_measured` is true for `num_sequences`."""
         return self._by_sequences[num_sequences].seconds(num_drafts)

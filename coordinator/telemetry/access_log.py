@@ -38,7 +38,7 @@ class AccessLog:
         self._refused.stop()
 
     @contextmanager
-    def call(self, record: CallRecord) -> Generator[None, None, None]:
+    def observe_call(self, record: CallRecord) -> Generator[None, None, None]:
         """Logs the call when it ends."""
         began = self._clock()
         try:
@@ -47,13 +47,13 @@ class AccessLog:
             self._write(record, self._clock() - began)
 
     @contextmanager
-    def generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
+    def observe_generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
         """Writes nothing: the line of the call is enough."""
         yield _ignore
 
     def _write(self, record: CallRecord, seconds: float) -> None:
         is_refused = record.code in REFUSED
-        if is_refused and not self._refused.note(record.host, record.code):
+        if is_refused and not self._refused.record(record.host, record.code):
             return
         facts = facts_of(record, seconds)
         access.info("call ended%s", f" with {record.error}" if record.error else "", extra=facts)

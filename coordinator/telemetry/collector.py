@@ -16,7 +16,7 @@ Labels = Mapping[str, str]
 
 
 class Gauges:
-    """A Collector of the values read by the last `look`. `build` describes the service in constant labels."""
+    """A Collector of the values read by the last `refresh`. `build` describes the service in constant labels."""
 
     def __init__(self, sources: MetricSources, model: str, build: Labels) -> None:
         self._sources = sources
@@ -28,7 +28,7 @@ class Gauges:
         """May be called by any thread."""
         return self._seen
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Read all values, on the event loop. Values that are unavailable are omitted."""
         seen = [self._gauge("build_info", "1; the labels describe the service.", self._build, 1)]
         with suppress(LongleafError):

@@ -35,16 +35,16 @@ class GenerationSpans:
     def _start(self, name: str) -> Span:
         return self._tracer.start_span(name, set_span_in_context(self._whole))
 
-    def _enter(self, name: str) -> None:
+    def _begin_phase(self, name: str) -> None:
         if name != self._name:
             self._phase.end()
             self._name, self._phase = name, self._start(name)
 
-    def take(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
         """Records `event`, as a change of phase or as an event of the span of the current phase."""
         match event:
             case Admitted():
-                self._enter("queue" if event.queue_position else "prefill")
+                self._begin_phase("queue" if event.queue_position else "prefill")
                 self._whole.set_attribute("gen_ai.usage.input_tokens", event.prompt_tokens)
                 self._whole.set_attribute("longleaf.cached_tokens", event.cached_tokens)
             case Progress():
@@ -52,7 +52,7 @@ class GenerationSpans:
             case Recovering():
                 self._phase.add_event("recovering", {"longleaf.lost_tokens": event.lost_tokens})
             case Tokens():
-                self._enter("decode")
+                self._begin_phase("decode")
                 self._num_tokens[event.sample] = self._num_tokens.get(event.sample, 0) + len(event.tokens)
                 self._num_drafted += event.num_drafted
                 self._num_accepted += event.num_accepted

@@ -44,13 +44,13 @@ class Metrics:
         """The current metrics in Prometheus' text format. Formatting runs in a thread: with many tenants there are
         thousands of lines."""
         async with self._turn:
-            self.look()
+            self.refresh()
             return await asyncio.get_running_loop().run_in_executor(self._thread, generate_latest, self._registry)
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Collects the values that are not counted; this blocks the event loop."""
         if self._gauges is not None:
-            self._gauges.look()
+            self._gauges.refresh()
 
     async def stop(self) -> None:
         """Closes the port. Idempotent."""

@@ -49,11 +49,11 @@ EventSink = Callable[[Event], None]
 class Observer(Protocol):
     """Is notified of the start of each call and generation, and of its end by the exit of the context manager."""
 
-    def call(self, record: CallRecord) -> AbstractContextManager[None]:
+    def observe_call(self, record: CallRecord) -> AbstractContextManager[None]:
         """Spans a call. `record` is filled in meanwhile; the code is set last."""
         ...
 
-    def generation(self, request_id: str, tenant: str) -> AbstractContextManager[EventSink]:
+    def observe_generation(self, request_id: str, tenant: str) -> AbstractContextManager[EventSink]:
         """Spans a generation in the engine, which may outlast its call. Exits with the error that ended it early:
         CancelledError or GeneratorExit when the client disconnected. The yielded function receives each event.
         """
@@ -67,18 +67,20 @@ class Observers:
         self._observers = tuple(observers)
 
     @contextmanager
-    def call(self, record: CallRecord) -> Generator[None, None, None]:
+    def observe_call(self, record: CallRecord) -> Generator[None, None, None]:
         """Enter the context of each observer."""
         with ExitStack() as stack:
             for observer in self._observers:
-                stack.enter_context(observer.call(record))
+                stack.enter_context(observer.observe_call(record))
             yield
 
     @contextmanager
-    def generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
+    def observe_generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
         """Enter the context of each observer."""
         with ExitStack() as stack:
-            reported = [stack.enter_context(observer.generation(request_id, tenant)) for observer in self._observers]
+            reported = [
+                stack.enter_context(observer.observe_generation(request_id, tenant)) for observer in self._observers
+            ]
 
             def on_event(event: Event) -> None:
                 for tell in reported:

@@ -96,7 +96,7 @@ class OtlpTraces:
         self._errors.take_down()
 
     @contextmanager
-    def call(self, record: CallRecord) -> Generator[None, None, None]:
+    def observe_call(self, record: CallRecord) -> Generator[None, None, None]:
         """Records the span of a call. If the client sent a trace context, the span joins its trace."""
         span = self._tracer.start_span(
             record.method.lstrip("/"),
@@ -114,11 +114,11 @@ class OtlpTraces:
             _end(span, record)
 
     @contextmanager
-    def generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
+    def observe_generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
         """Records the spans of a generation, as children of the call that began it."""
         spans = GenerationSpans(self._tracer, self._model, request_id, tenant)
         try:
-            yield spans.take
+            yield spans.record
         except BaseException as error:
             is_cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
             spans.fail(CANCELLED if is_cancelled else type(error).__name__)

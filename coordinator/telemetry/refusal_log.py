@@ -34,7 +34,7 @@ class RefusalLog:
         """Calls not reported yet, by code."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def note(self, host: str, code: str) -> bool:
+    def record(self, host: str, code: str) -> bool:
         """Count a refused call; return whether to log it individually."""
         now = self._clock()
         if now - self._began >= MINUTE:
@@ -46,10 +46,10 @@ class RefusalLog:
             return True
         self._codes[code] += 1
         if self._timer is None:
-            self._timer = self._later(COUNT_SECONDS, self._say)
+            self._timer = self._later(COUNT_SECONDS, self._log_summary)
         return False
 
-    def _say(self) -> None:
+    def _log_summary(self) -> None:
         self._timer = None
         counts = ", ".join(f"{count:,} with {code}" for code, count in sorted(self._codes.items()))
         self._codes.clear()
@@ -59,4 +59,4 @@ class RefusalLog:
         """Report the calls not reported yet."""
         if self._timer is not None:
             self._timer.cancel()
-            self._say()
+            self._log_summary()

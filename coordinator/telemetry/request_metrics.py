@@ -169,7 +169,7 @@ class RequestMetrics:
         return Counter(f"longleaf_{name}", help_text, ("model", "tenant", *labels), registry=self._registry)
 
     @contextmanager
-    def call(self, record: CallRecord) -> Generator[None, None, None]:
+    def observe_call(self, record: CallRecord) -> Generator[None, None, None]:
         try:
             yield
         finally:
@@ -179,7 +179,7 @@ class RequestMetrics:
             self._requests.labels(self._model, record.tenant, kind, outcome, code).inc()
 
     @contextmanager
-    def generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
+    def observe_generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
         going = GenerationTimes(self._of(tenant), self._clock)
         yield going.on_event
         going.end()  # not for a generation that ended with an error or a cancellation

@@ -121,7 +121,7 @@ class ChatTemplate:
         texts = [self._control.mark(output.text, marks) for output in messages]
         edged = [self._control.mark_edges(text, marks) for text in texts]
         variants = [texts] if edged == texts else [texts, edged]
-        found = self._ask([self._messages(messages, each, number, before) for each in variants], variables)
+        found = self._render_all([self._messages(messages, each, number, before) for each in variants], variables)
         for rendering in found:
             if rendering.reason:
                 raise ConversationRefused(f"the chat template {rendering.reason}", rendering.message)
@@ -139,7 +139,7 @@ class ChatTemplate:
             if output.role == "system" and not any(form in rendered for form in forms):
                 raise ConversationRefused("the chat template leaves out the system's message", number)
 
-    def _ask(self, conversations: Sequence[Messages], variables: dict[str, Any]) -> list[Rendering]:
+    def _render_all(self, conversations: Sequence[Messages], variables: dict[str, Any]) -> list[Rendering]:
         return self._renderer.render(self._source, {**self._special_tokens, **variables}, conversations)
 
     def _messages(

@@ -7,7 +7,7 @@ from typing import Any, cast
 import msgspec
 
 from longleaf.errors import InvalidArgument, ModelRefused
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -61,7 +61,7 @@ class _Recommended(msgspec.Struct, frozen=True):
     repetition_penalty: float | None = None
 
 
-def read_sampling(folder: Path) -> Sampling:
+def read_sampling(folder: Path) -> SamplingParams:
     """Sampling parameters of generation_config.json; parameters that it omits keep their defaults here.
 
     As in transformers, sampling is off unless `do_sample` is true, and then has temperature 1 by default; but the
@@ -75,7 +75,7 @@ def read_sampling(folder: Path) -> Sampling:
             given = {name: value for name, value in given.items() if name == "repetition_penalty"}
         elif "temperature" not in given:
             given["temperature"] = 1.0
-        sampling = Sampling(**given)
+        sampling = SamplingParams(**given)
         sampling.check()
     except msgspec.ValidationError as error:
         reported, _, field = str(error).rpartition(" - at ")

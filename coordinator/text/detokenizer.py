@@ -125,18 +125,18 @@ class TextStream:
         token_ids, text = self._detokenizer.push(token_id)
         if not token_ids:
             return None
-        if (match := self._hold(token_ids, text)) is not None:
+        if (match := self._buffer_text(token_ids, text)) is not None:
             return self._cut(match)
         return self._release(self._num_buffered - self._stops.num_pending)
 
     def finish(self, *silent: int) -> TextDelta | None:
         """Return everything that is held back. `silent` ids (the end token) join the last piece without text."""
-        if (match := self._hold(*self._detokenizer.finish())) is not None:
+        if (match := self._buffer_text(*self._detokenizer.finish())) is not None:
             return self._cut(match)
-        self._hold(silent, "")
+        self._buffer_text(silent, "")
         return self._release(self._num_buffered)
 
-    def _hold(self, token_ids: tuple[int, ...], text: str) -> StopMatch | None:
+    def _buffer_text(self, token_ids: tuple[int, ...], text: str) -> StopMatch | None:
         self._buffered.append((token_ids, text))
         self._num_buffered += len(text)
         return self._stops.push(text)

@@ -50,7 +50,7 @@ class Renderer:
 
     def literals(self, source: str) -> list[str]:
         """As DirectRenderer.literals. Raises as `render`; none if there was not enough time or memory."""
-        found = self._ask({"source": source, "variables": {}, "conversations": None})
+        found = self._call_process({"source": source, "variables": {}, "conversations": None})
         return cast(list[str], found) if isinstance(found, list) else []
 
     def render(self, source: str, variables: dict[str, Any], conversations: Sequence[Messages]) -> list[Rendering]:
@@ -59,17 +59,17 @@ class Renderer:
 
         Raises ModelRefused when the process ended in an unknown way, and StartError when it was stopped.
         """
-        found = self._ask({"source": source, "variables": variables, "conversations": list(conversations)})
+        found = self._call_process({"source": source, "variables": variables, "conversations": list(conversations)})
         if found is None:
             return [Rendering(reason="needs too much memory")] * len(conversations)
         if isinstance(found, str):
             return [Rendering(reason=found)] * len(conversations)
         return [Rendering(*each) for each in found]
 
-    def _ask(self, request: dict[str, Any]) -> Any:
+    def _call_process(self, request: dict[str, Any]) -> Any:
         """The answer; a reason if time was exceeded, None if memory was exceeded."""
         line = json.dumps(request | {"now": self._now.isoformat()}) + "\n"
-        process = self._take()
+        process = self._acquire_process()
         assert process.stdin is not None and process.stdout is not None
         answer, expired = "", threading.Event()
         impatient = threading.Timer(self._patience, self._expire, (process, expired))
@@ -84,7 +84,7 @@ class Renderer:
         finally:
             impatient.cancel()
             has_answered = answer.endswith("\n")
-            self._give_back(process, has_answered and not expired.is_set())
+            self._release_process(process, has_answered and not expired.is_set())
         if has_answered:
             return json.loads(answer)
         return self._end(process, has_expired=expired.is_set())
@@ -95,7 +95,7 @@ class Renderer:
                 expired.set()
                 process.kill()
 
-    def _take(self) -> "subprocess.Popen[str]":
+    def _acquire_process(self) -> "subprocess.Popen[str]":
         with self._lock:
             if self._is_stopped:
                 raise self._failure(0)
@@ -104,7 +104,7 @@ class Renderer:
             self._busy.append(process)
             return process
 
-    def _give_back(self, process: "subprocess.Popen[str]", is_alive: bool) -> None:
+    def _release_process(self, process: "subprocess.Popen[str]", is_alive: bool) -> None:
         with self._lock:
             self._busy.remove(process)
             if is_alive:

@@ -58,7 +58,7 @@ class TextMap:
     def bytes_of(self, token_start: int, token_end: int) -> tuple[int, int] | None:
         """Return the byte range of tokens [start, end); None where some of them were given as ids."""
         assert 0 <= token_start <= token_end <= self.num_tokens
-        first, last = self._holding(token_start), self._holding(max(token_start, token_end - 1))
+        first, last = self._document_index(token_start), self._document_index(max(token_start, token_end - 1))
         if any(document.text is None for document in self._documents[first : last + 1]):
             return None
         return self._byte(first, token_start), self._byte(last, token_end)
@@ -125,7 +125,7 @@ class TextMap:
         file = file_at(document.text.files, local)
         return Lines(document, file.start if file else 0, local)
 
-    def _holding(self, position: int) -> int:
+    def _document_index(self, position: int) -> int:
         """Return the index of the document with the token at a position; the last one at the end."""
         return max(0, bisect_right(self._documents, position, key=lambda each: each.start) - 1)
 
@@ -143,7 +143,7 @@ class TextMap:
         return document.start + document.token_at(byte - document.first_byte) if document else 0
 
     def _token_bytes(self, start: int, end: int) -> Iterator[bytes]:
-        for document in self._documents[self._holding(start) :]:
+        for document in self._documents[self._document_index(start) :]:
             if document.start >= end:
                 return
             first = max(0, start - document.start)

@@ -86,7 +86,7 @@ class TokenByteDecoder:
         self._end_tokens = end_tokens
         self._is_first = not is_continued
 
-    def take(self, token: Token) -> Token:
+    def decode(self, token: Token) -> Token:
         """Adds bytes to the logprobs of the next token: its own, and those of the alternatives at this position."""
         if token.logprobs is None:
             return token

@@ -89,7 +89,7 @@ async def list_contexts(request: Request) -> Response:
 
 async def get_context(request: Request) -> Response:
     client, name = client_of(request), context_from_path(request)
-    return await _context_response(request, client, await _tried(client.get_context(name)))
+    return await _context_response(request, client, await _call_service(client.get_context(name)))
 
 
 async def update_context(request: Request) -> Response:
@@ -103,7 +103,7 @@ async def update_context(request: Request) -> Response:
         given["is_pinned"] = given.pop("pinned")
     if not given:
         raise HttpProblem(400, f"give at least one of {', '.join(ContextPatch.__struct_fields__)}")
-    return await _context_response(request, client, await _tried(client.update_context(name, **given)))
+    return await _context_response(request, client, await _call_service(client.update_context(name, **given)))
 
 
 async def delete_context(request: Request) -> Response:
@@ -114,7 +114,7 @@ async def delete_context(request: Request) -> Response:
         raise HttpProblem(400, f"unknown parameter: {min(given)}", param=min(given))
     if upload_id == "":  # a missing value does not mean the context
         raise HttpProblem(400, "upload_id: is required", param="upload_id")
-    await _tried(client.delete_context(name) if upload_id is None else client.cancel_ingest(name, upload_id))
+    await _call_service(client.delete_context(name) if upload_id is None else client.cancel_ingest(name, upload_id))
     return Response(status_code=204)
 
 
@@ -123,7 +123,7 @@ async def fork_context(request: Request) -> Response:
     await model_name(request, client)
     fork = converted(await json_of(request), Fork)
     check_new(fork.id)
-    made = await _tried(client.fork_context(name, fork.id, num_tokens=fork.tokens))
+    made = await _call_service(client.fork_context(name, fork.id, num_tokens=fork.tokens))
     return await _context_response(request, client, made, 201)
 
 
@@ -131,7 +131,7 @@ async def _context_response(request: Request, client: AsyncClient, context: Cont
     return json_response(described(context, await model_name(request, client)), status)
 
 
-async def _tried(call: Any) -> Any:
+async def _call_service(call: Any) -> Any:
     try:
         return await with_deadline(call)
     except LongleafError as error:

@@ -15,8 +15,8 @@ from starlette.types import Receive
 from gateway.callers import client_of, peer_of, with_deadline
 from gateway.contexts.resources import check_new, context_from_path, context_problem, described
 from gateway.errors import HttpProblem, problem_of
-from gateway.events import EventResponse, event, wait_disconnected
 from gateway.models import model_name
+from gateway.sse import EventResponse, event, wait_disconnected
 from longleaf.errors import InvalidArgument, LongleafError, Unavailable
 from longleaf.types import MAX_TIME, ContextOptions, ContextSettings, IngestHeader, IngestProgress
 
@@ -94,7 +94,7 @@ class UploadBody:
             self._over.set()
         return message.get("body", b"")
 
-    async def leave(self, receive: Receive) -> None:
+    async def wait_left(self, receive: Receive) -> None:
         """Returns when the caller has disconnected; while the body is read, its reader detects that."""
         await self._over.wait()
         if not self._has_left:
@@ -129,7 +129,7 @@ async def upload(request: Request) -> Response:
         raise
     reporting = UploadEvents(model, header, body, first)
     left = (
-        body.leave if first.phase == "receiving" else wait_disconnected
+        body.wait_left if first.phase == "receiving" else wait_disconnected
     )  # the body of a complete upload is not read again
     # EventResponse is callable like a Response, but not a subclass
     return cast(Response, EventResponse(reporting.events(steps), reporting.waiting, left))

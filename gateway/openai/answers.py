@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from gateway.bodies import MemoryLease, json_response
 from gateway.errors import HttpProblem, problem_of
-from gateway.events import DONE, EventResponse, cancel_on_disconnect, event
 from gateway.openai.models import MISSING
+from gateway.sse import DONE, EventResponse, cancel_on_disconnect, event
 from longleaf.errors import LongleafError, Unavailable
 from longleaf.sampling import Logprobs
 from longleaf.types import Delta, Event, Finished, Progress, Recovering, Started, Usage
@@ -101,7 +101,7 @@ async def answer(request: Request, asking: PendingCompletion, share: MemoryLease
             first = await cancel_on_disconnect(request, anext(events))
         except StopAsyncIteration:
             raise Unavailable("the service ended the stream before the answer") from None
-        share.give_back()
+        share.release()
         if not is_streamed:
             return json_response(await cancel_on_disconnect(request, _whole(events, formatter)))
     except LongleafError as error:

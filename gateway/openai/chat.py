@@ -29,10 +29,10 @@ NAMES = {"return_token_bytes": "logprobs", "text": "messages"}
 
 async def chat(request: Request) -> Response:
     with share_of(request) as share:
-        return await answer(request, await _ask(request, share), share)
+        return await answer(request, await _start_completion(request, share), share)
 
 
-async def _ask(request: Request, share: MemoryLease) -> PendingCompletion:
+async def _start_completion(request: Request, share: MemoryLease) -> PendingCompletion:
     """Only the return value references the conversation."""
     client = client_of(request)
     await model_name(request, client)  # authenticates the caller before the body is read

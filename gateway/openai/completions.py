@@ -37,10 +37,10 @@ NAMES = {
 
 async def completions(request: Request) -> Response:
     with share_of(request) as share:
-        return await answer(request, await _ask(request, share), share)
+        return await answer(request, await _start_completion(request, share), share)
 
 
-async def _ask(request: Request, share: MemoryLease) -> PendingCompletion:
+async def _start_completion(request: Request, share: MemoryLease) -> PendingCompletion:
     """Only the return value references the prompt."""
     client = client_of(request)
     await model_name(request, client)  # authenticates the caller before the body is read

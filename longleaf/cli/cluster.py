@@ -43,7 +43,7 @@ def cluster(server: ServerOptions, watch: Watch = False, interval: Interval = 1.
     with connect(server) as client:
         found = client.cluster()
     if as_json:
-        print_json(shown(found))
+        print_json(to_json(found))
         return
     for line in lines_of(found, time.time()):
         print(line)
@@ -55,7 +55,7 @@ def _watch(server: ServerOptions, interval: float, as_json: bool) -> None:
         changes = client.watch_cluster(min_interval=interval)
         if as_json:
             for found in changes:
-                print_json(shown(found))
+                print_json(to_json(found))
             return
         with Live(console=Console(highlight=False), auto_refresh=False) as live:
             for found in changes:
@@ -68,7 +68,7 @@ def is_hidden(found: Cluster) -> bool:
     return any(worker.pid == 0 for worker in found.workers)
 
 
-def shown(found: Cluster) -> object:
+def to_json(found: Cluster) -> object:
     """The JSON output, with null for hidden values."""
     if not is_hidden(found):
         return found

@@ -65,7 +65,7 @@ def show_context(name: Name, server: ServerOptions, as_json: AsJson = False) -> 
         return
     print(summary(context))
     print(lifetime(context))
-    print(use(context))
+    print(describe_use(context))
     print(positions(context.positions))
     if context.shares:
         Console().print(shares_table(context))
@@ -211,7 +211,7 @@ def lifetime(context: Context) -> str:
     return f"created {_date(context.created)}, updated {_date(context.updated)}, {end}{pin}"
 
 
-def use(context: Context) -> str:
+def describe_use(context: Context) -> str:
     """The state of a context, its size in storage, its last use, and the number of its requests."""
     where = {
         "resident": "in memory",

@@ -82,17 +82,17 @@ def _terminable() -> Generator[None, None, None]:
 class _Silent:
     """Shows nothing, for --json."""
 
-    def say(self, line: str) -> None: ...
+    def show_message(self, line: str) -> None: ...
 
-    def ingest(self, progress: IngestProgress) -> None: ...
+    def show_ingest(self, progress: IngestProgress) -> None: ...
 
-    def ask(self, question: str) -> None: ...
+    def show_question(self, question: str) -> None: ...
 
-    def answer(self, text: str) -> None: ...
+    def show_answer(self, text: str) -> None: ...
 
-    def check(self, question: Question) -> None: ...
+    def show_verdict(self, question: Question) -> None: ...
 
-    def trace(self, client: Client, sources: Sequence[Source]) -> None: ...
+    def show_sources(self, client: Client, sources: Sequence[Source]) -> None: ...
 
 
 class _Screen:
@@ -109,28 +109,28 @@ class _Screen:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def say(self, line: str) -> None:
+    def show_message(self, line: str) -> None:
         self._console.print(line, markup=False)
 
-    def ingest(self, progress: IngestProgress) -> None:
+    def show_ingest(self, progress: IngestProgress) -> None:
         if self._bar is None:
             self._bar = self._stack.enter_context(progress_bar(None))
         self._bar(progress)
         if progress.phase == "ready":
             self._stack.close()
 
-    def ask(self, question: str) -> None:
+    def show_question(self, question: str) -> None:
         self._console.print(f"\n[bold]?[/bold] {question}")
         self._console.print("  ", end="")
 
-    def answer(self, text: str) -> None:
+    def show_answer(self, text: str) -> None:
         self._console.print(text, end="", markup=False)
 
-    def check(self, question: Question) -> None:
+    def show_verdict(self, question: Question) -> None:
         verdict = "[green]right[/green]" if question.correct else f"[red]wrong, expected {question.expected}[/red]"
         self._console.print(f"   {verdict}")
 
-    def trace(self, client: Client, sources: Sequence[Source]) -> None:
+    def show_sources(self, client: Client, sources: Sequence[Source]) -> None:
         for source in joined(sources)[:1]:
             found = excerpt(client, CONTEXT, source, client.get_context(CONTEXT).tokens)
             if found is None:

@@ -20,7 +20,7 @@ KINDS = (
 """First bytes of common binary formats, and the error message for each."""
 
 
-def objection(files: Sequence[str]) -> InvalidArgument | None:
+def find_invalid_utf8(files: Sequence[str]) -> InvalidArgument | None:
     """An error that names the first file that is not UTF-8, and the offset in that file. None if there is none, or if a
     file cannot be read again, such as `-`."""
     decoder, start, path = getincrementaldecoder("utf-8")(), 0, Path()

@@ -4,7 +4,7 @@ import os
 import signal
 
 
-def become(command: list[str]) -> None:
+def exec_command(command: list[str]) -> None:
     """Replaces this process by another program. SIGINT stays blocked until that program unblocks it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, cast
 
-from longleaf.cli.exec_process import become
+from longleaf.cli.exec_process import exec_command
 from longleaf.cli.flags import takes_flags
 from longleaf.cli.options import AsJson, option
 from longleaf.service_settings import LogFormat, LogLevel, TelemetryConfig
@@ -128,4 +128,4 @@ def gateway(flags: GatewayFlags, as_json: AsJson = False) -> None:
     """
     command = [sys.executable, "-P", "-m", "gateway", *flags.options(), f"--as-json={as_json}"]
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    become(command)
+    exec_command(command)

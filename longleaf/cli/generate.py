@@ -74,13 +74,11 @@ def generate(
         show(client.generate(read_input(prompt, "prompt"), **options), as_json, flags.samples)
 
 
-def nothing_more(_: Finished) -> None:
+def no_output(_: Finished) -> None:
     """Prints nothing."""
 
 
-def show(
-    answer: Generator[Event, None, None], as_json: bool, num_samples: int = 1, under: Under = nothing_more
-) -> None:
+def show(answer: Generator[Event, None, None], as_json: bool, num_samples: int = 1, under: Under = no_output) -> None:
     """Prints an answer while it streams: its text followed by the output of `under`, or one JSON object per delta and
     one at the end. The text of several samples is printed when each is complete."""
     with closing(answer):

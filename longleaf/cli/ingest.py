@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from longleaf.cli.document_files import empty_files, objection
+from longleaf.cli.document_files import empty_files, find_invalid_utf8
 from longleaf.cli.flags import takes_server
 from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
 from longleaf.cli.token_files import TokenFormat, read_ids
@@ -128,7 +128,7 @@ def _files_named(files: list[str]) -> Generator[None, None, None]:
     try:
         yield
     except InvalidArgument as error:
-        if error.field == "text" and (found := objection(files)) is not None:
+        if error.field == "text" and (found := find_invalid_utf8(files)) is not None:
             raise found from None
         if error.field.partition(".")[0] in ("text", "token_ids"):
             names = ", ".join("standard input" if file == "-" else file for file in files)

@@ -124,12 +124,12 @@ def _fleet(server: str) -> Cluster:
 
 def report(config: EngineConfig, fleet: Cluster | None, *, has_weights: bool) -> ModelReport:
     """Runs the checks of both roles as subprocesses, because the command imports neither tokenizers nor torch."""
-    text = _ask("coordinator.text.compat_check", [config.model], TextReport)
+    text = _inspect("coordinator.text.compat_check", [config.model], TextReport)
     attention = AttentionReport()
     if not text.reason:
         pools = [str(worker.max_kv_bytes) for worker in fleet.workers] if fleet is not None else []
         given = [msgspec.json.encode(config).decode(), *(["--load"] if has_weights else []), *pools]
-        attention = _ask("workers.compat_check", given, AttentionReport)
+        attention = _inspect("workers.compat_check", given, AttentionReport)
     is_supported = not text.reason and not attention.reason
     fingerprint, unread = _fingerprint(Path(config.model))
     return ModelReport(
@@ -150,7 +150,7 @@ def _fingerprint(folder: Path) -> tuple[Fingerprint | None, str]:
         return None, str(error)
 
 
-def _ask(module: str, arguments: list[str], kind: type[Report]) -> Report:
+def _inspect(module: str, arguments: list[str], kind: type[Report]) -> Report:
     """The report of `module` about a checkpoint. Raises LongleafError if the subprocess fails."""
     # -P: a folder named `tokenizers` where the command was typed must not shadow the library.
     command = [sys.executable, "-P", "-m", module, *arguments]
@@ -205,11 +205,11 @@ def kinds_table(kinds: tuple[AttentionKind, ...]) -> Table:
     for kind in kinds:
         dims = f"{kind.head_dim}" if kind.value_dim is None else f"{kind.head_dim}, values {kind.value_dim}"
         sizes = (str(kind.num_heads), str(kind.num_kv_heads), dims)
-        table.add_row(str(len(kind.layers)), spans(kind.layers), *sizes, sight(kind))
+        table.add_row(str(len(kind.layers)), spans(kind.layers), *sizes, describe_reach(kind))
     return table
 
 
-def sight(kind: AttentionKind) -> str:
+def describe_reach(kind: AttentionKind) -> str:
     """The tokens that a query attends to."""
     if kind.section is not None:
         return f"its section of {kind.section:,} tokens"

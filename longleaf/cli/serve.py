@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from longleaf.cli.exec_process import become
+from longleaf.cli.exec_process import exec_command
 from longleaf.cli.flags import takes_flags
 from longleaf.cli.options import KV_DTYPE_HELP, AsJson, option
 from longleaf.config import (
@@ -467,4 +467,4 @@ def serve(flags: ServeFlags, as_json: AsJson = False) -> None:
     )
     if flags.log_format == "text":
         print(f"starting {count_ranks(flags.world_size)} ({flags.launcher}) …", file=sys.stderr, flush=True)
-    become(command)
+    exec_command(command)

@@ -41,7 +41,7 @@ from longleaf.v1 import generation_service_pb2_grpc as generation_grpc
 from longleaf.v1 import tokenizer_service_pb2 as tokenizer_pb
 from longleaf.v1 import tokenizer_service_pb2_grpc as tokenizer_grpc
 
-FAREWELL_SECONDS = 1.0
+CANCEL_SECONDS = 1.0
 """Longest wait for the request that cancels an abandoned generation."""
 
 
@@ -90,8 +90,8 @@ class AsyncClient(ContextMethods):
         self._tokenizer: Any = tokenizer_grpc.TokenizerServiceStub(channel)
         self._cluster: Any = cluster_grpc.ClusterServiceStub(channel)
         self._health: Any = health_pb2_grpc.HealthStub(channel)
-        self._receptions: set[GenerationStream] = set()
-        self._farewells: set[asyncio.Task[None]] = set()
+        self._streams: set[GenerationStream] = set()
+        self._cancellations: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -101,9 +101,9 @@ class AsyncClient(ContextMethods):
 
     async def close(self) -> None:
         """Closes the connection. Pending calls raise Cancelled."""
-        while self._receptions:
-            self._leave(self._receptions.pop())
-        await asyncio.gather(*self._farewells)
+        while self._streams:
+            self._cancel_abandoned(self._streams.pop())
+        await asyncio.gather(*self._cancellations)
         await self._calls.close()
 
     async def generate(
@@ -122,15 +122,15 @@ class AsyncClient(ContextMethods):
         """
         reception = GenerationStream(input, context, options)
         del input  # the request has a copy, which is freed when the service answers
-        self._receptions.add(reception)
+        self._streams.add(reception)
         try:
             async with aclosing(self._events(reception)) as events:
                 async for event in events:
                     yield event
         finally:
-            if reception in self._receptions:  # closing the client has already abandoned all generations
-                self._receptions.remove(reception)
-                self._leave(reception)
+            if reception in self._streams:  # closing the client has already abandoned all generations
+                self._streams.remove(reception)
+                self._cancel_abandoned(reception)
 
     async def _events(self, reception: GenerationStream) -> AsyncGenerator[Event, None]:
         """The events of one generation, across reconnections."""
@@ -141,8 +141,8 @@ class AsyncClient(ContextMethods):
                 events = self._calls.stream(method, reception.request(), attempts, codec.decode_event)
                 async with aclosing(events):
                     async for event in events:
-                        if event is not None and reception.take(event):
-                            attempts.renew()
+                        if event is not None and reception.accept(event):
+                            attempts.reset_limits()
                             yield event
                 return
             except LongleafError as error:
@@ -150,16 +150,16 @@ class AsyncClient(ContextMethods):
                     raise
                 await attempts.wait(error, is_repeatable=True)
 
-    def _leave(self, reception: GenerationStream) -> None:
+    def _cancel_abandoned(self, reception: GenerationStream) -> None:
         """Cancels an abandoned generation in the background, unless the caller can resume it."""
-        if (request_id := reception.orphan) is not None:
-            farewell = asyncio.create_task(self._say_farewell(request_id))
-            self._farewells.add(farewell)
-            farewell.add_done_callback(self._farewells.discard)
+        if (request_id := reception.abandoned_id) is not None:
+            farewell = asyncio.create_task(self._cancel_quietly(request_id))
+            self._cancellations.add(farewell)
+            farewell.add_done_callback(self._cancellations.discard)
 
-    async def _say_farewell(self, request_id: str) -> None:
+    async def _cancel_quietly(self, request_id: str) -> None:
         with suppress(LongleafError):  # the service then cancels it when its hold time expires
-            await self.cancel_generation(request_id, timeout=FAREWELL_SECONDS)
+            await self.cancel_generation(request_id, timeout=CANCEL_SECONDS)
 
     async def cancel_generation(self, request_id: str, *, timeout: float | None = None) -> None:
         """Cancels a resumable generation, with or without a reader. Raises NotFound."""
@@ -223,7 +223,7 @@ class AsyncClient(ContextMethods):
                         async for progress in steps:
                             if (reached := reach_of(progress)) > furthest or progress.recovering is not None:
                                 furthest = max(furthest, reached)
-                                attempts.renew()
+                                attempts.reset_limits()
                             yield progress
                     return
                 except LongleafError as error:

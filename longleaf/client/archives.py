@@ -157,7 +157,7 @@ async def export(
                         if target.num_bytes + len(updates) > archive.num_bytes:
                             raise LongleafError(f"{calls.server} sent more bytes than it announced")
                         await target.write(updates)
-                        attempts.renew()
+                        attempts.reset_limits()
                         yield ExportProgress(target.num_bytes, archive)
             if archive is None or target.num_bytes != archive.num_bytes:
                 raise Unavailable(f"{calls.server} ended the export before the archive was complete")
@@ -195,7 +195,7 @@ async def import_archive(
                 async for progress in steps:
                     if progress.received_bytes > furthest:
                         furthest = progress.received_bytes
-                        attempts.renew()
+                        attempts.reset_limits()
                     yield progress
             return
         except LongleafError as error:

@@ -61,12 +61,12 @@ class GenerationStream:
         return codec.encode_resume(Resume(self._id, sum(self._next_index.values())))
 
     @property
-    def orphan(self) -> str | None:
+    def abandoned_id(self) -> str | None:
         """Id of a running generation that only this client knows and that no caller could resume."""
         is_going_on = self._has_started and len(self._finished) < self._num_samples
         return self._id if self._is_private and is_going_on else None
 
-    def take(self, event: Event) -> bool:
+    def accept(self, event: Event) -> bool:
         """Whether the event is new: a resumed stream may begin with events that were already delivered. Raises
         LongleafError if the service is too old to support `hidden`, which it shows by an exact answer."""
         match event:

@@ -38,10 +38,10 @@ class ThreadCall(Generic[T]):
             with suppress(Empty):
                 return self.jobs.get(timeout=SIGNAL_SECONDS)
 
-    async def work(self) -> T:
+    async def run(self) -> T:
         return await self._function()
 
-    def end(self) -> None:
+    def set_ended(self) -> None:
         self._ended.set()
         self.jobs.put(None)
 
@@ -53,7 +53,7 @@ class ThreadCall(Generic[T]):
     def cancel(self) -> None:
         """Must run on the loop, where every submitted call has a task by then. A call without one was not submitted."""
         if self.task is None:
-            self.end()
+            self.set_ended()
         else:
             self.task.cancel()
 
@@ -84,14 +84,14 @@ class LoopThread:
             if self._submit(call):
                 return self._result(call)
         except KeyboardInterrupt:  # may be raised between any two lines
-            self._abandon(call)
+            self._cancel_and_wait(call)
             raise
         raise Cancelled(CLOSED)
 
     def clean_up(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Runs cleanup that is unnecessary once the loop has ended. The garbage collector calls this on any thread,
         including the loop's."""
-        if self._is_here():
+        if self._is_loop_thread():
             self._start(ThreadCall(function))
         elif self.is_open:
             with suppress(Cancelled):
@@ -106,25 +106,25 @@ class LoopThread:
 
         def job() -> None:
             callback(updates)
-            self._post(reported.set)
+            self._call_on_loop(reported.set)
 
         call.jobs.put(job)
         await reported.wait()
 
-    def end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Refuses new work, runs `last`, cancels the remaining calls and ends the thread. Idempotent. Does nothing in a
         forked process, which must not touch state shared with its parent."""
-        call = ThreadCall(partial(self._wind_up, last))
+        call = ThreadCall(partial(self._shut_down, last))
         if not self._submit(call, is_last=True):
             return
         try:
             self._result(call)
         finally:
-            self._post(self._loop.stop)
+            self._call_on_loop(self._loop.stop)
             self._thread.join()
             self._loop.close()
 
-    async def _wind_up(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _shut_down(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         await last()
         me = asyncio.current_task()
         await _cancelled(set(self._calls) - {me})
@@ -135,7 +135,7 @@ class LoopThread:
 
     def _submit(self, call: ThreadCall[Any], *, is_last: bool = False) -> bool:
         """Submits the call and returns whether it will start. No call starts after one with `is_last`."""
-        if self._is_here():
+        if self._is_loop_thread():
             raise RuntimeError("a client cannot be called on its own event loop, which would wait for itself")
         if self._thread.is_alive():
             with self._lock:
@@ -146,19 +146,19 @@ class LoopThread:
         return False
 
     def _start(self, call: ThreadCall[Any]) -> None:
-        call.task = self._loop.create_task(call.work())
+        call.task = self._loop.create_task(call.run())
         self._calls[call.task] = call
         call.task.add_done_callback(self._finish)
 
     def _finish(self, task: asyncio.Task[Any]) -> None:
-        self._calls.pop(task).end()
+        self._calls.pop(task).set_ended()
 
     def _result(self, call: ThreadCall[T]) -> T:
         try:
             while (job := call.next_job()) is not None:
                 job()
         except BaseException:
-            self._abandon(call)
+            self._cancel_and_wait(call)
             raise
         assert call.task is not None
         try:
@@ -166,17 +166,17 @@ class LoopThread:
         except asyncio.CancelledError:
             raise Cancelled(CLOSED) from None
 
-    def _abandon(self, call: ThreadCall[Any]) -> None:
+    def _cancel_and_wait(self, call: ThreadCall[Any]) -> None:
         """Cancels a call, started or not, and waits for its end."""
-        self._post(call.cancel)
+        self._call_on_loop(call.cancel)
         while not call.wait_ended() and self._thread.is_alive():
             pass
 
-    def _post(self, job: Job) -> None:
+    def _call_on_loop(self, job: Job) -> None:
         with suppress(RuntimeError):  # the loop is closed, so no thread waits for a call
             self._loop.call_soon_threadsafe(job)
 
-    def _is_here(self) -> bool:
+    def _is_loop_thread(self) -> bool:
         return threading.current_thread() is self._thread  # not compared by ident, which may be reused
 
 

@@ -80,9 +80,9 @@ class Attempts:
         self._deadline = None if timeout is None or timeout > LONGEST_TIMEOUT else time.monotonic() + timeout
         self._retries = retries
         self._on_retry = on_retry
-        self.renew()
+        self.reset_limits()
 
-    def renew(self) -> None:
+    def reset_limits(self) -> None:
         """Restarts the retry limits after progress. The timeout is unchanged."""
         self._number = 0
         self._last_retry = time.monotonic() + self._retries.patience

@@ -57,7 +57,7 @@ class Client:
         try:
             self._client = self._loop.run(_connect, server, access, retries, partial(self._loop.notify, on_retry))
         except BaseException:
-            self._loop.end(_nothing)
+            self._loop.close(_nothing)
             raise
         # If a script exits with an open stream, closing it would otherwise wait for a thread that no longer exists.
         atexit.register(self.close)
@@ -75,7 +75,7 @@ class Client:
     def close(self) -> None:
         """Closes the connection and ends the thread; pending calls raise Cancelled. Idempotent."""
         atexit.unregister(self.close)
-        self._loop.end(self._client.close)
+        self._loop.close(self._client.close)
 
     def _iterate(self, stream: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         try:

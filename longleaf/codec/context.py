@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from longleaf.codec.context_text import decode_files, encode_files
 from longleaf.codec.generation import decode_recovering, encode_recovering
 from longleaf.codec.names import check_utf8, context_id, context_name, decode_ids, encode_ids, enum_value
-from longleaf.codec.scheduling_options import decode_claim, encode_claim
+from longleaf.codec.scheduling_options import decode_scheduling, encode_scheduling
 from longleaf.codec.times import decode_seconds, encode_lifetime, encode_time
 from longleaf.errors import InvalidArgument
 from longleaf.formatting import human_number
@@ -266,7 +266,7 @@ def _encode_header(header: IngestHeader) -> ingest_pb.IngestConfig:
         total_size_bytes=header.total_bytes,
         upload_id=check_utf8(header.upload_id, "upload_id"),
     )
-    encode_claim(header.priority, header.client, config)
+    encode_scheduling(header.priority, header.client, config)
     _encode_settings(header.settings, config)
     encode_files(header.files, config)
     return config
@@ -306,7 +306,7 @@ def _decode_header(config: ingest_pb.IngestConfig) -> IngestHeader:
         raise InvalidArgument(
             "config.upload_id", f"has {len(config.upload_id):,} characters; the limit is {MAX_UPLOAD_ID}"
         )
-    priority, client = decode_claim(config, "config.")
+    priority, client = decode_scheduling(config, "config.")
     if capacity is not UNSET and capacity < 1:
         raise InvalidArgument("config.capacity_token_count", f"{capacity} is not positive")
     return IngestHeader(

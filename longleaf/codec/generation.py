@@ -28,11 +28,11 @@ from longleaf.codec.provenance import (
     encode_provenance,
 )
 from longleaf.codec.sampling import decode_sampling, encode_sampling
-from longleaf.codec.scheduling_options import decode_claim, encode_claim
+from longleaf.codec.scheduling_options import decode_scheduling, encode_scheduling
 from longleaf.codec.times import decode_seconds, encode_duration
 from longleaf.config import MAX_DRAFT_TOKENS
 from longleaf.errors import InvalidArgument
-from longleaf.sampling import GREEDY, Logprobs, Sampling, TokenLogprob
+from longleaf.sampling import GREEDY, Logprobs, SamplingParams, TokenLogprob
 from longleaf.types import (
     Attribution,
     Conversation,
@@ -113,7 +113,7 @@ def encode_generate(
     if resume_seconds:
         seconds = check_range("resume_duration", resume_seconds, 0.0, MAX_RESUME_SECONDS, " seconds")
         message.resume_duration.CopyFrom(encode_duration(seconds))
-    encode_claim(priority, client, message)
+    encode_scheduling(priority, client, message)
     return message
 
 
@@ -134,13 +134,13 @@ def decode_cancel(message: service_pb.CancelGenerationRequest) -> str:
 
 
 def decode_generate(
-    message: service_pb.GenerateRequest, random_seed: int, defaults: Sampling = GREEDY
+    message: service_pb.GenerateRequest, random_seed: int, defaults: SamplingParams = GREEDY
 ) -> Generate | Resume:
     """`random_seed` and `defaults` replace missing sampling parameters. Raises InvalidArgument naming the field."""
     if message.HasField("resume_token_index"):
         index = check_range("resume_token_index", message.resume_token_index, 0, 2**63 - 1)
         return Resume(_request_id(message.request_id), index)
-    priority, client = decode_claim(message)
+    priority, client = decode_scheduling(message)
     if message.return_token_bytes and not message.sampling.HasField("logprob_count"):
         raise InvalidArgument("return_token_bytes", "needs sampling.logprob_count: bytes come with logprobs")
     if message.until_full and message.sampling.HasField("max_token_count"):

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from longleaf.codec.names import BytesLike, check_utf8
 from longleaf.errors import InvalidArgument
-from longleaf.sampling import GREEDY, MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS, Sampling
+from longleaf.sampling import GREEDY, MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS, SamplingParams
 from longleaf.types import SamplingOptions
 from longleaf.v1 import generation_pb2 as generation_pb
 
@@ -45,7 +45,7 @@ def _set(message: generation_pb.SamplingParams, name: str, value: Any) -> None:
         if isinstance(error, InvalidArgument):
             raise
         if isinstance(error, ValueError):
-            Sampling(**{name: value}).check()  # raises with the limit
+            SamplingParams(**{name: value}).check()  # raises with the limit
         raise InvalidArgument(f"sampling.{field}", f"{value!r} does not fit: {error}") from None
 
 
@@ -64,10 +64,12 @@ def _check_counts(message: generation_pb.SamplingParams) -> None:
             raise InvalidArgument(f"sampling.{field}", f"must be at most {limit} {kind}")
 
 
-def decode_sampling(message: generation_pb.SamplingParams, random_seed: int, defaults: Sampling = GREEDY) -> Sampling:
+def decode_sampling(
+    message: generation_pb.SamplingParams, random_seed: int, defaults: SamplingParams = GREEDY
+) -> SamplingParams:
     """Sampling with `defaults` for missing parameters, and `random_seed` for a missing seed. Raises InvalidArgument."""
     _check_counts(message)
-    names = (name for name in Sampling.__struct_fields__ if name not in ("seed", *_COLLECTIONS))
+    names = (name for name in SamplingParams.__struct_fields__ if name not in ("seed", *_COLLECTIONS))
     given = {name: _WIRE_NAMES.get(name, name) for name in names}
     values = {name: getattr(message, wire) for name, wire in given.items() if message.HasField(wire)}
     sampling = replace(

@@ -168,12 +168,12 @@ class FakeDistributed:
                 self.groups.append(made)
         self._here.world = made
         if device_id is not None:  # otherwise NCCL forms it at the first call
-            self._meet(made, CollectiveCall("form", (backend, timeout)))
+            self._exchange_inputs(made, CollectiveCall("form", (backend, timeout)))
 
     def new_group(self, ranks: Sequence[int], timeout: timedelta) -> FakeGroup | None:
         world = self.world()
         name = f"{world.name}/{len(world.calls[self._here.rank])}"
-        self._meet(world, CollectiveCall("split", (tuple(ranks), timeout)))
+        self._exchange_inputs(world, CollectiveCall("split", (tuple(ranks), timeout)))
         if self._here.rank not in ranks:
             return None
         with self._changed:
@@ -233,7 +233,7 @@ class FakeDistributed:
 
     def destroy_process_group(self) -> None:
         """Waits for all ranks, as NCCL may."""
-        self._meet(self.world(), CollectiveCall("destroy"))
+        self._exchange_inputs(self.world(), CollectiveCall("destroy"))
         self._end("destroyed")
 
     def _abort(self) -> None:
@@ -278,17 +278,17 @@ class FakeDistributed:
     def _exchange(self, group: FakeGroup, name: str, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks of the group, in order."""
         assert tensor.is_contiguous(), "NCCL requires contiguous tensors"
-        return self._meet(group, CollectiveCall(name, (tuple(tensor.shape), tensor.dtype)), tensor.clone())
+        return self._exchange_inputs(group, CollectiveCall(name, (tuple(tensor.shape), tensor.dtype)), tensor.clone())
 
     def _form(self, group: FakeGroup, own: Sequence[tuple[str, tuple[int, int]]]) -> None:
         """Point-to-point operations form a group only if all of its ranks take part in the first batch."""
-        found = [one for batch in self._meet(group, CollectiveCall("first batch"), own) for one in batch]
+        found = [one for batch in self._exchange_inputs(group, CollectiveCall("first batch"), own) for one in batch]
         sent, awaited = ({pair for op, pair in found if op == wanted} for wanted in (ISEND, IRECV))
         if sent != awaited:
             with self._changed:
                 self._fail(f"{group}: the first batch of some ranks is not the first one of their peers")
 
-    def _meet(self, group: FakeGroup, call: CollectiveCall, own: Any = None) -> list[Any]:
+    def _exchange_inputs(self, group: FakeGroup, call: CollectiveCall, own: Any = None) -> list[Any]:
         """The inputs of all ranks of the group for this call, which must be the same on each rank."""
         rank = self._here.rank
         with self._changed:

@@ -36,7 +36,7 @@ class ProcessIdentity(NamedTuple):
         return ProcessIdentity(os.stat("/proc/self/ns/pid").st_ino, pid, started)
 
     @staticmethod
-    def of(name: str) -> "ProcessIdentity | None":
+    def from_file_name(name: str) -> "ProcessIdentity | None":
         """The owner of a file with this name; None if the name has another format."""
         found = NAME.fullmatch(name)
         return ProcessIdentity(*map(int, found.groups())) if found else None
@@ -58,7 +58,7 @@ def started_at(pid: int) -> int | None:
 def sweep(here: ProcessIdentity) -> None:
     """Removes this user's files whose owners have ended, as far as this process can determine."""
     for path in _own_files():
-        maker = ProcessIdentity.of(path.name)
+        maker = ProcessIdentity.from_file_name(path.name)
         if maker and maker.namespace == here.namespace and started_at(maker.pid) != maker.started:
             with suppress(OSError):  # another start may sweep concurrently
                 path.unlink()

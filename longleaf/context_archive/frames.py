@@ -32,7 +32,7 @@ class Frame(NamedTuple):
     """BLAKE3 of the content in hexadecimal."""
 
     @classmethod
-    def of(cls, kind: Kind, content: Buffer) -> "Frame":
+    def from_content(cls, kind: Kind, content: Buffer) -> "Frame":
         return cls(kind, memoryview(content).nbytes, blake3(content).hexdigest())
 
     def encode(self) -> bytes:

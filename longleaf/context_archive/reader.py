@@ -75,7 +75,7 @@ class ArchiveReader:
         """Whether the current record is the head or a segment description, which may take long to decode."""
         return self._frame is not None and self._frame.kind in ("head", "segment")
 
-    def take(self, data: memoryview) -> tuple[int, Section | None]:
+    def feed(self, data: memoryview) -> tuple[int, Section | None]:
         """Consumes bytes up to the end of the current part; returns their number and the decoded record, if any. Raises
         InvalidArgument for invalid data, and on every later call."""
         if self._error is not None:

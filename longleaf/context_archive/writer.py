@@ -64,14 +64,14 @@ class ArchiveWriter:
         self._num_bytes = 0
         self._digest = blake3(PREAMBLE)
         self._add(memoryview(PREAMBLE))
-        self._add_record(Frame.of("head", content := encode(head)), memoryview(content))
+        self._add_record(Frame.from_content("head", content := encode(head)), memoryview(content))
         ends = [*(segment.start for segment in path[1:]), head.num_tokens]
         for segment, end in zip(path, ends, strict=True):
             self._add_segment(segment, end - segment.start, manifests.get(segment.id))
         self.digest = self._digest.hexdigest()
         """BLAKE3 in hexadecimal, of PREAMBLE and all frames except the last; the frames contain the digests of the
         contents."""
-        self._add_record(Frame.of("end", content := bytes.fromhex(self.digest)), memoryview(content))
+        self._add_record(Frame.from_content("end", content := bytes.fromhex(self.digest)), memoryview(content))
 
     @property
     def num_bytes(self) -> int:
@@ -90,10 +90,10 @@ class ArchiveWriter:
             manifest, text = None, text and text.cut(num_used)
         keys = None if manifest is None else keys_of(manifest)
         reported = encode(SegmentHead(num_used=num_used, num_tokens=num_used, rope=segment.rope, keys=keys, text=text))
-        self._add_record(Frame.of("segment", reported), memoryview(reported))
+        self._add_record(Frame.from_content("segment", reported), memoryview(reported))
         for first in range(0, num_used, IDS_PER_RECORD):
             ids = little_endian(segment.token_ids, first, min(first + IDS_PER_RECORD, num_used))
-            self._add_record(Frame.of("ids", ids), ids)
+            self._add_record(Frame.from_content("ids", ids), ids)
         if manifest is not None:
             for piece in (*manifest.pieces, *([manifest.windows] if manifest.windows else [])):
                 self._add_record(Frame("piece", piece.num_bytes, piece.digest), piece)

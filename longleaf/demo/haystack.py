@@ -113,7 +113,7 @@ def plant(rng: random.Random, text: str, sentences: Sequence[str]) -> str:
     return "".join([*parts, text[last:]])
 
 
-def room(sentences: Iterable[str], size: int) -> int:
+def num_spare_bytes(sentences: Iterable[str], size: int) -> int:
     """Bytes that `sentences`, planted as lines, leave of `size`."""
     return max(0, size - sum(len(sentence.encode()) + 1 for sentence in sentences))
 
@@ -139,7 +139,7 @@ def make_haystack(seed: int, tokens: int, facts: int = 5, absent: int = 1, split
     """A document of about `tokens` tokens with `facts` facts to ask for, distractor facts, and `absent` absent keys."""
     rng = random.Random(seed)
     everything = distinct_facts(rng, facts + tokens // DISTRACTOR_EVERY)
-    filler = room([fact.sentence for fact in everything], tokens)
+    filler = num_spare_bytes([fact.sentence for fact in everything], tokens)
     return build_haystack(rng, library_text(rng, filler, split), everything, facts, absent)
 
 

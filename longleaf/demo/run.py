@@ -106,23 +106,23 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 class Show(Protocol):
     """Output of the demo's progress."""
 
-    def say(self, line: str) -> None:
+    def show_message(self, line: str) -> None:
         """Shows a line of progress."""
         ...
 
-    def ingest(self, progress: IngestProgress) -> None: ...
+    def show_ingest(self, progress: IngestProgress) -> None: ...
 
-    def ask(self, question: str) -> None: ...
+    def show_question(self, question: str) -> None: ...
 
-    def answer(self, text: str) -> None:
+    def show_answer(self, text: str) -> None:
         """Shows the next piece of the answer."""
         ...
 
-    def check(self, question: Question) -> None:
+    def show_verdict(self, question: Question) -> None:
         """Shows the verdict on a complete answer."""
         ...
 
-    def trace(self, client: Client, sources: Sequence[Source]) -> None:
+    def show_sources(self, client: Client, sources: Sequence[Source]) -> None:
         """Shows the sources of the answer; their text is read from `client`."""
         ...
 
@@ -133,16 +133,16 @@ def run(settings: DemoSettings, show: Show) -> Report:
     haystack = build(settings)
     size = len(haystack.text.encode())
     source = settings.file or "the Python standard library's sources"
-    show.say(f"document: {size:,} bytes of {source} with {len(haystack.facts)} facts to find")
+    show.show_message(f"document: {size:,} bytes of {source} with {len(haystack.facts)} facts to find")
     config = EngineConfig(model=str(settings.model or embedded_model()), world_size=settings.world_size)
     with tempfile.TemporaryDirectory(prefix="longleaf-demo-") as data_dir:
         command = coordinator_command(
             config, host="127.0.0.1", port=0, launcher=settings.launcher, data=DataConfig(data_dir=data_dir)
         )
-        show.say(f"starting {count_ranks(settings.world_size)} ({settings.launcher}) …")
+        show.show_message(f"starting {count_ranks(settings.world_size)} ({settings.launcher}) …")
         with _serving(command, settings, show) as client:
             report = _examine(client, haystack, show)
-        show.say("\nstopped the service and its ranks; starting another one over the same data folder …")
+        show.show_message("\nstopped the service and its ranks; starting another one over the same data folder …")
         began = time.monotonic()
         with _serving(command, settings, show) as client:
             start_s = time.monotonic() - began
@@ -156,7 +156,7 @@ def _serving(command: list[str], settings: DemoSettings, show: Show) -> Generato
     """Runs a service during the `with` block, and yields a client."""
     with ServiceProcess(command) as service:
         address = service.wait_ready(settings.start_timeout)
-        show.say(f"serving on {address}")
+        show.show_message(f"serving on {address}")
         with Client(address, tls_ca="", tls_cert="", tls_key="", credential="") as client:
             yield client
 
@@ -182,11 +182,13 @@ def _examine(client: Client, haystack: Haystack, show: Show) -> Report:
 
     def on_progress(progress: IngestProgress) -> None:
         reports.append(progress)
-        show.ingest(progress)
+        show.show_ingest(progress)
 
     context = client.ingest(CONTEXT, haystack.text, on_progress=on_progress)
     cluster = client.cluster()
-    show.say(f"ingested {context.tokens:,} tokens; their keys and values stay on {count_ranks(cluster.world_size)}")
+    show.show_message(
+        f"ingested {context.tokens:,} tokens; their keys and values stay on {count_ranks(cluster.world_size)}"
+    )
     answers = [_ask(client, fact, show) for fact in (*haystack.facts, *haystack.absent)]
     questions = tuple(question for question, _ in answers)
     ends = [end for _, end in answers]
@@ -203,19 +205,19 @@ def _examine(client: Client, haystack: Haystack, show: Show) -> Report:
 
 
 def _ask(client: Client, fact: Fact, show: Show) -> tuple[Question, Finished]:
-    show.ask(fact.question)
+    show.show_question(fact.question)
     parts: list[str] = []
     with closing(_events(client, fact.question)) as events:
         for event in events:
             if isinstance(event, Delta):
                 parts.append(event.text)
-                show.answer(event.text)
+                show.show_answer(event.text)
             elif isinstance(event, Finished):
                 answer = "".join(parts)
                 sources = event.attribution.sources if event.attribution is not None else ()
                 question = Question(fact.expected, answer, is_correct(answer, fact), sources)
-                show.check(question)
-                show.trace(client, sources)
+                show.show_verdict(question)
+                show.show_sources(client, sources)
                 return question, event
     raise Unavailable("the answer ended before its last event")
 

@@ -20,7 +20,7 @@ class CountedMerge:
         self._count(partial)
         return self._merge.to_owner(partial)
 
-    def take(self) -> int:
+    def pop_num_bytes(self) -> int:
         """The bytes since the last call."""
         taken, self._num_bytes = self._num_bytes, 0
         return taken

@@ -5,7 +5,7 @@ import msgspec
 
 from longleaf.fingerprint import Fingerprint
 
-PULSE_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 """Interval of heartbeats."""
 
 

@@ -31,9 +31,9 @@ class ConnectInfo(msgspec.Struct, frozen=True, kw_only=True):
         return b"commands-" + self.public_key
 
     @property
-    def pulse_id(self) -> bytes:
+    def heartbeat_id(self) -> bytes:
         """Identity of the connection for heartbeats."""
-        return b"pulse-" + self.public_key
+        return b"heartbeat-" + self.public_key
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ import msgspec
 
 from longleaf.positions import OWN_ROPE, Rope
 from longleaf.runs import Run
-from longleaf.sampling import Sampling, Token
+from longleaf.sampling import SamplingParams, Token
 
 Positions = tuple[int, int]
 """[start, end) of a path."""
@@ -69,7 +69,7 @@ class PenaltyHistory(msgspec.Struct, frozen=True):
 class SamplingTerms(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sampling of a sequence. Sent once; rank 0 keeps it until the sequence is released."""
 
-    sampling: Sampling
+    sampling: SamplingParams
     """Without stops, which the coordinator handles."""
     seen: PenaltyHistory | None = None
     """Set if the sequence has penalties."""

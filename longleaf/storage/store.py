@@ -13,7 +13,7 @@ from blake3 import blake3
 from longleaf.errors import AlreadyExists, DataLoss, InvalidArgument, LongleafError, NotFound, StorageUnavailable
 from longleaf.storage.files import Files, ObjectInfo, check_name, is_name
 from longleaf.storage.timed_calls import StorageTimeout, TimedCall, TimedCalls
-from longleaf.storage.urls import FIELD, connect, shown
+from longleaf.storage.urls import FIELD, connect, redact_url
 
 Buffer = bytes | bytearray | memoryview
 Found = TypeVar("Found")
@@ -45,7 +45,7 @@ class Store:
     """
 
     def __init__(self, files: Files, url: str, timeout: float = TIMEOUT) -> None:
-        self.url = shown(url)
+        self.url = redact_url(url)
         self._files = files
         self._calls = TimedCalls(timeout)
 
@@ -58,7 +58,7 @@ class Store:
         or writing is forbidden, and StorageUnavailable if it is unreachable.
         """
         with _refusing():
-            with _translated_errors(shown(url), "opened"):
+            with _translated_errors(redact_url(url), "opened"):
                 calls = TimedCalls(timeout)
                 store = cls(calls.end(calls.begin(partial(connect, url))), url, timeout)
             if is_tried:

@@ -18,7 +18,7 @@ _EXTRAS = {"s3": "'longleaf[s3]'", "s3a": "'longleaf[s3]'"}
 """Extras that install the tested drivers."""
 
 
-def shown(url: str) -> str:
+def redact_url(url: str) -> str:
     """`url` without user, password and query."""
     scheme, mark, rest = url.partition("://")
     if not mark:
@@ -46,16 +46,18 @@ def _check(url: str) -> None:
     if not url or "\0" in url:
         raise InvalidArgument(FIELD, "is not a path: give a folder, or a URL such as s3://bucket/folder")
     if "::" in url:
-        raise InvalidArgument(FIELD, f"{shown(url)} chains drivers: give the URL of the storage itself")
+        raise InvalidArgument(FIELD, f"{redact_url(url)} chains drivers: give the URL of the storage itself")
     if match is None:
         return
     if match[2] != "://":
         raise InvalidArgument(FIELD, f"{url!r} is neither a path nor a URL: write {match[1]}://...")
     parts = urlsplit(url)
     if parts.query or parts.fragment or url.endswith(("?", "#")):
-        raise InvalidArgument(FIELD, f"{shown(url)} has a query: settings and credentials belong in the environment")
+        raise InvalidArgument(
+            FIELD, f"{redact_url(url)} has a query: settings and credentials belong in the environment"
+        )
     if match[1].lower() in _LOCAL and parts.netloc:
-        raise InvalidArgument(FIELD, f"{shown(url)} names a host: a folder of this machine is file:///path")
+        raise InvalidArgument(FIELD, f"{redact_url(url)} names a host: a folder of this machine is file:///path")
 
 
 def _remote(url: str, scheme: str) -> Files:
@@ -63,11 +65,11 @@ def _remote(url: str, scheme: str) -> Files:
     try:
         fsspec.get_filesystem_class(scheme)
     except ValueError:
-        raise InvalidArgument(FIELD, f"{shown(url)}: unknown scheme {scheme}://") from None
+        raise InvalidArgument(FIELD, f"{redact_url(url)}: unknown scheme {scheme}://") from None
     except ImportError as error:
         package = _EXTRAS.get(scheme)
         hint = f"pip install {package}" if package else str(error)
-        raise InvalidArgument(FIELD, f"{shown(url)} needs a package that is not installed: {hint}") from None
+        raise InvalidArgument(FIELD, f"{redact_url(url)} needs a package that is not installed: {hint}") from None
     # a cached file system, with its cached listings, would be shared by all users of the same URL
     file_system, root = fsspec.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
     return RemoteFiles(file_system, root)

@@ -68,7 +68,7 @@ from longleaf.types.generation import (
 )
 from longleaf.types.provenance import MIN_SPAN_TOKENS, Attribution, Provenance, Ranking, Source, TokenRange
 from longleaf.types.rebuilding import Rebuild, RebuildReport, RestoredContext
-from longleaf.types.scheduling_options import Account, ClaimOptions, SchedulingOptions
+from longleaf.types.scheduling_options import Account, SchedulingKwargs, SchedulingOptions
 
 __all__ = [
     "CONTEXT_ID",
@@ -79,7 +79,6 @@ __all__ = [
     "Account",
     "ArchiveChunk",
     "Attribution",
-    "ClaimOptions",
     "Cluster",
     "Context",
     "ContextOptions",
@@ -125,6 +124,7 @@ __all__ = [
     "Resume",
     "Role",
     "SamplingOptions",
+    "SchedulingKwargs",
     "SchedulingOptions",
     "SkippedContext",
     "SlotState",

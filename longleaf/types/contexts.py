@@ -11,7 +11,7 @@ from longleaf.document_text import TextFile
 from longleaf.errors import InvalidArgument
 from longleaf.formatting import human_seconds
 from longleaf.types.generation import Recovering
-from longleaf.types.scheduling_options import ClaimOptions, SchedulingOptions
+from longleaf.types.scheduling_options import SchedulingKwargs, SchedulingOptions
 
 IngestPhase = Literal["unspecified", "receiving", "tokenizing", "prefilling", "ready", "recovering"]
 CONTEXT_ID = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?")
@@ -122,7 +122,7 @@ class ContextOptions(TypedDict, total=False):
     capacity: int
 
 
-class IngestOptions(ContextOptions, ClaimOptions, total=False):
+class IngestOptions(ContextOptions, SchedulingKwargs, total=False):
     """Keyword arguments of an ingest, except the document."""
 
     append: bool

@@ -5,10 +5,10 @@ from typing import Any, Literal, TypedDict
 
 import msgspec
 
-from longleaf.sampling import Logprobs, Sampling
+from longleaf.sampling import Logprobs, SamplingParams
 from longleaf.types.conversation import Conversation
 from longleaf.types.provenance import Attribution, Provenance, TokenRange
-from longleaf.types.scheduling_options import ClaimOptions, SchedulingOptions
+from longleaf.types.scheduling_options import SchedulingKwargs, SchedulingOptions
 
 FinishReason = Literal["unspecified", "end_token", "stop", "length", "stop_token"]
 """`unspecified` is a reason that this client version does not know."""
@@ -34,7 +34,7 @@ class SamplingOptions(TypedDict, total=False):
     num_logprobs: int | None
 
 
-class GenerateOptions(SamplingOptions, ClaimOptions, total=False):
+class GenerateOptions(SamplingOptions, SchedulingKwargs, total=False):
     """Keyword arguments of a generation, except the input."""
 
     use_chat_template: bool | None
@@ -70,7 +70,7 @@ class Generate(SchedulingOptions, frozen=True, kw_only=True):
     use_chat_template: bool | None = None
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     """Additional variables for the chat template; JSON values."""
-    sampling: Sampling
+    sampling: SamplingParams
     with_token_bytes: bool = False
     """Logprobs include the bytes of their tokens."""
     until_full: bool = False

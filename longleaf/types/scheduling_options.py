@@ -10,7 +10,7 @@ Account = tuple[str, str]
 """Unit of fair sharing: a tenant, and a client name within it."""
 
 
-class ClaimOptions(TypedDict, total=False):
+class SchedulingKwargs(TypedDict, total=False):
     """Scheduling parameters as keyword arguments."""
 
     priority: int

@@ -33,7 +33,7 @@ RIGHT = 0.7
 
 def main(arguments: list[str]) -> int:
     for number in command.SIGNALS:
-        signal.signal(number, command.leave)
+        signal.signal(number, command.exit_immediately)
     folder = Path(arguments[0])
     coordinator.scheduling.scheduler.Drafter = partial(make_drafter, folder)  # type: ignore[misc]
     command.worker_main = partial(run_rank, folder)
@@ -124,7 +124,7 @@ class ProbedEngine(Engine):
         segments = scheduler.segments
         layout = tuple(
             SegmentLayout(one.segment.id, one.segment.start, tuple(one.runs), one.window_runs)
-            for one in segments.holdings
+            for one in segments.placements
             if one.segment.token_ids and one.is_reported
         )
         paths = {

@@ -51,8 +51,8 @@ class ChaosRank(Rank):
         kv_transfer.check_all_ranks = partial(self._commit_transfer, kv_transfer.check_all_ranks)
         Probe(folder, {"arm": self._points.arm, "book": self._block_table, "keys": self._keys}).start()
 
-    def lay_out(self, model: Model, backend: Backend | None = None) -> None:
-        super().lay_out(model, backend)
+    def allocate_pool(self, model: Model, backend: Backend | None = None) -> None:
+        super().allocate_pool(model, backend)
         layers: Any = model.decoder.layers
         layers[len(layers) // 2].register_forward_pre_hook(self._pass_half)
 
@@ -78,9 +78,9 @@ class ChaosRank(Rank):
         self._points.reach(MOVE)
         commit(*arguments)
 
-    def take(self, layout: KvLayout) -> None:
+    def set_layout(self, layout: KvLayout) -> None:
         self._points.reach(LAYOUT)
-        super().take(layout)
+        super().set_layout(layout)
 
     def start(self, plan: StepPlan) -> StepHandle:
         self._points.reach(STEP)
@@ -104,13 +104,13 @@ class ChaosRank(Rank):
 
     def _block_table(self) -> dict[int, tuple[int, dict[int, list[tuple[int, int, int]]]]]:
         """The start of each segment and the extents that each rank stores of it."""
-        ledger: Any = self._joined._block_table
+        block_table: Any = self._session._block_table
         return {
             segment: (
-                ledger._starts[segment],
+                block_table._starts[segment],
                 {rank: [tuple(e) for e in one.extents] for rank, one in resident.items()},
             )
-            for segment, resident in ledger._slots.items()
+            for segment, resident in block_table._slots.items()
         }
 
     @torch.inference_mode()

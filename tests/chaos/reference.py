@@ -99,11 +99,11 @@ def _drawn(model: Any, prompt: Sequence[int], options: dict[str, Any]) -> tuple[
     """Samples an answer from transformers' logits. None if another token was nearly drawn."""
     import torch
 
-    from longleaf.sampling import Sampling
+    from longleaf.sampling import SamplingParams
     from workers.sampling.distribution import distribution, draw
     from workers.sampling.uniforms import uniform
 
-    sampling, past, ids, tokens = Sampling(max_tokens=NEW, **options), None, list(prompt), list[int]()
+    sampling, past, ids, tokens = SamplingParams(max_tokens=NEW, **options), None, list(prompt), list[int]()
     for index in range(NEW):
         with torch.inference_mode():
             found = model(torch.tensor([ids]), past_key_values=past, use_cache=True)

@@ -281,5 +281,5 @@ class Service:
 
 def is_of(name: str, pids: set[int]) -> bool:
     """Whether one of these processes created a shared-memory file."""
-    maker = ProcessIdentity.of(name)
+    maker = ProcessIdentity.from_file_name(name)
     return maker is not None and maker.pid in pids

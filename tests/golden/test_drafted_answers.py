@@ -5,7 +5,7 @@ import torch
 from msgspec.structs import replace
 
 from coordinator.engine_messages import DocumentPrompt, Ended, Prompt, Tokens
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.golden.test_generate import COVER
 from tests.support.golden.knowing import KnowingDrafter
 from tests.support.golden.plain import NEW_TOKENS
@@ -14,10 +14,12 @@ from tests.support.thinned import thinned
 from tests.support.threads import config_for
 
 SAMPLINGS = (
-    Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True, num_logprobs=2),
-    Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True, temperature=0.9, top_p=0.95, seed=4, num_logprobs=2),
-    Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True, repetition_penalty=1.4, num_logprobs=2),
-    Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True, frequency_penalty=1.0, logit_bias={9: 1.0}, num_logprobs=2),
+    SamplingParams(max_tokens=NEW_TOKENS, ignore_end_token=True, num_logprobs=2),
+    SamplingParams(max_tokens=NEW_TOKENS, ignore_end_token=True, temperature=0.9, top_p=0.95, seed=4, num_logprobs=2),
+    SamplingParams(max_tokens=NEW_TOKENS, ignore_end_token=True, repetition_penalty=1.4, num_logprobs=2),
+    SamplingParams(
+        max_tokens=NEW_TOKENS, ignore_end_token=True, frequency_penalty=1.0, logit_bias={9: 1.0}, num_logprobs=2
+    ),
 )
 LOGPROB_TOLERANCE = 1e-4
 
@@ -111,7 +113,7 @@ async def test_an_answer_ends_where_it_would_have_ended(goldens, monkeypatch):
 async def test_answers_that_draft_are_compared_as_others(goldens, monkeypatch):
     golden = goldens("llama")
     config = config_for(golden.folder, world_size=2)
-    sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True)
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_end_token=True)
     for share in (1.0, 0.6):
         drafter = drafting(monkeypatch, [golden.tokens], share, config.block_size)
         async with running(config) as engine:

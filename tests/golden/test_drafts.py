@@ -8,7 +8,7 @@ import torch
 from longleaf.merge import MERGES
 from longleaf.rank_protocol.verdict import judge
 from longleaf.runs import until
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.golden.drafted import SAMPLINGS, Drafting, guess, never, slots_of
 from tests.support.golden.epochs import Service, wipe
 from tests.support.golden.plain import LOGIT_TOLERANCE
@@ -115,7 +115,7 @@ def test_what_was_accepted_is_compared_with_plain_attention(goldens, world_size,
     golden, found = goldens("llama"), []
     for draft in (never, guess([golden.tokens], MOST, SHARES[kind])):
         drafting = drafting_of(golden, world_size, draft)
-        row = drafting.ask((0, 1), golden.prompt[START:], START, Sampling(), before=golden.prompt[:START])
+        row = drafting.ask((0, 1), golden.prompt[START:], START, SamplingParams(), before=golden.prompt[:START])
         assert drafting.answer([row], NEW) == [golden.tokens[:NEW]]
         assert [len(result.comparisons) for result in drafting.results] == [0] * (drafting.num_steps - 1) + [1]
         found += drafting.results[-1].comparisons.values()

@@ -12,7 +12,7 @@ from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import embedded_model
 from longleaf.demo.facts import is_correct
 from longleaf.demo.haystack import distinct_facts, make_haystack
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.conversations import question_ids
 from tests.support.golden.states import running
 from tests.support.service import encoded
@@ -33,7 +33,7 @@ async def test_answers_equal_generate(world_size, window_keys):
     options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 260}
     expected = model.generate(prompt, **options)[0, prompt.shape[1] :].tolist()
 
-    sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True)
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_end_token=True)
     config = config_for(embedded_model(), world_size=world_size, chunk_size=1000, window_keys=window_keys)
     async with running(config) as engine:
         _ = [event async for event in engine.ingest(DocumentPrompt(context="book", token_ids=document))]

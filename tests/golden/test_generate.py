@@ -12,7 +12,7 @@ import torch
 from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
 from longleaf.attention import Partial
 from longleaf.errors import RankLost
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.golden.asking import answer
 from tests.support.golden.plain import LIVELY, LOGIT_TOLERANCE, NEW_TOKENS, load_plain
 from tests.support.golden.states import STATES, Logits, running
@@ -118,7 +118,7 @@ async def test_penalties_and_logprobs_are_those_of_generate(goldens, world_size)
     found = model.generate(torch.tensor([prompt]), **options, **penalties, **output_options)
     wanted = tuple(found.sequences[0, len(prompt) :].tolist())
     assert wanted != tuple(model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist())
-    sampling = Sampling(
+    sampling = SamplingParams(
         max_tokens=NEW_TOKENS, ignore_end_token=True, repetition_penalty=1.5, logit_bias={7: 1.5}, num_logprobs=2
     )
     async with running(config_for(golden.folder, world_size=world_size, chunk_size=64)) as engine:
@@ -187,7 +187,7 @@ async def test_a_wrong_cap_or_sink_is_noticed(goldens, monkeypatch, error):
 async def test_samples_are_what_their_seeds_give_alone(goldens):
     """Penalties count each sample's own tokens, and nothing depends on the rest of the batch."""
     golden = goldens("llama")
-    sampling = Sampling(max_tokens=20, temperature=1.5, seed=11, frequency_penalty=1.0, ignore_end_token=True)
+    sampling = SamplingParams(max_tokens=20, temperature=1.5, seed=11, frequency_penalty=1.0, ignore_end_token=True)
     prompt = Prompt(context=None, token_ids=golden.prompt[:100], sampling=sampling, num_samples=3)
     async with running(config_for(golden.folder, world_size=2, chunk_size=64)) as engine:
         together = {sample: [] for sample in range(3)}

@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.engine_messages import Prompt, Tokens
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.golden.asking import ingest
 from tests.support.golden.plain import NEW_TOKENS
 from tests.support.golden.states import running
@@ -40,7 +40,7 @@ async def prompt_in(engine, golden, state, options):
     if context is not None:
         await ingest(engine, context, golden.prompt[:CONTEXT_TOKENS])
     requested = golden.prompt if context is None else golden.prompt[CONTEXT_TOKENS:]
-    sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True, num_logprobs=2, **options)
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_end_token=True, num_logprobs=2, **options)
     return Prompt(context=context, token_ids=requested, sampling=sampling, num_samples=2)
 
 

@@ -9,7 +9,7 @@ from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import embedded_model
 from longleaf.demo.facts import is_correct
 from longleaf.demo.haystack import make_haystack
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.conversations import question_ids
 from tests.support.golden.asking import ingest
 from tests.support.golden.rounding import plain_logits, served_logits
@@ -58,7 +58,7 @@ async def test_the_embedded_model_still_finds_facts(world_size):
         for fact in (*haystack.facts, *haystack.absent):
             ids = tuple(question_ids(tokenizer, [("user", fact.question)]))
             prompt = Prompt(
-                context="book", token_ids=ids, sampling=Sampling(max_tokens=60), end_tokens=tokenizer.end_tokens
+                context="book", token_ids=ids, sampling=SamplingParams(max_tokens=60), end_tokens=tokenizer.end_tokens
             )
             events = [event async for event in engine.submit(prompt) if isinstance(event, Tokens)]
             output = bytes(token for event in events for token in event.token_ids if token < 256)

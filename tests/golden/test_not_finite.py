@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.engine_messages import Ended, Prompt, Tokens
 from longleaf.errors import NotFinite, NotFound
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.golden.asking import answer, ingest
 from tests.support.golden.plain import NEW_TOKENS
 from tests.support.golden.states import running
@@ -19,7 +19,7 @@ NAN, INF = float("nan"), float("inf")
 
 async def ask(engine, prompt, context=None, **options):
     """The ids by sample, the samples that ended, and the error of the stream."""
-    sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True)
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_end_token=True)
     ids, ended = {}, []
     with contextlib.suppress(NotFound):
         stream = engine.submit(Prompt(context=context, token_ids=prompt, sampling=sampling, **options))

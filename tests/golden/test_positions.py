@@ -12,7 +12,7 @@ from coordinator.engine_messages import DocumentPrompt, Ended, Prompt, Tokens
 from longleaf.errors import InvalidArgument
 from longleaf.positions import FLOAT32_POSITIONS, Rope
 from longleaf.rank_protocol.verdict import judge
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import ContextSettings
 from tests.support.golden.asking import MAX_TOKENS, compare
 from tests.support.golden.knowing import KnowingDrafter
@@ -80,7 +80,7 @@ def generate(folder, prompt, longest=None, num_tokens=NEW_TOKENS, **options):
 
 async def ask(engine, prompt, context=None, num_tokens=NEW_TOKENS):
     """The answer, and how many tokens of the prompt were held."""
-    sampling = Sampling(max_tokens=num_tokens, ignore_end_token=True)
+    sampling = SamplingParams(max_tokens=num_tokens, ignore_end_token=True)
     stream = engine.submit(Prompt(context=context, token_ids=prompt, sampling=sampling))
     found, cached = (), 0
     async for event in stream:
@@ -149,7 +149,7 @@ def generate_with_logprobs(folder, prompt):
 
 async def answer_with_logprobs(engine, prompt, **options):
     """Tokens and logprobs; those of two samples, one after the other."""
-    sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True, num_logprobs=0)
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_end_token=True, num_logprobs=0)
     stream = engine.submit(Prompt(context=None, token_ids=prompt, sampling=sampling, num_samples=2, **options))
     events = [event async for event in stream if isinstance(event, Tokens)]
     found = [token for event in sorted(events, key=lambda event: event.sample) for token in event.tokens]
@@ -239,7 +239,7 @@ async def test_a_text_that_is_not_copied_keeps_the_factors_of_the_context(phi):
     async with running(config_for(phi, world_size=2, block_size=8)) as engine:
         await ingest(engine, "long", prompt[:40], settings=ContextSettings(capacity=LONG))
         assert "from the first token" in engine.scaling_note("long", 20, 8, is_whole=False)
-        sampling = Sampling(max_tokens=8, ignore_end_token=True)
+        sampling = SamplingParams(max_tokens=8, ignore_end_token=True)
         requested = Prompt(context="long", token_ids=prompt[40:], sampling=sampling, hidden=((3, 4),))
         [end] = [event async for event in engine.submit(requested) if isinstance(event, Ended)]
         assert end.cached_tokens == 40

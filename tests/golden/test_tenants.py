@@ -49,13 +49,13 @@ async def serving(checkpoint: Path, folder: Path, **quotas: Quotas) -> AsyncGene
     config = config_for(checkpoint, world_size=2, chunk_size=96, block_size=16, merge="gather")
     engine = Engine(ThreadRanks(config), config, max_positions=8192)
     async with running(engine):
-        use_cases = Application(engine, Tokenizer.load(checkpoint, DirectRenderer()), engine.cluster)
-        server = GrpcServer(use_cases, config.unread_timeout, authenticator=credentials(folder, **quotas))
+        application = Application(engine, Tokenizer.load(checkpoint, DirectRenderer()), engine.cluster)
+        server = GrpcServer(application, config.unread_timeout, authenticator=credentials(folder, **quotas))
         try:
             yield f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
         finally:
             await server.stop(None)
-            await use_cases.close()
+            await application.close()
 
 
 def clear_prompt(checkpoint: Path, num_tokens: int, seeds: "itertools.count[int]") -> tuple[Ids, Ids]:

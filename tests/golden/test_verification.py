@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from coordinator.engine_messages import Ended, Prompt, SchedulingClaim
+from coordinator.engine_messages import Ended, Prompt, SchedulingParams
 from longleaf.attention import Partial
 from longleaf.positions import OWN_ROPE
 from longleaf.rank_protocol.verdict import MAX_DIFFERENCE, judge
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.golden.asking import MAX_TOKENS, compare
 from tests.support.golden.plain import LIVELY, load_plain
 from tests.support.golden.states import running
@@ -159,13 +159,13 @@ async def test_a_preempted_answer_is_compared_from_where_it_goes_on(goldens):
     golden = goldens("llama")
     config = config_for(golden.folder, world_size=2, max_sequences=1)
     async with running(config) as engine:
-        sampling = Sampling(max_tokens=40, ignore_end_token=True)
+        sampling = SamplingParams(max_tokens=40, ignore_end_token=True)
         prompt = Prompt(
             context=None,
             token_ids=golden.prompt[:300],
             sampling=sampling,
             is_compared=True,
-            claim=SchedulingClaim(priority=-1),
+            scheduling=SchedulingParams(priority=-1),
         )
         urgent = []
         async for event in engine.submit(prompt):
@@ -174,7 +174,12 @@ async def test_a_preempted_answer_is_compared_from_where_it_goes_on(goldens):
             elif not urgent and getattr(event, "index", -1) >= 0:
                 urgent.append(
                     engine.submit(
-                        Prompt(context=None, token_ids=(5, 6, 7), sampling=sampling, claim=SchedulingClaim(priority=1))
+                        Prompt(
+                            context=None,
+                            token_ids=(5, 6, 7),
+                            sampling=sampling,
+                            scheduling=SchedulingParams(priority=1),
+                        )
                     )
                 )
         [_ async for _ in urgent[0]]

@@ -6,12 +6,12 @@ import itertools
 import pytest
 import torch
 
-from coordinator.engine_messages import Prompt, SchedulingClaim, Tokens
+from coordinator.engine_messages import Prompt, SchedulingParams, Tokens
 from longleaf.errors import InvalidArgument
 from longleaf.rank_protocol.verdict import judge
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.golden.asking import MAX_TOKENS, answer, ask, compare, ingest
-from tests.support.golden.holding import BOUNDS, holding
+from tests.support.golden.loaded_engine import BOUNDS, engine_with_context
 from tests.support.golden.plain import LOGIT_TOLERANCE, NEW_TOKENS
 from tests.support.golden.rounding import plain_logits, served_logits
 from tests.support.golden.states import CONTEXT_LEN, STATES, Logits, running
@@ -126,17 +126,22 @@ async def test_samples_and_reused_prompts_answer_like_generate(goldens, family, 
 async def test_a_preempted_answer_goes_on_as_it_began(goldens):
     """One generation runs at a time, and one of a higher priority takes its turn in the middle."""
     golden = goldens("gemma3")
-    sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True)
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_end_token=True)
     async with running(replicated(golden, world_size=2, max_sequences=1, chunk_size=300)) as engine:
         output, urgent = [], []
         async for event in engine.submit(
-            Prompt(context=None, token_ids=golden.prompt, sampling=sampling, claim=SchedulingClaim(priority=-1))
+            Prompt(context=None, token_ids=golden.prompt, sampling=sampling, scheduling=SchedulingParams(priority=-1))
         ):
             output += event.token_ids if isinstance(event, Tokens) else ()
             if output and not urgent:
                 urgent.append(
                     engine.submit(
-                        Prompt(context=None, token_ids=(5, 6, 7), sampling=sampling, claim=SchedulingClaim(priority=1))
+                        Prompt(
+                            context=None,
+                            token_ids=(5, 6, 7),
+                            sampling=sampling,
+                            scheduling=SchedulingParams(priority=1),
+                        )
                     )
                 )
         assert any([isinstance(event, Tokens) async for event in urgent[0]])
@@ -240,7 +245,10 @@ async def test_verification_passes(goldens):
 @pytest.mark.parametrize("world_size", [1, 3])
 async def test_every_rank_reads_a_window_and_no_more(goldens, world_size):
     """All layers of Mistral have one: 2 heads of 16, keys and values, float32, in 4 layers."""
-    async with holding(goldens("mistral"), world_size=world_size, window_keys="replicated") as (engine, ranks):
+    async with engine_with_context(goldens("mistral"), world_size=world_size, window_keys="replicated") as (
+        engine,
+        ranks,
+    ):
         await answer(engine, goldens("mistral").prompt[BOUNDS[-1] :], "book")
     assert {count for _, count in ranks.steps[1:]} == {WINDOW * 4 * 2 * (2 * 16) * 4}
 

@@ -91,13 +91,13 @@ def ranks_that_share_a_device_say_what_one_does(place: Place) -> None:
 def work(place: Place) -> "Iterator[StepPlan]":
     """Rows of all kinds that come and go."""
     from bench.gpu.plans import Asked, answers
-    from longleaf.sampling import Sampling
+    from longleaf.sampling import SamplingParams
 
     ids = tuple(3 + i * 7 % 400 for i in range(place.num_prompt))
-    drawn = Sampling(temperature=0.9, top_p=0.9, num_logprobs=3, seed=1)
-    adjusted = Sampling(temperature=0.7, min_p=0.05, logit_bias={5: 1.0}, seed=2)
+    drawn = SamplingParams(temperature=0.9, top_p=0.9, num_logprobs=3, seed=1)
+    adjusted = SamplingParams(temperature=0.7, min_p=0.05, logit_bias={5: 1.0}, seed=2)
     requested = [
-        Asked(ids, 6, 0, Sampling(num_logprobs=5)),
+        Asked(ids, 6, 0, SamplingParams(num_logprobs=5)),
         Asked(ids[:5], 2, 0),
         Asked(ids[:9], 4, 1, drawn),
         Asked(ids[3:20], 3, 3, adjusted),
@@ -140,7 +140,7 @@ def watched(place: Place, *, is_captured: bool) -> Watched:
         cuda_graphs="auto" if is_captured else "off",
     )
     rank = make_rank(config)
-    rank.lay_out(served(make_module(shape, torch.float32, place.device), place.device))
+    rank.allocate_pool(served(make_module(shape, torch.float32, place.device), place.device))
     rank.backend = place.kernels
     if not place.is_gpu:
         as_on_a_gpu(rank, place, is_captured=is_captured)

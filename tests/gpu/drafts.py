@@ -24,12 +24,12 @@ def drafts_change_no_token(place: Place) -> None:
     replayed."""
     ground.need(ground.NEEDED_BY_RANKS)
     from bench.gpu.plans import Asked, answers
-    from longleaf.sampling import Sampling
+    from longleaf.sampling import SamplingParams
 
     ids = tuple(3 + i * 7 % 400 for i in range(place.num_prompt))
-    drawn = Sampling(temperature=0.9, top_p=0.9, num_logprobs=3, seed=1)
-    penalized = Sampling(repetition_penalty=1.2, frequency_penalty=0.5, logit_bias={5: 1.0}, num_logprobs=0)
-    samplings = (Sampling(num_logprobs=5), drawn, penalized)
+    drawn = SamplingParams(temperature=0.9, top_p=0.9, num_logprobs=3, seed=1)
+    penalized = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5, logit_bias={5: 1.0}, num_logprobs=0)
+    samplings = (SamplingParams(num_logprobs=5), drawn, penalized)
     requested = [Asked(ids[: len(ids) - i], NUM_TOKENS, 0, sampling) for i, sampling in enumerate(samplings)]
     rank, wanted = watched(place, is_captured=True).rank, [list["Token"]() for _ in requested]
     for plan in answers(requested, 1, BLOCK_SIZE):

@@ -17,16 +17,16 @@ def tokens_of_the_cpu(place: Place) -> None:
     """Of rows of all kinds together, one of which breaks; and once begun nothing waits until tokens are asked for."""
     ground.need(ground.NEEDED_BY_RANKS)
     from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
-    from longleaf.sampling import Sampling
+    from longleaf.sampling import SamplingParams
     from workers.sampling.device_sampler import DeviceSampler
     from workers.sampling.sampler import Sampler
 
     kinds = (
-        Sampling(),
-        Sampling(temperature=0.7, top_p=0.9, num_logprobs=5, seed=1),
-        Sampling(temperature=1.0, top_k=40, min_p=0.02, seed=2),
-        Sampling(temperature=0.8, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1, seed=3),
-        Sampling(logit_bias={3: 5.0}, num_logprobs=0),
+        SamplingParams(),
+        SamplingParams(temperature=0.7, top_p=0.9, num_logprobs=5, seed=1),
+        SamplingParams(temperature=1.0, top_k=40, min_p=0.02, seed=2),
+        SamplingParams(temperature=0.8, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1, seed=3),
+        SamplingParams(logit_bias={3: 5.0}, num_logprobs=0),
     )
     num_rows, size = 8 * len(kinds), 152_000 if place.is_gpu else 700
     here, there = DeviceSampler(place.device, 64), Sampler()

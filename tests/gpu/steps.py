@@ -30,7 +30,7 @@ def answer(model: Path, place: Place, *, on_cpu: bool) -> list[tuple[int, float]
     from longleaf.rank_protocol.rank_spec import ConnectInfo, RankSpec
     from longleaf.rank_protocol.step import Decode, Prefill, Row, SamplingTerms, StepPlan
     from longleaf.runs import Run, ceil_div
-    from longleaf.sampling import Sampling
+    from longleaf.sampling import SamplingParams
     from workers.rank import Rank
 
     config = EngineConfig(
@@ -54,7 +54,7 @@ def answer(model: Path, place: Place, *, on_cpu: bool) -> list[tuple[int, float]
     num_tokens = place.num_prompt
     ids = tuple(3 + i * 7 % 400 for i in range(num_tokens))
     rank.execute(StepPlan(1, 0, Prefill((0,), 0, ids[:-1], runs(num_tokens - 1))))
-    first = Row(0, (0,), num_tokens - 1, ids[-1:], runs(num_tokens), 0, SamplingTerms(Sampling(num_logprobs=0)))
+    first = Row(0, (0,), num_tokens - 1, ids[-1:], runs(num_tokens), 0, SamplingTerms(SamplingParams(num_logprobs=0)))
     more = [Row(0, (), num_tokens + i, (), runs(num_tokens + i + 1), i + 1) for i in range(NUM_ANSWERS - 1)]
     results = [rank.execute(StepPlan(1, 1 + i, Decode((row,)))) for i, row in enumerate([first, *more])]
     return [(token.id, token.logprobs.logprob) for result in results for token in result.tokens[0]]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.engine_messages import NO_CLAIM, SchedulingClaim
+from coordinator.engine_messages import DEFAULT_SCHEDULING, SchedulingParams
 from longleaf.positions import AttentionSpan, WindowSpec
 from tests.support.durable_machine import DurableMachine
 from tests.support.scheduler_machine import runs
@@ -42,19 +42,19 @@ class Drawn:
 
 def test_who_waits_for_the_room_of_a_context_that_is_being_appended_to_begins_later() -> None:
     """It may not rest before the request is admitted; that is no reason to think that nobody will ever begin."""
-    machine, claims = DurableMachine(), [SchedulingClaim(), SchedulingClaim()]
+    machine, schedulings = DurableMachine(), [SchedulingParams(), SchedulingParams()]
     machine.begin([4], 1, 2, 3, 1, 1, None, 0, "found")
     machine.lose_and_form(data=Drawn(0, [], 2, set[int](), 1, 2))
-    machine.ask_and_not_read(claims)
+    machine.ask_and_not_read(schedulings)
     machine.cancel(data=Drawn(0))
-    machine.append_little_by_little("a", [1] * 4, SchedulingClaim())
-    machine.ask_and_not_read(claims)
-    machine.ask_and_not_read(claims)
+    machine.append_little_by_little("a", [1] * 4, SchedulingParams())
+    machine.ask_and_not_read(schedulings)
+    machine.ask_and_not_read(schedulings)
     machine.pause(data=Drawn(6), is_paused=False)
     machine.lose_and_form(data=Drawn(0, [], 2, {0}, 0, 0, [1]))
-    machine.ask_and_not_read(claims)
-    machine.ask([0, 1, 2, 3], 1, None, 1, SchedulingClaim(), False)
-    machine.append_little_by_little("a", [1] * 5, SchedulingClaim())
+    machine.ask_and_not_read(schedulings)
+    machine.ask([0, 1, 2, 3], 1, None, 1, SchedulingParams(), False)
+    machine.append_little_by_little("a", [1] * 5, SchedulingParams())
     machine.teardown()
 
 
@@ -63,11 +63,11 @@ def test_a_reserve_that_eviction_makes_small_enough_is_made_in_the_same_turn() -
     is enough room to recompute the segments, and no later event makes the scheduler try again."""
     machine, windows = DurableMachine(), WindowSpec(reaches=(AttentionSpan(4),), num_blocks=8)
     machine.begin([17], 20, 3, 0, 1, 1, windows, 0, "found")
-    machine.append_little_by_little("b", [3, 1, 3], SchedulingClaim())
+    machine.append_little_by_little("b", [3, 1, 3], SchedulingParams())
     machine.join(data=Drawn(0, [], 2))
-    machine.ingest(list(range(2, 39)), "a", False, SchedulingClaim())
+    machine.ingest(list(range(2, 39)), "a", False, SchedulingParams())
     machine.lose_one_amid_steps(data=Drawn(0, [], 1, 1), steps=5)
-    machine.append_little_by_little("b", [1, 3, 3], SchedulingClaim())
+    machine.append_little_by_little("b", [1, 3, 3], SchedulingParams())
     machine.teardown()
 
 
@@ -76,13 +76,13 @@ def test_a_question_about_a_deleted_context_holds_its_room_while_it_waits() -> N
     context, so preempting the first would not make room."""
     machine = DurableMachine()
     machine.begin([15], 32, 4, 0, 1, 4, None, 0, "found")
-    machine.ingest(list(range(20)), "a", False, NO_CLAIM)
+    machine.ingest(list(range(20)), "a", False, DEFAULT_SCHEDULING)
     machine.run_steps(3, 1, 0.001)
-    machine.ask([0], 2, None, 1, NO_CLAIM, False)
+    machine.ask([0], 2, None, 1, DEFAULT_SCHEDULING, False)
     machine.run_steps(1, 1, 0.001)
-    machine.ask(list(range(100, 140)), 8, None, 1, NO_CLAIM, False)
-    machine.ask([0], 2, "a", 1, NO_CLAIM, False)
-    machine.ask([0], 2, "a", 1, NO_CLAIM, False)
+    machine.ask(list(range(100, 140)), 8, None, 1, DEFAULT_SCHEDULING, False)
+    machine.ask([0], 2, "a", 1, DEFAULT_SCHEDULING, False)
+    machine.ask([0], 2, "a", 1, DEFAULT_SCHEDULING, False)
     machine.delete("a")
     machine.run_steps(2, 1, 0.001)
     [running], (long, last) = machine.scheduler._running.values(), machine.scheduler._queue.order()
@@ -98,7 +98,7 @@ def test_a_document_with_the_id_that_a_prompt_had_before_the_end_does_not_come_b
 ) -> None:
     machine = SnapshotMachine()
     machine.begin([8], 8, 4, 0, 3, 1, None, 0, "found")
-    machine.ask(list(range(100, 100 + num_tokens)), 2, None, 1, NO_CLAIM, False)
+    machine.ask(list(range(100, 100 + num_tokens)), 2, None, 1, DEFAULT_SCHEDULING, False)
     machine.save_and_die(data=Drawn([10, 4]), steps=9)
     machine.lose_one_amid_a_document(data=Drawn(0, [], 2, 1), context="a", count=34, steps=1, question=0)
     machine.teardown()
@@ -107,12 +107,12 @@ def test_a_document_with_the_id_that_a_prompt_had_before_the_end_does_not_come_b
 def test_a_document_does_not_come_back_as_one_that_was_deleted_before_the_end() -> None:
     machine = SnapshotMachine()
     machine.begin([10, 8], 8, 4, 0, 3, 1, None, 0, "found")
-    machine.ingest(list(range(100, 134)), "a", False, NO_CLAIM)
+    machine.ingest(list(range(100, 134)), "a", False, DEFAULT_SCHEDULING)
     machine.run_steps(12, 2, 0.001)
-    machine.save(data=Drawn(machine.scheduler.segments.holdings.find(0)), size=2)
+    machine.save(data=Drawn(machine.scheduler.segments.placements.find(0)), size=2)
     machine.delete("a")
     machine.die(data=Drawn([10, 8]))
-    machine.ingest(list(range(34)), "b", False, NO_CLAIM)
+    machine.ingest(list(range(34)), "b", False, DEFAULT_SCHEDULING)
     machine.run_steps(12, 2, 0.001)
     machine.rest_and_ask("b", 1, 3)
     machine.books_are_equal()

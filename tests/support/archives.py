@@ -46,7 +46,7 @@ def packed_early(given: Packable) -> bytes:
     archive, digest = bytearray(PREAMBLE), blake3(PREAMBLE)
 
     def add(kind: Kind, content: bytes) -> None:
-        frame = Frame.of(kind, content).encode()
+        frame = Frame.from_content(kind, content).encode()
         digest.update(frame)
         archive.extend(frame + content)
 
@@ -152,7 +152,7 @@ def unpack(archive: bytes, cuts: Sequence[int] = ()) -> list[Section]:
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
         data = memoryview(archive)[start:end]
         while data:
-            count, reported = unpacking.take(data)
+            count, reported = unpacking.feed(data)
             data = data[count:]
             found += [] if reported is None else [reported]
     unpacking.check_complete()

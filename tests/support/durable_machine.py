@@ -4,7 +4,7 @@ again between any two events."""
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from coordinator.engine_messages import NO_CLAIM, Outcome, Sealed
+from coordinator.engine_messages import DEFAULT_SCHEDULING, Outcome, Sealed
 from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
 from coordinator.kv_cache.contexts import NamedContext
 from coordinator.kv_cache.segment_placement import count_all
@@ -65,10 +65,12 @@ class DurableMachine(RecoveringMachine):
         scheduler = self.scheduler
         paths = [request.origin for request in scheduler._requests]
         paths += [context.path for context in scheduler.contexts.bound(scheduler._requests.contexts)]
-        holdings = scheduler.segments.holdings.of({segment: None for path in paths for segment in path.segments})
+        placements = scheduler.segments.placements.for_segments(
+            {segment: None for path in paths for segment in path.segments}
+        )
         tails = [other.tail for other in scheduler._running.values() if isinstance(other, IngestJob)]
         reserved = sum((tail.reservation.left for tail in tails), BlockCount())
-        held = count_all([*holdings, *(tail.holding for tail in tails)]) + reserved
+        held = count_all([*placements, *(tail.placement for tail in tails)]) + reserved
         return not (held + job.num_blocks).fits(self.placer.num_blocks)
 
     def _is_right(self, job: int, error: LongleafError) -> None:
@@ -96,7 +98,7 @@ class DurableMachine(RecoveringMachine):
     def rest_and_ask(self, context: str, question: int, steps: int) -> None:
         """The evicted context is restored; other contexts may be evicted for it."""
         self.rest(context)
-        self.ask(list(range(question)), 2, context, 1, NO_CLAIM, False)
+        self.ask(list(range(question)), 2, context, 1, DEFAULT_SCHEDULING, False)
         self.run_steps(steps, 2, 0.001)
 
     # --- the end of everything ---
@@ -123,7 +125,7 @@ class DurableMachine(RecoveringMachine):
 
 def revive(old: Scheduler, new: Scheduler, next_segment: int) -> None:
     """Has a scheduler take in the contexts of another one, as from a catalog."""
-    new.segments.begin_ids(next_segment)
+    new.segments.start_ids_at(next_segment)
     contexts = old.contexts.list()
     retained = {segment.id: segment for context in contexts for segment in context.path.segments}
     segments: dict[int, Segment] = {}

@@ -151,7 +151,7 @@ def _run_command(command: list[str]) -> None:
 
     if command[:1] == CLI:
         sys.argv = command
-        serve.become = _run_command
+        serve.exec_command = _run_command
         main.main()
     else:
         _serve(command[4:])

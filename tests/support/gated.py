@@ -61,13 +61,13 @@ async def serving(
     engine = Engine(ranks, config, max_positions=4096, clock=clock)
     async with running(engine):
         tokenizer = Tokenizer.load(write_model(folder), DirectRenderer())
-        use_cases = Application(engine, tokenizer, engine.cluster)
-        server = GrpcServer(use_cases, config.unread_timeout, authenticator=authenticator)
+        application = Application(engine, tokenizer, engine.cluster)
+        server = GrpcServer(application, config.unread_timeout, authenticator=authenticator)
         try:
             yield engine, f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
         finally:
             await server.stop(None)
-            await use_cases.close()
+            await application.close()
 
 
 async def comes_to(engine: Engine, condition: Callable[[], bool]) -> None:

@@ -131,7 +131,7 @@ class Members:
 
     def say(self, member: int, message: ToRank) -> None:
         invitation = self._invitations[member]
-        name = invitation.pulse_id if isinstance(message, AbortExchanges) else invitation.commands_id
+        name = invitation.heartbeat_id if isinstance(message, AbortExchanges) else invitation.commands_id
         self._socket.send_multipart([name, encode(message)])
 
     def hear(self, kind: type[T], member: int) -> T:

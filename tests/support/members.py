@@ -25,7 +25,7 @@ from longleaf.rank_protocol.rank_spec import ConnectInfo, RankSpec
 from longleaf.rank_protocol.snapshots import Outcome
 from workers.control import connect
 
-PULSE_SECONDS = 0.05
+HEARTBEAT_SECONDS = 0.05
 
 
 class ScriptedMember:
@@ -40,14 +40,14 @@ class ScriptedMember:
         node: str = "node",
         deaf_to: Collection[type[ToRank]] = (),
         fingerprint: Fingerprint | None = None,
-        has_late_pulse: bool = False,
+        has_late_heartbeat: bool = False,
     ) -> None:
-        """With `has_late_pulse` the connection of its pulse comes with `beat`."""
+        """With `has_late_heartbeat` the heartbeat connection opens with `beat`."""
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
         # Untyped, because the package's own annotations are partial.
         self._socket: Any = connect(cast(Any, self._context), invitation, invitation.commands_id)
         self._invitation = invitation
-        self._pulse: Any = None
+        self._heartbeat_socket: Any = None
         self.number = number
         self.deaf_to = deaf_to
         self.fails_to_load = False
@@ -61,11 +61,11 @@ class ScriptedMember:
         self._hello = Hello(number, node, "127.0.0.1", os.getpid(), fingerprint)
         self._inbox: asyncio.Queue[ToRank] = asyncio.Queue()
         self._tasks = [asyncio.create_task(self._live())]
-        if not has_late_pulse:
-            self._open_pulse()
+        if not has_late_heartbeat:
+            self._open_heartbeat_socket()
 
-    def _open_pulse(self) -> None:
-        self._pulse = connect(cast(Any, self._context), self._invitation, self._invitation.pulse_id)
+    def _open_heartbeat_socket(self) -> None:
+        self._heartbeat_socket = connect(cast(Any, self._context), self._invitation, self._invitation.heartbeat_id)
         self._tasks.append(asyncio.create_task(self._listen()))
 
     async def _live(self) -> None:
@@ -94,7 +94,7 @@ class ScriptedMember:
 
     async def _listen(self) -> None:
         while True:
-            message = decode_to_rank(await self._pulse.recv())
+            message = decode_to_rank(await self._heartbeat_socket.recv())
             assert isinstance(message, AbortExchanges)
             self.num_fences += 1
             if message in self.fences:
@@ -105,11 +105,11 @@ class ScriptedMember:
                 await self.send(GroupFailure(self.number, message.epoch, 0, "was fenced"))
 
     def beat(self, progress: MemberProgress | None = None) -> None:
-        """Has a pulse from now on."""
+        """Sends heartbeats from now on."""
         self.progress = progress or self.progress
         self._is_beating = True
-        if self._pulse is None:
-            self._open_pulse()
+        if self._heartbeat_socket is None:
+            self._open_heartbeat_socket()
         self._tasks.append(asyncio.create_task(self._beat()))
 
     def stop_beating(self) -> None:
@@ -117,15 +117,15 @@ class ScriptedMember:
 
     async def _beat(self) -> None:
         while self._is_beating:
-            await self._pulse.send(encode(Heartbeat(self.number, self.progress)))
-            await asyncio.sleep(PULSE_SECONDS)
+            await self._heartbeat_socket.send(encode(Heartbeat(self.number, self.progress)))
+            await asyncio.sleep(HEARTBEAT_SECONDS)
 
     async def send(self, message: FromRank) -> None:
         await self._socket.send(encode(message))
 
     async def tell(self, outcome: Outcome) -> None:
         """Sends the outcome of an order, as the heartbeat thread does."""
-        await self._pulse.send(encode(outcome))
+        await self._heartbeat_socket.send(encode(outcome))
 
     async def receive(self) -> ToRank:
         """The next message that it does not answer on its own."""

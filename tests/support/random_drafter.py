@@ -23,12 +23,12 @@ class RandomDrafter(Drafter):
         self._random = random.Random(seed)
         self._policy = RandomPolicy(self._random)
 
-    def _look(self, job: Sequence) -> Draft:
+    def _draft_next(self, job: Sequence) -> Draft:
         most = min(self._max_drafts, job.most_drafts(self._block_size))
         if most <= 0 or self._drafter_of(job) is None:
             return NO_DRAFT
         if self._kind == "found":
-            return super()._look(job)
+            return super()._draft_next(job)
         last, found = job.tail.segment.token_ids[-1], list[int]()
         for i in range(most):
             last = echo_token(last, job.num_generated + i)

@@ -5,8 +5,8 @@ from coordinator.recovery.fault_score import BREAK
 from longleaf.rank_protocol.fakes import drafted_ends
 from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import StepPlan, StepResult
-from tests.support.key_ledger import KeyLedger
 from tests.support.scheduling import Bench
+from tests.support.shadow_key_cache import ShadowKeyCache
 
 
 class Group(Bench):
@@ -15,7 +15,7 @@ class Group(Bench):
     def __init__(self, num_ranks: int = 4, num_blocks: int = 64, **changes: object) -> None:
         super().__init__(blocks=(num_blocks,) * num_ranks, **changes)  # type: ignore[arg-type]
         windows = self.placer.windows
-        self.keys = KeyLedger(num_ranks, self.config.block_size, windows)
+        self.keys = ShadowKeyCache(num_ranks, self.config.block_size, windows)
         self.epoch = 1
 
     def _result(self, plan: StepPlan) -> StepResult:
@@ -38,9 +38,9 @@ class Group(Bench):
         self.keys.change_ranks(before)
         num_blocks = (self.placer.pools[0].num_blocks,) * len(before)
         self.scheduler.change_ranks(RankMapping(self.epoch, before, num_blocks), may_grow=may_grow)
-        self.keys.lay_out(self.scheduler.layout())
+        self.keys.set_layout(self.scheduler.layout())
         self.sequences = RowState(self.config.block_size)
-        self._see(self.scheduler.take_outcomes())
+        self._see(self.scheduler.pop_outcomes())
         self._check()
 
     def document(self, context: str, count: int, append: bool = False) -> None:
@@ -52,4 +52,4 @@ class Group(Bench):
 
     def holds(self, context: str) -> bool:
         path = self.scheduler.contexts.get(context).path
-        return self.scheduler.segments.holdings.holds(path) and bool(self.keys.chain(path.ids, path.end))
+        return self.scheduler.segments.placements.holds(path) and bool(self.keys.chain(path.ids, path.end))

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from coordinator.engine_messages import NO_CLAIM, Outcome
+from coordinator.engine_messages import DEFAULT_SCHEDULING, Outcome
 from coordinator.kv_cache.rank_mapping import RankMapping
 from coordinator.kv_cache.token_paths import TokenPath
 from coordinator.recovery.fault_score import BREAK, GUILTY, LOSS
@@ -15,8 +15,8 @@ from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import StepPlan
 from longleaf.sampling import Token
 from longleaf.types import Recovering
-from tests.support.key_ledger import KeyLedger
 from tests.support.scheduler_machine import NAMES, SchedulerMachine
+from tests.support.shadow_key_cache import ShadowKeyCache
 
 MOST_RANKS = 5
 
@@ -25,7 +25,7 @@ class RecoveringMachine(SchedulerMachine):
     """The ranks are a ledger of keys: recomputed keys must equal the lost ones."""
 
     def _start_ranks(self, blocks: list[int], block_size: int, windows: WindowSpec | None) -> None:
-        self.keys = KeyLedger(len(blocks), block_size, windows)
+        self.keys = ShadowKeyCache(len(blocks), block_size, windows)
         self.block_size = block_size
         self.num_blocks = list(blocks)
         self.epoch = 1
@@ -42,7 +42,7 @@ class RecoveringMachine(SchedulerMachine):
         return [key.token_id for key in self.keys.chain(path, self.keys.books[path[-1]].runs[-1].end)]
 
     def _check_end(self, path: TokenPath) -> None:
-        if self.is_calm and self.scheduler.segments.holdings.holds(path):
+        if self.is_calm and self.scheduler.segments.placements.holds(path):
             self.keys.check_end(path.ids, path.end)
 
     @property
@@ -108,7 +108,7 @@ class RecoveringMachine(SchedulerMachine):
         self.epoch += 1
         self.keys.change_ranks(before)
         self.scheduler.change_ranks(RankMapping(self.epoch, tuple(before), tuple(self.num_blocks)), may_grow=may_grow)
-        self.keys.lay_out(self.scheduler.layout())
+        self.keys.set_layout(self.scheduler.layout())
         self.sequences = RowState(self.block_size)
         self.is_between, self.may_grow = False, may_grow
         self._look()
@@ -148,11 +148,11 @@ class RecoveringMachine(SchedulerMachine):
         """The document continues, and it and its prefix are queried while it recovers."""
         if self.is_between or len(self.num_blocks) < 2:
             return
-        self.ingest(list(range(count)), context, context in self.texts, NO_CLAIM)
+        self.ingest(list(range(count)), context, context in self.texts, DEFAULT_SCHEDULING)
         self.run_steps(steps, 2, 0.001)
         self._lose_one(data)
-        self.ask(list(range(question)), 2, None, 1, NO_CLAIM, False)
-        self.ask([1, 2], 2, context, 1, NO_CLAIM, False)
+        self.ask(list(range(question)), 2, None, 1, DEFAULT_SCHEDULING, False)
+        self.ask([1, 2], 2, context, 1, DEFAULT_SCHEDULING, False)
         self.run_steps(1, 2, 0.001)
         if len(self.num_blocks) > 1 and data.draw(st.booleans(), label="twice"):
             self._lose_one(data)
@@ -172,7 +172,7 @@ class RecoveringMachine(SchedulerMachine):
         for dropped in self.scheduler.pop_dropped():
             assert dropped.num_tokens == len(self.texts[dropped.context])
             del self.texts[dropped.context], self.ends[dropped.context]
-        self._see(self.scheduler.take_outcomes())
+        self._see(self.scheduler.pop_outcomes())
 
     def _see(self, outcomes: list[Outcome]) -> None:
         for dropped in self.scheduler.pop_dropped():
@@ -195,13 +195,13 @@ class RecoveringMachine(SchedulerMachine):
         """The ranks and the coordinator agree on the location of every key, and the keys are correct."""
         if not hasattr(self, "scheduler") or not self.is_calm:
             return
-        holdings = self.scheduler.segments.holdings
-        for holding in holdings:
-            if holding.segment.token_ids and holding.is_reported:
-                assert self.keys.books[holding.segment.id].runs == holding.runs
-                assert self.keys.books[holding.segment.id].start == holding.segment.start
+        placements = self.scheduler.segments.placements
+        for placement in placements:
+            if placement.segment.token_ids and placement.is_reported:
+                assert self.keys.books[placement.segment.id].runs == placement.runs
+                assert self.keys.books[placement.segment.id].start == placement.segment.start
         for context in self.scheduler.contexts.list():
-            if holdings.holds(context.path):
+            if placements.holds(context.path):
                 assert self._keys_of(context.path) == self.texts[context.id]
 
     def _keys_of(self, path: TokenPath) -> list[int]:
@@ -222,5 +222,5 @@ class RecoveringMachine(SchedulerMachine):
             self._pause(job, False)
         self._run_until(lambda: not (self.open or self.scheduler.recovering))
         contexts = [context for context in self.scheduler.contexts.list() if not context.is_evicted]
-        assert all(self.scheduler.segments.holdings.holds(context.path) for context in contexts)
+        assert all(self.scheduler.segments.placements.holds(context.path) for context in contexts)
         self.adds_up()

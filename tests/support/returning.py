@@ -128,10 +128,10 @@ class Returning:
     def call(self, segment: Segment) -> SegmentPlacement:
         """Requests a segment of which no rank holds anything."""
         self.segments.adopt(segment)
-        holding = self.segments.holdings[segment]
+        placement = self.segments.placements[segment]
         self.segments.retain(segment.path)
-        self.recovery.begin_reload([holding])
-        return holding
+        self.recovery.begin_reload([placement])
+        return placement
 
     def lost(self, number: int, num_pieces: int = 2) -> SegmentPlacement:
         """A segment that is only in storage and is requested."""
@@ -139,8 +139,8 @@ class Returning:
 
     def turn(self) -> None:
         """As the engine does before it waits."""
-        self.recovery.promise([])
-        self.fetching.turn()
+        self.recovery.reserve_lost([])
+        self.fetching.run_pending()
 
     async def turn_often(self) -> None:
         """Yields to the event loop more often than any task without a pending wait needs."""
@@ -169,7 +169,7 @@ class Returning:
         return work
 
     async def restore_all(self) -> None:
-        while not self.segments.holdings.is_whole:
+        while not self.segments.placements.is_whole:
             await self.until(lambda: self.can_restore)
             self.restore()
 

@@ -60,7 +60,7 @@ async def running_on(
     """An engine whose ranks are processes."""
     engine = Engine(control, config, max_positions)
     try:
-        await fleet.launch(config, control.invitations, control.lost)
+        await fleet.launch(config, control.invitations, control.on_process_exit)
         async with running(engine) as found:
             yield found
     finally:

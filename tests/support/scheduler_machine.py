@@ -20,7 +20,7 @@ from coordinator.engine_messages import (
     Failed,
     Outcome,
     Prompt,
-    SchedulingClaim,
+    SchedulingParams,
     SpanLayout,
     Tokens,
 )
@@ -46,9 +46,9 @@ from longleaf.positions import Rotary, WindowSpec
 from longleaf.rank_protocol.fakes import drafted_ends, echo_token
 from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan, StepResult
-from longleaf.sampling import Sampling, Token
+from longleaf.sampling import SamplingParams, Token
 from tests.support.random_drafter import RandomDrafter
-from tests.support.window_ledger import WindowLedger, windows_of
+from tests.support.shadow_window_cache import ShadowWindowCache, windows_of
 from workers.fakes import EchoBlockTable
 
 MOST_STEPS = 2000
@@ -56,8 +56,8 @@ MOST_STEPS = 2000
 NAMES = st.sampled_from(["a", "b", "c"])
 CONTEXTS = st.sampled_from([None, None, None, "a", "b", "c"])
 SAMPLES = st.sampled_from([1, 1, 1, 2, 3])
-CLAIMS = st.builds(
-    SchedulingClaim,
+SCHEDULING_PARAMS = st.builds(
+    SchedulingParams,
     priority=st.integers(0, 3),
     tenant=st.sampled_from(["default", "default", "acme"]),
     client=st.sampled_from(["", "x", "y"]),
@@ -164,17 +164,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     # --- the ranks ---
 
     def _start_ranks(self, blocks: list[int], block_size: int, windows: WindowSpec | None) -> None:
-        self.ledger = EchoBlockTable(block_size)
-        self.window_ledger = WindowLedger(windows, block_size) if windows else None
+        self.block_table = EchoBlockTable(block_size)
+        self.shadow_window_cache = ShadowWindowCache(windows, block_size) if windows else None
 
     def _execute(self, plan: StepPlan) -> dict[int, tuple[Token, ...]]:
         """The ranks' answer to a complete plan."""
-        if self.window_ledger:
-            self.window_ledger.apply(plan)
-        tokens = self.ledger.apply(plan)
+        if self.shadow_window_cache:
+            self.shadow_window_cache.apply(plan)
+        tokens = self.block_table.apply(plan)
         for row, end in drafted_ends(plan, tokens):
-            if self.window_ledger:
-                self.window_ledger.cut_back(row.path[-1], end)
+            if self.shadow_window_cache:
+                self.shadow_window_cache.cut_back(row.path[-1], end)
         return tokens
 
     def _check_ropes(self, plan: StepPlan) -> None:
@@ -188,12 +188,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _token_ids(self, path: tuple[int, ...]) -> list[int]:
         """The tokens whose keys lie on a path."""
-        return self.ledger.token_ids(path)
+        return self.block_table.token_ids(path)
 
     def _check_end(self, path: TokenPath) -> None:
         """Checks that a path can be continued: the tokens within its windows are in their slots after any eviction."""
-        if self.window_ledger:
-            self.window_ledger.check_place(path.ids, path.end)
+        if self.shadow_window_cache:
+            self.shadow_window_cache.check_place(path.ids, path.end)
 
     @property
     def is_disturbed(self) -> bool:
@@ -207,7 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         context=CONTEXTS,
         num_samples=SAMPLES,
-        claim=CLAIMS,
+        scheduling=SCHEDULING_PARAMS,
         ends=st.booleans(),
     )
     def ask(
@@ -216,19 +216,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens: int,
         context: str | None,
         num_samples: int,
-        claim: SchedulingClaim,
+        scheduling: SchedulingParams,
         ends: bool,
     ) -> None:
-        claim = self._now(claim)
+        scheduling = self._now(scheduling)
         answer = expected_answer(tokens[-1] if tokens else 0, max_tokens)
         end = answer[max_tokens // 2] if ends else -1
         prompt = Prompt(
             context=context,
             token_ids=tuple(tokens),
-            sampling=Sampling(max_tokens=max_tokens),
+            sampling=SamplingParams(max_tokens=max_tokens),
             end_tokens=frozenset([end]),
             num_samples=num_samples,
-            claim=claim,
+            scheduling=scheduling,
             max_draft_tokens=max_tokens % 5,
         )
         try:
@@ -239,20 +239,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.prompts[sequence] = [*(self.texts[context] if context else []), *tokens]
             self.expected[sequence] = answer[: answer.index(end) + 1] if ends else answer
             self.answers[sequence] = []
-        self._opened(num_samples, claim.deadline)
+        self._opened(num_samples, scheduling.deadline)
 
     @rule(
         tokens=TEXTS,
         max_tokens=st.integers(1, 12),
         context=CONTEXTS,
         counts=st.lists(st.none() | st.integers(0, 11), min_size=1, max_size=3),
-        claim=CLAIMS,
+        scheduling=SCHEDULING_PARAMS,
     )
     def resume(
-        self, tokens: list[int], max_tokens: int, context: str | None, counts: list[int | None], claim: SchedulingClaim
+        self,
+        tokens: list[int],
+        max_tokens: int,
+        context: str | None,
+        counts: list[int | None],
+        scheduling: SchedulingParams,
     ) -> None:
         """The number of tokens that each sample has already reported; None: all of them."""
-        claim = self._now(claim)
+        scheduling = self._now(scheduling)
         answer = expected_answer(tokens[-1] if tokens else 0, max_tokens)
         generated = {i: answer[:count] for i, count in enumerate(counts) if count is not None and count < max_tokens}
         if not generated:
@@ -260,9 +265,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = Prompt(
             context=context,
             token_ids=tuple(tokens),
-            sampling=Sampling(max_tokens=max_tokens),
+            sampling=SamplingParams(max_tokens=max_tokens),
             num_samples=len(counts),
-            claim=claim,
+            scheduling=scheduling,
             max_draft_tokens=max_tokens % 5,
             generated=generated,
         )
@@ -277,7 +282,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ]
             self.expected[self.num_jobs] = self.expected[self.num_jobs + sample] = answer
             self.answers[self.num_jobs + sample] = list(ids)
-        self._opened(len(counts), claim.deadline, generated)
+        self._opened(len(counts), scheduling.deadline, generated)
 
     @rule(
         tokens=TEXTS,
@@ -285,7 +290,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_scored=st.integers(0, 39),
         end=st.none() | st.integers(1, 60),
         hidden=st.lists(st.integers(0, 60), max_size=4, unique=True).map(sorted),
-        claim=CLAIMS,
+        scheduling=SCHEDULING_PARAMS,
     )
     def probe(
         self,
@@ -294,18 +299,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_scored: int,
         end: int | None,
         hidden: list[int],
-        claim: SchedulingClaim,
+        scheduling: SchedulingParams,
     ) -> None:
         """Reads tokens somewhere in a context, and answers nothing."""
         if (named := self.scheduler.contexts.find(context)) is None:
             return
-        claim, end = self._now(claim), min(end or named.path.end, named.path.end)
+        scheduling, end = self._now(scheduling), min(end or named.path.end, named.path.end)
         ranges = tuple((start, stop) for start, stop in pairwise(hidden) if stop <= end)[::2]
         prompt = Prompt(
             context=context,
             token_ids=tuple(tokens),
-            sampling=Sampling(max_tokens=1),
-            claim=claim,
+            sampling=SamplingParams(max_tokens=1),
+            scheduling=scheduling,
             cuts=SpanLayout(1),
             hidden=ranges,
             beginning=ContinuationPoint(named.path.cut(end).ids, end),
@@ -318,22 +323,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.prompts[self.num_jobs] = [*self.texts[context][:end], *tokens]
         self.expected[self.num_jobs], self.answers[self.num_jobs] = [], []
-        self._opened(1, claim.deadline)
+        self._opened(1, scheduling.deadline)
 
-    @rule(tokens=TEXTS, context=NAMES, append=st.booleans(), claim=CLAIMS)
-    def ingest(self, tokens: list[int], context: str, append: bool, claim: SchedulingClaim) -> None:
-        claim = self._now(claim)
-        document = DocumentPrompt(context=context, token_ids=tokens, append=append, claim=claim)
+    @rule(tokens=TEXTS, context=NAMES, append=st.booleans(), scheduling=SCHEDULING_PARAMS)
+    def ingest(self, tokens: list[int], context: str, append: bool, scheduling: SchedulingParams) -> None:
+        scheduling = self._now(scheduling)
+        document = DocumentPrompt(context=context, token_ids=tokens, append=append, scheduling=scheduling)
         try:
             self.scheduler.admit(self.num_jobs, document, self.now)
         except (AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, DeadlineExceeded, Unavailable):
             return
         self.documents[self.num_jobs] = tokens
-        self._opened(1, claim.deadline)
+        self._opened(1, scheduling.deadline)
 
-    def _now(self, claim: SchedulingClaim) -> SchedulingClaim:
+    def _now(self, scheduling: SchedulingParams) -> SchedulingParams:
         """With a deadline that counts from now."""
-        return claim if claim.deadline is None else replace(claim, deadline=self.now + claim.deadline)
+        return (
+            scheduling if scheduling.deadline is None else replace(scheduling, deadline=self.now + scheduling.deadline)
+        )
 
     def _opened(self, num_samples: int, deadline: float | None, samples: Iterable[int] | None = None) -> None:
         """Some of the samples, if they are given, are to come."""
@@ -342,11 +349,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_jobs += num_samples
         self.num_submitted += 1
 
-    @rule(context=NAMES, sizes=st.lists(st.integers(1, 3), min_size=4, max_size=16), claim=CLAIMS)
-    def append_little_by_little(self, context: str, sizes: list[int], claim: SchedulingClaim) -> None:
+    @rule(context=NAMES, sizes=st.lists(st.integers(1, 3), min_size=4, max_size=16), scheduling=SCHEDULING_PARAMS)
+    def append_little_by_little(self, context: str, sizes: list[int], scheduling: SchedulingParams) -> None:
         """Many pieces, one after the other."""
         for size in sizes:
-            self.ingest(list(range(size)), context, context in self.texts, claim)
+            self.ingest(list(range(size)), context, context in self.texts, scheduling)
             self._schedule()
             if self.plans:
                 self.commit()
@@ -396,7 +403,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Whether there was something to do."""
         is_full = self.scheduler._planner.is_full
         plan = self.scheduler.schedule(self.now)
-        self._see(self.scheduler.take_outcomes())
+        self._see(self.scheduler.pop_outcomes())
         if not is_full and not self.is_disturbed:
             self._no_job_waits_for_later_ones()
         self.plans.extend([plan] if plan else [])
@@ -418,7 +425,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             request = other.request
             if other.id != request.id and other.num_begins == 1:
                 continue  # a sample of a prompt that was read: it began with that one
-            before = {job.id for job in stayed if job.request.claim == request.claim and job.id < request.id}
+            before = {job.id for job in stayed if job.request.scheduling == request.scheduling and job.id < request.id}
             assert before <= other.passed
         self.ran, self.waited = set(running), {job.id: job.num_begins for job in waiting}
 
@@ -534,14 +541,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _pause(self, job: int, is_paused: bool) -> None:
         self.scheduler.pause(job, is_paused)
         (self.paused.add if is_paused else self.paused.discard)(job)
-        self._see(self.scheduler.take_outcomes())
+        self._see(self.scheduler.pop_outcomes())
         self.waited.clear()  # a paused job is not in the queue's order
 
-    @rule(claims=st.lists(CLAIMS, min_size=2, max_size=8))
-    def ask_and_not_read(self, claims: list[SchedulingClaim]) -> None:
-        for claim in claims:
+    @rule(params=st.lists(SCHEDULING_PARAMS, min_size=2, max_size=8))
+    def ask_and_not_read(self, params: list[SchedulingParams]) -> None:
+        for scheduling in params:
             job = self.num_jobs
-            self.ask([0, 1], 3, None, 1, claim, False)
+            self.ask([0, 1], 3, None, 1, scheduling, False)
             if self.num_jobs > job:
                 self._pause(job, True)
 
@@ -579,7 +586,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def adds_up(self) -> None:
         if hasattr(self, "scheduler"):
-            self._see(self.scheduler.take_outcomes())
+            self._see(self.scheduler.pop_outcomes())
             self.scheduler.audit()
             self._contexts_continue_at_their_ends()
             assert self.placer.num_reserved == BlockCount() or self.open or self.is_disturbed
@@ -616,7 +623,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.adds_up()
         assert self.scheduler.segments.make_room(self.placer.num_blocks)
         assert self.placer.num_free == self.placer.num_blocks
-        assert not list(self.scheduler.segments.holdings)
+        assert not list(self.scheduler.segments.placements)
 
 
 def runs(max_examples: int, is_random: bool = False) -> settings:

@@ -13,7 +13,7 @@ from coordinator.engine_messages import (
     Failed,
     Outcome,
     Prompt,
-    SchedulingClaim,
+    SchedulingParams,
     Sealed,
     SpanLayout,
     Tokens,
@@ -28,9 +28,9 @@ from longleaf.positions import Rotary, WindowSpec
 from longleaf.rank_protocol.fakes import drafted_ends, echo_token
 from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import Prefill, StepPlan, StepResult
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.random_drafter import RandomDrafter
-from tests.support.window_ledger import WindowLedger
+from tests.support.shadow_window_cache import ShadowWindowCache
 from workers.fakes import EchoBlockTable
 
 
@@ -60,8 +60,8 @@ class Bench:
             self.config, self.placer, positions, 1, max_moved_blocks, is_durable=is_durable, drafter=drafter
         )
         self.sequences = RowState(self.config.block_size)
-        self.ledger = EchoBlockTable(self.config.block_size)
-        self.window_ledger = WindowLedger(windows, self.config.block_size) if windows else None
+        self.block_table = EchoBlockTable(self.config.block_size)
+        self.shadow_window_cache = ShadowWindowCache(windows, self.config.block_size) if windows else None
         self.seen: dict[int, list[Event | Failed | Sealed | Acknowledged | LongleafError]] = {}
         self.num_jobs = 0
         self.seconds_per_token = 1e-6
@@ -77,17 +77,17 @@ class Bench:
         ends: tuple[int, ...] = (),
         priority: int = 0,
         num_samples: int = 1,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         cuts: SpanLayout | None = None,
         max_draft_tokens: int = 0,
-        **claim: Any,
+        **scheduling: Any,
     ) -> int:
         prompt = Prompt(
             context=context,
             token_ids=tuple(range(count)),
-            sampling=replace(sampling or Sampling(), max_tokens=max_tokens),
+            sampling=replace(sampling or SamplingParams(), max_tokens=max_tokens),
             end_tokens=frozenset(ends),
-            claim=SchedulingClaim(priority=priority, **claim),
+            scheduling=SchedulingParams(priority=priority, **scheduling),
             num_samples=num_samples,
             cuts=cuts,
             max_draft_tokens=max_draft_tokens,
@@ -116,7 +116,7 @@ class Bench:
 
     def schedule(self) -> StepPlan | None:
         plan = self.scheduler.schedule()
-        self._see(self.scheduler.take_outcomes())
+        self._see(self.scheduler.pop_outcomes())
         self._check()
         return plan
 
@@ -127,13 +127,13 @@ class Bench:
 
     def _result(self, plan: StepPlan) -> StepResult:
         plan = self.sequences.complete(plan)
-        if self.window_ledger:
-            self.window_ledger.apply(plan)
-        tokens = self.ledger.apply(plan)
+        if self.shadow_window_cache:
+            self.shadow_window_cache.apply(plan)
+        tokens = self.block_table.apply(plan)
         for row, end in drafted_ends(plan, tokens):
             self.sequences.cut_back(row.sequence, end)
-            if self.window_ledger:
-                self.window_ledger.cut_back(row.path[-1], end)
+            if self.shadow_window_cache:
+                self.shadow_window_cache.cut_back(row.path[-1], end)
         return StepResult(plan.epoch, plan.step, tokens, seconds=plan.num_tokens * self.seconds_per_token)
 
     def _see(self, outcomes: Iterable[Outcome]) -> None:
@@ -172,7 +172,7 @@ class Asker(Bench):
     """A bench whose prompts are given token by token."""
 
     def prompt(self, token_ids: range | list[int], max_tokens: int = 4, num_samples: int = 1, seed: int = 0) -> int:
-        sampling = Sampling(max_tokens=max_tokens, seed=seed)
+        sampling = SamplingParams(max_tokens=max_tokens, seed=seed)
         prompt = Prompt(context=None, token_ids=tuple(token_ids), sampling=sampling, num_samples=num_samples)
         job = self._admitted(lambda job: self.scheduler.admit(job, prompt))
         self.num_jobs += num_samples - 1

@@ -30,7 +30,7 @@ from longleaf.errors import AlreadyExists, LongleafError, NotFound
 from longleaf.positions import Rotary
 from longleaf.rank_protocol.fakes import FULL_LAYER, echo_attention, echo_scores, echo_spans
 from longleaf.rank_protocol.step import ComparisonRow
-from longleaf.sampling import GREEDY, Sampling, Token
+from longleaf.sampling import GREEDY, SamplingParams, Token
 from longleaf.tenants import DEFAULT_TENANT, tenant_of
 from longleaf.types import (
     Cluster,
@@ -140,7 +140,7 @@ class FakeEngine:
         self.comparison = ComparisonRow()
         """Of prompts that are compared."""
         self.prompts: list[engine_messages.Prompt] = []
-        self.claims: list[engine_messages.SchedulingClaim] = []
+        self.schedulings: list[engine_messages.SchedulingParams] = []
         """Of ingests."""
         self.contexts: dict[str, list[int]] = {}
         self.settings: dict[str, ContextSettings] = {}
@@ -196,7 +196,7 @@ class FakeEngine:
 
     def ingest(self, document: engine_messages.DocumentPrompt) -> FakeStream:
         context, token_ids = document.context, document.token_ids
-        self.claims.append(document.claim)
+        self.schedulings.append(document.scheduling)
         if self.error is not None:
             raise self.error
         if not document.append and context in self.contexts:
@@ -365,7 +365,7 @@ async def serving(
     folder: Path,
     host: str = "127.0.0.1",
     transfers: TransferEngine | None = None,
-    sampling_defaults: Sampling = GREEDY,
+    sampling_defaults: SamplingParams = GREEDY,
     template: str = TEMPLATE,
     **options: Any,
 ) -> AsyncGenerator[tuple[GrpcServer, str], None]:
@@ -374,7 +374,7 @@ async def serving(
     """
     tokenizer = Tokenizer.load(write_model(folder, template=template), DirectRenderer())
     observers = options.get("observers", NO_OBSERVERS)
-    use_cases = Application(
+    application = Application(
         engine,
         tokenizer,
         engine.describe,
@@ -382,13 +382,13 @@ async def serving(
         observers=observers,
         sampling_defaults=sampling_defaults,
     )
-    server = GrpcServer(use_cases, **options)
+    server = GrpcServer(application, **options)
     port = await server.start(host, 0)
     try:
         yield server, join_address(host, port)
     finally:
         await server.stop(None)
-        await use_cases.close()
+        await application.close()
 
 
 class Served:

@@ -12,7 +12,7 @@ from longleaf.positions import EVERY_RANK, WindowSpec
 from longleaf.rank_protocol.snapshots import Save
 from longleaf.runs import Run
 from tests.support.durable_machine import DurableMachine
-from tests.support.key_ledger import Content
+from tests.support.shadow_key_cache import Content
 
 
 @dataclass
@@ -51,33 +51,33 @@ class SnapshotMachine(DurableMachine):
     @rule(data=st.data(), size=st.integers(1, 4))
     def save(self, data: st.DataObject, size: int) -> None:
         """Something that is wholly held is saved, in pieces of so many runs."""
-        if holdings := self._may_be_saved():
-            holding = data.draw(st.sampled_from(holdings), label="segment")
-            self.storage[holding.segment.id] = self._saved(holding, size)
+        if placements := self._may_be_saved():
+            placement = data.draw(st.sampled_from(placements), label="segment")
+            self.storage[placement.segment.id] = self._saved(placement, size)
 
     def _may_be_saved(self) -> list[SegmentPlacement]:
         """Segments of contexts that are wholly held."""
         contexts = self.scheduler.contexts.list()
         retained = dict.fromkeys(segment for context in contexts for segment in context.path.segments)
-        holdings = self.scheduler.segments.holdings.of(retained)
-        return [one for one in holdings if one.loss is None and not one.is_evicted]
+        placements = self.scheduler.segments.placements.for_segments(retained)
+        return [one for one in placements if one.loss is None and not one.is_evicted]
 
-    def _saved(self, holding: SegmentPlacement, size: int) -> Snapshot:
-        found = Snapshot([], {}, [], [(run.start, run.end) for run in holding.window_runs])
+    def _saved(self, placement: SegmentPlacement, size: int) -> Snapshot:
+        found = Snapshot([], {}, [], [(run.start, run.end) for run in placement.window_runs])
         for rank, member in enumerate(self.keys.members):
-            runs = [run for run in holding.runs if run.rank == rank]
+            runs = [run for run in placement.runs if run.rank == rank]
             for first in range(0, len(runs), size):
                 some = runs[first : first + size]
-                found.pieces.append(self._content(member, holding, some))
+                found.pieces.append(self._content(member, placement, some))
                 found.ranges.append([(run.start, run.end) for run in some])
-        if holding.window_runs:
-            found.windows = self._content(self.keys.members[0], holding, holding.window_runs, of_windows=True)
+        if placement.window_runs:
+            found.windows = self._content(self.keys.members[0], placement, placement.window_runs, of_windows=True)
         return found
 
     def _content(
-        self, member: int, holding: SegmentPlacement, runs: list[Run] | tuple[Run, ...], *, of_windows: bool = False
+        self, member: int, placement: SegmentPlacement, runs: list[Run] | tuple[Run, ...], *, of_windows: bool = False
     ) -> Content:
-        order = Save(0, "piece", holding.segment.id, tuple(runs), of_windows)
+        order = Save(0, "piece", placement.segment.id, tuple(runs), of_windows)
         return self.keys.save(member, order)
 
     @rule(data=st.data())
@@ -90,15 +90,15 @@ class SnapshotMachine(DurableMachine):
 
     def _take_orders(self) -> None:
         restoring = self.scheduler.restoring
-        for segment in restoring.take_wanted():
+        for segment in restoring.pop_wanted():
             if (found := self.storage.get(segment.id)) is None:
-                restoring.refuse(segment.id)
+                restoring.mark_unavailable(segment.id)
             else:
-                restoring.offer(segment.id, found.ranges, found.window_ranges)
+                restoring.set_pieces(segment.id, found.ranges, found.window_ranges)
         if not self.is_between:
             self.scheduler._job_recovery.resume()
-        self.fetching += restoring.take_ordered()
-        discarded = set(restoring.take_discarded())
+        self.fetching += restoring.pop_ordered()
+        discarded = set(restoring.pop_discarded())
         self.fetching = [part for part in self.fetching if part.ticket not in discarded]
         self.keys.fetched = {key: resident for key, resident in self.keys.fetched.items() if key[1] not in discarded}
 
@@ -114,7 +114,7 @@ class SnapshotMachine(DurableMachine):
         """Storage times out: later answers for the segment are ignored."""
         self._take_orders()
         if self.fetching:
-            self.scheduler.restoring.refuse(data.draw(st.sampled_from(self.fetching), label="part").segment)
+            self.scheduler.restoring.mark_unavailable(data.draw(st.sampled_from(self.fetching), label="part").segment)
 
     def _fetch(self, part: RestoreChunk, is_there: bool) -> None:
         self.fetching.remove(part)
@@ -138,7 +138,7 @@ class SnapshotMachine(DurableMachine):
         return super()._schedule() or (self._fetch_all() and super()._schedule())
 
     def _no_job_is_stuck(self) -> None:
-        if not any(map(self.scheduler.restoring.has, self.scheduler.segments.holdings)):
+        if not any(map(self.scheduler.restoring.has, self.scheduler.segments.placements)):
             super()._no_job_is_stuck()
 
     @rule(data=st.data(), steps=st.integers(1, 9))
@@ -148,6 +148,6 @@ class SnapshotMachine(DurableMachine):
         while self.plans and not self.is_between:
             self.commit()
         if self.is_calm:
-            for holding in self._may_be_saved():
-                self.storage[holding.segment.id] = self._saved(holding, 2)
+            for placement in self._may_be_saved():
+                self.storage[placement.segment.id] = self._saved(placement, 2)
         self.die(data)

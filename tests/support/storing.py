@@ -17,7 +17,7 @@ from longleaf.config import EngineConfig
 from longleaf.positions import WindowSpec
 from longleaf.rank_protocol.snapshots import Fetch, Save, Saved
 from longleaf.rank_protocol.step import StepPlan, StepResult
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.storage.fakes import FlakyFiles, MemoryFiles
 from longleaf.storage.names import segments_folder
 from longleaf.storage.store import Store
@@ -148,6 +148,6 @@ async def ingest_two(engine: Engine) -> tuple[int, ...]:
 
 async def ask(engine: Engine) -> list[int]:
     """Asks the book; the ids of the answer."""
-    prompt = Prompt(context="book", token_ids=(1, 2), sampling=Sampling(max_tokens=4))
+    prompt = Prompt(context="book", token_ids=(1, 2), sampling=SamplingParams(max_tokens=4))
     events = [event async for event in engine.submit(prompt)]
     return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]

@@ -14,7 +14,7 @@ from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.config import EngineConfig
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import Delta, Event, Finished, Generate, Resume
 from tests.support.running import running
 from tests.support.service import write_model
@@ -64,7 +64,9 @@ def tokenizer_of(folder: Path) -> Tokenizer:
     return Tokenizer.load(write_model(folder), DirectRenderer())
 
 
-def asked(sampling: Sampling, num_samples: int = 1, context: str | None = None, text: str = "a question") -> Generate:
+def asked(
+    sampling: SamplingParams, num_samples: int = 1, context: str | None = None, text: str = "a question"
+) -> Generate:
     return Generate(
         input=text,
         context=context,

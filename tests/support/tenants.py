@@ -29,7 +29,7 @@ def credential_of(tenant: str) -> str:
 
 def credentials(folder: Path, **quotas: Quotas) -> Credentials:
     """Those of the three, with quotas by tenant."""
-    return Credentials.of(str(write_credentials(folder, **quotas)))
+    return Credentials.from_file(str(write_credentials(folder, **quotas)))
 
 
 def write_credentials(folder: Path, *others: str, **quotas: Quotas) -> Path:

@@ -72,7 +72,7 @@ class ThreadRanks:
         """Raises the error that ended the only epoch."""
         raise self._ended.result().error
 
-    async def lay_out(self, layout: KvLayout) -> None:
+    async def send_layout(self, layout: KvLayout) -> None:
         raise NotImplementedError
 
     async def step(self, plan: StepPlan) -> StepResult:
@@ -134,7 +134,7 @@ class ThreadRanks:
             try:
                 plan = decode_to_rank(data)
                 if isinstance(plan, Save | Fetch | Discard):
-                    rank.carry_out(plan, self._deliver)
+                    rank.submit_order(plan, self._deliver)
                     continue
                 assert isinstance(plan, StepPlan)
                 if begun is not None and not plan.may_overlap:

@@ -162,8 +162,8 @@ def test_steps_are_measured_with_what_gpus_do_in_them(monkeypatch):
     made = []
 
     class RankOfGpu(Rank):
-        def lay_out(self, model):
-            super().lay_out(model)
+        def allocate_pool(self, model):
+            super().allocate_pool(model)
             self.backend = TritonKernels(4)
             self.sampler = DeviceSampler("cpu", 2)
             decoding.as_on_a_gpu(self, small(), is_captured=self.config.cuda_graphs == "auto")

@@ -9,7 +9,7 @@ from coordinator.engine_messages import SpanLayout
 from longleaf.kernels.gpu import varlen
 from longleaf.kernels.gpu.backend import TritonKernels
 from longleaf.kernels.gpu.flash import FlashKernels
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.accelerator.launcher import CountingLauncher
 from tests.support.accelerator.steps import (
     CHUNKS,
@@ -87,15 +87,15 @@ def test_decode_over_131072_keys_launches_no_more(folder_of):
 
 
 MIXED = (
-    Sampling(),
-    Sampling(temperature=0.7, top_p=0.9, num_logprobs=20),
-    Sampling(temperature=1.0, top_k=40, min_p=0.05, presence_penalty=0.5, frequency_penalty=0.5),
-    Sampling(repetition_penalty=1.2, logit_bias={3: 1.0}, num_logprobs=0),
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_p=0.9, num_logprobs=20),
+    SamplingParams(temperature=1.0, top_k=40, min_p=0.05, presence_penalty=0.5, frequency_penalty=0.5),
+    SamplingParams(repetition_penalty=1.2, logit_bias={3: 1.0}, num_logprobs=0),
 )
 
 
 @pytest.mark.parametrize("mix", ["shared", "windows", "replicated windows", "int8", "latents", "4 ranks, exchange"])
-@pytest.mark.parametrize("samplings", [MIXED, (Sampling(),)], ids=["mixed", "greedy"])
+@pytest.mark.parametrize("samplings", [MIXED, (SamplingParams(),)], ids=["mixed", "greedy"])
 def test_a_captured_step_is_one_copy_each_way_three_replays_and_one_wait(mix, samplings, folder_of):
     """One replay for the model, one for sampling, and one for the broadcast of tokens; no allocation."""
     log = decoded(MIXES[mix]._replace(samplings=samplings, is_captured=True), folder_of, kernels)
@@ -115,7 +115,7 @@ def test_a_captured_step_of_another_rank_brings_nothing_back(folder_of):
 
 
 @pytest.mark.parametrize("mix", ["shared", "windows", "latents", "4 ranks, exchange"])
-@pytest.mark.parametrize("samplings", [MIXED, (Sampling(),)], ids=["mixed", "greedy"])
+@pytest.mark.parametrize("samplings", [MIXED, (SamplingParams(),)], ids=["mixed", "greedy"])
 def test_a_captured_step_with_drafts_asks_for_no_more(mix, samplings, folder_of):
     """Which of them are accepted is found out on the device."""
     case = MIXES[mix]._replace(samplings=samplings, is_captured=True, prompts=SHARED, num_drafts=3)
@@ -138,7 +138,7 @@ def test_another_rank_is_told_which_drafts_were_accepted_and_waits_once(folder_o
     assert log.of("to host")[0].num_bytes == 16 * torch.long.itemsize
 
 
-@pytest.mark.parametrize("samplings", [MIXED, (Sampling(),)], ids=["mixed", "greedy"])
+@pytest.mark.parametrize("samplings", [MIXED, (SamplingParams(),)], ids=["mixed", "greedy"])
 @pytest.mark.parametrize("rank", [0, 3])
 def test_drafts_of_a_step_that_is_not_captured_are_waited_for_once(samplings, rank, folder_of):
     case = MIXES["4 ranks, exchange"]._replace(samplings=samplings, rank=rank, num_drafts=3)
@@ -146,7 +146,7 @@ def test_drafts_of_a_step_that_is_not_captured_are_waited_for_once(samplings, ra
     assert [len(log.of(kind)) for kind in ("to host", "wait")] == [1, 1]
 
 
-@pytest.mark.parametrize("samplings", [MIXED, (Sampling(),)], ids=["mixed", "greedy"])
+@pytest.mark.parametrize("samplings", [MIXED, (SamplingParams(),)], ids=["mixed", "greedy"])
 def test_a_step_that_is_not_captured_copies_and_waits_as_little(samplings, folder_of):
     log = decoded(MIXES["shared and own"]._replace(samplings=samplings), folder_of, kernels)
     assert [len(log.of(kind)) for kind in ("to device", "to host", "wait")] == [1, 1, 1]

@@ -49,11 +49,11 @@ class TokenBroadcast:
 
     def work(self, there_N: Tensor, fields: Fields) -> Work:
         places_T, numbers_T = there_N[fields.places], there_N[fields.draft_numbers]
-        ids_T, told_T = self.ids_R[: len(places_T)], self._buffer.there_RN[: len(places_T), 0]
+        ids_T, reported_T = self.ids_R[: len(places_T)], self._buffer.there_RN[: len(places_T), 0]
 
         def tell() -> None:
-            told_T.copy_(self._broadcast(ids_T))
-            self._last_ids.put(places_T, numbers_T, chosen_N=told_T)
+            reported_T.copy_(self._broadcast(ids_T))
+            self._last_ids.put(places_T, numbers_T, chosen_N=reported_T)
 
         return tell
 
@@ -81,10 +81,10 @@ class GraphSampler:
         num_rows = fields.places.stop - fields.places.start
         numbers_FT = there_N[fields.parameters].view(NUM_PARAMETERS, num_rows)
         drafts = DraftRows(there_N[fields.drafts], there_N[fields.draft_numbers])
-        told_TN, logits_TV = self._tokens(kind).there_RN[:num_rows], self.logits_RV[:num_rows]
+        reported_TN, logits_TV = self._tokens(kind).there_RN[:num_rows], self.logits_RV[:num_rows]
 
         def choose() -> None:
-            found_TN = told_TN.copy_(self._sampler.choose(logits_TV, parameters_of(numbers_FT), kind, drafts))
+            found_TN = reported_TN.copy_(self._sampler.choose(logits_TV, parameters_of(numbers_FT), kind, drafts))
             self._ids_R[:num_rows].copy_(ids_of(found_TN))
 
         return choose

@@ -151,7 +151,7 @@ class FixedSteps:
             self._run_model(self._forward, bucket.inputs(self._memory.there_N, rows.reads))
         if blocks is not None:
             assert self._tokens is not None, "no drafts were to be expected"
-            blocks.stored = self._tokens.of(bucket.num_rows)
+            blocks.stored = self._tokens.stored_by_layer(bucket.num_rows)
         choice, logits_RV = None, None
         if self._choosing is not None:
             logits_RV = self._choosing.logits_RV[: len(rows.sample_rows)]

@@ -17,7 +17,7 @@ class FixedTokens:
         self._stored: dict[int, dict[int, StoredKv]] = {}
         """By the rows of a bucket, then by layer."""
 
-    def note(self, layer: int, stored: StoredKv) -> None:
+    def record(self, layer: int, stored: StoredKv) -> None:
         """See `StoredKvRecorder`. Steps with the same number of rows read their slots from the same address."""
         slots_T, *parts = stored
         if layer not in self._there:
@@ -28,6 +28,6 @@ class FixedTokens:
             there.copy_(part)
         self._stored.setdefault(len(slots_T), {})[layer] = StoredKv(slots_T, k_KTD, v_KTV)
 
-    def of(self, num_rows: int) -> dict[int, StoredKv]:
+    def stored_by_layer(self, num_rows: int) -> dict[int, StoredKv]:
         """The keys and values that the last step of a bucket with this many rows stored, by layer."""
         return self._stored[num_rows]

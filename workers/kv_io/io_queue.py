@@ -16,7 +16,7 @@ class IoQueue:
 
     def __init__(self, clock: Clock = time.monotonic, pause: Callable[[], float] = lambda: 0.0) -> None:
         """`clock` counts seconds. After a save is taken, the next one is held back for `pause()` seconds, or as long as
-        `rest` specifies.
+        `pause_saves` specifies.
         """
         self._clock = clock
         self._pause = pause
@@ -38,7 +38,7 @@ class IoQueue:
             orders.append(work)
             self._changed.notify()
 
-    def rest(self, seconds: float) -> None:
+    def pause_saves(self, seconds: float) -> None:
         """Pauses saves for `seconds`. The last call takes precedence."""
         with self._changed:
             self._rested = self._clock() + seconds
@@ -50,7 +50,7 @@ class IoQueue:
             self._is_closed = True
             self._changed.notify_all()
 
-    def take(self) -> Work | None:
+    def get(self) -> Work | None:
         """Waits for the next order. Returns None once the queue is closed."""
         with self._changed:
             while not self._is_closed:

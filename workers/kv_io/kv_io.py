@@ -130,13 +130,13 @@ class KvIo:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         if self._device.startswith("cuda"):  # each thread has a separate current device
             torch.cuda.set_device(self._device)
-        while work := self._orders.take():
+        while work := self._orders.get():
             work()
 
     def _save(self, order: Save, pool: KvPool, epoch: int, answer: Answer) -> None:
         began = self._clock()
         saved = self._saved(order, pool, epoch)
-        self._orders.rest(self._limited(REST * (self._clock() - began)))
+        self._orders.pause_saves(self._limited(REST * (self._clock() - began)))
         answer(saved)
 
     def _limited(self, rest: float) -> float:

@@ -27,7 +27,7 @@ from longleaf.positions import AttentionSpan, Rotary
 from workers.model import hook, latent
 from workers.model.malloc_tuning import large_blocks_apart
 from workers.model.rotary import Ropes, replace_rotary
-from workers.model.weights import SAFE_WEIGHTS, check_weights, going_to
+from workers.model.weights import SAFE_WEIGHTS, check_weights, loading_to_device
 
 PROBES = ((3, 5), (4, 11))
 """The forward passes of the preflight: the number of different tokens that each repeats in turn, and its number of
@@ -218,7 +218,7 @@ def _read(
     """The model that an auto class builds, and its report about the weights. The annotations of auto classes lack
     output_loading_info.
     """
-    with large_blocks_apart(), going_to(device):
+    with large_blocks_apart(), loading_to_device(device):
         return loader.from_pretrained(
             folder,
             config=config,

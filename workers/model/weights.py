@@ -40,7 +40,7 @@ def _indexed(index: Path) -> list[str]:
 
 
 @contextmanager
-def going_to(device: str) -> Generator[None, None, None]:
+def loading_to_device(device: str) -> Generator[None, None, None]:
     """Moves parameters to `device` as soon as they are assigned to a module: when weights are read one at a time, the
     host's memory holds at most one.
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from longleaf.config import MAX_DRAFT_TOKENS
 from longleaf.kernels.backend import Numbers
 from longleaf.rank_protocol.step import Row
-from longleaf.sampling import Sampling, Token
+from longleaf.sampling import SamplingParams, Token
 from workers.host_copies import AsyncHostCopy, DeviceEvent, to_device
 from workers.sampling.acceptance import NOT_REACHED, DraftRows, drafts_of
-from workers.sampling.fixed_shape import Needs, Parameters, choose, note
+from workers.sampling.fixed_shape import Needs, Parameters, choose, record_tokens
 from workers.sampling.history import PADDING_ROW, TokenHistories
 from workers.sampling.logprobs import to_messages
 from workers.sampling.sampler import Choice, Sampler, first_positions
@@ -30,7 +30,7 @@ NUM_PARAMETERS = len(Parameters._fields)
 class DeviceSequenceSampler:
     """The sampling parameters of one sequence, and the place of its history."""
 
-    def __init__(self, sampling: Sampling, place: int) -> None:
+    def __init__(self, sampling: SamplingParams, place: int) -> None:
         self.sampling = sampling
         self.place = place
         self._first = 0
@@ -82,7 +82,7 @@ class Batch:
 
 def padding_row(vocabulary_size: int) -> Numbers:
     """The parameters [F] of padding rows, from which no token is sampled."""
-    return Batch([DeviceSequenceSampler(Sampling(), PADDING_ROW)], vocabulary_size).numbers([0])[:, 0]
+    return Batch([DeviceSequenceSampler(SamplingParams(), PADDING_ROW)], vocabulary_size).numbers([0])[:, 0]
 
 
 def parameters_of(numbers_FR: Tensor) -> Parameters:
@@ -173,9 +173,9 @@ class DeviceSampler:
     def choose(
         self, logits_RV: Tensor, parameters: Parameters, needs: Needs, drafts: DraftRows | None = None
     ) -> Tensor:
-        """The result of `fixed_shape.note` for rows; many rows are sampled in slices."""
+        """The result of `fixed_shape.record_tokens` for rows; many rows are sampled in slices."""
         size = logits_RV.shape[-1]
-        most, histories = max(1, MAX_LOGITS // size), self._there(size)
+        most, histories = max(1, MAX_LOGITS // size), self._histories_of(size)
         num_before = min(MAX_DRAFT_TOKENS, len(logits_RV) - 1) if needs.counts_tokens else 0
         before_RM = drafts.before(num_before) if drafts is not None and num_before else None
         found: list[Tensor] = []
@@ -183,9 +183,9 @@ class DeviceSampler:
             some = slice(start, start + most)
             before_LM = None if before_RM is None else before_RM[some]
             found.append(choose(logits_RV[some], parameters.of(some), histories, needs, before_LM))
-        return note(found[0] if len(found) == 1 else torch.cat(found), parameters, histories, needs, drafts)
+        return record_tokens(found[0] if len(found) == 1 else torch.cat(found), parameters, histories, needs, drafts)
 
-    def _there(self, vocabulary_size: int) -> TokenHistories:
+    def _histories_of(self, vocabulary_size: int) -> TokenHistories:
         """The histories, which are allocated once."""
         self._histories = self._histories or TokenHistories(vocabulary_size, self._num_sequences, self._device)
         return self._histories
@@ -194,7 +194,7 @@ class DeviceSampler:
         """The chooser of the row's sequence. It is created again when the row brings new terms."""
         if row.terms is not None:
             self.forget([row.sequence])
-            place = self._there(vocabulary_size).begin(row.terms)
+            place = self._histories_of(vocabulary_size).begin(row.terms)
             self._choosers[row.sequence] = DeviceSequenceSampler(row.terms.sampling, place)
         return self._choosers[row.sequence]
 
@@ -211,7 +211,7 @@ class DeviceSampler:
 
 
 def ids_of(reported_RN: Tensor) -> Tensor:
-    """The ids [R], int64, of the result of `fixed_shape.note`, including its markers."""
+    """The ids [R], int64, of the result of `fixed_shape.record_tokens`, including its markers."""
     return reported_RN[:, 0].long()
 
 
@@ -225,7 +225,7 @@ def make_sampler(device: str, num_sequences: int) -> Sampler | DeviceSampler:
     return Sampler() if device == "cpu" else DeviceSampler(device, num_sequences)
 
 
-def needs_of(samplings: Sequence[Sampling]) -> Needs:
+def needs_of(samplings: Sequence[SamplingParams]) -> Needs:
     """The operations that rows of these parameters need together."""
     return Needs(
         has_bias=any(s.logit_bias for s in samplings),
@@ -238,12 +238,12 @@ def needs_of(samplings: Sequence[Sampling]) -> Needs:
     )
 
 
-def reached(sampling: Sampling, chosen: Iterable[Sequence[float]]) -> tuple[Token, ...]:
+def reached(sampling: SamplingParams, chosen: Iterable[Sequence[float]]) -> tuple[Token, ...]:
     """The tokens of the reached positions of a sequence."""
     return tuple(token(sampling, *numbers) for numbers in chosen if numbers[0] != NOT_REACHED)
 
 
-def token(sampling: Sampling, token_id: float, *numbers: float) -> Token:
+def token(sampling: SamplingParams, token_id: float, *numbers: float) -> Token:
     """The token of a row in the format of `choose`."""
     num_top = sampling.num_logprobs
     if num_top is None:

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper
 
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 
 
-def distribution(scores_V: Tensor, sampling: Sampling) -> Tensor:
+def distribution(scores_V: Tensor, sampling: SamplingParams) -> Tensor:
     """Probabilities [V], float64, from logits [V], float64, after bias and penalties: transformers' temperature, top-k,
     top-p and min-p.
     """
@@ -35,7 +35,7 @@ def top_p(scores_V: Tensor, share: float) -> Tensor:
     return scores_V.index_fill(0, order_V[is_dropped_V], -torch.inf)
 
 
-def draw(scores_V: Tensor, sampling: Sampling, uniform: float) -> int:
+def draw(scores_V: Tensor, sampling: SamplingParams, uniform: float) -> int:
     """The token whose interval of the cumulative probabilities, in the order of ids, contains `uniform` in [0, 1)."""
     probabilities_V = distribution(scores_V, sampling)
     cumulative_V = probabilities_V.cumsum(0)

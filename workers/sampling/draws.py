@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 
 BLOCK = 64
 LEVELS = 4096
@@ -27,7 +27,7 @@ NEAR = 16 * EPSILON
 """Relative tolerance of a share compared with the definition's."""
 
 
-def draw(logits_RV: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> list[int | None]:
+def draw(logits_RV: Tensor, samplings: Sequence[SamplingParams], uniforms: Sequence[float]) -> list[int | None]:
     """The token of each row, from its logits [V], float64, after bias and penalties, and a number in [0, 1); None where
     rounding might decide, or where the probabilities are not finite. All rows have the same top-k. The logits are
     overwritten.

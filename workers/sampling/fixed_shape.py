@@ -106,27 +106,27 @@ def choose(
         ids_R = choose_adjusted(logits_RV, parameters.of(COLUMNS), histories, needs, before_RM)
     else:
         ids_R = logits_RV.argmax(dim=-1)
-    told_R1 = torch.where(is_finite_R, ids_R, NOT_FINITE)[:, None]
+    reported_R1 = torch.where(is_finite_R, ids_R, NOT_FINITE)[:, None]
     if needs.num_top < 0:
-        return told_R1
+        return reported_R1
     ids_RN, logprobs_RN = top_logprobs(logits_RV, ids_R[:, None], needs.num_top)
-    return torch.cat((told_R1.double(), logprobs_RN, ids_RN.double()), dim=1)
+    return torch.cat((reported_R1.double(), logprobs_RN, ids_RN.double()), dim=1)
 
 
-def note(
-    told_RC: Tensor, parameters: Parameters, histories: TokenHistories, needs: Needs, drafts: DraftRows | None
+def record_tokens(
+    reported_RC: Tensor, parameters: Parameters, histories: TokenHistories, needs: Needs, drafts: DraftRows | None
 ) -> Tensor:
     """Adds the sampled tokens to the histories of their sequences. Returns the result of `choose`, with the id
     NOT_REACHED behind drafts that are not accepted.
     """
-    ids_R, places_R = told_RC[:, 0].long(), parameters.place
+    ids_R, places_R = reported_RC[:, 0].long(), parameters.place
     if drafts is not None:
         is_reached_R = drafts.reached(ids_R)
-        told_RC[:, 0].masked_fill_(~is_reached_R, NOT_REACHED)
+        reported_RC[:, 0].masked_fill_(~is_reached_R, NOT_REACHED)
         places_R = torch.where(is_reached_R, places_R, PADDING_ROW)
     if needs.counts_tokens:
         histories.add(places_R, ids_R.clamp(min=0))
-    return told_RC
+    return reported_RC
 
 
 def choose_adjusted(

@@ -40,10 +40,12 @@ class TokenHistories:
         counts = Counter(seen.generated)
         ids = [i for i in {*seen.token_ids, *counts} if i < size]
         bias = {i: bias for i, bias in terms.sampling.logit_bias.items() if i < size}
-        self.is_seen_PV[place].zero_().index_fill_(0, self._there(ids), True)
-        self.counts_PV[place].zero_().index_copy_(0, self._there(counts), self._there(counts.values(), torch.int32))
-        self.bias_ids_PB[place].zero_()[: len(bias)] = self._there(bias)
-        self.biases_PB[place].zero_()[: len(bias)] = self._there(bias.values(), torch.float64)
+        self.is_seen_PV[place].zero_().index_fill_(0, self._to_device(ids), True)
+        self.counts_PV[place].zero_().index_copy_(
+            0, self._to_device(counts), self._to_device(counts.values(), torch.int32)
+        )
+        self.bias_ids_PB[place].zero_()[: len(bias)] = self._to_device(bias)
+        self.biases_PB[place].zero_()[: len(bias)] = self._to_device(bias.values(), torch.float64)
         return place
 
     def end(self, place: int) -> None:
@@ -57,5 +59,5 @@ class TokenHistories:
         self.is_seen_PV.view(-1).index_fill_(0, at_R, True)
         self.counts_PV.view(-1).index_add_(0, at_R, torch.ones_like(at_R, dtype=torch.int32))
 
-    def _there(self, numbers: Iterable[float], dtype: torch.dtype = torch.long) -> Tensor:
+    def _to_device(self, numbers: Iterable[float], dtype: torch.dtype = torch.long) -> Tensor:
         return to_device(torch.tensor([*numbers], dtype=dtype), self._device)

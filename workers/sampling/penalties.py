@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longleaf.rank_protocol.step import PenaltyHistory, SamplingTerms
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 
 
 class PenaltyCounts:
@@ -24,7 +24,7 @@ class PenaltyCounts:
         """Ids of tokens in the answer, each once, and their counts."""
         self._counts_V = torch.zeros(vocabulary_size, dtype=torch.float64)
         self._counts_V[self.answer_ids] = counts.double()
-        self._see(self.answer_ids)
+        self._mark_seen(self.answer_ids)
 
     @property
     def counts(self) -> Tensor:
@@ -34,12 +34,12 @@ class PenaltyCounts:
     def add(self, token_id: int) -> None:
         """Adds a generated token."""
         ids = _ids([token_id])
-        self._see(ids)
+        self._mark_seen(ids)
         if self._counts_V[token_id] == 0:
             self.answer_ids = torch.cat((self.answer_ids, ids))
         self._counts_V[token_id] += 1
 
-    def _see(self, ids: Tensor) -> None:
+    def _mark_seen(self, ids: Tensor) -> None:
         new = ids[~self._is_seen_V[ids]]
         if len(new):
             self._is_seen_V[new] = True
@@ -50,7 +50,7 @@ class Penalties:
     """Bias and penalties of one sequence."""
 
     def __init__(self, terms: SamplingTerms, vocabulary_size: int) -> None:
-        self._sampling: Sampling = terms.sampling
+        self._sampling: SamplingParams = terms.sampling
         bias = {i: b for i, b in terms.sampling.logit_bias.items() if i < vocabulary_size}
         self._biased_ids = _ids(bias.keys())
         self._biases = torch.tensor([*bias.values()], dtype=torch.float64)

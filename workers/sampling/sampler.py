@@ -92,7 +92,7 @@ class Sampler:
         tokens: list[tuple[Token, ...]] = [()] * len(rows)
         turn = 0
         while left:
-            logits_LV = take(logits_RV, [firsts[i] + turn for i in left])
+            logits_LV = select_rows(logits_RV, [firsts[i] + turn for i in left])
             chosen = self.choose([row_of_draft(rows[i], turn) for i in left], logits_LV)
             for i, token in zip(left, chosen, strict=True):
                 tokens[i] += (token,)
@@ -106,14 +106,14 @@ class Sampler:
         chosen = [0] * len(rows)
         for some in _alike(choosers, lambda chooser: chooser.kind, logits_RV.shape[-1]):
             indices = [rows[i].token_index for i in some]
-            found = choose(take(logits_RV, some), [choosers[i] for i in some], indices)
+            found = choose(select_rows(logits_RV, some), [choosers[i] for i in some], indices)
             for i, token_id in zip(some, found, strict=True):
                 chosen[i] = token_id
                 choosers[i].penalties.add(token_id)
         reported: list[Logprobs | None] = [None] * len(rows)
         for some in _alike(choosers, lambda chooser: chooser.sampling.num_logprobs, logits_RV.shape[-1]):
             num_top = choosers[some[0]].sampling.num_logprobs
-            entries = logprobs(take(logits_RV, some), [chosen[i] for i in some], num_top or 0)
+            entries = logprobs(select_rows(logits_RV, some), [chosen[i] for i in some], num_top or 0)
             for i, entry in zip(some, entries, strict=True):
                 reported[i] = entry
         return list(map(Token, chosen, reported))
@@ -151,7 +151,7 @@ def is_accepted(row: Row, tokens: Sequence[Token]) -> bool:
     return turn < len(row.draft_ids) and row.draft_ids[turn] == tokens[turn].id
 
 
-def take(logits_RV: Tensor, rows: Sequence[int]) -> Tensor:
+def select_rows(logits_RV: Tensor, rows: Sequence[int]) -> Tensor:
     """The logits of `rows`, which must be in ascending order. A view if they are consecutive."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return logits_RV[rows[0] : rows[-1] + 1]

@@ -76,7 +76,7 @@ class AttributionGroup(NamedTuple):
 
 
 def attribution_groups(
-    ledger: BlockTable, queries: Iterable[tuple[Row, Query]], full_layers: Sequence[int]
+    block_table: BlockTable, queries: Iterable[tuple[Row, Query]], full_layers: Sequence[int]
 ) -> list[AttributionGroup]:
     """The attributions that rows request, in the same order on all ranks. Layers with a limited reach never count."""
     found: dict[SpanView, AttributionGroup] = {}
@@ -90,9 +90,9 @@ def attribution_groups(
         parts = tuple(part for part in query.parts if part.segment in segments)
         view = SpanView(parts, row.hidden, row.spans.size, layers)
         if view not in found:
-            found[view] = AttributionGroup(view, list(_context_keys(ledger, view)), [])
+            found[view] = AttributionGroup(view, list(_context_keys(block_table, view)), [])
         behind = [part for part in query.parts if part.segment not in segments]
-        own = list(_own_keys(ledger, behind, row.spans, view.num_spans))
+        own = list(_own_keys(block_table, behind, row.spans, view.num_spans))
         found[view].rows.append(AttributionRow(row.sequence, _counted(query.run, row.spans), own))
     return list(found.values())
 
@@ -102,11 +102,11 @@ def _counted(run: QueryRun, spans: Spans) -> QueryRun:
     return run if spans.of_all_rows else QueryRun(run.end - 1, run.end, run.row + run.end - 1 - run.start)
 
 
-def _context_keys(ledger: BlockTable, view: SpanView) -> Iterator[SpanKeys]:
+def _context_keys(block_table: BlockTable, view: SpanView) -> Iterator[SpanKeys]:
     column = 0
     for part in view.parts:
         for low, high in without(part.start, part.end, view.hidden):
-            for resident in joined(ledger.resident_extents(part.segment, low, high)):
+            for resident in joined(block_table.resident_extents(part.segment, low, high)):
                 number, before = divmod(resident.start - part.start, view.size)
                 yield SpanKeys(
                     resident.start, resident.slot, resident.end - resident.start, column + number, before, view.size
@@ -114,10 +114,12 @@ def _context_keys(ledger: BlockTable, view: SpanView) -> Iterator[SpanKeys]:
         column += ceil_div(part.end - part.start, view.size)
 
 
-def _own_keys(ledger: BlockTable, parts: Iterable[SegmentRange], spans: Spans, num_spans: int) -> Iterator[SpanKeys]:
+def _own_keys(
+    block_table: BlockTable, parts: Iterable[SegmentRange], spans: Spans, num_spans: int
+) -> Iterator[SpanKeys]:
     for part in parts:
         edge = min(max(spans.prompt_end, part.start), part.end)
         for low, high, other in ((part.start, edge, PROMPT), (edge, part.end, ANSWER)):
-            for resident in joined(ledger.resident_extents(part.segment, low, high)):
+            for resident in joined(block_table.resident_extents(part.segment, low, high)):
                 count = resident.end - resident.start
                 yield SpanKeys(resident.start, resident.slot, count, num_spans + other, 0, count)

@@ -48,7 +48,7 @@ class StoredKv(NamedTuple):
 class StoredKvRecorder(Protocol):
     """Records the stored keys and values of a step until its drafts are accepted or refused."""
 
-    def note(self, layer: int, stored: StoredKv) -> None:
+    def record(self, layer: int, stored: StoredKv) -> None:
         """Called once per layer of a step."""
         ...
 
@@ -93,7 +93,7 @@ class DraftedBlocks:
         found = sorted(self._blocks(slots, trash_slot)) if slots else []
         owners, blocks = [owner for owner, _ in found], [block for _, block in found]
         parts = [part.tensor for part in self._pool.blocks(of_windows=of_windows)] if blocks else []
-        there = self._there(blocks)
+        there = self._to_device(blocks)
         return SavedBlocks(owners, blocks, [(part, part[:, there]) for part in parts])
 
     def _blocks(self, slots: Sequence[int], trash_slot: int) -> set[tuple[int, int]]:
@@ -101,18 +101,18 @@ class DraftedBlocks:
         size = self._pool.block_size
         return {(row.sequence, slots[i] // size) for row, rows in self._drafted for i in rows if slots[i] != trash_slot}
 
-    def note(self, layer: int, stored: StoredKv) -> None:
+    def record(self, layer: int, stored: StoredKv) -> None:
         """See `StoredKvRecorder`."""
         self.stored[layer] = stored
 
-    def put_back(self, num_left: Mapping[int, int]) -> None:
+    def restore(self, num_left: Mapping[int, int]) -> None:
         """Restores the blocks of sequences, then stores the first `num_left[sequence]` of their tokens again."""
         for owners, blocks, retained in self._saved:
             places = [place for place, owner in enumerate(owners) if owner in num_left]
-            to, source = self._there([blocks[place] for place in places]), self._there(places)
+            to, source = self._to_device([blocks[place] for place in places]), self._to_device(places)
             for part, before in retained if places else ():
                 part[:, to] = before[:, source]
-        rows_L = self._there([*self._left(num_left)])
+        rows_L = self._to_device([*self._left(num_left)])
         for layer, (slots_T, k_KTD, v_KTV) in self.stored.items() if len(rows_L) else ():
             self._pool.store(self._backend, layer, slots_T[rows_L], k_KTD[:, rows_L], v_KTV[:, rows_L])
 
@@ -120,5 +120,5 @@ class DraftedBlocks:
         for row, rows in self._drafted:
             yield from rows[: num_left.get(row.sequence, 0)]
 
-    def _there(self, numbers: Sequence[int]) -> Tensor:
+    def _to_device(self, numbers: Sequence[int]) -> Tensor:
         return to_device(torch.tensor(numbers, dtype=torch.long), self._pool.device)

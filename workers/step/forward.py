@@ -88,7 +88,7 @@ class DecodeStep:
         work, local = self._layers[layer], self._local
         local.pool.store(local.backend, layer, work.slots_T, k_KTD, v_KTV)
         if self._recorder is not None:
-            self._recorder.note(layer, StoredKv(work.slots_T, k_KTD, v_KTV))
+            self._recorder.record(layer, StoredKv(work.slots_T, k_KTD, v_KTV))
         match work:
             case Sharded():
                 partial = local(layer, q_THD, work.reads, call)
@@ -115,7 +115,7 @@ class PrefillStep:
         self._has_finite_keys = torch.tensor(True)
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall) -> Tensor:
-        self._look_at(layer, k_KTD, v_KTV)
+        self._record_finite(layer, k_KTD, v_KTV)
         match self._inputs.layers[layer]:
             case Sharded() as work:
                 self._store(layer, work.slots_T, k_KTD, v_KTV)
@@ -169,7 +169,7 @@ class PrefillStep:
         if layer == self._last_layer:
             raise PrefillDone
 
-    def _look_at(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> None:
+    def _record_finite(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> None:
         """Records whether the last layer's keys and values of the own piece are finite. A non-finite value in an
         earlier layer propagates to the last one, since each row sees itself.
         """

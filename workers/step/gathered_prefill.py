@@ -35,7 +35,7 @@ class PastBuilder:
 
     def __init__(
         self,
-        ledger: BlockTable,
+        block_table: BlockTable,
         pool: KvPool,
         layers: dict[int, LayerSpec],
         *,
@@ -43,7 +43,7 @@ class PastBuilder:
         way: PrefillName,
         wire: PartialCodec,
     ) -> None:
-        self._ledger = ledger
+        self._block_table = block_table
         self._pool = pool
         self._layers = layers
         self._world_size = world_size
@@ -62,24 +62,24 @@ class PastBuilder:
             before = before_pieces(work.pieces, reach)
             wanted = [part for low, high in before for part in without(low, high, work.hidden)]
             fewest = ceil_div(sum(high - low for low, high in wanted), self._world_size)
-            if not self._that_gather(layers, work, fewest):
+            if not self._gathering_layers(layers, work, fewest):
                 continue  # even equal shares would be too large: the past need not be searched
             shares = [self._share(work.path, wanted, rank) for rank in range(self._world_size)]
             longest = max(map(num_tokens, shares))
-            if layers := self._that_gather(layers, work, longest):
-                past_L = self._past_slots(shares[self._ledger.rank], longest)
+            if layers := self._gathering_layers(layers, work, longest):
+                past_L = self._past_slots(shares[self._block_table.rank], longest)
                 reads = self._reads(work.pieces, shares, longest, reach)
                 gathered |= dict.fromkeys(layers, Gathered(slots_T, past_L, *reads))
         return gathered
 
-    def _that_gather(self, layers: Sequence[int], work: Prefill, longest: int) -> list[int]:
+    def _gathering_layers(self, layers: Sequence[int], work: Prefill, longest: int) -> list[int]:
         """The layers that gather keys if the largest share has `longest` tokens."""
         if longest * self._world_size > MAX_GATHERED:
             return []
         rows = max(len(piece) for piece in work.pieces)
-        return [i for i in layers if self._way == "keys" or self._is_less(self._layers[i], rows, longest)]
+        return [i for i in layers if self._way == "keys" or self._is_gather_smaller(self._layers[i], rows, longest)]
 
-    def _is_less(self, spec: LayerSpec, rows: int, longest: int) -> bool:
+    def _is_gather_smaller(self, spec: LayerSpec, rows: int, longest: int) -> bool:
         """Whether `longest` keys and values are fewer bytes than `rows` queries and their partials."""
         size = self._pool.dtype.itemsize
         partial = self._wire.row_bytes(spec.num_heads, spec.value_dim)
@@ -87,7 +87,7 @@ class PastBuilder:
         return longest * spec.num_stored * size < rows * (query + partial)
 
     def _share(self, path: Sequence[int], wanted: list[tuple[int, int]], rank: int) -> list[Extent]:
-        return [extent for low, high in wanted for extent in self._ledger.extents(path, low, high, rank)]
+        return [extent for low, high in wanted for extent in self._block_table.extents(path, low, high, rank)]
 
     def _past_slots(self, share: list[Extent], longest: int) -> Tensor:
         slots = [torch.arange(extent.slot, extent.slot + extent.end - extent.start) for extent in share]
@@ -100,7 +100,7 @@ class PastBuilder:
         """The reads of the own piece from the gathered keys, and from the piece itself."""
         before, own = list[Read](), list[Read]()
         for piece in pieces:
-            if piece.rank == self._ledger.rank:
+            if piece.rank == self._block_table.rank:
                 query = QueryRun(piece.start, piece.end, 0)
                 before += past_reads(query, shares, longest, reach)
                 own += reads_within(query, Extent(piece.start, piece.end, 0), reach)

@@ -91,7 +91,7 @@ class InputBuilder:
 
     def __init__(
         self,
-        ledger: BlockTable,
+        block_table: BlockTable,
         pool: KvPool,
         layers: dict[int, LayerSpec],
         *,
@@ -100,8 +100,8 @@ class InputBuilder:
         windows: WindowBuilder | None = None,
         attributes_blocks: bool = False,
     ) -> None:
-        self._ledger = ledger
-        self._rank = ledger.rank
+        self._block_table = block_table
+        self._rank = block_table.rank
         self.pool = pool
         self._reaches = {layer: spec.reach for layer, spec in layers.items()}
         self.reaches = frozenset(self._reaches.values())
@@ -116,7 +116,7 @@ class InputBuilder:
 
     def prefill(self, work: Prefill) -> Inputs[ChunkLayer]:
         """The rank's piece of a chunk, padded with trash tokens to the longest piece, at least one token."""
-        self._ledger.put(work.path[-1], work.pieces, work.window_runs)
+        self._block_table.put(work.path[-1], work.pieces, work.window_runs)
         num_tokens = max(len(piece) for piece in work.pieces)
         queries = [QueryRun(piece.start, piece.end, piece.rank * num_tokens) for piece in work.pieces]
         mine, ids = own_piece(work, self._rank)
@@ -148,8 +148,8 @@ class InputBuilder:
         """The host-side numbers of all rows of all sequences. Raises ValueError for drafts where there must be none."""
         for row in work.rows:
             check_drafts(row)
-            self._ledger.put(row.path[-1], row.runs, row.window_runs)
-        found = [(row, self._ledger.parts(row.path, row.start + row.num_tokens)) for row in work.rows]
+            self._block_table.put(row.path[-1], row.runs, row.window_runs)
+        found = [(row, self._block_table.parts(row.path, row.start + row.num_tokens)) for row in work.rows]
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -168,9 +168,9 @@ class InputBuilder:
             last_rows[row.sequence] = len(ids) - 1 - len(row.draft_ids)
         near_rank = EVERY_RANK if self._windows else self._rank
         scored = [last_rows[row.sequence] - i for row in work.rows for i in range(row.num_scored, 0, -1)]
-        reads = row_reads(self._ledger, queries, self.reaches, near_rank)
+        reads = row_reads(self._block_table, queries, self.reaches, near_rank)
         reported = attribution_groups(
-            self._ledger, zip((row for row, _ in found), queries, strict=True), self._full_layers
+            self._block_table, zip((row for row, _ in found), queries, strict=True), self._full_layers
         )
         return RowNumbers(
             token_ids=ids,
@@ -237,17 +237,17 @@ class InputBuilder:
         """Reads of full attention: all rows see the past before the first query, each run also the positions between
         that and itself; from there on, causally.
         """
-        for slots in stretches(self._ledger.extents(work.path, 0, runs[0].start, hidden=work.hidden)):
+        for slots in stretches(self._block_table.extents(work.path, 0, runs[0].start, hidden=work.hidden)):
             yield Read(*past_row, *slots)
         for run in runs:
-            for slots in stretches(self._ledger.extents(work.path, runs[0].start, run.start, hidden=work.hidden)):
+            for slots in stretches(self._block_table.extents(work.path, runs[0].start, run.start, hidden=work.hidden)):
                 yield Read(run.row, run.row + run.end - run.start, *slots)
-            for extent in self._ledger.extents(work.path, run.start, run.end):
+            for extent in self._block_table.extents(work.path, run.start, run.end):
                 yield from causal_reads(run, extent)
 
     def _near(self, work: Prefill, runs: list[QueryRun], reach: AttentionSpan) -> Iterator[Read]:
         for run in runs:
-            for extent in self._ledger.extents(work.path, reach.first(run.start), run.end, hidden=work.hidden):
+            for extent in self._block_table.extents(work.path, reach.first(run.start), run.end, hidden=work.hidden):
                 yield from reads_within(run, extent, reach)
 
     def _row_slots(self, runs: Sequence[Run], start: int, end: int) -> list[int]:

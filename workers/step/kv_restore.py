@@ -24,20 +24,20 @@ Find = Callable[[int], KvPiece | None]
 """Returns the piece that was fetched under a ticket."""
 
 
-def restore(work: Restore, comm: Comm | None, pool: KvPool, ledger: BlockTable, find: Find) -> None:
+def restore(work: Restore, comm: Comm | None, pool: KvPool, block_table: BlockTable, find: Find) -> None:
     """Carries out a restore. A collective: all ranks call it at the same time. `comm` is None at world size 1.
 
     Raises ValueError for an invalid restore, and PieceNotFetched, on every rank, if a rank lacks a fetched piece. The
     block table is then unchanged.
     """
     check(work, comm.world_size if comm else 1, pool.block_size)
-    ledger.check_free(work.segment, work.start, work.runs)
+    block_table.check_free(work.segment, work.start, work.runs)
     missing = NONE
-    for ticket, runs, of_windows in wanted(work, ledger.rank):
-        if not take_in(find(ticket), runs, pool, of_windows=of_windows):
+    for ticket, runs, of_windows in wanted(work, block_table.rank):
+        if not write_piece(find(ticket), runs, pool, of_windows=of_windows):
             missing = ticket
     check_all_ranks(comm, pool.device, missing)
-    ledger.restore(work.segment, work.start, work.runs, work.window_runs)
+    block_table.restore(work.segment, work.start, work.runs, work.window_runs)
 
 
 def check(work: Restore, world_size: int, block_size: int) -> None:
@@ -61,7 +61,7 @@ def wanted(work: Restore, rank: int) -> list[tuple[int, tuple[Run, ...], bool]]:
     return [*own, (work.window_ticket, work.window_runs, True)] if work.window_runs else own
 
 
-def take_in(piece: KvPiece | None, runs: tuple[Run, ...], pool: KvPool, *, of_windows: bool) -> bool:
+def write_piece(piece: KvPiece | None, runs: tuple[Run, ...], pool: KvPool, *, of_windows: bool) -> bool:
     """Writes a part of a piece to the blocks of runs; whether the piece has that part."""
     if piece is None or piece.of_windows != of_windows or (numbers := piece.find(runs, pool.block_size)) is None:
         return False

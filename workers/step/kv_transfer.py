@@ -34,14 +34,14 @@ class BlockTransfer(NamedTuple):
     target_blocks: Sequence[int]
 
 
-def move(work: Move, comm: Comm | None, pool: KvPool, ledger: BlockTable) -> None:
+def move(work: Move, comm: Comm | None, pool: KvPool, block_table: BlockTable) -> None:
     """Executes a move. This is a collective: all ranks must call it together. `comm` is None at world size 1.
 
     Raises ValueError for an invalid move, and TransferCorrupted, on every rank, if received content differs from the
     sent content. After an error, the block table is unchanged.
     """
     check(work.transfers, comm.world_size if comm else 1)
-    ledger.check(work.transfers)
+    block_table.check(work.transfers)
     if comm is not None:
         carriage = BlockExchange(comm, Content(pool))
         for batch in rounds(work.transfers, carriage.most_blocks):
@@ -49,9 +49,9 @@ def move(work: Move, comm: Comm | None, pool: KvPool, ledger: BlockTable) -> Non
         blocks = [block for run in work.windows for block in run.blocks]
         handing = BlockExchange(comm, Content(pool, of_windows=True))
         for first in range(0, len(blocks), handing.most_blocks):
-            handing.hand_out(blocks[first : first + handing.most_blocks])
+            handing.broadcast_blocks(blocks[first : first + handing.most_blocks])
         check_all_ranks(comm, pool.device, max(carriage.damaged_by, handing.damaged_by))
-    ledger.move(work.transfers)
+    block_table.move(work.transfers)
 
 
 def check(transfers: Sequence[RunTransfer], world_size: int) -> None:
@@ -104,14 +104,14 @@ class BlockExchange:
         to, source = sent.target if sent else rank, coming.source if coming else rank
         received = self._comm.permute(packed, to, source)
         if coming:
-            self._take_in(received, coming.target_blocks, source)
+            self._write_received(received, coming.target_blocks, source)
 
-    def hand_out(self, blocks: Sequence[int]) -> None:
+    def broadcast_blocks(self, blocks: Sequence[int]) -> None:
         """Copies the content of rank 0's blocks to the same blocks of all ranks."""
         is_first = self._comm.rank == 0
         received = self._comm.broadcast(self._pack(blocks if is_first else (), len(blocks)))
         if not is_first:
-            self._take_in(received, blocks, 0)
+            self._write_received(received, blocks, 0)
 
     def _pack(self, blocks: Sequence[int], room: int) -> Tensor:
         """The checksum and the content of blocks, padded to `room` blocks: exchanges have the same size on all
@@ -122,7 +122,7 @@ class BlockExchange:
         padding = content.new_zeros((room - len(blocks)) * self._content.bytes_per_block)
         return torch.cat([digest, content, padding])
 
-    def _take_in(self, received: Tensor, blocks: Sequence[int], source: int) -> None:
+    def _write_received(self, received: Tensor, blocks: Sequence[int], source: int) -> None:
         size = self._content.bytes_per_block
         content = received[DIGEST_BYTES:][: len(blocks) * size]
         if bytes(received[:DIGEST_BYTES].tolist()) == digest_of(content):

@@ -69,13 +69,15 @@ def order(parts: Sequence[SegmentRange], start: int) -> tuple[tuple[int, int], .
 
 
 def row_reads(
-    ledger: BlockTable, queries: Sequence[Query], reaches: Iterable[AttentionSpan], near_rank: int | None = None
+    block_table: BlockTable, queries: Sequence[Query], reaches: Iterable[AttentionSpan], near_rank: int | None = None
 ) -> dict[AttentionSpan, Reads]:
     """The reads of sorted queries from this rank's pool; with a limited reach, from the extents of `near_rank`."""
     tree = list(_tree(queries))
     return {
         reach: Reads(
-            _full_reads(ledger, queries, tree) if reach.is_full else _near_reads(ledger, tree, reach, near_rank)
+            _full_reads(block_table, queries, tree)
+            if reach.is_full
+            else _near_reads(block_table, tree, reach, near_rank)
         )
         for reach in reaches
     }
@@ -87,15 +89,15 @@ def most_together(queries: Sequence[Query]) -> int:
     return max((users[-1].row_end - users[0].run.row for users in groups), default=0)
 
 
-def _full_reads(ledger: BlockTable, queries: Sequence[Query], tree: Sequence[Users]) -> Iterator[Read]:
+def _full_reads(block_table: BlockTable, queries: Sequence[Query], tree: Sequence[Users]) -> Iterator[Read]:
     extents: dict[tuple[int, int], list[Extent]] = {}
     for depth, users in tree:
         for rows, low, high in _bands(users, depth):
-            extents.setdefault(rows, []).extend(ledger.resident_extents(users[0].parts[depth].segment, low, high))
+            extents.setdefault(rows, []).extend(block_table.resident_extents(users[0].parts[depth].segment, low, high))
     for rows, found in extents.items():
         yield from (Read(*rows, low, high) for low, high in stretches(found))
     for query in queries:
-        for extent in ledger.resident_extents(query.parts[-1].segment, query.run.start + 1, query.run.end):
+        for extent in block_table.resident_extents(query.parts[-1].segment, query.run.start + 1, query.run.end):
             yield from causal_reads(query.run, extent)
 
 
@@ -131,7 +133,9 @@ def _shown(users: Sequence[Query], low: int, high: int) -> Iterator[tuple[tuple[
                 yield (readers[0].run.row, readers[-1].row_end), start, end
 
 
-def _near_reads(ledger: BlockTable, tree: Sequence[Users], reach: AttentionSpan, rank: int | None) -> Iterator[Read]:
+def _near_reads(
+    block_table: BlockTable, tree: Sequence[Users], reach: AttentionSpan, rank: int | None
+) -> Iterator[Read]:
     for depth, users in tree:
         segment = users[0].parts[depth].segment
         for cluster, low, high in _clusters(users, depth, reach):
@@ -139,21 +143,22 @@ def _near_reads(ledger: BlockTable, tree: Sequence[Users], reach: AttentionSpan,
             if is_shared:
                 for rows, start, end in _shown(cluster, low, high):
                     yield from (
-                        Read(*rows, *slots) for slots in stretches(ledger.resident_extents(segment, start, end, rank))
+                        Read(*rows, *slots)
+                        for slots in stretches(block_table.resident_extents(segment, start, end, rank))
                     )
             for query in cluster:
                 first, end = reach.first(query.run.start), query.parts[depth].end
                 for bounds in ((first, low), (high, end)) if is_shared else ((first, end),):
-                    for extent in _resident(ledger, query, segment, bounds, rank):
+                    for extent in _resident(block_table, query, segment, bounds, rank):
                         yield from reads_within(query.run, extent, reach)
 
 
 def _resident(
-    ledger: BlockTable, query: Query, segment: int, bounds: tuple[int, int], rank: int | None
+    block_table: BlockTable, query: Query, segment: int, bounds: tuple[int, int], rank: int | None
 ) -> Iterator[Extent]:
     """The extents within positions [start, end) of a segment, without the query's hidden positions."""
     for low, high in without(*bounds, query.hidden):
-        yield from ledger.resident_extents(segment, low, high, rank)
+        yield from block_table.resident_extents(segment, low, high, rank)
 
 
 def _clusters(users: Sequence[Query], depth: int, reach: AttentionSpan) -> Iterator[tuple[list[Query], int, int]]:

@@ -30,8 +30,8 @@ from workers.step.layers import Replicating
 class WindowBuilder:
     """Builds the inputs of windowed layers for each chunk."""
 
-    def __init__(self, ledger: BlockTable, layers: dict[int, LayerSpec], *, world_size: int, device: str) -> None:
-        self._ledger = ledger
+    def __init__(self, block_table: BlockTable, layers: dict[int, LayerSpec], *, world_size: int, device: str) -> None:
+        self._block_table = block_table
         self._layers = layers
         self._world_size = world_size
         self._device = device
@@ -50,13 +50,13 @@ class WindowBuilder:
         slots: list[int] = []
         for row in rows:
             slots += slots_of(
-                self._ledger.resident_extents(row.path[-1], row.start, row.start + row.num_tokens, EVERY_RANK)
+                self._block_table.resident_extents(row.path[-1], row.start, row.start + row.num_tokens, EVERY_RANK)
             )
         return slots
 
     def _replicating(self, work: Prefill, reach: AttentionSpan) -> Replicating:
         end = work.start + len(work.token_ids)
-        retained = list(self._ledger.resident_extents(work.path[-1], work.start, end, EVERY_RANK))
+        retained = list(self._block_table.resident_extents(work.path[-1], work.start, end, EVERY_RANK))
         wanted = union([*before_pieces(work.pieces, reach), *((extent.start, extent.end) for extent in retained)])
         shares = [self._share(work.pieces, wanted, rank) for rank in range(self._world_size)]
         longest = max(map(num_tokens, shares))
@@ -65,7 +65,7 @@ class WindowBuilder:
             for rank, share in enumerate(shares)
             for i, position in enumerate(positions_of(share))
         }
-        rows = slots_of(shares[self._ledger.rank])
+        rows = slots_of(shares[self._block_table.rank])
         pool_reads, gathered_reads, own_reads = self._reads(work, shares, longest, reach)
         return Replicating(
             rows_L=self._tensor([*rows, *[0] * (longest - len(rows))]),
@@ -82,10 +82,10 @@ class WindowBuilder:
         """The reads of this rank's pieces from the pool, from the gathered keys, and from the pieces themselves."""
         pool, gathered, own = list[Read](), list[Read](), list[Read]()
         for piece in work.pieces:
-            if piece.rank == self._ledger.rank:
+            if piece.rank == self._block_table.rank:
                 query = QueryRun(piece.start, piece.end, 0)
                 first = reach.first(piece.start)
-                for extent in self._ledger.extents(work.path, first, work.start, EVERY_RANK, work.hidden):
+                for extent in self._block_table.extents(work.path, first, work.start, EVERY_RANK, work.hidden):
                     pool += reads_within(query, extent, reach)
                 gathered += past_reads(query, shares, longest, reach)
                 own += reads_within(query, Extent(piece.start, piece.end, 0), reach)

@@ -15,7 +15,7 @@ its peers may consider it dead before its own report arrives."""
 class FailureCollector:
     """Collects reports about the members of one epoch, in rank order, and sets the future `verdict` once.
 
-    `kill(member, reason)` must end the member's process and then cause a call of `died`. `under_way` returns the
+    `kill(member, reason)` must end the member's process and then cause a call of `record_exit`. `under_way` returns the
     candidates for the step that the ranks are executing.
     """
 
@@ -38,7 +38,7 @@ class FailureCollector:
         """The step whose deadline has passed, if that is the reason for a kill."""
         self.verdict: asyncio.Future[EpochEnd] = self._loop.create_future()
 
-    def died(self, member: int, reason: str) -> None:
+    def record_exit(self, member: int, reason: str) -> None:
         """The member's process has ended. Sets the verdict, unless the member reported a reason itself: then `_decide`
         evaluates all reports."""
         if member not in self.members:
@@ -47,16 +47,16 @@ class FailureCollector:
         if member not in self._failed:
             self._conclude_lost(member)
 
-    def failed(self, member: int, reason: str, blamed: int | None = None) -> None:
+    def record_failure(self, member: int, reason: str, blamed: int | None = None) -> None:
         """The member reported its own end; `blamed` is the rank whose death caused it, if any."""
         if member in self.members:
             self._failed.setdefault(member, reason)
-            self._attribute(member, reason, blamed)
+            self._record_blame(member, reason, blamed)
 
-    def broken(self, member: int, step: int, reason: str, blamed: int | None = None) -> None:
+    def record_group_failure(self, member: int, step: int, reason: str, blamed: int | None = None) -> None:
         """The member is alive and reported that the epoch has ended for it."""
         self._broken.setdefault(member, (step, reason))
-        self._attribute(member, reason, blamed)
+        self._record_blame(member, reason, blamed)
 
     def has_answered(self, member: int) -> bool:
         """Whether the member reported that the epoch has ended for it."""
@@ -67,7 +67,7 @@ class FailureCollector:
         """Whether a report has arrived, so that the verdict is set or will be. Later results of ranks are ignored."""
         return self._is_gathering or self.verdict.done()
 
-    def _attribute(self, member: int, reason: str, blamed: int | None) -> None:
+    def _record_blame(self, member: int, reason: str, blamed: int | None) -> None:
         if blamed is not None and self.members[blamed] != member:
             self._blamed.setdefault(self.members[blamed], reason)
             self._accusers.add(member)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from coordinator.cluster.control_socket import ControlSocket
 from coordinator.cluster.groups.failure_attribution import FailureCollector
 from coordinator.cluster.groups.rendezvous import Rendezvous
-from coordinator.cluster.member_registry import Member, MemberRegistry
+from coordinator.cluster.member import Member
+from coordinator.cluster.member_registry import MemberRegistry
 from coordinator.cluster.ports import EpochEnd, Formation
 from longleaf.config import EngineConfig
 from longleaf.errors import GroupFailed, LongleafError, StartError
@@ -57,35 +58,35 @@ class RankGroup:
         """By step number, in the order of sending. Answers to any other step are dropped."""
         self._deadline: asyncio.TimerHandle | None = None
         """The timer for the first pending step."""
-        self._losses = FailureCollector(self.members, registry.end, self._unanswered)
+        self._failures = FailureCollector(self.members, registry.kill, self._unanswered)
         self.verdict.add_done_callback(lambda _: self._end_steps())
         self._rendezvous = Rendezvous(epoch, self.members)
         self._is_fenced = False
         for member in members:
-            if member.end:
-                self.died(member.number, member.end)
+            if member.loss_reason:
+                self.on_process_exit(member.number, member.loss_reason)
 
     @property
     def verdict(self) -> asyncio.Future[EpochEnd]:
         """The reason why the epoch ended, once it has."""
-        return self._losses.verdict
+        return self._failures.verdict
 
     @property
     def is_suspected(self) -> bool:
         """Whether the verdict exists or is being determined."""
-        return self._losses.is_suspected
+        return self._failures.is_suspected
 
     async def wait_ended(self) -> EpochEnd:
         return await asyncio.shield(self.verdict)
 
     # --- rendezvous ---
 
-    async def meet(self, members: Sequence[Member], merges: tuple[MergeTiming, ...]) -> Formation:
+    async def form(self, members: Sequence[Member], merges: tuple[MergeTiming, ...]) -> Formation:
         """Send the rendezvous address to the members, and wait until all are ready. Raises the error that ended the
         epoch.
         """
         hellos = tuple(member.hello for member in members if member.hello is not None)
-        rendezvous, wait = self._rendezvous, self._registry.wait
+        rendezvous, wait = self._rendezvous, self._registry.wait_until
         if len(members) > 1:
             self._channel.send(self.members[:1], OpenStore(self.epoch))
             await wait(lambda: rendezvous.port is not None, self.verdict)
@@ -97,11 +98,11 @@ class RankGroup:
         readies = tuple(rendezvous.readies[member] for member in self.members)
         return Formation(self.epoch, hellos, readies, self)
 
-    def late(self) -> list[int]:
+    def late_members(self) -> list[int]:
         """Return the live members that the others wait for: they are not ready and have not aborted the epoch."""
         requested = self.members if self._rendezvous.port is not None else self.members[:1]
         missing = [
-            one for one in requested if one not in self._rendezvous.readies and not self._losses.has_answered(one)
+            one for one in requested if one not in self._rendezvous.readies and not self._failures.has_answered(one)
         ]
         return [one for one in missing if self._registry.get(one) is not None]
 
@@ -112,7 +113,7 @@ class RankGroup:
 
     # --- steps ---
 
-    async def lay_out(self, layout: KvLayout) -> None:
+    async def send_layout(self, layout: KvLayout) -> None:
         if self.is_suspected:
             raise (await self.wait_ended()).error
         self._channel.send(self.members, layout)
@@ -128,27 +129,27 @@ class RankGroup:
         num_tokens = plan.num_tokens + 2 * plan.num_reference * len(self.members)
         seconds = self._config.step_timeout + num_tokens * self._config.step_timeout_per_token
         under_way = self._under_way[plan.step] = PendingStep(self._loop.create_future(), seconds)
-        under_way.result.add_done_callback(lambda _: self._forget(plan.step))
+        under_way.result.add_done_callback(lambda _: self._remove_step(plan.step))
         if self.verdict.done():
             self._end_steps()
         elif len(self._under_way) == 1:
-            self._begin(plan.step, under_way)
+            self._start_deadline(plan.step, under_way)
         return under_way.result
 
-    def _begin(self, step: int, under_way: PendingStep) -> None:
+    def _start_deadline(self, step: int, under_way: PendingStep) -> None:
         """Start the deadline of a step."""
-        self._deadline = self._loop.call_later(under_way.seconds, self._is_late, step, under_way)
+        self._deadline = self._loop.call_later(under_way.seconds, self._on_deadline, step, under_way)
 
-    def _is_late(self, step: int, under_way: PendingStep) -> None:
-        self._registry.run(self._attribute_slow(step, under_way))
+    def _on_deadline(self, step: int, under_way: PendingStep) -> None:
+        self._registry.run_in_background(self._end_slow_step(step, under_way))
 
-    def _forget(self, step: int) -> None:
+    def _remove_step(self, step: int) -> None:
         """Remove a step that was answered or cancelled, and start the deadline of the next one."""
         del self._under_way[step]
         if self._deadline is not None:
             self._deadline.cancel()
         for following in self._under_way.items():
-            self._begin(*following)
+            self._start_deadline(*following)
             break
 
     def _end_steps(self) -> None:
@@ -157,28 +158,28 @@ class RankGroup:
             if not result.done():
                 result.set_exception(self.verdict.result().error)
 
-    async def _attribute_slow(self, step: int, under_way: PendingStep) -> None:
+    async def _end_slow_step(self, step: int, under_way: PendingStep) -> None:
         """Kill the member that blocks the others. If no single member does, end the epoch."""
 
         def is_over() -> bool:
             return under_way.result.done() or self.is_suspected
 
-        behind = await self._registry.find_behind(self.members, is_over)
+        behind = await self._registry.heartbeats.find_straggler(self.members, is_over)
         if is_over():
             return
         reason = f"step {step} exceeded its limit of {human_seconds(under_way.seconds)}"
         if behind is None:
             self.conclude(GroupFailed(reason), (step,))
         else:
-            self._losses.step = step
-            self._registry.end(behind.number, reason)
+            self._failures.step = step
+            self._registry.kill(behind.number, reason)
 
     def _unanswered(self) -> tuple[int, ...]:
         return tuple(step for step, under_way in self._under_way.items() if not under_way.result.done())
 
     # --- messages of members ---
 
-    def take_result(self, member: int, message: StepResult) -> None:
+    def on_step_result(self, member: int, message: StepResult) -> None:
         """Handle the result of a step. Raises ValueError if the sender is not rank 0."""
         if member != self.members[0]:
             raise ValueError(f"invalid message from member {member}: {type(message).__name__} is for rank 0")
@@ -186,11 +187,11 @@ class RankGroup:
         if message.epoch == self.epoch and under_way is not None and not (under_way.result.done() or self.is_suspected):
             under_way.result.set_result(message)
 
-    def set_rendezvous(self, message: StoreOpened | Ready) -> None:
+    def on_rendezvous(self, message: StoreOpened | Ready) -> None:
         """Handle a rendezvous message. Raises ValueError for a message of another epoch, or a repeated one."""
-        self._rendezvous.take(message)
+        self._rendezvous.on_message(message)
 
-    def take_broken(self, message: GroupFailure) -> None:
+    def on_group_failure(self, message: GroupFailure) -> None:
         """Handle a group failure that a member reports. A failure of an earlier epoch is ignored. Raises ValueError for
         an impossible message.
         """
@@ -199,15 +200,17 @@ class RankGroup:
             raise ValueError(f"invalid message from member {message.member}: GroupFailure of another epoch")
         if is_ours:
             self._check_blamed(message)
-            self._losses.broken(message.member, message.step, message.reason, message.blamed)
+            self._failures.record_group_failure(message.member, message.step, message.reason, message.blamed)
             self._fence()
 
-    def take_death(self, message: Died) -> None:
+    def on_died(self, message: Died) -> None:
         """Handle the last message of a dying member. Raises ValueError for an impossible message."""
         self._check_blamed(message)
         if message.refused and self._has(message):
-            self._losses.conclude(StartError(message.reason))
-        self._losses.failed(message.member, message.reason + self._registry.where(message.member), message.blamed)
+            self._failures.conclude(StartError(message.reason))
+        self._failures.record_failure(
+            message.member, message.reason + self._registry.location_of(message.member), message.blamed
+        )
         self._fence()
 
     def _has(self, message: GroupFailure | Died) -> bool:
@@ -219,14 +222,14 @@ class RankGroup:
 
     # --- end ---
 
-    def died(self, member: int, reason: str) -> None:
+    def on_process_exit(self, member: int, reason: str) -> None:
         """Record that the process of a member has ended."""
-        self._losses.died(member, reason + self._registry.where(member))
+        self._failures.record_exit(member, reason + self._registry.location_of(member))
         self._fence()
 
     def conclude(self, error: LongleafError, steps: tuple[int, ...] = ()) -> None:
         """End the epoch, unless it has ended."""
-        self._losses.conclude(error, steps)
+        self._failures.conclude(error, steps)
         self._fence()
 
     def _fence(self) -> None:
@@ -234,4 +237,4 @@ class RankGroup:
         if self.is_suspected and not self._is_fenced and self.epoch:
             self._is_fenced = True
             self._channel.send(self.members, AbortExchanges(self.epoch))
-        self._registry.note_change()
+        self._registry.notify_waiters()

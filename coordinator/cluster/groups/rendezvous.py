@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from coordinator.cluster.member_registry import Member
+from coordinator.cluster.member import Member
 from longleaf.rank_protocol.group_messages import Ready, StoreOpened
 
 
@@ -16,7 +16,7 @@ class Rendezvous:
         """Port of rank 0's store; None until it is open, 0 if no rendezvous is needed."""
         self.readies: dict[int, Ready] = {}
 
-    def take(self, message: StoreOpened | Ready) -> None:
+    def on_message(self, message: StoreOpened | Ready) -> None:
         """Raises ValueError for a message of another epoch or a repeated message."""
         member = message.member
         if message.epoch != self._epoch or member not in self._members:

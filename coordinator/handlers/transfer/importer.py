@@ -39,27 +39,27 @@ class ContextImporter:
         wall_clock: Callable[[], float],
         quotas: QuotaEnforcer = UNLIMITED,
     ) -> None:
-        self._ledger = quotas
+        self._quotas = quotas
         self._engine = engine
         self._header = header
         self._vocabulary_size = vocabulary_size
         self._wall_clock = wall_clock
         self._unpacking = ArchiveReader()
-        self._untaken: Section | None = None
+        self._pending_item: Section | None = None
         """The last item from the archive reader, until it has been processed."""
         self._context: ContextRecord | None = None
         self._import_handle: ImportHandle | None = None
         self._segments: list[SegmentRecord] = []
         self._num_used = 0
         """Tokens of the path up to the end of the last segment."""
-        self._coming: _IncomingSegment | None = None
+        self._current_segment: _IncomingSegment | None = None
         """The segment whose ids or pieces are arriving."""
         self._num_described = 0
         """Approximate bytes of memory of the segment descriptions."""
         self._manifests: dict[int, tuple[Attempt, SegmentManifest]] = {}
         self._snapshots: dict[int, SnapshotRecord] = {}
         """Snapshots whose manifests have been written."""
-        self.made: ImportProgress | None = None
+        self.result: ImportProgress | None = None
         """The final report; later bytes are ignored."""
 
     @property
@@ -70,10 +70,10 @@ class ContextImporter:
     @property
     def num_buffered_bytes(self) -> int:
         """Approximate bytes of memory held."""
-        untaken = len(self._untaken) if isinstance(self._untaken, bytearray) else 0
-        coming = [self._coming.token_ids] if self._coming is not None else []
-        num_ids = sum(len(ids) for ids in (*(segment.token_ids for segment in self._segments), *coming))
-        return self._unpacking.num_buffered_bytes + untaken + ID_BYTES * num_ids + self._num_described
+        pending = len(self._pending_item) if isinstance(self._pending_item, bytearray) else 0
+        current = [self._current_segment.token_ids] if self._current_segment is not None else []
+        num_ids = sum(len(ids) for ids in (*(segment.token_ids for segment in self._segments), *current))
+        return self._unpacking.num_buffered_bytes + pending + ID_BYTES * num_ids + self._num_described
 
     @property
     def _is_long(self) -> bool:
@@ -81,27 +81,27 @@ class ContextImporter:
         return self._unpacking.is_description
 
     async def commit(self) -> None:
-        """Completes the work that an earlier call left undone. Raises the same errors as `take`."""
-        if self._untaken is not None:
-            await self._follow(self._untaken)
-            self._untaken = None
+        """Completes the work that an earlier call left undone. Raises the same errors as `feed`."""
+        if self._pending_item is not None:
+            await self._on_item(self._pending_item)
+            self._pending_item = None
 
-    async def take(self, data: bytes) -> None:
+    async def feed(self, data: bytes) -> None:
         """Processes the next bytes, until the context is created. Raises InvalidArgument, CheckpointChanged,
         AlreadyExists, FailedPrecondition; and StorageUnavailable or Unavailable, after which the import may continue at
         `num_bytes`."""
         await self.commit()
         rest = memoryview(data)
-        while rest and self.made is None:
-            unpack = self._unpacking.take
-            count, self._untaken = await asyncio.to_thread(unpack, rest) if self._is_long else unpack(rest)
+        while rest and self.result is None:
+            unpack = self._unpacking.feed
+            count, self._pending_item = await asyncio.to_thread(unpack, rest) if self._is_long else unpack(rest)
             rest = rest[count:]
             await self.commit()
 
     async def finish(self) -> None:
-        """Creates the context at the end of the archive. Raises the same errors as `take`."""
+        """Creates the context at the end of the archive. Raises the same errors as `feed`."""
         await self.commit()
-        if self.made is not None:
+        if self.result is not None:
             return
         self._unpacking.check_complete()
         assert self._context is not None and self._import_handle is not None
@@ -111,19 +111,24 @@ class ContextImporter:
                 self._snapshots[number] = _snapshot(number, attempt, manifest)
         now, snapshots = self._wall_clock(), tuple(self._snapshots.values())
         record = replace(self._context, segment=self._segments[-1].id, last_used=now)
-        with self._ledger.begin_document(1, record.num_tokens):
+        with self._quotas.begin_document(1, record.num_tokens):
             context = await self._import_handle.adopt(record, self._segments, snapshots)
-        self.made = ImportProgress(
+        self.result = ImportProgress(
             received_bytes=self.num_bytes, context=context, key_tokens=self._num_key_tokens(record.num_tokens)
         )
-        self._segments, self._manifests, self._coming, self._num_described = [], {}, None, 0  # the engine owns them now
+        self._segments, self._manifests, self._current_segment, self._num_described = (
+            [],
+            {},
+            None,
+            0,
+        )  # the engine owns them now
 
     async def drop(self) -> None:
         """Drops the import. Idempotent; has no effect on a context that was created."""
         if self._import_handle is not None:
             await self._import_handle.drop()
 
-    async def _follow(self, on_progress: Section) -> None:
+    async def _on_item(self, on_progress: Section) -> None:
         match on_progress:
             case ContextHead():
                 await self._open(on_progress)
@@ -137,12 +142,12 @@ class ContextImporter:
     async def _open(self, head: ContextHead) -> None:
         name = self._header.context or scoped(self._header.tenant, _checked(head.context))
         if self._is_made(name):
-            self.made = ImportProgress(received_bytes=self.num_bytes, context=self._engine.get_context(name))
+            self.result = ImportProgress(received_bytes=self.num_bytes, context=self._engine.get_context(name))
             return
         _check_fingerprint(name, head, await self._engine.fingerprint())
         self._context = _record(name, head, self._header.upload_id, self._wall_clock())
-        self._ledger.check_rate_in()
-        self._ledger.check_context(1, self._context.num_tokens)
+        self._quotas.check_rate_in()
+        self._quotas.check_context(1, self._context.num_tokens)
         self._import_handle = await self._engine.begin_import(self._context)
         self._unpacking.expect(self._import_handle.form, self._import_handle.block_size)
 
@@ -155,45 +160,45 @@ class ContextImporter:
 
     def _begin(self, head: SegmentHead) -> None:
         assert self._import_handle is not None
-        self._coming = _IncomingSegment(self._import_handle.new_segment(), head)
+        self._current_segment = _IncomingSegment(self._import_handle.new_segment(), head)
         self._num_described += head.num_buffered_bytes
         if head.keys is not None:  # the manifest holds the token ids as well
             self._num_described += ID_BYTES * head.num_tokens
 
     async def _extend(self, token_ids: "array[int]") -> None:
-        coming = self._coming
-        assert coming is not None
+        current = self._current_segment
+        assert current is not None
         if max(token_ids) >= self._vocabulary_size:
             raise InvalidArgument(FIELD, f"it has a token id outside the vocabulary of {self._vocabulary_size:,}")
-        coming.token_ids += token_ids
-        if len(coming.token_ids) == coming.head.num_tokens:
-            await self._seal(coming)
+        current.token_ids += token_ids
+        if len(current.token_ids) == current.head.num_tokens:
+            await self._seal(current)
 
-    async def _seal(self, coming: "_IncomingSegment") -> None:
+    async def _seal(self, current: "_IncomingSegment") -> None:
         """Completes a segment once all its token ids have arrived."""
         assert self._import_handle is not None
         before = self._segments[-1] if self._segments else None
-        keys, text = coming.head.keys, coming.head.text
+        keys, text = current.head.keys, current.head.text
         if keys is None or keys.form != self._import_handle.form:  # without keys, the unused tail is not needed
-            del coming.token_ids[coming.head.num_used :]
+            del current.token_ids[current.head.num_used :]
             keys = None
-        if len(coming.token_ids) < coming.head.num_tokens:
-            text = text and text.cut(len(coming.token_ids))
+        if len(current.token_ids) < current.head.num_tokens:
+            text = text and text.cut(len(current.token_ids))
         segment = SegmentRecord(
-            id=coming.id,
+            id=current.id,
             parent=before and before.id,
             start=self._num_used,
-            rope=coming.head.rope,
-            token_ids=coming.token_ids,
+            rope=current.head.rope,
+            token_ids=current.token_ids,
             text=text,
         )
         if keys is not None:
             attempt = self._import_handle.new_attempt(segment.id)
             parent = before and self._import_handle.new_attempt(before.id).segment
             manifest = await asyncio.to_thread(self._manifest, attempt, segment, keys, parent)
-            self._manifests[segment.id], coming.names = (attempt, manifest), [*manifest.objects]
+            self._manifests[segment.id], current.names = (attempt, manifest), [*manifest.objects]
         self._segments.append(segment)
-        self._num_used += coming.head.num_used
+        self._num_used += current.head.num_used
 
     def _manifest(
         self, attempt: Attempt, segment: SegmentRecord, keys: KvSection, parent: str | None
@@ -221,10 +226,10 @@ class ContextImporter:
 
     async def _put(self, content: bytearray) -> None:
         """Stores the next piece of a segment, if this engine accepts its keys."""
-        assert self._import_handle is not None and self._coming is not None
-        if self._coming.names:
-            await self._import_handle.put(self._coming.names[0], content)
-            del self._coming.names[0]
+        assert self._import_handle is not None and self._current_segment is not None
+        if self._current_segment.names:
+            await self._import_handle.put(self._current_segment.names[0], content)
+            del self._current_segment.names[0]
 
     def _num_key_tokens(self, num_tokens: int) -> int:
         """Tokens of the path whose keys and values were imported."""

@@ -46,7 +46,7 @@ class ImportSession:
 
     def __init__(self, header: ImportHeader, arrival: ContextImporter) -> None:
         self.header = header
-        self.arrival = arrival
+        self.importer = arrival
         self.owner: object = None
         self.idle_since: float | None = None
         """When the last stream disconnected; None while a stream is open."""
@@ -62,12 +62,12 @@ class ImportSession:
         if self.owner is not owner:
             raise Unavailable("another stream continued this import")
 
-    async def work(self, owner: object, begin: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def run_in_turn(self, owner: object, begin: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Runs work on the importer, after all earlier work. If the caller is cancelled, the work still completes.
         Raises the errors of the work, and Unavailable if another stream took over."""
         task = asyncio.create_task(self._in_turn(owner, begin))
         self._tasks.add(task)  # the loop keeps only weak references
-        task.add_done_callback(self._note)
+        task.add_done_callback(self._on_task_done)
         await asyncio.shield(task)
         self.check(owner)
 
@@ -76,7 +76,7 @@ class ImportSession:
             self.check(owner)
             await begin()
 
-    def _note(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # a caller that still waited got the error; this marks it as retrieved
@@ -84,7 +84,7 @@ class ImportSession:
     async def drop(self) -> None:
         """Drops the import after the running work."""
         async with self._turn:
-            await self.arrival.drop()
+            await self.importer.drop()
 
 
 class ImportSessions:
@@ -113,7 +113,7 @@ class ImportSessions:
         self._tenant_share = tenant_share
         self._engine = engine
         self._vocabulary_size = vocabulary_size
-        self._ledger = quotas
+        self._quotas = quotas
         self._clock, self._later, self._wall_clock = clock, later, wall_clock
         self._idle_seconds, self._keep_seconds, self._max_imports = idle_seconds, keep_seconds, max_imports
         self._max_bytes = max_bytes
@@ -133,32 +133,32 @@ class ImportSessions:
         if not isinstance(header, ImportHeader):
             raise InvalidArgument("config", "must be in the first request, and only there")
         found = self._find(header) or self._add(header)
-        async with self._owned(found) as owner, aclosing(self._take(found, owner, pieces)) as reports:
+        async with self._lease(found) as owner, aclosing(self._feed_pieces(found, owner, pieces)) as reports:
             async for report in reports:
                 yield report
 
-    async def _take(
+    async def _feed_pieces(
         self, found: ImportSession, owner: object, pieces: AsyncIterator[ImportHeader | ArchiveChunk]
     ) -> AsyncGenerator[ImportProgress, None]:
-        arrival = found.arrival
-        await found.work(owner, arrival.commit)
+        arrival = found.importer
+        await found.run_in_turn(owner, arrival.commit)
         reported = arrival.num_bytes
-        if arrival.made is None:
+        if arrival.result is None:
             yield ImportProgress(received_bytes=reported)
-        while arrival.made is None and (piece := await self._next(pieces)) is not None:
-            await found.work(owner, partial(_take, found, piece))
+        while arrival.result is None and (piece := await self._next(pieces)) is not None:
+            await found.run_in_turn(owner, partial(_feed_piece, found, piece))
             self._check_room(found.header.tenant)
             if arrival.num_bytes - reported >= REPORT_BYTES:
                 reported = arrival.num_bytes
                 yield ImportProgress(received_bytes=reported)
             del piece
-        if arrival.made is None:
+        if arrival.result is None:
             # Once this report is sent, it is certain that the client ended the stream and that the stream did not
             # break.
             yield ImportProgress(received_bytes=arrival.num_bytes)
-            await found.work(owner, arrival.finish)
-        assert arrival.made is not None
-        yield arrival.made
+            await found.run_in_turn(owner, arrival.finish)
+        assert arrival.result is not None
+        yield arrival.result
 
     async def _next(self, pieces: AsyncIterator[ImportHeader | ArchiveChunk]) -> ImportHeader | ArchiveChunk | None:
         """The next message; None at the end. Raises DeadlineExceeded."""
@@ -177,8 +177,8 @@ class ImportSessions:
         found = self._by_key.get((header.tenant, header.context, header.upload_id)) if header.upload_id else None
         if found is not None and found.header.total_bytes != header.total_bytes:
             raise InvalidArgument("config.total_size_bytes", "differs from the start of this upload")
-        made = found.arrival.made if found is not None else None
-        if found is None or made is None or made.context is None or self._is_there(made.context.id, header.upload_id):
+        made = found.importer.result if found is not None else None
+        if found is None or made is None or made.context is None or self._is_made_by(made.context.id, header.upload_id):
             return found
         self._forget(found)  # it was deleted since: the name is free, or belongs to another context
         return None
@@ -188,7 +188,7 @@ class ImportSessions:
         self._trim()
         return sum(found.header.tenant == tenant for found in self._all)
 
-    def _is_there(self, context: str, upload_id: str) -> bool:
+    def _is_made_by(self, context: str, upload_id: str) -> bool:
         try:
             return self._engine.made_by(context) == upload_id
         except LongleafError:
@@ -196,7 +196,7 @@ class ImportSessions:
 
     def _add(self, header: ImportHeader) -> ImportSession:
         """Raises ResourceExhausted if there are too many imports."""
-        self._ledger.check_upload()
+        self._quotas.check_upload()
         tenant, most = header.tenant, self._max_imports * self._tenant_share
         count = self.num_of(tenant)
         if most < self._max_imports and count >= most and not self._forget_oldest(tenant):
@@ -207,7 +207,7 @@ class ImportSessions:
             message = f"{len(self._all)} are running, which is the limit"
             raise ResourceExhausted("imports", message, RETRY_SECONDS)
         found = ImportSession(
-            header, ContextImporter(self._engine, header, self._vocabulary_size, self._wall_clock, self._ledger)
+            header, ContextImporter(self._engine, header, self._vocabulary_size, self._wall_clock, self._quotas)
         )
         self._all.append(found)
         if header.upload_id:
@@ -230,7 +230,7 @@ class ImportSessions:
     def _bytes_by_tenant(self) -> Counter[str]:
         resident = Counter[str]()
         for found in self._all:
-            resident[found.header.tenant] += found.arrival.num_buffered_bytes
+            resident[found.header.tenant] += found.importer.num_buffered_bytes
         return resident
 
     def _make_room(self, usage: Counter[str], tenant: str) -> bool:
@@ -247,7 +247,7 @@ class ImportSessions:
         return bool(idle)
 
     @asynccontextmanager
-    async def _owned(self, found: ImportSession) -> AsyncGenerator[object, None]:
+    async def _lease(self, found: ImportSession) -> AsyncGenerator[object, None]:
         """The body owns an import, on behalf of one stream. An import that cannot be resumed ends with the body."""
         owner = found.owner = object()
         found.idle_since = None
@@ -296,16 +296,16 @@ class ImportSessions:
             await asyncio.wait(self._drops, timeout=LEAVE_SECONDS)
 
 
-async def _take(found: ImportSession, piece: ImportHeader | ArchiveChunk) -> None:
+async def _feed_piece(found: ImportSession, piece: ImportHeader | ArchiveChunk) -> None:
     """Passes the new part of a chunk to the importer. Raises InvalidArgument, and the errors of the importer."""
     if isinstance(piece, ImportHeader):
         raise InvalidArgument("config", "must be in the first request, and only there")
-    num_bytes, total = found.arrival.num_bytes, found.header.total_bytes
+    num_bytes, total = found.importer.num_bytes, found.header.total_bytes
     if not 0 <= piece.offset <= num_bytes:
         raise InvalidArgument("chunk.offset", f"is {piece.offset:,}, but {num_bytes:,} bytes have been received")
     if total is not None and piece.offset + len(piece.data) > total:
         raise InvalidArgument("config.total_size_bytes", f"more than {total:,} bytes have been received")
-    await found.arrival.take(piece.data[num_bytes - piece.offset :])
+    await found.importer.feed(piece.data[num_bytes - piece.offset :])
 
 
 def _idle_since(found: ImportSession) -> float:

@@ -24,7 +24,7 @@ class ContextNotes:
         self._written = {context.id: _of_note(context) for context in contents.contexts}
         """The notes as last written."""
 
-    def of(self, change: Change) -> tuple[OutboxEntry, ...]:
+    def notes_for(self, change: Change) -> tuple[OutboxEntry, ...]:
         """The notes of a change that is to be stored. A change that only records uses has none."""
         dropped = [self._deletion(name) for name in change.dropped_contexts if name in self._written]
         changed = [self._note(one) for one in change.contexts if self._written.get(one.id) != _of_note(one)]
@@ -34,7 +34,7 @@ class ContextNotes:
         """Notes of all contexts except those with a note on storage."""
         return self._numbered(self._note(record) for name, record in self._written.items() if name not in recorded)
 
-    def note(self, change: Change) -> None:
+    def record_change(self, change: Change) -> None:
         """Records a stored change with its notes."""
         self._next_number += len(change.outgoing)
         for name in change.dropped_contexts:

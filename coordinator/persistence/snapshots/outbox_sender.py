@@ -33,11 +33,11 @@ class OutboxSender:
         """Manifests that must not be deleted yet, even if the outbox contains their deletion."""
         return list(self._pinned)
 
-    def hold(self, manifest: str) -> None:
+    def pin(self, manifest: str) -> None:
         """Prevent the deletion of a manifest until it has been released as often as held."""
         self._pinned[manifest] += 1
 
-    def release(self, manifest: str) -> None:
+    def unpin(self, manifest: str) -> None:
         self._pinned[manifest] -= 1
         if not self._pinned[manifest]:
             del self._pinned[manifest]
@@ -52,10 +52,10 @@ class OutboxSender:
             self._there_is_more.clear()
             try:
                 if not await self._send_some():
-                    self.health.end()
+                    self.health.set_healthy()
                     await self._there_is_more.wait()
             except StorageUnavailable as error:
-                self.health.begin(str(error))
+                self.health.set_failed(str(error))
                 await self.health.wait()
             except LongleafError as error:  # an error of the catalog, which reports it separately as well
                 log.warning("cannot read the outbox: %s", error)

@@ -20,5 +20,5 @@ class RetentionPolicy:
     """Seconds after which unreferenced objects are deleted: longer than any save takes."""
 
     @classmethod
-    def of(cls, config: DataConfig) -> "RetentionPolicy":
+    def from_config(cls, config: DataConfig) -> "RetentionPolicy":
         return cls(config.snapshots, config.snapshot_quota, config.snapshot_expiry)

@@ -28,17 +28,23 @@ def segment_name(service: str, segment_id: int) -> str:
     return f"{service}-{segment_id}"
 
 
-class Saver:
+class SegmentWriter:
     """Saves segments of one service, with ranks of one layout."""
 
     def __init__(
-        self, store: AsyncStore, service: str, fingerprint: str, form: KvFormat, holdings: SegmentSource, ranks: Savers
+        self,
+        store: AsyncStore,
+        service: str,
+        fingerprint: str,
+        form: KvFormat,
+        placements: SegmentSource,
+        ranks: Savers,
     ) -> None:
         self._store = store
         self._service = service
         self._fingerprint = fingerprint
         self._form = form
-        self._holdings = holdings
+        self._placements = placements
         self._ranks = ranks
         self._tickets = count()
 
@@ -58,8 +64,8 @@ class Saver:
         saves = [self._save(saving, attempt.piece(number), runs) for number, runs in enumerate(pieces)]
         if segment.window_runs:
             saves.append(self._save(saving, attempt.windows(0), segment.window_runs, of_windows=True))
-        found = await saving.all(saves)
-        if self._holdings.placed(segment.segment.id) != segment:
+        found = await saving.gather(saves)
+        if self._placements.placed(segment.segment.id) != segment:
             raise Unavailable(f"segment {segment.segment.id} was moved or evicted while it was saved")
         await self._check_seen(segment, pieces, found)
         manifest = self._manifest(attempt, segment, found)
@@ -69,7 +75,7 @@ class Saver:
 
     async def _save(self, saving: "_Saving", name: str, runs: tuple[Run, ...], of_windows: bool = False) -> PieceRef:
         rank, resident = WINDOWS_RANK if of_windows else runs[0].rank, saving.placed
-        async with saving.turn(rank):
+        async with saving.slot(rank):
             order = Save(next(self._tickets), name, resident.segment.id, runs, of_windows)
             saved: Saved = await self._ranks.save(resident.members[rank], order)
         return PieceRef(name, tuple((run.start, run.end) for run in runs), saved.num_bytes, saved.digest)
@@ -117,7 +123,7 @@ class _Saving:
         """The first failure."""
 
     @asynccontextmanager
-    async def turn(self, rank: int) -> AsyncGenerator[None, None]:
+    async def slot(self, rank: int) -> AsyncGenerator[None, None]:
         """Waits for a free slot of a rank. Raises the first failure of any rank."""
         async with self._limits[rank]:
             if self._failure is not None:
@@ -128,7 +134,7 @@ class _Saving:
                 self._failure = self._failure or error
                 raise
 
-    async def all(self, saves: Sequence[Coroutine[Any, Any, PieceRef]]) -> list[PieceRef]:
+    async def gather(self, saves: Sequence[Coroutine[Any, Any, PieceRef]]) -> list[PieceRef]:
         """Returns the results of the saves. After a failure no more saves start, and the error is raised once the
         running saves have ended: objects written after that would never be deleted."""
         tasks = [asyncio.ensure_future(save) for save in saves]

@@ -23,7 +23,7 @@ from coordinator.persistence.snapshots.ports import (
     SnapshotCatalog,
 )
 from coordinator.persistence.snapshots.retention import RetentionPolicy
-from coordinator.persistence.snapshots.segment_writer import Saver
+from coordinator.persistence.snapshots.segment_writer import SegmentWriter
 from coordinator.persistence.snapshots.snapshot_index import SnapshotIndex
 from coordinator.persistence.snapshots.storage_health import StorageHealth
 from coordinator.persistence.snapshots.store import AsyncStore
@@ -85,8 +85,8 @@ class Snapshots:
         """Held while a change with notes is committed: notes are numbered in the order of the commits."""
         self._sender = OutboxSender(self._store, catalog)
         self._health = StorageHealth("writing snapshots")
-        self._holdings: SegmentSource | None = None
-        self._saver: Saver | None = None
+        self._placements: SegmentSource | None = None
+        self._saver: SegmentWriter | None = None
         self._cleaner: GarbageCollector | None = None
         self._form = KvFormat("", 1)
         self._wanted = dict.fromkeys(segment.id for segment in contents.segments) if policy.mode == "seal" else {}
@@ -104,14 +104,14 @@ class Snapshots:
 
     # --- the start and the end ---
 
-    def begin(self, holdings: SegmentSource, ranks: Savers, form: KvFormat, on_change: Callable[[], None]) -> None:
+    def begin(self, placements: SegmentSource, ranks: Savers, form: KvFormat, on_change: Callable[[], None]) -> None:
         """Start to save segments of ranks with this KV layout. `on_change` is called when the result of `view` may have
         changed.
         """
         for outage in (self._health, self._sender.health):
             outage.watch(on_change)
-        self._holdings, self._form = holdings, form
-        self._saver = Saver(self._store, self._index.service_id, self._fingerprint, form, holdings, ranks)
+        self._placements, self._form = placements, form
+        self._saver = SegmentWriter(self._store, self._index.service_id, self._fingerprint, form, placements, ranks)
         self._cleaner = GarbageCollector(
             self._store,
             self._index,
@@ -121,7 +121,7 @@ class Snapshots:
             self._drop,
             self._lose,
             self._rewrite_notes,
-            holdings.uses,
+            placements.uses,
             self._wall_clock,
         )
         for work in (self._sender.run(), self._save_for_ever(), self._cleaner.run()):
@@ -218,15 +218,15 @@ class Snapshots:
         """Read a piece. Raises NotFound, DataLoss and StorageUnavailable."""
         return await self._store.get(name, digest)
 
-    def hold(self, segment_id: int) -> str:
+    def pin(self, segment_id: int) -> str:
         """Protect the snapshot of a segment from deletion until the returned name is released."""
         name = self._records[segment_id].manifest
-        self._sender.hold(name)
+        self._sender.pin(name)
         return name
 
-    def release(self, name: str) -> None:
-        """Release a name returned by `hold`."""
-        self._sender.release(name)
+    def unpin(self, name: str) -> None:
+        """Release a name returned by `pin`."""
+        self._sender.unpin(name)
 
     async def write(self, name: str, content: bytes | bytearray) -> None:
         """Write an object of an attempt. Raises StorageUnavailable."""
@@ -238,7 +238,7 @@ class Snapshots:
     async def commit(self, change: Change) -> None:
         """Commit a change to the catalog, with its notes for storage. Raises the errors of the catalog."""
         async with self._turn:
-            change = replace(change, outgoing=self._notes.of(change))
+            change = replace(change, outgoing=self._notes.notes_for(change))
             self._committed(change, await self._catalog.commit(change))
 
     async def _rewrite_notes(self, recorded: AnySet[str]) -> None:
@@ -250,7 +250,7 @@ class Snapshots:
 
     def _committed(self, change: Change, committed: CommitResult) -> None:
         """Update the state after a commit."""
-        self._notes.note(change)
+        self._notes.record_change(change)
         self._records.forget(committed.segments)
         for segment in committed.segments:
             self._wanted.pop(segment, None)
@@ -338,8 +338,8 @@ class Snapshots:
         while True:
             await self._may_save.wait()
             self._may_save.clear()
-            assert self._holdings is not None
-            uses, segment_id = self._holdings.uses(), -1
+            assert self._placements is not None
+            uses, segment_id = self._placements.uses(), -1
             try:
                 were_too_large = bool(self._too_large)
                 self._too_large &= self._wanted.keys()
@@ -349,11 +349,11 @@ class Snapshots:
                 if self._too_large:
                     self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self.notify)
                 elif were_too_large or not self._wanted:
-                    self._health.end()
+                    self._health.set_healthy()
             except StorageUnavailable as error:
                 if segment_id in self._wanted:  # else it has been deleted meanwhile
                     self._wanted[segment_id] = self._wanted.pop(segment_id)  # moved to the end of the queue
-                self._health.begin(str(error))
+                self._health.set_failed(str(error))
                 for segment_id in list(self._requested):
                     self._answer(segment_id, error)
                 await self._health.wait()
@@ -367,8 +367,8 @@ class Snapshots:
         """Save a segment if it is resident. Raises StorageUnavailable; after other failures the segment is retried when
         the set of resident segments changes.
         """
-        assert self._holdings is not None
-        is_requested, resident = segment_id in self._requested, self._holdings.placed(segment_id)
+        assert self._placements is not None
+        is_requested, resident = segment_id in self._requested, self._placements.placed(segment_id)
         if resident is None and not is_requested and segment_id not in self._records:
             return  # the common case, because many segments may be evicted
         if self.is_usable(segment_id) or not (is_requested or self._records.may_be_saved(segment_id, uses)):
@@ -380,7 +380,7 @@ class Snapshots:
                 raise Unavailable(f"segment {segment_id} is not in memory: ask its context a question and retry")
             if (error := await self._check_segment(resident)) is not None:
                 self._too_large.add(segment_id)
-                self._health.begin(str(error))
+                self._health.set_failed(str(error))
                 self._answer(segment_id, error)
                 return
             await self._save(resident)
@@ -388,7 +388,7 @@ class Snapshots:
             raise
         except Unavailable as error:
             self._answer(segment_id, error)
-            if self._holdings.placed(segment_id) not in (None, resident):
+            if self._placements.placed(segment_id) not in (None, resident):
                 self.notify()  # it has already moved, so that no later event would trigger the retry
         except Exception as error:
             log.error("cannot save segment %d", segment_id, exc_info=error)
@@ -431,7 +431,7 @@ class Snapshots:
             self._records.put(record)
         self._too_large.discard(segment.segment.id)
         if not self._too_large:
-            self._health.end()
+            self._health.set_healthy()
         self._sender.notify()
         await self._cleaner.enforce_limits()
 

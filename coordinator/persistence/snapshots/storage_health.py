@@ -23,18 +23,18 @@ class StorageHealth:
         """From now on `on_change` is called when `reason` changes."""
         self._on_change = on_change
 
-    def begin(self, reason: str) -> None:
+    def set_failed(self, reason: str) -> None:
         if not self.reason:
             log.warning("%s: failed, will retry: %s", self._what, reason)
-        self._say(reason)
+        self._set_reason(reason)
 
-    def end(self) -> None:
+    def set_healthy(self) -> None:
         if self.reason:
             log.warning("%s: succeeded again", self._what)
         self._seconds = LEAST_SECONDS
-        self._say("")
+        self._set_reason("")
 
-    def _say(self, reason: str) -> None:
+    def _set_reason(self, reason: str) -> None:
         if reason != self.reason:
             self.reason = reason
             self._on_change()

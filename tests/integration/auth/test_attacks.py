@@ -57,7 +57,7 @@ async def channel(transfers: FakeTransferEngine, tmp_path: Path) -> AsyncIterato
     engine = FakeEngine()
     engine.answer = (ids("hi"),)
     engine.contexts["acme/book"] = list(ids("of acme"))
-    authenticator = Credentials.of(str(write_credentials(tmp_path, DEFAULT_TENANT)))
+    authenticator = Credentials.from_file(str(write_credentials(tmp_path, DEFAULT_TENANT)))
     async with (
         serving(engine, tmp_path / "model", transfers=transfers, authenticator=authenticator) as (_, address),
         grpc.aio.insecure_channel(address) as channel,

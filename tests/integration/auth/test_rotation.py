@@ -30,7 +30,7 @@ def authority(tmp_path: Path) -> Authority:
 
 def certificates_of(authority: Authority) -> Certificates:
     cert, key = authority.write("server")
-    found = Certificates.of(SecurityConfig(tls_cert=str(cert), tls_key=str(key)))
+    found = Certificates.from_config(SecurityConfig(tls_cert=str(cert), tls_key=str(key)))
     assert found is not None
     return found
 
@@ -94,7 +94,7 @@ async def test_certificates_rotate_under_load(
         assert left == [0]
         assert [record.getMessage() for record in caplog.records if "tls_key" in record.getMessage()]
         engine.running += 1
-        engine.changes.note()
+        engine.changes.record()
         async with asyncio.timeout(30):
             await anext(stream)
 

@@ -37,7 +37,7 @@ def authority(tmp_path: Path) -> Authority:
 
 def certificates_of(authority: Authority, client_ca: Path | None = None) -> Certificates:
     cert, key = authority.write("server")
-    found = Certificates.of(
+    found = Certificates.from_config(
         SecurityConfig(
             tls_cert=str(cert), tls_key=str(key), tls_client_ca=None if client_ca is None else str(client_ca)
         )
@@ -81,7 +81,7 @@ KEYS: dict[str, Callable[[], Key]] = {
 @pytest.mark.parametrize("kind", KEYS)
 async def test_connections_work_with_each_kind_of_key(authority: Authority, tmp_path: Path, kind: str) -> None:
     cert, key = authority.write("server", authority.make(key=KEYS[kind]()))
-    given = Certificates.of(SecurityConfig(tls_cert=str(cert), tls_key=str(key)))
+    given = Certificates.from_config(SecurityConfig(tls_cert=str(cert), tls_key=str(key)))
     async with encrypted(authority, tmp_path, certificates=given) as (_, address):
         assert await num_tokens(address, authority.access()) == len("anybody's")
 
@@ -147,7 +147,7 @@ async def test_client_certificate_identifies_the_caller(authority: Authority, tm
     file = tmp_path / "credentials"
     file.write_text(line_of(CredentialEntry(tenant="robot", role="user", names=(f"uri:{ROBOT}",))))
     given = certificates_of(authority, authority.file)
-    options = {"certificates": given, "authenticator": Credentials.of(str(file))}
+    options = {"certificates": given, "authenticator": Credentials.from_file(str(file))}
     async with encrypted(authority, tmp_path, **options) as (_, address):
         assert await num_tokens(address, authority.access("robot", ROBOT)) == len("of the robot")
         with pytest.raises(Unauthenticated):
@@ -175,7 +175,7 @@ async def test_certificate_names_are_matched_by_their_type(authority: Authority,
     given = certificates_of(authority, authority.file)
     access = authority.access()
     access["tls_cert"], access["tls_key"] = authority.write("own", authority.make(others=[name]))
-    options = {"certificates": given, "authenticator": Credentials.of(str(tmp_path / "credentials"))}
+    options = {"certificates": given, "authenticator": Credentials.from_file(str(tmp_path / "credentials"))}
     async with encrypted(authority, tmp_path, **options) as (_, address):
         if is_known:
             assert await num_tokens(address, access) == len("of the robot")

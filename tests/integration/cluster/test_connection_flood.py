@@ -12,7 +12,7 @@ import pytest
 from coordinator.cluster.rank_manager import RankManager
 from coordinator.engine_messages import Prompt
 from longleaf.config import EngineConfig
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.integration.cluster.test_unauthenticated_peers import until
 from tests.support.network import crowd
 from tests.support.running import WatchedFleet, running_on
@@ -20,7 +20,7 @@ from workers.fakes import EchoMain
 
 pytestmark = pytest.mark.timeout(120)
 NUM_ANSWERS = 4
-NUM_PULSES = 3
+NUM_HEARTBEATS = 3
 """Heartbeats of each rank that must arrive meanwhile."""
 NUM_REFUSED = 1000
 SPARE_TASKS = 8
@@ -49,16 +49,16 @@ async def test_hundred_unauthenticated_peers_delay_no_heartbeat_or_step(caplog: 
     async with running_on(fleet, control, config) as found:
 
         def heard() -> list[int]:
-            return [member.num_pulses for member in control.registry]
+            return [member.num_heartbeats for member in control.registry]
 
         async def answer() -> int:
-            prompt = Prompt(context=None, token_ids=(1, 2, 3), sampling=Sampling(max_tokens=50))
+            prompt = Prompt(context=None, token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=50))
             return len([event async for event in found.engine.submit(prompt)])
 
         process = psutil.Process()
         num_files, num_tasks = process.num_fds(), len(asyncio.all_tasks())
         with crowded(control):
-            expected = [number + NUM_PULSES for number in heard()]
+            expected = [number + NUM_HEARTBEATS for number in heard()]
             num_refused, num_answers = control.num_refused, 0
             while control.num_refused < NUM_REFUSED or any(map(int.__lt__, heard(), expected)):
                 assert await answer() > 0

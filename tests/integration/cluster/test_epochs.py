@@ -33,16 +33,18 @@ pytestmark = pytest.mark.timeout(60)
 class World:
     """RankManager with scripted members; members that it kills disappear."""
 
-    def __init__(self, world_size: int, nodes: str = "", *, has_late_pulses: bool = False, **settings: object) -> None:
+    def __init__(
+        self, world_size: int, nodes: str = "", *, have_late_heartbeats: bool = False, **settings: object
+    ) -> None:
         self.config = EngineConfig(model="none", world_size=world_size, **settings)  # type: ignore[arg-type]
         self.control = RankManager(self.config, kill=self.kill)
         self.members: dict[int, ScriptedMember] = {}
         self.killed: list[int] = []
         self.events: list[MemberEvent] = []
-        self.control.registry.watch(self.events.append)
+        self.control.registry.subscribe(self.events.append)
         for number, invitation in enumerate(self.control.invitations):
             node = (nodes or "a" * world_size)[number]
-            self.members[number] = ScriptedMember(invitation, number, node, has_late_pulse=has_late_pulses)
+            self.members[number] = ScriptedMember(invitation, number, node, has_late_heartbeat=have_late_heartbeats)
 
     async def kill(self, member: int) -> None:
         self.killed.append(member)
@@ -58,10 +60,10 @@ class World:
         for number in numbers:
             self.members[number].beat()
 
-    async def connect_pulses(self) -> None:
+    async def connect_heartbeats(self) -> None:
         """Connects the heartbeat connections of the members: without them no abort can reach them."""
         self.beat(*self.members)
-        await self.control.registry.wait(lambda: all(member.num_pulses for member in self.control.registry))
+        await self.control.registry.wait_until(lambda: all(member.num_heartbeats for member in self.control.registry))
 
     async def hear(self, member: int, kind: type[ToRank]) -> ToRank:
         """The next message of this kind to a member."""
@@ -72,7 +74,7 @@ class World:
     async def check(self, epoch: int, *members: int) -> None:
         """The epoch has these ranks: each is sent a layout, and rank 0 answers a step."""
         layout, plan = KvLayout(epoch, ()), StepPlan(epoch, 1, Decode(()))
-        await self.control.group.lay_out(layout)
+        await self.control.group.send_layout(layout)
         step = asyncio.ensure_future(self.control.group.step(plan))
         for rank, member in enumerate(members):
             assert await self.hear(member, KvLayout) == layout
@@ -113,11 +115,11 @@ async def until(condition: Callable[[], object]) -> None:
 @pytest.mark.parametrize(("lost", "left"), [((0,), (1, 2)), ((1,), (0, 2)), ((0, 2), (1,))])
 async def test_remaining_members_form_the_next_epoch(make_world: MakeWorld, lost, left) -> None:
     world = await make_world(3)
-    await world.connect_pulses()
+    await world.connect_heartbeats()
     step = asyncio.ensure_future(world.control.group.step(StepPlan(1, 1, Decode(()))))
     await world.hear(2, StepPlan)
     for member in lost:
-        world.control.lost(member, "was killed by signal 9")
+        world.control.on_process_exit(member, "was killed by signal 9")
     end = await world.control.group.wait_ended()
     assert isinstance(end.error, RankLost)
     assert (end.error.rank, end.steps) == (lost[0], (1,))
@@ -137,8 +139,8 @@ async def test_remaining_members_form_the_next_epoch(make_world: MakeWorld, lost
 
 async def test_abort_sent_before_the_heartbeat_connection_is_sent_again(make_world: MakeWorld) -> None:
     """ZMQ drops messages on a connection that is not yet established."""
-    world = await make_world(2, has_late_pulses=True)
-    world.control.lost(1, "vanished")
+    world = await make_world(2, have_late_heartbeats=True)
+    world.control.on_process_exit(1, "vanished")
     await world.control.group.wait_ended()
     member = world.members[0]
     member.beat(MemberProgress(1))
@@ -150,13 +152,17 @@ async def test_unacknowledged_abort_is_sent_again(make_world: MakeWorld) -> None
     world = await make_world(2)
     world.members[0].deaf_to = (AbortExchanges,)
     world.members[0].beat(MemberProgress(1))
-    world.control.lost(1, "vanished")
+    world.control.on_process_exit(1, "vanished")
     await until(lambda: world.members[0].num_fences > 2)
     world.members[0].progress = MemberProgress(2)
-    heard = next(member.num_pulses for member in world.control.registry)
-    await world.control.registry.wait(lambda: all(member.num_pulses > heard + 1 for member in world.control.registry))
+    heard = next(member.num_heartbeats for member in world.control.registry)
+    await world.control.registry.wait_until(
+        lambda: all(member.num_heartbeats > heard + 1 for member in world.control.registry)
+    )
     num_fences = world.members[0].num_fences
-    await world.control.registry.wait(lambda: all(member.num_pulses > heard + 3 for member in world.control.registry))
+    await world.control.registry.wait_until(
+        lambda: all(member.num_heartbeats > heard + 3 for member in world.control.registry)
+    )
     assert world.members[0].num_fences == num_fences
 
 
@@ -166,7 +172,7 @@ async def test_error_of_an_epoch_does_not_change_later(make_world: MakeWorld) ->
         waiting = asyncio.create_task(world.control.group.wait_ended())
         await asyncio.sleep(0)
         assert not waiting.done()
-        world.control.lost(lost, "vanished")
+        world.control.on_process_exit(lost, "vanished")
         assert str((await waiting).error) == "rank 0 was lost: vanished"
         old = world.control.group
         await world.control.form(epoch + 1)
@@ -174,7 +180,7 @@ async def test_error_of_an_epoch_does_not_change_later(make_world: MakeWorld) ->
     with pytest.raises(RankLost, match="rank 0 was lost: vanished"):
         await old.step(StepPlan(2, 9, Decode(())))
     with pytest.raises(RankLost):
-        await old.lay_out(KvLayout(2, ()))
+        await old.send_layout(KvLayout(2, ()))
     assert [(loss.member, loss.rank, loss.epoch) for loss in world.control.losses] == [(0, 0, 1), (1, 0, 2)]
 
 
@@ -203,10 +209,10 @@ async def test_suspected_member_without_a_report_is_killed(make_world: MakeWorld
 
 async def test_only_members_that_loaded_the_model_join(make_world: MakeWorld) -> None:
     world = await make_world(2, "ab")
-    await world.connect_pulses()
+    await world.connect_heartbeats()
     waiting = asyncio.create_task(world.control.wait_joinable())
     number, invitation = world.control.registry.invite()
-    world.control.lost(1, "vanished")
+    world.control.on_process_exit(1, "vanished")
     await world.control.group.wait_ended()
     assert (await world.control.form(2)).members == (0,)
     assert not waiting.done()
@@ -225,7 +231,7 @@ async def test_only_members_that_loaded_the_model_join(make_world: MakeWorld) ->
 
 async def test_new_member_is_placed_beside_members_of_its_node(make_world: MakeWorld) -> None:
     world = await make_world(4, "aabb")
-    world.control.lost(0, "vanished")
+    world.control.on_process_exit(0, "vanished")
     await world.control.group.wait_ended()
     assert (await world.control.form(2)).members == (1, 2, 3)
     await world.add("a")
@@ -296,11 +302,11 @@ async def test_late_answer_is_accepted(make_world: MakeWorld) -> None:
 async def test_member_lost_while_an_epoch_forms_is_excluded(make_world: MakeWorld) -> None:
     world = await make_world(3)
     world.members[2].deaf_to = (Join,)
-    world.control.lost(0, "vanished")
+    world.control.on_process_exit(0, "vanished")
     await world.control.group.wait_ended()
     forming = asyncio.create_task(world.control.form(2))
     await until(lambda: [join.epoch for join in world.members[2].joins] == [1, 2])
-    world.control.lost(2, "also vanished")
+    world.control.on_process_exit(2, "also vanished")
     formation = await forming
     assert (formation.epoch, formation.members) == (3, (1,)), "the second attempt has a new number"
     await world.check(3, 1)
@@ -309,11 +315,11 @@ async def test_member_lost_while_an_epoch_forms_is_excluded(make_world: MakeWorl
 async def test_member_lost_before_it_opens_a_store_is_excluded(make_world: MakeWorld) -> None:
     world = await make_world(3)
     world.members[1].deaf_to = (OpenStore,)
-    world.control.lost(0, "vanished")
+    world.control.on_process_exit(0, "vanished")
     await world.control.group.wait_ended()
     forming = asyncio.create_task(world.control.form(2))
     await until(lambda: world.control.group.epoch == 2)
-    world.control.lost(1, "also vanished")
+    world.control.on_process_exit(1, "also vanished")
     assert (await forming).members == (2,)
 
 
@@ -395,7 +401,7 @@ async def test_member_with_its_own_join_error_is_lost(make_world: MakeWorld) -> 
 async def test_loss_of_all_members_is_reported(make_world: MakeWorld) -> None:
     world = await make_world(2)
     for member in (0, 1):
-        world.control.lost(member, "vanished")
+        world.control.on_process_exit(member, "vanished")
     await world.control.group.wait_ended()
     with pytest.raises(RankLost, match="rank 0 was lost: vanished"):
         await world.control.form(2)
@@ -409,7 +415,7 @@ async def test_loss_of_all_members_is_reported(make_world: MakeWorld) -> None:
 
 async def test_messages_of_another_epoch_are_ignored(make_world: MakeWorld) -> None:
     world = await make_world(3)
-    world.control.lost(0, "vanished")
+    world.control.on_process_exit(0, "vanished")
     await world.control.group.wait_ended()
     await world.control.form(2)
     old: list[StoreOpened | Ready] = [Ready(2, "cpu", "float32", 4, 64, epoch=epoch) for epoch in (0, 1, 2, 3)]

@@ -39,7 +39,7 @@ class World:
         self.config = config
         self.control = RankManager(config, kill=fleet.kill)
         self.events: list[MemberEvent] = []
-        self.control.registry.watch(self.events.append)
+        self.control.registry.subscribe(self.events.append)
         self.supervisor: ReplacementSupervisor | None = None
 
     def process(self, member: int) -> psutil.Process:
@@ -58,7 +58,7 @@ async def running(fleet: Fleet, **settings: object) -> AsyncIterator[World]:
     world = World(fleet, config)
     try:
         await fleet.reserve(config)
-        await fleet.launch(config, world.control.invitations, world.control.lost)
+        await fleet.launch(config, world.control.invitations, world.control.on_process_exit)
         yield world
         processes = [psutil.Process(hello.pid) for hello in world.control.hellos if psutil.pid_exists(hello.pid)]
     finally:
@@ -138,7 +138,9 @@ async def test_replacement_that_dies_while_loading_is_abandoned() -> None:
         world.keep(await world.control.start(1))
         world.process(1).send_signal(signal.SIGKILL)
         abandoned = asyncio.Event()
-        world.control.registry.watch(lambda event: abandoned.set() if isinstance(event, ReplacementAbandoned) else None)
+        world.control.registry.subscribe(
+            lambda event: abandoned.set() if isinstance(event, ReplacementAbandoned) else None
+        )
         await abandoned.wait()
         assert isinstance(world.events[-1], ReplacementAbandoned)
         assert "latest reason: exited with code 3" in world.events[-1].reason
@@ -197,7 +199,7 @@ async def test_last_message_of_a_process_is_handled_before_its_exit() -> None:
 async def test_member_started_during_shutdown_is_ended() -> None:
     fleet, config = LocalFleet(MemberMain()), EngineConfig(model="none", world_size=3)
     control = RankManager(config)
-    launching = asyncio.create_task(fleet.launch(config, control.invitations, control.lost))
+    launching = asyncio.create_task(fleet.launch(config, control.invitations, control.on_process_exit))
     await asyncio.sleep(0)
     await fleet.shutdown()
     await launching
@@ -215,7 +217,7 @@ async def test_shutdown_during_fork_server_import_prints_nothing(
     os.kill(server._forkserver_pid, signal.SIGSTOP)  # it does not answer, like one that imports
     fleet, config = LocalFleet(MemberMain(), kill_server=fork_server.kill), EngineConfig(model="none", world_size=2)
     control = RankManager(config)
-    launching = asyncio.create_task(fleet.launch(config, control.invitations, control.lost))
+    launching = asyncio.create_task(fleet.launch(config, control.invitations, control.on_process_exit))
     while not fleet._spawning.locked():  # noqa: ASYNC110  # it is a lock of threads
         await asyncio.sleep(0)
     await fleet.shutdown()

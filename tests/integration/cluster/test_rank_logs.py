@@ -17,7 +17,7 @@ from longleaf.rank_protocol.group_messages import Join, Ready
 from longleaf.rank_protocol.log_messages import Logged, LogRecord
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.step import StepPlan
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.integration.cluster.test_unauthenticated_peers import until
 from tests.support.members import ScriptedMember
 from tests.support.running import WatchedFleet, running_on
@@ -50,7 +50,7 @@ async def engine_of(world_size: int, main: Callable[[RankSpec], None]) -> AsyncI
 
 
 async def answer(engine: Engine, max_tokens: int) -> list[int]:
-    stream = engine.submit(Prompt(context=None, token_ids=(1, 2, 3), sampling=Sampling(max_tokens=max_tokens)))
+    stream = engine.submit(Prompt(context=None, token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=max_tokens)))
     return [token async for event in stream if isinstance(event, Tokens) for token in event.token_ids]
 
 
@@ -71,7 +71,7 @@ async def test_error_that_ends_an_epoch_is_logged_with_its_traceback(
 
 async def test_last_log_line_of_a_failing_member_is_forwarded(caplog: pytest.LogCaptureFixture) -> None:
     control, fleet = RankManager(CONFIG), WatchedFleet(EchoMain(RankFault(rank=0, kind="raise", step=0)))
-    await fleet.launch(CONFIG, control.invitations, control.lost)
+    await fleet.launch(CONFIG, control.invitations, control.on_process_exit)
     with pytest.raises(Exception, match="failed on request"):
         await control.start(1)
     [record] = rank_records(caplog)
@@ -114,8 +114,8 @@ async def test_startup_output_is_not_logged_twice(caplog: pytest.LogCaptureFixtu
         [member] = control.registry
         await control.form(2)
         await until(lambda: "rank 0: epoch 2 is slow" in texts(caplog))
-        num_pulses = member.num_pulses
-        await until(lambda: member.num_pulses > num_pulses + 1)
+        num_heartbeats = member.num_heartbeats
+        await until(lambda: member.num_heartbeats > num_heartbeats + 1)
     assert texts(caplog) == ["rank 0: epoch 2 is slow"]
 
 
@@ -155,11 +155,11 @@ async def test_member_logs_over_both_connections_only_for_itself(
     members = [ScriptedMember(invitation, number) for number, invitation in enumerate(control.invitations)]
     await control.start(1)
     await members[1].send(Logged(1, (LogRecord(30, "beside the steps"),)))
-    await members[1]._pulse.send(encode(Logged(1, (LogRecord(30, "with the pulse"),))))
+    await members[1]._heartbeat_socket.send(encode(Logged(1, (LogRecord(30, "with the heartbeat"),))))
     await members[1].send(Logged(0, (LogRecord(30, "a lie"),)))
-    await members[1]._pulse.send(encode(Logged(1, (LogRecord(10, "too little"),))))
+    await members[1]._heartbeat_socket.send(encode(Logged(1, (LogRecord(10, "too little"),))))
     await until(lambda: control.num_ignored == 2 and len(rank_records(caplog)) == 2)
-    assert sorted(texts(caplog)) == ["rank 1: beside the steps", "rank 1: with the pulse"]
+    assert sorted(texts(caplog)) == ["rank 1: beside the steps", "rank 1: with the heartbeat"]
     assert {(record.rank, record.node, record.epoch) for record in rank_records(caplog)} == {(1, "node", 1)}  # type: ignore[attr-defined]
     for member in members:
         await member.close()

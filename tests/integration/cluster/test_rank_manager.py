@@ -25,14 +25,14 @@ from longleaf.rank_protocol.member_messages import Load
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.runs import Run
-from longleaf.sampling import Sampling, Token
+from longleaf.sampling import SamplingParams, Token
 from longleaf.types import Progress
 from tests.support.gated import comes_to
 from tests.support.members import ScriptedMember
 from tests.support.running import WatchedFleet, running_on
 from workers.control import serve
 from workers.fakes import EchoMain, EchoRank, RankFault
-from workers.member_process import taking_notes
+from workers.member_process import capturing_logs
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -62,7 +62,7 @@ def config(**changes: object) -> EngineConfig:
 
 
 def prompt(count: int, max_tokens: int, context: str | None = None) -> Prompt:
-    return Prompt(context=context, token_ids=tuple(range(count)), sampling=Sampling(max_tokens=max_tokens))
+    return Prompt(context=context, token_ids=tuple(range(count)), sampling=SamplingParams(max_tokens=max_tokens))
 
 
 def expected(last: int, count: int) -> list[int]:
@@ -135,7 +135,7 @@ async def test_rank_reports_its_error_before_it_closes(at_close: str) -> None:
     fault = RankFault(rank=0, kind="refuse", step=2, at_close=at_close)  # type: ignore[arg-type]
     settings = config(heartbeat_timeout=1000.0)
     control, fleet = RankManager(settings), LocalFleet(EchoMain(fault))
-    await fleet.launch(settings, control.invitations, control.lost)
+    await fleet.launch(settings, control.invitations, control.on_process_exit)
     await control.start(1)
     process = psutil.Process(control.hellos[0].pid)
     plans = [StepPlan(1, n, Prefill((n,), 0, (5, 6), (Run(0, 0, 2, (n,)),))) for n in (1, 2)]
@@ -251,7 +251,7 @@ async def test_unexpected_message_ends_the_rank(joined: int, message: StepPlan |
     place = {"host": "127.0.0.1", "node": "here", "num_ranks_here": 1, "gpu": None}
     spec = RankSpec(member=0, config=config(), invitation=control.invitations[0], **place)
     process = asyncio.create_task(asyncio.to_thread(serve, spec, EchoRank))
-    await (control.start(joined) if joined else control.registry.wait(lambda: control.hellos))
+    await (control.start(joined) if joined else control.registry.wait_until(lambda: control.hellos))
     control._channel.send([0], message)
     where = f"out of order in epoch {joined}" if joined else "before the model is loaded"
     text = str((await control.group.wait_ended()).error)
@@ -262,7 +262,7 @@ async def test_unexpected_message_ends_the_rank(joined: int, message: StepPlan |
 
 def test_library_log_lines_during_rank_start_are_kept() -> None:
     logger = logging.getLogger("longleaf.comm.shared_memory")
-    with taking_notes() as notes:
+    with capturing_logs() as notes:
         logger.debug("too much")
         logger.info("a merge was chosen")
         logger.warning("rank %d has no compiler", 3)

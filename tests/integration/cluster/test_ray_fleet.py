@@ -15,7 +15,7 @@ from coordinator.engine.engine import Engine
 from coordinator.engine_messages import Prompt, Tokens
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.integration.cluster.test_rank_logs import rank_records
 from tests.integration.cluster.test_unauthenticated_peers import until
 from tests.support.ray_calls import CountingActor, count_calls, stop_counting
@@ -38,12 +38,12 @@ class Service:
 
     async def start(self) -> None:
         assert await self.fleet.reserve(self.config) == "127.0.0.1", "all ranks are here"
-        await self.fleet.launch(self.config, self.control.invitations, self.control.lost)
+        await self.fleet.launch(self.config, self.control.invitations, self.control.on_process_exit)
         await self.engine.start()
         self.loop = asyncio.create_task(self.engine.run())
 
     async def answer(self, count: int, max_tokens: int) -> list[int]:
-        sampling = Sampling(max_tokens=max_tokens)
+        sampling = SamplingParams(max_tokens=max_tokens)
         stream = self.engine.submit(Prompt(context=None, token_ids=tuple(range(count)), sampling=sampling))
         return [token async for event in stream if isinstance(event, Tokens) for token in event.token_ids]
 

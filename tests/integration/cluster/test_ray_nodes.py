@@ -31,7 +31,7 @@ from tests.support.members import MemberActor
 async def main():
     config, fleet = EngineConfig(model="none", world_size=3, heartbeat_timeout=60.0), RayFleet(MemberActor)
     host = await fleet.reserve(config, 60.0)
-    control = RankManager(config, host, fleet.kill, fleet.where)
+    control = RankManager(config, host, fleet.kill, fleet.location_of)
     delays = asyncio.Queue()
     control.roster.watch(lambda event: delays.put_nowait(event) if isinstance(event, ReplacementDelayed) else None)
     await fleet.launch(config, control.invitations, control.lost)

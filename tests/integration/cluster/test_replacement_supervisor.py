@@ -71,7 +71,7 @@ class SupervisedWorld:
         self.now = 0.0
         self.slept: list[float] = []
         self._changed = asyncio.Event()
-        self.control.registry.watch(self._note)
+        self.control.registry.subscribe(self._note)
 
     async def start(self) -> None:
         for member, invitation in enumerate(self.control.invitations):
@@ -114,7 +114,7 @@ async def world() -> AsyncIterator[SupervisedWorld]:
 
 async def test_lost_member_is_replaced(world: SupervisedWorld) -> None:
     for epoch, (lost, member) in enumerate([(1, 2), (0, 3), (2, 4)], start=2):
-        world.control.lost(lost, "vanished")
+        world.control.on_process_exit(lost, "vanished")
         await world.control.wait_joinable()
         assert world.fleet.replaced[-1] == (lost, member)
         await world.control.form(epoch)
@@ -129,12 +129,12 @@ async def test_lost_member_is_replaced(world: SupervisedWorld) -> None:
 
 async def test_replacement_is_delayed_after_too_many_losses(world: SupervisedWorld) -> None:
     for member in (1, 2, 3):
-        world.control.lost(member, "vanished")
+        world.control.on_process_exit(member, "vanished")
         await world.wait_for(ReplacementStarted, member)
         await world.control.wait_joinable()
         await world.control.form(member + 1)
         world.now += 10.0
-    world.control.lost(4, "vanished")
+    world.control.on_process_exit(4, "vanished")
     assert await world.wait_for(ReplacementDelayed) == [
         ReplacementDelayed(4, 30.0, "too many ranks were lost within a minute")
     ]
@@ -144,7 +144,7 @@ async def test_replacement_is_delayed_after_too_many_losses(world: SupervisedWor
 
 async def test_slot_lost_during_loading_is_abandoned_until_requested(world: SupervisedWorld) -> None:
     world.fleet.failing = {2, 3, 4}
-    world.control.lost(1, "vanished")
+    world.control.on_process_exit(1, "vanished")
     reason = "3 replacements were lost before they joined; latest reason: no memory"
     assert await world.wait_for(ReplacementAbandoned) == [ReplacementAbandoned(4, reason)]
     assert await world.wait_for(ReplacementStarted) == [
@@ -171,7 +171,7 @@ async def test_slot_lost_during_loading_is_abandoned_until_requested(world: Supe
 async def test_established_rank_starts_without_earlier_failures(world: SupervisedWorld) -> None:
     world.fleet.failing = {2, 3, 5, 6}
     for epoch, lost in ((2, 1), (3, 4)):
-        world.control.lost(lost, "vanished")
+        world.control.on_process_exit(lost, "vanished")
         await world.wait_for(ReplacementStarted, lost + 2 if lost > 1 else 3)
         await world.control.wait_joinable()
         await world.control.form(epoch)
@@ -181,7 +181,7 @@ async def test_established_rank_starts_without_earlier_failures(world: Supervise
 
 async def test_slot_whose_replacements_load_but_never_join_is_abandoned(world: SupervisedWorld) -> None:
     for lost in (1, 2, 3, 4):
-        world.control.lost(lost, "did not join 2 epochs in time")
+        world.control.on_process_exit(lost, "did not join 2 epochs in time")
         if lost < 4:
             await world.wait_for(ReplacementStarted, lost)
             await world.control.wait_joinable()
@@ -192,7 +192,7 @@ async def test_slot_whose_replacements_load_but_never_join_is_abandoned(world: S
 
 async def test_missing_slot_stops_blocking_and_is_filled_when_it_returns(world: SupervisedWorld) -> None:
     world.fleet.problem = StartError("no slot")
-    world.control.lost(1, "its node died")
+    world.control.on_process_exit(1, "its node died")
     [abandoned] = await world.wait_for(ReplacementAbandoned)
     message = "no slot for 5 min; a replacement starts when one is free: no slot"
     assert (abandoned.lost, abandoned.reason) == (1, message)
@@ -207,7 +207,7 @@ async def test_missing_slot_stops_blocking_and_is_filled_when_it_returns(world: 
 
 async def test_replacement_has_the_model_of_the_others(world: SupervisedWorld) -> None:
     world.fleet.strange = {2, 3, 4}
-    world.control.lost(1, "vanished")
+    world.control.on_process_exit(1, "vanished")
     [abandoned] = await world.wait_for(ReplacementAbandoned)
     assert abandoned.reason.endswith("has a different tokenizer.json than node node (127.0.0.1)")
     assert world.fleet.killed == [2, 3, 4]
@@ -229,7 +229,7 @@ async def test_slot_that_cannot_be_filled_now_is_retried(
     world: SupervisedWorld, problem: Exception, message: str
 ) -> None:
     world.fleet.problem = problem
-    world.control.lost(1, "its node died")
+    world.control.on_process_exit(1, "its node died")
     assert await world.wait_for(ReplacementDelayed) == [ReplacementDelayed(1, 5.0, message)]
     for _ in range(1000):  # it retries periodically
         await asyncio.sleep(0)
@@ -244,7 +244,7 @@ async def test_slot_that_cannot_be_filled_now_is_retried(
 
 async def test_no_member_is_replaced_after_close(world: SupervisedWorld) -> None:
     await world.supervisor.close()
-    world.control.lost(1, "vanished")
+    world.control.on_process_exit(1, "vanished")
     await world.wait_for(MemberLost)
     assert world.fleet.replaced == []
 
@@ -252,14 +252,14 @@ async def test_no_member_is_replaced_after_close(world: SupervisedWorld) -> None
 def test_losses_up_to_the_limit_cause_no_delay() -> None:
     backoff = Backoff(2)
     for now, expected in ((0.0, 0.0), (10.0, 0.0), (20.0, 40.0), (70.5, 0.0), (71.0, 9.0)):
-        backoff.note(now)
+        backoff.record_loss(now)
         assert backoff.delay(now) == expected
     assert backoff.delay(80.0) == 0.0
 
 
 def test_zero_loss_limit_delays_every_replacement() -> None:
     backoff = Backoff(0)
-    backoff.note(5.0)
+    backoff.record_loss(5.0)
     assert backoff.delay(6.0) == 59.0
 
 

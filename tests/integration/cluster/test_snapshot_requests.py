@@ -16,7 +16,7 @@ from longleaf.rank_protocol.group_messages import KvLayout
 from longleaf.rank_protocol.snapshots import Discard, Failure, Fetch, Fetched, Save, Saved
 from longleaf.rank_protocol.step import Decode, Prefill, Restore, RestorePortion, Row, SamplingTerms, StepPlan
 from longleaf.runs import Run
-from longleaf.sampling import Sampling, Token
+from longleaf.sampling import SamplingParams, Token
 from tests.support.members import ScriptedMember
 from workers.fakes import EchoMain
 
@@ -85,7 +85,7 @@ async def test_lost_member_returns_no_results(world: World) -> None:
     requested = [asyncio.create_task(world.control.save(member, SAVE)) for member in (0, 1)]
     requested.append(asyncio.create_task(world.control.fetch(1, FETCH)))
     await world.hear(1, Fetch)
-    world.control.lost(1, "was killed by signal 9")
+    world.control.on_process_exit(1, "was killed by signal 9")
     for work in requested[1:]:
         await fails(work, RankLost, "rank 1 was lost: was killed by signal 9")
     await fails(world.control.fetch(1, FETCH), RankLost, "is no longer a member")
@@ -97,7 +97,7 @@ async def test_lost_member_returns_no_results(world: World) -> None:
 async def test_requests_survive_an_epoch_change(world: World) -> None:
     requested = asyncio.create_task(world.control.fetch(0, FETCH))
     await world.hear(0, Fetch)
-    world.control.lost(1, "was killed by signal 9")
+    world.control.on_process_exit(1, "was killed by signal 9")
     assert (await world.control.form(2)).members == (0,)
     await world.members[0].tell(Fetched(0, 4))
     await requested
@@ -148,7 +148,7 @@ async def test_members_without_a_model_save_and_restore(tmp_path: Path) -> None:
     fleet = LocalFleet(EchoMain())
     control = RankManager(config, kill=fleet.kill)
     try:
-        await fleet.launch(config, control.invitations, control.lost)
+        await fleet.launch(config, control.invitations, control.on_process_exit)
         group = (await control.start(1)).group
         pieces = Run(0, 0, 8, (5, 6)), Run(1, 8, 14, (5, 2))
         await group.step(StepPlan(1, 1, Prefill((3,), 0, tuple(range(14)), pieces)))
@@ -158,10 +158,10 @@ async def test_members_without_a_model_save_and_restore(tmp_path: Path) -> None:
             await control.fetch(1, Fetch(ticket, f"p{ticket}", *found, ((run.start, run.end),)))
         await fails(control.fetch(1, Fetch(2, "p2", 1, "", ())), DataLoss, "p2")
         group = (await control.form(2)).group
-        await group.lay_out(KvLayout(2, ()))
+        await group.send_layout(KvLayout(2, ()))
         portions = RestorePortion(0, (Run(1, 0, 8, (1, 2)),)), RestorePortion(1, (Run(1, 8, 14, (3, 4)),))
         assert (await group.step(StepPlan(2, 1, Restore(4, 0, portions)))).step == 1
-        row = Row(1, (4, 9), 14, (5,), (Run(0, 14, 15, (0,)),), 0, SamplingTerms(Sampling()))
+        row = Row(1, (4, 9), 14, (5,), (Run(0, 14, 15, (0,)),), 0, SamplingTerms(SamplingParams()))
         assert (await group.step(StepPlan(2, 2, Decode((row,))))).tokens == {1: (Token(echo_token(5, 0)),)}
         with pytest.raises(GroupFailed, match="what was not fetched is to be restored"):
             await group.step(StepPlan(2, 3, Restore(5, 0, (RestorePortion(0, (Run(0, 0, 8, (7, 8)),)),))))

@@ -155,7 +155,7 @@ async def test_lost_rank_is_not_counted_as_unauthenticated(context, control: Ran
     await check_service(control, ranks)
     for epoch in range(2, 6):
         ranks[1].close(linger=0)
-        control.lost(epoch - 1, "vanished")
+        control.on_process_exit(epoch - 1, "vanished")
         number, invitation = control.registry.invite()
         ranks[1] = connect(context, invitation, invitation.commands_id)
         ranks[1].send(encode(Hello(number, "node", "127.0.0.1", 1)))
@@ -218,7 +218,7 @@ async def test_rank_may_send_only_its_own_messages(context, control: RankManager
     )
 
 
-@pytest.mark.parametrize("name", ["commands_id", "pulse_id"])
+@pytest.mark.parametrize("name", ["commands_id", "heartbeat_id"])
 async def test_rank_cannot_take_over_the_connection_of_another(context, control: RankManager, name: str) -> None:
     """An impostor would have to guess the other's public key, and even then its own key identifies it."""
     thief = connect(context, control.invitations[1], getattr(control.invitations[0], name))
@@ -246,7 +246,7 @@ async def test_second_connection_with_the_same_name_takes_over_nothing(context, 
 async def test_lost_member_is_refused_without_a_warning(context, control: RankManager, caplog) -> None:
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
-    control.lost(1, "vanished")
+    control.on_process_exit(1, "vanished")
     assert str((await control.group.wait_ended()).error) == "rank 1 was lost: vanished"
     ranks[1].send(encode(Died(1, "too late")))
     await until(lambda: control.num_refused == 1)
@@ -271,7 +271,7 @@ async def test_abandoned_member_is_refused_before_the_next_epoch(context) -> Non
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
     assert decode_to_rank(ranks[1].recv()) == PLAN
-    control.registry.end(1, "was abandoned")
+    control.registry.kill(1, "was abandoned")
     ranks[1].send(encode(Died(1, "exited voluntarily")))
     await until(lambda: control.num_refused == 1)
     again = connect(context, control.invitations[1], control.invitations[1].commands_id)
@@ -291,7 +291,7 @@ async def test_abandoned_member_is_refused_before_the_next_epoch(context) -> Non
 async def test_flooding_peer_does_not_starve_other_messages(context, control: RankManager) -> None:
     connection = introduce(context, control, 1)
     await until(lambda: control.hellos)
-    control.registry.lose(1, "vanished")
+    control.registry.remove_lost(1, "vanished")
     num_messages, num_turns = 1500, 0
     for _ in range(num_messages):
         connection.send(encode(Heartbeat(1)))

@@ -58,9 +58,9 @@ async def test_all_upload_options_reach_the_engine(service: Served, url: str) ->
     async with httpx2.AsyncClient(base_url=url) as client:
         answer = await client.post("/v1/contexts/book", params=parameters, content=TEXT.encode(), headers=PLAIN)
     assert events_of(answer)[-1]["phase"] == "ready", answer.text
-    given, (claim,) = service.engine.settings["book"], service.engine.claims
+    given, (scheduling,) = service.engine.settings["book"], service.engine.schedulings
     assert (given.display_name, given.is_pinned, given.ttl, given.capacity) == ("Moby", True, 1000, 4000)
-    assert (claim.priority, claim.client) == (3, "127.0.0.1")
+    assert (scheduling.priority, scheduling.client) == (3, "127.0.0.1")
     resident = service.engine.contexts["book"]
     beginning = resident.index(ids("Be short.")[0])
     assert tuple(resident[beginning:]) == (*ids("Be short."), *ids(TEXT))
@@ -240,7 +240,7 @@ async def test_cluster_state_is_sent_initially_and_after_each_change(service: Se
             assert json.loads((await anext(lines)).removeprefix("data: ")) == once
             service.engine.running = 4
             service.engine.drafting = Drafting(drafted_tokens=9, accepted_tokens=6, tokens_per_step=1.5)
-            service.engine.changes.note()
+            service.engine.changes.record()
             assert await anext(lines) == ""
             reported = json.loads((await anext(lines)).removeprefix("data: "))
             assert reported["running"] == 4

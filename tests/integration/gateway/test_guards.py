@@ -191,7 +191,7 @@ async def test_each_caller_is_identified_by_its_credential(tmp_path: Path) -> No
     file = tmp_path / "credentials"
     entries = [CredentialEntry(tenant=name, role="user", digests=(digest_of(each),)) for name, each in names.items()]
     file.write_text("".join(f"{line_of(entry)}\n" for entry in entries))
-    served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.of(str(file)))
+    served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.from_file(str(file)))
     async with served as (_, address), opened(address) as url, httpx2.AsyncClient(base_url=url) as client:
         acme, other = ({"authorization": f"Bearer {each}"} for each in names.values())
         plain = {"content-type": "text/plain"}
@@ -217,7 +217,7 @@ async def test_body_of_a_caller_without_a_credential_is_not_read(tmp_path: Path,
     """It would use memory of the shared body budget."""
     credential, file = new_credential(), tmp_path / "credentials"
     file.write_text(f"{line_of(CredentialEntry(tenant='acme', role='user', digests=(digest_of(credential),)))}\n")
-    served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.of(str(file)))
+    served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.from_file(str(file)))
     async with served as (_, address), opened(address) as url:
         host, _, port = url.removeprefix("http://").rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -229,7 +229,7 @@ async def test_body_of_a_caller_without_a_credential_is_not_read(tmp_path: Path,
 async def test_callers_without_a_credential_cannot_learn_the_model_name(tmp_path: Path) -> None:
     credential, file = new_credential(), tmp_path / "credentials"
     file.write_text(f"{line_of(CredentialEntry(tenant='acme', role='user', digests=(digest_of(credential),)))}\n")
-    served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.of(str(file)))
+    served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.from_file(str(file)))
     async with served as (_, address), opened(address) as url, httpx2.AsyncClient(base_url=url) as client:
 
         async def query(model: str, headers: dict[str, str]) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from coordinator.engine_messages import Ended, Tokens
 from longleaf.errors import AlreadyExists, FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
-from longleaf.sampling import Logprobs, Sampling, Token, TokenLogprob
+from longleaf.sampling import Logprobs, SamplingParams, Token, TokenLogprob
 from tests.support.gateways import opened
 from tests.support.service import BYTES, END, FakeEngine, Served, ids, serving, tokens
 
@@ -129,7 +129,7 @@ async def test_all_request_fields_reach_the_engine(service: Served, url: str) ->
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.seed) == (7, 0.5, 0.25, 3)
     assert (sampling.stop, sampling.presence_penalty, sampling.frequency_penalty) == (("x", "y"), 0.5, -0.5)
     assert (sampling.logit_bias, sampling.top_k, sampling.min_p) == ({5: 1.0}, 4, 0.125)
-    assert (sampling.repetition_penalty, prompt.claim.priority, prompt.claim.client) == (1.5, 2, "anna")
+    assert (sampling.repetition_penalty, prompt.scheduling.priority, prompt.scheduling.client) == (1.5, 2, "anna")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ async def test_template_variables_are_sent_in_the_body(tmp_path: Path) -> None:
 
 
 async def test_omitted_fields_use_service_defaults(tmp_path: Path) -> None:
-    defaults = Sampling(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.25)
+    defaults = SamplingParams(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.25)
     engine = FakeEngine()
     engine.answer = (ids("So"),)
     async with (

@@ -8,8 +8,8 @@ import pytest
 
 from coordinator import engine_messages
 from gateway.contexts import upload
-from gateway.events import EventResponse
 from gateway.openai import answers
+from gateway.sse import EventResponse
 from longleaf.types import Progress
 from tests.support.service import TEXT, Served, ids
 

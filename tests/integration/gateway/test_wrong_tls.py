@@ -51,7 +51,7 @@ class Files:
         cert, key = map(str, self.ours.write("service"))
         client_ca = str(self.ours.file) if kind == "mutual" else None
         config = SecurityConfig(tls_cert=cert, tls_key=key, tls_client_ca=client_ca)
-        options = {} if kind == "plain" else {"certificates": Certificates.of(config)}
+        options = {} if kind == "plain" else {"certificates": Certificates.from_config(config)}
         host = "127.0.0.2" if kind == "elsewhere" else "127.0.0.1"
         async with serving(FakeEngine(), folder, host, **options) as (_, address):
             yield address

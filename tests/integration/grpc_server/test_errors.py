@@ -176,7 +176,7 @@ async def test_only_admins_see_storage_paths(
     ]
     file.write_text("".join(f"{line_of(entry)}\n" for entry in entries))
     engine = FakeEngine()
-    async with serving(engine, tmp_path / "model", authenticator=Credentials.of(str(file))) as (_, address):
+    async with serving(engine, tmp_path / "model", authenticator=Credentials.from_file(str(file))) as (_, address):
         for role, credential in credentials.items():
             engine.error = error
             caplog.clear()

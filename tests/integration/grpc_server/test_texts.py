@@ -65,8 +65,8 @@ async def gated(tmp_path: Path) -> AsyncIterator[Gated]:
     engine.max_positions = engine.total_tokens = 1 << 23
     gate: Any = Gate(tokenizer._plain)
     tokenizer._plain = tokenizer._control = gate
-    use_cases = Application(engine, tokenizer, engine.describe)
-    server = GrpcServer(use_cases)
+    application = Application(engine, tokenizer, engine.describe)
+    server = GrpcServer(application)
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     async with AsyncClient(address, retries=0) as client:
         gated = Gated(engine, server, address, client)
@@ -74,7 +74,7 @@ async def gated(tmp_path: Path) -> AsyncIterator[Gated]:
         yield gated
     gate.open()
     await server.stop(None)
-    await use_cases.close()
+    await application.close()
 
 
 async def generate(client: AsyncClient, text: str) -> object:

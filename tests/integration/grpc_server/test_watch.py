@@ -20,7 +20,7 @@ async def test_cluster_state_is_sent_initially_and_after_each_change(service: Se
     async with aclosing(service.client.watch_cluster(min_interval=0.01)) as changes:
         assert (await anext(changes)) == service.engine.describe()
         service.engine.running = 7
-        service.engine.changes.note()
+        service.engine.changes.record()
         assert (await anext(changes)).running == 7
 
 
@@ -28,7 +28,7 @@ async def test_watch_ends_with_the_service(service: Served) -> None:
     async with aclosing(service.client.watch_cluster(min_interval=3600)) as changes:
         await anext(changes)
         service.engine.error = Unavailable("the service is stopping")
-        service.engine.changes.end()
+        service.engine.changes.close()
         with pytest.raises(Unavailable, match="the service is stopping"):
             await anext(changes)
 
@@ -72,7 +72,7 @@ async def test_all_watchers_share_one_description(service: Served, monkeypatch: 
     watching = [service.client.watch_cluster(min_interval=0.01) for _ in range(20)]
     assert {seen.running for seen in await asyncio.gather(*map(anext, watching))} == {3}
     service.engine.running = 7
-    service.engine.changes.note()
+    service.engine.changes.record()
     assert {seen.running for seen in await asyncio.gather(*map(anext, watching))} == {7}
     assert len(described) < len(watching)
     for changes in watching:

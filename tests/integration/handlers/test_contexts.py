@@ -246,7 +246,7 @@ async def test_priority_client_and_deadline_of_an_ingest_reach_the_engine(
     await service.client.ingest("one", "text", priority=-7, client="me", timeout=500)
     await service.client.ingest("two", "text", upload_id="mine", timeout=500)
     await ingest_with(channel, b"text")
-    given, resumable, default = service.engine.claims
+    given, resumable, default = service.engine.schedulings
     assert (given.priority, given.client) == (-7, "me")
     assert given.deadline is not None
     assert before + 400 < given.deadline < time.monotonic() + 505  # gRPC rounds it up for sending

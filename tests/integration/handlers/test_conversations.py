@@ -32,15 +32,15 @@ Ask = Callable[..., Awaitable[Any]]
 async def chatting(folder: Path, template: str | None) -> AsyncIterator[Served]:
     engine = FakeEngine()
     tokenizer = Tokenizer.load(write_model(folder, chat_tokenizer(), template), DirectRenderer())
-    use_cases = Application(engine, tokenizer, engine.describe)
-    server = GrpcServer(use_cases)
+    application = Application(engine, tokenizer, engine.describe)
+    server = GrpcServer(application)
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     try:
         async with AsyncClient(address, retries=0) as client:
             yield Served(engine, server, address, client)
     finally:
         await server.stop(None)
-        await use_cases.close()
+        await application.close()
 
 
 @pytest.fixture

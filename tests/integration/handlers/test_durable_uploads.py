@@ -46,17 +46,17 @@ class UploadService:
         self.catalog = catalog
         self.durable = DurableUploads(catalog, records, lambda: date)
         self._tokenizer = Tokenizer.load(write_model(folder / "model"), DirectRenderer())
-        self.ledger = UNLIMITED
+        self.quotas = UNLIMITED
         self.ingest = self.ingest_with(self.durable)
 
     def ingest_with(self, durable: DurableUploads) -> Ingest:
         """Ingests with a service that has no document in memory."""
         self.uploads = Uploads(durable=durable)
-        return Ingest(self.engine, self._tokenizer, self.threads, self.uploads, ledger=self.ledger)
+        return Ingest(self.engine, self._tokenizer, self.threads, self.uploads, quotas=self.quotas)
 
     def use_quotas(self) -> None:
         """Sets the quotas of the caller."""
-        self.ledger = QuotaEnforcer(
+        self.quotas = QuotaEnforcer(
             lambda _: TenantUsage(),
             lambda: 0.0,
             num_uploads=lambda tenant: self.uploads.num_of(tenant),
@@ -386,7 +386,7 @@ async def test_upload_dropped_as_expired_can_restart() -> None:
 
 async def test_tokens_of_work_left_by_a_stream_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    monkeypatch.setattr(QuotaEnforcer, "take_in", lambda _, num_tokens: taken.append(num_tokens))
+    monkeypatch.setattr(QuotaEnforcer, "charge_input", lambda _, num_tokens: taken.append(num_tokens))
     async with serving(tmp_path) as one:
         one.use_quotas()
         digest = DocumentTokenizer.digest

@@ -82,11 +82,11 @@ async def test_priority_client_samples_and_deadline_reach_the_engine(
     service.engine.script = ()
     assert [r async for r in stub.Generate(service_pb.GenerateRequest(text="x"))]
     first, default = service.engine.prompts
-    assert (first.num_samples, first.claim.priority, first.claim.client) == (3, -7, "me")
-    assert first.claim.deadline is not None
-    assert before + 400 < first.claim.deadline < time.monotonic() + 505  # gRPC rounds it up to be sent
-    assert (default.num_samples, default.claim.priority, default.claim.deadline) == (1, 0, None)
-    assert default.claim.client == "ipv4:127.0.0.1"
+    assert (first.num_samples, first.scheduling.priority, first.scheduling.client) == (3, -7, "me")
+    assert first.scheduling.deadline is not None
+    assert before + 400 < first.scheduling.deadline < time.monotonic() + 505  # gRPC rounds it up to be sent
+    assert (default.num_samples, default.scheduling.priority, default.scheduling.deadline) == (1, 0, None)
+    assert default.scheduling.client == "ipv4:127.0.0.1"
 
 
 async def test_samples_are_interleaved_and_a_stop_string_ends_only_its_sample(
@@ -155,8 +155,8 @@ async def test_continuation_keeps_its_first_space(kind: str, tmp_path: Path) -> 
     engine.answer = ((there,), (hi,))
     template = "{{ '<|user|>' + messages[0].content + '<|assistant|>' }}"
     tokenizer = Tokenizer.load(write_model(tmp_path, fast, template), DirectRenderer())
-    use_cases = Application(engine, tokenizer, engine.describe)
-    server = GrpcServer(use_cases)
+    application = Application(engine, tokenizer, engine.describe)
+    server = GrpcServer(application)
     options: dict[str, Any] = {"max_tokens": 2, "num_logprobs": 0, "with_token_bytes": True}
     async with AsyncClient(f"127.0.0.1:{await server.start('127.0.0.1', 0)}") as client:
         for is_chat, wanted in ((True, "thereHi"), (False, " thereHi")):
@@ -165,7 +165,7 @@ async def test_continuation_keeps_its_first_space(kind: str, tmp_path: Path) -> 
         text, _ = await collect(client.generate([there, hi], use_chat_template=False, **options))
         assert text == " thereHi"
     await server.stop(None)
-    await use_cases.close()
+    await application.close()
 
 
 def test_prompt_of_a_continuation_must_end_with_a_whole_character() -> None:
@@ -182,13 +182,13 @@ async def test_partial_character_bytes_are_refused(service: Served, tmp_path: Pa
     suffixes.decoder = decoders.BPEDecoder()
     engine = FakeEngine()
     tokenizer = Tokenizer.load(write_model(tmp_path / "other", suffixes), DirectRenderer())
-    use_cases = Application(engine, tokenizer, engine.describe)
-    server = GrpcServer(use_cases)
+    application = Application(engine, tokenizer, engine.describe)
+    server = GrpcServer(application)
     async with AsyncClient(f"127.0.0.1:{await server.start('127.0.0.1', 0)}") as client:
         with pytest.raises(InvalidArgument, match="text of its tokens together only") as caught:
             await collect(client.generate("x", num_logprobs=0, with_token_bytes=True))
     await server.stop()
-    await use_cases.close()
+    await application.close()
     assert (caught.value.field, engine.prompts) == ("return_token_bytes", [])
 
 

@@ -13,7 +13,7 @@ from coordinator.engine.engine import Engine
 from coordinator.engine_messages import Prompt
 from longleaf.client import AsyncClient
 from longleaf.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import Context
 from tests.support.gated import GatedRanks, comes_to, serving
 from tests.support.network.proxy import Proxy, breaking
@@ -106,7 +106,7 @@ async def test_disconnected_running_ingest_releases_everything(service: Service,
 
 @LEAVE
 async def test_disconnected_queued_ingest_leaves_the_queue(service: Service, leave: Leave) -> None:
-    sampling = Sampling(max_tokens=230)
+    sampling = SamplingParams(max_tokens=230)
     answers = [service.engine.submit(Prompt(context=None, token_ids=(1, 2), sampling=sampling)) for _ in range(4)]
     ingest = service.start(patience(leave))
     waiting = comes_to(service.engine, lambda: service.engine.cluster().waiting == 1)

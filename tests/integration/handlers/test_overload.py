@@ -66,13 +66,13 @@ async def serving(**changes: object) -> AsyncIterator[Served]:
         engine = found.engine
         model = ModelInfo(name="embedded")
         tokenizer = Tokenizer.load(Path(config.model), DirectRenderer())
-        use_cases = Application(engine, tokenizer, lambda: engine.cluster(model, "local"))
-        server = GrpcServer(use_cases)
+        application = Application(engine, tokenizer, lambda: engine.cluster(model, "local"))
+        server = GrpcServer(application)
         address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
         async with AsyncClient(address, retries=0) as client:
             yield Served(engine, address, client)
         await server.stop()
-        await use_cases.close()
+        await application.close()
 
 
 async def ask(client: AsyncClient, number: int, max_tokens: int = 40) -> tuple[int, ...]:

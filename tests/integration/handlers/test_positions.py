@@ -52,15 +52,15 @@ async def serving(folder: Path, *, allow_long: bool = False) -> AsyncIterator[Ru
     async with running(engine):
         model = engine.positions.describe_model(ModelInfo(name="fake"))
         tokenizer = Tokenizer.load(write_model(folder / "model"), DirectRenderer())
-        use_cases = Application(engine, tokenizer, lambda: engine.cluster(model, "local"))
-        server = GrpcServer(use_cases)
+        application = Application(engine, tokenizer, lambda: engine.cluster(model, "local"))
+        server = GrpcServer(application)
         address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
         try:
             async with AsyncClient(address) as client:
                 yield Running(address, client, engine, ranks)
         finally:
             await server.stop(None)
-            await use_cases.close()
+            await application.close()
 
 
 async def generate(client: AsyncClient, num_tokens: int, max_tokens: int) -> Started:
@@ -142,7 +142,7 @@ async def test_recomputed_tokens_of_a_question_are_announced_and_counted(
     """Up to 64 tokens have one scaling, and more have another. Finished always reports how many of the 50 tokens were
     cached."""
     counted: list[int] = []
-    monkeypatch.setattr(QuotaEnforcer, "take_in", lambda _, num_tokens: counted.append(num_tokens))
+    monkeypatch.setattr(QuotaEnforcer, "charge_input", lambda _, num_tokens: counted.append(num_tokens))
     async with serving(tmp_path) as service:
         await service.client.ingest("short", (1,) * 50)
         await service.client.ingest("long", (2,) * 50, capacity=100)

@@ -347,8 +347,8 @@ async def test_generation_ids_are_checked_before_they_are_sent(resumable: Resuma
 async def test_retained_generation_is_found_through_every_channel(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.is_endless = True
-    use_cases = Application(engine, Tokenizer.load(write_model(tmp_path), DirectRenderer()), engine.describe)
-    servers = [GrpcServer(use_cases), GrpcServer(use_cases)]
+    application = Application(engine, Tokenizer.load(write_model(tmp_path), DirectRenderer()), engine.describe)
+    servers = [GrpcServer(application), GrpcServer(application)]
     here, there = [f"127.0.0.1:{await server.start('127.0.0.1', 0)}" for server in servers]
     async with (
         AsyncClient(here) as client,
@@ -361,4 +361,4 @@ async def test_retained_generation_is_found_through_every_channel(tmp_path: Path
             _ = [event async for event in events]
     for server in servers:
         await server.stop()
-    await use_cases.close()
+    await application.close()

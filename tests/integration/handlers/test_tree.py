@@ -33,14 +33,14 @@ async def engine() -> AsyncIterator[Engine]:
 
 @pytest.fixture
 async def address(tmp_path: Path, engine: Engine) -> AsyncIterator[str]:
-    use_cases = Application(
+    application = Application(
         engine, Tokenizer.load(write_model(tmp_path / "model"), DirectRenderer()), FakeEngine().describe
     )
-    server = GrpcServer(use_cases)
+    server = GrpcServer(application)
     port = await server.start("127.0.0.1", 0)
     yield f"127.0.0.1:{port}"
     await server.stop(None)
-    await use_cases.close()
+    await application.close()
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ async def serve_on(ranks: Hasher, pipe: Connection) -> None:
     engine, model = Engine(ranks, config, max_positions=1 << 28), ModelInfo(name="embedded")
     async with running(engine):
         tokenizer = Tokenizer.load(embedded_model(), DirectRenderer())
-        use_cases = Application(engine, tokenizer, lambda: engine.cluster(model, "local"))
-        server = GrpcServer(use_cases)
+        application = Application(engine, tokenizer, lambda: engine.cluster(model, "local"))
+        server = GrpcServer(application)
         pipe.send(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
         while await asyncio.to_thread(pipe.recv) == TRIM:
             gc.collect()
@@ -83,7 +83,7 @@ async def serve_on(ranks: Hasher, pipe: Connection) -> None:
             pipe.send(None)
         pipe.send(ranks.hash.hexdigest())
         await server.stop()
-        await use_cases.close()
+        await application.close()
 
 
 class Hollow:

@@ -87,7 +87,7 @@ async def test_prompt_is_a_text_or_sampled_with_a_seed(service: Served) -> None:
     assert len(usual.token_ids) == 256
     assert all(prompt.is_compared and prompt.sampling.ignore_end_token for prompt in service.engine.prompts)
     assert {prompt.max_draft_tokens for prompt in service.engine.prompts} == {service.engine.max_draft_tokens}
-    assert text.claim.client.startswith("ipv4:")
+    assert text.scheduling.client.startswith("ipv4:")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.service_settings import TelemetryConfig
 from longleaf.types import Generate
 from tests.support.measured import CONTEXT, REQUEST_ID, TEXT, measured
@@ -172,11 +172,11 @@ async def test_answer_ended_by_a_stop_string_counts_as_completed(tmp_path: Path)
     engine.answer, engine.is_endless = tuple(ids(each) for each in ("one", " two", " END", " three")), True
     tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
     observers = Observers([RequestMetrics(registry, "echo")])
-    use_cases = Application(engine, tokenizer, engine.describe, observers=observers)
-    request = Generate(input="count", sampling=Sampling(max_tokens=100, stop=("END",)), tenant=ACME)
-    async with aclosing(use_cases.generation.run(request)) as answer:
+    application = Application(engine, tokenizer, engine.describe, observers=observers)
+    request = Generate(input="count", sampling=SamplingParams(max_tokens=100, stop=("END",)), tenant=ACME)
+    async with aclosing(application.generation.run(request)) as answer:
         text, finished = await collect(answer)
-    await use_cases.close()
+    await application.close()
     assert (text, finished.reason) == ("one two ", "stop")
     seen = Scraped(generate_latest(registry).decode())
     assert seen.value("longleaf_e2e_request_latency_seconds_count", tenant=ACME) == 1

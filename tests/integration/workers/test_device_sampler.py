@@ -6,17 +6,19 @@ import pytest
 
 from coordinator.engine_messages import Prompt, Tokens
 from longleaf.errors import NotFinite
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.golden.plain import make_golden
 from tests.support.golden.states import running
 from tests.support.threads import config_for
 from workers.sampling.device_sampler import DeviceSampler
 
 SAMPLINGS = (
-    Sampling(max_tokens=12, ignore_end_token=True),
-    Sampling(max_tokens=20, ignore_end_token=True, temperature=0.8, top_p=0.9, seed=1, num_logprobs=3),
-    Sampling(max_tokens=7, ignore_end_token=True, temperature=1.5, top_k=50, min_p=0.02, seed=2),
-    Sampling(max_tokens=15, ignore_end_token=True, repetition_penalty=1.5, frequency_penalty=0.5, logit_bias={3: 4.0}),
+    SamplingParams(max_tokens=12, ignore_end_token=True),
+    SamplingParams(max_tokens=20, ignore_end_token=True, temperature=0.8, top_p=0.9, seed=1, num_logprobs=3),
+    SamplingParams(max_tokens=7, ignore_end_token=True, temperature=1.5, top_k=50, min_p=0.02, seed=2),
+    SamplingParams(
+        max_tokens=15, ignore_end_token=True, repetition_penalty=1.5, frequency_penalty=0.5, logit_bias={3: 4.0}
+    ),
 )
 
 

@@ -9,7 +9,7 @@ from longleaf.config import EngineConfig
 from longleaf.rank_protocol.group_messages import AbortExchanges, Join, KvLayout, SegmentLayout
 from longleaf.rank_protocol.step import Decode, Prefill, Row, SamplingTerms, StepPlan, StepResult
 from longleaf.runs import Run
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.lives import FREEZE, KEEP, KILL, RAISE, VICTIM, Members
 from tests.support.threads import config_for, make_spec
 from workers.rank import Rank
@@ -45,7 +45,7 @@ def chunk(epoch: int, step: int, *pieces: Run) -> StepPlan:
 
 def question_step(epoch: int, step: int, rank: int = 0) -> StepPlan:
     """A question about the whole document."""
-    run, terms = Run(rank, 96, 99, (9,)), SamplingTerms(Sampling(max_tokens=NUM_TOKENS))
+    run, terms = Run(rank, 96, 99, (9,)), SamplingTerms(SamplingParams(max_tokens=NUM_TOKENS))
     return StepPlan(epoch, step, Decode((Row(7, (0, 1), 96, QUESTION, (run,), 0, terms),)))
 
 

@@ -41,15 +41,15 @@ def carry_out(rank: int, groups: Groups) -> bool:
     assert sharded.bytes_per_block * len(FIRST.blocks) > CAPACITY
     sharded.restore(range(NUM_BLOCKS), bits(rank))
     windows.restore(range(NUM_BLOCKS), bits(10 + rank))
-    ledger = BlockTable(rank, BLOCK)
-    ledger.replace([LAYOUT])
-    move(MOVE, groups.world, pool, ledger)
+    block_table = BlockTable(rank, BLOCK)
+    block_table.replace([LAYOUT])
+    move(MOVE, groups.world, pool, block_table)
     wanted, wanted_windows = bits(rank), bits(10 + rank)
     for source, target in zip((FIRST, SECOND), TARGETS, strict=True):
         if target.rank == rank:
             wanted[list(target.blocks)] = bits(source.rank)[list(source.blocks)]
     wanted_windows[[9, 3]] = bits(10)[[9, 3]]
-    there = [[(e.start, e.end) for e in ledger.extents((7,), 0, 1500, other)] for other in range(3)]
+    there = [[(e.start, e.end) for e in block_table.extents((7,), 0, 1500, other)] for other in range(3)]
     return (
         torch.equal(sharded.export(range(NUM_BLOCKS)), wanted)
         and torch.equal(windows.export(range(NUM_BLOCKS)), wanted_windows)

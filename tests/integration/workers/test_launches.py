@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.accelerator.events import Log
 from tests.support.accelerator.ranks import dense
 from tests.support.accelerator.steps import (
@@ -75,12 +75,12 @@ def by_file(log: Log, *kinds) -> Counter[tuple[str, str]]:
 
 
 MIXED = (
-    Sampling(),
-    Sampling(temperature=0.7, top_p=0.9, num_logprobs=20),
-    Sampling(temperature=1.0, top_k=40, min_p=0.05, presence_penalty=0.5, frequency_penalty=0.5),
-    Sampling(repetition_penalty=1.2, logit_bias={3: 1.0}, num_logprobs=0),
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_p=0.9, num_logprobs=20),
+    SamplingParams(temperature=1.0, top_k=40, min_p=0.05, presence_penalty=0.5, frequency_penalty=0.5),
+    SamplingParams(repetition_penalty=1.2, logit_bias={3: 1.0}, num_logprobs=0),
 )
-GREEDY = (Sampling(), Sampling(num_logprobs=20))
+GREEDY = (SamplingParams(), SamplingParams(num_logprobs=20))
 FROM_HERE = {("workers/step/inputs.py", "copy"): 1, ("workers/step/last_tokens.py", "copy"): 1}
 """All inputs, and the positions of the sequences' last ids: steps of fixed shape need one copy in total."""
 PARAMETERS = {("workers/sampling/device_sampler.py", "copy"): 1}
@@ -139,7 +139,7 @@ def test_sampling_launch_count_does_not_depend_on_rows(folder_of):
 
     few, many = SHARED, SHARED * 2
     assert launches(MIXED, few) == launches(MIXED, many) < 100
-    assert launches((Sampling(),), few) == launches((Sampling(),), many) < 10
+    assert launches((SamplingParams(),), few) == launches((SamplingParams(),), many) < 10
 
 
 def test_chunk_copies_its_inputs_and_waits_once_at_its_end(folder_of):

@@ -14,13 +14,13 @@ from longleaf.comm.staged import StagedComm
 from longleaf.config import loading_environment, rank_environment
 from longleaf.errors import ModelRefused, StartError
 from longleaf.rank_protocol.step import Decode, Row, Spans, StepPlan
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.accelerator.device import Accelerator
 from tests.support.accelerator.dispatch import DEVICE
 from tests.support.accelerator.driver import FREE
 from tests.support.accelerator.ranks import PretendedComm, PretendedRank
 from workers.model import model as models
-from workers.model.weights import going_to
+from workers.model.weights import loading_to_device
 from zoo import families as zoo
 from zoo.checkpoints import make_checkpoint
 
@@ -85,7 +85,7 @@ def test_drafts_are_verified_on_the_device_with_one_wait_at_the_end(tmp_path, ra
     """The simulated device has no values: the ids that it reports are zeros, as the drafts are."""
     folder = make_checkpoint(tmp_path, "gemma3", num_layers=2)
     made = PretendedRank(folder, 2, dtype="bfloat16", rank=rank, **settings)
-    made.bench.ask(5, 3, None, sampling=Sampling(temperature=1.0, presence_penalty=0.5, num_logprobs=2))
+    made.bench.ask(5, 3, None, sampling=SamplingParams(temperature=1.0, presence_penalty=0.5, num_logprobs=2))
     first = next(made.steps()).plan.work.rows[0]
     [run] = first.runs
     drafted = Row(first.sequence, (), run.end, (), (replace(run, end=run.end + 4),), 1, draft_ids=(0, 0, 0))
@@ -131,7 +131,7 @@ def test_moved_weights_equal_the_checkpoint(family, tmp_path):
     and tied weights stay tied."""
     folder = str(make_checkpoint(tmp_path, family))
     plain = models.load(folder, "float32", "cpu").module
-    with going_to("cpu:0"):
+    with loading_to_device("cpu:0"):
         moved = models.load(folder, "float32", "cpu").module
     ours, theirs = (dict([*m.named_parameters(), *m.named_buffers()]) for m in (moved, plain))
     assert ours.keys() == theirs.keys()

@@ -34,7 +34,7 @@ class Fleet:
         self.ranks = [Rank(make_spec(rank, config)) for rank in range(size)]
         for rank in self.ranks:
             rank.load()
-        self.ranks[0]._opened = self.calls.store
+        self.ranks[0]._next_store = self.calls.store
         ready = self.ranks[0]._ready
         same = ("chunk_size", "block_size", "replicate_below", "window_keys", "max_sequences")
         options = {name: getattr(config, name) for name in same}

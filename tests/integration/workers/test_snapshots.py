@@ -23,7 +23,7 @@ from longleaf.rank_protocol.step import (
     StepResult,
 )
 from longleaf.runs import Run
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.lives import Members
 from tests.support.threads import config_for, make_spec
 from workers.kv_io.fakes import FolderStore
@@ -63,7 +63,7 @@ def read(epoch: int, step: int, *pieces: Run) -> StepPlan:
 
 
 def questions(epoch: int, step: int, segment: int = 0) -> list[StepPlan]:
-    terms = SamplingTerms(Sampling(max_tokens=NUM_TOKENS))
+    terms = SamplingTerms(SamplingParams(max_tokens=NUM_TOKENS))
     rows = [Row(7, (segment, 5), 90, (5, 17, 31), (Run(0, 90, 93, (9,)),), 0, terms)]
     rows += [Row(7, (), 92 + index, (), (Run(0, 90, 93 + index, (9,)),), index) for index in range(1, NUM_TOKENS)]
     return [StepPlan(epoch, step + index, Decode((row,))) for index, row in enumerate(rows)]

@@ -18,7 +18,7 @@ from coordinator.text.detokenizer import Alphabet
 from longleaf.errors import InvalidArgument
 from longleaf.rank_protocol.fakes import echo_attention, echo_spans
 from longleaf.rank_protocol.step import MAX_ATTRIBUTED_SPANS, NUM_OTHER_SHARES, Attention
-from longleaf.sampling import Sampling, Token
+from longleaf.sampling import SamplingParams, Token
 from longleaf.types import Delta, Finished, Generate, Provenance
 from tests.support.service import byte_tokenizer
 
@@ -63,7 +63,7 @@ def test_exactly_the_delivered_tokens_are_counted(
 ) -> None:
     """For the first `num_before` events another service has kept only the tokens."""
     samples, output = reporting
-    sampling = Sampling(max_tokens=20, stop=tuple(stops))
+    sampling = SamplingParams(max_tokens=20, stop=tuple(stops))
     request = Generate(input="", context="doc", sampling=sampling, num_samples=len(samples), provenance=Provenance())
     tracing = AttributionTracer(request, Provenance())
     answer = ResponseAssembler("", request, alphabet(), frozenset(), lambda: 0.0, True, tracing)
@@ -72,7 +72,7 @@ def test_exactly_the_delivered_tokens_are_counted(
         if isinstance(event, engine_messages.Tokens):
             retained |= {(event.sample, event.index + i): number >= num_before for i in range(len(event.tokens))}
             event = event if number >= num_before else engine_messages.Tokens(event.index, event.tokens, event.sample)
-        for message in answer.take(event):
+        for message in answer.assemble(event):
             deltas += [message] if isinstance(message, Delta) else []
             ends += [message] if isinstance(message, Finished) else []
     assert sorted(end.sample for end in ends) == list(range(len(samples)))

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.text.tokenizer import Tokenizer
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import Event, Generate, Resume
 from tests.support.successors import asked, num_tokens, serving, tokenizer_of, whole
 
 pytestmark = pytest.mark.timeout(300)
 
 SAMPLINGS = st.builds(
-    Sampling,
+    SamplingParams,
     max_tokens=st.integers(1, 40),
     repetition_penalty=st.sampled_from([1.0, 1.5]),
     frequency_penalty=st.sampled_from([0.0, 0.5]),
@@ -70,7 +70,7 @@ async def resume_from(folder: Path, copy: Path, num_bytes: int, found: list[tupl
 )
 @settings(max_examples=40, deadline=None)
 def test_a_generation_goes_on_wherever_its_service_died(
-    sampling: Sampling, num_samples: int, deaths: list[float], naps: list[int]
+    sampling: SamplingParams, num_samples: int, deaths: list[float], naps: list[int]
 ) -> None:
     async def scenario(folder: Path) -> None:
         found = await undisturbed(asked(sampling, num_samples), folder / "journal", naps)
@@ -87,7 +87,7 @@ def test_a_generation_goes_on_wherever_its_service_died(
 
 @given(sampling=SAMPLINGS, num_samples=st.integers(1, 2), cuts=st.lists(st.integers(1, 9), max_size=4))
 @settings(max_examples=25, deadline=None)
-def test_services_may_die_again_and_again(sampling: Sampling, num_samples: int, cuts: list[int]) -> None:
+def test_services_may_die_again_and_again(sampling: SamplingParams, num_samples: int, cuts: list[int]) -> None:
     """Each after its client has read so many events."""
 
     async def scenario(folder: Path) -> None:

@@ -10,7 +10,7 @@ from coordinator.kv_cache.segment_placement import SegmentPlacement, SegmentPlac
 from coordinator.kv_cache.token_paths import Segment, TokenPath
 from longleaf.positions import WindowSpec
 from longleaf.runs import Run
-from tests.support.window_ledger import windows_of
+from tests.support.shadow_window_cache import windows_of
 
 WINDOWS = windows_of(100, 100)
 STEPS = st.lists(st.integers(1, 12), min_size=1, max_size=12)
@@ -30,7 +30,7 @@ def test_growth_keeps_what_is_seen_and_its_promise(
     prefill, rows = (count, 0) if is_chunk else (0, count)
     reservation = placer.reserve(placer.blocks_needed(prefill, rows, num_at_once=max(steps)))
     assert reservation is not None
-    promised, runs = reservation.left.windows, tuple[Run, ...]()
+    num_reserved_windows, runs = reservation.left.windows, tuple[Run, ...]()
     for step in steps:
         end = start + step
         seen = set(range(max(first, windows.first(start)), start))
@@ -39,7 +39,7 @@ def test_growth_keeps_what_is_seen_and_its_promise(
         assert positions(runs) >= seen | set(fresh)
         assert all(min(run.start + block_size, run.end) > windows.first(start) for run in runs)
         assert sum(map(len, runs)) == len(positions(runs))
-        assert reservation.left.windows + count_blocks(runs) == promised
+        assert reservation.left.windows + count_blocks(runs) == num_reserved_windows
         placer.audit(runs)
         start = end
     runs = placer.window_pool.trim(runs, start)
@@ -56,31 +56,31 @@ def paths(draw: st.DrawFn, windows: WindowSpec) -> tuple[TokenPath, SegmentPlace
     placer = BlockPlacer([100], draw(st.integers(1, 5)), windows)
     reservation = placer.reserve(placer.num_blocks)
     assert reservation is not None
-    path, holdings = TokenPath(), SegmentPlacements(windows)
+    path, placements = TokenPath(), SegmentPlacements(windows)
     for number in range(draw(st.integers(1, 4))):
         segment = Segment(number, path)
-        holdings.add(holding := SegmentPlacement(segment))
+        placements.add(placement := SegmentPlacement(segment))
         for step in draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)):
             start, end = segment.end, segment.end + step
-            runs = placer.advance_windows(holding.window_runs, start, end, reservation, is_chunk=draw(st.booleans()))
-            holding.window_runs = runs
-            holding.extend(range(step), [Run(0, start, end, ())])
-        holding.window_runs = placer.window_pool.trim(holding.window_runs, segment.end)
+            runs = placer.advance_windows(placement.window_runs, start, end, reservation, is_chunk=draw(st.booleans()))
+            placement.window_runs = runs
+            placement.extend(range(step), [Run(0, start, end, ())])
+        placement.window_runs = placer.window_pool.trim(placement.window_runs, segment.end)
         path = segment.path
-        end = holdings.seams(path, draw(st.integers(0, path.end)))[1]
+        end = placements.seams(path, draw(st.integers(0, path.end)))[1]
         path = path.cut(end)
-    return path, holdings
+    return path, placements
 
 
 @settings(max_examples=300)
 @given(WINDOWS, st.data())
 def test_continuation_points_have_all_visible_keys(windows: WindowSpec, data: st.DataObject) -> None:
-    path, holdings = data.draw(paths(windows))
-    holdings.audit(path)
-    resident = {p for segment, _, end in path.parts() for p in positions(holdings[segment].window_runs) if p < end}
+    path, placements = data.draw(paths(windows))
+    placements.audit(path)
+    resident = {p for segment, _, end in path.parts() for p in positions(placements[segment].window_runs) if p < end}
     seams = [p for p in range(path.end + 1) if resident >= set(range(windows.first(p), p))]
     for position in range(path.end + 1):
-        below, above = holdings.seams(path, position)
+        below, above = placements.seams(path, position)
         assert below == seams[bisect_right(seams, position) - 1]
         assert above == seams[bisect_left(seams, position)]
     assert SegmentPlacements().seams(path, path.end // 2) == (path.end // 2, path.end // 2)

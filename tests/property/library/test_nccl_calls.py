@@ -294,9 +294,9 @@ def test_a_fence_aborts_all_groups_of_a_rank_once():
                 fleet.calls._here.rank, fleet.calls._here.world = rank, None
                 owner.fence()
 
-            pulse = threading.Thread(target=fence)
-            pulse.start()
-            pulse.join(60)
+            fencing = threading.Thread(target=fence)
+            fencing.start()
+            fencing.join(60)
             owner.abort()
 
         fleet.calls.run(work)

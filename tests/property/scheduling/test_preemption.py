@@ -5,7 +5,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.engine_messages import DocumentPrompt, Prompt, SchedulingClaim
+from coordinator.engine_messages import DocumentPrompt, Prompt, SchedulingParams
 from coordinator.kv_cache.block_placer import BlockCount
 from coordinator.kv_cache.positions import UNLIMITED, RopeSwitch
 from coordinator.kv_cache.token_paths import TokenPath
@@ -14,23 +14,25 @@ from coordinator.scheduling.preemption import RunningSet
 from coordinator.scheduling.prefill_cursor import PrefillCursor
 from coordinator.scheduling.sequences import Sequence
 from longleaf.positions import OWN_ROPE
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 
 
 @st.composite
 def jobs(draw: st.DrawFn, job_id: int) -> Job:
     """A job that runs, or waits."""
-    claim = SchedulingClaim(priority=draw(st.integers(-1, 2)), tenant=draw(st.sampled_from(["acme", "bolt"])))
-    request = Request(job_id, claim, TokenPath(), RopeSwitch(OWN_ROPE, OWN_ROPE), UNLIMITED)
+    scheduling = SchedulingParams(priority=draw(st.integers(-1, 2)), tenant=draw(st.sampled_from(["acme", "bolt"])))
+    request = Request(job_id, scheduling, TokenPath(), RopeSwitch(OWN_ROPE, OWN_ROPE), UNLIMITED)
     request.is_paused = draw(st.booleans()) and draw(st.booleans())
-    reading = PrefillCursor(TokenPath(), array("I", [1]), 0)
+    prefill = PrefillCursor(TokenPath(), array("I", [1]), 0)
     if draw(st.booleans()):
-        job: Job = IngestJob(request, DocumentPrompt(context="doc", token_ids=[1], claim=claim), reading, BlockCount())
+        job: Job = IngestJob(
+            request, DocumentPrompt(context="doc", token_ids=[1], scheduling=scheduling), prefill, BlockCount()
+        )
     else:
-        prompt = Prompt(context=None, token_ids=(1,), sampling=Sampling(max_tokens=1), claim=claim)
-        job = Sequence(request, prompt, reading, BlockCount(), range(1))
+        prompt = Prompt(context=None, token_ids=(1,), sampling=SamplingParams(max_tokens=1), scheduling=scheduling)
+        job = Sequence(request, prompt, prefill, BlockCount(), range(1))
     passed = frozenset(draw(st.lists(st.integers(0, 9), max_size=2)))
-    job.take_turn(passed, is_spared=draw(st.booleans()))
+    job.record_start(passed, is_spared=draw(st.booleans()))
     return job
 
 
@@ -49,7 +51,7 @@ def test_no_priority_moves_the_turn_to_give_way_to_another_tenant(running: tuple
     order = as_victims(running)
     assert sorted(order, key=lambda job: job.id) == [*running]
     by_age = sorted(running, key=lambda job: (not job.request.is_paused, -job.id))
-    assert [job.request.claim.tenant for job in order] == [job.request.claim.tenant for job in by_age]
+    assert [job.request.scheduling.tenant for job in order] == [job.request.scheduling.tenant for job in by_age]
     for tenant in ("acme", "bolt"):
-        own = [job for job in order if job.request.claim.tenant == tenant]
+        own = [job for job in order if job.request.scheduling.tenant == tenant]
         assert own == sorted(own, key=lambda job: job.rank_as_victim)

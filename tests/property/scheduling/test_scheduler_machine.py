@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.engine_messages import SchedulingClaim
+from coordinator.engine_messages import SchedulingParams
 from tests.support.scheduler_machine import SchedulerMachine, runs
 
 
@@ -18,8 +18,8 @@ class TestSchedulerMachineExtended(SchedulerMachine.TestCase):
 def test_samples_of_a_running_prefill_overtake_no_job() -> None:
     machine = SchedulerMachine()
     machine.begin([4], 1, 1, 0, 2, 1, None, 0, "found")
-    urgent = SchedulingClaim(priority=2)
-    machine.ask([0], 1, None, 1, SchedulingClaim(), False)
+    urgent = SchedulingParams(priority=2)
+    machine.ask([0], 1, None, 1, SchedulingParams(), False)
     machine.ask([0], 1, None, 1, urgent, False)
     machine.schedule()
     machine._pause(1, True)

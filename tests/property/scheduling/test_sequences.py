@@ -17,7 +17,7 @@ from longleaf.rank_protocol.row_delta import RowState, row_delta
 from longleaf.rank_protocol.step import Decode, Prefill, Row, StepPlan
 from longleaf.runs import Run
 from tests.support.scheduling import Bench
-from tests.support.window_ledger import windows_of
+from tests.support.shadow_window_cache import windows_of
 
 SCALED_FROM = 24
 """Prompts and contexts of more positions have another rope."""
@@ -51,7 +51,7 @@ class Watched(Bench):
     def _whole(self, row: Row) -> Row:
         job = self.scheduler._running[row.sequence]
         assert isinstance(job, Sequence)
-        return replace(row, path=job.tail.path_ids, rope=job.rope, window_runs=job.tail.holding.window_runs)
+        return replace(row, path=job.tail.path_ids, rope=job.rope, window_runs=job.tail.placement.window_runs)
 
     def land(self) -> None:
         plan, whole = self.under_way.popleft()

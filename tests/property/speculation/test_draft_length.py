@@ -80,7 +80,7 @@ class Loop:
         draft = NO_DRAFT
         if self.policy.is_worth_waiting([self.acceptance.expected()]):
             draft = self.draft()
-            draft = draft.cut(self.policy.lengths([self.acceptance.of(draft)])[0])
+            draft = draft.cut(self.policy.lengths([self.acceptance.probabilities(draft)])[0])
         count = len(draft.token_ids)
         self.costs.measure(1, count, self.seconds[count])
         if count:
@@ -90,7 +90,7 @@ class Loop:
             self.num_generated += num_accepted + 1
         else:
             self.num_generated += 1
-            self.comparison.take(self.num_generated - 1, self.draft)
+            self.comparison.record(self.num_generated - 1, self.draft)
         return count
 
     def rate(self, count: int) -> float:

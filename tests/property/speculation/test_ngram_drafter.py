@@ -45,7 +45,7 @@ def tails(draw: st.DrawFn) -> Segment:
 def test_a_draft_goes_on_like_the_longest_ngram_and_of_those_the_last(tail: Segment, count: int) -> None:
     indexes = NgramIndexes()
     for segment in tail.before.segments:
-        indexes.enter(segment, segment.end)
+        indexes.index_segment(segment, segment.end)
     text = tail.path.token_ids().tolist()
     draft = NgramDrafter(tail, indexes).draft(tail.end, count)
     size, place = longest([(start, end) for _, start, end in tail.path.parts()], text)
@@ -61,7 +61,7 @@ def test_a_growing_tail_is_looked_through_up_to_where_it_is_known(
 ) -> None:
     text, indexes = tail.path.token_ids().tolist(), NgramIndexes()
     for segment in tail.before.segments:
-        indexes.enter(segment, segment.end)
+        indexes.index_segment(segment, segment.end)
     drafts = NgramDrafter(tail, indexes)
     for token_id in more:
         assert drafts.draft(tail.end, 3) == NgramDrafter(tail, indexes).draft(tail.end, 3)
@@ -88,7 +88,7 @@ def test_tables_take_eight_bytes_per_token_whenever_one_looks(seed: int, vocabul
     index, count = SegmentIndex(segment.token_ids), 0
     for chunk in chunks:
         count += chunk
-        index.enter(count)
+        index.add(count)
         assert index.count == count
         assert index.num_bytes <= MAX_BYTES * count
 
@@ -111,7 +111,7 @@ def test_drafts_from_tables_are_text_that_the_fork_has(seed: int, vocabulary: in
     parent = segment_of(0, TokenPath(), text + later)
     indexes = NgramIndexes()
     for stop in (*range(0, count, 1700), count):
-        indexes.enter(parent, stop)
+        indexes.index_segment(parent, stop)
     place = int(random.integers(0, end))
     tail = segment_of(1, parent.path.cut(end), text[max(0, place - 20) : place + 1])
     draft = NgramDrafter(tail, indexes).draft(tail.end, 5)

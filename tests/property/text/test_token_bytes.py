@@ -16,7 +16,7 @@ from coordinator.text.detokenizer import Alphabet
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import embedded_model
-from longleaf.sampling import Logprobs, Sampling, Token, TokenLogprob
+from longleaf.sampling import Logprobs, SamplingParams, Token, TokenLogprob
 from longleaf.types import Delta, Generate
 from tests.support.service import byte_tokenizer, write_model
 from tests.support.tokenizers import MERGES, metaspace_tokenizer
@@ -73,11 +73,13 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 
 def joined(alphabet: Alphabet, token_ids: list[int], end_tokens: frozenset[int] = frozenset()) -> tuple[bytes, str]:
     """The bytes in the logprobs of an answer of these ids, and its text."""
-    request = Generate(input="", sampling=Sampling(num_logprobs=1), with_token_bytes=True)
+    request = Generate(input="", sampling=SamplingParams(num_logprobs=1), with_token_bytes=True)
     answer = ResponseAssembler("id", request, alphabet, end_tokens, lambda: 0.0, exactness_note="")
     reported = [Token(token_id, Logprobs(-1.0, (TokenLogprob(token_id, -1.0),))) for token_id in token_ids]
     output = [engine_messages.Tokens(i, (token,)) for i, token in enumerate(reported)]
-    found = [m for event in [*output, engine_messages.Ended("length", 1, 0, 1, 0, 0, 0)] for m in answer.take(event)]
+    found = [
+        m for event in [*output, engine_messages.Ended("length", 1, 0, 1, 0, 0, 0)] for m in answer.assemble(event)
+    ]
     deltas = [message for message in found if isinstance(message, Delta)]
     entries = [entry for delta in deltas for entry in delta.logprobs]
     assert len(entries) == len([i for delta in deltas for i in delta.token_ids])
@@ -151,8 +153,8 @@ def test_no_bytes_are_made_without_a_request() -> None:
         raise AssertionError("nobody asked")
 
     alphabet = Alphabet(decode=lambda token_ids: "x" * len(token_ids), spell=spell)
-    request = Generate(input="", sampling=Sampling(num_logprobs=1))
+    request = Generate(input="", sampling=SamplingParams(num_logprobs=1))
     answer = ResponseAssembler("id", request, alphabet, frozenset(), lambda: 0.0, exactness_note="")
-    [delta] = answer.take(engine_messages.Tokens(0, (Token(5, Logprobs(-1.0, (TokenLogprob(5, -1.0),))),)))
+    [delta] = answer.assemble(engine_messages.Tokens(0, (Token(5, Logprobs(-1.0, (TokenLogprob(5, -1.0),))),)))
     assert isinstance(delta, Delta)
     assert (delta.logprobs[0].token_bytes, delta.logprobs[0].top[0].token_bytes) == (None, None)

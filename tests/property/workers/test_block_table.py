@@ -73,17 +73,17 @@ def test_a_run_that_grew_is_there_once():
 FIRST, SECOND, THIRD = Run(1, 0, 8, (4, 5)), Run(0, 8, 16, (1, 2)), Run(1, 16, 20, (9,))
 
 
-def positions(ledger, path, end, rank):
-    return [p for extent in ledger.extents(path, 0, end, rank) for p in range(extent.start, extent.end)]
+def positions(block_table, path, end, rank):
+    return [p for extent in block_table.extents(path, 0, end, rank) for p in range(extent.start, extent.end)]
 
 
 def test_a_segment_starts_at_its_layout_start_after_losing_its_first_run():
-    ledger = BlockTable(0, BLOCK)
-    ledger.replace([SegmentLayout(3, 0, (SECOND,)), SegmentLayout(4, 12, ())])
-    assert ledger.parts((3, 4), 20) == [(3, 0, 12), (4, 12, 20)]
-    assert positions(ledger, (3, 4), 20, 0) == [8, 9, 10, 11]
-    ledger.put(3, [run_at(0, 8, 0, 20)])
-    assert positions(ledger, (3,), 20, 0) == list(range(16))
+    block_table = BlockTable(0, BLOCK)
+    block_table.replace([SegmentLayout(3, 0, (SECOND,)), SegmentLayout(4, 12, ())])
+    assert block_table.parts((3, 4), 20) == [(3, 0, 12), (4, 12, 20)]
+    assert positions(block_table, (3, 4), 20, 0) == [8, 9, 10, 11]
+    block_table.put(3, [run_at(0, 8, 0, 20)])
+    assert positions(block_table, (3,), 20, 0) == list(range(16))
 
 
 def test_recomputed_runs_are_found_only_with_the_start_of_the_layout():
@@ -92,33 +92,33 @@ def test_recomputed_runs_are_found_only_with_the_start_of_the_layout():
     reported.replace([SegmentLayout(3, 0, (SECOND,))])
     guessed.put(3, [SECOND])
     seen = []
-    for ledger in (reported, guessed):
-        ledger.put(3, [run_at(0, 8, 0, 20)])
-        (part,) = ledger.parts((3,), 16)
-        seen.append(table_of(list(ledger.resident_extents(3, part.start, part.end))).values())
+    for block_table in (reported, guessed):
+        block_table.put(3, [run_at(0, 8, 0, 20)])
+        (part,) = block_table.parts((3,), 16)
+        seen.append(table_of(list(block_table.resident_extents(3, part.start, part.end))).values())
     assert [sorted(found) for found in seen] == [list(range(16)), list(range(8, 16))]
 
 
 def test_a_layout_replaces_all_runs():
-    ledger = BlockTable(0, BLOCK)
-    ledger.put(3, [FIRST], [run_at(4, 8, EVERY_RANK)])
-    ledger.put(5, [run_at(0, 8, 0, 30)])
-    ledger.replace([SegmentLayout(3, 0, (SECOND, THIRD), (run_at(10, 20, EVERY_RANK, 2),))])
-    assert [positions(ledger, (3,), 20, rank) for rank in (0, 1, EVERY_RANK)] == [
+    block_table = BlockTable(0, BLOCK)
+    block_table.put(3, [FIRST], [run_at(4, 8, EVERY_RANK)])
+    block_table.put(5, [run_at(0, 8, 0, 30)])
+    block_table.replace([SegmentLayout(3, 0, (SECOND, THIRD), (run_at(10, 20, EVERY_RANK, 2),))])
+    assert [positions(block_table, (3,), 20, rank) for rank in (0, 1, EVERY_RANK)] == [
         list(range(8, 16)),
         list(range(16, 20)),
         list(range(10, 20)),
     ]
     with pytest.raises(KeyError):
-        ledger.parts((5,), 8)
+        block_table.parts((5,), 8)
 
 
 def test_only_the_listed_runs_move():
-    ledger = BlockTable(0, BLOCK)
-    ledger.replace([SegmentLayout(3, 0, (FIRST, SECOND, THIRD))])
+    block_table = BlockTable(0, BLOCK)
+    block_table.replace([SegmentLayout(3, 0, (FIRST, SECOND, THIRD))])
     half = RunTransfer(3, Run(0, 12, 16, (2,)), Run(2, 12, 16, (6,)))
-    ledger.move([half, RunTransfer(3, FIRST, Run(0, 0, 8, (11, 30)))])
-    found = {rank: table_of(list(ledger.extents((3,), 0, 20, rank))) for rank in range(3)}
+    block_table.move([half, RunTransfer(3, FIRST, Run(0, 0, 8, (11, 30)))])
+    found = {rank: table_of(list(block_table.extents((3,), 0, 20, rank))) for rank in range(3)}
     assert found == {
         0: slots_of(Run(0, 0, 8, (11, 30))) | slots_of(Run(0, 8, 12, (1,))),
         1: slots_of(THIRD),
@@ -127,12 +127,12 @@ def test_only_the_listed_runs_move():
 
 
 def test_a_run_that_moved_grows_at_its_new_place():
-    ledger = BlockTable(0, BLOCK)
-    ledger.replace([SegmentLayout(3, 0, (FIRST, SECOND, THIRD))])
-    ledger.move([RunTransfer(3, THIRD, Run(0, 16, 20, (7,)))])
-    ledger.put(3, [grown := Run(0, 16, 22, (7, 8))])
-    assert [positions(ledger, (3,), 30, rank) for rank in range(2)] == [list(range(8, 22)), list(range(8))]
-    assert table_of(list(ledger.extents((3,), 16, 30))) == slots_of(grown)
+    block_table = BlockTable(0, BLOCK)
+    block_table.replace([SegmentLayout(3, 0, (FIRST, SECOND, THIRD))])
+    block_table.move([RunTransfer(3, THIRD, Run(0, 16, 20, (7,)))])
+    block_table.put(3, [grown := Run(0, 16, 22, (7, 8))])
+    assert [positions(block_table, (3,), 30, rank) for rank in range(2)] == [list(range(8, 22)), list(range(8))]
+    assert table_of(list(block_table.extents((3,), 16, 30))) == slots_of(grown)
 
 
 @pytest.mark.parametrize(
@@ -146,39 +146,42 @@ def test_a_run_that_moved_grows_at_its_new_place():
     ids=["of another rank", "in other blocks", "longer than it is", "of a segment that is none"],
 )
 def test_nothing_moves_when_one_run_is_not_there(wrong):
-    ledger = BlockTable(0, BLOCK)
-    ledger.replace([SegmentLayout(3, 0, (FIRST, SECOND, THIRD))])
-    before = [list(ledger.extents((3,), 0, 20, rank)) for rank in range(2)]
+    block_table = BlockTable(0, BLOCK)
+    block_table.replace([SegmentLayout(3, 0, (FIRST, SECOND, THIRD))])
+    before = [list(block_table.extents((3,), 0, 20, rank)) for rank in range(2)]
     with pytest.raises(ValueError, match="has no run to move"):
-        ledger.move([RunTransfer(3, SECOND, Run(1, 8, 16, (20, 21))), wrong])
-    assert [list(ledger.extents((3,), 0, 20, rank)) for rank in range(2)] == before
+        block_table.move([RunTransfer(3, SECOND, Run(1, 8, 16, (20, 21))), wrong])
+    assert [list(block_table.extents((3,), 0, 20, rank)) for rank in range(2)] == before
 
 
 @given(RANGES.filter(lambda pair: pair[0] < pair[1]), st.integers(0, 90), st.booleans())
 def test_truncated_positions_are_in_no_slot(positions, end, is_window):
     start, last = positions
-    ledger, runs = BlockTable(0, BLOCK), (run_at(start, last, rank=0), run_at(last, last + 3, rank=1, first_block=50))
+    block_table, runs = (
+        BlockTable(0, BLOCK),
+        (run_at(start, last, rank=0), run_at(last, last + 3, rank=1, first_block=50)),
+    )
     windows = (run_at(start, last + 3, EVERY_RANK, 80),) if is_window else ()
-    ledger.put(7, runs, windows)
-    ledger.put(8, (run_at(0, 9, rank=1),))
+    block_table.put(7, runs, windows)
+    block_table.put(8, (run_at(0, 9, rank=1),))
     end = max(end, start)
-    ledger.cut_back(7, end)
+    block_table.cut_back(7, end)
     for run in (*runs, *windows):
         found = [
             position
-            for one in ledger.resident_extents(7, 0, 1 << 20, run.rank)
+            for one in block_table.resident_extents(7, 0, 1 << 20, run.rank)
             for position in range(one.start, one.end)
         ]
         assert found == list(range(run.start, min(run.end, end)))
-    assert ledger.holds(8, run_at(0, 9, rank=1))
+    assert block_table.holds(8, run_at(0, 9, rank=1))
 
 
 def test_a_segment_is_cut_back_of_which_a_rank_has_given_everything_away():
-    ledger = BlockTable(0, BLOCK)
-    ledger.put(3, (FIRST, SECOND))
-    ledger.move([RunTransfer(3, FIRST, Run(0, FIRST.start, FIRST.end, (8, 9)))])
-    ledger.cut_back(3, 9)
-    assert [(one.start, one.end) for rank in range(2) for one in ledger.resident_extents(3, 0, 20, rank)] == [
+    block_table = BlockTable(0, BLOCK)
+    block_table.put(3, (FIRST, SECOND))
+    block_table.move([RunTransfer(3, FIRST, Run(0, FIRST.start, FIRST.end, (8, 9)))])
+    block_table.cut_back(3, 9)
+    assert [(one.start, one.end) for rank in range(2) for one in block_table.resident_extents(3, 0, 20, rank)] == [
         (0, 8),
         (8, 9),
     ]

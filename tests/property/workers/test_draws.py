@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bench.sampling.one_by_one import History, adjusted
 from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from workers.sampling import distribution
 from workers.sampling.device_sampler import DeviceSampler
 from workers.sampling.sampler import Sampler
@@ -15,7 +15,7 @@ from workers.sampling.uniforms import uniform
 V = 20
 ids = st.integers(0, V - 1)
 samplings = st.builds(
-    Sampling,
+    SamplingParams,
     temperature=st.sampled_from([1e-300, 0.01, 0.5, 1.0, 1.0, 3.0, 100.0]),
     top_k=st.sampled_from([0, 0, 1, 2, 5, V - 1, V, 1000]),
     top_p=st.one_of(st.just(1.0), st.just(0.0), st.floats(0.0, 1.0), st.integers(1, V).map(lambda n: n / V)),
@@ -38,7 +38,7 @@ seen = st.builds(PenaltyHistory, st.sets(ids, max_size=5).map(tuple), st.lists(i
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
-def defined(logits_V: torch.Tensor, sampling: Sampling, history: PenaltyHistory, token_index: int) -> int:
+def defined(logits_V: torch.Tensor, sampling: SamplingParams, history: PenaltyHistory, token_index: int) -> int:
     scores_V = adjusted(logits_V, sampling, History(history, V) if sampling.has_penalties else None)
     if sampling.is_greedy:
         return int(scores_V.argmax())
@@ -50,7 +50,7 @@ def defined(logits_V: torch.Tensor, sampling: Sampling, history: PenaltyHistory,
 )
 @settings(max_examples=200, deadline=None)
 def test_rows_drawn_together_are_those_of_the_definition(
-    requests: list[tuple[Sampling, list[float], PenaltyHistory]], index: int, dtype: torch.dtype
+    requests: list[tuple[SamplingParams, list[float], PenaltyHistory]], index: int, dtype: torch.dtype
 ) -> None:
     rows = [
         Row(i, (0,), index, (), (), index, SamplingTerms(sampling, reported if sampling.has_penalties else None))

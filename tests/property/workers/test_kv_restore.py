@@ -27,14 +27,14 @@ WINDOWED = ("windows apart", "int8 windows apart", "windows alone")
 class Rank:
     def __init__(self, name, seed, number):
         self.pool = filled(POOLS[name], seed)
-        self.ledger = BlockTable(number, BLOCK)
+        self.block_table = BlockTable(number, BLOCK)
         self.pieces = {}
 
     def slots(self, end, rank):
         """By position, the slots that `rank` holds according to this rank's block table."""
         return {
             extent.start + i: extent.slot + i
-            for extent in self.ledger.resident_extents(SEGMENT, START, end, rank)
+            for extent in self.block_table.resident_extents(SEGMENT, START, end, rank)
             for i in range(extent.end - extent.start)
         }
 
@@ -80,7 +80,7 @@ def pieces_of(dice, name, length, num_ranks):
     ranks = [Rank(name, number, number) for number in range(num_ranks)]
     runs = cut(dice, length, num_ranks)
     for rank in ranks:
-        rank.ledger.restore(SEGMENT, START, runs)
+        rank.block_table.restore(SEGMENT, START, runs)
     pieces = [(part, saved(ranks[part[0].rank], part)) for part in deal(dice, runs)]
     bits = [slot for rank in ranks for slot in contents(rank, START + length)]
     return pieces, dict(bits)
@@ -88,7 +88,7 @@ def pieces_of(dice, name, length, num_ranks):
 
 def contents(rank, end):
     """The content of this rank's own slots, by position."""
-    for position, slot in rank.slots(end, rank.ledger.rank).items():
+    for position, slot in rank.slots(end, rank.block_table.rank).items():
         found = []
         for part in rank.pool.blocks(of_windows=False):
             block = part.tensor[:, slot // BLOCK]
@@ -114,7 +114,7 @@ def carry_out(work, ranks):
     def one(comm):
         rank = ranks[comm.rank]
         counted = CountingComm(comm)
-        restore(work, counted, rank.pool, rank.ledger, rank.pieces.get)
+        restore(work, counted, rank.pool, rank.block_table, rank.pieces.get)
         return counted.num_operations
 
     return on_ends(loopback(len(ranks)), one)
@@ -143,7 +143,7 @@ def test_what_some_ranks_save_others_restore(name, seed, length, sizes):
             for portion in portions
             for run in portion.runs
             for block in run.blocks
-            if run.rank == rank.ledger.rank
+            if run.rank == rank.block_table.rank
         }
         others = [block for block in range(NUM_BLOCKS) if block not in taken]
         assert torch.equal(Content(rank.pool).export(others), before[others])
@@ -160,7 +160,7 @@ def test_windows_come_back_on_every_rank(name, seed, length, size):
     data = saved(first, old, of_windows=True)
     ranks = [Rank(name, 10 + number, number) for number in range(size)]
     for rank in ranks:
-        rank.ledger.put(SEGMENT, [Run(0, START, START + BLOCK, (0,))], (Run(EVERY_RANK, START, START + 1, (5,)),))
+        rank.block_table.put(SEGMENT, [Run(0, START, START + BLOCK, (0,))], (Run(EVERY_RANK, START, START + 1, (5,)),))
         fetch(rank, 8, data, old, of_windows=True)
     carry_out(Restore(SEGMENT, START, (), new, 8), ranks)
     for rank in ranks:
@@ -180,7 +180,7 @@ def group(size=2):
     ranks = [Rank("plain", 10 + number, number) for number in range(size)]
     for rank in ranks:
         fetch(rank, 0, data, runs)
-        rank.ledger.put(BEFORE, [Run(0, 0, START, (9, 10, 11))])
+        rank.block_table.put(BEFORE, [Run(0, 0, START, (9, 10, 11))])
     return ranks
 
 
@@ -199,10 +199,10 @@ def test_what_was_not_fetched_is_named_on_every_rank(portions, reported):
     def refused(comm):
         rank = ranks[comm.rank]
         with pytest.raises(PieceNotFetched, match=reported):
-            restore(Restore(SEGMENT, START, portions), comm, rank.pool, rank.ledger, rank.pieces.get)
+            restore(Restore(SEGMENT, START, portions), comm, rank.pool, rank.block_table, rank.pieces.get)
 
     on_ends(loopback(2), refused)
-    assert [rank.ledger.parts((BEFORE,), 99) for rank in ranks] == [[(BEFORE, 0, 99)]] * 2
+    assert [rank.block_table.parts((BEFORE,), 99) for rank in ranks] == [[(BEFORE, 0, 99)]] * 2
     carry_out(Restore(SEGMENT, START, (RestorePortion(0, (RUN,)), RestorePortion(0, (OTHER,)))), ranks)
 
 
@@ -232,7 +232,7 @@ def test_what_makes_no_sense_restores_nothing(portions):
     def refused(comm):
         rank, counted = ranks[comm.rank], CountingComm(comm)
         with pytest.raises(ValueError, match="a block|a run|a portion|positions"):
-            restore(Restore(SEGMENT, START, portions), counted, rank.pool, rank.ledger, rank.pieces.get)
+            restore(Restore(SEGMENT, START, portions), counted, rank.pool, rank.block_table, rank.pieces.get)
         return counted.num_operations
 
     assert on_ends(loopback(2), refused) == [0, 0]

@@ -62,12 +62,12 @@ def trees(draw: st.DrawFn) -> Tree:
     return tree
 
 
-def block_table(tree: Tree, rank: int) -> BlockTable:
-    ledger = BlockTable(rank, BLOCK)
+def make_block_table(tree: Tree, rank: int) -> BlockTable:
+    block_table = BlockTable(rank, BLOCK)
     for number, runs in enumerate(tree.runs):
         for run in runs:
-            ledger.put(number, [run])
-    return ledger
+            block_table.put(number, [run])
+    return block_table
 
 
 @given(trees(), st.data())
@@ -79,7 +79,7 @@ def test_a_path_reads_each_position_where_its_last_part_put_it(tree: Tree, data:
     found: dict[int, tuple[int, int]] = {}
     for rank in range(tree.world_size):
         positions = []
-        for extent in block_table(tree, 0).extents(path, start, end, rank):
+        for extent in make_block_table(tree, 0).extents(path, start, end, rank):
             positions += range(extent.start, extent.end)
             found |= {p: (rank, extent.slot + p - extent.start) for p in range(extent.start, extent.end)}
         assert positions == sorted(set(positions)), "out of order, or told twice"
@@ -93,15 +93,17 @@ def test_stretches_hold_each_position_of_a_path_once(tree: Tree, data: st.DataOb
     expected = list(tree.slots(path, end).values())
     for rank in range(tree.world_size):
         found = [
-            slot for low, high in stretches(block_table(tree, rank).extents(path, 0, end)) for slot in range(low, high)
+            slot
+            for low, high in stretches(make_block_table(tree, rank).extents(path, 0, end))
+            for slot in range(low, high)
         ]
         assert sorted(found) == sorted(slot for holder, slot in expected if holder == rank)
 
 
 def test_a_segment_that_was_released_may_come_again_elsewhere() -> None:
-    ledger = BlockTable(0, BLOCK)
-    ledger.put(7, [Run(0, 5, 8, (1,))])
-    ledger.release([7])
-    ledger.put(1, [Run(0, 0, 6, (2, 3))])
-    ledger.put(7, [Run(0, 4, 6, (1,))])
-    assert [tuple(extent) for extent in ledger.extents((1, 7), 0, 6)] == [(0, 4, 6), (4, 6, 3)]
+    block_table = BlockTable(0, BLOCK)
+    block_table.put(7, [Run(0, 5, 8, (1,))])
+    block_table.release([7])
+    block_table.put(1, [Run(0, 0, 6, (2, 3))])
+    block_table.put(7, [Run(0, 4, 6, (1,))])
+    assert [tuple(extent) for extent in block_table.extents((1, 7), 0, 6)] == [(0, 4, 6), (4, 6, 3)]

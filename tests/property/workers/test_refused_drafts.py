@@ -57,7 +57,7 @@ def fixed_tokens(seed):
     fixed, generator = FixedTokens(), torch.Generator().manual_seed(seed)
     for layer in LAYERS:
         parts = (torch.randn(HEADS, 2 * BUCKET, DIM, generator=generator) for _ in range(2))
-        fixed.note(layer, StoredKv(torch.zeros(2 * BUCKET, dtype=torch.long), *parts))
+        fixed.record(layer, StoredKv(torch.zeros(2 * BUCKET, dtype=torch.long), *parts))
     return fixed
 
 
@@ -109,14 +109,14 @@ def test_a_pool_is_as_if_refused_drafts_had_never_been_stored(backend, sequences
         is_windowed = layer == 1 and window_blocks is not None
         slots_T = torch.tensor(window_slots if is_windowed else slots)
         pool.store(backend, layer, slots_T, k, v)
-        drafted.note(layer, StoredKv(slots_T, k, v))
+        drafted.record(layer, StoredKv(slots_T, k, v))
         trash = pool.window_trash_slot if is_windowed else pool.trash_slot
         padding = BUCKET - len(slots_T)
-        fixed.note(
+        fixed.record(
             layer, StoredKv(pad(slots_T, (0, padding), value=trash), *(pad(t, (0, 0, 0, padding)) for t in (k, v)))
         )
     if is_fixed:
-        drafted.stored = fixed.of(BUCKET)
-    drafted.put_back(num_left)
+        drafted.stored = fixed.stored_by_layer(BUCKET)
+    drafted.restore(num_left)
     for mine, theirs in zip(parts(pool), parts(other), strict=True):
         assert torch.equal(mine[:, :-1], theirs[:, :-1])

@@ -82,12 +82,12 @@ class Forest:
 
     def builder(self, rank: int, reach: AttentionSpan) -> InputBuilder:
         layers = {0: LayerSpec(2, 1, 8, reach)}
-        pool, ledger = FloatKvPool(layers, NUM_BLOCKS, BLOCK, torch.float32, "cpu"), BlockTable(rank, BLOCK)
+        pool, block_table = FloatKvPool(layers, NUM_BLOCKS, BLOCK, torch.float32, "cpu"), BlockTable(rank, BLOCK)
         for path, runs in zip(self.paths, self.runs, strict=True):
-            ledger.put(path[-1], runs)
+            block_table.put(path[-1], runs)
         size = self.world_size
-        pasts = PastBuilder(ledger, pool, layers, world_size=size, way="auto", wire=PartialCodec(DenseBackend()))
-        return InputBuilder(ledger, pool, layers, world_size=size, pasts=pasts)
+        pasts = PastBuilder(block_table, pool, layers, world_size=size, way="auto", wire=PartialCodec(DenseBackend()))
+        return InputBuilder(block_table, pool, layers, world_size=size, pasts=pasts)
 
     def slots(self, row: Row, rank: int) -> dict[int, int]:
         """By position, the slots of a row's path that `rank` holds."""

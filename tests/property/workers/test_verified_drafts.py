@@ -6,20 +6,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from workers.sampling.acceptance import NOT_FINITE, NOT_REACHED, accepted_ids
 from workers.sampling.device_sampler import DeviceSampler
 from workers.sampling.sampler import Sampler
 
 V, MOST = 40, 5
 KINDS = (
-    Sampling(),
-    Sampling(num_logprobs=3),
-    Sampling(temperature=1.0, seed=3),
-    Sampling(temperature=0.7, top_k=9, top_p=0.8, min_p=0.01, seed=4, num_logprobs=0),
-    Sampling(repetition_penalty=1.5, num_logprobs=1),
-    Sampling(frequency_penalty=1.5, presence_penalty=0.5, logit_bias={3: 1.0}),
-    Sampling(temperature=1.2, repetition_penalty=0.7, frequency_penalty=-0.5, seed=5),
+    SamplingParams(),
+    SamplingParams(num_logprobs=3),
+    SamplingParams(temperature=1.0, seed=3),
+    SamplingParams(temperature=0.7, top_k=9, top_p=0.8, min_p=0.01, seed=4, num_logprobs=0),
+    SamplingParams(repetition_penalty=1.5, num_logprobs=1),
+    SamplingParams(frequency_penalty=1.5, presence_penalty=0.5, logit_bias={3: 1.0}),
+    SamplingParams(temperature=1.2, repetition_penalty=0.7, frequency_penalty=-0.5, seed=5),
 )
 SEQUENCES = st.lists(
     st.tuples(st.sampled_from(KINDS), st.lists(st.booleans(), max_size=MOST), st.integers(0, 3)), min_size=1, max_size=5

@@ -82,11 +82,11 @@ class Rank:
         self.pool = kind(case.layers, NUM_BLOCKS, BLOCK, torch.float32, "cpu", NUM_BLOCKS)
         for tensor in (*self.pool.keys.values(), *self.pool.values.values()) if kind is FloatKvPool else ():
             tensor.fill_(float("nan"))
-        ledger, size = BlockTable(rank, BLOCK), case.world_size
+        block_table, size = BlockTable(rank, BLOCK), case.world_size
         sharded = {i: spec for i, spec in case.layers.items() if i not in case.windowed}
-        windows = WindowBuilder(ledger, case.windowed, world_size=size, device="cpu")
-        pasts = PastBuilder(ledger, self.pool, sharded, world_size=size, way="auto", wire=PartialCodec(BACKEND))
-        self.inputs = InputBuilder(ledger, self.pool, case.layers, world_size=size, pasts=pasts, windows=windows)
+        windows = WindowBuilder(block_table, case.windowed, world_size=size, device="cpu")
+        pasts = PastBuilder(block_table, self.pool, sharded, world_size=size, way="auto", wire=PartialCodec(BACKEND))
+        self.inputs = InputBuilder(block_table, self.pool, case.layers, world_size=size, pasts=pasts, windows=windows)
         self.comm = CountingComm(groups.world)
         counted = type(groups)(groups.topology, self.comm, self.comm, None)
         self.peers = (

@@ -15,7 +15,7 @@ from longleaf.kernels.gpu.launch import Launcher
 from longleaf.positions import Rope
 from longleaf.rank_protocol.fakes import VOCAB
 from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.accelerator.captured import DeviceFleet
 from tests.support.golden.short import shorten
 from tests.support.scheduling import Bench
@@ -24,20 +24,22 @@ from zoo.checkpoints import make_checkpoint
 from zoo.families import Family
 
 SAMPLINGS = (
-    Sampling(),
-    Sampling(),
-    Sampling(temperature=0.8, seed=1),
-    Sampling(temperature=0.7, top_p=0.9, num_logprobs=3, seed=2),
-    Sampling(temperature=1.0, top_k=20, min_p=0.02, repetition_penalty=1.2, seed=3),
-    Sampling(presence_penalty=0.5, frequency_penalty=0.2, logit_bias={5: 2.0}),
-    Sampling(num_logprobs=0),
+    SamplingParams(),
+    SamplingParams(),
+    SamplingParams(temperature=0.8, seed=1),
+    SamplingParams(temperature=0.7, top_p=0.9, num_logprobs=3, seed=2),
+    SamplingParams(temperature=1.0, top_k=20, min_p=0.02, repetition_penalty=1.2, seed=3),
+    SamplingParams(presence_penalty=0.5, frequency_penalty=0.2, logit_bias={5: 2.0}),
+    SamplingParams(num_logprobs=0),
 )
 REPEATED = (
-    Sampling(logit_bias={5: 90.0}),
-    Sampling(logit_bias={5: 90.0, 6: 88.0}, frequency_penalty=0.7, num_logprobs=2),
-    Sampling(logit_bias={3: 9.0, 4: 9.0}, temperature=1.0, seed=4),
-    Sampling(logit_bias={7: 40.0, 2: 40.0}, temperature=0.9, top_k=3, repetition_penalty=1.05, num_logprobs=0, seed=5),
-    Sampling(),
+    SamplingParams(logit_bias={5: 90.0}),
+    SamplingParams(logit_bias={5: 90.0, 6: 88.0}, frequency_penalty=0.7, num_logprobs=2),
+    SamplingParams(logit_bias={3: 9.0, 4: 9.0}, temperature=1.0, seed=4),
+    SamplingParams(
+        logit_bias={7: 40.0, 2: 40.0}, temperature=0.9, top_k=3, repetition_penalty=1.05, num_logprobs=0, seed=5
+    ),
+    SamplingParams(),
 )
 """With answers that repeat themselves, so that drafts are right now and then."""
 MOST_DRAFTS = 3

@@ -18,7 +18,7 @@ from coordinator.engine_messages import SpanLayout
 from longleaf.attention import Partial
 from longleaf.kernels.dense import DenseBackend
 from longleaf.rank_protocol.step import Decode, Prefill
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.accelerator.events import Log
 from tests.support.accelerator.launcher import CountingLauncher
 from tests.support.accelerator.ranks import MakeBackend, PretendedRank
@@ -75,7 +75,7 @@ class Case(NamedTuple):
     prompts: tuple[tuple[int, str | None], ...] = ((5, "book"),)
     world_size: int = 1
     settings: tuple[tuple[str, object], ...] = ()
-    samplings: tuple[Sampling, ...] = (Sampling(),)
+    samplings: tuple[SamplingParams, ...] = (SamplingParams(),)
     """Parameters of the prompts in turn."""
     cuts: SpanLayout | None = None
     """Span layout of the book, for prompts with attribution."""

@@ -133,19 +133,19 @@ def lose(case):
 def builder(case, rank, resident, way, dtype=torch.float32, kind=FloatKvPool, num_blocks=NUM_BLOCKS):
     """One rank's inputs, and its pool with the resident keys and values; slots that must not be read are NaN."""
     layers = {0: case.spec}
-    pool, ledger = kind(layers, num_blocks, BLOCK, dtype, "cpu"), BlockTable(rank, BLOCK)
+    pool, block_table = kind(layers, num_blocks, BLOCK, dtype, "cpu"), BlockTable(rank, BLOCK)
     _, k, v = case.tensors(dtype)
     for tensor in (pool.keys[0], pool.values[0]) if kind is FloatKvPool else ():
         tensor.fill_(float("nan"))
-    ledger.replace(resident)
+    block_table.replace(resident)
     for run in (run for layout in resident for run in layout.runs):
         if run.rank == rank:
             slots = [run.blocks[i // BLOCK] * BLOCK + i % BLOCK for i in range(len(run))]
             keys, values = (t[run.start : run.end].transpose(0, 1) for t in (k, v))
             pool.store(BACKEND, 0, torch.tensor(slots), keys, values)
     size = case.world_size
-    pasts = PastBuilder(ledger, pool, layers, world_size=size, way=way, wire=PartialCodec(BACKEND))
-    return InputBuilder(ledger, pool, layers, world_size=size, pasts=pasts), pool
+    pasts = PastBuilder(block_table, pool, layers, world_size=size, way=way, wire=PartialCodec(BACKEND))
+    return InputBuilder(block_table, pool, layers, world_size=size, pasts=pasts), pool
 
 
 def on_ranks(case, work):

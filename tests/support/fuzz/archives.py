@@ -137,7 +137,7 @@ class Archive:
         whole, digest = bytearray(PREAMBLE), blake3(PREAMBLE)
 
         def add(kind: Kind, content: bytes) -> None:
-            frame = Frame.of(kind, content).encode()
+            frame = Frame.from_content(kind, content).encode()
             digest.update(frame)
             whole.extend(frame + content)
 

@@ -13,14 +13,14 @@ from longleaf.errors import DataLoss, GroupFailed, NotFound
 from longleaf.positions import AttentionSpan, WindowSpec
 from longleaf.rank_protocol.snapshots import Fetch
 from longleaf.rank_protocol.step import Restore
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.storage.store import Store
 from longleaf.types import ArchiveChunk, Context, ImportHeader
 from tests.support.archives import FINGERPRINT
 from tests.support.fuzz.archives import BLOCK, NUM_WINDOW_BLOCKS, VOCABULARY, WINDOW, forge, pool
 from tests.support.storing import NOW, Service, Storage, StoringRanks, ingest, serving
 from workers.kv_io.kv_piece import KvPiece, form_of
-from workers.step.kv_restore import check, take_in
+from workers.step.kv_restore import check, write_piece
 
 WINDOWS = WindowSpec(reaches=(AttentionSpan(window=WINDOW),), num_blocks=NUM_WINDOW_BLOCKS)
 AT_ONCE = 500
@@ -60,7 +60,7 @@ class PieceRanks(StoringRanks):
             parts += [(rank, work.window_ticket, work.window_runs, True) for rank in range(2) if work.window_runs]
             for rank, ticket, runs, of_windows in parts:
                 there = self._there.get((self.members[rank], ticket))
-                if not take_in(there, runs, self.slots, of_windows=of_windows):
+                if not write_piece(there, runs, self.slots, of_windows=of_windows):
                     raise ValueError(f"ticket {ticket} has no {runs}")
         except Exception as error:
             self.break_epoch(f"{type(error).__name__}: {error}", self.plans[-1].step)
@@ -92,7 +92,7 @@ async def arrive(imports: ImportSessions, data: bytes) -> Context | None:
 
 
 async def answer(service: Service, context: str) -> list[int]:
-    prompt = Prompt(context=context, token_ids=(1, 2), sampling=Sampling(max_tokens=3))
+    prompt = Prompt(context=context, token_ids=(1, 2), sampling=SamplingParams(max_tokens=3))
     events = [event async for event in service.engine.submit(prompt)]
     return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
 

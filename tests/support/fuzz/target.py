@@ -28,7 +28,7 @@ from coordinator.text.tokenizer import Tokenizer
 from longleaf.codec.status import DETAILS_KEY
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.fakes import echo_token
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import Draining, ModelInfo
 from tests.support.archives import packable
 from tests.support.fuzz.messages import PINNED
@@ -232,10 +232,10 @@ async def fuzzed(folder: Path) -> AsyncIterator[Target]:
     engine = Engine(FakeRanks(2, num_blocks=48, vocab=vocabulary), config, max_positions=300)
     async with running(engine) as found:
         transfers = transfer_engine_of(packable(vocabulary=vocabulary, name=PINNED))
-        use_cases = Application(
+        application = Application(
             engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"), transfers=transfers
         )
-        server = GrpcServer(use_cases, drain=stay, reset_slots=int)
+        server = GrpcServer(application, drain=stay, reset_slots=int)
         port = await server.start("127.0.0.1", 0)
         target = Target(engine, f"127.0.0.1:{port}", echoes(4, vocabulary))
         try:
@@ -243,7 +243,7 @@ async def fuzzed(folder: Path) -> AsyncIterator[Target]:
         finally:
             await target.close()
             await server.stop(None)
-            await use_cases.close()
+            await application.close()
     assert found.loop.cancelled() or found.loop.exception() is None
 
 
@@ -265,7 +265,7 @@ async def fuzzed_ranks(folder: Path) -> AsyncIterator[Target]:
 
 async def generate(engine: Engine, count: int) -> list[int]:
     """The engine's greedy answer to PLAIN."""
-    prompt = Prompt(context=None, token_ids=PLAIN, sampling=Sampling(max_tokens=count))
+    prompt = Prompt(context=None, token_ids=PLAIN, sampling=SamplingParams(max_tokens=count))
     async with engine.submit(prompt) as stream:
         return [i async for event in stream if isinstance(event, Tokens) for i in event.token_ids]
 

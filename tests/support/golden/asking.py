@@ -2,7 +2,7 @@
 
 from coordinator.engine.engine import Engine
 from coordinator.engine_messages import DocumentPrompt, Ended, Prompt, Tokens
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import ContextSettings
 from tests.support.golden.plain import NEW_TOKENS
 
@@ -14,7 +14,7 @@ CAPACITY = 4096
 
 
 async def answer(engine: Engine, prompt: Ids, context: str | None = None, num_new: int = NEW_TOKENS) -> Ids:
-    sampling = Sampling(max_tokens=num_new, ignore_end_token=True)
+    sampling = SamplingParams(max_tokens=num_new, ignore_end_token=True)
     stream = engine.submit(Prompt(context=context, token_ids=prompt, sampling=sampling))
     return tuple([t async for event in stream if isinstance(event, Tokens) for t in event.token_ids])
 
@@ -33,7 +33,7 @@ async def ingest(engine: Engine, context: str, token_ids: Ids, capacity: int = C
 
 async def ask(engine, prompt, num_samples=1):
     """Tokens by sample, and how many of the prompt's were held."""
-    sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True)
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_end_token=True)
     stream = engine.submit(Prompt(context=None, token_ids=prompt, sampling=sampling, num_samples=num_samples))
     found: list[Ids] = [() for _ in range(num_samples)]
     cached: set[int] = set()
@@ -45,8 +45,8 @@ async def ask(engine, prompt, num_samples=1):
     return found, *cached
 
 
-async def compare(engine, prompt, **claims):
-    sampling = Sampling(max_tokens=MAX_TOKENS, ignore_end_token=True)
-    stream = engine.submit(Prompt(context=None, token_ids=prompt, sampling=sampling, is_compared=True, **claims))
+async def compare(engine, prompt, **schedulings):
+    sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_end_token=True)
+    stream = engine.submit(Prompt(context=None, token_ids=prompt, sampling=sampling, is_compared=True, **schedulings))
     [comparison] = [event.comparison async for event in stream if isinstance(event, Ended)]
     return comparison

@@ -11,7 +11,7 @@ from longleaf.positions import EVERY_RANK, OWN_ROPE
 from longleaf.rank_protocol.row_delta import row_delta
 from longleaf.rank_protocol.step import Decode, PenaltyHistory, Row, SamplingTerms, StepResult
 from longleaf.runs import Run, join, until
-from longleaf.sampling import Sampling, Token
+from longleaf.sampling import SamplingParams, Token
 from tests.support.golden.epochs import Service
 from workers.rank import Rank
 
@@ -20,10 +20,12 @@ Drafter = Callable[[int, int, int], Ids]
 """Of a sequence, by its number among those that are asked, the index of the token behind its last one, and how many
 there is room for."""
 SAMPLINGS = (
-    Sampling(num_logprobs=2),
-    Sampling(temperature=0.8, top_p=0.9, seed=3, num_logprobs=2),
-    Sampling(repetition_penalty=1.3, frequency_penalty=0.4, num_logprobs=2),
-    Sampling(temperature=1.1, top_k=40, presence_penalty=0.7, logit_bias={7: 2.0, 11: 1.0}, seed=5, num_logprobs=2),
+    SamplingParams(num_logprobs=2),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=3, num_logprobs=2),
+    SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, num_logprobs=2),
+    SamplingParams(
+        temperature=1.1, top_k=40, presence_penalty=0.7, logit_bias={7: 2.0, 11: 1.0}, seed=5, num_logprobs=2
+    ),
 )
 
 
@@ -57,7 +59,7 @@ class Drafting:
         self.accepted: list[tuple[int, Row, int]] = []
         """The number of a step, a row of it, and the end of the accepted tokens."""
 
-    def ask(self, path: Ids, question: Ids, start: int, sampling: Sampling, before: Ids = ()) -> Row:
+    def ask(self, path: Ids, question: Ids, start: int, sampling: SamplingParams, before: Ids = ()) -> Row:
         """The first row of a new sequence. Its answer is compared if the tokens before the question are given."""
         seen = PenaltyHistory(question, ()) if sampling.has_penalties else None
         row = self._service.begin(path, question, start, 0)

@@ -26,7 +26,7 @@ from longleaf.rank_protocol.step import (
     Work,
 )
 from longleaf.runs import Run, ceil_div, cut_chunk, serpentine
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.topology import Topology
 from tests.support.golden.states import Logits
 from tests.support.on_threads import on_ends
@@ -56,7 +56,7 @@ class Epoch:
         else:
             ranks[0].join(Join(number, 0, "", 0, ("here",)))
         for rank in ranks:
-            rank.take(KvLayout(number, tuple(segments)))
+            rank.set_layout(KvLayout(number, tuple(segments)))
 
     def execute(self, work: Work, release: Ids = ()) -> StepResult:
         """Rank 0's answer; the others have none."""
@@ -142,7 +142,7 @@ class Service:
         self._sequence += 1
         number, answer = 1000 + self._sequence, list[int]()
         tail = Segment((*path, number), question, start)
-        sent, terms = question, SamplingTerms(Sampling(max_tokens=count, ignore_end_token=True))
+        sent, terms = question, SamplingTerms(SamplingParams(max_tokens=count, ignore_end_token=True))
         for index in range(count):
             runs = self._grow(tail, start, max(1, len(sent)), index % len(self.alive))
             row = Row(self._sequence, tail.path, start, sent, runs, index, terms, window_runs=tail.window_runs)
@@ -159,7 +159,7 @@ class Service:
         self._sequence += 1
         tail = self._tails[self._sequence] = Segment((*path, 1000 + self._sequence), token_ids, start)
         runs = self._grow(tail, start, len(token_ids), self._sequence % len(self.alive))
-        terms = SamplingTerms(Sampling(max_tokens=100, ignore_end_token=True)) if index >= 0 else None
+        terms = SamplingTerms(SamplingParams(max_tokens=100, ignore_end_token=True)) if index >= 0 else None
         return Row(
             self._sequence, tail.path, start, token_ids, runs, index, terms, window_runs=tail.window_runs, **fields
         )

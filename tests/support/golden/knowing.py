@@ -28,10 +28,10 @@ class KnowingDrafter(Drafter):
     def _drafter_of(self, job: Sequence) -> SequenceDrafter | None:
         if job.drafter is None:
             job.drafter = SequenceDrafter(job.tail.segment, self._indexes, MOST)
-        job.drafter.follow(job.tail.segment)
+        job.drafter.set_tail(job.tail.segment)
         return job.drafter
 
-    def _look(self, job: Sequence) -> Draft:
+    def _draft_next(self, job: Sequence) -> Draft:
         output, left = tuple(job.generated), job.max_requested - job.num_requested
         most = min(MOST, left, job.tail.num_spare(self._block_size))
         known = next((answer for answer in self._answers if tuple(answer[: len(output)]) == output), ())
@@ -41,8 +41,8 @@ class KnowingDrafter(Drafter):
         ]
         return Draft(1, tuple(found)) if found and self._drafter_of(job) else NO_DRAFT
 
-    def take(self, job: Sequence, tokens: Several[object]) -> int:
-        num_drafts = super().take(job, tokens)  # type: ignore[arg-type]
+    def record_tokens(self, job: Sequence, tokens: Several[object]) -> int:
+        num_drafts = super().record_tokens(job, tokens)  # type: ignore[arg-type]
         self.num_right += len(tokens) - 1
         self.num_wrong += num_drafts - len(tokens) + 1
         return num_drafts

@@ -63,7 +63,7 @@ async def serving(data_dir: Path, config: EngineConfig) -> AsyncIterator[Durable
     plans = list[StepPlan]()
     engine = Engine(control, config, 8192, observe=lambda plan, _: plans.append(plan), durability=durability)
     try:
-        await fleet.launch(config, control.invitations, control.lost)
+        await fleet.launch(config, control.invitations, control.on_process_exit)
         async with running(engine) as found:
             assert isinstance(found, Running)
             yield DurableEngine(engine, durability, data_dir, plans)

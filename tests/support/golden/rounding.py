@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from coordinator.engine_messages import Prompt
-from longleaf.sampling import Sampling, Token
+from longleaf.sampling import SamplingParams, Token
 from tests.support.golden.asking import ingest
 from tests.support.golden.plain import Golden, load_plain
 from tests.support.golden.states import running
@@ -47,7 +47,7 @@ async def served_logits(golden: Golden, prefix=(), length: Length = USUAL, **set
 
         rank.sampler.choose = choose
 
-    sampling = Sampling(max_tokens=length.steps, ignore_end_token=True)
+    sampling = SamplingParams(max_tokens=length.steps, ignore_end_token=True)
     async with running(config_for(golden.folder, **{"chunk_size": 320, **settings}), lead) as engine:
         for start, end in itertools.pairwise((0, *prefix)):
             await ingest(engine, "book", golden.prompt[start:end])

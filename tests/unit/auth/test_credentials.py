@@ -124,7 +124,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_callers_are_identified_by_credential_or_certificate(file: Path) -> None:
-    credentials = Credentials.of(str(file))
+    credentials = Credentials.from_file(str(file))
     acme = credentials.authenticate(bearer("a"), [])
     assert (acme.tenant, acme.role, acme.quotas) == ("acme", "user", Quotas(contexts=3))
     for found in (
@@ -137,12 +137,12 @@ def test_callers_are_identified_by_credential_or_certificate(file: Path) -> None
 
 
 def test_credential_takes_precedence_over_certificate(file: Path) -> None:
-    assert Credentials.of(str(file)).authenticate(bearer("a"), ["dns:ops.example"]).tenant == "acme"
+    assert Credentials.from_file(str(file)).authenticate(bearer("a"), ["dns:ops.example"]).tenant == "acme"
 
 
 @pytest.mark.parametrize("headers", [{}, bearer("c"), bearer(""), {"authorization": "a"}, {"authorization": "Basic a"}])
 def test_unknown_callers_are_refused_and_counted(file: Path, headers: dict[str, str | bytes]) -> None:
-    credentials = Credentials.of(str(file))
+    credentials = Credentials.from_file(str(file))
     with pytest.raises(Unauthenticated):
         credentials.authenticate(headers, ["dns:elsewhere", "ops.example", "uri:ops.example", "dns:spiffe://ops"])
     assert credentials.num_refused == 1
@@ -154,7 +154,7 @@ def test_without_a_file_every_caller_is_the_local_admin() -> None:
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="No such file"):
-        Credentials.of(str(tmp_path / "none"))
+        Credentials.from_file(str(tmp_path / "none"))
 
 
 def test_file_is_reloaded_when_its_content_changes(file: Path, caplog: pytest.LogCaptureFixture) -> None:

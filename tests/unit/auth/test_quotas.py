@@ -95,10 +95,10 @@ def test_requests_within_quotas_pass(quotas: dict[str, int], begin: Callable[[Qu
 
 def test_contexts_being_created_count() -> None:
     it = make_enforcer(contexts=5, tokens=120)
-    with it.making(1, 10):
+    with it.reserve_contexts(1, 10):
         it.check_context(1, 10)
         for num_contexts, num_tokens, name in ((2, 0, "contexts"), (1, 11, "tokens")):
-            with pytest.raises(ResourceExhausted, match=f"quotas/{name}"), it.making(1, num_tokens):
+            with pytest.raises(ResourceExhausted, match=f"quotas/{name}"), it.reserve_contexts(1, num_tokens):
                 it.check_context(num_contexts, 0)
     it.check_context(2, 20)
 
@@ -116,12 +116,12 @@ def test_long_prompt_delays_later_requests() -> None:
 
 def test_running_requests_count() -> None:
     it = make_enforcer(contexts=5, tokens=130)
-    with it.making(1, 20):
+    with it.reserve_contexts(1, 20):
         it.check_context(1, 10)
         for wanted in ((2, 0), (0, 11)):
             with pytest.raises(ResourceExhausted):
                 it.check_context(*wanted)
-        with it.making(1, 10), pytest.raises(ResourceExhausted, match="quotas/contexts"):
+        with it.reserve_contexts(1, 10), pytest.raises(ResourceExhausted, match="quotas/contexts"):
             it.check_context(1, 0)
         CALLER.set(Caller(tenant="bolt", quotas=Quotas(contexts=1)))
         it.check_context(1, 0)
@@ -146,7 +146,7 @@ def test_output_tokens_count() -> None:
     clock = Clock()
     it = make_enforcer(clock, tokens_out_per_minute=10)
     begins_generation(5)(it)
-    with it.generation("acme/x", "acme") as emit:
+    with it.observe_generation("acme/x", "acme") as emit:
         for index in range(15):
             emit(Tokens(index, (Token(65),)))
     with pytest.raises(ResourceExhausted, match="quotas/tokens_out_per_minute"):
@@ -164,7 +164,7 @@ def test_bucket_exceeds_its_rate_by_at_most_one_amount(takes: list[tuple[int, fl
         clock.now += seconds
         if bucket.seconds_until_free(rate) == 0.0:
             assert taken - last <= rate * clock.now / 60.0 + rate + 1e-6 * (1 + taken)
-            bucket.take(amount, rate)
+            bucket.add(amount, rate)
             taken, last = taken + amount, amount
 
 
@@ -172,6 +172,6 @@ def test_bucket_exceeds_its_rate_by_at_most_one_amount(takes: list[tuple[int, fl
 def test_bucket_is_free_after_the_reported_delay(rate: int, amount: int) -> None:
     clock = Clock()
     bucket = LeakyBucket(clock)
-    bucket.take(amount, rate)
+    bucket.add(amount, rate)
     clock.now += bucket.seconds_until_free(rate) * (1 + 1e-9) + 1e-6
     assert bucket.seconds_until_free(rate) == 0.0

@@ -42,7 +42,7 @@ def rank_over(case, **settings):
         model="random", kv_bytes=blocks * 128 * TINY.num_stored * 4, device="cpu", dtype="float32", **settings
     )
     rank = make_rank(config)
-    rank.lay_out(served(make_module(TINY, torch.float32, "cpu"), "cpu"))
+    rank.allocate_pool(served(make_module(TINY, torch.float32, "cpu"), "cpu"))
     rank.join(Join(plans.EPOCH, 0, "", 0, ("here",)))
     assert rank.pool.num_blocks == blocks
     steps.fill(rank)
@@ -119,13 +119,13 @@ def test_memory_of_a_step_is_freed_before_the_next_one(monkeypatch):
     def make(config):
         assert not any(pool() for pool in pools) and len(caches) == 2 and not any(cache() for cache in caches)
         rank = make_rank(config)
-        lay_out = rank.lay_out
+        allocate_pool = rank.allocate_pool
 
-        def recording_lay_out(model):
-            lay_out(model)
+        def recording_allocate_pool(model):
+            allocate_pool(model)
             pools.append(weakref.ref(rank.pool))
 
-        rank.lay_out = recording_lay_out
+        rank.allocate_pool = recording_allocate_pool
         return rank
 
     class Filling(Plain):

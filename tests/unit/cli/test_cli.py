@@ -24,8 +24,8 @@ from longleaf.cli.cluster import (
     headlines,
     lines_of,
     merge_lines,
-    shown,
     storage_lines,
+    to_json,
     workers_table,
 )
 from longleaf.cli.ingest import summary
@@ -127,7 +127,7 @@ def test_values_hidden_from_users_are_marked_hidden() -> None:
     assert not any("running" in line for line in lines)
     cells = [list(column.cells) for column in workers_table(found).columns]
     assert cells[2] == cells[5] == cells[7] == ["hidden"]
-    reported = json.loads(msgspec.json.encode(shown(found)))
+    reported = json.loads(msgspec.json.encode(to_json(found)))
     assert (
         reported["running"]
         is reported["waiting"]
@@ -137,7 +137,7 @@ def test_values_hidden_from_users_are_marked_hidden() -> None:
     )
     [rank] = reported["workers"]
     assert (rank["pid"], rank["tokens"], rank["kv_bytes"], rank["max_tokens"]) == (None, None, None, 4096)
-    assert shown(replace(found, workers=(replace(worker, pid=1),))) != reported
+    assert to_json(replace(found, workers=(replace(worker, pid=1),))) != reported
 
 
 def test_number_of_ranks_of_a_context_is_shown_only_if_known() -> None:
@@ -157,9 +157,9 @@ async def test_the_cluster_is_watched_as_lines_of_json(terminal: Terminal, capsy
     for running in (3, 7):
         assert json.loads(await process.stdout.readline())["running"] == running
         terminal.engine.running = 7
-        terminal.engine.changes.note()
+        terminal.engine.changes.record()
     terminal.engine.error = Unavailable("the service is stopping")
-    terminal.engine.changes.end()
+    terminal.engine.changes.close()
     assert (await process.stderr.read()).decode() == "error: the service is stopping\n"
     assert await process.wait() == 1
 
@@ -168,7 +168,7 @@ async def test_the_cluster_is_watched_as_a_live_table(terminal: Terminal) -> Non
     watching = asyncio.create_task(terminal.run("cluster", "--watch", "--interval", "0.01"))
     await terminal.engine.looked.wait()
     terminal.engine.error = Unavailable("the service is stopping")
-    terminal.engine.changes.end()
+    terminal.engine.changes.close()
     code, out, err = await watching
     assert (code, err) == (1, "error: the service is stopping\n")
     assert all(word in out for word in ("3 running, 2 waiting", "rank", "4711"))

@@ -61,8 +61,8 @@ async def test_ingest_carries_its_settings(terminal: Terminal, book: str) -> Non
     wanted = ContextSettings(ttl=60.0, display_name="Moby-Dick", is_pinned=True, capacity=500)
     assert (context["tokens"], terminal.engine.settings["moby"]) == (172, wanted)
     await terminal.json("ingest", book, "--name", "dick", "--priority", "-4", "--client", "me", "--timeout", "60")
-    claim = terminal.engine.claims[-1]
-    assert (claim.priority, claim.client, claim.deadline is not None) == (-4, "me", True)
+    scheduling = terminal.engine.schedulings[-1]
+    assert (scheduling.priority, scheduling.client, scheduling.deadline is not None) == (-4, "me", True)
 
 
 async def test_system_message_precedes_the_document(terminal: Terminal, book: str, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from longleaf.cli.document_files import empty_files, objection
+from longleaf.cli.document_files import empty_files, find_invalid_utf8
 from longleaf.errors import InvalidArgument
 
 
@@ -13,16 +13,18 @@ def test_file_that_is_not_text_is_named(tmp_path: Path) -> None:
     contents = {"good": "Grüße".encode(), "bad": b"ab\xff", "later": b"\xff"}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-    found = objection([str(tmp_path / name) for name in contents])
+    found = find_invalid_utf8([str(tmp_path / name) for name in contents])
     assert str(found) == f"{tmp_path / 'bad'}: is not UTF-8 at byte 2: invalid start byte"
-    assert objection([str(tmp_path / "good"), "-"]) is None
+    assert find_invalid_utf8([str(tmp_path / "good"), "-"]) is None
 
 
 def test_character_may_be_split_between_files_but_not_truncated(tmp_path: Path) -> None:
     for name, content in (("one", "ü".encode()[:1]), ("two", "ü".encode()[1:])):
         (tmp_path / name).write_bytes(content)
-    assert objection([str(tmp_path / "one"), str(tmp_path / "two")]) is None
-    assert str(objection([str(tmp_path / "one")])).endswith("one: is not UTF-8 at byte 0: unexpected end of data")
+    assert find_invalid_utf8([str(tmp_path / "one"), str(tmp_path / "two")]) is None
+    assert str(find_invalid_utf8([str(tmp_path / "one")])).endswith(
+        "one: is not UTF-8 at byte 0: unexpected end of data"
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,7 @@ def test_character_may_be_split_between_files_but_not_truncated(tmp_path: Path) 
 )
 def test_binary_formats_are_named(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "x").write_bytes(content)
-    assert str(objection([str(tmp_path / "x")])) == f"{tmp_path / 'x'}: {message}"
+    assert str(find_invalid_utf8([str(tmp_path / "x")])) == f"{tmp_path / 'x'}: {message}"
 
 
 def test_empty_files_among_others_are_named(tmp_path: Path) -> None:
@@ -53,9 +55,9 @@ def test_empty_files_among_others_are_named(tmp_path: Path) -> None:
 
 
 def test_file_deleted_meanwhile_is_skipped(tmp_path: Path) -> None:
-    assert objection([str(tmp_path / "gone"), str(tmp_path)]) is None
+    assert find_invalid_utf8([str(tmp_path / "gone"), str(tmp_path)]) is None
     with pytest.raises(InvalidArgument):
-        raise objection([_written(tmp_path / "bad", b"\xff")]) or AssertionError
+        raise find_invalid_utf8([_written(tmp_path / "bad", b"\xff")]) or AssertionError
 
 
 def _written(path: Path, content: bytes) -> str:

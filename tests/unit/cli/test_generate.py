@@ -53,8 +53,8 @@ async def test_every_generation_option_reaches_the_engine(terminal: Terminal) ->
     terminal.engine.contexts["moby"] = [1]
     await terminal.json("ask", "moby", "who?", *typed.split())
     [prompt] = terminal.engine.prompts
-    assert (prompt.context, prompt.claim.priority, prompt.claim.client) == ("moby", -4, "me")
-    assert prompt.claim.deadline is not None
+    assert (prompt.context, prompt.scheduling.priority, prompt.scheduling.client) == ("moby", -4, "me")
+    assert prompt.scheduling.deadline is not None
     sampling = prompt.sampling
     assert (sampling.logit_bias, sampling.stop_tokens) == ({5: -1.5, 6: 2.0}, (9, 8))
     assert (sampling.top_k, sampling.num_logprobs, sampling.max_tokens) == (7, 3, 12)

@@ -13,15 +13,15 @@ Report = Callable[[FailureCollector], None]
 
 
 def died(member: int) -> Report:
-    return lambda losses: losses.died(member, "was killed")
+    return lambda losses: losses.record_exit(member, "was killed")
 
 
 def failed(member: int, blamed: int | None = None) -> Report:
-    return lambda losses: losses.failed(member, f"member {member} raised", blamed)
+    return lambda losses: losses.record_failure(member, f"member {member} raised", blamed)
 
 
 def broken(member: int, blamed: int | None = None) -> Report:
-    return lambda losses: losses.broken(member, 5, f"member {member} raised", blamed)
+    return lambda losses: losses.record_group_failure(member, 5, f"member {member} raised", blamed)
 
 
 class SimulatedCollector:
@@ -35,7 +35,7 @@ class SimulatedCollector:
 
     def kill(self, member: int, reason: str) -> None:
         self.killed.append(member)
-        self.losses.died(member, reason)
+        self.losses.record_exit(member, reason)
 
 
 @pytest.mark.parametrize(

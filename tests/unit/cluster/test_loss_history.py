@@ -20,7 +20,7 @@ def lost(member: int, rank: int | None = None, *, is_replaced: bool = True) -> M
 def slot_states(*events: MemberEvent) -> list[tuple[int, str, float | None, str]]:
     history = LossHistory(lambda: 100.0)
     for event in events:
-        history.take(event)
+        history.on_event(event)
     assert all(loss.time == 100.0 for loss in history.losses)
     return [(loss.member, loss.slot, loss.retry_time, loss.slot_reason) for loss in history.losses]
 

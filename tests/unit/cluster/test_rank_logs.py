@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from coordinator.cluster.member_registry import Member
+from coordinator.cluster.member import Member
 from coordinator.cluster.ports import MemberEvent, MemberLost
 from coordinator.cluster.rank_logs import MAX_AT_ONCE, NO_RANK, PER_SECOND, RankLogForwarder
 from longleaf.rank_protocol.encoding import decode_from_rank, encode
@@ -25,12 +25,12 @@ class FakeCoordinator:
         self.watchers: list[Callable[[MemberEvent], None]] = []
         self.records = RankLogForwarder(self, lambda: self.now)
 
-    def watch(self, observer: Callable[[MemberEvent], None]) -> None:
+    def subscribe(self, observer: Callable[[MemberEvent], None]) -> None:
         self.watchers.append(observer)
 
     def log(self, number: int, *records: LogRecord, num_dropped: int = 0) -> None:
         member = Member(number, hello=Hello(number, f"node-{number}", "127.0.0.1", 1))
-        self.records.take(member, Logged(number, records, num_dropped))
+        self.records.log_records(member, Logged(number, records, num_dropped))
 
     def lose(self, number: int) -> None:
         for watcher in self.watchers:
@@ -106,7 +106,7 @@ def test_notes_printed_at_startup_are_not_logged_again(
 ) -> None:
     long = "é" * MAX_TEXT_BYTES
     coordinator.log(5, SLOWER, LogRecord(30, "no note"))
-    coordinator.records.know(["slower", "a choice", long])
+    coordinator.records.skip_notes(["slower", "a choice", long])
     coordinator.log(
         5, SLOWER, LogRecord(30, long[: MAX_TEXT_BYTES // 2], is_note=True), LogRecord(30, "new", is_note=True)
     )

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from coordinator.cluster.ray_liveness import answers, has_ended
+from coordinator.cluster.ray_liveness import is_reachable, refuses_connections
 
 HERE = "127.0.0.1"
 
@@ -12,8 +12,8 @@ HERE = "127.0.0.1"
 def test_listening_port_is_reachable() -> None:
     with socket.create_server((HERE, 0)) as listening:
         port = listening.getsockname()[1]
-        assert (answers(HERE, port), has_ended(HERE, port)) == (True, False)
-    assert (answers(HERE, port), has_ended(HERE, port)) == (False, True)
+        assert (is_reachable(HERE, port), refuses_connections(HERE, port)) == (True, False)
+    assert (is_reachable(HERE, port), refuses_connections(HERE, port)) == (False, True)
 
 
 def test_timeout_is_neither_reachable_nor_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,4 +21,4 @@ def test_timeout_is_neither_reachable_nor_ended(monkeypatch: pytest.MonkeyPatch)
         raise TimeoutError
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    assert (answers(HERE, 1), has_ended(HERE, 1)) == (False, False)
+    assert (is_reachable(HERE, 1), refuses_connections(HERE, 1)) == (False, False)

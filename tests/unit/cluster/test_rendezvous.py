@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.cluster.groups.rendezvous import in_rank_order
-from coordinator.cluster.member_registry import Member
+from coordinator.cluster.member import Member
 from longleaf.rank_protocol.member_messages import Hello
 
 

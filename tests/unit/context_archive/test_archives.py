@@ -257,7 +257,7 @@ def test_reader_buffers_at_most_one_record() -> None:
     given, unpacking, most = packable(piece_bytes=5000), ArchiveReader(), 0
     data = memoryview(given.packed())
     while data:
-        count, _ = unpacking.take(data[:100])
+        count, _ = unpacking.feed(data[:100])
         data = data[count:]
         most = max(most, len(unpacking._content))
     assert most < 5000

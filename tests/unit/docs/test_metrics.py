@@ -33,9 +33,9 @@ def exported() -> dict[str, Metric]:
     """All metrics that a service may export, by their names in Prometheus without those of a histogram's parts."""
     registry, counts = CollectorRegistry(), Counts(snapshot_bytes=1)
     observer = RequestMetrics(registry, "m")
-    with observer.call(CallRecord("/longleaf.v1.GenerationService/Generate", "", {})):
+    with observer.observe_call(CallRecord("/longleaf.v1.GenerationService/Generate", "", {})):
         pass
-    with observer.generation("r", "acme") as emit:
+    with observer.observe_generation("r", "acme") as emit:
         emit(Admitted(1, 0))
         emit(Tokens(0, (Token(1),)))
         emit(Tokens(1, (Token(1),)))
@@ -53,7 +53,7 @@ def exported() -> dict[str, Metric]:
     )
     gauges = Gauges(sources, "m", {"version": "1", "torch": "2", "launcher": "local"})
     registry.register(gauges)
-    gauges.look()
+    gauges.refresh()
     families = list(registry.collect())
     return {family.name + ("_total" if family.type == "counter" else ""): family for family in families}
 

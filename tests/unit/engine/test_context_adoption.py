@@ -16,7 +16,7 @@ from coordinator.persistence.catalog.records import SegmentRecord, SnapshotRecor
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, NotFound, StorageUnavailable
 from longleaf.positions import Rope
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.catalog import context, segment
 from tests.support.gated import GatedRanks
 from tests.support.lasting import MemoryLasting
@@ -46,7 +46,7 @@ async def ingest(engine: Engine, name: str, ids: list[int]) -> None:
 
 
 async def ask(engine: Engine, name: str) -> list[int]:
-    prompt = Prompt(context=name, token_ids=(1, 2), sampling=Sampling(max_tokens=4))
+    prompt = Prompt(context=name, token_ids=(1, 2), sampling=SamplingParams(max_tokens=4))
     events = [event async for event in engine.submit(prompt)]
     return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
 

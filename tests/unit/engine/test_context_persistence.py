@@ -14,7 +14,7 @@ from coordinator.engine.epochs import FIRST_EPOCH
 from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, NotFound, ResourceExhausted, StorageUnavailable
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import ContextSettings, Recovering
 from tests.support.gated import comes_to
 from tests.support.lasting import MemoryLasting
@@ -42,7 +42,7 @@ async def ingest(engine: Engine, context: str, count: int, append: bool = False,
 
 async def ask(engine: Engine, context: str, count: int = 3) -> tuple[list[int], bool]:
     """The answer, and whether the context had to be restored for it."""
-    prompt = Prompt(context=context, token_ids=tuple(range(count)), sampling=Sampling(max_tokens=4))
+    prompt = Prompt(context=context, token_ids=tuple(range(count)), sampling=SamplingParams(max_tokens=4))
     events = [event async for event in engine.submit(prompt)]
     tokens = [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
     return tokens, any(isinstance(event, Recovering) for event in events)
@@ -125,7 +125,7 @@ async def test_changes_are_acknowledged_only_after_they_are_written() -> None:
 
 
 async def ask_alone(engine: Engine) -> list[int]:
-    prompt = Prompt(context=None, token_ids=(1, 2), sampling=Sampling(max_tokens=4))
+    prompt = Prompt(context=None, token_ids=(1, 2), sampling=SamplingParams(max_tokens=4))
     events = [event async for event in engine.submit(prompt)]
     return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
 
@@ -225,10 +225,10 @@ async def test_failed_write_of_a_use_is_retried() -> None:
         await ingest(engine, "book", 8)
         await ask(engine, "book")
         persistence.catalog.failures = [StorageUnavailable("the disk is full")]
-        await engine._persistence._keep_uses()
+        await engine._persistence._save_uses()
         (record,) = persistence.contents.contexts
         assert record.num_hits == 0
-        await engine._persistence._keep_uses()
+        await engine._persistence._save_uses()
         (record,) = persistence.contents.contexts
         assert record.num_hits == 1
 
@@ -341,7 +341,9 @@ async def test_use_of_contexts_is_written() -> None:
         for _ in range(3):
             await ask(engine, "book")
         assert engine.get_context("book").hits == 3
-        probe = Prompt(context="book", token_ids=(1, 2), sampling=Sampling(max_tokens=1), is_probe=True, num_scored=1)
+        probe = Prompt(
+            context="book", token_ids=(1, 2), sampling=SamplingParams(max_tokens=1), is_probe=True, num_scored=1
+        )
         assert [event async for event in engine.submit(probe)]  # a probe does not count as a use
         assert engine.get_context("book").hits == 3
     async with running(persistence) as engine:

@@ -7,12 +7,12 @@ from msgspec.structs import replace
 
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
-from coordinator.engine_messages import DocumentPrompt, Prompt, SchedulingClaim
+from coordinator.engine_messages import DocumentPrompt, Prompt, SchedulingParams
 from coordinator.scheduling.speculation_stats import DraftCounts
 from coordinator.telemetry.counters import STEP_SECONDS, StepTimes
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.step import Prefill
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import Drafting
 from tests.support.gated import GatedRanks, comes_to
 from tests.support.running import running
@@ -22,9 +22,12 @@ CONFIG = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, r
 
 
 def prompt(count: int, max_tokens: int, context: str | None = None, priority: int = 0) -> Prompt:
-    sampling = Sampling(max_tokens=max_tokens)
+    sampling = SamplingParams(max_tokens=max_tokens)
     return Prompt(
-        context=context, token_ids=tuple(range(count)), sampling=sampling, claim=SchedulingClaim(priority=priority)
+        context=context,
+        token_ids=tuple(range(count)),
+        sampling=sampling,
+        scheduling=SchedulingParams(priority=priority),
     )
 
 

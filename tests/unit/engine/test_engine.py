@@ -12,7 +12,7 @@ import pytest
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.engine.stream import MAX_UNREAD, Stream
-from coordinator.engine_messages import Admitted, DocumentPrompt, Ended, Prompt, SchedulingClaim, Tokens
+from coordinator.engine_messages import Admitted, DocumentPrompt, Ended, Prompt, SchedulingParams, Tokens
 from coordinator.kv_cache.block_placer import BlockPlacer
 from coordinator.scheduling.sequences import Sequence
 from longleaf.config import EngineConfig
@@ -20,7 +20,7 @@ from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, No
 from longleaf.positions import AttentionSpan, WindowSpec
 from longleaf.rank_protocol.fakes import echo_token
 from longleaf.rank_protocol.step import Row, StepPlan, StepResult
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import ContextSettings, Progress, RankShare
 from tests.support.gated import GatedRanks, comes_to
 from tests.support.running import running as run
@@ -44,7 +44,7 @@ async def running(
 
 
 def prompt(count: int, max_tokens: int, context: str | None = None) -> Prompt:
-    return Prompt(context=context, token_ids=tuple(range(count)), sampling=Sampling(max_tokens=max_tokens))
+    return Prompt(context=context, token_ids=tuple(range(count)), sampling=SamplingParams(max_tokens=max_tokens))
 
 
 async def test_views_and_streams() -> None:
@@ -158,7 +158,7 @@ async def test_stream_ends_with_its_last_sample() -> None:
 async def test_logprobs_and_stop_tokens_reach_the_stream() -> None:
     async with running(FakeRanks(2, 100)) as (engine, _):
         second = echo_token(echo_token(2, 0, 1000), 1, 1000)
-        sampling = Sampling(max_tokens=9, num_logprobs=0, stop_tokens=(second,))
+        sampling = SamplingParams(max_tokens=9, num_logprobs=0, stop_tokens=(second,))
         stream = engine.submit(msgspec.structs.replace(prompt(3, 9), sampling=sampling))
         events = [event async for event in stream]
         reported = [token.logprobs for event in events if isinstance(event, Tokens) for token in event.tokens]
@@ -194,14 +194,14 @@ async def test_queued_requests_report_their_position() -> None:
 async def test_deadline_ends_a_job_on_an_idle_engine() -> None:
     now = [0.0]
     async with running(FakeRanks(2, 1000), clock=lambda: now[0]) as (engine, _):
-        stream = engine.submit(msgspec.structs.replace(prompt(3, 2000), claim=SchedulingClaim(deadline=0.001)))
+        stream = engine.submit(msgspec.structs.replace(prompt(3, 2000), scheduling=SchedulingParams(deadline=0.001)))
         assert await collect(engine.submit(prompt(3, 1000))) == 1000  # by then the other one's reader is behind
         assert stream.is_full
         now[0] = 1.0
         with pytest.raises(DeadlineExceeded):
             await collect(stream)
         with pytest.raises(DeadlineExceeded):
-            engine.submit(msgspec.structs.replace(prompt(3, 1), claim=SchedulingClaim(deadline=0.5)))
+            engine.submit(msgspec.structs.replace(prompt(3, 1), scheduling=SchedulingParams(deadline=0.5)))
         assert engine.cluster().running == 0
 
 

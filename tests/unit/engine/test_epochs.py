@@ -16,7 +16,7 @@ from longleaf.config import EngineConfig
 from longleaf.errors import ContextLost, NotFound, Unavailable
 from longleaf.rank_protocol.fakes import echo_token
 from longleaf.rank_protocol.step import Move, Prefill
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import Loss, Recovering
 from tests.support.gated import comes_to
 from tests.support.running import running
@@ -27,7 +27,7 @@ DOCUMENT = list(range(96))
 
 
 def prompt(count: int, max_tokens: int, context: str | None = None) -> Prompt:
-    return Prompt(context=context, token_ids=tuple(range(count)), sampling=Sampling(max_tokens=max_tokens))
+    return Prompt(context=context, token_ids=tuple(range(count)), sampling=SamplingParams(max_tokens=max_tokens))
 
 
 def make_engine(ranks: FakeRanks) -> Engine:
@@ -193,7 +193,7 @@ async def test_job_that_breaks_several_epochs_fails_alone(is_deadly: bool, num_e
         engine = found.engine
         await ingest(engine)
         others = [engine.submit(prompt(3, 300, "doc")), engine.submit(prompt(4, 300))]
-        poison = engine.submit(Prompt(context=None, token_ids=(666,), sampling=Sampling(max_tokens=3)))
+        poison = engine.submit(Prompt(context=None, token_ids=(666,), sampling=SamplingParams(max_tokens=3)))
         reported = await asyncio.gather(read(poison), *map(read, others), return_exceptions=True)
         assert isinstance(reported[0], Unavailable)
         assert [ids for ids, _ in reported[1:]] == [answer(2, 300), answer(3, 300)]
@@ -210,7 +210,7 @@ async def test_many_poison_jobs_do_not_end_the_service() -> None:
 
     async with running(make_engine(Poisoned(3, 100))) as found:
         engine = found.engine
-        poison = Prompt(context=None, token_ids=(666,), sampling=Sampling(max_tokens=3))
+        poison = Prompt(context=None, token_ids=(666,), sampling=SamplingParams(max_tokens=3))
         reported = await asyncio.gather(*(read(engine.submit(poison)) for _ in range(12)), return_exceptions=True)
         assert all(isinstance(one, Unavailable) for one in reported)
         assert (await read(engine.submit(prompt(5, 9))))[0] == answer(4, 9)
@@ -218,8 +218,8 @@ async def test_many_poison_jobs_do_not_end_the_service() -> None:
 
 async def test_repeated_failures_before_the_first_step_end_the_service() -> None:
     class Disagreeing(FakeRanks):
-        async def lay_out(self, layout):
-            await super().lay_out(layout)
+        async def send_layout(self, layout):
+            await super().send_layout(layout)
             self.break_epoch("that cannot be held")
 
     ranks = Disagreeing(3, 100)

@@ -14,7 +14,7 @@ from coordinator.persistence.snapshots.retention import RetentionPolicy
 from longleaf.errors import StorageUnavailable, Unavailable
 from longleaf.positions import EVERY_RANK, AttentionSpan, WindowSpec
 from longleaf.rank_protocol.step import Prefill, Restore
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import ContextSettings
 from tests.support.coming import comes
 from tests.support.storing import FORM, NOW, Service, Storage, serving
@@ -34,7 +34,7 @@ async def ingest(engine: Engine, name: str = "book", ids: list[int] = IDS) -> in
 
 
 async def ask(engine: Engine, name: str = "book") -> list[int]:
-    prompt = Prompt(context=name, token_ids=(1, 2), sampling=Sampling(max_tokens=4))
+    prompt = Prompt(context=name, token_ids=(1, 2), sampling=SamplingParams(max_tokens=4))
     events = [event async for event in engine.submit(prompt)]
     return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
 
@@ -79,7 +79,7 @@ async def test_growing_segment_is_not_reported() -> None:
         service.ranks.may_step.clear()
         reading = asyncio.create_task(ingest(service.engine))
         scheduler = service.engine._current()
-        await comes(lambda: scheduler.segments.holdings.find(0) is not None)
+        await comes(lambda: scheduler.segments.placements.find(0) is not None)
         assert segment_on_ranks(service, 0) is None
         service.ranks.may_step.set()
         assert await reading == 0
@@ -128,7 +128,7 @@ async def test_no_segment_is_reported_during_a_rebalance() -> None:
         service.ranks.load(7)
         await comes(lambda: service.engine.cluster().epoch == 2)
         scheduler = service.engine._current()
-        assert scheduler.segments.holdings.is_whole
+        assert scheduler.segments.placements.is_whole
         assert segment_on_ranks(service, number) is None
         service.ranks.may_step.set()
         await comes(lambda: segment_on_ranks(service, number))

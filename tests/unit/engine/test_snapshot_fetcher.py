@@ -22,17 +22,17 @@ pytestmark = pytest.mark.timeout(60)
 WINDOWS = WindowSpec(reaches=(AttentionSpan(window=4),), num_blocks=16)
 
 
-def is_restorable(holding: SegmentPlacement) -> bool:
+def is_restorable(placement: SegmentPlacement) -> bool:
     """Whether the segment may still be restored from storage."""
-    return holding.loss is not None and holding.loss.may_return
+    return placement.loss is not None and placement.loss.may_return
 
 
 async def test_stored_segments_are_restored_and_members_free_their_pieces() -> None:
     async with opened() as bench:
-        holding = bench.lost(3)
+        placement = bench.lost(3)
         await bench.restore_all()
-        assert holding.loss is None
-        assert sorted((run.start, run.end) for run in holding.runs) == [(0, 8), (8, 16)]
+        assert placement.loss is None
+        assert sorted((run.start, run.end) for run in placement.runs) == [(0, 8), (8, 16)]
         assert {member for member, _ in bench.ranks.orders} == {0, 1}, "they share the work"
         assert sorted(bench.ranks.names) == [bench.piece(3, 0), bench.piece(3, 1)]
         await bench.until(lambda: not bench.ranks.fetched)
@@ -45,7 +45,7 @@ async def test_manifest_is_read_once_for_concurrent_requests() -> None:
         bench.archive.is_answering.clear()
         bench.lost(3)
         await bench.turn_often()
-        bench.segments.retain(bench.segments.holdings.with_losses[0].segment.path)  # a second user of the segment
+        bench.segments.retain(bench.segments.placements.with_losses[0].segment.path)  # a second user of the segment
         bench.lost(4)
         await bench.until(lambda: 4 in bench.archive.asked)
         assert bench.archive.asked == [3, 4]
@@ -68,9 +68,9 @@ async def test_fetched_data_signals_a_change() -> None:
 @pytest.mark.parametrize("error", [NotFound("the manifest"), DataLoss("the manifest", "a byte is flipped")])
 async def test_segment_without_a_valid_manifest_is_recomputed_and_removed(error: LongleafError) -> None:
     async with opened() as bench:
-        holding, other = bench.lost(3), bench.lost(4)
+        placement, other = bench.lost(3), bench.lost(4)
         bench.archive.failures[3] = error
-        await bench.until(lambda: not is_restorable(holding))
+        await bench.until(lambda: not is_restorable(placement))
         assert is_restorable(other)
         await bench.until(lambda: 3 not in bench.archive.manifests)
         assert bench.archive.forgotten == [(3, str(error))]
@@ -80,11 +80,11 @@ async def test_segment_without_a_valid_manifest_is_recomputed_and_removed(error:
 async def test_new_snapshot_of_a_damaged_segment_is_trusted_again() -> None:
     async with opened() as bench:
         for count in (1, 2):
-            holding = bench.lost(3)
+            placement = bench.lost(3)
             bench.archive.failures[3] = DataLoss("the manifest", "a byte is flipped")
             await bench.until(lambda: 3 not in bench.archive.manifests)
             assert len(bench.archive.forgotten) == count
-            bench.segments.release(holding.segment.path)
+            bench.segments.release(placement.segment.path)
             bench.archive.failures.clear()
         again = bench.lost(3)
         await bench.restore_all()
@@ -96,13 +96,13 @@ async def test_unreachable_storage_is_not_waited_for_and_loses_nothing(
     is_slow: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened() as bench:
-        holding = bench.lost(3)
+        placement = bench.lost(3)
         if is_slow:
             monkeypatch.setattr(snapshot_fetcher, "FETCH_SECONDS", 0.0)
             bench.archive.is_answering.clear()
         else:
             bench.archive.failures[3] = AWAY
-        await bench.until(lambda: not is_restorable(holding))
+        await bench.until(lambda: not is_restorable(placement))
         bench.turn()
         assert bench.archive.manifests.keys() == {3}
         assert not bench.archive.forgotten
@@ -114,7 +114,7 @@ async def test_unreachable_storage_is_not_waited_for_and_loses_nothing(
 @pytest.mark.parametrize("is_missing", [True, False])
 async def test_only_damaged_pieces_are_recomputed_after_the_restore(is_missing: bool) -> None:
     async with opened() as bench:
-        holding = bench.lost(3, num_pieces=4)
+        placement = bench.lost(3, num_pieces=4)
         name = bench.piece(3, 1)
         bench.ranks.pieces[name] = frozenset()
         if is_missing:
@@ -122,11 +122,11 @@ async def test_only_damaged_pieces_are_recomputed_after_the_restore(is_missing: 
         await bench.until(lambda: len(bench.ranks.fetched) == 3)
         await bench.turn_often()
         assert not bench.archive.forgotten, "other pieces of it may still be fetched"
-        while is_restorable(holding):
+        while is_restorable(placement):
             bench.turn()
             bench.restore()
-        assert holding.loss is not None
-        assert holding.loss.left == [(4, 8)]
+        assert placement.loss is not None
+        assert placement.loss.left == [(4, 8)]
         await bench.until(lambda: 3 not in bench.archive.manifests)
         (reported,) = bench.archive.forgotten
         assert name in reported[1]
@@ -139,7 +139,7 @@ async def test_pieces_ending_inside_a_block_are_recomputed_in_reserved_blocks(cu
     """An imported archive may have such a manifest: digests only detect damage. The restored blocks and those of the
     recomputed tokens would be more than the segment takes."""
     async with opened() as bench:
-        holding = bench.lost(3)
+        placement = bench.lost(3)
         first, second = (manifest := bench.archive.manifests[3]).pieces
         pieces = (
             replace(first, runs=((0, cut),), num_bytes=cut),
@@ -148,12 +148,12 @@ async def test_pieces_ending_inside_a_block_are_recomputed_in_reserved_blocks(cu
         bench.archive.manifests[3] = replace(manifest, pieces=pieces)
         bench.archive.manifests[3].check()
         bench.ranks.pieces |= {piece.name: frozenset(range(*piece.runs[0])) for piece in pieces}
-        await bench.until(lambda: not is_restorable(holding) or bench.can_restore)
-        while holding.loss is not None:
+        await bench.until(lambda: not is_restorable(placement) or bench.can_restore)
+        while placement.loss is not None:
             assert bench.recovery.plan([], TOKENS) is not None
             bench.recovery.commit()
             bench.turn()
-        assert sum(len(run.blocks) for run in holding.runs) == TOKENS // BLOCK
+        assert sum(len(run.blocks) for run in placement.runs) == TOKENS // BLOCK
         assert bench.placer.num_reserved == BlockCount()
 
 
@@ -172,7 +172,7 @@ async def test_after_a_damaged_restore_its_archive_is_no_longer_used(problem: st
             await bench.until(lambda: bench.can_restore)
             work = bench.recovery.plan([], TOKENS)
             assert isinstance(work, Restore)
-            first = bench.segments.holdings.find(work.segment)
+            first = bench.segments.placements.find(work.segment)
             assert first is not None
             bench.recovery.undo([work], BREAK)
             bench.recovery.change_ranks(RankMapping(2, (0, 1), (32, 32)))
@@ -191,35 +191,35 @@ async def test_after_a_damaged_restore_its_archive_is_no_longer_used(problem: st
 
 async def test_failed_restore_of_own_snapshots_discards_only_that_snapshot() -> None:
     async with opened() as bench:
-        holdings = [bench.lost(3), bench.lost(4)]
+        placements = [bench.lost(3), bench.lost(4)]
         await bench.until(lambda: bench.can_restore)
         work = bench.recovery.plan([], TOKENS)
         assert isinstance(work, Restore)
         bench.recovery.undo([work], BREAK)
         bench.recovery.change_ranks(RankMapping(2, (0, 1), (32, 32)))
         await bench.turn_often()
-        assert [is_restorable(one) for one in holdings] == [one.segment.id != work.segment for one in holdings]
+        assert [is_restorable(one) for one in placements] == [one.segment.id != work.segment for one in placements]
         assert not bench.archive.forgotten
 
 
 async def test_damaged_piece_recomputes_the_whole_segment_with_windows() -> None:
     async with opened(WINDOWS) as bench:
-        holding = bench.lost(3)
+        placement = bench.lost(3)
         bench.ranks.pieces[bench.piece(3)] = frozenset()
         await bench.until(lambda: bench.archive.forgotten)
-        assert holding.loss is not None
-        assert (holding.loss.left, is_restorable(holding)) == ([(0, TOKENS)], False)
+        assert placement.loss is not None
+        assert (placement.loss.left, is_restorable(placement)) == ([(0, TOKENS)], False)
         await bench.until(lambda: not bench.ranks.fetched)
 
 
 async def test_windows_are_fetched_by_every_member() -> None:
     async with opened(WINDOWS) as bench:
-        holding = bench.lost(3)
+        placement = bench.lost(3)
         windows = bench.archive.manifests[3].windows
         assert windows is not None
         await bench.restore_all()
         assert sorted(member for member, order in bench.ranks.orders if order.name == windows.name) == [0, 1]
-        assert [(run.start, run.end) for run in holding.window_runs] == [(TOKENS - BLOCK, TOKENS)]
+        assert [(run.start, run.end) for run in placement.window_runs] == [(TOKENS - BLOCK, TOKENS)]
         await bench.until(lambda: not bench.ranks.fetched)
 
 
@@ -228,7 +228,7 @@ async def test_pieces_that_cannot_be_fetched_are_recomputed_and_stay_on_storage(
     is_slow: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened() as bench:
-        holding = bench.lost(3)
+        placement = bench.lost(3)
         bench.ranks.is_fetching.clear()
         monkeypatch.setattr(snapshot_fetcher, "FETCH_SECONDS", 30.0)
         await bench.until(lambda: bench.recovery.restoring._returns[3].left is not None)
@@ -237,7 +237,7 @@ async def test_pieces_that_cannot_be_fetched_are_recomputed_and_stay_on_storage(
         else:
             bench.ranks.storage_error = "the storage is away"
             bench.ranks.is_fetching.set()
-        await bench.until(lambda: not is_restorable(holding))
+        await bench.until(lambda: not is_restorable(placement))
         bench.turn()
         assert bench.archive.manifests.keys() == {3}
         assert not bench.archive.forgotten
@@ -247,14 +247,14 @@ async def test_pieces_that_cannot_be_fetched_are_recomputed_and_stay_on_storage(
 
 async def test_snapshot_that_cannot_be_removed_is_not_trusted() -> None:
     async with opened() as bench:
-        holding = bench.lost(3)
+        placement = bench.lost(3)
         bench.archive.may_forget = False
         bench.archive.failures[3] = NotFound("the manifest")
         await bench.until(lambda: bench.archive.forgotten)
         await bench.turn_often()
         assert len(bench.archive.forgotten) == 1
-        bench.segments.release(holding.segment.path)
-        again = bench.call(holding.segment)
+        bench.segments.release(placement.segment.path)
+        again = bench.call(placement.segment)
         bench.turn()
         assert not bench.recovery.restoring.has(again)
         assert bench.archive.asked == [3]
@@ -273,13 +273,13 @@ async def test_failed_removal_is_retried(monkeypatch: pytest.MonkeyPatch) -> Non
 
 async def test_loss_of_a_member_is_not_a_storage_error() -> None:
     async with opened() as bench:
-        holding = bench.lost(3)
+        placement = bench.lost(3)
         bench.ranks.is_fetching.clear()
         await bench.until(lambda: len(bench.ranks.orders) == 2)
         bench.ranks.lose(1, "it died")
         bench.ranks.is_fetching.set()
         await comes(lambda: bench.ranks.fetched)
-        assert is_restorable(holding), "only the epoch ends"
+        assert is_restorable(placement), "only the epoch ends"
         bench.end_epoch(0)
         tickets = {order.ticket for _, order in bench.ranks.orders}
         await bench.restore_all()
@@ -295,29 +295,29 @@ async def test_pieces_fetched_in_an_ended_epoch_are_discarded() -> None:
         bench.lost(3)
         await bench.until(lambda: len(bench.ranks.fetched) == 2)
         bench.end_epoch(0, 1)
-        bench.fetching.turn()
+        bench.fetching.run_pending()
         await comes(lambda: not bench.ranks.fetched)
 
 
 async def test_late_manifest_is_used_in_the_next_epoch() -> None:
     async with opened() as bench:
-        holding = bench.lost(3)
+        placement = bench.lost(3)
         bench.archive.is_answering.clear()
         await bench.until(lambda: bench.archive.asked)
         bench.end_epoch(0, 1)
         bench.archive.is_answering.set()
         await comes(lambda: bench.num_changes)
         await bench.restore_all()
-        assert holding.loss is None
+        assert placement.loss is None
         assert len(bench.ranks.orders) == 2
 
 
 async def test_manifest_of_a_released_segment_is_ignored() -> None:
     async with opened() as bench:
-        holding = bench.lost(3)
+        placement = bench.lost(3)
         bench.archive.is_answering.clear()
         await bench.until(lambda: bench.archive.asked)
-        bench.segments.release(holding.segment.path)
+        bench.segments.release(placement.segment.path)
         bench.archive.is_answering.set()
         await comes(lambda: bench.num_changes)
         bench.turn()
@@ -327,11 +327,11 @@ async def test_manifest_of_a_released_segment_is_ignored() -> None:
 
 async def test_fetch_of_a_released_segment_is_discarded() -> None:
     async with opened() as bench:
-        holding = bench.lost(3)
+        placement = bench.lost(3)
         bench.ranks.is_fetching.clear()
         await bench.until(lambda: len(bench.ranks.orders) == 2)
         discarded = recorded_discards(bench.ranks)
-        bench.segments.release(holding.segment.path)
+        bench.segments.release(placement.segment.path)
         await bench.until(lambda: len(discarded) == 2)
         assert sorted(discarded) == sorted((member, order.ticket) for member, order in bench.ranks.orders)
 
@@ -350,12 +350,12 @@ def recorded_discards(ranks: Members) -> list[tuple[int, int]]:
 
 async def test_segment_dropped_before_its_order_leaves_nothing_on_members() -> None:
     async with opened() as bench:
-        holding = bench.lost(3)
+        placement = bench.lost(3)
         bench.turn()
         await comes(lambda: bench.num_changes)
-        bench.recovery.promise([])  # it is ordered
-        bench.segments.release(holding.segment.path)
-        bench.recovery.promise([])  # and dropped before the poll that would report it
+        bench.recovery.reserve_lost([])  # it is ordered
+        bench.segments.release(placement.segment.path)
+        bench.recovery.reserve_lost([])  # and dropped before the poll that would report it
         other = bench.lost(4)
         bench.turn()
         await bench.restore_all()
@@ -363,13 +363,13 @@ async def test_segment_dropped_before_its_order_leaves_nothing_on_members() -> N
         await bench.until(lambda: not bench.ranks.fetched)
 
 
-@pytest.mark.parametrize("place", ["manifest", "offer", "fetch"])
+@pytest.mark.parametrize("place", ["manifest", "set_pieces", "fetch"])
 async def test_unexpected_error_recomputes_only_its_segment(
     place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened() as bench:
-        holding, other = bench.lost(3), bench.lost(4)
-        owner = {"manifest": bench.archive, "offer": bench.recovery.restoring, "fetch": bench.ranks}[place]
+        placement, other = bench.lost(3), bench.lost(4)
+        owner = {"manifest": bench.archive, "set_pieces": bench.recovery.restoring, "fetch": bench.ranks}[place]
         call = getattr(owner, place)
 
         def fail(first: Any, *args: Any) -> Any:
@@ -379,7 +379,7 @@ async def test_unexpected_error_recomputes_only_its_segment(
             return call(first, *args)
 
         monkeypatch.setattr(owner, place, fail)
-        await bench.until(lambda: not is_restorable(holding))
+        await bench.until(lambda: not is_restorable(placement))
         assert is_restorable(other)
         while other.loss is not None:
             await bench.until(lambda: bench.can_restore)
@@ -393,7 +393,7 @@ async def test_segment_that_cannot_be_placed_is_recomputed_and_its_reservation_f
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened(WINDOWS) as bench:
-        holding = bench.lost(3)
+        placement = bench.lost(3)
         free = bench.placer.num_free
 
         def fail(*_: Any) -> Any:
@@ -406,12 +406,12 @@ async def test_segment_that_cannot_be_placed_is_recomputed_and_its_reservation_f
                 plan = bench.recovery.plan([], TOKENS)
                 assert plan is None or isinstance(plan, Prefill)
             else:
-                await bench.until(lambda: not is_restorable(holding))
-        assert not is_restorable(holding)
-        assert len(bench.recovery.restoring.take_faults()) == 1
+                await bench.until(lambda: not is_restorable(placement))
+        assert not is_restorable(placement)
+        assert len(bench.recovery.restoring.pop_faults()) == 1
         bench.recovery.undo([], 0)
         await bench.until(lambda: not bench.ranks.fetched)
-        bench.segments.release(holding.segment.path)
+        bench.segments.release(placement.segment.path)
         bench.placer.audit([])
         assert bench.placer.num_free.sharded >= free.sharded
 

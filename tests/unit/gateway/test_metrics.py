@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.events import EventResponse, event
 from gateway.metrics import GatewayMetrics
 from gateway.settings import GatewayConfig
+from gateway.sse import EventResponse, event
 from longleaf.errors import InvalidArgument
 
 ROUTES = "longleaf_gateway_requests_total"

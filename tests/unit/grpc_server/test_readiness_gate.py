@@ -26,14 +26,14 @@ def loading_gate() -> ReadinessGate:
 
 def refusal(readiness: ReadinessGate, method: str) -> str | None:
     try:
-        with readiness.enter(method):
+        with readiness.admit(method):
             return None
     except Unavailable as error:
         return str(error)
 
 
 async def call(readiness: ReadinessGate, end: asyncio.Event) -> None:
-    with readiness.enter(GENERATE):
+    with readiness.admit(GENERATE):
         await end.wait()
 
 
@@ -89,7 +89,7 @@ async def test_waiting_calls_are_ended_with_the_reason() -> None:
     readiness = loading_gate()
     readiness.open(NOTHING)
     one = await start(call(readiness, asyncio.Event()))
-    readiness.end(STOPPING)
+    readiness.cancel_calls(STOPPING)
     with pytest.raises(Unavailable, match="^stopping$"):
         await one
     assert (one.cancelled(), readiness.num_open) == (False, 0)
@@ -107,6 +107,6 @@ async def test_calls_of_disconnected_clients_are_only_cancelled() -> None:
 async def test_calls_that_never_end_are_not_waited_for() -> None:
     readiness = loading_gate()
     readiness.open(NOTHING)
-    with readiness.enter(WATCH), readiness.enter(HEALTH), readiness.enter(DRAIN):
+    with readiness.admit(WATCH), readiness.admit(HEALTH), readiness.admit(DRAIN):
         assert readiness.num_open == 0
         await readiness.wait_empty(60)

@@ -50,11 +50,11 @@ def call(*requests: bytes) -> SimpleNamespace:
 async def refused(method: str, data: bytes) -> str:
     """The reason for a refusal. The parser must not have been called, neither for a single request nor in a stream."""
     parser = Parser()
-    with RequestLimiter().of(method, parser, HOST) as incoming:
+    with RequestLimiter().admit(method, parser, HOST) as incoming:
         with pytest.raises(InvalidArgument) as caught:
-            await incoming.one(call(data))
+            await incoming.read_one(call(data))
         with pytest.raises(InvalidArgument):
-            [_ async for _ in incoming.all(call(data))]
+            [_ async for _ in incoming.read_all(call(data))]
     assert parser.parsed == [] and caught.value.field == "request"
     return caught.value.description
 
@@ -97,17 +97,17 @@ async def test_many_fields_of_a_nested_message_are_refused(field: bytes) -> None
 @pytest.mark.parametrize("data", [LARGE, b"", b"\x0a\x00" * MAX_FIELDS, b"\x80" * (MAX_SMALL_BYTES + 1)])
 async def test_requests_within_the_limits_are_parsed(data: bytes) -> None:
     parser = Parser()
-    with RequestLimiter().of(GENERATE, parser, HOST) as incoming:
-        assert await incoming.one(call(data)) == data
-        assert [request async for request in incoming.all(call(data, b"x"))] == [data, b"x"]
+    with RequestLimiter().admit(GENERATE, parser, HOST) as incoming:
+        assert await incoming.read_one(call(data)) == data
+        assert [request async for request in incoming.read_all(call(data, b"x"))] == [data, b"x"]
 
 
 async def test_missing_or_invalid_message_is_refused() -> None:
-    with RequestLimiter().of(GENERATE, Parser(), HOST) as incoming:
+    with RequestLimiter().admit(GENERATE, Parser(), HOST) as incoming:
         with pytest.raises(InvalidArgument, match="request: is missing"):
-            await incoming.one(call())
+            await incoming.read_one(call())
         with pytest.raises(InvalidArgument, match="request: is not a valid message"):
-            await incoming.one(call(b"\xff"))
+            await incoming.read_one(call(b"\xff"))
 
 
 class SlowParser(Parser):
@@ -129,8 +129,8 @@ async def test_parsing_a_large_request_does_not_block_the_event_loop() -> None:
 
     async def read(data: bytes, host: str = HOST) -> None:
         CURRENT.set(CallRecord(GENERATE, host, {}))
-        with requests.of(GENERATE, parser, HOST) as incoming:
-            await incoming.one(call(data))
+        with requests.admit(GENERATE, parser, HOST) as incoming:
+            await incoming.read_one(call(data))
 
     large = [asyncio.create_task(read(LARGE + bytes(number))) for number in range(4)]
     await asyncio.to_thread(parser.has_begun.wait, 30)
@@ -154,8 +154,8 @@ async def test_tenant_has_one_turn_for_all_its_hosts() -> None:
     async def read(tenant: str, host: int) -> None:
         CALLER.set(Caller(tenant=tenant, is_alone=False))
         CURRENT.set(CallRecord(GENERATE, f"ipv4:10.0.0.{host}:1", {}))
-        with requests.of(GENERATE, parser, HOST) as incoming:
-            await incoming.one(call(LARGE + tenant.encode()))
+        with requests.admit(GENERATE, parser, HOST) as incoming:
+            await incoming.read_one(call(LARGE + tenant.encode()))
 
     many = [asyncio.create_task(read("many", number)) for number in range(8)]
     await asyncio.to_thread(parser.has_begun.wait, 30)
@@ -169,18 +169,18 @@ async def test_tenant_has_one_turn_for_all_its_hosts() -> None:
 
 async def test_waiting_large_requests_are_limited() -> None:
     requests = RequestLimiter(max_pending_bytes=len(LARGE), share=1)
-    with requests.of(GENERATE, Parser(), HOST) as first, requests.of(GENERATE, Parser(), HOST) as second:
-        await first.one(call(LARGE))
+    with requests.admit(GENERATE, Parser(), HOST) as first, requests.admit(GENERATE, Parser(), HOST) as second:
+        await first.read_one(call(LARGE))
         with pytest.raises(
             ResourceExhausted, match=f"with {len(LARGE):,} more bytes, .* limit of {len(LARGE):,}"
         ) as caught:
-            await second.one(call(LARGE))
+            await second.read_one(call(LARGE))
         assert caught.value.retry_seconds
-        assert await second.one(call(b"small")) == b"small"
+        assert await second.read_one(call(b"small")) == b"small"
         first.release()
-        assert await second.one(call(LARGE)) == LARGE
-    with requests.of(GENERATE, Parser(), HOST) as third:
-        assert await third.one(call(LARGE)) == LARGE, "the end of a call releases its memory"
+        assert await second.read_one(call(LARGE)) == LARGE
+    with requests.admit(GENERATE, Parser(), HOST) as third:
+        assert await third.read_one(call(LARGE)) == LARGE, "the end of a call releases its memory"
 
 
 async def test_large_requests_of_one_tenant_do_not_exclude_others() -> None:
@@ -188,8 +188,8 @@ async def test_large_requests_of_one_tenant_do_not_exclude_others() -> None:
 
     async def hold(tenant: str, stack: ExitStack) -> None:
         CALLER.set(Caller(tenant=tenant, is_alone=False))
-        incoming = stack.enter_context(requests.of(GENERATE, Parser(), HOST))
-        await incoming.one(call(LARGE))
+        incoming = stack.enter_context(requests.admit(GENERATE, Parser(), HOST))
+        await incoming.read_one(call(LARGE))
 
     for _ in range(2):
         with ExitStack() as stack:
@@ -207,13 +207,13 @@ async def test_large_requests_of_one_tenant_do_not_exclude_others() -> None:
 async def test_open_calls_are_limited() -> None:
     requests = RequestLimiter(max_calls=1)
     with (
-        requests.of(GENERATE, Parser(), HOST),
+        requests.admit(GENERATE, Parser(), HOST),
         pytest.raises(ResourceExhausted, match="calls: 1 are open") as caught,
-        requests.of(GENERATE, Parser(), HOST),
+        requests.admit(GENERATE, Parser(), HOST),
     ):
         pass
     assert caught.value.retry_seconds
-    with requests.of(GENERATE, Parser(), HOST):
+    with requests.admit(GENERATE, Parser(), HOST):
         pass
 
 
@@ -221,14 +221,14 @@ async def test_one_host_cannot_use_all_calls() -> None:
     requests, most = RequestLimiter(max_calls=4), 3
     with ExitStack() as stack:
         for _ in range(most):
-            stack.enter_context(requests.of(GENERATE, Parser(), HOST))
+            stack.enter_context(requests.admit(GENERATE, Parser(), HOST))
         with (
             pytest.raises(ResourceExhausted, match="calls: 3 from your host are open"),
-            requests.of(GENERATE, Parser(), HOST),
+            requests.admit(GENERATE, Parser(), HOST),
         ):
             pass
-        stack.enter_context(requests.of(GENERATE, Parser(), "ipv4:10.0.0.2"))
-    with requests.of(GENERATE, Parser(), HOST):
+        stack.enter_context(requests.admit(GENERATE, Parser(), "ipv4:10.0.0.2"))
+    with requests.admit(GENERATE, Parser(), HOST):
         pass
 
 
@@ -254,8 +254,8 @@ async def test_pieces_are_freed_while_the_stream_is_silent() -> None:
             await asyncio.Event().wait()
         return make()
 
-    with RequestLimiter().of(INGEST, SimpleNamespace(request_deserializer=lambda data: make()), HOST) as incoming:
-        requests = incoming.all(SimpleNamespace(read=read))
+    with RequestLimiter().admit(INGEST, SimpleNamespace(request_deserializer=lambda data: make()), HOST) as incoming:
+        requests = incoming.read_all(SimpleNamespace(read=read))
         assert isinstance(await anext(requests), Weighty)
         silent = asyncio.ensure_future(anext(requests))
         await requested.wait()
@@ -266,10 +266,10 @@ async def test_pieces_are_freed_while_the_stream_is_silent() -> None:
 async def test_call_without_a_request_times_out() -> None:
     never = SimpleNamespace(read=asyncio.Event().wait)
     with (
-        RequestLimiter(arrival_seconds=0.001).of(GENERATE, Parser(), HOST) as incoming,
+        RequestLimiter(arrival_seconds=0.001).admit(GENERATE, Parser(), HOST) as incoming,
         pytest.raises(DeadlineExceeded, match="no request came within"),
     ):
-        await incoming.one(never)
+        await incoming.read_one(never)
 
 
 def test_files_of_an_ingest_are_counted_separately() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from coordinator.auth.caller import CALLER, Caller
-from coordinator.grpc_server.tenant_scoping import shown_cluster, shown_event, shown_report
+from coordinator.grpc_server.tenant_scoping import redact_cluster, redact_event, redact_report
 from longleaf.credentials import Role
 from longleaf.types import Cluster, Drafting, IngestProgress, ModelInfo, Recovering, Started
 
@@ -21,9 +21,9 @@ def role(request: pytest.FixtureRequest) -> Iterator[Role]:
 
 def test_total_recovery_progress_is_only_for_admins(role: Role) -> None:
     shown = RECOVERING if role == "admin" else Recovering(lost_tokens=8, recovered_tokens=0, total_tokens=0)
-    assert shown_event(RECOVERING) == shown
+    assert redact_event(RECOVERING) == shown
     report = IngestProgress(phase="recovering", total=3, recovering=RECOVERING)
-    assert shown_report(report) == IngestProgress(phase="recovering", total=3, recovering=shown)
+    assert redact_report(report) == IngestProgress(phase="recovering", total=3, recovering=shown)
 
 
 def test_total_draft_acceptance_is_only_for_admins(role: Role) -> None:
@@ -31,8 +31,8 @@ def test_total_draft_acceptance_is_only_for_admins(role: Role) -> None:
     cluster = Cluster(
         model=ModelInfo(name="m"), workers=(), world_size=1, epoch=1, launcher="local", merge="auto", drafting=drafting
     )
-    assert shown_cluster(cluster).drafting == (drafting if role == "admin" else None)
+    assert redact_cluster(cluster).drafting == (drafting if role == "admin" else None)
 
 
 def test_names_are_those_of_the_tenant(role: Role) -> None:
-    assert shown_event(Started(1, 0, request_id="acme/one")) == Started(1, 0, request_id="one")
+    assert redact_event(Started(1, 0, request_id="acme/one")) == Started(1, 0, request_id="one")

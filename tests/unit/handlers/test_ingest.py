@@ -43,14 +43,14 @@ SILENCE = 0.05
 class IngestBench:
     """The ingests of an engine, and their uploads."""
 
-    def __init__(self, folder: Path, idle_seconds: float, ledger: QuotaEnforcer = UNLIMITED, **limits: int) -> None:
+    def __init__(self, folder: Path, idle_seconds: float, quotas: QuotaEnforcer = UNLIMITED, **limits: int) -> None:
         self.engine, self.threads = FakeEngine(), TokenizerPool()
         self.engine.max_positions = 1 << 20
         self.uploads = Uploads(**limits)
         self.date = 1000.0
         tokenizer = Tokenizer.load(write_model(folder), DirectRenderer())
         self.ingest = Ingest(
-            self.engine, tokenizer, self.threads, self.uploads, lambda: self.date, idle_seconds, ledger
+            self.engine, tokenizer, self.threads, self.uploads, lambda: self.date, idle_seconds, quotas
         )
 
     async def run(self, *pieces: IngestPiece, ends: bool = True) -> list[IngestProgress]:
@@ -197,7 +197,7 @@ async def test_document_continues_when_space_is_available(tmp_path: Path) -> Non
 
 async def test_tokens_of_a_waiting_document_are_charged_once(tmp_path: Path) -> None:
     CALLER.set(Caller(quotas=Quotas(tokens_in_per_minute=5)))
-    made = IngestBench(tmp_path, 60.0, ledger=QuotaEnforcer(lambda _: TenantUsage(), lambda: 0.0))
+    made = IngestBench(tmp_path, 60.0, quotas=QuotaEnforcer(lambda _: TenantUsage(), lambda: 0.0))
     made.engine.error = ResourceExhausted("queue", "others wait already", 1.0)
     for ids in ([(1,) * 10], [], []):
         with pytest.raises(ResourceExhausted, match="queue"):
@@ -212,7 +212,7 @@ async def test_tokens_of_a_waiting_document_are_charged_once(tmp_path: Path) -> 
 async def test_document_shorter_than_its_size_is_refused(made: IngestBench) -> None:
     with pytest.raises(InvalidArgument, match=r"config\.total_size_bytes: 15 bytes are declared, .* after 7"):
         await made.run(header(size=15), b"call me")
-    assert not made.engine.claims, "the engine never received it"
+    assert not made.engine.schedulings, "the engine never received it"
     assert made.uploads.num_bytes == 0
     assert (await made.run(header(size=7), b"call me"))[-1].phase == "ready"
 
@@ -264,7 +264,7 @@ async def test_ingest_ends_when_its_context_expires(tmp_path: Path, upload_id: s
         await made.run(expiring(made.date + 0.05, upload_id), b"call me", ends=False)
     assert caught.value.field == "config.expire_time"
     assert made.uploads.num_bytes == 0
-    assert not made.engine.claims
+    assert not made.engine.schedulings
     assert (await made.run(header(upload_id), b"other"))[0].received_bytes == 0
     await made.threads.close()
 
@@ -294,7 +294,7 @@ async def test_expiry_during_acknowledgement_is_reported(made: IngestBench, monk
     """It expires between the last step and the response to the client."""
 
     def expire(context_id: str) -> None:
-        if made.engine.claims:
+        if made.engine.schedulings:
             made.date += 10
         raise NotFound(f"contexts/{context_id}")
 

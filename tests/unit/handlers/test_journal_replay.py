@@ -11,13 +11,13 @@ from coordinator.handlers.journal_replay import replay_journal
 from coordinator.handlers.response_assembler import ResponseAssembler
 from coordinator.persistence.journal.entries import JournalEvent, encode_entry, read_entries
 from coordinator.text.detokenizer import Alphabet
-from longleaf.sampling import Sampling, Token
+from longleaf.sampling import SamplingParams, Token
 from longleaf.types import Event, Finished, Generate, Timings
 from tests.support.service import BYTES, ids
 
 END = BYTES.token_to_id("<|end|>")
 ALPHABET = Alphabet(decode=lambda token_ids: BYTES.decode(list(token_ids)), silent=frozenset({END}))
-SAMPLING = Sampling(max_tokens=20, stop=("bc", "dd"), stop_tokens=tuple(ids("!")))
+SAMPLING = SamplingParams(max_tokens=20, stop=("bc", "dd"), stop_tokens=tuple(ids("!")))
 PROMPT = Prompt(context=None, token_ids=(1, 2), sampling=SAMPLING, end_tokens=frozenset({END}), num_samples=2)
 
 
@@ -54,7 +54,7 @@ def test_journal_replay_emits_the_same_deltas(script: list[JournalEvent], data: 
     """Wherever the service died, the rest of the answer is sent as it would have been, with the draft counts of
     both."""
     one = answer()
-    expected = [untimed(event) for entry in script for event in one.take(entry)]
+    expected = [untimed(event) for entry in script for event in one.assemble(entry)]
     num_retained = data.draw(st.integers(1, len(script)))
     content = b"".join(map(encode_entry, script[:num_retained]))
     retained = [entry for entry, _ in read_entries(BytesIO(content), len(content))]
@@ -65,7 +65,7 @@ def test_journal_replay_emits_the_same_deltas(script: list[JournalEvent], data: 
         assert PROMPT.end_reason(token_ids[-1], len(token_ids)) is None if token_ids else True
         entries = [entry for entry in script[:num_retained] if isinstance(entry, Tokens) and entry.sample == sample]
         assert list(token_ids) == [i for entry in entries for i in entry.token_ids]
-    found += [untimed(event) for entry in script[num_retained:] for event in again.take(entry)]
+    found += [untimed(event) for entry in script[num_retained:] for event in again.assemble(entry)]
     assert again.is_finished
     for sample in range(2):
         mine = [

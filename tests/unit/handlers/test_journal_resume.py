@@ -23,7 +23,7 @@ from longleaf.errors import (
     Unavailable,
 )
 from longleaf.rank_protocol.step import Decode, Row, StepPlan, StepResult
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import Conversation, Delta, Event, Message, Resume, Started
 from tests.support.service import ids
 from tests.support.successors import CONFIG, VOCAB, Served, asked, num_tokens, serving, whole
@@ -31,7 +31,7 @@ from tests.support.timers import Timers
 
 pytestmark = pytest.mark.timeout(60)
 
-SAMPLING = Sampling(max_tokens=30)
+SAMPLING = SamplingParams(max_tokens=30)
 
 
 def copy_of(folder: Path) -> Path:
@@ -262,7 +262,7 @@ async def test_generation_that_no_longer_fits_is_refused(folder: Path, tokenizer
 
 
 async def test_penalties_include_previous_tokens(folder: Path, tokenizer: Tokenizer) -> None:
-    sampling = Sampling(max_tokens=30, frequency_penalty=1.0, repetition_penalty=1.5, temperature=1.0, seed=77)
+    sampling = SamplingParams(max_tokens=30, frequency_penalty=1.0, repetition_penalty=1.5, temperature=1.0, seed=77)
     async with serving(folder, tokenizer) as service:
         seen = await service.read(asked(sampling, 2), 7)
     async with serving(folder, tokenizer) as service:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.handlers.resumable_generations import request_digest
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import Conversation, Generate, Message, Role
 
 ROLES: list[Role] = ["system", "user", "assistant"]
@@ -17,7 +17,7 @@ INPUTS = CONVERSATIONS | st.text("u3\n ser", max_size=5) | st.lists(st.integers(
 @given(one=INPUTS, other=INPUTS)
 @settings(max_examples=300)
 def test_different_questions_have_different_digests(one: Conversation | str, other: Conversation | str) -> None:
-    requested = [request_digest(Generate(input=each, sampling=Sampling())) for each in (one, other)]
+    requested = [request_digest(Generate(input=each, sampling=SamplingParams())) for each in (one, other)]
     assert (requested[0] == requested[1]) == (one == other)
 
 
@@ -33,6 +33,6 @@ def test_different_questions_have_different_digests(one: Conversation | str, oth
 )
 def test_different_messages_have_different_digests(one: list[tuple[Role, str]], other: list[tuple[Role, str]]) -> None:
     made = [Conversation(tuple(Message(*each) for each in turns)) for turns in (one, other)]
-    digests = {request_digest(Generate(input=each, sampling=Sampling())) for each in made}
-    digests |= {request_digest(Generate(input=each, context="book", sampling=Sampling())) for each in made}
+    digests = {request_digest(Generate(input=each, sampling=SamplingParams())) for each in made}
+    digests |= {request_digest(Generate(input=each, context="book", sampling=SamplingParams())) for each in made}
     assert len(digests) == 4

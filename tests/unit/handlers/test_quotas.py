@@ -17,7 +17,7 @@ from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.credentials import Quotas
 from longleaf.errors import ResourceExhausted
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import Generate, ImportHeader, ImportProgress, IngestHeader, IngestPiece
 from tests.support.archives import packable
 from tests.support.service import FakeEngine, write_model
@@ -33,8 +33,10 @@ class Importer:
 
     def __init__(self, **quotas: int) -> None:
         self.quotas, self.engine = Quotas(**quotas), empty_transfer_engine()
-        self.ledger = QuotaEnforcer(self._usage, lambda: 0.0, lambda tenant: self.imports.num_of(tenant))
-        self.imports = ImportSessions(self.engine, 1 << 17, wall_clock=lambda: 10.0, quotas=self.ledger, max_imports=2)
+        self.enforcer = QuotaEnforcer(self._usage, lambda: 0.0, lambda tenant: self.imports.num_of(tenant))
+        self.imports = ImportSessions(
+            self.engine, 1 << 17, wall_clock=lambda: 10.0, quotas=self.enforcer, max_imports=2
+        )
 
     def _usage(self, _: str) -> TenantUsage:
         contexts = [stored.context for stored in self.engine.contexts.values()]
@@ -82,7 +84,7 @@ async def test_refused_upload_evicts_no_other() -> None:
 
 
 @pytest.fixture
-async def use_cases(tmp_path: Path) -> AsyncIterator[tuple[FakeEngine, Application]]:
+async def application(tmp_path: Path) -> AsyncIterator[tuple[FakeEngine, Application]]:
     engine, transfer = FakeEngine(), empty_transfer_engine()
     tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
     application = Application(engine, tokenizer, engine.describe, transfers=transfer)
@@ -101,8 +103,8 @@ async def silent(*pieces: IngestPiece) -> AsyncIterator[IngestPiece]:
     await asyncio.Event().wait()
 
 
-async def test_ingests_and_imports_share_the_quota(use_cases: tuple[FakeEngine, Application]) -> None:
-    _, calls = use_cases
+async def test_ingests_and_imports_share_the_quota(application: tuple[FakeEngine, Application]) -> None:
+    _, calls = application
     CALLER.set(Caller(tenant="acme", quotas=Quotas(uploads=2)))
     ingest = calls.ingest.run(silent(IngestHeader("acme/one", tenant="acme")))
     await anext(ingest)
@@ -117,23 +119,23 @@ async def test_ingests_and_imports_share_the_quota(use_cases: tuple[FakeEngine, 
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
-async def test_scheduling_claims_mark_a_caller_that_is_the_only_tenant(
-    use_cases: tuple[FakeEngine, Application], is_alone: bool
+async def test_scheduling_params_mark_a_caller_that_is_the_only_tenant(
+    application: tuple[FakeEngine, Application], is_alone: bool
 ) -> None:
-    engine, calls = use_cases
+    engine, calls = application
     CALLER.set(Caller(tenant="acme", is_alone=is_alone))
     generation = calls.generation.run(
-        Generate(context=None, input=(1, 2), sampling=Sampling(max_tokens=2), tenant="acme")
+        Generate(context=None, input=(1, 2), sampling=SamplingParams(max_tokens=2), tenant="acme")
     )
     await anext(generation)
     await generation.aclose()
     ingest = calls.ingest.run(ending(IngestHeader("acme/one", tenant="acme"), (1, 2)))
     assert [report async for report in ingest][-1].context
-    assert [engine.prompts[-1].claim.is_alone, engine.claims[-1].is_alone] == [is_alone] * 2
+    assert [engine.prompts[-1].scheduling.is_alone, engine.schedulings[-1].is_alone] == [is_alone] * 2
 
 
-async def test_recomputed_contexts_count_towards_the_quota(use_cases: tuple[FakeEngine, Application]) -> None:
-    engine, calls = use_cases
+async def test_recomputed_contexts_count_towards_the_quota(application: tuple[FakeEngine, Application]) -> None:
+    engine, calls = application
     engine.earlier = {f"acme/{name}": [1, 2, 3] for name in ("one", "two", "three")}
     CALLER.set(Caller(tenant="acme", quotas=Quotas(tokens=7)))
     found = await calls.recompute_contexts("acme")
@@ -148,14 +150,16 @@ async def test_recomputed_contexts_count_towards_the_quota(use_cases: tuple[Fake
 
 @pytest.mark.parametrize("quotas", [{"generations": 0}, {"tokens_out_per_minute": 0}, {"tokens_in_per_minute": 0}])
 async def test_prompt_refused_by_quotas_is_not_encoded(
-    quotas: dict[str, int], use_cases: tuple[FakeEngine, Application], monkeypatch: pytest.MonkeyPatch
+    quotas: dict[str, int], application: tuple[FakeEngine, Application], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def ids_of(*_: object) -> None:
         raise AssertionError("a conversation of megabytes would be rendered and encoded")
 
     monkeypatch.setattr(Prompts, "ids_of", ids_of)
-    _, calls = use_cases
+    _, calls = application
     CALLER.set(Caller(tenant="acme", quotas=Quotas(**quotas)))
-    generation = calls.generation.run(Generate(context=None, input="x", sampling=Sampling(max_tokens=2), tenant="acme"))
+    generation = calls.generation.run(
+        Generate(context=None, input="x", sampling=SamplingParams(max_tokens=2), tenant="acme")
+    )
     with pytest.raises(ResourceExhausted, match=f"quotas/{next(iter(quotas))}"):
         await anext(generation)

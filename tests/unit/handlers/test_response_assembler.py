@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from coordinator import engine_messages
 from coordinator.handlers.response_assembler import ResponseAssembler
 from coordinator.text.detokenizer import Alphabet
-from longleaf.sampling import Logprobs, Sampling, Token
+from longleaf.sampling import Logprobs, SamplingParams, Token
 from longleaf.types import Delta, Event, Finished, Generate, Recovering, Started, Usage
 from tests.support.service import BYTES, ids, tokens
 
@@ -29,7 +29,7 @@ class TickingClock:
 
 
 def answer(num_samples: int = 1, **sampling: object) -> ResponseAssembler:
-    request = Generate(input="", sampling=Sampling(**sampling), num_samples=num_samples)  # type: ignore[arg-type]
+    request = Generate(input="", sampling=SamplingParams(**sampling), num_samples=num_samples)  # type: ignore[arg-type]
     return ResponseAssembler("id", request, ALPHABET, frozenset({END}), TickingClock(), exactness_note="")
 
 
@@ -38,7 +38,7 @@ def ended(sample: int = 0, reason: engine_messages.EndReason = "length") -> engi
 
 
 def assemble(answer: ResponseAssembler, *events: engine_messages.Event) -> list[Event]:
-    return [message for event in events for message in answer.take(event)]
+    return [message for event in events for message in answer.assemble(event)]
 
 
 def text_of(messages: list[Event], sample: int = 0) -> str:
@@ -75,7 +75,7 @@ def test_interleaved_samples_are_assembled_independently(
         assert one.is_finished == (len(texts) == 1)
     rng, together, mixed = random.Random(seed), answer(len(texts), stop=stop), []
     while any(output):
-        mixed += together.take(rng.choice([script for script in output if script]).pop(0))
+        mixed += together.assemble(rng.choice([script for script in output if script]).pop(0))
     assert together.is_finished
     for sample, text in enumerate(texts):
         mine = [m for m in mixed if isinstance(m, Delta | Finished) and m.sample == sample]
@@ -150,13 +150,13 @@ def test_answer_ends_as_with_one_token_per_step(
 
 def test_drafts_are_summed_per_sample() -> None:
     two = answer(2)
-    two.take(engine_messages.Admitted(5, 3))
+    two.assemble(engine_messages.Admitted(5, 3))
     output = [
         engine_messages.Tokens(0, tokens(ids("abc")), 0, (), 7, 2),
         engine_messages.Tokens(0, tokens(ids("d")), 1, (), 3, 0),
     ]
     output.append(engine_messages.Tokens(3, tokens(ids("ef")), 0, (), 4, 1))
-    two.take(engine_messages.Admitted(5, 3))  # it was preempted, and continues
+    two.assemble(engine_messages.Admitted(5, 3))  # it was preempted, and continues
     first, second = [m for m in assemble(two, *output, ended(0), ended(1)) if isinstance(m, Finished)]
     assert (first.usage, second.usage) == (Usage(5, 3, 2, 11, 3), Usage(5, 3, 2, 3, 0))
 
@@ -182,7 +182,7 @@ def test_joined_steps_before_a_stop_string_count(stop: str, num_accepted: int) -
 
 def test_stopped_sample_emits_nothing_more_and_others_continue() -> None:
     both = answer(2, stop=("END",))
-    both.take(engine_messages.Admitted(5, 3, 1))
+    both.assemble(engine_messages.Admitted(5, 3, 1))
     messages = assemble(
         both,
         engine_messages.Tokens(0, tokens(ids("xENDy")), 1),

@@ -19,14 +19,14 @@ from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import Cancelled, InvalidArgument, NotFound, RankLost, ResourceExhausted, Unavailable
-from longleaf.sampling import Logprobs, Sampling, TokenLogprob
+from longleaf.sampling import Logprobs, SamplingParams, TokenLogprob
 from longleaf.types import Delta, Event, Finished, Generate, Progress, Recovering, Started
 from tests.support.service import FakeEngine, write_model
 from tests.support.timers import Timers
 
 pytestmark = pytest.mark.timeout(60)
 
-REQUEST = Generate(input="x", sampling=Sampling(), resume_seconds=30.0)
+REQUEST = Generate(input="x", sampling=SamplingParams(), resume_seconds=30.0)
 HEAD = [Started(5, 3), Progress(3, 5), Progress(5, 5)]
 LOST = [Recovering(8, done, 64) for done in (0, 32, 64)]
 
@@ -67,7 +67,7 @@ class Source:
 
 def hold(source: Source, timers: Timers) -> tuple[ResumableGenerations, ResumableGeneration]:
     generations = ResumableGenerations(timers)
-    return generations, generations.hold("id", REQUEST, source.events())
+    return generations, generations.register("id", REQUEST, source.events())
 
 
 async def read(replay: ResumableGeneration, count: int, token_index: int = 0) -> list[Event]:
@@ -192,7 +192,7 @@ async def test_cancel_ends_the_generation_and_its_readers() -> None:
             await reader
     with pytest.raises(NotFound):
         await generations.cancel("id")
-    again = generations.hold("id", REQUEST, source.events())
+    again = generations.register("id", REQUEST, source.events())
     timers.advance(29.0)
     assert generations.get("id") is again, "the timer of the previous generation is cancelled"
     timers.advance(1.0)
@@ -261,7 +261,7 @@ async def test_failed_generation_is_not_retained() -> None:
     with pytest.raises(RankLost):
         await read(replay, 99)
     assert generations.get("id") is None
-    again = generations.hold("id", REQUEST, Source([]).events())
+    again = generations.register("id", REQUEST, Source([]).events())
     timers.advance(29.0)
     assert generations.get("id") is again
 
@@ -281,7 +281,7 @@ class Failing:
 
     async def fail_next(self) -> None:
         """Makes the generation fail in the next iteration of the event loop."""
-        reading = asyncio.create_task(read(self._generations.hold("id", REQUEST, self.events()), 2))
+        reading = asyncio.create_task(read(self._generations.register("id", REQUEST, self.events()), 2))
         await self._is_waiting.wait()
         reading.cancel()
         await asyncio.wait([reading])
@@ -300,7 +300,7 @@ async def test_failure_at_expiry_does_not_affect_the_successor(num_turns: int) -
         await asyncio.sleep(0)
     source = Source([*HEAD, *deltas([1, 1]), Finished("length")])
     source.allow()
-    successor = generations.hold("id", REQUEST, source.events())
+    successor = generations.register("id", REQUEST, source.events())
     assert (await read(successor, 99))[-1] == Finished("length")
     assert generations.get("id") is successor
     gc.collect()  # asyncio logs a failed task when it is collected
@@ -313,7 +313,9 @@ async def test_name_is_free_after_expiry(tmp_path: Path) -> None:
     engine.is_endless = True
     tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
     generation = Generation(engine, tokenizer, threads, later=timers)
-    request = Generate(input="x", sampling=Sampling(), resume_seconds=30.0, request_id="id", use_chat_template=False)
+    request = Generate(
+        input="x", sampling=SamplingParams(), resume_seconds=30.0, request_id="id", use_chat_template=False
+    )
     silent = asyncio.Event()
     reading = asyncio.create_task(wait_for_tokens(generation.run(request), silent))
     await silent.wait()
@@ -384,32 +386,34 @@ async def test_reader_behind_the_retained_deltas_gets_an_error(monkeypatch: pyte
 
 async def test_client_is_limited_to_its_share() -> None:
     generations = ResumableGenerations(Timers(), max_resumable=3)
-    greedy, other = (Generate(input="x", sampling=Sampling(), resume_seconds=30.0, client=c) for c in ("greedy", "b"))
+    greedy, other = (
+        Generate(input="x", sampling=SamplingParams(), resume_seconds=30.0, client=c) for c in ("greedy", "b")
+    )
     for number in range(2):
-        generations.hold(f"greedy {number}", greedy, Source([]).events())
+        generations.register(f"greedy {number}", greedy, Source([]).events())
     with pytest.raises(ResourceExhausted, match="'greedy' has 2 .* of 3") as caught:
-        generations.hold("greedy 2", greedy, Source([]).events())
+        generations.register("greedy 2", greedy, Source([]).events())
     assert caught.value.retry_seconds is not None
-    generations.hold("other", other, Source([]).events())
+    generations.register("other", other, Source([]).events())
     with pytest.raises(ResourceExhausted, match="3 resumable generations exist"):
-        generations.hold("other 1", other, Source([]).events())
+        generations.register("other 1", other, Source([]).events())
     await generations.cancel("greedy 0")
-    generations.hold("greedy 2", greedy, Source([]).events())
+    generations.register("greedy 2", greedy, Source([]).events())
 
 
 async def test_tenant_is_limited_to_its_share_for_all_clients() -> None:
     generations = ResumableGenerations(Timers(), max_resumable=4, tenant_share=1 / 2)
-    requested = Generate(input="x", sampling=Sampling(), resume_seconds=30.0, tenant="acme")
+    requested = Generate(input="x", sampling=SamplingParams(), resume_seconds=30.0, tenant="acme")
     for client in ("a", "b"):
-        generations.hold(client, replace(requested, client=client), Source([]).events())
+        generations.register(client, replace(requested, client=client), Source([]).events())
     with pytest.raises(ResourceExhausted, match="tenant acme has 2 .* of 4"):
-        generations.hold("c", replace(requested, client="c"), Source([]).events())
-    generations.hold("d", replace(requested, tenant="bolt"), Source([]).events())
+        generations.register("c", replace(requested, client="c"), Source([]).events())
+    generations.register("d", replace(requested, tenant="bolt"), Source([]).events())
 
 
 async def test_number_of_retained_generations_is_bounded() -> None:
     generations = ResumableGenerations(Timers(), max_resumable=1)
-    generations.hold("id", replace(REQUEST, client="another"), Source([]).events())
+    generations.register("id", replace(REQUEST, client="another"), Source([]).events())
     with pytest.raises(ResourceExhausted) as caught:
-        generations.hold("other", REQUEST, Source([]).events())
+        generations.register("other", REQUEST, Source([]).events())
     assert caught.value.retry_seconds is not None

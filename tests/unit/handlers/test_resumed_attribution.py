@@ -12,13 +12,13 @@ from coordinator.engine_messages import DocumentPrompt, Prompt
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import ResourceExhausted
 from longleaf.rank_protocol.step import Decode
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import Event, Finished, Provenance
 from tests.support.successors import CONFIG, VOCAB, Served, asked, num_tokens, serving
 
 pytestmark = pytest.mark.timeout(60)
 
-SAMPLING = Sampling(max_tokens=30)
+SAMPLING = SamplingParams(max_tokens=30)
 
 
 def files(folder: Path) -> list[Path]:

@@ -363,7 +363,7 @@ async def test_archives_are_decoded_off_the_event_loop_and_counted(
     assert threading.get_ident() not in threads
     (session,) = imports._all
     num_described = SEGMENT_BYTES * 2 + PIECE_BYTES * 6 + RUN_BYTES * 6
-    assert session.arrival.num_buffered_bytes >= num_described + 2 * 4 * 11
+    assert session.importer.num_buffered_bytes >= num_described + 2 * 4 * 11
 
 
 async def test_import_without_storage_is_refused(make_imports: MakeImports) -> None:

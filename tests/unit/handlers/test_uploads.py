@@ -338,8 +338,8 @@ async def test_running_prefill_is_never_dropped(make: Callable[..., Upload]) -> 
     assert retained(uploads, "a") == [True]
     gate.set()
     assert upload.prefill is not None
-    assert [report.phase async for report in upload.prefill.follow()][-1] == "ready"
-    assert [report.phase async for report in upload.prefill.follow()] == ["ready"]
+    assert [report.phase async for report in upload.prefill.progress()][-1] == "ready"
+    assert [report.phase async for report in upload.prefill.progress()] == ["ready"]
     assert retained(uploads, "a") == [False]
 
 
@@ -349,7 +349,7 @@ async def test_error_of_a_prefill_is_raised_for_every_follower() -> None:
     prefill = PrefillTask(FakeStream((), None, False), reports(gate, Unavailable("gone")))
     for _ in range(2):
         with pytest.raises(Unavailable, match="gone"):
-            [report async for report in prefill.follow()]
+            [report async for report in prefill.progress()]
 
 
 async def test_abandoned_prefill_closes_its_stream() -> None:

@@ -21,11 +21,11 @@ class Store:
 
     def segment(self, before: TokenPath, count: int) -> Segment:
         """A segment with one reference, from `create`."""
-        holding, start = self.segments.create(before), before.end
+        placement, start = self.segments.create(before), before.end
         reservation = self.placer.reserve(self.placer.blocks_needed(count, 0))
         assert reservation is not None
-        holding.extend(range(count), self.placer.place_chunk(start, start + count, 0, reservation))
-        return holding.segment
+        placement.extend(range(count), self.placer.place_chunk(start, start + count, 0, reservation))
+        return placement.segment
 
     def append(self, context: str, before: TokenPath, count: int, now: float = 0.0) -> None:
         segment = self.segment(before, count)
@@ -35,10 +35,10 @@ class Store:
     def audit(self) -> None:
         self.segments.audit()
         self.contexts.audit()
-        self.placer.audit(run for holding in self.segments.holdings for run in holding.runs)
+        self.placer.audit(run for placement in self.segments.placements for run in placement.runs)
 
     def shares(self, context: NamedContext) -> list[int]:
-        return self.segments.holdings.shares(context.path, 2)
+        return self.segments.placements.shares(context.path, 2)
 
 
 def test_context_grows_by_sealed_segments() -> None:
@@ -59,17 +59,17 @@ def test_deleted_context_is_freed_after_its_last_reader() -> None:
     store.segments.retain(path)
     store.contexts.delete("a")
     store.audit()
-    assert (store.placer.num_free, store.segments.take_forgotten()) == (BlockCount(13), ())
+    assert (store.placer.num_free, store.segments.pop_forgotten()) == (BlockCount(13), ())
     store.segments.release(path)
     store.audit()
-    assert (store.placer.num_free, store.segments.take_forgotten()) == (BlockCount(16), (path.segments[0].id,))
-    assert store.segments.take_forgotten() == ()
+    assert (store.placer.num_free, store.segments.pop_forgotten()) == (BlockCount(16), (path.segments[0].id,))
+    assert store.segments.pop_forgotten() == ()
 
 
 def test_segment_unknown_to_ranks_is_not_reported_as_forgotten() -> None:
     store = Store()
     store.segments.drop(store.segments.create(TokenPath()).segment)
-    assert store.segments.take_forgotten() == ()
+    assert store.segments.pop_forgotten() == ()
 
 
 def test_missing_context_raises_not_found() -> None:
@@ -121,7 +121,7 @@ def test_fork_outlives_its_source_and_grows_separately() -> None:
     first, second = store.contexts.get("a").path.segments
     store.contexts.delete("a")
     store.audit()
-    assert store.segments.take_forgotten() == (second.id,)
+    assert store.segments.pop_forgotten() == (second.id,)
     store.append("b", fork.path, 5, now=11.0)
     store.audit()
     assert next((s.id, start, end) for s, start, end in fork.path.parts()) == (first.id, 0, 4)

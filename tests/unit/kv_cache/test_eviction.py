@@ -26,22 +26,22 @@ class Pool:
 
     def append(self, context: str, count: int) -> None:
         known = self.contexts.find(context)
-        holding = self.segments.create(known.path if known else EMPTY_PATH)
+        placement = self.segments.create(known.path if known else EMPTY_PATH)
         reservation = self.placer.reserve(self.placer.blocks_needed(count, 0))
         assert reservation is not None
-        start = holding.segment.end
-        holding.extend(range(count), self.placer.place_chunk(start, start + count, 0, reservation))
-        self.contexts.append(context, holding.segment, 1.0)
-        self.segments.drop(holding.segment)
+        start = placement.segment.end
+        placement.extend(range(count), self.placer.place_chunk(start, start + count, 0, reservation))
+        self.contexts.append(context, placement.segment, 1.0)
+        self.segments.drop(placement.segment)
         self.audit()
 
     def audit(self) -> None:
         self.segments.audit()
         self.contexts.audit()
-        self.placer.audit(run for holding in self.segments.holdings for run in holding.runs)
+        self.placer.audit(run for placement in self.segments.placements for run in placement.runs)
 
     def evicted(self, context: str) -> list[int]:
-        return [holding.segment.id for holding in self.segments.holdings.evicted(self.contexts.get(context).path)]
+        return [placement.segment.id for placement in self.segments.placements.evicted(self.contexts.get(context).path)]
 
     def rest(self, context: str) -> None:
         self.contexts.evict(self.contexts.get(context))
@@ -49,8 +49,8 @@ class Pool:
 
     def activate(self, context: str) -> Sequence[SegmentPlacement]:
         found = self.contexts.activate(self.contexts.get(context))
-        for holding in found:
-            self.segments.begin_reload(holding)
+        for placement in found:
+            self.segments.begin_reload(placement)
         self.audit()
         return found
 
@@ -68,16 +68,16 @@ def test_segments_of_other_contexts_are_not_evicted() -> None:
     pool.rest("a")
     assert (pool.evicted("a"), pool.evicted("b")) == ([0, 2], [0, 1])
     assert pool.placer.num_free.sharded == 40
-    assert pool.segments.take_forgotten() == (1, 0, 2)
-    assert [holding.loss.left for holding in pool.activate("b") if holding.loss] == [[(0, 8)], [(8, 20)]]
+    assert pool.segments.pop_forgotten() == (1, 0, 2)
+    assert [placement.loss.left for placement in pool.activate("b") if placement.loss] == [[(0, 8)], [(8, 20)]]
     assert (pool.evicted("a"), pool.evicted("b")) == ([2], [])
     pool.contexts.delete("b")
     pool.audit()
     assert pool.evicted("a") == [0, 2], "no context needs the beginning any more"
     pool.contexts.delete("a")
     pool.audit()
-    assert not list(pool.segments.holdings)
-    assert pool.segments.take_forgotten() == (), "ranks have forgotten them"
+    assert not list(pool.segments.placements)
+    assert pool.segments.pop_forgotten() == (), "ranks have forgotten them"
 
 
 def test_fork_of_an_evicted_context_is_evicted() -> None:
@@ -90,14 +90,14 @@ def test_fork_of_an_evicted_context_is_evicted() -> None:
     assert fork.is_evicted
     pool.contexts.delete("a")
     pool.audit()
-    assert [holding.segment.id for holding in pool.activate("b")] == [0]
+    assert [placement.segment.id for placement in pool.activate("b")] == [0]
 
 
 def test_least_recently_used_contexts_are_evicted_first() -> None:
     pool = Pool(num_blocks=6)
     for name in ("a", "b", "c", "d"):
         pool.append(name, 8)
-    pool.contexts.use(pool.contexts.get("a"))
+    pool.contexts.mark_used(pool.contexts.get("a"))
     pool.contexts.get("b").is_pinned = True
     pool.in_use = {"c"}
     assert pool.evictor.num_spare == BlockCount(4)

@@ -17,8 +17,8 @@ def imported_segment(segments: SegmentStore, number: int, tenant: str, ids: "arr
     segment = Segment(number, TokenPath(), tenant=tenant)
     segment.extend(ids)
     segments.adopt(segment)
-    segments.begin_reload(segments.holdings[segment])  # its keys are about to be placed
-    segments.end_loss(segments.holdings[segment])
+    segments.begin_reload(segments.placements[segment])  # its keys are about to be placed
+    segments.end_loss(segments.placements[segment])
     return segment
 
 
@@ -43,4 +43,4 @@ def test_imported_segments_are_not_matched_for_other_tenants(is_shared: bool) ->
     read(segments, TokenPath(), "bolt", IDS)
     assert segments.match(IDS, tenant="bolt").end == len(IDS)
     assert adopted not in segments.match(IDS, tenant="bolt").segments
-    segments._prefixes.audit(holding.segment for holding in segments.holdings)
+    segments._prefixes.audit(placement.segment for placement in segments.placements)

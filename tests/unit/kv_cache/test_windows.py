@@ -30,7 +30,7 @@ def test_document_keeps_the_window_before_its_end() -> None:
     # each chunk stores the window of the next token and keeps the window of its own first token
     assert window_runs(bench.run()) == [[(25, 32, 2)], [(25, 32, 2), (33, 40, 2)]]
     (segment,) = bench.scheduler.contexts.get("doc").path.segments
-    assert [(run.start, run.end) for run in bench.scheduler.segments.holdings[segment].window_runs] == [(33, 40)]
+    assert [(run.start, run.end) for run in bench.scheduler.segments.placements[segment].window_runs] == [(33, 40)]
     assert bench.placer.num_free == bench.placer.num_blocks - BlockCount(10, 2)
 
 

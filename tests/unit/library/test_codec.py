@@ -28,7 +28,7 @@ from longleaf.errors import (
     Unavailable,
 )
 from longleaf.rank_protocol.group_messages import MergeTiming
-from longleaf.sampling import Logprobs, Sampling, TokenLogprob
+from longleaf.sampling import Logprobs, SamplingParams, TokenLogprob
 from longleaf.tenants import DEFAULT_TENANT
 from longleaf.types import (
     Attribution,
@@ -276,7 +276,7 @@ def test_slot_states_have_wire_values(slot: SlotState) -> None:
     assert (decoded.recovery, decoded.storage) == (None, None)
 
 
-SAMPLING = Sampling(
+SAMPLING = SamplingParams(
     max_tokens=7,
     temperature=0.5,
     top_k=3,
@@ -301,7 +301,7 @@ SAMPLING = Sampling(
         Generate(
             input=array("I", [1, 2]),
             context="moby",
-            sampling=Sampling(seed=5, num_logprobs=0),
+            sampling=SamplingParams(seed=5, num_logprobs=0),
             with_token_bytes=True,
             num_samples=16,
             request_id="a" * 128,
@@ -324,7 +324,7 @@ SAMPLING = Sampling(
     ],
 )
 def test_requests_survive(request_: Generate) -> None:
-    sampling: Any = {name: getattr(request_.sampling, name) for name in Sampling.__struct_fields__}
+    sampling: Any = {name: getattr(request_.sampling, name) for name in SamplingParams.__struct_fields__}
     values = msgspec.structs.asdict(request_) | {"sampling": sampling}
     assert values.pop("tenant") == DEFAULT_TENANT  # the service knows it; it does not travel
     data = codec.encode_generate(**values).SerializeToString()
@@ -458,21 +458,21 @@ def test_ids_and_paths_are_counted_before_they_are_converted() -> None:
 
 
 def test_zero_is_a_value_and_a_missing_field_is_a_default() -> None:
-    assert codec.decode_sampling(generation_pb.SamplingParams(), 42) == Sampling(seed=42)
+    assert codec.decode_sampling(generation_pb.SamplingParams(), 42) == SamplingParams(seed=42)
     zeros = codec.encode_sampling({"seed": 0, "top_k": 0, "temperature": 0.0, "ignore_end_token": False})
     assert zeros.HasField("seed")
-    assert codec.decode_sampling(zeros, 42) == Sampling(seed=0)
+    assert codec.decode_sampling(zeros, 42) == SamplingParams(seed=0)
     with pytest.raises(InvalidArgument, match="max_token_count"):
         codec.decode_sampling(codec.encode_sampling({"max_tokens": 0}), 42)
 
 
 def test_missing_fields_use_defaults_of_the_service() -> None:
-    defaults = Sampling(temperature=0.6, top_k=20, repetition_penalty=1.1)
+    defaults = SamplingParams(temperature=0.6, top_k=20, repetition_penalty=1.1)
     assert codec.decode_sampling(generation_pb.SamplingParams(), 42, defaults) == msgspec.structs.replace(
         defaults, seed=42
     )
     given = codec.encode_sampling({"temperature": 0.0, "top_k": 0, "seed": 1, "stop": ["x"]})
-    wanted = Sampling(repetition_penalty=1.1, seed=1, stop=("x",))
+    wanted = SamplingParams(repetition_penalty=1.1, seed=1, stop=("x",))
     assert codec.decode_sampling(given, 42, defaults) == wanted
 
 

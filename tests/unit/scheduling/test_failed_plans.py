@@ -56,7 +56,7 @@ def test_row_that_cannot_be_placed_fails_only_its_request(
     check_ended(bench, jobs.pop(place))
     assert [bench.tokens(job) for job in jobs] == [bench.alone(5, 9)] * 2
     assert bench.scheduler.num_running == bench.scheduler.num_waiting == 0
-    assert len(bench.scheduler.take_faults()) == 1
+    assert len(bench.scheduler.pop_faults()) == 1
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
@@ -82,7 +82,7 @@ def test_result_that_cannot_be_committed_fails_only_its_request(
     jobs = [bench.ask(5, max_tokens=9) for _ in range(3)]
     for _ in range(2):
         bench.step()
-    patch_failure(monkeypatch, Sequence, "take", error, lambda job: job.id == jobs[1])
+    patch_failure(monkeypatch, Sequence, "append_token", error, lambda job: job.id == jobs[1])
     bench.run()
     check_ended(bench, jobs.pop(1))
     assert [bench.tokens(job) for job in jobs] == [bench.alone(5, 9)] * 2
@@ -122,7 +122,7 @@ def test_failed_recomputation_fails_only_requests_of_its_context(
     bench.run()
     assert bench.tokens(running) == bench.alone(5, 60)
     assert [bench.tokens(job) for job in others] == [bench.alone(3, 4)] * 2
-    assert bench.scheduler.take_faults()
+    assert bench.scheduler.pop_faults()
 
 
 def test_queued_job_that_can_never_begin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,21 +152,21 @@ def test_context_that_cannot_be_activated_does_not_block_others(monkeypatch: pyt
     monkeypatch.setattr(type(contexts), "activate", fail)
     bench.scheduler.preload()
     assert (contexts.get("good").is_evicted, contexts.get("bad").is_evicted) == (True, False)
-    assert len(bench.scheduler.take_faults()) == 1
+    assert len(bench.scheduler.pop_faults()) == 1
 
 
 def test_blocks_are_allocated_completely_or_not_allocated() -> None:
     placer = BlockPlacer([8, 8], 4, WINDOWS)
-    promise = placer.reserve(few := placer.num_free.__class__(1, 1))
-    assert promise is not None
+    reservation = placer.reserve(few := placer.num_free.__class__(1, 1))
+    assert reservation is not None
     calls: list[Callable[[], object]] = [
-        lambda: placer.place_again([(0, 8), (20, 28)], 64, promise),
-        lambda: placer.place_windows([(0, 4), (8, 12)], promise),
-        lambda: placer.grow(None, 0, 8, promise),
-        lambda: placer.advance_windows((), 0, 12, promise, is_chunk=False),
+        lambda: placer.place_again([(0, 8), (20, 28)], 64, reservation),
+        lambda: placer.place_windows([(0, 4), (8, 12)], reservation),
+        lambda: placer.grow(None, 0, 8, reservation),
+        lambda: placer.advance_windows((), 0, 12, reservation, is_chunk=False),
     ]
     for call in calls:
         with pytest.raises(ResourceExhausted):
             call()
         placer.audit([])
-        assert promise.left == few
+        assert reservation.left == few

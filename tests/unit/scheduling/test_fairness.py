@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from coordinator.engine_messages import Admitted, DocumentPrompt, Ended, Prompt, SchedulingClaim, Tokens
+from coordinator.engine_messages import Admitted, DocumentPrompt, Ended, Prompt, SchedulingParams, Tokens
 from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
 from coordinator.kv_cache.positions import UNLIMITED, Positions, RopeSwitch
 from coordinator.kv_cache.token_paths import TokenPath
@@ -20,7 +20,7 @@ from longleaf.positions import OWN_ROPE, Rotary
 from longleaf.rank_protocol.fakes import echo_token
 from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan, StepResult
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from workers.fakes import EchoBlockTable
 
 
@@ -31,20 +31,20 @@ class Bench:
         settings: dict[str, object] = {"model": "none", "chunk_size": 32, "block_size": 4, "replicate_below": 8}
         self.config = EngineConfig(**(settings | changes))  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.config, BlockPlacer(blocks, 4), Positions(Rotary(), 2000), epoch=1)
-        self.sequences, self.ledger = RowState(4), EchoBlockTable(4)
+        self.sequences, self.block_table = RowState(4), EchoBlockTable(4)
         self.per_token = per_token
         self.now = 0.0
         self.began: list[int] = []
         self.seen: dict[int, list[object]] = {}
         self.num_jobs = 0
 
-    def ask(self, count: int, max_tokens: int = 4, first: int = 0, num_samples: int = 1, **claim: object) -> int:
+    def ask(self, count: int, max_tokens: int = 4, first: int = 0, num_samples: int = 1, **scheduling: object) -> int:
         prompt = Prompt(
             context=None,
             token_ids=tuple(range(first, first + count)),
-            sampling=Sampling(max_tokens=max_tokens),
+            sampling=SamplingParams(max_tokens=max_tokens),
             num_samples=num_samples,
-            claim=SchedulingClaim(**claim),  # type: ignore[arg-type]
+            scheduling=SchedulingParams(**scheduling),  # type: ignore[arg-type]
         )
         return self.admit(prompt)
 
@@ -53,18 +53,18 @@ class Bench:
         self.num_jobs += 1
         return self.num_jobs - 1
 
-    def ingest(self, count: int, **claim: object) -> None:
+    def ingest(self, count: int, **scheduling: object) -> None:
         """Submits a document as job 100."""
-        claimed = SchedulingClaim(**claim)  # type: ignore[arg-type]
-        self.scheduler.admit(100, DocumentPrompt(context="doc", token_ids=range(count), claim=claimed))
+        params = SchedulingParams(**scheduling)  # type: ignore[arg-type]
+        self.scheduler.admit(100, DocumentPrompt(context="doc", token_ids=range(count), scheduling=params))
 
     def step(self) -> StepPlan | None:
         plan = self.scheduler.schedule(self.now)
-        outcomes = self.scheduler.take_outcomes()
+        outcomes = self.scheduler.pop_outcomes()
         if plan is not None:
             seconds = plan.num_tokens * self.per_token
             self.now += seconds
-            tokens = self.ledger.apply(self.sequences.complete(plan))
+            tokens = self.block_table.apply(self.sequences.complete(plan))
             outcomes += self.scheduler.commit(plan, StepResult(1, plan.step, tokens, seconds=seconds))
         for job, outcome in outcomes:
             self.began += [job] if isinstance(outcome, Admitted) else []
@@ -349,21 +349,23 @@ def test_deadline_that_cannot_be_met_is_refused() -> None:
         bench.ask(4, deadline=bench.now)
     with pytest.raises(DeadlineExceeded):
         bench.ask(4, max_tokens=500, deadline=bench.now + 0.2)
-    claim, sampling = SchedulingClaim(deadline=bench.now + 0.2), Sampling(max_tokens=500)
-    bench.admit(Prompt(context=None, token_ids=range(4), sampling=sampling, end_tokens=frozenset([1]), claim=claim))
+    scheduling, sampling = SchedulingParams(deadline=bench.now + 0.2), SamplingParams(max_tokens=500)
+    bench.admit(
+        Prompt(context=None, token_ids=range(4), sampling=sampling, end_tokens=frozenset([1]), scheduling=scheduling)
+    )
     bench.ask(100, deadline=bench.now + 0.5)
     bench.scheduler.audit()
 
 
 def test_deadline_of_a_resumable_job_only_decides_its_admission() -> None:
     bench = Bench()
-    job = bench.ask(100, max_tokens=10, deadline=0.05, is_held=True)
+    job = bench.ask(100, max_tokens=10, deadline=0.05, is_resumable=True)
     assert bench.scheduler.next_deadline is None
     bench.now = 0.1
     bench.run()
     assert isinstance(bench.seen[job][-1], Ended)
     with pytest.raises(DeadlineExceeded):
-        bench.ask(100, first=500, deadline=bench.now + 0.05, is_held=True)
+        bench.ask(100, first=500, deadline=bench.now + 0.05, is_resumable=True)
 
 
 def test_retryable_refusal_gives_a_delay() -> None:
@@ -389,7 +391,7 @@ def test_retryable_refusal_gives_a_delay() -> None:
 def test_chunks_beside_streams_meet_the_latency_target(per_token: float | None, step: float, expected: int) -> None:
     speeds = Speeds()
     budget = Budget(EngineConfig(model="none", target_itl_ms=100.0), 2, speeds)
-    request = Request(0, SchedulingClaim(), TokenPath(), RopeSwitch(OWN_ROPE, OWN_ROPE), UNLIMITED)
+    request = Request(0, SchedulingParams(), TokenPath(), RopeSwitch(OWN_ROPE, OWN_ROPE), UNLIMITED)
     job = Job(request, 0, PrefillCursor(TokenPath(), array("I", range(9999)), 9999), BlockCount())
     if per_token:
         speeds.prefill_token.add(per_token * 500, 500)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from coordinator.engine_messages import Prompt, SchedulingClaim
+from coordinator.engine_messages import Prompt, SchedulingParams
 from longleaf.errors import InvalidArgument, ResourceExhausted, Unavailable
 from longleaf.rank_protocol.step import Decode, Move, Prefill, StepPlan
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import ContextSettings, Recovering
 from tests.support.ranks_that_change import Group
 from tests.support.scheduling import kinds
@@ -250,8 +250,8 @@ def test_deadline_missed_only_due_to_recovery_is_retryable() -> None:
     prompt = Prompt(
         context="a",
         token_ids=(1, 2),
-        sampling=Sampling(max_tokens=1),
-        claim=SchedulingClaim(deadline=0.1),
+        sampling=SamplingParams(max_tokens=1),
+        scheduling=SchedulingParams(deadline=0.1),
         end_tokens=frozenset(),
     )
     with pytest.raises(Unavailable) as caught:

@@ -217,7 +217,7 @@ def test_jobs_waiting_for_a_quota_are_not_compared_with_each_running_job(monkeyp
     """Otherwise the quota of one tenant would slow down the steps of all."""
     bench = Bench(max_sequences=8)
     for number in range(30):
-        bench.ask(3, max_tokens=20, at_once=3 if number % 2 else None, tenant="acme" if number % 2 else "bolt")
+        bench.ask(3, max_tokens=20, max_concurrent=3 if number % 2 else None, tenant="acme" if number % 2 else "bolt")
     bench.step()
     assert (bench.scheduler.num_running, bench.scheduler.usage("acme").running) == (8, 3)
     requested: list[Request] = []
@@ -226,7 +226,7 @@ def test_jobs_waiting_for_a_quota_are_not_compared_with_each_running_job(monkeyp
     monkeypatch.setattr(
         Request, "is_running", property(lambda request: (requested.append(request), is_running(request))[1])
     )
-    bench.ask(3, at_once=3, tenant="acme")
+    bench.ask(3, max_concurrent=3, tenant="acme")
     requested.clear()
     bench.scheduler.schedule()
     assert len(requested) <= 2 * bench.scheduler.num_waiting

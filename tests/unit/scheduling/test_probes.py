@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from coordinator.engine_messages import ContinuationPoint, Ended, ProbeResult, Prompt, SchedulingClaim, SpanLayout
+from coordinator.engine_messages import ContinuationPoint, Ended, ProbeResult, Prompt, SchedulingParams, SpanLayout
 from coordinator.kv_cache.contexts import NamedContext
 from coordinator.kv_cache.token_paths import Segment, TokenPath
 from coordinator.scheduling.planner import Budget
@@ -13,7 +13,7 @@ from longleaf.config import EngineConfig
 from longleaf.errors import DeadlineExceeded, InvalidArgument, NotFound
 from longleaf.positions import AttentionSpan, WindowSpec
 from longleaf.rank_protocol.step import MAX_ATTRIBUTED_SPANS, Attention, Decode, Prefill, Row, StepPlan, StepResult
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.scheduling import Bench, kinds
 
 
@@ -51,7 +51,11 @@ def attention_of(row: Row) -> Attention:
 
 def probe(count: int, num_scored: int = 0, **changes: object) -> Prompt:
     prompt = Prompt(
-        context="doc", token_ids=tuple(range(count)), sampling=Sampling(max_tokens=1), is_probe=True, cuts=SpanLayout(4)
+        context="doc",
+        token_ids=tuple(range(count)),
+        sampling=SamplingParams(max_tokens=1),
+        is_probe=True,
+        cuts=SpanLayout(4),
     )
     return replace(prompt, num_scored=num_scored, **changes)
 
@@ -142,7 +146,7 @@ def test_probe_size_adapts_if_other_rows_get_faster() -> None:
 
 def test_sequences_take_turns_if_their_spans_exceed_a_result(bench: ProbeBench) -> None:
     cuts = SpanLayout(4, num_spans=MAX_ATTRIBUTED_SPANS // 2)
-    prompt = Prompt(context="doc", token_ids=(1, 2), sampling=Sampling(max_tokens=6), cuts=cuts)
+    prompt = Prompt(context="doc", token_ids=(1, 2), sampling=SamplingParams(max_tokens=6), cuts=cuts)
     jobs = [bench.submit(prompt) for _ in range(5)]
     plain = bench.ask(2, max_tokens=15)
     plans = bench.run()
@@ -160,11 +164,15 @@ def test_hidden_tokens_stay_hidden_in_chunks_and_after_preemption() -> None:
     bench.run()
     hidden = ((3, 9), (11, 12))
     prompt = Prompt(
-        context="doc", token_ids=tuple(range(12)), sampling=Sampling(max_tokens=6), hidden=hidden, cuts=SpanLayout(4)
+        context="doc",
+        token_ids=tuple(range(12)),
+        sampling=SamplingParams(max_tokens=6),
+        hidden=hidden,
+        cuts=SpanLayout(4),
     )
     job = bench.submit(prompt)
     first = [bench.step() for _ in range(4)]
-    bench.submit(probe(5, 2, claim=SchedulingClaim(priority=1)))
+    bench.submit(probe(5, 2, scheduling=SchedulingParams(priority=1)))
     plans = [plan for plan in [*first, *bench.run()] if plan is not None]
     works = [plan.work for plan in plans]
     chunks = [work for work in works if isinstance(work, Prefill)]
@@ -212,7 +220,7 @@ def test_prompt_continues_at_the_end_of_an_evicted_context(windows: WindowSpec |
     context = NamedContext("doc", 1.0, path, 100)
     context.ends = ends
     bench.scheduler.contexts.adopt(context)
-    assert bench.scheduler.segments.holdings.evicted(context.path)
+    assert bench.scheduler.segments.placements.evicted(context.path)
     for end in ends:
         job = bench.submit(probe(3, beginning=path_of(bench.scheduler, end), is_probe=False, cuts=None))
         bench.run()
@@ -230,11 +238,11 @@ def test_only_context_tokens_can_be_hidden(bench: ProbeBench, hidden: tuple[tupl
 
 def test_estimated_cost_does_not_end_a_probe_before_its_deadline(bench: ProbeBench) -> None:
     bench.scheduler.speeds.job.add(100.0, 1)
-    claim = SchedulingClaim(deadline=50.0)
-    jobs = [bench.submit(probe(6, 5, claim=claim)) for _ in range(3)]
+    scheduling = SchedulingParams(deadline=50.0)
+    jobs = [bench.submit(probe(6, 5, scheduling=scheduling)) for _ in range(3)]
     bench.run()
     assert all(len(bench.found(job).scores) == 5 for job in jobs)
-    late = bench.submit(probe(6, 5, claim=claim))
+    late = bench.submit(probe(6, 5, scheduling=scheduling))
     bench.scheduler.schedule(now=51.0)
-    [(job, outcome)] = bench.scheduler.take_outcomes()
+    [(job, outcome)] = bench.scheduler.pop_outcomes()
     assert (job, type(outcome)) == (late, DeadlineExceeded)

@@ -2,25 +2,25 @@
 
 import pytest
 
-from coordinator.engine_messages import Admitted, Ended, Prompt, SchedulingClaim, Tokens
+from coordinator.engine_messages import Admitted, Ended, Prompt, SchedulingParams, Tokens
 from longleaf.errors import DeadlineExceeded
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.scheduling import Bench
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def continued_prompt(
-    count: int, reported: dict[int, int], num_samples: int, max_tokens: int = 20, **claims: float
+    count: int, reported: dict[int, int], num_samples: int, max_tokens: int = 20, **schedulings: float
 ) -> Prompt:
     """A prompt whose samples have already reported this many tokens."""
     answer = Bench.alone(count, max_tokens)
     return Prompt(
         context=None,
         token_ids=tuple(range(count)),
-        sampling=Sampling(max_tokens=max_tokens),
+        sampling=SamplingParams(max_tokens=max_tokens),
         num_samples=num_samples,
-        claim=SchedulingClaim(**claims),  # type: ignore[arg-type]
+        scheduling=SchedulingParams(**schedulings),  # type: ignore[arg-type]
         generated={sample: answer[:size] for sample, size in reported.items()},
     )
 

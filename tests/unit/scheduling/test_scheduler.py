@@ -6,7 +6,7 @@ from coordinator.engine_messages import Admitted, Ended, Prompt
 from longleaf.rank_protocol.encoding import encode
 from longleaf.rank_protocol.fakes import echo_token
 from longleaf.rank_protocol.step import Decode, PenaltyHistory, Prefill
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import Progress
 from tests.support.scheduling import Bench, kinds
 
@@ -63,8 +63,8 @@ def test_next_plan_is_scheduled_before_the_result() -> None:
     row = second.work.rows[0]  # type: ignore[union-attr]
     assert (row.token_ids, row.start, row.token_index) == ((), 4, 1)
     bench.commit(first)
-    (holding,) = bench.scheduler.segments.holdings
-    assert list(holding.segment.token_ids) == [0, 1, 2, 3, bench.tokens(job)[0]]
+    (placement,) = bench.scheduler.segments.placements
+    assert list(placement.segment.token_ids) == [0, 1, 2, 3, bench.tokens(job)[0]]
     bench.commit(second)
     bench.run()
     assert bench.tokens(job) == bench.alone(4, 4)
@@ -144,7 +144,7 @@ def test_first_row_carries_the_penalty_history(penalty: dict[str, float], report
     bench = Bench()
     bench.ingest("book", 40)
     bench.run()
-    sampling = Sampling(max_tokens=3, **penalty)  # type: ignore[arg-type]
+    sampling = SamplingParams(max_tokens=3, **penalty)  # type: ignore[arg-type]
     prompt = Prompt(context="book", token_ids=(3, 3, 5) * 5, sampling=sampling)
     bench._admitted(lambda job: bench.scheduler.admit(job, prompt))
     rows = [row for plan in bench.run() if isinstance(plan.work, Decode) for row in plan.work.rows]
@@ -152,7 +152,7 @@ def test_first_row_carries_the_penalty_history(penalty: dict[str, float], report
     assert [row.terms and row.terms.seen for row in rows] == [reported, None, None]
 
 
-MANY = Sampling(
+MANY = SamplingParams(
     max_tokens=6,
     stop=("a string that ends the answer",) * 16,
     stop_tokens=tuple(range(500, 564)),
@@ -162,7 +162,7 @@ MANY = Sampling(
 )
 
 
-def bytes_of_steps(sampling: Sampling, *, is_compared: bool = False, num_samples: int = 1) -> list[list[int]]:
+def bytes_of_steps(sampling: SamplingParams, *, is_compared: bool = False, num_samples: int = 1) -> list[list[int]]:
     """The message size of each decode step: those of the answers' first tokens, and all others. One answer is
     preempted."""
     bench = Bench(max_sequences=num_samples)
@@ -187,7 +187,7 @@ def bytes_of_steps(sampling: Sampling, *, is_compared: bool = False, num_samples
 
 @pytest.mark.parametrize(("num_samples", "is_compared"), [(1, False), (3, False), (1, True)])
 def test_step_size_does_not_grow_with_sampling_settings(num_samples: int, is_compared: bool) -> None:
-    plain = bytes_of_steps(Sampling(max_tokens=6), num_samples=num_samples)
+    plain = bytes_of_steps(SamplingParams(max_tokens=6), num_samples=num_samples)
     many = bytes_of_steps(MANY, num_samples=num_samples, is_compared=is_compared)
     assert many[1] == plain[1], "earlier history is not sent again"
     assert all(size > 1024 * 9 for size in many[0]), "history is sent when an answer begins and when it continues"
@@ -195,5 +195,5 @@ def test_step_size_does_not_grow_with_sampling_settings(num_samples: int, is_com
 
 
 def test_stop_conditions_are_not_sent_to_ranks() -> None:
-    stops = Sampling(max_tokens=6, stop=MANY.stop, stop_tokens=MANY.stop_tokens, ignore_end_token=True)
-    assert bytes_of_steps(stops) == bytes_of_steps(Sampling(max_tokens=6))
+    stops = SamplingParams(max_tokens=6, stop=MANY.stop, stop_tokens=MANY.stop_tokens, ignore_end_token=True)
+    assert bytes_of_steps(stops) == bytes_of_steps(SamplingParams(max_tokens=6))

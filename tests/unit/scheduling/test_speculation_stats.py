@@ -8,7 +8,7 @@ from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.speculation_stats import DraftCounts
 from coordinator.speculation.draft_length import DraftLengthPolicy
 from longleaf.positions import Rotary
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.random_drafter import RandomDrafter
 from tests.support.scheduling import Bench
 
@@ -52,7 +52,7 @@ class DraftingBench(Bench):
         prompt = Prompt(
             context=None,
             token_ids=tuple(range(8)),
-            sampling=Sampling(max_tokens=max_tokens),
+            sampling=SamplingParams(max_tokens=max_tokens),
             end_tokens=frozenset({end} if end is not None else ()),
             max_draft_tokens=NUM_DRAFTS,
         )

@@ -6,7 +6,7 @@ from coordinator.engine_messages import Admitted, DocumentPrompt, Ended, Prompt,
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from longleaf.positions import OWN_ROPE, Rope, Rotary
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import ContextSettings
 from tests.support.random_drafter import RandomDrafter
 from tests.support.scheduling import Bench, kinds
@@ -77,7 +77,7 @@ def test_resumed_answer_uses_the_rope_for_its_length(reported: int) -> None:
     prompt = Prompt(
         context=None,
         token_ids=tuple(range(20)),
-        sampling=Sampling(max_tokens=30),
+        sampling=SamplingParams(max_tokens=30),
         generated={0: answer[:reported]},
     )
     bench.scheduler.admit(0, prompt)
@@ -189,7 +189,7 @@ def test_question_resumed_in_another_service_uses_the_rope_for_its_length() -> N
     bench.ingest("book", 20)
     bench.run()
     answer = bench.alone(2, 12)
-    prompt = Prompt(context="book", token_ids=(0, 1), sampling=Sampling(max_tokens=12), generated={0: answer[:6]})
+    prompt = Prompt(context="book", token_ids=(0, 1), sampling=SamplingParams(max_tokens=12), generated={0: answer[:6]})
     bench.scheduler.admit(1, prompt)
     bench.run()
     assert bench.tokens(1) == answer[6:]

@@ -95,7 +95,7 @@ def test_fork_at_a_temporary_window_is_refused() -> None:
     group.scheduler.fork_context("a", "whole")
     group.commit(plan)
     group.run()
-    assert group.scheduler.segments.holdings[path.segments[0]].seams.keys() == {64}
+    assert group.scheduler.segments.placements[path.segments[0]].seams.keys() == {64}
     assert group.holds("a") and group.holds("b") and group.holds("whole")
 
 

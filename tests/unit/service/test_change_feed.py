@@ -16,17 +16,17 @@ async def test_one_change_notifies_all_waiters() -> None:
     waiting = [asyncio.create_task(changes.after(0)) for _ in range(3)]
     late = asyncio.create_task(changes.after(1))
     await asyncio.sleep(0)
-    changes.note()
+    changes.record()
     await asyncio.gather(*waiting)
     assert not late.done()
-    changes.note()
+    changes.record()
     await late
     assert changes.count == 2
 
 
 async def test_past_change_is_not_waited_for() -> None:
     changes = ChangeCounter()
-    changes.note()
+    changes.record()
     await changes.after(0)
 
 
@@ -34,7 +34,7 @@ async def test_pause_ends_with_the_service() -> None:
     changes = ChangeCounter()
     pause = asyncio.create_task(changes.pause(3600))
     await asyncio.sleep(0)
-    changes.end()
+    changes.close()
     await pause
     await changes.pause(3600)
 
@@ -51,15 +51,15 @@ async def test_watch_yields_changed_values_and_coalesces() -> None:
         following = asyncio.ensure_future(anext(values))
         for value in (2, 3, 4):  # all before the watch can read again
             seen[0] = value
-            changes.note()
+            changes.record()
         assert await following == 4
         await reads.acquire(), await reads.acquire()
         assert reads.locked(), "it read twice"
         following = asyncio.ensure_future(anext(values))
-        changes.note()  # a change of something else is not shown
+        changes.record()  # a change of something else is not shown
         await reads.acquire()
         seen[0] = 5
-        changes.note()
+        changes.record()
         assert await following == 5
 
 
@@ -76,7 +76,7 @@ async def test_watch_raises_the_error_of_its_reader() -> None:
         following = asyncio.ensure_future(anext(values))
         await asyncio.sleep(0)
         failure.append(Unavailable("stopping"))
-        changes.end()
+        changes.close()
         with pytest.raises(Unavailable, match="stopping"):
             await following
 
@@ -92,7 +92,7 @@ async def test_one_read_serves_all_watches() -> None:
     values = [watch.values(0.001) for _ in range(watchers)]
     assert await asyncio.gather(*map(anext, values)) == [0] * watchers
     following = [asyncio.ensure_future(anext(value)) for value in values]
-    changes.note()
+    changes.record()
     assert await asyncio.gather(*following) == [1] * watchers
     assert reads == [2], "once at the start, and once after the change"
     for value in values:
@@ -104,14 +104,14 @@ async def test_update_interval_grows_with_the_number_of_watches() -> None:
     watch = CoalescingWatch(lambda: changes.count, changes, spacing=3600.0, clock=lambda: now[0])
     first, second = watch.values(0.001), watch.values(0.001)
     assert await anext(first) == 0
-    changes.note()
+    changes.record()
     now[0] = 2.5 * 3600
     assert await anext(second) == 1, "two watches are updated every two hours"
-    changes.note()
+    changes.record()
     third = watch.values(0.001)
     now[0] += 3.5 * 3600
     assert await anext(third) == 2
-    changes.note()
+    changes.record()
     fourth = watch.values(0.001)
     now[0] += 3.5 * 3600
     assert await anext(fourth) == 2, "four watches are updated every four hours"

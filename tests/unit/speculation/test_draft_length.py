@@ -96,12 +96,16 @@ def test_single_slow_step_is_forgotten() -> None:
 def test_acceptance_is_learned_per_position_and_ngram_kind() -> None:
     acceptance = Acceptance(4)
     assert acceptance.expected() == [0.0] * 4
-    assert acceptance.of(NO_DRAFT) == []
+    assert acceptance.probabilities(NO_DRAFT) == []
     for _ in range(30):
         acceptance.verified(Draft(9, (1, 2, 3)), 2)
         acceptance.verified(Draft(1, (1, 2, 3)), 0)
         acceptance.verified(NO_DRAFT, 0)
-    expected, long, short = (acceptance.expected(), acceptance.of(Draft(8, (1, 2, 3))), acceptance.of(Draft(1, (1,))))
+    expected, long, short = (
+        acceptance.expected(),
+        acceptance.probabilities(Draft(8, (1, 2, 3))),
+        acceptance.probabilities(Draft(1, (1,))),
+    )
     assert 0.2 < expected[0] < 0.45
     assert long[1] > 0.7
     assert long[2] < 0.15
@@ -123,14 +127,14 @@ def test_sampled_tokens_are_compared_with_unused_drafts() -> None:
     comparison = ShadowDrafts(compared)
     drafts = iter([Draft(2, (11, 12, 99)), Draft(5, (15, 16)), NO_DRAFT, Draft(1, (20,))])
     for token_id in (10, 11, 12, 13, 15, 16, 17, 18):  # 13 is in place of 99, 17 comes with the second draft
-        comparison.take(token_id, lambda: next(drafts))
+        comparison.record(token_id, lambda: next(drafts))
     verified.verified(Draft(2, (11, 12, 99)), 2)
     verified.verified(Draft(5, (15, 16)), 2)
     verified.verified(NO_DRAFT, 0)
     assert compared.expected() == verified.expected()
     before = compared.expected()
     comparison.drop()
-    comparison.take(21, lambda: Draft(3, (22,)))
+    comparison.record(21, lambda: Draft(3, (22,)))
     assert compared.expected() == before
-    comparison.take(22, lambda: NO_DRAFT)
+    comparison.record(22, lambda: NO_DRAFT)
     assert compared.expected()[0] > before[0]

@@ -24,8 +24,8 @@ def segment_of(number: int, before: TokenPath, token_ids: list[int]) -> Segment:
 def indexed(segment: Segment) -> NgramIndexes:
     indexes = NgramIndexes()
     for end in range(segment.start, segment.end, 2048):
-        indexes.enter(segment, end)
-    indexes.enter(segment, segment.end)
+        indexes.index_segment(segment, end)
+    indexes.index_segment(segment, segment.end)
     return indexes
 
 
@@ -56,8 +56,8 @@ def test_match_continues_into_later_segments_and_into_itself() -> None:
     second = segment_of(1, first.path.cut(3), [5])
     tail = segment_of(2, second.path, [6, 1, 2])
     indexes = NgramIndexes()
-    indexes.enter(first, first.end)
-    indexes.enter(second, second.end)
+    indexes.index_segment(first, first.end)
+    indexes.index_segment(second, second.end)
     assert NgramDrafter(tail, indexes).draft(tail.end, 9).token_ids == (3, 5, 6, 1, 2, 3, 5, 6, 1)
 
 
@@ -115,7 +115,7 @@ class CountingArray(array):
 def test_unindexed_tokens_are_not_scanned_one_by_one(text, query, found) -> None:
     ids = CountingArray("I", text)
     segment, match = SegmentIndex(ids), ngram_index.NgramMatch(query[-MAX_SIZE:])
-    segment.enter(len(ids))
+    segment.add(len(ids))
     segment.match(match, len(ids))
     assert (match.size, match.offset) == found
     assert ids.num_read <= 4 * (MAX_SIZE + 1)
@@ -124,9 +124,9 @@ def test_unindexed_tokens_are_not_scanned_one_by_one(text, query, found) -> None
 def test_indexing_in_chunks_equals_indexing_at_once() -> None:
     token_ids = array("I", random_ids(30_000, vocabulary=40))
     whole, growing = SegmentIndex(token_ids), SegmentIndex(token_ids)
-    whole.enter(len(token_ids))
+    whole.add(len(token_ids))
     for count in (*range(0, len(token_ids), 1), len(token_ids)):
-        growing.enter(count)
+        growing.add(count)
     for place in range(100, len(token_ids), 501):
         found = list[tuple[int, ...]]()
         for each in (whole, growing):
@@ -144,13 +144,13 @@ def test_unindexed_tokens_are_indexed_later_in_parts() -> None:
     tail = segment_of(2, second.path, first.token_ids[1000:1010].tolist())
     drafts = NgramDrafter(tail, indexes)
     assert drafts.draft(tail.end, 3) is NO_DRAFT
-    assert not drafts.enter(2000)
-    assert not drafts.enter(2000)
-    assert (indexes.of(first).count, indexes.of(second).count) == (1000, 3000)
-    assert not drafts.enter(2999)
-    assert drafts.enter(1)
-    assert drafts.enter(0)
-    assert indexes.of(first).count == 4000
+    assert not drafts.index_path(2000)
+    assert not drafts.index_path(2000)
+    assert (indexes.get(first).count, indexes.get(second).count) == (1000, 3000)
+    assert not drafts.index_path(2999)
+    assert drafts.index_path(1)
+    assert drafts.index_path(0)
+    assert indexes.get(first).count == 4000
     assert drafts.draft(tail.end, 3) == (10, tuple(first.token_ids[1010:1013]))
 
 
@@ -160,7 +160,7 @@ def test_long_tail_is_indexed_in_parts() -> None:
     drafts = NgramDrafter(tail, indexes)
     for turn in range(1, 4):
         drafts.draft(tail.end, 1)
-        assert indexes.of(tail).count == min(turn * ENTERED_AT_ONCE, tail.end - 1)
+        assert indexes.get(tail).count == min(turn * ENTERED_AT_ONCE, tail.end - 1)
 
 
 def test_last_and_long_segments_of_a_long_path_are_searched() -> None:
@@ -169,7 +169,7 @@ def test_last_and_long_segments_of_a_long_path_are_searched() -> None:
     for number in range(MAX_SHORT + 5):
         segments.append(segment_of(number, path, [60_000 + 3 * number, 60_001 + 3 * number]))
         path = segments[-1].path
-        indexes.enter(segments[-1], path.end)
+        indexes.index_segment(segments[-1], path.end)
     for number, is_found in ((4, False), (5, True), (MAX_SHORT + 4, True)):
         tail = segment_of(999, path, [60_000 + 3 * number])
         found = NgramDrafter(tail, indexes).draft(tail.end, 1).token_ids
@@ -182,7 +182,7 @@ def test_last_and_long_segments_of_a_long_path_are_searched() -> None:
 def test_index_is_freed_with_its_segment_and_does_not_block_growth() -> None:
     indexes, segment = NgramIndexes(), segment_of(0, EMPTY_PATH, random_ids(REST_TOKENS))
     tail = segment_of(1, segment.path, [1])
-    indexes.enter(segment, segment.end)
+    indexes.index_segment(segment, segment.end)
     drafts = NgramDrafter(tail, indexes)
     drafts.draft(tail.end, 1)
     segment.extend([1, 2])  # an array with an open view cannot grow
@@ -199,8 +199,8 @@ def test_ngram_ending_at_the_first_unindexed_token_is_found() -> None:
     text[-2] = text[REST_TOKENS]
     document = segment_of(0, EMPTY_PATH, text)
     indexes = NgramIndexes()
-    indexes.enter(document, REST_TOKENS)
-    indexes.enter(document, document.end)
+    indexes.index_segment(document, REST_TOKENS)
+    indexes.index_segment(document, document.end)
     tail = segment_of(1, document.path, text[REST_TOKENS - 4 : REST_TOKENS + 1])
     assert NgramDrafter(tail, indexes).draft(tail.end, 1) == (5, (text[REST_TOKENS + 1],))
 
@@ -208,5 +208,5 @@ def test_ngram_ending_at_the_first_unindexed_token_is_found() -> None:
 def test_query_does_not_match_itself() -> None:
     tail = segment_of(0, EMPTY_PATH, [5, 6, 7, 8, 6, 7])
     indexes = NgramIndexes()
-    indexes.enter(tail, tail.end)
+    indexes.index_segment(tail, tail.end)
     assert NgramDrafter(tail, indexes).draft(tail.end, 2) == (2, (8, 6))

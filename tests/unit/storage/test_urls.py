@@ -8,7 +8,7 @@ import pytest
 
 from longleaf.errors import InvalidArgument, StorageUnavailable
 from longleaf.storage.store import Store
-from longleaf.storage.urls import shown
+from longleaf.storage.urls import redact_url
 
 
 @pytest.mark.parametrize("form", ["{}", "file://{}", "local://{}", "{}/"])
@@ -94,4 +94,4 @@ def test_unreachable_storage_is_not_an_invalid_url():
     ],
 )
 def test_shown_urls_hide_secrets(url, expected):
-    assert shown(url) == expected
+    assert redact_url(url) == expected

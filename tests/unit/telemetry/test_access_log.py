@@ -38,7 +38,7 @@ class ManualClock:
 
 def one(log: AccessLog, method: str = GET, code: str = "OK", host: str = "10.0.0.1", **facts: str) -> None:
     record = CallRecord(method, f"ipv4:{host}:4711", {}, **facts)
-    with log.call(record):
+    with log.observe_call(record):
         record.code = code
 
 
@@ -54,7 +54,7 @@ def heard(caplog: pytest.LogCaptureFixture) -> None:
 async def test_call_is_one_line_with_all_fields(caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock()
     record = CallRecord(GET, "ipv6:[::1]:4711", {}, tenant="acme", trace="ab" * 16)
-    with AccessLog(lambda: clock.now, clock.later).call(record):
+    with AccessLog(lambda: clock.now, clock.later).observe_call(record):
         record.request_id, record.context = "acme/one", "acme/book"
         record.code, record.error, record.field = "INVALID_ARGUMENT", "InvalidArgument", "text"
         record.message = "text: 'a secret' is wrong"
@@ -80,7 +80,7 @@ async def test_call_is_one_line_with_all_fields(caplog: pytest.LogCaptureFixture
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), ValueError("secret")])
 async def test_call_that_raises_is_logged(caplog: pytest.LogCaptureFixture, error: BaseException) -> None:
-    with pytest.raises(type(error)), AccessLog().call(CallRecord(GET, "ipv4:1.1.1.1:1", {}, code="CANCELLED")):
+    with pytest.raises(type(error)), AccessLog().observe_call(CallRecord(GET, "ipv4:1.1.1.1:1", {}, code="CANCELLED")):
         raise error
     assert [line.getMessage() for line in caplog.records] == ["call ended"]
 

@@ -21,7 +21,7 @@ SOURCES = MetricSources(cluster=lambda: CLUSTER, counts=Counts, ranks_lost=lambd
 def read(sources: MetricSources) -> Scraped:
     registry, gauges = CollectorRegistry(), Gauges(sources, "lama", {"version": "7", "launcher": "local"})
     registry.register(gauges)
-    gauges.look()
+    gauges.refresh()
     return Scraped(generate_latest(registry).decode())
 
 
@@ -132,6 +132,6 @@ def test_nothing_is_read_before_a_scrape() -> None:
     gauges = Gauges(replace(SOURCES, cluster=cluster), "lama", {})
     assert gauges.collect() == []
     assert not requested
-    gauges.look()
+    gauges.refresh()
     assert len(requested) == 1
     assert gauges.collect()

@@ -47,7 +47,10 @@ async def seen(events: Sequence[Event], error: BaseException | None = None) -> d
     exporter = InMemorySpanExporter()
     traces = OtlpTraces("lookup", lambda: memory(exporter))
     await traces.start()
-    with nullcontext() if error is None else pytest.raises(type(error)), traces.generation("acme/one", "acme") as emit:
+    with (
+        nullcontext() if error is None else pytest.raises(type(error)),
+        traces.observe_generation("acme/one", "acme") as emit,
+    ):
         for event in events:
             emit(event)
         if error is not None:
@@ -116,9 +119,9 @@ async def test_work_after_a_call_is_not_part_of_its_span() -> None:
     traces = OtlpTraces("lookup", lambda: memory(exporter))
     await traces.start()
     for name in ("one", "two"):
-        with traces.call(CallRecord(f"/longleaf.v1.X/{name}", "ipv4:1.1.1.1:1", {}, code="OK")):
+        with traces.observe_call(CallRecord(f"/longleaf.v1.X/{name}", "ipv4:1.1.1.1:1", {}, code="OK")):
             pass
-    with traces.generation("held", "default"):
+    with traces.observe_generation("held", "default"):
         pass
     await traces.stop()
     spans = {span.name: span for span in exporter.get_finished_spans()}
@@ -196,7 +199,7 @@ async def test_unresponsive_collector_delays_the_end_by_a_limited_time() -> None
     provider.add_span_processor(BatchSpanProcessor(exporter))
     traces = OtlpTraces("lookup", lambda: provider, stop_seconds=0.2)
     await traces.start()
-    with traces.generation("one", "default"):
+    with traces.observe_generation("one", "default"):
         pass
     began = time.monotonic()
     try:
@@ -213,7 +216,7 @@ async def test_pending_spans_are_sent_at_the_end() -> None:
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1e6))
     traces = OtlpTraces("lookup", lambda: provider)
     await traces.start()
-    with traces.generation("one", "default"):
+    with traces.observe_generation("one", "default"):
         pass
     assert not exporter.get_finished_spans()
     await traces.stop()

@@ -9,7 +9,7 @@ from longleaf.logs import Logs
 from longleaf.rank_protocol.group_messages import Join
 from longleaf.service_settings import TelemetryConfig
 from workers.__main__ import LOGGERS, ProcessContext
-from workers.member_process import taking_notes
+from workers.member_process import capturing_logs
 
 
 def test_lines_have_rank_and_epoch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,7 +31,7 @@ def test_startup_notes_are_logged_only_by_the_coordinator(
 ) -> None:
     logs = Logs(TelemetryConfig(log_level="debug"), LOGGERS)
     try:
-        with taking_notes() as notes:
+        with capturing_logs() as notes:
             logging.getLogger("longleaf.kernels").warning("slower")
         logging.getLogger("longleaf.kernels").warning("later")
     finally:

@@ -30,7 +30,7 @@ class Bench:
 
     def generate(self, *events: tuple[float, Event], tenant: str = "acme", end: float = 0.0) -> None:
         """A generation with these events, each with its delay in seconds after the previous one."""
-        with self.metrics.generation("some-request", tenant) as emit:
+        with self.metrics.observe_generation("some-request", tenant) as emit:
             for seconds, event in events:
                 self.now += seconds
                 emit(event)
@@ -38,7 +38,7 @@ class Bench:
 
     def call(self, code: str, method: str = "/longleaf.v1.GenerationService/Generate", tenant: str = "acme") -> None:
         record = CallRecord(method, "ipv4:10.0.0.1:1", {})
-        with self.metrics.call(record):
+        with self.metrics.observe_call(record):
             record.tenant, record.code = tenant, code
 
     def spent(self, name: str, tenant: str = "acme") -> tuple[float, float]:
@@ -133,7 +133,7 @@ def test_failed_generation_counts_tokens_but_no_length(error: type[BaseException
     bench = Bench()
 
     def generate() -> None:
-        with bench.metrics.generation("r", "acme") as emit:
+        with bench.metrics.observe_generation("r", "acme") as emit:
             emit(ADMITTED)
             emit(tokens(0))
             raise error
@@ -176,7 +176,7 @@ def test_call_counts_under_its_code(code: str, outcome: str) -> None:
 
 def test_call_that_raises_without_a_code_counts_as_failed() -> None:
     bench = Bench()
-    with pytest.raises(ValueError, match="boom"), bench.metrics.call(CallRecord("/a/Generate", "", {})):
+    with pytest.raises(ValueError, match="boom"), bench.metrics.observe_call(CallRecord("/a/Generate", "", {})):
         raise ValueError("boom")
     labels = {"tenant": "", "kind": "Generate", "outcome": "failed", "code": "UNKNOWN"}
     assert bench.seen.value("longleaf_requests_total", **labels) == 1

@@ -16,10 +16,10 @@ async def test_flood_without_a_reader_keeps_the_last_lines_and_a_count() -> None
     buffer = StartupLogBuffer(TextFormatter(), limit=3)
     for number in range(10_000):
         buffer.handle(line(str(number)))
-    dropped, *last = buffer.take()
+    dropped, *last = buffer.pop_lines()
     assert dropped.startswith("9,997 earlier lines")
     assert last == ["9997", "9998", "9999"]
-    assert buffer.take() == ()
+    assert buffer.pop_lines() == ()
 
 
 async def test_lines_of_another_thread_notify_the_waiter() -> None:
@@ -30,13 +30,13 @@ async def test_lines_of_another_thread_notify_the_waiter() -> None:
         thread.start()
         await asyncio.wait_for(waiting if text == "one" else buffer.wait(), 5)
         thread.join()
-        assert buffer.take() == (text,)
+        assert buffer.pop_lines() == (text,)
 
 
 async def test_second_read_waits_for_new_lines() -> None:
     buffer = StartupLogBuffer(TextFormatter())
     buffer.handle(line("one"))
-    buffer.take()
+    buffer.pop_lines()
     await asyncio.sleep(0)  # a pending report would have run by now
     waiting = asyncio.create_task(buffer.wait())
     await asyncio.sleep(0)

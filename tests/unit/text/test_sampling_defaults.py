@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.text.checkpoint import read_sampling
 from longleaf.errors import ModelRefused
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 
 
 def write(folder: Path, **content: Any) -> Path:
@@ -17,18 +17,18 @@ def write(folder: Path, **content: Any) -> Path:
 
 
 def test_named_parameters_are_used_and_others_keep_their_defaults(tmp_path: Path) -> None:
-    assert read_sampling(tmp_path) == Sampling(), "without a file"
+    assert read_sampling(tmp_path) == SamplingParams(), "without a file"
     named = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05}
     write(tmp_path, do_sample=True, eos_token_id=[1, 2], max_new_tokens=9, transformers_version="5.0", **named)
-    assert read_sampling(tmp_path) == Sampling(**named)
+    assert read_sampling(tmp_path) == SamplingParams(**named)
     write(tmp_path, do_sample=True, top_p=0.9, top_k=None)
-    assert read_sampling(tmp_path) == Sampling(temperature=1.0, top_p=0.9)
+    assert read_sampling(tmp_path) == SamplingParams(temperature=1.0, top_p=0.9)
 
 
 @pytest.mark.parametrize("do_sample", [{}, {"do_sample": False}, {"do_sample": None}])
 def test_greedy_without_do_sample_as_in_transformers(tmp_path: Path, do_sample: dict[str, Any]) -> None:
     write(tmp_path, temperature=0.6, top_k=20, repetition_penalty=1.1, **do_sample)
-    assert read_sampling(tmp_path) == Sampling(repetition_penalty=1.1)
+    assert read_sampling(tmp_path) == SamplingParams(repetition_penalty=1.1)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from workers.sampling import device_sampler, distribution
 from workers.sampling.acceptance import NOT_FINITE
 from workers.sampling.device_sampler import DeviceSampler, make_sampler
@@ -19,7 +19,7 @@ from workers.sampling.uniforms import uniform, uniforms
 NUM_ROWS = 48
 
 
-def settings() -> list[Sampling]:
+def settings() -> list[SamplingParams]:
     """Settings of all kinds and in all combinations: 4 x 8 x 3 x 5."""
     temperatures = [0.0, 0.3, 1.0, 30.0]
     cuts = [
@@ -41,7 +41,7 @@ def settings() -> list[Sampling]:
         {"logit_bias": {0: 2.0}, "repetition_penalty": 0.8, "presence_penalty": 1.0},
     ]
     parts = itertools.product(temperatures, cuts, reported, extra)
-    return [Sampling(temperature=t, **cut, **say, **more) for t, cut, say, more in parts]
+    return [SamplingParams(temperature=t, **cut, **say, **more) for t, cut, say, more in parts]
 
 
 class Service:
@@ -141,7 +141,7 @@ def comparable(tokens):
 def test_extreme_settings_draw_an_allowed_token(cut, drawn, monkeypatch):
     """The smallest top-p, the largest min-p, and a random number that rounding moves past the last token."""
     monkeypatch.setattr(device_sampler, "uniforms", lambda seed, index, count: [drawn] * count)
-    sampling = Sampling(temperature=1.0, **cut)
+    sampling = SamplingParams(temperature=1.0, **cut)
     for step in range(1, 40):
         logits_RV = logits(6, 50, step).nan_to_num(0.0, 9.0, -torch.inf)
         logits_RV[:, -9:] = -torch.inf
@@ -165,7 +165,7 @@ def row(sequence: int, index: int, terms: SamplingTerms | None = None) -> Row:
 def test_missing_tokens_are_marked_for_the_other_ranks():
     sampler = DeviceSampler("cpu", 512)
     logits_RV = torch.tensor([[0.0, 1.0], [torch.nan, 0.0], [-torch.inf, -torch.inf]])
-    for index, sampling in enumerate([Sampling(), Sampling(temperature=1.0, num_logprobs=1)]):
+    for index, sampling in enumerate([SamplingParams(), SamplingParams(temperature=1.0, num_logprobs=1)]):
         choice = sampler.start([row(i, index, SamplingTerms(sampling)) for i in range(3)], logits_RV)
         assert [[token.id for token in found] for found in choice.tokens()] == [[1], [], []]
         assert choice.ids().tolist() == [1, NOT_FINITE, NOT_FINITE]
@@ -173,7 +173,7 @@ def test_missing_tokens_are_marked_for_the_other_ranks():
 
 
 def test_broken_sequence_gets_no_tokens_until_it_is_forgotten():
-    sampler, sampling = DeviceSampler("cpu", 512), Sampling()
+    sampler, sampling = DeviceSampler("cpu", 512), SamplingParams()
     assert sampler.start([row(4, 0, SamplingTerms(sampling))], torch.tensor([[torch.nan, 0.0]])).tokens() == [()]
     assert sampler.start([row(4, 1)], torch.tensor([[1.0, 0.0]])).tokens() == [()]
     sampler.forget([4])
@@ -185,19 +185,19 @@ def test_parameters_are_copied_to_the_device_only_when_changed(monkeypatch):
     copies = []
     monkeypatch.setattr(device_sampler, "to_device", lambda host, device: copies.append(host.shape) or host)
     sampler, logits_RV = DeviceSampler("cpu", 512), torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
-    greedy = [Sampling(), Sampling(logit_bias={3: 1.0}), Sampling(num_logprobs=3)]
+    greedy = [SamplingParams(), SamplingParams(logit_bias={3: 1.0}), SamplingParams(num_logprobs=3)]
     for index in range(4):
         sampler.start([row(i, index, None if index else SamplingTerms(s)) for i, s in enumerate(greedy)], logits_RV)
     assert len(copies) == 1
     sampler.start([row(i, 4) for i in (2, 0)], logits_RV[:2])
     assert copies == [(len(Parameters._fields), 3), (len(Parameters._fields), 2)]
     for index in range(5):  # a random number for each token
-        sampler.start([row(7, index, None if index else SamplingTerms(Sampling(temperature=1.0)))], logits_RV[:1])
+        sampler.start([row(7, index, None if index else SamplingTerms(SamplingParams(temperature=1.0)))], logits_RV[:1])
     assert len(copies) == 7
 
 
 def test_large_batches_are_split_without_changing_tokens(monkeypatch):
-    requested = [row(i, 0, SamplingTerms(Sampling(temperature=1.0, seed=i, num_logprobs=2))) for i in range(10)]
+    requested = [row(i, 0, SamplingTerms(SamplingParams(temperature=1.0, seed=i, num_logprobs=2))) for i in range(10)]
     logits_RV = logits(10, 300, 1)
     together = DeviceSampler("cpu", 512).start(requested, logits_RV).tokens()
     monkeypatch.setattr(device_sampler, "MAX_LOGITS", 950)
@@ -206,8 +206,8 @@ def test_large_batches_are_split_without_changing_tokens(monkeypatch):
 
 def test_history_slots_are_released_and_reset():
     histories = TokenHistories(10, 11, "cpu")
-    terms = SamplingTerms(Sampling(presence_penalty=1.0, logit_bias={2: 1.0}), PenaltyHistory((1, 30), (4, 4)))
-    assert histories.begin(SamplingTerms(Sampling(temperature=1.0))) == 0
+    terms = SamplingTerms(SamplingParams(presence_penalty=1.0, logit_bias={2: 1.0}), PenaltyHistory((1, 30), (4, 4)))
+    assert histories.begin(SamplingTerms(SamplingParams(temperature=1.0))) == 0
     first, second = histories.begin(terms), histories.begin(terms)
     assert first != second
     assert histories.is_seen_PV[second].nonzero().flatten().tolist() == [1, 4]
@@ -216,7 +216,7 @@ def test_history_slots_are_released_and_reset():
     assert histories.counts_PV[second, 9] == 1
     histories.end(second)
     histories.end(0)
-    assert histories.begin(SamplingTerms(Sampling(logit_bias={5: 2.0}))) == second
+    assert histories.begin(SamplingTerms(SamplingParams(logit_bias={5: 2.0}))) == second
     assert not histories.is_seen_PV[second].any()
     assert not histories.counts_PV[second].any()
     assert histories.bias_ids_PB[second].nonzero().flatten().tolist() == [0]

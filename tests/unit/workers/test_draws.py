@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.sampling import one_by_one
 from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from workers.sampling import distribution, draws
 from workers.sampling.sampler import Sampler
 
@@ -34,7 +34,7 @@ def logits(rows: int = ROWS, size: int = V, spread: float = 3.0, seed: int = 0) 
     return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def rows(*samplings: Sampling, seen: PenaltyHistory | None = None) -> list[Row]:
+def rows(*samplings: SamplingParams, seen: PenaltyHistory | None = None) -> list[Row]:
     """A first row for each of the sequences."""
     return [
         Row(
@@ -52,14 +52,14 @@ def rows(*samplings: Sampling, seen: PenaltyHistory | None = None) -> list[Row]:
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 3.0], ids=["flat", "normal", "peaked"])
 def test_top_p_sorts_a_small_part_of_a_row(spread):
-    requested = rows(*(Sampling(temperature=1.0, top_p=0.9, seed=i) for i in range(ROWS)))
+    requested = rows(*(SamplingParams(temperature=1.0, top_p=0.9, seed=i) for i in range(ROWS)))
     with OperationSizes("sort") as watch:
         Sampler().choose(requested, logits(spread=spread))
     assert sum(size for _, size in watch.sizes) < ROWS * V / 20
 
 
 def test_probabilities_of_all_rows_are_computed_together():
-    requested = rows(*(Sampling(temperature=0.5 + i / 8, seed=i, num_logprobs=2) for i in range(ROWS)))
+    requested = rows(*(SamplingParams(temperature=0.5 + i / 8, seed=i, num_logprobs=2) for i in range(ROWS)))
     with OperationSizes("_softmax", "_log_softmax") as watch:
         Sampler().choose(requested, logits(size=512))
     assert [size for _, size in watch.sizes] == [ROWS * 512] * 2  # the candidates and the reported tokens
@@ -67,7 +67,7 @@ def test_probabilities_of_all_rows_are_computed_together():
 
 def test_penalties_affect_only_seen_tokens():
     seen = PenaltyHistory(tuple(range(0, 200, 2)), (3, 5, 5))
-    requested = rows(Sampling(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5), seen=seen)
+    requested = rows(SamplingParams(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5), seen=seen)
     logits_RV = logits(1)
     with OperationSizes("nonzero", "where", "mul", "gt", "sub", "add") as watch:
         Sampler().choose(requested, logits_RV)
@@ -79,18 +79,18 @@ def test_top_p_keeps_larger_ids_of_equally_likely_tokens(dtype):
     """This holds on every processor: the order in which torch sorts them depends on its instruction set."""
     values = torch.arange(640) % 4
     logits_V = values.log().to(dtype)  # 160 tokens each of no weight, of weight 1, 2 and 3
-    sampling = Sampling(temperature=1.0, top_p=(3 * 160 + 2 * 30 - 1) / (6 * 160))
+    sampling = SamplingParams(temperature=1.0, top_p=(3 * 160 + 2 * 30 - 1) / (6 * 160))
     retained = {i for i in range(640) if values[i] == 3 or (values[i] == 2 and i >= 640 - 4 * 30)}
     chosen = [Sampler().choose([row], logits_V[None])[0].id for row in every_draw(sampling, 600)]
     assert set(chosen) <= retained
     assert {i for i in range(640) if distribution.distribution(logits_V.double(), sampling)[i] > 0} == retained
 
 
-def every_draw(sampling: Sampling, count: int) -> list[Row]:
+def every_draw(sampling: SamplingParams, count: int) -> list[Row]:
     return [Row(1, (0,), index, (), (), index, SamplingTerms(sampling)) for index in range(count)]
 
 
-def settings() -> list[Sampling]:
+def settings() -> list[SamplingParams]:
     """Settings of all kinds."""
     cuts = [
         {"top_p": 0.9},
@@ -102,27 +102,27 @@ def settings() -> list[Sampling]:
     ]
     extra = [{}, {"logit_bias": {3: 5.0, 700: -9.0}, "frequency_penalty": 0.5}, {"repetition_penalty": 1.3}]
     kinds = enumerate(itertools.product([0.3, 0.7, 1.0, 1.0, 1.5, 30.0], cuts))
-    return [Sampling(temperature=t, seed=i, **cut, **extra[i % 3]) for i, (t, cut) in kinds]
+    return [SamplingParams(temperature=t, seed=i, **cut, **extra[i % 3]) for i, (t, cut) in kinds]
 
 
-def at_a_limit(logits_V: torch.Tensor, num_tokens: int) -> list[Sampling]:
+def at_a_limit(logits_V: torch.Tensor, num_tokens: int) -> list[SamplingParams]:
     """Settings with a top-p that this number of tokens reaches, except for rounding, and a min-p with one more."""
     shares_V = torch.softmax(logits_V.double(), 0).sort(descending=True).values
     top_p, min_p = float(shares_V[:num_tokens].sum()), float(shares_V[num_tokens] / shares_V[0])
     kinds = {"top_p": top_p}, {"min_p": min_p}, {"min_p": min_p, "top_k": 2 * num_tokens}
-    return [Sampling(temperature=1.0, seed=num_tokens, **kind) for kind in kinds]
+    return [SamplingParams(temperature=1.0, seed=num_tokens, **kind) for kind in kinds]
 
 
 def test_top_k_keeps_all_tokens_tied_with_the_last():
     logits_RV = torch.arange(500.0).clamp(min=5.0, max=450.0)[None]
-    sampling = Sampling(temperature=1.0, top_k=2, seed=1)
+    sampling = SamplingParams(temperature=1.0, top_k=2, seed=1)
     drawn = {Sampler().choose([row], logits_RV)[0].id for row in every_draw(sampling, 1000)}
     assert drawn == set(range(450, 500))
 
 
 @pytest.mark.parametrize("size", [63, 200, 1000])
 def test_top_p_that_rounding_never_reaches_keeps_a_token(size):
-    sampling = Sampling(temperature=1.0, top_p=1 - 2**-53)
+    sampling = SamplingParams(temperature=1.0, top_p=1 - 2**-53)
     for seed in range(60):
         scores_RV = logits(1, size, seed=seed).double()
         [drawn] = draws.draw(scores_RV.clone(), [sampling], [0.5])

@@ -134,12 +134,12 @@ def test_checkpoint_is_compared_once_per_dtype(tmp_path, compared):
     )
     for dtype, num_compared in (("float32", 1), ("float32", 1), ("bfloat16", 2), ("float32", 2)):
         made = first_rank(folder, records, dtype=dtype)
-        made.greet()
+        made.make_hello()
         made.load()
         assert len(compared) == num_compared
     make_checkpoint(folder, "llama", num_layers=1, seed=1)
     made = first_rank(folder, records)
-    made.greet()
+    made.make_hello()
     made.load()
     assert len(compared) == 3
 
@@ -183,7 +183,7 @@ def test_unwritable_record_folder_is_not_an_error(tmp_path, compared):
     )
     for num_compared in (1, 2):
         made = first_rank(folder, records)
-        made.greet()
+        made.make_hello()
         made.load()
         assert len(compared) == num_compared
 

@@ -27,15 +27,15 @@ from workers.step.kv_transfer import DIGEST_BYTES, move, rounds
 class Rank:
     def __init__(self, make, number, layout=()):
         self.pool = filled(make, number)
-        self.ledger = BlockTable(number, BLOCK)
-        self.ledger.replace(layout)
+        self.block_table = BlockTable(number, BLOCK)
+        self.block_table.replace(layout)
 
     def places(self, segment, end, num_ranks):
         """Rank and slot by position."""
         return {
             extent.start + i: (rank, extent.slot + i)
             for rank in range(num_ranks)
-            for extent in self.ledger.extents((segment,), 0, end, rank)
+            for extent in self.block_table.extents((segment,), 0, end, rank)
             for i in range(extent.end - extent.start)
         }
 
@@ -43,7 +43,7 @@ class Rank:
 def carry_out(work, ranks, wrap=lambda comm: comm):
     return on_ends(
         loopback(len(ranks)),
-        lambda comm: move(work, wrap(comm), ranks[comm.rank].pool, ranks[comm.rank].ledger),
+        lambda comm: move(work, wrap(comm), ranks[comm.rank].pool, ranks[comm.rank].block_table),
     )
 
 
@@ -92,7 +92,7 @@ def test_keys_and_values_read_equal_after_a_move(name):
     ranks = [Rank(POOLS[name], number) for number in range(2)]
     layout = SegmentLayout(4, 0, (Run(0, 0, 5, (8, 2)),))
     for rank in ranks:
-        rank.ledger.replace([layout])
+        rank.block_table.replace([layout])
     slots = [(24, 25, 26, 6, 7), (9, 10, 11, 15, 16)]
     before = [ranks[0].pool.take(layer, torch.tensor(slots[0])) for layer in range(2)]
     carry_out(Move((RunTransfer(4, layout.runs[0], Run(1, 0, 5, (3, 5))),)), ranks)
@@ -168,7 +168,7 @@ def test_flipped_bit_is_detected_and_reported_by_all_ranks(at, number, monkeypat
     def reported_ranks(comm):
         comm_here = FlippingComm(comm, at, number) if comm.rank == 2 else comm
         with pytest.raises(TransferCorrupted, match="rank 2 received other keys than rank 0 sent") as raised:
-            move(Move(transfers), comm_here, ranks[comm.rank].pool, ranks[comm.rank].ledger)
+            move(Move(transfers), comm_here, ranks[comm.rank].pool, ranks[comm.rank].block_table)
         return raised.value.source, raised.value.target
 
     assert on_ends(loopback(3), reported_ranks) == [(0, 2)] * 3
@@ -235,7 +235,7 @@ def test_invalid_transfer_moves_nothing(transfers):
     def refused(comm):
         counted = CountingComm(comm)
         with pytest.raises(ValueError, match="a run|no run|a block"):
-            move(Move(transfers), counted, ranks[comm.rank].pool, ranks[comm.rank].ledger)
+            move(Move(transfers), counted, ranks[comm.rank].pool, ranks[comm.rank].block_table)
         return counted.num_operations
 
     assert on_ends(loopback(2), refused) == [0, 0]

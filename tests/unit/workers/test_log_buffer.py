@@ -8,7 +8,7 @@ import pytest
 from longleaf.rank_protocol.encoding import decode_from_rank, encode
 from longleaf.rank_protocol.log_messages import MAX_RECORDS, MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES, Logged, LogRecord
 from workers.log_buffer import MAX_BUFFERED_RECORDS, RankLogBuffer
-from workers.member_process import taking_notes
+from workers.member_process import capturing_logs
 
 LARGEST = 240 << 10
 """The size of a message that the channel always accepts."""
@@ -26,7 +26,7 @@ def records() -> Iterator[RankLogBuffer]:
 def taken(records: RankLogBuffer) -> list[Logged]:
     """All messages, as they arrive."""
     found: list[Logged] = []
-    while (logged := records.take(3)) is not None:
+    while (logged := records.pop_batch(3)) is not None:
         message = decode_from_rank(encode(logged))
         assert isinstance(message, Logged)
         found.append(message)
@@ -44,10 +44,10 @@ def test_own_warnings_are_buffered_in_order(records: RankLogBuffer) -> None:
     logging.getLogger("another.library").critical("of no interest")
     logging.getLogger("workersfriend").critical("of no interest")
     ours.log(70, "worse than all")
-    assert records.take(3) == Logged(
+    assert records.pop_batch(3) == Logged(
         3, (LogRecord(30, "1 of 2"), LogRecord(40, "an error"), LogRecord(50, "worse than all"))
     )
-    assert records.take(3) is None
+    assert records.pop_batch(3) is None
 
 
 @pytest.mark.parametrize("exc_info", [False, None, True])
@@ -74,7 +74,7 @@ def test_dropped_records_are_counted_once(records: RankLogBuffer) -> None:
     ]
     assert [logged.num_dropped for logged in found] == [0] * (len(found) - 1) + [7]
     ours.warning("there is room again")
-    assert records.take(3) == Logged(3, (LogRecord(30, "there is room again"),))
+    assert records.pop_batch(3) == Logged(3, (LogRecord(30, "there is room again"),))
 
 
 def test_end_of_a_traceback_is_included(records: RankLogBuffer) -> None:
@@ -100,7 +100,7 @@ def test_longest_records_fit_a_message(records: RankLogBuffer) -> None:
             raise ValueError("\x00" * MAX_TRACEBACK_BYTES)
         except ValueError:
             ours.exception("x" * 9999)
-    logged = records.take(1 << 40)
+    logged = records.pop_batch(1 << 40)
     assert logged is not None
     assert len(logged.records) == MAX_RECORDS
     assert len(logged.records[0].text) == MAX_TEXT_BYTES
@@ -119,16 +119,16 @@ def test_record_that_cannot_be_formatted_is_dropped(records: RankLogBuffer, monk
     for handler in logging.getLogger().handlers:  # those of the tests themselves raise
         monkeypatch.setattr(handler, "emit", lambda record: None)
     ours.warning("%d", "no number")
-    assert records.take(3) is None
+    assert records.pop_batch(3) is None
 
 
 def test_startup_notes_are_marked(records: RankLogBuffer) -> None:
-    with taking_notes() as notes:
+    with capturing_logs() as notes:
         library.warning("slower")
         library.info("a choice")
         ours.warning("no note")
     library.warning("too late")
     assert (notes.warnings, notes.details) == (["slower"], ["a choice"])
-    assert records.take(3) == Logged(
+    assert records.pop_batch(3) == Logged(
         3, (LogRecord(30, "slower", is_note=True), LogRecord(30, "no note"), LogRecord(30, "too late"))
     )

@@ -71,7 +71,7 @@ class ScriptedRank:
         if error := self._errors.get(deed[1] if deed[0] == "end" else deed[0]):
             raise error
 
-    def greet(self) -> Hello:
+    def make_hello(self) -> Hello:
         return Hello(self._rank, "here", "127.0.0.1", 1)
 
     def load(self) -> None:
@@ -85,8 +85,8 @@ class ScriptedRank:
         self._do("join", join.epoch)
         return Ready(self._rank, "cpu", "float32", 8, 64, epoch=join.epoch)
 
-    def take(self, layout: KvLayout) -> None:
-        self._do("take", layout.epoch)
+    def set_layout(self, layout: KvLayout) -> None:
+        self._do("set_layout", layout.epoch)
 
     def leave(self) -> None:
         self._do("leave")
@@ -97,7 +97,7 @@ class ScriptedRank:
     def close(self) -> None:
         pass
 
-    def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:
+    def submit_order(self, order: Order, answer: Callable[[Outcome], None]) -> None:
         self._do(type(order).__name__.lower(), *(order.tickets if isinstance(order, Discard) else [order.ticket]))
         if isinstance(order, Fetch):
             answer(Fetched(self._rank, order.ticket))
@@ -241,7 +241,7 @@ def test_member_that_cannot_leave_or_compute_ends(errors, raised):
 
 def test_layout_applies_to_its_epoch():
     log = run_member([], join(2), KvLayout(1, ()), KvLayout(2, ()), plan(1, epoch=2))
-    assert log == [*AGAIN, ("take", 2), ("begin", 1), *of(1)]
+    assert log == [*AGAIN, ("set_layout", 2), ("begin", 1), *of(1)]
 
 
 def test_epoch_that_has_ended_is_not_joined():
@@ -264,8 +264,8 @@ def test_heartbeat_reports_progress():
     rank = ScriptedRank(log, None)
     status.fence(1)
     with pytest.raises(ExchangeAborted):
-        status.enter(1, rank)
-    for deed in (lambda: status.enter(2, rank), lambda: status.begin(2, 5, rank), status.leave):
+        status.enter_epoch(1, rank)
+    for deed in (lambda: status.enter_epoch(2, rank), lambda: status.begin_step(2, 5, rank), status.leave_epoch):
         deed()
         rank.num_exchanges += 7
         seen.append(status.progress)

@@ -36,7 +36,7 @@ from coordinator.engine.engine import Engine
 from coordinator.engine_messages import Prompt, Tokens
 from longleaf.errors import InvalidArgument, ModelRefused
 from longleaf.positions import AttentionSpan
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from tests.support.running import running
 from tests.support.threads import ThreadRanks, config_for
 from workers.model import hook, model
@@ -297,7 +297,7 @@ async def test_position_limit_is_the_size_of_learned_positions(tmp_path):
     engine = Engine(ThreadRanks(config), config, max_positions=1 << 20)
 
     def ask(num_tokens: int):
-        sampling = Sampling(max_tokens=10, ignore_end_token=True)
+        sampling = SamplingParams(max_tokens=10, ignore_end_token=True)
         return engine.submit(Prompt(context=None, token_ids=tuple(range(3, 3 + num_tokens)), sampling=sampling))
 
     async with running(engine):

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
-from longleaf.sampling import MAX_LOGPROBS, Sampling
+from longleaf.sampling import MAX_LOGPROBS, SamplingParams
 from workers.sampling.distribution import distribution
 from workers.sampling.logprobs import logprobs, logprobs_of
 from workers.sampling.penalties import Penalties
@@ -29,7 +29,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, 3.0])
 V = len(LOGITS)
 
 
-def transformers_probabilities(logits_V: Tensor, sampling: Sampling, token_ids: list[int]) -> Tensor:
+def transformers_probabilities(logits_V: Tensor, sampling: SamplingParams, token_ids: list[int]) -> Tensor:
     """Probabilities [V] of the processors that `generate` builds, in its order, after `token_ids`."""
     processors: list[Any] = []
     if sampling.logit_bias:
@@ -47,14 +47,14 @@ def transformers_probabilities(logits_V: Tensor, sampling: Sampling, token_ids: 
     return torch.softmax(LogitsProcessorList(processors)(ids, logits_V[None].double())[0], dim=-1)
 
 
-def adjusted(logits_V: Tensor, sampling: Sampling, history: PenaltyHistory | None = None) -> Tensor:
+def adjusted(logits_V: Tensor, sampling: SamplingParams, history: PenaltyHistory | None = None) -> Tensor:
     """Logits [V], float64, after bias and penalties."""
     scores_V = logits_V.double()
     Penalties(SamplingTerms(sampling, history), len(logits_V)).adjust(scores_V)
     return scores_V
 
 
-def sample(logits_V: Tensor, sampling: Sampling, token_index: int) -> int:
+def sample(logits_V: Tensor, sampling: SamplingParams, token_index: int) -> int:
     return Sampler().choose([row(1, sampling, token_index)], logits_V[None])[0].id
 
 
@@ -88,7 +88,7 @@ def test_probabilities_are_those_of_transformers(
     top_p: float,
     min_p: float,
 ) -> None:
-    sampling = Sampling(
+    sampling = SamplingParams(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -103,7 +103,7 @@ def test_probabilities_are_those_of_transformers(
 
 @pytest.mark.parametrize("answer", [[], [1], [1, 1, 4]])
 def test_presence_and_frequency_count_only_the_answer(answer: list[int]) -> None:
-    sampling = Sampling(temperature=1.0, presence_penalty=0.5, frequency_penalty=-0.25)
+    sampling = SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=-0.25)
     wanted = LOGITS.double()
     for token_id in range(V):
         wanted[token_id] -= 0.5 * (token_id in answer) - 0.25 * answer.count(token_id)
@@ -113,17 +113,17 @@ def test_presence_and_frequency_count_only_the_answer(answer: list[int]) -> None
 
 def test_penalties_apply_after_the_bias() -> None:
     """A bias changes the sign of a logit, and so the effect of the repetition penalty."""
-    sampling = Sampling(logit_bias={0: -4.0}, repetition_penalty=2.0, presence_penalty=1.0)
+    sampling = SamplingParams(logit_bias={0: -4.0}, repetition_penalty=2.0, presence_penalty=1.0)
     assert adjusted(LOGITS, sampling, seen([], [0]))[0] == (2.0 - 4.0) * 2.0 - 1.0
 
 
 def test_ids_without_a_logit_are_ignored() -> None:
-    sampling = Sampling(temperature=1.0, logit_bias={V: 5.0}, repetition_penalty=2.0)
+    sampling = SamplingParams(temperature=1.0, logit_bias={V: 5.0}, repetition_penalty=2.0)
     found = distribution(adjusted(LOGITS, sampling, seen([V, V + 1], [])), sampling)
     torch.testing.assert_close(found, torch.softmax(LOGITS.double(), 0))
 
 
-def row(sequence: int, sampling: Sampling | None, index: int = 0, history: PenaltyHistory | None = None) -> Row:
+def row(sequence: int, sampling: SamplingParams | None, index: int = 0, history: PenaltyHistory | None = None) -> Row:
     """A row that includes the sequence's sampling terms, unless `sampling` is None."""
     return Row(sequence, (0,), index, (), (), index, SamplingTerms(sampling, history) if sampling else None)
 
@@ -131,13 +131,13 @@ def row(sequence: int, sampling: Sampling | None, index: int = 0, history: Penal
 def test_step_mixes_all_kinds_of_rows() -> None:
     sampler = Sampler()
     rows = [
-        row(1, Sampling()),
-        row(2, Sampling(logit_bias={3: 50.0}, num_logprobs=2)),
-        row(3, Sampling(temperature=1.0, seed=3, num_logprobs=0)),
-        row(4, Sampling(presence_penalty=2.0), history=PenaltyHistory((), (4,))),
+        row(1, SamplingParams()),
+        row(2, SamplingParams(logit_bias={3: 50.0}, num_logprobs=2)),
+        row(3, SamplingParams(temperature=1.0, seed=3, num_logprobs=0)),
+        row(4, SamplingParams(presence_penalty=2.0), history=PenaltyHistory((), (4,))),
     ]
     tokens = sampler.choose(rows, LOGITS.repeat(4, 1))
-    assert [token.id for token in tokens] == [4, 3, sample(LOGITS, Sampling(temperature=1.0, seed=3), 0), 0]
+    assert [token.id for token in tokens] == [4, 3, sample(LOGITS, SamplingParams(temperature=1.0, seed=3), 0), 0]
     logprobs_V = torch.log_softmax(LOGITS.double(), 0)
     plain, two, none, penalized = (token.logprobs for token in tokens)
     assert plain is penalized is None
@@ -149,7 +149,7 @@ def test_step_mixes_all_kinds_of_rows() -> None:
 
 def test_penalties_include_sampled_tokens_until_the_sequence_is_forgotten() -> None:
     sampler = Sampler()
-    sampling = Sampling(frequency_penalty=2.0)
+    sampling = SamplingParams(frequency_penalty=2.0)
     chosen = [
         sampler.choose([row(7, *((None, index) if index else (sampling, 0, PenaltyHistory((), ()))))], LOGITS[None])[
             0
@@ -178,18 +178,25 @@ def test_logprobs_are_those_of_the_model() -> None:
 
 
 def test_greedy_takes_the_largest():
-    assert sample(LOGITS, Sampling(), 0) == 4
+    assert sample(LOGITS, SamplingParams(), 0) == 4
 
 
 def test_temperature_divides_the_logits():
-    found = distribution(LOGITS.double(), Sampling(temperature=2.0))
+    found = distribution(LOGITS.double(), SamplingParams(temperature=2.0))
     torch.testing.assert_close(found, torch.softmax(LOGITS.double() / 2, 0))
 
 
 def test_filters_keep_the_most_likely():
-    assert distribution(LOGITS.double(), Sampling(temperature=1.0, top_k=2)).nonzero().flatten().tolist() == [0, 4]
-    assert distribution(LOGITS.double(), Sampling(temperature=1.0, top_p=0.1)).nonzero().flatten().tolist() == [4]
-    assert distribution(LOGITS.double(), Sampling(temperature=1.0, min_p=0.1)).nonzero().flatten().tolist() == [0, 1, 4]
+    assert distribution(LOGITS.double(), SamplingParams(temperature=1.0, top_k=2)).nonzero().flatten().tolist() == [
+        0,
+        4,
+    ]
+    assert distribution(LOGITS.double(), SamplingParams(temperature=1.0, top_p=0.1)).nonzero().flatten().tolist() == [4]
+    assert distribution(LOGITS.double(), SamplingParams(temperature=1.0, min_p=0.1)).nonzero().flatten().tolist() == [
+        0,
+        1,
+        4,
+    ]
 
 
 def test_draw_depends_only_on_seed_and_index():
@@ -201,12 +208,12 @@ def test_draw_depends_only_on_seed_and_index():
 
 
 def test_samples_of_a_request_have_different_seeds():
-    sampling = Sampling(temperature=1.0, seed=2**64 - 1)
+    sampling = SamplingParams(temperature=1.0, seed=2**64 - 1)
     assert [sampling.of_sample(i).seed for i in range(3)] == [2**64 - 1, 0, 1]
 
 
 def test_draws_follow_the_distribution_by_inversion():
-    sampling = Sampling(temperature=1.0, seed=3)
+    sampling = SamplingParams(temperature=1.0, seed=3)
     cumulative = distribution(LOGITS.double(), sampling).cumsum(0)
     for index in range(200):
         token = sample(LOGITS, sampling, index)
@@ -215,7 +222,7 @@ def test_draws_follow_the_distribution_by_inversion():
 
 
 def test_tokens_without_probability_are_never_drawn():
-    sampling = Sampling(temperature=1.0, top_k=1)
+    sampling = SamplingParams(temperature=1.0, top_k=1)
     assert {sample(LOGITS, sampling, index) for index in range(50)} == {4}
 
 

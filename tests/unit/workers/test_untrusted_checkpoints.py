@@ -191,4 +191,4 @@ def test_missing_report_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in ("this", "antigravity_is_no_module"):
         with pytest.raises(LongleafError, match=module):
-            command._ask(module, [], TextReport)
+            command._inspect(module, [], TextReport)

@@ -7,14 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from longleaf.types import Delta, Event, Resume
 from tests.support.dying_service import encoded
 from tests.support.successors import asked, num_tokens, serving, tokenizer_of, whole
 
 pytestmark = pytest.mark.timeout(120)
 
-REQUEST = asked(Sampling(max_tokens=2000, num_logprobs=0), num_samples=2)
+REQUEST = asked(SamplingParams(max_tokens=2000, num_logprobs=0), num_samples=2)
 
 
 def events_until_killed(journal: Path, model: Path, count: int) -> list[Event]:

@@ -208,11 +208,11 @@ async def test_exported_segments_are_held_back_from_deletion(tmp_path: Path) -> 
     async with opened(tmp_path) as bench:
         await bench.ingest(3)
         await until(lambda: bench.snapshots.is_usable(3))
-        name = bench.snapshots.hold(3)
+        name = bench.snapshots.pin(3)
         await bench.snapshots.commit(Change(dropped_contexts=("book",)))
         await until(lambda: bench.is_marked_deleted("book"))
         assert "manifest" in bench.objects
-        bench.snapshots.release(name)
+        bench.snapshots.unpin(name)
         await until(lambda: not bench.objects)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from coordinator.engine_messages import Admitted, Ended, Tokens
 from coordinator.persistence.journal.entries import Entry, GenerationEntry, JournalEvent, encode_entry, read_entries
 from coordinator.persistence.journal.journal import Journal
-from longleaf.sampling import Logprobs, Sampling, Token, TokenLogprob
+from longleaf.sampling import Logprobs, SamplingParams, Token, TokenLogprob
 from longleaf.types import Generate
 
 LOGPROBS = st.builds(
@@ -27,7 +27,7 @@ EVENTS = st.one_of(
     st.builds(Ended, st.sampled_from(["length", "end_token", "stop_token"]), *[COUNTS] * 3, *[st.floats(0, 9)] * 3),
 )
 SAMPLINGS = st.builds(
-    Sampling,
+    SamplingParams,
     temperature=st.floats(0, 2),
     seed=st.integers(0, 2**64 - 1),
     stop=st.lists(st.text(min_size=1, max_size=3), max_size=2).map(tuple),

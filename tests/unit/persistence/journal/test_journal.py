@@ -13,7 +13,7 @@ from coordinator.engine_messages import Admitted, Tokens
 from coordinator.persistence.journal.entries import GenerationEntry
 from coordinator.persistence.journal.journal import Journal
 from longleaf.errors import StorageUnavailable
-from longleaf.sampling import Sampling, Token
+from longleaf.sampling import SamplingParams, Token
 from longleaf.types import Generate, Progress
 
 EVENTS = [Admitted(5, 3), Tokens(0, (Token(7), Token(8))), Tokens(2, (Token(9),), 1)]
@@ -21,7 +21,7 @@ SECRET = "a secret of the tenant"
 
 
 def entry(request_id: str = "one", context: str | None = None, ids: tuple[int, ...] = (1, 2, 3)) -> GenerationEntry:
-    request = Generate(input="", context=context, sampling=Sampling(seed=5, stop=(SECRET,)), resume_seconds=9.0)
+    request = Generate(input="", context=context, sampling=SamplingParams(seed=5, stop=(SECRET,)), resume_seconds=9.0)
     return GenerationEntry(
         request_id=request_id, request=request, question=b"q", prompt=array("I", ids).tobytes(), deadline=4.5
     )

@@ -30,8 +30,8 @@ def notes_from(outgoing: tuple[OutboxEntry, ...]) -> list[ContextNote]:
 
 def test_change_creates_a_note_and_use_creates_none() -> None:
     notes = ContextNotes(catalog(BOOK))
-    assert notes.of(Change(contexts=(replace(BOOK, last_used=9.0, num_hits=4),))) == ()
-    (note,) = notes_from(notes.of(Change(contexts=(replace(BOOK, display_name="a book"),))))
+    assert notes.notes_for(Change(contexts=(replace(BOOK, last_used=9.0, num_hits=4),))) == ()
+    (note,) = notes_from(notes.notes_for(Change(contexts=(replace(BOOK, display_name="a book"),))))
     assert (note.display_name, note.segment, note.num_tokens) == ("a book", f"{SERVICE}-3", 10)
 
 
@@ -40,25 +40,25 @@ def test_note_numbers_grow_and_continue_in_the_next_service() -> None:
     numbers = list[int]()
     for turn in range(4):
         change = Change(contexts=(replace(BOOK, updated=turn),))
-        change = replace(change, outgoing=notes.of(change))
+        change = replace(change, outgoing=notes.notes_for(change))
         numbers += [note.number for note in notes_from(change.outgoing)]
         if turn != 1:  # that one cannot be kept
-            notes.note(change)
+            notes.record_change(change)
     assert numbers == [5, 6, 6, 7]
-    assert notes_from(ContextNotes(catalog(next_outgoing=8)).of(Change(contexts=(BOOK,))))[0].number == 8
+    assert notes_from(ContextNotes(catalog(next_outgoing=8)).notes_for(Change(contexts=(BOOK,))))[0].number == 8
 
 
 def test_deletion_note_requires_a_previous_note() -> None:
     notes = ContextNotes(catalog(BOOK))
-    (note,) = notes_from(notes.of(Change(dropped_contexts=("book", "never"))))
+    (note,) = notes_from(notes.notes_for(Change(dropped_contexts=("book", "never"))))
     assert note.is_deleted
-    notes.note(Change(dropped_contexts=("book",)))
-    assert notes.of(Change(dropped_contexts=("book",))) == ()
+    notes.record_change(Change(dropped_contexts=("book",)))
+    assert notes.notes_for(Change(dropped_contexts=("book",))) == ()
     assert notes.again(set()) == ()
 
 
 def test_missing_notes_are_rewritten_with_the_current_state() -> None:
     notes = ContextNotes(catalog(BOOK))
-    notes.note(Change(contexts=(replace(BOOK, display_name="new"),)))
+    notes.record_change(Change(contexts=(replace(BOOK, display_name="new"),)))
     assert [note.display_name for note in notes_from(notes.again(set()))] == ["new"]
     assert notes.again({"book"}) == ()

@@ -184,15 +184,15 @@ async def test_protected_manifest_stays_and_later_entries_are_sent() -> None:
         for each in (one, other):
             found.keep(each.manifest)
         for _ in range(2):
-            found.sender.hold(one.manifest)
+            found.sender.pin(one.manifest)
         await found.put(OutboxEntry(one.manifest, None), note(1), OutboxEntry(other.manifest, None))
         await comes(lambda: len(found.catalog._outbox) == 1)
         assert found.names == {one.manifest, note(1).name}
-        found.sender.release(one.manifest)
+        found.sender.unpin(one.manifest)
         await found.put(note(2))
         await comes(lambda: note(2).name in found.names)
         assert one.manifest in found.names, "another one holds it yet"
-        found.sender.release(one.manifest)
+        found.sender.unpin(one.manifest)
         await found.all_sent()
         assert one.manifest not in found.names
 
@@ -201,7 +201,7 @@ async def test_many_protected_manifests_do_not_block_others() -> None:
     async with running_sender() as found:
         many = [attempt(number) for number in range(AT_ONCE + 1)]
         for each in many:
-            found.sender.hold(each.manifest)
+            found.sender.pin(each.manifest)
         await found.put(*(OutboxEntry(each.manifest, None) for each in many), note(1))
         await comes(lambda: note(1).name in found.names)
 

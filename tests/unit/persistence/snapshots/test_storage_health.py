@@ -13,14 +13,14 @@ def test_only_changes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     reported = list[str]()
     health = StorageHealth("writing")
     health.watch(lambda: reported.append(health.reason))
-    health.end()
+    health.set_healthy()
     for reason in ("it is full", "it is full", "it is away"):
-        health.begin(reason)
+        health.set_failed(reason)
         assert health.reason == reason
-    health.end()
-    health.end()
+    health.set_healthy()
+    health.set_healthy()
     assert health.reason == ""
-    health.begin("it is full")
+    health.set_failed("it is full")
     assert [record.message for record in caplog.records] == [
         "writing: failed, will retry: it is full",
         "writing: succeeded again",
@@ -39,6 +39,6 @@ async def test_delay_grows_until_the_error_ends(monkeypatch: pytest.MonkeyPatch)
     health = StorageHealth("writing")
     for _ in range(8):
         await health.wait()
-    health.end()
+    health.set_healthy()
     await health.wait()
     assert waits == [1, 2, 4, 8, 16, 32, MOST_SECONDS, MOST_SECONDS, 1]

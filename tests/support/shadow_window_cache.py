@@ -17,7 +17,7 @@ def windows_of(least: int, most: int) -> st.SearchStrategy[WindowSpec]:
     return st.builds(WindowSpec, reaches=REACHES, num_blocks=st.integers(least, most))
 
 
-class WindowLedger:
+class ShadowWindowCache:
     """Records the token in each slot. Raises AssertionError if a token within a window is not in its slot."""
 
     def __init__(self, windows: WindowSpec, block_size: int) -> None:

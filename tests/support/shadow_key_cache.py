@@ -42,7 +42,7 @@ Content = dict[int, Key]
 """Of a piece: its keys by position."""
 
 
-class KeyLedger:
+class ShadowKeyCache:
     """Executes plans. Raises AssertionError if a plan reads a missing key or contradicts the ledger."""
 
     def __init__(self, num_ranks: int, block_size: int, windows: WindowSpec | None) -> None:
@@ -74,7 +74,7 @@ class KeyLedger:
         self.books.clear()
         self._last.clear()
 
-    def lay_out(self, segments: Sequence[SegmentLayout]) -> None:
+    def set_layout(self, segments: Sequence[SegmentLayout]) -> None:
         self.books = {one.segment: Book(one.start, one.runs, one.window_runs) for one in segments}
         self._check_blocks()
 

@@ -27,7 +27,7 @@ class CountingRanks(ThreadRanks):
 
 
 @contextlib.asynccontextmanager
-async def holding(golden, **settings):
+async def engine_with_context(golden, **settings):
     """An engine that holds the context, and its ranks."""
     config = config_for(golden.folder, **settings)
     ranks = CountingRanks(config)

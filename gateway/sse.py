@@ -62,7 +62,7 @@ class EventResponse:
         """`end` ends the response early."""
         self._events, self._waiting, self._left, self._heartbeat = events, waiting, left, heartbeat
         self._end, self._num_sent = end, 0
-        self._saying, self._is_whole = asyncio.Lock(), False
+        self._send_lock, self._is_whole = asyncio.Lock(), False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope
@@ -70,7 +70,11 @@ class EventResponse:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             work = asyncio.create_task(self._send_event(send))
-            tasks |= {work, asyncio.create_task(self._leave(receive)), asyncio.create_task(self._beat(send))}
+            tasks |= {
+                work,
+                asyncio.create_task(self._wait_left(receive)),
+                asyncio.create_task(self._send_heartbeats(send)),
+            }
             if self._end is not None:
                 tasks.add(asyncio.create_task(self._end.wait()))
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -86,32 +90,32 @@ class EventResponse:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._events.aclose()
         if is_cut:
-            await self._say(send, event(stopping().body, "error"))
+            await self._send_body(send, event(stopping().body, "error"))
         if is_cut or (self._end is not None and self._end.is_set()):
-            await self._say(send, b"", is_last=True)
+            await self._send_body(send, b"", is_last=True)
 
     async def _send_event(self, send: Send) -> None:
         async for content in self._events:
             self._num_sent += 1
-            await self._say(send, content)
-        await self._say(send, b"", is_last=True)
+            await self._send_body(send, content)
+        await self._send_body(send, b"", is_last=True)
 
-    async def _say(self, send: Send, content: bytes, is_last: bool = False) -> None:
+    async def _send_body(self, send: Send, content: bytes, is_last: bool = False) -> None:
         """Sends in order, because each send may wait for the caller to read; sends nothing after the last one."""
-        async with self._saying:
+        async with self._send_lock:
             if not self._is_whole:
                 await send({"type": "http.response.body", "body": content, "more_body": not is_last})
                 self._is_whole = is_last
 
-    async def _leave(self, receive: Receive) -> None:
+    async def _wait_left(self, receive: Receive) -> None:
         await self._left(receive)
 
-    async def _beat(self, send: Send) -> None:
+    async def _send_heartbeats(self, send: Send) -> None:
         while True:
             before = self._num_sent
             await asyncio.sleep(self._heartbeat)
             if before == self._num_sent:
-                await self._say(send, comment(self._waiting()))
+                await self._send_body(send, comment(self._waiting()))
 
 
 async def cancel_on_disconnect(request: Request, work: Awaitable[Any]) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gateway.events import EventResponse, event
 from gateway.openai.answers import WaitStatus
+from gateway.sse import EventResponse, event
 from longleaf.types import Progress, Recovering, Started
 
 OFTEN = 0.005
