@@ -26,6 +26,7 @@ CHECKS: tuple[Callable[[Place], None], ...] = (
     waiting.no_call_waits,
     waiting.a_graph_serves_any_mix,
     sampling.tokens_of_the_cpu,
+    sampling.tokens_of_the_operations_of_fixed_shape,
     steps.a_model_answers_as_on_the_cpu,
     decoding.captured_steps_have_the_bits_of_eager_ones,
     decoding.steps_one_behind_say_the_same,

@@ -11,6 +11,7 @@ from longleaf.kernels.backend import Numbers
 from longleaf.rank_protocol.step import Row
 from longleaf.sampling import Sampling, Token
 from workers.host_copies import AsyncHostCopy, DeviceEvent, to_device
+from workers.sampling import fused
 from workers.sampling.acceptance import NOT_REACHED, DraftRows, drafts_of
 from workers.sampling.fixed_shape import Needs, Parameters, choose, note
 from workers.sampling.history import NOBODY, TokenHistories
@@ -173,11 +174,14 @@ class DeviceSampler:
     def choose(
         self, logits_RV: Tensor, parameters: Parameters, needs: Needs, drafts: DraftRows | None = None
     ) -> Tensor:
-        """The result of `fixed_shape.note` for rows; many rows are sampled in slices."""
+        """The result of `fixed_shape.note` for rows: by kernels on a GPU, else by torch operations on slices."""
         size = logits_RV.shape[-1]
         most, histories = max(1, MAX_LOGITS // size), self._there(size)
         num_before = min(MAX_DRAFT_TOKENS, len(logits_RV) - 1) if needs.counts_tokens else 0
         before_RM = drafts.before(num_before) if drafts is not None and num_before else None
+        if fused.is_supported(logits_RV):
+            reported_RN = fused.choose(logits_RV, parameters, histories, needs, before_RM)
+            return note(reported_RN, parameters, histories, needs, drafts)
         found: list[Tensor] = []
         for start in range(0, len(logits_RV), most):
             some = slice(start, start + most)

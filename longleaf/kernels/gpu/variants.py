@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longleaf.kernels.gpu import constants, varlen
+from longleaf.kernels.gpu import constants, tuning, varlen
 from longleaf.kernels.gpu.constants import Constants, KernelLimits
 from longleaf.kernels.gpu.device.decode import attend_items
 from longleaf.kernels.gpu.device.fold import fold_items, fold_packed, pack_rows
 from longleaf.kernels.gpu.device.int8 import attend_items_int8
+from longleaf.kernels.gpu.device.lanes import attend_lanes
 from longleaf.kernels.gpu.device.rounds import betray_keys, fold_rounds
 from longleaf.kernels.gpu.device.store import store_int8, store_tokens
+from longleaf.kernels.gpu.device.unmasked import attend_unmasked
 from longleaf.kernels.gpu.launch import Kernel
 
 NAMES = {
@@ -92,6 +94,14 @@ def attend(
     types = {**ATTENDING, "q": dtype, "k": dtype, "v": dtype}
     name = f"attend {NAMES[dtype]} {dim}{'/' + str(value_dim) if is_latent else ''} rows {tile_rows}{' cap' * has_cap}"
     return _variant(name, attend_items, types, constants.with_rows(chosen, tile_rows))
+
+
+def tuned(dtype: torch.dtype, dim: int, tile: tuning.Tile) -> KernelVariant:
+    """Attention with the sizes of a tile; not in `variants`."""
+    kernel = {"items": attend_items, "unmasked": attend_unmasked, "lanes": attend_lanes}[tile.kernel]
+    chosen = constants.attend(dtype, dtype, dim, dim, constants.USUAL, is_latent=False, has_cap=False)
+    types = {**ATTENDING, "q": dtype, "k": dtype, "v": dtype}
+    return _variant(f"{NAMES[dtype]} {dim} {tile}", kernel, types, tuning.constants_of(tile, chosen, tells=False))
 
 
 def attend_int8(dtype: torch.dtype, dim: int, limits: KernelLimits, *, has_cap: bool = False) -> KernelVariant:

@@ -1,0 +1,516 @@
+"""Measures alternative sizes and kernels: of sampling, and of attention over keys that rows share, in float32, in 8
+bits and over short contexts.
+
+    python3 -m bench.gpu.variants --json > variants.json
+    python3 -m bench.gpu.variants --only float32         groups whose name holds this
+    python3 -m bench.gpu.variants --list
+
+First every variant is compiled and checked, several processes at a time: attention against float64, tokens against the
+operations of fixed shape. Then the groups are timed one after the other, each in a process of its own, as CUDA graphs.
+A variant that fails is reported in a line, and the others continue. The JSON is a list of rows; `is_best` marks the
+quickest variant of a case, `is_default` that of `longleaf.kernels.gpu.tuning` or `workers.sampling.fused`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+from bench.gpu import ground
+from bench.gpu.cases import Attend, Choose, label
+
+SECONDS = 235.0
+JOBS = 14
+"""Processes that compile at a time."""
+REPEATS = 10
+TOLERANCES = {"bfloat16": 1.5e-2, "float32": 1e-5, "int8": 4e-3}
+"""Largest difference from float64, absolute and relative."""
+CHECKED_KEYS = 9000
+Row = dict[str, Any]
+SAMPLING = "sampling"
+KINDS = ("greedy", "temperature", "top-k and top-p", "top-p", "all settings mixed", "20 logprobs")
+
+
+class Group(NamedTuple):
+    """Cases that the same variants serve."""
+
+    name: str
+    cases: Sequence[Attend]
+    variants: Sequence[tuple[Any, ...]]
+    """Fields of `tuning.Tile`, then the remaining ones of `tuning.Tuning`: maximum rows, programs, and minimum keys of
+    a piece. No fields: the kernel and the sizes of `constants`."""
+    item_rows: int = 16
+    """Maximum rows of an item."""
+
+
+OLD: tuple[Any, ...] = ()
+SHARED_8 = Group(
+    "8 rows that share",
+    [Attend("bfloat16", keys, 8) for keys in (131072, 1048576)],
+    [
+        OLD,
+        ("items", 32, 64, 4, 2),
+        ("items", 32, 64, 4, 3),
+        ("items", 32, 64, 8, 3),
+        ("unmasked", 32, 64, 4, 2),
+        ("unmasked", 32, 64, 4, 3),
+        ("unmasked", 32, 128, 8, 2),
+        ("unmasked", 64, 64, 4, 2),
+        ("unmasked", 64, 64, 4, 3),
+        ("unmasked", 64, 64, 4, 3, None, 4),
+        ("unmasked", 64, 128, 4, 2),
+        ("unmasked", 64, 128, 8, 2),
+        ("unmasked", 64, 64, 8, 3),
+    ],
+    32,
+)
+SHARED_64 = Group(
+    "64 rows that share",
+    [Attend("bfloat16", keys, 64) for keys in (131072, 1048576)],
+    [
+        OLD,
+        ("unmasked", 64, 64, 4, 2, 64),
+        ("unmasked", 64, 64, 4, 3, 64),
+        ("unmasked", 64, 128, 4, 2, 64),
+        ("unmasked", 128, 64, 8, 2, 128),
+        ("unmasked", 128, 64, 8, 3, 128),
+        ("unmasked", 128, 64, 8, 4, 128),
+        ("unmasked", 128, 128, 8, 2, 128),
+        ("unmasked", 128, 64, 4, 3, 128),
+        ("unmasked", 128, 64, 8, 3, 128, 1),
+    ],
+)
+FLOAT32 = Group(
+    "float32",
+    [Attend("float32", keys) for keys in (32768, 131072)],
+    [
+        OLD,
+        ("unmasked", 16, 32, 4, 2, None, 2, None, "tf32x3"),
+        ("unmasked", 16, 32, 4, 3, None, 2, None, "tf32x3"),
+        ("unmasked", 16, 64, 8, 2, None, 2, None, "tf32x3"),
+        ("unmasked", 16, 32, 4, 2, None, 4, None, "tf32x3"),
+        ("unmasked", 16, 32, 4, 3),
+        ("lanes", 16, 16, 4, 3),
+        ("lanes", 16, 16, 4, 4),
+        ("lanes", 16, 32, 8, 3),
+        ("lanes", 16, 16, 4, 3, None, 4),
+        ("lanes", 16, 8, 2, 4, None, 4),
+    ],
+)
+INT8 = Group(
+    "int8",
+    [Attend("int8", keys) for keys in (32768, 131072, 1048576)],
+    [
+        OLD,
+        ("items", 16, 128, 4, 3),
+        ("items", 16, 64, 4, 3),
+        ("items", 16, 64, 4, 4),
+        ("items", 16, 128, 8, 3),
+        ("items", 16, 128, 8, 2, None, 2, 256),
+        ("items", 16, 64, 4, 3, None, 3, 256),
+        ("items", 16, 64, 4, 3, None, 4, 256),
+        ("items", 16, 128, 4, 2, None, 4, 256),
+        ("items", 16, 128, 4, 2, None, 8, 256),
+    ],
+)
+ONE_ROW = Group(
+    "short contexts",
+    [Attend("bfloat16", keys) for keys in (4096, 8192, 32768, 131072)],
+    [
+        OLD,
+        ("items", 16, 64, 4, 2, None, 2, 128),
+        ("items", 16, 64, 4, 2, None, 2, 256),
+        ("items", 16, 64, 4, 3, None, 2, 128),
+        ("items", 16, 64, 4, 4, None, 2, 256),
+        ("items", 16, 64, 4, 2, None, 4, 128),
+        ("items", 16, 64, 4, 2, None, 4, 256),
+        ("items", 16, 32, 4, 4, None, 4, 128),
+        ("unmasked", 16, 64, 4, 3, None, 2, 128),
+        ("unmasked", 16, 64, 4, 2, None, 4, 256),
+    ],
+)
+GROUPS = (SHARED_8, SHARED_64, FLOAT32, INT8, ONE_ROW)
+SAMPLERS: tuple[dict[str, int], ...] = (
+    {},
+    {"block": 2048},
+    {"block": 1024, "warps": 4},
+    {"block": 2048, "search_warps": 4},
+    {"block": 4096, "warps": 16},
+    {"block": 1024, "small": 8192, "search_warps": 16},
+)
+"""Fields of `workers.sampling.fused.Tuning` that differ from the default."""
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="python -m bench.gpu.variants"
+    )
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON on the standard output")
+    parser.add_argument("--list", action="store_true", help="print the variants, and measure nothing")
+    parser.add_argument("--only", default="", metavar="TEXT", help="groups whose name holds this")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=JOBS, help="processes that compile at a time")
+    parser.add_argument("--part", metavar="JSON", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def names() -> list[str]:
+    return [SAMPLING, *(group.name for group in GROUPS)]
+
+
+def name_of(variant: Sequence[Any] | dict[str, int]) -> str:
+    """A variant in a line."""
+    if isinstance(variant, dict):
+        return ", ".join(f"{key} {value}" for key, value in variant.items()) or "default"
+    return " ".join("-" if field is None else str(field) for field in variant) or "constants"
+
+
+def tunings_of(group: Group, variant: Sequence[Any]) -> Any:
+    """The table of tunings that launches a variant."""
+    import torch
+
+    from longleaf.kernels.gpu.tuning import Tile, Tuning
+
+    if not variant:
+        return {}
+    tile, rest = Tile(*variant[:5]), list(variant[5:])
+    if len(rest) > 3:
+        tile = tile._replace(precision=rest.pop())
+    max_rows, programs, min_piece = (*rest, *(None, 2, None)[len(rest) :])
+    case = group.cases[0]
+    rows = min(max_rows or group.item_rows, max_rows or 64)
+    tuning = Tuning({rows: tile}, max_rows, programs or 2, min_piece)
+    return {(getattr(torch, case.keys), 128): tuning}
+
+
+def kernels_of(tunings: Any) -> Any:
+    from longleaf.kernels.gpu.backend import TritonKernels, count_multiprocessors
+
+    return TritonKernels(count_multiprocessors(), tunings=tunings)
+
+
+def checked_attention(group: Group, number: int, device: str) -> Row:
+    """The difference of a variant from float64, over two ranges of keys whose ends are within tiles."""
+    import torch
+
+    from longleaf.attention.masks import Read, Reads
+    from longleaf.kernels import int8
+
+    case, kernels = group.cases[0], kernels_of(tunings_of(group, group.variants[number]))
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if case.keys == "int8" else getattr(torch, case.keys)
+    size = (CHECKED_KEYS // 128 + 1) * 128
+
+    def drawn(*shape: int) -> Any:
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    q, k, v = drawn(case.num_rows, 32, 128), drawn(8, size, 128), drawn(8, size, 128)
+    reads = [Read(0, case.num_rows, 7, 3001), Read(0, case.num_rows, 3050, CHECKED_KEYS)]
+    scale = 2 * 128**-0.5
+    if case.keys == "int8":
+        kept = int8.empty(8, size // 128, 128, 128, device)
+        kernels.store_int8(kept, torch.arange(size, device=device), k, v)
+        found = kernels.attend_int8(q, kept, Reads(reads), scale)
+        k, v = int8.read(kept, torch.arange(size, device=device), torch.float32)
+    else:
+        found = kernels.attend(q, k, v, Reads(reads), scale)
+    seen = torch.cat([torch.arange(*read[2:4], device=device) for read in reads])
+    q_KRD = q.double().unflatten(1, (8, -1)).permute(1, 0, 2, 3).flatten(1, 2)
+    scores_KRS = scale * q_KRD @ k[:, seen].double().transpose(1, 2)
+    out_KRD = torch.softmax(scores_KRS, 2) @ v[:, seen].double()
+    out = out_KRD.unflatten(1, (case.num_rows, -1)).permute(1, 0, 2, 3).flatten(1, 2)
+    lse = scores_KRS.logsumexp(2).unflatten(1, (case.num_rows, -1)).permute(1, 0, 2).flatten(1, 2)
+    error = max(
+        float((found.out_THD - out).abs().max()), float(((found.lse_TH - lse) / lse.abs().clamp(1)).abs().max())
+    )
+    relative = float((found.out_THD - out).norm() / out.norm())
+    is_right = error <= TOLERANCES[case.keys]  # false for NaN
+    return {"error": error, "relative_error": relative, "is_right": is_right}
+
+
+class Sampled:
+    """Rows of logits of one kind, and the operations that sample them."""
+
+    def __init__(self, kind: str, device: str) -> None:
+        import torch
+
+        from bench.gpu import choosing
+        from longleaf.sampling import Sampling
+        from workers.host_copies import to_device
+        from workers.sampling.device_sampler import parameters_of
+        from workers.sampling.fixed_shape import kind_of
+
+        torch.manual_seed(1)
+        choosing.SAMPLINGS.setdefault("top-p", (Sampling(temperature=1.0, top_p=0.95, seed=5),))
+        tokens = choosing.Tokens(Choose(kind), device)
+        rows = tokens._next_rows()
+        self.logits = tokens._logits_RV
+        batch = tokens._sampler.batch(rows, self.logits.shape[1])
+        numbers = batch.numbers([row.token_index for row in rows])
+        self.parameters = parameters_of(to_device(torch.from_numpy(numbers), device))
+        self.histories, self.needs = tokens._sampler._histories, kind_of(batch.needs)
+
+    def call(self, variant: dict[str, int] | None) -> Any:
+        """The operations of fixed shape, or with a variant the kernels."""
+        from workers.sampling import fixed_shape, fused
+
+        arguments = (self.logits, self.parameters, self.histories, self.needs)
+        if variant is None:
+            return partial(fixed_shape.choose, *arguments)
+        return partial(fused.choose, *arguments, tuning=fused.DEFAULT._replace(**variant))
+
+
+def checked_sampling(kind: str, number: int, device: str) -> Row:
+    """Whether the tokens of a variant are those of the operations of fixed shape."""
+    import torch
+
+    rows = Sampled(kind, device)
+    wanted, found = rows.call(None)(), rows.call(SAMPLERS[number])()
+    num_wrong = int((wanted[:, 0] != found[:, 0]).sum())
+    far = 0.0
+    if wanted.shape[1] > 1:
+        columns = slice(1, wanted.shape[1] // 2 + 1)
+        far = float((wanted[:, columns] - found[:, columns]).abs().max())
+    torch.cuda.synchronize()
+    return {"wrong_tokens": num_wrong, "error": far, "is_right": num_wrong == 0 and far < 1e-9}
+
+
+def timed_attention(group: Group, right: Sequence[int], device: str, end: float) -> Iterator[Row]:
+    """The rows of a group's variants."""
+    import torch
+
+    from bench.gpu import timing
+    from bench.gpu.subjects import Subjects
+
+    bandwidth = timing.copy_bandwidth(device)
+    for case in group.cases:
+        torch.manual_seed(0)
+        subjects = Subjects(kernels_of({}), device)
+        calls = subjects.calls(case)
+        wanted: Any = None
+        for number in right:
+            row: Row = {"group": group.name, "case": label(case), "variant": name_of(group.variants[number])}
+            if time.time() > end:
+                yield row | {"left_out": "the time is over"}
+                continue
+            try:
+                # the calls read the backend of their subjects: the same keys serve all variants
+                subjects._backend = kernels_of(tunings_of(group, group.variants[number]))
+                _forget_tables(calls)
+                found: Any = [call() for call in calls].pop()
+                wanted = found if wanted is None else wanted
+                seconds = timing.seconds(timing.captured(calls), REPEATS) / len(calls)
+                far = float((found.out_THD - wanted.out_THD).abs().max())
+                flops = 4 * case.num_rows * 32 * 128 * case.num_keys
+                yield row | {
+                    "graph_us": round(seconds * 1e6, 2),
+                    "share": round(case.num_bytes / seconds / bandwidth, 4),
+                    "tflops": round(flops / seconds / 1e12, 1),
+                    "from_first": far,
+                    "is_default": name_of(group.variants[number]) == default_of(group),
+                }
+            except Exception as error:  # any error: the others continue
+                yield row | {"failed": _line(error)}
+        del calls, subjects, wanted
+        torch.cuda.empty_cache()
+
+
+def _forget_tables(calls: Sequence[Any]) -> None:
+    """Drops the work items of earlier variants, which have tables of their own for the same key."""
+    for call in calls:
+        for cell in call.__closure__ or ():
+            if hasattr(cell.cell_contents, "kept") and isinstance(cell.cell_contents.kept, dict):
+                cell.cell_contents.kept.clear()
+
+
+def default_of(group: Group) -> str:
+    """The name of the variant that `longleaf.kernels.gpu.tuning` has."""
+    import torch
+
+    from longleaf.kernels.gpu.tuning import HOPPER, NONE
+
+    key = (getattr(torch, group.cases[0].keys), 128)
+    default = HOPPER.get(key, NONE)
+    for variant in group.variants:
+        tuning = tunings_of(group, variant).get(key, NONE)
+        is_same = tuning.tiles.items() <= default.tiles.items() and tuning[2:] == default[2:]
+        if tuning.tiles and is_same and tuning.max_rows in (None, default.max_rows):
+            return name_of(variant)
+    return name_of(OLD)
+
+
+def timed_sampling(kinds: Sequence[str], right: Sequence[int], device: str, end: float) -> Iterator[Row]:
+    """The rows of the kinds of sampling, with the operations of fixed shape first."""
+    from bench.gpu import timing
+
+    for kind in kinds:
+        rows = Sampled(kind, device)
+        for number in (None, *right):
+            variant = None if number is None else SAMPLERS[number]
+            name = "operations of fixed shape" if variant is None else name_of(variant)
+            row: Row = {"group": SAMPLING, "case": label(Choose(kind)), "variant": name}
+            if time.time() > end:
+                yield row | {"left_out": "the time is over"}
+                continue
+            try:
+                call = rows.call(variant)
+                call()
+                seconds = timing.seconds(timing.captured([call]), REPEATS)
+                yield row | {"graph_us": round(seconds * 1e6, 1), "is_default": variant == {}}
+            except Exception as error:  # any error: the others continue
+                yield row | {"failed": _line(error)}
+
+
+def run_part(part: dict[str, Any]) -> None:
+    """Runs a part in this process and prints its rows as JSON, a line each."""
+    import torch
+
+    device = ground.DEVICE
+    torch.cuda.set_device(device)
+    groups = {group.name: group for group in GROUPS}
+    with torch.inference_mode():
+        if part["do"] == "check":
+            for number in part["numbers"]:
+                row: Row = {"group": part["group"], "number": number}
+                begin = time.monotonic()
+                try:
+                    if part["group"] == SAMPLING:
+                        row |= {"kind": part["kind"]} | checked_sampling(part["kind"], number, device)
+                    else:
+                        row |= checked_attention(groups[part["group"]], number, device)
+                except Exception as error:  # any error: the others continue
+                    row |= {"failed": _line(error)}
+                print(json.dumps(row | {"seconds": round(time.monotonic() - begin, 1)}), flush=True)
+            return
+        if part["group"] == SAMPLING:
+            rows = timed_sampling(part["kinds"], part["numbers"], device, part["end"])
+        else:
+            rows = timed_attention(groups[part["group"]], part["numbers"], device, part["end"])
+        for row in rows:
+            print(json.dumps(row), flush=True)
+
+
+def parts_to_check(chosen: Sequence[str]) -> list[dict[str, Any]]:
+    """What processes check, the longest first."""
+    parts: list[dict[str, Any]] = []
+    if SAMPLING in chosen:
+        kinds = ("20 logprobs", "top-p", "temperature", "greedy")
+        parts += [
+            {"do": "check", "group": SAMPLING, "kind": kind, "numbers": [number]}
+            for kind in kinds
+            for number in range(len(SAMPLERS))
+        ]
+    for group in GROUPS:
+        if group.name in chosen:
+            numbers = range(len(group.variants))
+            parts += [{"do": "check", "group": group.name, "numbers": [*numbers[i::3]]} for i in range(3)]
+    return parts
+
+
+def run_apart(part: dict[str, Any], timeout: float) -> list[Row]:
+    """The rows that another process printed, each of which is also printed here at once; the last one has the reason if
+    the process failed."""
+    command = [sys.executable, "-m", "bench.gpu.variants", "--part", json.dumps(part)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    rows: list[Row] = []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=max(1.0, timeout))
+            reason = errors.strip().rpartition("\n")[2] if process.returncode else ""
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, errors = process.communicate()
+            reason = "no end in time"
+    for line in out.splitlines():
+        if line.startswith("{"):
+            rows.append(json.loads(line))
+            tell(summary(rows[-1]))
+    if reason:
+        rows.append({"group": part["group"], "do": part["do"], "failed": reason})
+        tell(f"FAILED {part['do']} {part['group']} {part.get('kind', '')} {part['numbers']}: {reason}")
+    return rows
+
+
+def summary(row: Row) -> str:
+    """A row in a line."""
+    if "case" not in row:
+        name = SAMPLERS[row["number"]] if row["group"] == SAMPLING else _group(row["group"]).variants[row["number"]]
+        result = row.get("failed") or f"{'right' if row['is_right'] else 'WRONG'}, error {row['error']:.1e}"
+        wrong = f", {row['wrong_tokens']} tokens differ" if row.get("wrong_tokens") else ""
+        return f"check  {row['group']} {row.get('kind', '')} [{name_of(name)}]: {result}{wrong} ({row['seconds']} s)"
+    if "graph_us" not in row:
+        return f"time   {row['case']} [{row['variant']}]: {row.get('failed') or row.get('left_out')}"
+    share = f", {row['share']:.0%} of a copy, {row['tflops']} TFLOP/s" if "share" in row else ""
+    default = " (default)" if row["is_default"] else ""
+    return f"time   {row['case']} [{row['variant']}]{default}: {row['graph_us']} us{share}"
+
+
+def _group(name: str) -> Group:
+    return next(group for group in GROUPS if group.name == name)
+
+
+def measured(chosen: Sequence[str], limit: float, jobs: int) -> list[Row]:
+    """The rows of all groups."""
+    begin = time.time()
+    with ThreadPoolExecutor(jobs) as pool:
+        found = list(pool.map(lambda part: run_apart(part, 0.6 * limit), parts_to_check(chosen)))
+    checks = [row for rows in found for row in rows]
+    tell(f"checked after {time.time() - begin:.0f} s")
+    rows: list[Row] = []
+    for name in sorted(chosen, key=names().index):
+        mine = [row for row in checks if row["group"] == name]
+        count = len(SAMPLERS) if name == SAMPLING else len(_group(name).variants)
+        wrong = {row["number"] for row in mine if "number" in row and not row.get("is_right")}
+        right = [i for i in range(count) if i not in wrong and any(row.get("number") == i for row in mine)]
+        part: dict[str, Any] = {"do": "time", "group": name, "numbers": right, "end": begin + limit}
+        if name == SAMPLING:
+            part["kinds"] = KINDS
+        rows += run_apart(part, begin + limit + 10 - time.time())
+    for case in {row["case"] for row in rows if "graph_us" in row}:
+        best = min(
+            (row for row in rows if row.get("case") == case and "graph_us" in row), key=lambda row: row["graph_us"]
+        )
+        best["is_best"] = True
+    for row in rows:
+        if row.get("is_best"):
+            tell(f"best   {row['case']}: {row['variant']}, {row['graph_us']} us")
+    return [{"bench": "gpu variants", **row} for row in (*checks, *rows)]
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    chosen = [name for name in names() if options.only in name]
+    if options.list:
+        for name in chosen:
+            variants: Sequence[Any] = SAMPLERS if name == SAMPLING else _group(name).variants
+            print("\n".join(f"{name}: {name_of(variant)}" for variant in variants))
+        return 0
+    if (status := ground.stand()) is not None:
+        return status
+    if options.part:
+        run_part(json.loads(options.part))
+        return 0
+    rows = measured(chosen, options.seconds, options.jobs)
+    if options.json:
+        print(json.dumps(rows, indent=1))
+    return int(any("failed" in row or row.get("is_right") is False for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Launch sizes of the attention kernels for single types, rows and dims, where measured ones replace those of
+`longleaf.kernels.gpu.constants`.
+
+They affect speed, and the order of sums, never which keys a row sees. `python -m bench.gpu.variants` measures the
+alternatives.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from longleaf.kernels.gpu.constants import USUAL, Constants, KernelLimits, padded
+
+
+class Tile(NamedTuple):
+    """A launch of an attention kernel over items of at most a given number of rows."""
+
+    kernel: str
+    """"items" (`attend_items`, `attend_items_int8`), "unmasked" (`attend_unmasked`) or "lanes" (`attend_lanes`)."""
+    rows: int
+    """Rows of a tile, a power of two, at least those of an item; "lanes" computes four at a time."""
+    keys: int
+    """Keys of a tile, a power of two; attribution needs 32 or more."""
+    num_warps: int = 4
+    num_stages: int = 2
+    """Tiles of keys in shared memory at once."""
+    precision: str = "ieee"
+    """Of products of float32: "ieee", or "tf32x3" for three products of tensor cores, of which the error is that of
+    float32 up to a small factor."""
+
+
+class Tuning(NamedTuple):
+    """How one layer's attention is cut and launched."""
+
+    tiles: Mapping[int, Tile] = {}
+    """By the maximum rows of an item: 16, 32, 64 or 128. Rows without an entry use `constants`."""
+    max_rows: int | None = None
+    """Maximum rows of an item; None: those of `constants.max_tile_rows`."""
+    programs: int = 2
+    """Programs per multiprocessor that share the keys."""
+    min_piece: int | None = None
+    """Minimum keys of a piece; None: `work_items.MIN_PIECE`."""
+
+
+Key = tuple[torch.dtype, int]
+"""The type of the products, or int8 for keys in 8 bits, and the dim of keys and values."""
+NONE = Tuning()
+_MANY_ROWS = Tuning(
+    {
+        32: Tile("unmasked", 64, 64, 4, 3),
+        64: Tile("unmasked", 64, 64, 4, 3),
+        128: Tile("unmasked", 128, 64, 8, 3),
+    },
+    max_rows=128,
+)
+HOPPER: Mapping[Key, Tuning] = {
+    (torch.bfloat16, 128): _MANY_ROWS,
+    (torch.float16, 128): _MANY_ROWS,
+    (torch.float32, 128): Tuning({16: Tile("unmasked", 16, 32, 4, 2, "tf32x3")}),
+}
+"""Compute capability 9, and Triton's interpreter."""
+Table = Mapping[Key, Tuning]
+
+
+def table_of(limits: KernelLimits) -> Table:
+    """The tunings of a device with these limits."""
+    return HOPPER if limits == USUAL else {}
+
+
+def constants_of(tile: Tile, chosen: Constants, *, tells: bool) -> Constants:
+    """The constants of a tile's kernel, from those of `constants.attend`."""
+    if tile.kernel == "items":
+        return {**chosen, **_sizes(tile), "TELLS": tells}
+    names = ("DIM", "VALUE_DIM", "VALUE_PAD", "HAS_CAP", "SLOTS")
+    shared = {name: chosen[name] for name in names} | {"DIM_PAD": padded(chosen["DIM"])}
+    launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if tile.kernel == "lanes":
+        return {**shared, **launch, "TILE_KEYS": tile.keys, "STAGES": tile.num_stages}
+    types = {"TYPE": chosen["TYPE"], "UPCAST": chosen["UPCAST"], "PRECISION": tile.precision}
+    return {**shared, **_sizes(tile), **types, "TELLS": tells}
+
+
+def _sizes(tile: Tile) -> Constants:
+    return {
+        "TILE_ROWS": tile.rows,
+        "TILE_KEYS": tile.keys,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
