@@ -1,5 +1,5 @@
-"""The kernels and sizes of `longleaf.kernels.gpu.tuning`, and the alternatives that `bench.gpu.variants` measures, in the
-interpreter against float64, and compiled ahead of time."""
+"""The kernels and sizes of `longleaf.kernels.gpu.tuning`, and the alternatives that `bench.gpu.variants` measures: in
+the interpreter against float64, and compiled ahead of time."""
 
 import os
 import subprocess

@@ -174,19 +174,20 @@ class DeviceSampler:
     def choose(
         self, logits_RV: Tensor, parameters: Parameters, needs: Needs, drafts: DraftRows | None = None
     ) -> Tensor:
-        """The result of `fixed_shape.note` for rows: by kernels on a GPU, else by torch operations on slices."""
+        """The result of `fixed_shape.note` for rows: by kernels on a GPU, else by torch operations. Many
+        rows are sampled in slices.
+        """
         size = logits_RV.shape[-1]
-        most, histories = max(1, MAX_LOGITS // size), self._there(size)
+        is_fused, histories = fused.is_supported(logits_RV), self._there(size)
+        choose_some, most = (fused.choose, fused.MAX_LOGITS) if is_fused else (choose, MAX_LOGITS)
+        most = max(1, most // size)
         num_before = min(MAX_DRAFT_TOKENS, len(logits_RV) - 1) if needs.counts_tokens else 0
         before_RM = drafts.before(num_before) if drafts is not None and num_before else None
-        if fused.is_supported(logits_RV):
-            reported_RN = fused.choose(logits_RV, parameters, histories, needs, before_RM)
-            return note(reported_RN, parameters, histories, needs, drafts)
         found: list[Tensor] = []
         for start in range(0, len(logits_RV), most):
             some = slice(start, start + most)
             before_LM = None if before_RM is None else before_RM[some]
-            found.append(choose(logits_RV[some], parameters.of(some), histories, needs, before_LM))
+            found.append(choose_some(logits_RV[some], parameters.of(some), histories, needs, before_LM))
         return note(found[0] if len(found) == 1 else torch.cat(found), parameters, histories, needs, drafts)
 
     def _there(self, vocabulary_size: int) -> TokenHistories:

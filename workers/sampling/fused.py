@@ -21,6 +21,8 @@ from workers.sampling.history import TokenHistories
 
 GROUP = 64
 """Logits whose maximum is kept for the search of the likeliest tokens."""
+MAX_LOGITS = 1 << 24
+"""Logits that are sampled together, unless a single row has more: they need about 12 bytes each."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -69,7 +71,7 @@ def choose(
     (num_rows, size), device = logits_RV.shape, logits_RV.device
     block = min(tuning.block, power_of_two(size, GROUP))
     num_blocks = ceil_div(size, block)
-    num_top = min(needs.num_top, size)
+    num_top, capacity = min(needs.num_top, size), min(tuning.capacity, power_of_two(size, 1))
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -93,10 +95,10 @@ def choose(
         "DRAWS": needs.draws,
     }
     tensors = {
-        **parameters._asdict(),
-        "repetition": parameters.repetition_penalty,
-        "presence": parameters.presence_penalty,
-        "frequency": parameters.frequency_penalty,
+        **{name: values_R.contiguous() for name, values_R in parameters._asdict().items()},
+        "repetition": parameters.repetition_penalty.contiguous(),
+        "presence": parameters.presence_penalty.contiguous(),
+        "frequency": parameters.frequency_penalty.contiguous(),
         "logits": logits_RV,
         "scores": scores,
         "maxima": maxima,
@@ -126,8 +128,8 @@ def choose(
         "GROUP": GROUP,
         "NUM_BIASES": histories.biases_PB.shape[1],
         "HAS_LOGPROBS": num_top >= 0,
-        "capacity": tuning.capacity,
-        "SMALL": min(tuning.small, tuning.capacity),
+        "capacity": capacity,
+        "SMALL": min(tuning.small, capacity),
         "TILE": tuning.tile,
     }
 
@@ -147,11 +149,11 @@ def choose(
     if needs.draws:
         if needs.cuts:
             found = {
-                "found_ids": empty(num_rows, tuning.capacity, dtype=torch.int32),
-                "found_scores": empty(num_rows, tuning.capacity, dtype=torch.float64),
+                "found_ids": empty(num_rows, capacity, dtype=torch.int32),
+                "found_scores": empty(num_rows, capacity, dtype=torch.float64),
             }
             run(sampling.gather_candidates, by_block, tuning.warps, **found)
-            masses = empty(num_rows, tuning.capacity, dtype=torch.int64)
+            masses = empty(num_rows, capacity, dtype=torch.int64)
             run(sampling.find_thresholds, by_row, tuning.search_warps, **found, found_masses=masses)
         run(sampling.weigh_blocks, by_block, tuning.warps)
         run(sampling.draw_rows, by_row, tuning.warps)
