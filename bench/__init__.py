@@ -1,4 +1,4 @@
-"""Measurements of the real service against transformers. Nothing here is a test, and no test is timed.
+"""Performance and accuracy measurements of the real service, compared with transformers. They are not tests.
 
-Each program is `python -m bench.NAME`: a file, or a folder with what it alone needs. `harness` is what they share.
+Each program is `python -m bench.NAME`: a file, or a package with its own helpers. `harness` holds the shared code.
 """

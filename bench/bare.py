@@ -1,7 +1,7 @@
-"""Documents that are facts and nothing else: how many questions are answered right, and how many answers end.
+"""Documents that consist of facts: the share of correct answers, and the share of answers that end.
 
 `facts` are in the demo's wording, with keys of two words; `numbered` are lines `item-N = V`. An answer ends when the
-model says so, not by the limit. Documents and questions follow from the seed. Usage:
+model generates its end token before the limit. Documents and questions follow from the seed. Usage:
 
     python -m bench.bare --json                        # the embedded model, a service started here
     python -m bench.bare --server localhost:50051 --documents 5
@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.service import client_of
 from bench.needle.answers import wilson
@@ -67,7 +67,7 @@ def measure(client: Client, kind: str, count: int, documents: int, seed: int) ->
 
 
 def ask(client: Client, question: str) -> tuple[str, bool]:
-    """The answer, and whether it ended by itself."""
+    """The answer, and whether the model ended it."""
     events = list(client.ask(CONTEXT, question, max_tokens=MAX_TOKENS))
     last = events[-1]
     assert isinstance(last, Finished)
@@ -90,7 +90,7 @@ def main() -> None:
             for count in counts:
                 row = measure(client, kind, count, options.documents, options.seed)
                 rows.append(row | {"machine": describe()})
-                tell(f"{kind:8} {count:>5,}: {row['right']} of {row['asked']} right, {row['ended']} ended")
+                log(f"{kind:8} {count:>5,}: {row['right']} of {row['asked']} right, {row['ended']} ended")
     if options.json:
         print(msgspec.json.encode(rows).decode())
 

@@ -1,8 +1,9 @@
-"""How good the choice of a merge is: what `choose` took at the start, against what is the fastest.
+"""Quality of the merge selection: the merge that `choose` selected at the start compared with the fastest one.
 
-In each of several runs, each with processes and groups of its own, the ranks choose as they do when a service starts;
+In each of several runs, each with separate processes and groups, the ranks choose as they do when a service starts;
 then all merges take turns. Per number of rows, `ratio` is the median latency of the chosen merge over that of the
-fastest one: the median over the runs, and the worst. `seconds` is what choosing took on the slowest rank. Usage:
+fastest one: the median over the runs, and the worst. `seconds` is the duration of the selection on the slowest rank.
+Usage:
 
     python -m bench.choose --json
     python -m bench.choose --world-size 4 --runs 1 --out /tmp/results
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from bench.harness.arguments import RESULTS, tell, unwind_on_terminate
+from bench.harness.arguments import RESULTS, log, unwind_on_terminate
 from bench.harness.hosts import one_host
 from bench.harness.machine import describe
 from bench.harness.ranks import Placement, Rank, run
@@ -41,7 +42,7 @@ def main() -> None:
         for num_nodes in options.nodes:
             for world_size in options.world_sizes:
                 placement = Placement(world_size, num_nodes, network)
-                tell(str(placement.topology))
+                log(str(placement.topology))
                 rows += judge(placement, [run(race, placement, options.repeats) for _ in range(options.runs)])
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "choose.json").write_text(json.dumps({"machine": describe(), "rows": rows}, indent=1) + "\n")
@@ -53,7 +54,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
     parser.add_argument("--world-size", dest="world_sizes", nargs="+", type=int, default=(2, 4, 8), metavar="RANKS")
     parser.add_argument("--nodes", nargs="+", type=int, help="simulated nodes to deal the ranks among: 1 and 2")
-    parser.add_argument("--runs", type=int, default=3, help="starts, each with groups of its own")
+    parser.add_argument("--runs", type=int, default=3, help="starts, each with separate groups")
     parser.add_argument("--repeats", type=int, default=30, help="timed turns of each merge")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of choose.json")
     options = parser.parse_args(arguments)

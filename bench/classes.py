@@ -19,13 +19,13 @@ import msgspec
 from transformers.utils import logging
 
 from bench import models
-from bench.harness.arguments import tell
+from bench.harness.arguments import log
 from tests.support.golden.every_class import Finding, walk
 from zoo.classes import KINDS
 
 
 class Walk(msgspec.Struct, frozen=True):
-    """What was found, with one version of transformers."""
+    """The results with one version of transformers."""
 
     transformers: str
     findings: tuple[Finding, ...]
@@ -48,7 +48,7 @@ def main() -> None:
 def find(model_type: str) -> Finding:
     with TemporaryDirectory() as folder:
         found = asyncio.run(walk(model_type, Path(folder)))
-    tell(f"{model_type}: {found.result} {found.reason}".rstrip())
+    log(f"{model_type}: {found.result} {found.reason}".rstrip())
     return found
 
 

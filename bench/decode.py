@@ -1,13 +1,13 @@
 """Decode speed on long contexts: this service at world size 1 against transformers' `generate`.
 
 Both hold the same contexts before the clock runs, use one thread each and take turns. In a batch each generation has a
-context of its own, or all ask the same one; `generate` then holds that once per row, as it must. Usage:
+separate context, or all share one; `generate` must then hold the shared context once per row. Usage:
 
     python -m bench.decode --json
     python -m bench.decode --context 8000 --model random-llama --batch 8
 """
 
-from bench.harness.arguments import Arguments, parse, show, tell
+from bench.harness.arguments import Arguments, log, parse, show
 from bench.harness.baseline import Baseline
 from bench.harness.machine import describe
 from bench.harness.service import Service, running
@@ -56,7 +56,7 @@ def row(
     """Alternates service and baseline on the same `length` tokens of each context."""
     is_real = length <= LONGEST_REAL_PREFILL
     texts = [measured.tokens(length, seed=i) for i in range(num_contexts)]
-    tell(f"{measured.name}, {num_contexts} x {length} tokens, batch {batch}: ingesting")
+    log(f"{measured.name}, {num_contexts} x {length} tokens, batch {batch}: ingesting")
     resident = [f"decode-{i}" for i in range(num_contexts)]
     for context, ids in zip(resident, texts, strict=True):
         service.ingest(context, ids)
@@ -70,7 +70,7 @@ def row(
     for i in range(arguments.repeats + 1):
         ours.append(service.decode_together(contexts, questions, arguments.tokens))
         theirs.append(baseline.decode_together(prompts, cache, arguments.tokens))
-        tell(f"  {'warm-up' if i == 0 else i}: {ours[-1].decode_rate:.1f} and {theirs[-1].decode_rate:.1f} tokens/s")
+        log(f"  {'warm-up' if i == 0 else i}: {ours[-1].decode_rate:.1f} and {theirs[-1].decode_rate:.1f} tokens/s")
     for context in resident:
         service.delete(context)
     wall = compare([d.wall_rate for d in ours[1:]], [d.wall_rate for d in theirs[1:]])

@@ -1,6 +1,6 @@
-"""What a long ingest costs a running stream: time between deltas with and without it, as a client sees them.
+"""The cost of a long ingest to a running stream: time between deltas with and without it, measured at the client.
 
-The service is started as a user would start it. Usage:
+The service is started with the public command. Usage:
 
     python -m bench.fair --json
     python -m bench.fair --ingest 20000 --target-itl-ms 50
@@ -12,7 +12,7 @@ import json
 import time
 from statistics import quantiles
 
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.service import START_SECONDS
 from bench.harness.subjects import EMBEDDED, Subject, subject
@@ -31,7 +31,7 @@ def main() -> None:
     unwind_on_terminate()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--context", type=int, default=8000, metavar="TOKENS", help="what the stream was asked about")
+    parser.add_argument("--context", type=int, default=8000, metavar="TOKENS", help="the subject of the stream")
     parser.add_argument("--ingest", type=int, default=100_000, metavar="TOKENS", help="the document beside it")
     parser.add_argument("--tokens", type=int, default=200, help="tokens that are timed without the ingest")
     parser.add_argument("--target-itl-ms", type=float, default=EngineConfig(model="").target_itl_ms)
@@ -49,9 +49,9 @@ def main() -> None:
 async def measure(
     address: str, measured: Subject, context: int, ingest: int, num_tokens: int
 ) -> dict[str, dict[str, float]]:
-    """Gaps of one stream, alone and then beside the ingest, and how fast that was."""
+    """Gaps of one stream without and with the ingest, and the speed of the ingest."""
     async with AsyncClient(address) as client:
-        tell(f"ingesting {context} tokens for the stream")
+        log(f"ingesting {context} tokens for the stream")
         await client.ingest(STREAM, tuple(measured.tokens(context)))
         answer = client.generate([65], context=STREAM, max_tokens=MAX_TOKENS, ignore_end_token=True)
         arrivals: list[float] = []
@@ -65,7 +65,7 @@ async def measure(
 
         reading = asyncio.create_task(read())
         await enough.wait()
-        tell(f"ingesting {ingest} tokens beside it")
+        log(f"ingesting {ingest} tokens beside it")
         began = time.perf_counter()
         await client.ingest(DOCUMENT, tuple(measured.tokens(ingest, seed=1)))
         ended = time.perf_counter()

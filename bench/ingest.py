@@ -8,7 +8,7 @@ Both use one thread and take turns. Usage:
 
 import time
 
-from bench.harness.arguments import Arguments, parse, show, tell
+from bench.harness.arguments import Arguments, log, parse, show
 from bench.harness.baseline import Baseline
 from bench.harness.machine import describe
 from bench.harness.service import Service, running
@@ -47,7 +47,7 @@ def row(
         our_seconds, their_seconds = once(service, baseline, measured.tokens(length, seed=i + 1))
         ours.append(length / our_seconds)
         theirs.append(length / their_seconds)
-        tell(f"{measured.name}, {length} tokens, {i + 1}: {ours[-1]:.0f} and {theirs[-1]:.0f} tokens/s")
+        log(f"{measured.name}, {length} tokens, {i + 1}: {ours[-1]:.0f} and {theirs[-1]:.0f} tokens/s")
     return {
         "bench": "ingest",
         "model": measured.name,
@@ -62,7 +62,7 @@ def row(
 
 
 def once(service: Service, baseline: Baseline, ids: list[int]) -> tuple[float, float]:
-    """Seconds of the service and of the baseline for one reading of `ids`."""
+    """Seconds of one ingest of `ids`: service, then baseline."""
     our_seconds = service.ingest("ingest", ids)
     service.delete("ingest")
     begin = time.perf_counter()

@@ -95,8 +95,8 @@ def over(backend: Backend, q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor, reads: R
     return backend.attend(q_THD, k_KSD, v_KSD, reads, q_THD.shape[2] ** -0.5)
 
 
-def over_int8(backend: Backend, q_THD: Tensor, kept: Int8Layer, reads: Reads) -> Partial:
-    return backend.attend_int8(q_THD, kept, reads, q_THD.shape[2] ** -0.5)
+def over_int8(backend: Backend, q_THD: Tensor, quantized: Int8Layer, reads: Reads) -> Partial:
+    return backend.attend_int8(q_THD, quantized, reads, q_THD.shape[2] ** -0.5)
 
 
 def quantized(k_KSD: Tensor, v_KSD: Tensor) -> Int8Layer:
@@ -108,7 +108,7 @@ def quantized(k_KSD: Tensor, v_KSD: Tensor) -> Int8Layer:
 
 
 def differing(backend: Backend, step: "partial[Partial]", num_keys: int, dtype: torch.dtype) -> float:
-    """Share of the elements of the answer that tell whether the keys lay on one rank or on several."""
+    """Share of the elements of the answer that differ between keys on one rank and keys on several."""
     wire, share = PartialCodec(backend), num_keys // NUM_RANKS
     shares = [Reads([Read(0, 1, low, low + share)]) for low in range(0, num_keys, share)]
     merged = wire.fold(torch.stack([wire.pack(step(reads)) for reads in shares])).out_THD

@@ -1,19 +1,20 @@
-"""Every merge on every transport that this machine has: latency, collectives and bytes.
+"""Every merge on every transport of this machine: latency, collectives and bytes.
 
-Ranks are processes on one machine, of one simulated node or several. Within a world size all merges of all transports
-take turns, each from a barrier on; a turn lasts as long as its slowest rank. Collectives are counted as they are
-called. Bytes are what the kernel counted on the ranks' own network interface (headers and acknowledgements with them,
-and less what flows anyway), and what ranks wrote into shared memory; for NCCL, which uses neither, they are not known.
-Transports: `gloo`; `shared_memory` inside nodes and gloo between them; `nccl` with a GPU per rank. Usage:
+Ranks are processes on one machine, as one simulated node or several. Within a world size all merges of all transports
+take turns, each starting at a barrier; a turn lasts as long as its slowest rank. Collectives are counted as they are
+called. Bytes are those that the kernel counted on the ranks' own network interface (including headers and
+acknowledgements, less the background traffic), and those that ranks wrote into shared memory; for NCCL, which uses
+neither, they are unknown. Transports: `gloo`; `shared_memory` inside nodes and gloo between them; `nccl` with a GPU per
+rank. Usage:
 
     python -m bench.merge --json
     python -m bench.merge --world-size 4 --nodes 2 --batch 1 --calls 10 --out /tmp/results
     python -m bench.merge --ray-address 10.0.0.1:6379 --world-size 16 --out /tmp/results
 
-With `--ray-address` the ranks are where a service of that cluster would have them, and what its machines send besides
-is counted, too.
+With `--ray-address` the ranks are where a service of that cluster would place them, and the byte counts include the
+other traffic of its machines.
 
-Without `--out` the rows replace those in bench/results, which are the published ones.
+Without `--out` the rows replace the published ones in bench/results.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 
-from bench.harness.arguments import RESULTS, add_ray_address, check_ray_address, tell, unwind_on_terminate
+from bench.harness.arguments import RESULTS, add_ray_address, check_ray_address, log, unwind_on_terminate
 from bench.harness.hosts import Network, one_host
 from bench.harness.machine import describe
 from bench.harness.ranks import Placement, Rank, run
@@ -61,7 +62,7 @@ def here(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     with one_host() as network:
         for placement in placements(options, network):
-            tell(f"{placement.topology} on {placement.device}")
+            log(f"{placement.topology} on {placement.device}")
             rows += rows_of(placement, run(turns, placement, options), options)
     return rows
 
@@ -73,7 +74,7 @@ def on_ray(options: argparse.Namespace) -> list[Row]:
         for world_size in options.world_sizes:
             for device in ("cpu", "cuda") if num_gpus() >= world_size else ("cpu",):
                 placement, found = run_on_ray(turns, world_size, device, options)
-                tell(f"{placement.topology} on {device}")
+                log(f"{placement.topology} on {device}")
                 rows += rows_of(placement, found, options)
     return rows
 

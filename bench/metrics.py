@@ -1,8 +1,8 @@
-"""What metrics cost: to ask for them, and to count what goes on.
+"""The cost of metrics: of a scrape, and of counting events.
 
-An engine on ranks without processes holds contexts, and tenants have made calls of several kinds. Timed is the port's
-answer, to a client on the same machine; of that, what the event loop is kept from all else (`look`); and what the
-observer takes per event, in loops. Usage:
+An engine on ranks without processes holds contexts, and tenants have made calls of several kinds. Measured are the
+port's answer to a client on the same machine, the part of it that blocks the event loop (`look`), and the observer's
+time per event, in loops. Usage:
 
     python -m bench.metrics --json
     python -m bench.metrics --ranks 8 --tenants 5
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--tenants", type=int, default=TENANTS)
     parser.add_argument("--contexts", type=int, default=CONTEXTS)
     parser.add_argument("--repeats", type=int, default=REPEATS, help="answers that are timed")
-    parser.add_argument("--events", type=int, default=EVENTS, help="of each kind that are timed")
+    parser.add_argument("--events", type=int, default=EVENTS, help="timed repetitions of each kind")
     given = parser.parse_args()
     scrape = asyncio.run(scraped(given.ranks, given.tenants, given.contexts, given.repeats))
     found = {"bench": "metrics", "target_ms": TARGET_MS, "scrape": scrape, "event_us": per_event(given.events)}

@@ -1,14 +1,14 @@
-"""Whether Longleaf answers as transformers' `generate` does, for every family, world size and state of a context.
+"""Agreement of Longleaf with transformers' `generate`, for every family, world size and state of a context.
 
-Random checkpoints with the config of their family, greedy: see tests/golden, of which this is the table. A family is
-exact when all its answers in float32 are the same tokens. In half precision tokens say little, as rounding decides
-between close ones: there it is how far logits are from float32, against how far plain attention in that type is. What a
-model is refused for is what `longleaf serve` would say. Usage:
+Random checkpoints with the config of their family, greedy; tests/golden has the same cases. A family is exact when all
+its answers in float32 are the same tokens. In half precision tokens are a weak measure, as rounding decides between
+close ones: there the table compares the distance of logits from float32 with that of plain attention in the same type.
+Refusals are those of `longleaf serve`. Usage:
 
     python -m bench.models --json                           # prints the rows
     python -m bench.models --write                          # also keeps them in bench/results, and writes the page
     python -m bench.models --family llama4 phi3 --write     # only some of them; the other rows stay
-    python -m bench.models --dtype bfloat16 --write         # only one type; what was found in the others stays
+    python -m bench.models --dtype bfloat16 --write         # only one type; results of the others stay
     python -m bench.models --page                           # writes docs/models.md from the rows that are there
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.harness.arguments import tell
+from bench.harness.arguments import log
 from bench.pages.rendering import render
 from longleaf.errors import LongleafError, ModelRefused
 from tests.support.golden.plain import NEW_TOKENS, Golden, make_golden
@@ -76,7 +76,7 @@ def run(family: Family | Refused, dtypes: Sequence[str], world_sizes: Sequence[i
         try:
             loaded = model.load(str(make_checkpoint(Path(folder), family)), "float32", "cpu")
         except ModelRefused as refused:
-            tell(f"{family}: refused, {refused}")
+            log(f"{family}: refused, {refused}")
             return row(family, refused=str(refused))
         golden = make_golden(Path(folder), family)
         found: Row = {"family": family}
@@ -84,7 +84,7 @@ def run(family: Family | Refused, dtypes: Sequence[str], world_sizes: Sequence[i
             found = measure_exactness(golden, family, loaded.bytes_per_token, world_sizes)
         for dtype in (dtype for dtype in HALVES if dtype in dtypes):
             found[dtype] = asyncio.run(measure_rounding(golden, dtype, world_sizes))
-            tell(f"{family} in {dtype}: {half(found[dtype])}")
+            log(f"{family} in {dtype}: {half(found[dtype])}")
     return found
 
 
@@ -92,7 +92,7 @@ def measure_exactness(golden: Golden, family: str, bytes_per_token: int, world_s
     """Tokens and logits in float32, in every state."""
     found = [asyncio.run(compare(golden, state, n)) for n in world_sizes for state in STATES]
     is_exact, difference = all(same for same, _ in found), max(difference for _, difference in found)
-    tell(f"{family}: {'exact' if is_exact else 'NOT exact'}, logits differ by {difference:.1e}")
+    log(f"{family}: {'exact' if is_exact else 'NOT exact'}, logits differ by {difference:.1e}")
     return row(family, is_exact, difference, bytes_per_token, world_sizes)
 
 

@@ -1,10 +1,10 @@
-"""Reading one chunk after a past that ranks hold already: gathered queries, gathered keys, and the choice by bytes.
+"""Prefill of one chunk after a past that the ranks hold: gathered queries, gathered keys, and the choice by bytes.
 
 Ranks are processes on this machine's CPUs, over gloo and in shared memory, with the parts of the real worker. The past
-is dealt as the coordinator deals it, with random keys: neither bytes nor speed depend on what it holds. Bytes and
-collectives are counted on the tensors that a rank hands over; what all others read counts once for each of them over
-gloo, as the choice counts it, and once in shared memory, where it is written once. A turn lasts as long as its slowest
-rank. Usage:
+is distributed as the coordinator does it, with random keys: neither bytes nor speed depend on the values. Bytes and
+collectives are counted on the tensors that a rank sends; over gloo data that all others read counts once for each of
+them, as in the choice, and in shared memory, where it is written once, it counts once. A turn lasts as long as its
+slowest rank. Usage:
 
     python -m bench.prefill --json
     python -m bench.prefill --world-size 2 --past 0 2000 --chunk 1000 --repeats 1
@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.multiprocessing as mp
 
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.subjects import RANDOM_LLAMA, subject
 from coordinator.kv_cache.block_placer import BlockPlacer
@@ -125,7 +125,7 @@ def measure(rank: int, reader: Reader, groups: Groups, repeats: int) -> list[Row
             sent, collectives = comm.bytes_sent - bytes_before, comm.num_operations - before
             rows[way] = {"layers_gathering_keys": num_layers, "bytes_sent_per_rank": sent, "collectives": collectives}
             if rank == 0:
-                tell(f"  {'warm-up' if turn == 0 else turn}, {way}: {times[-1]:.2f} s, {sent / 2**20:,.1f} MiB")
+                log(f"  {'warm-up' if turn == 0 else turn}, {way}: {times[-1]:.2f} s, {sent / 2**20:,.1f} MiB")
     for way, times in seconds.items():
         rows[way] |= {"seconds_median": round(median(times[1:]), 4), "seconds_min": round(min(times[1:]), 4)}
     return [{"way": way, **row} for way, row in rows.items()]
@@ -142,7 +142,7 @@ def live(rank: int, folder: str, port: int, options: argparse.Namespace, output:
         owner = ProcessGroups(rank, topology, store, epoch=epoch, timeout=TIMEOUT, carrier=TransportChoice(transport))
         for chunk, past in product(options.chunk, options.past):
             if rank == 0:
-                tell(f"{options.world_size} ranks, {transport}, {chunk} tokens after {past}")
+                log(f"{options.world_size} ranks, {transport}, {chunk} tokens after {past}")
             found = measure(rank, Reader(rank, model, owner.groups, past, chunk), owner.groups, options.repeats)
             used = owner.groups.world.transport
             rows += [{"transport": used, "past_tokens": past, "chunk_tokens": chunk, **row} for row in found]

@@ -1,23 +1,23 @@
-"""What it costs that a rank dies: one of four ranks is killed under a live stream, again and again.
+"""The cost of a lost rank: one of four ranks is killed under a live stream, repeatedly.
 
-The service is started as a user would start it, and watched as a user would watch it. Usage:
+The service is started and watched with the public commands. Usage:
 
     python -m bench.recover --json
     python -m bench.recover --model embedded --tokens 65536 --repeats 2 --losses 0
 
 Per model, medians over the kills, in seconds from the kill:
 
-    noticed_s         until the service knew it
+    noticed_s         until the service detected it
     formed_s          from there until the others were a group again
     recovery_s        until all keys that were lost are held again
     stall_s           the longest time without a token of the stream, from the kill on
     restored_world_s  until there are as many ranks as before
-    full_ingest_s     what reading the whole document takes, in the same run
-    ratio             recovery_s over full_ingest_s; the worst of the models is told on top
+    full_ingest_s     duration of the ingest of the whole document, in the same run
+    ratio             recovery_s over full_ingest_s; the worst of the models is printed first
 
-The stream's tokens are held against those of a stream that nothing disturbed; `near_ties` of these were chosen by less
-than 0.0001, and may be others after a loss. Then many ranks are lost of a service that holds little, for how long it
-takes to notice that: killed, with either launcher; stopped, which is noticed by silence; and gone with their Ray node.
+The stream's tokens are compared with those of an undisturbed stream; `near_ties` of these were chosen by less than
+0.0001, and may differ after a loss. Then a service with few keys loses many ranks, to measure the detection time:
+killed, with either launcher; stopped, which is detected by silence; and lost with their Ray node.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from itertools import pairwise
 from statistics import median, quantiles
 from typing import NamedTuple, Protocol
 
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.ray_nodes import RayNodes, ray_nodes
 from bench.harness.service import START_SECONDS
@@ -88,7 +88,7 @@ class Measured(NamedTuple):
     kills: list[Kill]
 
 
-class Told(NamedTuple):
+class StreamToken(NamedTuple):
     """A token of a stream, when it came, and by how much it was chosen."""
 
     time: float
@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--model", dest="models", nargs="+", choices=NAMES, default=[EMBEDDED, RANDOM_LLAMA])
-    parser.add_argument("--tokens", type=int, help="of the document; by default as many as were published")
+    parser.add_argument("--tokens", type=int, help="tokens of the document; by default as many as were published")
     parser.add_argument("--repeats", type=int, default=5, help="losses per model")
     parser.add_argument("--losses", type=int, default=20, help="per way in which they are noticed; 0: none")
     given = parser.parse_args()
@@ -208,7 +208,7 @@ async def measure(address: str, measured: Subject, num_tokens: int, repeats: int
             began = time.perf_counter()
             await client.ingest(CONTEXT, document)
             times.append(time.perf_counter() - began)
-        tell(f"{measured.name}: {num_tokens:,} tokens are read in {median(times):.2f} s")
+        log(f"{measured.name}: {num_tokens:,} tokens are read in {median(times):.2f} s")
         return await lose_in_turns(client, median(times), repeats, hurt)
 
 
@@ -221,18 +221,18 @@ async def lose_in_turns(client: AsyncClient, full_ingest_s: float, repeats: int,
     return Measured(full_ingest_s, near_ties, kills)
 
 
-async def stream(client: AsyncClient) -> AsyncIterator[Told]:
+async def stream(client: AsyncClient) -> AsyncIterator[StreamToken]:
     """A greedy answer."""
     requested = client.generate(QUESTION, context=CONTEXT, max_tokens=STREAMED, ignore_end_token=True, num_logprobs=2)
     async for event in requested:
         if isinstance(event, Delta):
             for token, logprobs in zip(event.token_ids, event.logprobs, strict=True):
                 best, second = logprobs.top
-                yield Told(time.time(), token, best.logprob - second.logprob)
+                yield StreamToken(time.time(), token, best.logprob - second.logprob)
 
 
 def longest_gap(times: Sequence[float], since: float) -> float:
-    """The longest time without a token, of the times after `since`."""
+    """The longest time without a token, among the times after `since`."""
     after = [since, *(at for at in times if at > since)]
     return max((b - a for a, b in pairwise(after)), default=0.0)
 
@@ -256,7 +256,7 @@ class Watch:
 async def lose(client: AsyncClient, turn: int, hurt: Hurt, expected: list[int]) -> Kill:
     """Loses ranks under a stream, and waits until everything is as before."""
     before, watch = await client.cluster(), Watch(client)
-    reported, enough = list[Told](), asyncio.Event()
+    reported, enough = list[StreamToken](), asyncio.Event()
 
     async def read() -> None:
         async for one in stream(client):
@@ -277,7 +277,7 @@ async def lose(client: AsyncClient, turn: int, hurt: Hurt, expected: list[int]) 
     recovery = watch.latest.recovery
     noticed = min(loss.time for loss in watch.latest.losses if loss.time > killed)
     assert recovery is not None
-    tell(f"loss {turn + 1}: all is held again after {recovered - killed:.2f} s, {recovery.lost_tokens:,} tokens")
+    log(f"loss {turn + 1}: all is held again after {recovered - killed:.2f} s, {recovery.lost_tokens:,} tokens")
     return Kill(
         noticed_s=noticed - killed,
         formed_s=formed - noticed,

@@ -1,10 +1,10 @@
 """Runs the measurements of speed, and writes their rows to bench/results/*.json and a page to bench/results/README.md.
 
-What `bench.needle` measured (it takes hours, and goes on where it stopped) is shown on the page as well. What surprised
-and what was missed is written by hand, in surprises.md beside the page, and becomes its last section. Usage:
+The page includes the results of `bench.needle`, which takes hours and resumes. Its last section, on surprises and
+missed goals, is written by hand in surprises.md beside the page. Usage:
 
     python -m bench.report                       # runs all and writes
-    python -m bench.report --only shared fair    # runs some; of the others the page shows the rows that are there
+    python -m bench.report --only shared fair    # runs some; the page shows the existing rows of the others
     python -m bench.report --page                # runs nothing, writes the page
 """
 
@@ -37,12 +37,12 @@ TARGETS = {
 def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=BENCHES, default=BENCHES, help="what to run")
+    parser.add_argument("--only", nargs="+", choices=BENCHES, default=BENCHES, help="measurements to run")
     parser.add_argument("--page", action="store_true", help="run nothing")
     options = parser.parse_args()
     for name in () if options.page else options.only:
         run(name)
-    (RESULTS / "README.md").write_text(page(kept()))
+    (RESULTS / "README.md").write_text(page(read_results()))
 
 
 def file(name: str) -> Path:
@@ -56,7 +56,7 @@ def run(name: str) -> None:
     file(name).write_text(output)
 
 
-def kept() -> dict[str, Any]:
+def read_results() -> dict[str, Any]:
     """All measurements, new and earlier, and the notes on surprising ones."""
     found = {
         name: json.loads(file(name).read_text()) for name in (*BENCHES, "needle", "provenance") if file(name).is_file()

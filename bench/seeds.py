@@ -1,7 +1,7 @@
-"""How often a sampled answer with a fixed seed changes with what else runs.
+"""How often concurrent work changes a sampled answer with a fixed seed.
 
-Random numbers depend on the seed and the index of the token alone, but logits differ in their last bits with the rows
-that are computed together. Each answer is generated alone, then with all others at once; the random float32 models of
+Random numbers depend only on the seed and the index of the token, but the last bits of logits depend on the rows that
+are computed together. Each answer is generated separately, then with all others at once; the random float32 models of
 `zoo` are nearly indifferent between their tokens, so that more draws are close to the edge of a token than with trained
 models. Usage:
 
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.engine import Generations, running
 from bench.harness.machine import describe
 from longleaf.config import EngineConfig
@@ -69,7 +69,7 @@ def measure(vocabulary: int, world_size: int, options: argparse.Namespace) -> di
         "tokens_per_difference": round(num_compared / len(differing)) if differing else None,
         "machine": describe(),
     }
-    tell(text(row))
+    log(text(row))
     return row
 
 
@@ -84,10 +84,10 @@ async def generate(config: EngineConfig, options: argparse.Namespace) -> tuple[A
 
     async with running(config) as generations:
         sides: list[Answers] = []
-        for turn in ("alone", "alone again"):
-            tell(f"{options.answers} answers, {turn}")
+        for turn in ("one by one", "one by one again"):
+            log(f"{options.answers} answers, {turn}")
             sides.append([await answer(generations, number) for number in range(options.answers)])
-        tell(f"{options.together} at once")
+        log(f"{options.together} at once")
         places = asyncio.Semaphore(options.together)
 
         async def in_turn(number: int) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ def first_differences(some: Answers, others: Answers) -> list[int]:
 
 def text(row: dict[str, object]) -> str:
     name = f"{row['vocabulary']} tokens, {row['world_size']} ranks, {row['answers']} answers"
-    counts = f"{row['differing_under_load']} differ under load, {row['differing_when_alone_again']} when alone again"
+    counts = f"{row['differing_under_load']} differ under load, {row['differing_when_alone_again']} when repeated"
     return f"{name}: {counts}; one difference in {row['tokens_per_difference']} tokens"
 
 

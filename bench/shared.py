@@ -13,7 +13,7 @@ import asyncio
 import json
 from statistics import median
 
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.engine import Generations, running
 from bench.harness.machine import describe
 from bench.harness.subjects import EMBEDDED, NAMES, Subject, subject
@@ -47,7 +47,7 @@ async def measure(measured: Subject, options: argparse.Namespace) -> dict[str, o
     """The one row of this measurement."""
     config = EngineConfig(model=str(measured.folder), world_size=options.world_size, chunk_size=CHUNK_SIZE)
     async with running(config) as generations:
-        tell(f"{measured.name}: ingesting {options.context} tokens")
+        log(f"{measured.name}: ingesting {options.context} tokens")
         await generations.ingest(CONTEXT, measured.tokens(options.context))
         questions = [tuple(measured.tokens(4, seed=i + 1)) for i in range(options.generations)]
         together: list[float] = []
@@ -57,7 +57,7 @@ async def measure(measured: Subject, options: argparse.Namespace) -> dict[str, o
                 await rate(generations, questions, options.tokens),
                 await rate_apart(generations, questions, options.tokens),
             )
-            tell(f"  {turn or 'warm-up'}: {rates[0]:.1f} and {rates[1]:.1f} tokens/s")
+            log(f"  {turn or 'warm-up'}: {rates[0]:.1f} and {rates[1]:.1f} tokens/s")
             if turn:
                 together.append(rates[0])
                 apart.append(rates[1])

@@ -1,8 +1,8 @@
-"""Writes bench/results/tree.md from what bench.merge, bench.choose, bench.attention and bench.predict found. Usage:
+"""Writes bench/results/tree.md from the results of bench.merge, bench.choose, bench.attention and bench.predict. Usage:
 
     python -m bench.tree_page
 
-What surprised is written by hand, in tree_surprises.md beside the page, and becomes its last section.
+Surprises are written by hand in tree_surprises.md beside the page, and become its last section.
 """
 
 import argparse
@@ -32,13 +32,13 @@ Row = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the measurements and of the page")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder with the measurements and the page")
     folder = parser.parse_args().results
     (folder / "tree.md").write_text(page(folder))
 
 
 def page(folder: Path) -> str:
-    """The page; what was not measured is left out."""
+    """The page, without the parts that were not measured."""
     files = {name: folder / f"{name}.json" for name in BENCHES}
     found = {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
     surprises = folder / "tree_surprises.md"

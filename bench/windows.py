@@ -13,7 +13,7 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.engine import Generations, running
 from bench.harness.machine import describe
 from bench.harness.subjects import EMBEDDED, RANDOM_GEMMA3, Subject, subject
@@ -61,13 +61,13 @@ async def measure(measured: Subject, options: argparse.Namespace) -> list[dict[s
             )
             fleets.append(await stack.enter_async_context(running(config)))
         document = measured.tokens(options.context)
-        tell(f"{measured.name}: ingesting {options.context} tokens")
+        log(f"{measured.name}: ingesting {options.context} tokens")
         rates = await alternate(fleets, options.repeats, lambda fleet: ingest_rate(fleet, document))
         found = [{"work": "ingest", "generations": 1, **rates}]
         for fleet in fleets:
             await fleet.ingest(CONTEXT, document)
         for batch in options.batches:
-            tell(f"{measured.name}: {batch} generations at once")
+            log(f"{measured.name}: {batch} generations at once")
             questions = [tuple(measured.tokens(4, seed=i + 1)) for i in range(batch)]
             rates = await alternate(fleets, options.repeats, lambda fleet: rate(fleet, questions, options.tokens))  # noqa: B023
             found.append({"work": "decode", "generations": batch, **rates})

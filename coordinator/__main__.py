@@ -50,14 +50,14 @@ from coordinator.telemetry import logs
 from longleaf.config import DataConfig, EngineConfig, join_address
 from longleaf.errors import InvalidArgument, StartError
 from longleaf.formatting import human_seconds
-from longleaf.launch import BAD_INPUT, LISTENING, SILENT
+from longleaf.launch import BAD_INPUT, LISTENING, SILENT, labeled
 from longleaf.service_settings import HttpConfig, SecurityConfig, TelemetryConfig
 from workers.__main__ import main as worker_main
 from workers.actor import WorkerActor
 
 POLL_SECONDS = 0.5
 STOP_SECONDS = 30
-TELL_SECONDS = 10.0
+LOG_INTERVAL_SECONDS = 10.0
 
 
 def main(arguments: list[str]) -> int:
@@ -98,18 +98,18 @@ def _of_option(error: msgspec.ValidationError) -> str:
     return f"--{path.strip('`').rpartition('.')[2].replace('_', '-')}: {reported}"
 
 
-def tell_notes(reply: StartResult) -> None:
+def print_notices(reply: StartResult) -> None:
     for note in reply.notes:
         print(note, file=sys.stderr, flush=True)
 
 
 def announce(config: ServiceConfig, reply: StartResult) -> None:
-    tell_notes(reply)
+    print_notices(reply)
     address = join_address(config.host, reply.port)
     message = msgspec.json.encode({"address": address}).decode() if config.as_json else f"{LISTENING}{address}"
     print(message, flush=True)
     if reply.http:
-        message = f"page and HTTP: {reply.http} (base_url of OpenAI's clients: {reply.http}/v1)"
+        message = labeled("HTTP", f"{reply.http} (page), {reply.http}/v1 (base_url of OpenAI clients)")
         print(msgspec.json.encode({"http": reply.http}).decode() if config.as_json else message, flush=True)
 
 
@@ -155,7 +155,7 @@ class ShutdownSignals:
     def __init__(self) -> None:
         self.count = 0
         self.first = 0.0
-        """Time of the first one, on the monotonic clock."""
+        """Time of the first signal, on the monotonic clock."""
 
     def take(self, *_: object) -> None:
         self.first = self.first or time.monotonic()
@@ -181,10 +181,10 @@ class WaitReporter:
         now = time.monotonic()
         if now < self._next:
             return
-        self._next = now + TELL_SECONDS
+        self._next = now + LOG_INTERVAL_SECONDS
         seconds, limit = round(now - self._began), self._config.wait_for_ranks
         reported = {"waiting_for": what, **facts, "seconds": seconds, "limit_seconds": limit}
-        line = f"waiting for {what}, since {human_seconds(seconds)}"
+        line = f"waiting for {what} for {human_seconds(seconds)}"
         is_json = self._config.as_json or self._config.telemetry.log_format == "json"
         print(msgspec.json.encode(reported).decode() if is_json else line, file=sys.stderr, flush=True)
 
@@ -216,14 +216,14 @@ def _serve_actor(config: ServiceConfig, signals: ShutdownSignals, waiting: WaitR
         if reply.port:
             announce(config, reply)
             while not reply.error and (reply := follow(actor.wait.remote(until_news=True))).notes:
-                tell_notes(reply)
+                print_notices(reply)
     except ray.exceptions.RayError as error:
         if not signals.count:  # otherwise Ray may have ended with this process
             reply = StartResult(error=f"the coordinator died: {type(error).__name__}; {_remedy(config)}", exit_code=1)
     finally:
         with suppress(ray.exceptions.RayError):
             if not reply.error:
-                tell_notes(ray.get(actor.stop.remote(), timeout=STOP_SECONDS))
+                print_notices(ray.get(actor.stop.remote(), timeout=STOP_SECONDS))
             ray.kill(actor)
     return reply
 
@@ -231,8 +231,8 @@ def _serve_actor(config: ServiceConfig, signals: ShutdownSignals, waiting: WaitR
 def _remedy(config: ServiceConfig) -> str:
     """Advice for a service whose coordinator is dead."""
     if config.data.data_dir is None:
-        return "start the service again, and ingest again: nothing was kept"
-    return f"start the service again with --data-dir {config.data.data_dir}, where all is that was acknowledged"
+        return "start the service again and ingest the documents again: nothing was saved"
+    return f"start the service again with --data-dir {config.data.data_dir}, where all acknowledged changes are saved"
 
 
 def _say_missing(actor: Any, waiting: WaitReporter) -> None:
@@ -256,7 +256,7 @@ def _place(config: ServiceConfig) -> Any:
     try:
         return actor_class.options(scheduling_strategy=here, **options).remote(config, partial(RayFleet, WorkerActor))
     except ValueError as error:
-        raise StartError("ray_address: this Ray cluster runs a coordinator already, and takes one alone") from error
+        raise StartError("ray_address: this Ray cluster already runs a coordinator; it can run only one") from error
 
 
 def _follow(

@@ -15,13 +15,13 @@ from coordinator.telemetry import logs
 from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import GroupFailed, InvalidArgument, LongleafError, RankLost
 from longleaf.launch import BAD_INPUT
-from longleaf.service_settings import SecurityConfig, TelemetryConfig, flag_of, in_flags
+from longleaf.service_settings import SecurityConfig, TelemetryConfig, flag_of, with_flag_names
 
 NAME = "longleaf-coordinator"
 NAMESPACE = "longleaf"
 
 FAILED = 1
-MAX_NEWS = 1000
+MAX_LOGS = 1000
 """Most log lines kept for the next caller."""
 
 
@@ -33,8 +33,8 @@ class StartResult(msgspec.Struct, frozen=True):
     http: str = ""
     """Address of the HTTP gateway; empty if it is off."""
     notes: tuple[str, ...] = ()
-    """After the start: the merge that was chosen and why, and settings that make the ranks slower than necessary.
-    Later: events, such as lost ranks and the outcome of their recovery."""
+    """After the start: warnings, such as settings that make the ranks slower than necessary, and the summary of the
+    service. Later: events, such as lost ranks and the outcome of their recovery."""
     error: str = ""
     exit_code: int = 0
 
@@ -52,14 +52,14 @@ def describe(error: Exception) -> StartResult:
     if isinstance(error, InvalidArgument) and error.field in SETTINGS:
         message = f"{flag_of(error.field)}: {error.description}"
     code = FAILED if isinstance(error, RankLost | GroupFailed) else BAD_INPUT
-    return StartResult(error=in_flags(message, SETTINGS), exit_code=code)
+    return StartResult(error=with_flag_names(message, SETTINGS), exit_code=code)
 
 
 class StartupLogBuffer(logging.Handler):
     """Buffers log lines until they are read: the last `limit` of them, and a count of the older ones that were dropped.
     Needs a running event loop."""
 
-    def __init__(self, formatter: logging.Formatter, limit: int = MAX_NEWS) -> None:
+    def __init__(self, formatter: logging.Formatter, limit: int = MAX_LOGS) -> None:
         super().__init__()
         self.setFormatter(formatter)
         self._loop = asyncio.get_running_loop()
@@ -74,9 +74,9 @@ class StartupLogBuffer(logging.Handler):
         self._lines.append(self.format(record))
         if is_first:
             with suppress(RuntimeError):  # the loop has ended, and with it every reader
-                self._loop.call_soon_threadsafe(self._wake)
+                self._loop.call_soon_threadsafe(self._notify)
 
-    def _wake(self) -> None:
+    def _notify(self) -> None:
         if self._lines:  # otherwise they were read in the meantime
             self._has_some.set()
 
@@ -97,7 +97,7 @@ class StartupLogBuffer(logging.Handler):
         return (self._say_dropped(num_dropped), *lines) if num_dropped else lines
 
     def _say_dropped(self, count: int) -> str:
-        message = f"{count:,} lines before these are lost: more were logged than anybody took"
+        message = f"{count:,} earlier lines were dropped: they were logged faster than they were read"
         return self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, message, None, None))
 
 
@@ -108,7 +108,7 @@ class CoordinatorActor:
         self._service = Service(config, make_fleet())
         self._telemetry = config.telemetry
         self._is_stopping = False
-        self._news: StartupLogBuffer | None = None
+        self._logs: StartupLogBuffer | None = None
         self._ending: asyncio.Task[None] | None = None
 
     async def start(self) -> StartResult:
@@ -122,7 +122,8 @@ class CoordinatorActor:
             await asyncio.wait([starting])
             return StartResult()
         try:
-            notes = logs.noted(self._telemetry, self._service.notes)
+            notes = logs.format_start_notes(self._telemetry, self._service.notes)
+            notes += logs.summarized(self._telemetry, self._service.summary)
             return StartResult(port=starting.result(), http=self._service.http, notes=notes)
         except Exception as error:
             await self._service.stop()
@@ -136,12 +137,12 @@ class CoordinatorActor:
         """Drains the service: `start` or `wait` then returns. A second call ends it immediately."""
         self._service.drain()
 
-    async def wait(self, until_news: bool = False) -> StartResult:
+    async def wait(self, until_logs: bool = False) -> StartResult:
         """Returns when the service is drained and ready to be stopped; a service that failed is stopped first. With
         `until_news`, returns as soon as there are log lines; the caller then calls it again unless there is an
         error."""
         self._ending = self._ending or asyncio.create_task(self._service.wait())
-        if until_news and (notes := await self._wait_for_news(self._ending)):
+        if until_logs and (notes := await self._wait_for_logs(self._ending)):
             return StartResult(notes=notes)
         try:
             await self._ending
@@ -151,30 +152,30 @@ class CoordinatorActor:
             if self._is_stopping:
                 return StartResult()
             await self._service.stop()
-            return msgspec.structs.replace(describe(error), exit_code=FAILED, notes=self._last_news())
+            return msgspec.structs.replace(describe(error), exit_code=FAILED, notes=self._last_logs())
         return StartResult()
 
-    async def _wait_for_news(self, ending: asyncio.Task[None]) -> tuple[str, ...]:
+    async def _wait_for_logs(self, ending: asyncio.Task[None]) -> tuple[str, ...]:
         """Returns the log lines once there are any or the service has ended."""
-        if self._news is None:
-            self._news = StartupLogBuffer(logs.formatter(self._telemetry))
+        if self._logs is None:
+            self._logs = StartupLogBuffer(logs.formatter(self._telemetry))
             for name in logs.LOGGERS:
-                logging.getLogger(name).addHandler(self._news)
-        waiting = asyncio.create_task(self._news.wait())
+                logging.getLogger(name).addHandler(self._logs)
+        waiting = asyncio.create_task(self._logs.wait())
         await asyncio.wait([ending, waiting], return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
-        return self._news.take()
+        return self._logs.take()
 
     async def stop(self) -> StartResult:
         """Stops the service and returns the remaining log lines."""
         self._is_stopping = True
         await self._service.stop()
-        return StartResult(notes=self._last_news())
+        return StartResult(notes=self._last_logs())
 
-    def _last_news(self) -> tuple[str, ...]:
+    def _last_logs(self) -> tuple[str, ...]:
         """The remaining log lines; detaches the log buffer."""
-        if self._news is None:
+        if self._logs is None:
             return ()
         for name in logs.LOGGERS:
-            logging.getLogger(name).removeHandler(self._news)
-        return self._news.take()
+            logging.getLogger(name).removeHandler(self._logs)
+        return self._logs.take()

@@ -98,7 +98,9 @@ class CoalescingWatch(Generic[T]):
         """Yields the current value, then each different one, at most once per `min_interval` seconds. Raises
         ResourceExhausted, and the errors of `look`."""
         if self._num_watchers >= self._max_watchers:
-            raise ResourceExhausted("watchers", f"{self._max_watchers} watch already", RETRY_SECONDS)
+            raise ResourceExhausted(
+                "watchers", f"{self._max_watchers} watches are open, which is the limit", RETRY_SECONDS
+            )
         self._num_watchers += 1
         try:
             shown: T | None = None

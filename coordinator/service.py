@@ -27,6 +27,7 @@ from coordinator.kv_cache.positions import UNLIMITED
 from coordinator.malloc_tuning import return_large
 from coordinator.persistence.open import PersistentState
 from coordinator.settings import ServiceConfig
+from coordinator.startup_summary import summarize
 from coordinator.telemetry.counters import Counts
 from coordinator.telemetry.metric_sources import MetricSources
 from coordinator.telemetry.observers import Observers
@@ -48,13 +49,13 @@ from longleaf.types import Cluster, Draining, ModelInfo
 SWITCH_SECONDS = 0.0005
 """The interpreter's thread switch interval in seconds: how long a tokenizing thread may delay the event loop each time
 it waits for the interpreter lock. It is a tenth of Python's default because the loop waits many times per step."""
-TELL_SECONDS = 0.5
+LOG_INTERVAL_SECONDS = 0.5
 """Seconds that ended streams get to send the tokens they have."""
 GRACE_SECONDS = 2.0
 """Seconds that open calls get to receive the shutdown reason."""
 
 
-NOTHING_KEPT = "contexts are kept in memory alone, and end with this service: --data-dir DIR keeps them"
+NOT_DURABLE = "contexts are only in memory and are lost when this service stops: --data-dir DIR saves them"
 
 
 class StartupProgress(msgspec.Struct, frozen=True):
@@ -79,7 +80,7 @@ class Service:
         self._fleet = fleet
         self._renderer = Renderer()
         self._control: RankManager | None = None
-        self._keeper: ReplacementSupervisor | None = None
+        self._supervisor: ReplacementSupervisor | None = None
         self._engine: Engine | None = None
         self._use_cases: Application | None = None
         self._server: GrpcServer | None = None
@@ -94,7 +95,10 @@ class Service:
         self.http = ""
         """Address of the HTTP gateway; empty if it is off."""
         self.notes: tuple[str, ...] = ()
-        """Messages that the ranks logged during the start, without duplicates, followed by notes of the service."""
+        """Warnings that the ranks logged during the start, without duplicates, followed by notes of the service. At
+        level info, the ranks' informational messages come first."""
+        self.summary: tuple[tuple[str, str], ...] = ()
+        """The model, the ranks and the limits, as pairs of a label and a text."""
 
     async def start(self) -> int:
         """Opens the port, starts all components and returns the port. Raises StartError, ModelRefused, InvalidArgument
@@ -122,7 +126,7 @@ class Service:
         if self._door is not None:
             self.http = await self._door.start()
         reported = await self._start_health(self._server)
-        reported += await self._watching.tell(self._sources(authenticator, certificates))
+        reported += await self._watching.log_start(self._sources(authenticator, certificates))
         tokenizer = await self._load_tokenizer(config)
         if self._config.sampling_defaults == "model":
             self._sampling_defaults = read_sampling(tokenizer.checkpoint.folder)
@@ -136,21 +140,25 @@ class Service:
         self._engine = Engine(self._control, config, max_positions, durability=self._durability)
         await self._fleet.launch(config, self._control.invitations, self._control.lost)
         readies = await self._engine.start()
-        self._keeper = ReplacementSupervisor(self._control.roster, self._fleet, config, readies)
-        retained = self._durability.notes if self._durability else (NOTHING_KEPT,)
+        self._supervisor = ReplacementSupervisor(self._control.registry, self._fleet, config, readies)
+        retained = self._durability.notes if self._durability else (NOT_DURABLE,)
         if self._durability is not None and isinstance(authenticator, Credentials):
-            retained += unreachable((each.id for each in self._durability.kept.contexts), authenticator.tenants)
+            retained += unreachable((each.id for each in self._durability.contents.contexts), authenticator.tenants)
         if self._config.launcher == "local":
             devices = [ready.device for ready in readies]
             reported += idle_processors(config.world_size, config.threads_per_rank, devices, num_processors())
-        self.notes = (*dict.fromkeys(note for ready in readies for note in ready.notes), *retained, *reported)
+        logged = [note for ready in readies for note in ready.notes]
+        if self._config.telemetry.log_level in ("debug", "info"):
+            logged = [detail for ready in readies for detail in ready.details] + logged
+        self.notes = (*dict.fromkeys(logged), *retained, *reported)
         self._loop = asyncio.create_task(self._engine.run())
         model = self._describe(self._engine, tokenizer, readies[0])
         describe = partial(self._engine.cluster, model, self._config.launcher)
+        self.summary = summarize(describe(), self._engine.positions.limit)
         self._use_cases = self._make_use_cases(self._engine, tokenizer, describe)
-        await self._use_cases.generation.take_up()
+        await self._use_cases.generation.resume_all()
         if self._durability is not None:
-            await self._durability.tell_address(join_address(self._config.host, port))
+            await self._durability.record_address(join_address(self._config.host, port))
             if self._config.data.warm:
                 self._engine.warm()
         self._server.open(self._use_cases)
@@ -161,7 +169,7 @@ class Service:
         if (port := self._config.security.health_port) is None:
             return ()
         bound = await server.start_health(self._config.host, port)
-        return (f"health checks alone, in plain text: {join_address(self._config.host, bound)}",)
+        return (f"health checks only, without TLS: {join_address(self._config.host, bound)}",)
 
     def _authenticator(self) -> Authenticator:
         """Raises InvalidArgument."""
@@ -195,7 +203,7 @@ class Service:
         journal = uploads = None
         if self._durability is not None:
             journal = self._durability.journal
-            uploads = DurableUploads(self._durability.catalog, self._durability.kept.uploads)
+            uploads = DurableUploads(self._durability.catalog, self._durability.contents.uploads)
             uploads.begin()
         share = 1.0 if self._config.security.credentials is None else TENANT_SHARE
         return Application(
@@ -204,7 +212,7 @@ class Service:
             describe,
             journal,
             uploads,
-            engine.house,
+            engine.transfers,
             observers=self._observers,
             tenant_share=share,
             sampling_defaults=self._sampling_defaults,
@@ -229,7 +237,7 @@ class Service:
         try:
             return await asyncio.wait_for(loading, config.start_timeout)
         except TimeoutError:
-            raise StartError(f"the tokenizer was not loaded within {human_seconds(config.start_timeout)}") from None
+            raise StartError(f"the tokenizer did not load within {human_seconds(config.start_timeout)}") from None
 
     def _describe(self, engine: Engine, tokenizer: Tokenizer, ready: Ready) -> ModelInfo:
         checkpoint = tokenizer.checkpoint
@@ -249,7 +257,7 @@ class Service:
         assert self._loop is not None
         drained = asyncio.create_task(self._end.drained.wait())
         await asyncio.wait([self._loop, drained], return_when=asyncio.FIRST_COMPLETED)
-        if not self._end.is_told:
+        if not self._end.is_reported:
             drained.cancel()
             await asyncio.shield(self._loop)
         await drained
@@ -274,18 +282,18 @@ class Service:
     async def _drain(self) -> None:
         end = self._end
         if self._server is not None:
-            await either(self._server.drain(self._config.drain_seconds), end.hurry.wait())
-            end.num_cut, end.is_told = self._server.num_open, True
-            waited = f", and waited {human_seconds(self._config.drain_seconds)} for calls to end"
-            await self._tell(self._server, STOPPING + ("" if end.hurry.is_set() else waited))
+            await first_completed(self._server.drain(self._config.drain_seconds), end.hurry.wait())
+            end.num_cut, end.is_reported = self._server.num_open, True
+            waited = f"; waited {human_seconds(self._config.drain_seconds)} for calls to end"
+            await self._report(self._server, STOPPING + ("" if end.hurry.is_set() else waited))
         end.drained.set()
 
-    async def _tell(self, server: GrpcServer, reason: str) -> None:
+    async def _report(self, server: GrpcServer, reason: str) -> None:
         """Ends all calls: first the engine's streams, which send the tokens computed so far, then calls that wait for
         other input, such as the next chunk of a document."""
         if self._engine is not None:
             self._engine.end_streams(reason)
-        await server.drain(TELL_SECONDS)
+        await server.drain(LOG_INTERVAL_SECONDS)
         server.end_calls(reason)
         await server.drain(GRACE_SECONDS)
 
@@ -295,15 +303,15 @@ class Service:
         self._begin_drain()
         assert self._server is not None
         if wait:
-            await self._end.leaving.wait()
-            if not self._end.is_told:
+            await self._end.closing.wait()
+            if not self._end.is_reported:
                 raise Unavailable(f"the service did not drain: {self._failure or STOPPING}")
         num_open = self._end.num_cut if wait else self._server.num_open
         return Draining(open_calls=num_open, limit=self._config.drain_seconds)
 
     def _refill(self) -> int:
-        assert self._keeper is not None
-        return self._keeper.refill()
+        assert self._supervisor is not None
+        return self._supervisor.refill()
 
     @property
     def _failure(self) -> BaseException | None:
@@ -313,19 +321,19 @@ class Service:
 
     async def stop(self) -> None:
         """Ends open calls with the reason, stops the ranks and reaps all processes."""
-        self._end.leaving.set()
+        self._end.closing.set()
         if self._end.task is not None:
             self._end.task.cancel()
         self._renderer.stop()
         if self._server is not None:
-            await self._tell(self._server, str(self._failure or STOPPING))
+            await self._report(self._server, str(self._failure or STOPPING))
             await self._server.stop(GRACE_SECONDS)
         if self._door is not None:
             await self._door.stop()
         if self._use_cases is not None:
             await self._use_cases.close()
-        if self._keeper is not None:
-            await self._keeper.close()
+        if self._supervisor is not None:
+            await self._supervisor.close()
         if self._engine is not None:
             await self._engine.close()
         if self._durability is not None:
@@ -345,16 +353,16 @@ class ShutdownState:
         """The operator requested the shutdown, not only an RPC."""
         self.hurry = asyncio.Event()
         """Set when the operator requests the shutdown a second time: the drain ends immediately."""
-        self.is_told = False
+        self.is_reported = False
         """The calls that did not finish in time were counted and are being ended with the reason."""
         self.num_cut = 0
         """Number of those calls."""
         self.drained = asyncio.Event()
-        self.leaving = asyncio.Event()
+        self.closing = asyncio.Event()
         """Set once `stop` has been called."""
 
 
-async def either(*waits: Coroutine[Any, Any, object]) -> None:
+async def first_completed(*waits: Coroutine[Any, Any, object]) -> None:
     """Returns when the first coroutine has finished, and cancels the others."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     try:
@@ -380,4 +388,4 @@ def idle_processors(world_size: int, num_threads: int, devices: Sequence[str], n
     if 2 * num_used >= num_here or any(device != "cpu" for device in devices):
         return ()
     used = "1 thread computes" if num_used == 1 else f"{num_used:,} threads compute"
-    return (f"{used} on {num_here:,} processors: --threads N, for each rank, uses more",)
+    return (f"{used} on {num_here:,} processors: --threads N (per rank) uses more",)

@@ -63,6 +63,6 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
         self.telemetry.check()
         self.door.check(self.security)
         if self.engine.share_prefixes and self.security.credentials is None:
-            raise InvalidArgument("share_prefixes", "needs credentials: without tenants there is nobody to share with")
+            raise InvalidArgument("share_prefixes", "requires credentials: without them there are no tenants")
         if self.model_name is not None:
             check_model_name(self.model_name)

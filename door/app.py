@@ -32,13 +32,16 @@ ROUTES = (
     ("/v1/chat/completions", "POST", chat.chat),
     ("/v1/completions", "POST", completions.completions),
     ("/v1/contexts", "GET", resources.list_contexts),
-    ("/v1/contexts/{id}", "HEAD", upload.uploaded),
+    ("/v1/contexts/{id}", "HEAD", upload.upload_state),
     ("/v1/contexts/{id}", "GET", resources.get_context),
     ("/v1/contexts/{id}", "POST", upload.upload),
     ("/v1/contexts/{id}", "PATCH", resources.update_context),
     ("/v1/contexts/{id}", "DELETE", resources.delete_context),
     ("/v1/contexts/{id}/fork", "POST", resources.fork_context),
     ("/v1/cluster", "GET", cluster.cluster),
+)
+NO_ENDPOINT = (
+    "no such endpoint: this server has /v1/models, /v1/chat/completions, /v1/completions, /v1/contexts and /v1/cluster"
 )
 
 
@@ -84,18 +87,20 @@ async def _on_error(request: Request, error: LongleafError) -> Response:
 
 async def _on_http(request: Request, error: HTTPException) -> Response:
     allowed = (error.headers or {}).get("Allow", "")
-    reported = {404: "there is nothing at this path", 405: f"{request.method} is not for this path, but {allowed}"}
+    reported = {404: NO_ENDPOINT, 405: f"{request.method} is not allowed, only {allowed}"}
     if error.status_code == 404 and any(path == f"/v1{request.url.path}" for path, *_ in ROUTES):
-        reported[404] += f": it is at /v1{request.url.path} (base_url ends with /v1)"
+        reported[404] = f"no such endpoint: use /v1{request.url.path} (base_url ends with /v1)"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = reported.get(error.status_code, str(error.detail))
     return await _on_problem(request, HttpProblem(error.status_code, message, code=code, headers=error.headers))
 
 
 async def _on_left(request: Request, _: ClientDisconnect) -> Response:
-    return await _on_problem(request, HttpProblem(499, "the caller left"))
+    return await _on_problem(request, HttpProblem(499, "the client disconnected"))
 
 
 async def _on_failure(request: Request, _: Exception) -> Response:
     """Without logging, which the outer middleware does."""
-    return await _on_problem(request, HttpProblem(500, "the door failed; its log says why", kind="server_error"))
+    return await _on_problem(
+        request, HttpProblem(500, "internal error of the gateway; see its log", kind="server_error")
+    )

@@ -20,7 +20,7 @@ MAX_VALUES = 50_000
 """Limit of strings, objects and arrays per body. The interpreter creates that many in a tenth of a second."""
 MAX_COMMAS = 1 << 19
 """Limit of commas between values; higher, because a prompt may be a long list of numbers."""
-MAX_HELD_BYTES = 64 << 20
+MAX_PENDING_BYTES = 64 << 20
 """Limit for all bodies being received or decoded, and for prompts until the service answers; further requests get 503.
 """
 COPIES = 2
@@ -34,26 +34,26 @@ LARGE_BYTES = 1 << 18
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 Body = TypeVar("Body", bound=msgspec.Struct)
 T = TypeVar("T")
-PATH = re.compile(r"^(?P<told>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?$", re.DOTALL)
+PATH = re.compile(r"^(?P<message>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?$", re.DOTALL)
 
 
 class BodyReader:
     """Reads request bodies, with limits on total memory and on time."""
 
     def __init__(
-        self, max_bytes: int = MAX_HELD_BYTES, *, part_seconds: float = PART_SECONDS, seconds: float = BODY_SECONDS
+        self, max_bytes: int = MAX_PENDING_BYTES, *, part_seconds: float = PART_SECONDS, seconds: float = BODY_SECONDS
     ) -> None:
-        self._held = MemoryBudget(max_bytes)
+        self._budget = MemoryBudget(max_bytes)
         self._part_seconds, self._seconds = part_seconds, seconds
         self._decoding = asyncio.Lock()
 
     def audit(self) -> None:
         """Checks that no memory is leased while no request is open."""
-        assert self._held.num_bytes == 0, f"{self._held.num_bytes} bytes are still counted"
+        assert self._budget.num_bytes == 0, f"{self._budget.num_bytes} bytes are still counted"
 
     def share(self) -> "MemoryLease":
         """An empty lease of the common memory budget."""
-        return MemoryLease(self._held)
+        return MemoryLease(self._budget)
 
     async def read_json(self, request: Request) -> dict[str, Any]:
         """The JSON object in the body. Raises HttpProblem."""
@@ -87,9 +87,9 @@ class BodyReader:
                     share.grow(len(content) + len(part))
                     content += part
         except TimeoutError:
-            raise HttpProblem(408, "the body did not come", headers={"connection": "close"}) from None
+            raise HttpProblem(408, "the body was not received in time", headers={"connection": "close"}) from None
         except ClientDisconnect:
-            raise HttpProblem(400, "the body ended before its end") from None
+            raise HttpProblem(400, "the body is incomplete") from None
         return content
 
     async def _next(self, stream: AsyncGenerator[bytes, None]) -> bytes | None:
@@ -107,8 +107,8 @@ class MemoryBudget:
 class MemoryLease:
     """A context manager that holds the memory of one body."""
 
-    def __init__(self, held: MemoryBudget) -> None:
-        self._held, self._num_bytes = held, 0
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget, self._num_bytes = budget, 0
 
     def __enter__(self) -> Self:
         return self
@@ -118,7 +118,7 @@ class MemoryLease:
 
     def give_back(self) -> None:
         """Frees the memory. Idempotent."""
-        self._held.num_bytes -= self._num_bytes
+        self._budget.num_bytes -= self._num_bytes
         self._num_bytes = 0
 
     def grow(self, num_bytes: int) -> None:
@@ -131,11 +131,11 @@ class MemoryLease:
     def keep(self, num_bytes: int) -> None:
         """The same for a decoded body."""
         more = max(0, num_bytes - self._num_bytes)
-        if self._held.num_bytes + more > self._held.max_bytes:
-            message = "the door takes in as much as it can, come again"
+        if self._budget.num_bytes + more > self._budget.max_bytes:
+            message = "the gateway is receiving as much as it can: try again later"
             raise unavailable(message)
         self._num_bytes += more
-        self._held.num_bytes += more
+        self._budget.num_bytes += more
 
 
 async def json_of(request: Request) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def _decode_as(convert: Callable[[dict[str, Any]], T], content: bytearray) -> tu
     """The result of `convert` for a JSON object, and its memory including copies. Raises HttpProblem."""
     decoded = decode(content)
     if not isinstance(decoded, dict):
-        raise HttpProblem(400, "the body is no JSON object")
+        raise HttpProblem(400, "the body is not a JSON object")
     found = cast(dict[str, Any], decoded)
     num_bytes = max(COPIES * len(content), _text_bytes(found))
     return convert(found), num_bytes
@@ -185,13 +185,13 @@ def _text_bytes(found: object) -> int:
             return 0
 
 
-def answered(body: object, status: int = 200) -> Response:
+def json_response(body: object, status: int = 200) -> Response:
     """A JSON response."""
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
 def too_large() -> HttpProblem:
-    message = f"the body has more than {MAX_JSON_BYTES:,} bytes; a document goes to POST /v1/contexts/NAME"
+    message = f"the body has more than {MAX_JSON_BYTES:,} bytes; send documents to POST /v1/contexts/NAME"
     return HttpProblem(413, message)  # further data is discarded, because closing the connection would lose this answer
 
 
@@ -207,7 +207,7 @@ def decode(content: bytes | bytearray) -> object:
     except RecursionError:
         raise HttpProblem(400, "the body is nested too deeply") from None
     except ValueError as error:
-        raise HttpProblem(400, f"the body is no JSON: {error}") from None
+        raise HttpProblem(400, f"the body is not JSON: {error}") from None
     return found
 
 
@@ -229,12 +229,12 @@ def _check_size(content: bytes | bytearray) -> None:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name is there twice in one object")
+        raise ValueError("an object has a name twice")
     return found
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def _check_texts(found: object) -> None:
@@ -244,7 +244,7 @@ def _check_texts(found: object) -> None:
             try:
                 found.encode()
             except UnicodeEncodeError:
-                raise ValueError("a text has half of a surrogate pair") from None
+                raise ValueError("a string has a lone surrogate") from None
         case dict():
             for name, value in cast(dict[str, object], found).items():
                 _check_texts(name)
@@ -262,7 +262,7 @@ def converted(raw: object, kind: type[Body], parent: str = "") -> Body:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         match = PATH.match(str(error))
-        path, reported = (match["path"] or "", match["told"]) if match is not None else ("", str(error))
+        path, reported = (match["path"] or "", match["message"]) if match is not None else ("", str(error))
         param = ".".join(filter(None, (parent, path))) or None
         raise HttpProblem(400, f"{param or 'the body'}: {reported}", param=param, code="invalid_type") from None
     except (OverflowError, RecursionError) as error:

@@ -26,7 +26,7 @@ def client_of(request: Request) -> ProxyClient:
     if scheme.lower() != "bearer" or not credential:
         raise Unauthenticated("authorization has another form")
     try:
-        return client.bearing(credential)
+        return client.with_credential(credential)
     except InvalidArgument as error:
         is_malformed = "plain text" not in error.description
         raise (Unauthenticated if is_malformed else PermissionDenied)(f"the credential {error.description}") from None
@@ -37,7 +37,7 @@ def peer_of(request: Request) -> str:
     return request.client.host if request.client is not None else ""
 
 
-async def in_time(call: Awaitable[T]) -> T:
+async def with_deadline(call: Awaitable[T]) -> T:
     """The result of the call. Raises DeadlineExceeded after ANSWER_SECONDS, because the service may hang."""
     try:
         async with asyncio.timeout(ANSWER_SECONDS):

@@ -7,8 +7,8 @@ from typing import Any, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.bodies import answered
-from door.callers import client_of, in_time
+from door.bodies import json_response
+from door.callers import client_of, with_deadline
 from door.errors import problem_of, unavailable
 from door.events import HEADERS, EventResponse, event
 from longleaf.client.proxy_client import ProxyClient
@@ -80,15 +80,15 @@ async def cluster(request: Request) -> Response:
     """The cluster now and after every change; with `once=true` a single object."""
     client = client_of(request)
     if request.query_params.get("once", "false").lower() in ("true", "1"):
-        return answered(described(await in_time(client.cluster())))
+        return json_response(described(await with_deadline(client.cluster())))
     if request.method == "HEAD":  # a stream would never end, and transfer no body
-        await in_time(client.cluster())
+        await with_deadline(client.cluster())
         reported = Response()
         reported.raw_headers = list(HEADERS)
         return reported
     watching = client.watch_cluster(min_interval=INTERVAL_SECONDS)
     try:
-        first = await in_time(anext(watching))
+        first = await with_deadline(anext(watching))
     except BaseException:
         await watching.aclose()
         raise
@@ -110,7 +110,7 @@ async def _events(first: Cluster, watching: AsyncGenerator[Cluster, None]) -> As
 async def healthz(request: Request) -> Response:
     """Whether the gateway runs."""
     del request
-    return answered({"status": "ok"})
+    return json_response({"status": "ok"})
 
 
 async def readyz(request: Request) -> Response:
@@ -122,4 +122,4 @@ async def readyz(request: Request) -> Response:
         raise unavailable(problem_of(error).message) from None
     if not is_healthy:
         raise unavailable("the service takes no calls now")
-    return answered({"status": "ok"})
+    return json_response({"status": "ok"})

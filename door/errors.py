@@ -66,14 +66,14 @@ class HttpProblem(Exception):
         return msgspec.json.encode(self.body)
 
 
-def unavailable(told: str) -> HttpProblem:
+def unavailable(message: str) -> HttpProblem:
     """A temporary failure with a retry delay."""
-    return HttpProblem(503, told, kind="server_error", code="unavailable", headers=SOON)
+    return HttpProblem(503, message, kind="server_error", code="unavailable", headers=SOON)
 
 
 def stopping() -> HttpProblem:
     """The error for answers that are cut off by the gateway's shutdown."""
-    return unavailable("the door is stopping")
+    return unavailable("the gateway is stopping")
 
 
 class _Row(msgspec.Struct, frozen=True):
@@ -121,7 +121,7 @@ FIELDS = {
     "token_count": "tokens",
 }
 """HTTP names of the service's fields, where they differ."""
-_GIVE = "give Authorization: Bearer CREDENTIAL (api_key in OpenAI's clients)"
+_GIVE = "send Authorization: Bearer CREDENTIAL (api_key in OpenAI clients)"
 _UNREACHED = re.compile(r"the server at (the service does not answer) \(.*", re.DOTALL)
 """The rest is for operators, because gRPC includes addresses."""
 AWAY = "the service cannot be reached: %s"
@@ -158,7 +158,7 @@ def problem_of(error: LongleafError, names: Mapping[str, str] | None = None, mis
 
 def _message_of(error: LongleafError) -> str:
     """The message without details that callers must not see."""
-    if isinstance(error, Unauthenticated):  # the service's message describes the flags of its own commands
+    if isinstance(error, Unauthenticated):  # the service's message names options of the command line
         return f"{str(error).partition(':')[0]}: {_GIVE}"
     if _UNREACHED.match(str(error)):
         log.warning(AWAY, error)

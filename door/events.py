@@ -41,7 +41,7 @@ def comment(text: str) -> bytes:
     return b": " + " ".join(text.split()).encode() + b"\n\n"
 
 
-async def gone(receive: Receive) -> None:
+async def wait_disconnected(receive: Receive) -> None:
     """Returns when the caller has disconnected. Requires that the body was read."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -55,7 +55,7 @@ class EventResponse:
         self,
         events: AsyncGenerator[bytes, None],
         waiting: Callable[[], str] = lambda: "waiting",
-        left: Callable[[Receive], Awaitable[None]] = gone,
+        left: Callable[[Receive], Awaitable[None]] = wait_disconnected,
         heartbeat: float = HEARTBEAT_SECONDS,
         end: asyncio.Event | None = None,
     ) -> None:
@@ -69,7 +69,7 @@ class EventResponse:
         tasks, is_cut = set[asyncio.Task[Any]](), False
         try:
             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-            work = asyncio.create_task(self._tell(send))
+            work = asyncio.create_task(self._send_event(send))
             tasks |= {work, asyncio.create_task(self._leave(receive)), asyncio.create_task(self._beat(send))}
             if self._end is not None:
                 tasks.add(asyncio.create_task(self._end.wait()))
@@ -90,7 +90,7 @@ class EventResponse:
         if is_cut or (self._end is not None and self._end.is_set()):
             await self._say(send, b"", is_last=True)
 
-    async def _tell(self, send: Send) -> None:
+    async def _send_event(self, send: Send) -> None:
         async for content in self._events:
             self._num_sent += 1
             await self._say(send, content)
@@ -114,15 +114,15 @@ class EventResponse:
                 await self._say(send, comment(self._waiting()))
 
 
-async def until_left(request: Request, work: Awaitable[Any]) -> Any:
+async def cancel_on_disconnect(request: Request, work: Awaitable[Any]) -> Any:
     """The result of `work`, which is cancelled when the caller disconnects. Then HttpProblem is raised, which has no
     receiver."""
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone(request.receive))]
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(wait_disconnected(request.receive))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
             return tasks[0].result()
-        raise HttpProblem(499, "the caller left")
+        raise HttpProblem(499, "the client disconnected")
     finally:
         for task in tasks:
             task.cancel()

@@ -58,27 +58,29 @@ class OriginGuardMiddleware:
         except Exception as error:
             failures.error("%s failed", scope["method"], exc_info=error, extra={"method": scope["method"]})
             if status == 0:  # otherwise the connection is closed, because the answer is incomplete
-                await answer(HttpProblem(500, "the door failed; its log says why", kind="server_error"), guarded)
+                await answer(
+                    HttpProblem(500, "internal error of the gateway; see its log", kind="server_error"), guarded
+                )
         finally:
             self._log(scope, status, time.monotonic() - began)
 
     def _refused(self, scope: Scope) -> HttpProblem | None:
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         if len(hosts) > 1 or (not hosts and scope["http_version"] != "1.0"):
-            return HttpProblem(400, "give one Host")
+            return HttpProblem(400, "send one Host header")
         host = hosts[0].lower() if hosts else "localhost"
         if not self._is_ours(host):
-            message = "is no address of this door, and not among the names of --allow-host"
+            message = "is not an address of this gateway; --allow-host accepts further names"
             return HttpProblem(421, f"Host: {host[:100]} {message}", code="misdirected")
         origins = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"origin"]
         own = (f"{scope['scheme']}://{host}", self._origin)
         if any(origin not in own for origin in origins):
             return HttpProblem(
-                403, "pages of other origins may not use this door", kind="permission_error", code="origin"
+                403, "pages of other origins may not use this gateway", kind="permission_error", code="origin"
             )
         sites = {value for name, value in scope["headers"] if name == b"sec-fetch-site"}
         if scope["path"].startswith("/v1/") and not sites <= OWN_SITES:
-            return HttpProblem(403, "other sites may not call this door", kind="permission_error", code="origin")
+            return HttpProblem(403, "other sites may not call this gateway", kind="permission_error", code="origin")
         return None
 
     def _is_ours(self, host: str) -> bool:

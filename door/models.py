@@ -4,7 +4,7 @@ import time
 
 from starlette.requests import Request
 
-from door.callers import in_time
+from door.callers import with_deadline
 from longleaf.client import AsyncClient
 
 KNOWN_SECONDS = 1.0
@@ -16,16 +16,16 @@ class ModelNameCache:
     """The last known model name per caller, since only authenticated callers may see it."""
 
     def __init__(self) -> None:
-        self._told = dict[int, tuple[str, float]]()
+        self._reported = dict[int, tuple[str, float]]()
 
     def note(self, caller: int, name: str) -> None:
-        if len(self._told) >= MAX_CALLERS:
-            self._told.clear()
-        self._told[caller] = name, time.monotonic()
+        if len(self._reported) >= MAX_CALLERS:
+            self._reported.clear()
+        self._reported[caller] = name, time.monotonic()
 
     def name_for(self, caller: int) -> str | None:
         """None if the service must be asked."""
-        name, reported = self._told.get(caller, (None, 0.0))
+        name, reported = self._reported.get(caller, (None, 0.0))
         return name if time.monotonic() - reported < KNOWN_SECONDS else None
 
 
@@ -35,6 +35,6 @@ async def model_name(request: Request, client: AsyncClient) -> str:
     caller = hash(request.headers.get("authorization"))  # a hash, because credentials are not stored
     name = known.name_for(caller)
     if name is None:
-        name = (await in_time(client.cluster())).model.name
+        name = (await with_deadline(client.cluster())).model.name
         known.note(caller, name)
     return name

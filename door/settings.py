@@ -52,7 +52,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Raises InvalidArgument naming the first invalid setting."""
         for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
             if getattr(self, name) is not None and getattr(self, other) is None:
-                raise InvalidArgument(name, f"needs {other}: a certificate is nothing without its key")
+                raise InvalidArgument(name, f"requires {other}")
         for name, port in (("port", self.port), ("metrics_port", self.metrics_port)):
             if port is not None and not 0 <= port <= MAX_PORT:
                 raise InvalidArgument(name, f"{port} is not between 0 and {MAX_PORT}")
@@ -63,5 +63,5 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.public_url is not None:
             check_public_url(self.public_url)
         if not (is_loopback(self.host) or self.insecure or self.tls_cert is not None):
-            rule = f"{self.host} can be reached from other machines: give --tls-cert, or say --insecure"
+            rule = f"{self.host} can be reached from other machines: give --tls-cert or --insecure"
             raise InvalidArgument("host", rule)

@@ -54,7 +54,7 @@ def load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
     try:
         folder = own_folder(cache_folder())
     except (OSError, RuntimeError) as error:  # a user without a home directory has no cache folder
-        log.warning("compiled code cannot be kept, and each start compiles it anew: %s", error)
+        log.warning("cannot cache compiled code; it will be compiled again at every start: %s", error)
         with tempfile.TemporaryDirectory() as passing:
             return ctypes.CDLL(str(build(source, flags, Path(passing))))
     return ctypes.CDLL(str(build(source, flags, folder)))
@@ -75,7 +75,7 @@ def own_folder(folder: Path) -> Path:
     exposed = [] if _is_private(found) else [folder]
     exposed += [parent for parent in folder.parents if _is_open_to_all(parent.stat())]
     if exposed:
-        raise PermissionError(f"{exposed[0]}: others may write there (chmod go-w {exposed[0]})")
+        raise PermissionError(f"{exposed[0]}: other users can write to it (chmod go-w {exposed[0]})")
     return folder
 
 

@@ -177,7 +177,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.window_bytes is not None and self.window_bytes < 1:
             raise InvalidArgument("window_bytes", f"{self.window_bytes} is not a positive number of bytes")
         if self.window_bytes is not None and self.window_keys == "sharded":
-            raise InvalidArgument("window_bytes", "is for window_keys replicated; sharded keys share one pool")
+            raise InvalidArgument("window_bytes", "requires window_keys replicated; sharded keys share one pool")
 
 
 def check_waits(wait_for_ranks: float, drain_seconds: float) -> None:
@@ -204,12 +204,12 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True):
     def check(self, snapshot_url: str | None) -> None:
         """Raises InvalidArgument naming the first setting that is invalid."""
         if self.data_dir == "":
-            raise InvalidArgument("data_dir", "is empty: give a folder, or leave it out to keep nothing")
+            raise InvalidArgument("data_dir", "is empty: give a folder, or omit it to keep contexts in memory only")
         if self.data_dir is None:
             needs = {"warm": self.warm, "snapshot_url": snapshot_url, "snapshot_quota": self.snapshot_quota}
             needs |= {"snapshot_expiry": self.snapshot_expiry}
             for name in (name for name, value in needs.items() if value):
-                raise InvalidArgument(name, "needs data_dir: without it nothing is kept")
+                raise InvalidArgument(name, "requires data_dir")
         if self.snapshot_quota is not None and self.snapshot_quota < 1:
             raise InvalidArgument("snapshot_quota", f"{self.snapshot_quota} is not a positive number of bytes")
         if self.snapshot_expiry is not None and not 0 < self.snapshot_expiry <= MAX_SECONDS:
@@ -220,7 +220,7 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True):
 def check_model_name(name: str) -> None:
     """Raises InvalidArgument for a name that is not valid in responses or not readable."""
     if not 1 <= len(name) <= MAX_MODEL_NAME or not name.isprintable() or name != name.strip():
-        rule = f"must be 1 to {MAX_MODEL_NAME} printable characters, the first and the last no space"
+        rule = f"must be 1 to {MAX_MODEL_NAME} printable characters without a space at the start or end"
         raise InvalidArgument("model_name", rule)
 
 
@@ -235,7 +235,7 @@ def with_port(server: str) -> str:
     Raises InvalidArgument for the URL of a web page.
     """
     if server.startswith(("http://", "https://")):
-        raise InvalidArgument("server", f"{server} is not HOST:PORT: leave out what comes before the host")
+        raise InvalidArgument("server", f"{server} is not HOST:PORT: remove the part before the host")
     is_host = re.fullmatch(r"[\w.-]+|\[[\da-fA-F:.]+\]", server)
     return f"{server}:{DEFAULT_PORT}" if is_host else server
 
@@ -259,7 +259,7 @@ def check_slots_here(world_size: int) -> None:
     """Raises StartError if this machine is too small for the number of ranks."""
     slots = RANKS_PER_CPU * num_processors()
     if world_size > slots:
-        raise StartError(f"world size {world_size} needs as many slots, this machine has {slots}")
+        raise StartError(f"{world_size} ranks do not fit: this machine has {slots} slots")
 
 
 def ray_environment(token_file: Path | None) -> dict[str, str]:

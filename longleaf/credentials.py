@@ -97,15 +97,15 @@ def parse_credentials(data: bytes) -> tuple[CredentialEntry, ...]:
             entries.append(_entry(words, number))
             _check_new(entries[-1], owners, number)
     if not entries:
-        raise InvalidArgument("credentials", "has no entries: nobody could come in")
+        raise InvalidArgument("credentials", "has no entries, so no client could authenticate")
     return tuple(entries)
 
 
 def check_tenant(tenant: str, field: str = "tenant") -> str:
     """Returns `tenant`. Raises InvalidArgument naming `field` for an invalid or reserved name."""
     if TENANT.fullmatch(tenant) is None or tenant in RESERVED:
-        message = "must be 1 to 63 of a-z 0-9 -, a letter or digit first and last"
-        raise InvalidArgument(field, f"{message}, and none of {', '.join(sorted(RESERVED))}")
+        message = "must be 1 to 63 characters of a-z, 0-9, '-', the first and last a letter or digit"
+        raise InvalidArgument(field, f"{message}, and not one of {', '.join(sorted(RESERVED))}")
     return tenant
 
 
@@ -118,9 +118,9 @@ def _entry(words: list[str], number: int) -> CredentialEntry:
     for place, word in enumerate(words, 1):
         if looks_secret(word):
             message = "put the line of `longleaf credentials new` here"
-            raise _bad(number, f"its word {place} looks like a credential itself: {message}")
+            raise _bad(number, f"word {place} looks like a credential: {message}")
     if len(words) < 2 or words[1] not in get_args(Role):
-        raise _bad(number, f"is not TENANT ROLE ...; a role is one of {', '.join(get_args(Role))}")
+        raise _bad(number, f"must be TENANT ROLE ...; a role is one of {', '.join(get_args(Role))}")
     try:
         tenant = check_tenant(words[0])
     except InvalidArgument as error:
@@ -132,14 +132,14 @@ def _entry(words: list[str], number: int) -> CredentialEntry:
         elif _NAME.fullmatch(word):
             names.append(word)
         else:
-            name, amount = _quota(word, f"its word {place}", number)
+            name, amount = _quota(word, f"word {place}", number)
             if name in quotas:
-                raise _bad(number, f"its word {place} gives the quota {name} again")
+                raise _bad(number, f"word {place} repeats the quota {name}")
             quotas[name] = amount
     if "waiting" in quotas and "generations" not in quotas:
-        raise _bad(number, "waiting=NUMBER is for those beside generations=NUMBER, which is missing")
+        raise _bad(number, "waiting=NUMBER requires generations=NUMBER")
     if not digests and not names:
-        raise _bad(number, f"{tenant} has no sha256:..., uri:... or dns:...: nobody could come in as it")
+        raise _bad(number, f"{tenant} needs a sha256:..., uri:... or dns:...")
     return CredentialEntry(
         tenant=tenant,
         role="admin" if words[1] == "admin" else "user",
@@ -153,22 +153,22 @@ def _quota(word: str, which: str, number: int) -> tuple[str, int]:
     """A quota and its number. Raises InvalidArgument, which must not quote the word."""
     name, equals, amount = word.partition("=")
     if not equals:
-        raise _bad(number, f"{which} is no sha256:HEX of 64 digits, uri:NAME, dns:NAME or QUOTA=NUMBER")
+        raise _bad(number, f"{which} is not sha256:HEX with 64 digits, uri:NAME, dns:NAME or QUOTA=NUMBER")
     if name not in Quotas.__struct_fields__:
-        raise _bad(number, f"{which} is none of the quotas {', '.join(Quotas.__struct_fields__)}")
+        raise _bad(number, f"{which} is not one of the quotas {', '.join(Quotas.__struct_fields__)}")
     if _NUMBER.fullmatch(amount) is None:
-        raise _bad(number, f"{which} must be {name}=NUMBER, of 1 to 15 digits alone")
+        raise _bad(number, f"{which} must be {name}=NUMBER with 1 to 15 digits")
     return name, int(amount)
 
 
 def _check_new(entry: CredentialEntry, owners: dict[bytes | str, str], number: int) -> None:
     """Adds the digests and names of an entry to `owners`. Raises InvalidArgument for a duplicate."""
     if entry.tenant in owners:
-        raise _bad(number, f"the tenant {entry.tenant} has a line already; all its credentials are on one line")
+        raise _bad(number, f"tenant {entry.tenant} already has a line; put all its credentials on one line")
     for own in (entry.tenant, *entry.digests, *entry.names):
         if (owner := owners.setdefault(own, entry.tenant)) != entry.tenant:
-            raise _bad(number, f"{entry.tenant} has a credential or a name that is {owner}'s")
+            raise _bad(number, f"{entry.tenant} has a credential or a name that belongs to {owner}")
 
 
-def _bad(number: int, told: str) -> InvalidArgument:
-    return InvalidArgument("credentials", f"line {number}: {told}")
+def _bad(number: int, message: str) -> InvalidArgument:
+    return InvalidArgument("credentials", f"line {number}: {message}")

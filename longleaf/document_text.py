@@ -54,7 +54,7 @@ class DocumentText(msgspec.Struct, frozen=True, kw_only=True):
         return int.from_bytes(self.starts[place : place + OFFSET_BYTES], "little")
 
     @property
-    def kept_bytes(self) -> int:
+    def num_buffered_bytes(self) -> int:
         """Memory usage."""
         return len(self.starts) + file_bytes(self.files)
 
@@ -78,7 +78,7 @@ class DocumentText(msgspec.Struct, frozen=True, kw_only=True):
     def check(self, num_tokens: int, field: str) -> None:
         """Raises InvalidArgument naming `field` if it does not match a segment of so many tokens."""
         if len(self.starts) != OFFSET_BYTES * count_starts(num_tokens):
-            raise InvalidArgument(field, f"{len(self.starts):,} bytes tell where {num_tokens:,} tokens begin")
+            raise InvalidArgument(field, f"{len(self.starts):,} token offsets for {num_tokens:,} tokens")
         if not (0 <= self.num_lead <= num_tokens and 0 <= self.num_bytes <= MAX_TEXT):
             raise InvalidArgument(field, f"a text of {self.num_bytes} bytes has {self.num_lead} tokens before it")
         if any(a > b for a, b in pairwise([*unpacked(self.starts), self.num_bytes])):
@@ -109,16 +109,16 @@ def unpacked(starts: bytes) -> "array[int]":
 def check_files(files: Sequence[TextFile], field: str) -> None:
     """Raises InvalidArgument naming `field` for too many files, too long names, and starts that do not increase."""
     if len(files) > MAX_FILES:
-        raise InvalidArgument(field, f"are {len(files):,}, at most {MAX_FILES:,} are taken")
+        raise InvalidArgument(field, f"has {len(files):,} entries; the limit is {MAX_FILES:,}")
     before, num_name_bytes = -1, 0
     for i, file in enumerate(files):
         if (size := len(file.name.encode())) > MAX_FILE_NAME:
-            raise InvalidArgument(f"{field}[{i}].name", f"has {size:,} bytes, at most {MAX_FILE_NAME:,} are taken")
+            raise InvalidArgument(f"{field}[{i}].name", f"has {size:,} bytes; the limit is {MAX_FILE_NAME:,}")
         num_name_bytes += size
         if num_name_bytes > MAX_FILE_NAMES:
-            raise InvalidArgument(field, f"have names of over {MAX_FILE_NAMES:,} bytes together")
+            raise InvalidArgument(field, f"has names with more than {MAX_FILE_NAMES:,} bytes in total")
         if file.start <= before:
-            message = f"{file.start} is negative" if file.start < 0 else f"{file.start} does not come after {before}"
+            message = f"{file.start} is negative" if file.start < 0 else f"{file.start} must be greater than {before}"
             raise InvalidArgument(f"{field}[{i}].byte_start", message)
         before = file.start
 

@@ -90,7 +90,7 @@ class NotFinite(LongleafError):
     same request may fail in the same way."""
 
     def __init__(self, tokens: str) -> None:
-        super().__init__(f"{tokens}: what the model computes is not finite")
+        super().__init__(f"{tokens}: the model computed values that are not finite")
         self.tokens = tokens
 
 
@@ -175,7 +175,7 @@ class TransferCorrupted(LongleafError):
     """Rank `target` received other keys and values than rank `source` sent."""
 
     def __init__(self, source: int, target: int) -> None:
-        super().__init__(f"keys came to rank {target} otherwise than rank {source} sent them")
+        super().__init__(f"rank {target} received other keys than rank {source} sent")
         self.source = source
         self.target = target
 
@@ -184,7 +184,7 @@ class PieceNotFetched(LongleafError):
     """Rank `rank` cannot restore the piece with `ticket`: it has not fetched it, or the piece lacks the positions."""
 
     def __init__(self, rank: int, ticket: int) -> None:
-        super().__init__(f"rank {rank} has not fetched under ticket {ticket} what it was to restore")
+        super().__init__(f"rank {rank} has no fetched piece for ticket {ticket}")
         self.rank = rank
         self.ticket = ticket
 

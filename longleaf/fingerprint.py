@@ -87,7 +87,7 @@ def read_texts(folder: Path) -> dict[str, str]:
     if not folder.is_dir():
         raise ModelRefused(f"model folder {folder} does not exist")
     if not (folder / CONFIG).is_file():
-        raise ModelRefused(f"{folder} has no {CONFIG}: it is not a checkpoint")
+        raise ModelRefused(f"{folder} is not a checkpoint: it has no {CONFIG}")
     return {name: _read_whole(folder / name) for name in TEXTS if (folder / name).is_file()}
 
 
@@ -136,7 +136,7 @@ def _read_weights(path: Path) -> list[tuple[str, bytes]]:
         length = int.from_bytes(_read_at(descriptor, 0, LENGTH_BYTES), "little")
         start = LENGTH_BYTES + length
         if length > MAX_HEADER_BYTES or start > size:
-            raise ValueError("its header is longer than a header may be")
+            raise ValueError("its header is too long")
         header = msgspec.json.decode(_read_at(descriptor, LENGTH_BYTES, length), type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
         digests: list[tuple[str, bytes]] = []
@@ -144,7 +144,7 @@ def _read_weights(path: Path) -> list[tuple[str, bytes]]:
             place = msgspec.json.decode(reported, type=_TensorLocation)
             begin, end = place.data_offsets
             if not 0 <= begin <= end <= size - start:
-                raise ValueError(f"it ends before its tensor {name} does")
+                raise ValueError(f"it ends before the end of its tensor {name}")
             digests.append((name, _read_tensor(descriptor, name, place, start + begin)))
         return digests
 

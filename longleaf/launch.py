@@ -32,12 +32,17 @@ ERROR = "error: "
 BAD_INPUT = 2
 """Exit code of a service with invalid settings."""
 STOP_SECONDS = 60.0
-NOTHING_KEPT = DataConfig()
+NOT_DURABLE = DataConfig()
 OPEN = SecurityConfig()
 SILENT = TelemetryConfig()
 NO_DOOR = HttpConfig()
 SHOWN_LINES = 5
 """Last lines of a failed service's log to show."""
+
+
+def labeled(label: str, text: str) -> str:
+    """A line of the start-up summary, aligned with the line that has the address."""
+    return f"{label:<{len(LISTENING)}}{text}"
 
 
 def coordinator_command(
@@ -51,7 +56,7 @@ def coordinator_command(
     sampling_defaults: SamplingDefaults = "greedy",
     wait_for_ranks: float = 0.0,
     drain_seconds: float = DRAIN_SECONDS,
-    data: DataConfig = NOTHING_KEPT,
+    data: DataConfig = NOT_DURABLE,
     security: SecurityConfig = OPEN,
     telemetry: TelemetryConfig = SILENT,
     door: HttpConfig = NO_DOOR,
@@ -67,7 +72,7 @@ def coordinator_command(
     if model_name is not None:
         check_model_name(model_name)
     if ray_address is not None and launcher != "ray":
-        raise InvalidArgument("ray_address", f"the launcher {launcher} does not use Ray")
+        raise InvalidArgument("ray_address", f"requires the launcher ray, not {launcher}")
     data.check(config.snapshot_url)
     security.check(host)
     telemetry.check()

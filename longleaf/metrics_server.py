@@ -76,7 +76,7 @@ class MetricsServer:
         try:
             return _response("200 OK", self._content_type, await self._render())
         except Exception:
-            log.exception("the metrics could not be told")
+            log.exception("cannot render the metrics")
             return _response("500 Internal Server Error", "text/plain", b"the log says what is wrong\n")
 
     async def stop(self) -> None:

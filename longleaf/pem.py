@@ -18,7 +18,7 @@ MAX_PEM_BYTES = 1 << 20
 MIN_RSA_BITS = 2048
 CURVES = ("secp256r1", "secp384r1")
 """P-256 and P-384. gRPC's server accepts other curves, but its clients do not."""
-KEYS_TOLD = f"TLS here takes RSA keys of {MIN_RSA_BITS:,} bits or more, and ECDSA keys over P-256 or P-384"
+KEYS_HINT = f"supported are RSA keys of at least {MIN_RSA_BITS:,} bits and ECDSA keys over P-256 or P-384"
 
 
 class KeyPair(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ def parse_certificates(data: bytes, field: str) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(data)
     except ValueError:
-        raise InvalidArgument(field, "has no certificate in PEM that can be read") from None
+        raise InvalidArgument(field, "has no readable PEM certificate") from None
 
 
 def _parse_key(data: bytes, field: str) -> PublicKeyTypes:
@@ -67,9 +67,9 @@ def _parse_key(data: bytes, field: str) -> PublicKeyTypes:
     except TypeError:
         raise InvalidArgument(field, "is encrypted; give a key without a passphrase") from None
     except UnsupportedAlgorithm:
-        raise InvalidArgument(field, KEYS_TOLD) from None
+        raise InvalidArgument(field, KEYS_HINT) from None
     except ValueError:
-        raise InvalidArgument(field, "has no private key in PEM that can be read") from None
+        raise InvalidArgument(field, "has no readable PEM private key") from None
     return _taken(key.public_key(), field)
 
 
@@ -78,7 +78,7 @@ def _public_of(certificate: x509.Certificate, field: str) -> bytes:
     try:
         key = certificate.public_key()
     except (UnsupportedAlgorithm, ValueError):
-        raise InvalidArgument(field, f"has a key that cannot be read; {KEYS_TOLD}") from None
+        raise InvalidArgument(field, f"has an unreadable key; {KEYS_HINT}") from None
     return _der(_taken(key, field))
 
 
@@ -95,7 +95,7 @@ def _taken(key: PublicKeyTypes, field: str) -> PublicKeyTypes:
             message = f"is a key over {key.curve.name}"
         case _:
             message = "is neither an RSA nor an ECDSA key"
-    raise InvalidArgument(field, f"{message}; {KEYS_TOLD}")
+    raise InvalidArgument(field, f"{message}; {KEYS_HINT}")
 
 
 def _der(key: PublicKeyTypes) -> bytes:

@@ -20,7 +20,7 @@ def read_small(field: str, path: str | Path, max_bytes: int = MAX_BYTES) -> byte
     except OSError as error:
         raise InvalidArgument(field, f"{path}: {error.strerror}") from None
     if not is_regular:
-        raise InvalidArgument(field, f"{path} is no regular file")
+        raise InvalidArgument(field, f"{path} is not a regular file")
     if len(data) > max_bytes:
         raise InvalidArgument(field, f"{path} has more than {max_bytes:,} bytes")
     return data

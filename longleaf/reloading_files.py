@@ -37,7 +37,7 @@ class ReloadingFiles(Generic[Parsed]):
         self._value = parse(*datas)
         self._digest: tuple[bytes, ...] = _digest_of(datas)
         self._looked = clock()
-        self._trouble = ""
+        self._error = ""
         self.num_failed_reloads = 0
 
     @property
@@ -53,7 +53,7 @@ class ReloadingFiles(Generic[Parsed]):
     def is_unusable(self) -> bool:
         """Whether the current contents of the files are invalid."""
         _ = self.value  # checks the files, if due
-        return bool(self._trouble)
+        return bool(self._error)
 
     def _look(self) -> None:
         try:
@@ -66,18 +66,18 @@ class ReloadingFiles(Generic[Parsed]):
         except Exception as error:  # its message might quote the file
             self._note(f"{self._names} cannot be used: {type(error).__name__}")
         else:
-            if self._trouble:  # same level as the warning that it resolves
-                log.warning("%s can be used again, and is", self._names)
+            if self._error:  # same level as the warning that it resolves
+                log.warning("loaded %s after an earlier error", self._names)
             elif is_new:
-                log.info("read %s again", self._names)
-            self._trouble = ""
+                log.info("reloaded %s", self._names)
+            self._error = ""
 
-    def _note(self, trouble: str) -> None:
+    def _note(self, error: str) -> None:
         """Logs once why the newest contents are not used."""
-        if trouble != self._trouble:
-            self._trouble = trouble
+        if error != self._error:
+            self._error = error
             self.num_failed_reloads += 1
-            log.warning("%s; what was there before goes on", trouble)
+            log.warning("%s; the previous content stays in use", error)
 
     @property
     def _names(self) -> str:

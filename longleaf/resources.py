@@ -21,7 +21,7 @@ MEMORY_USED = ("memory.current", "memory.usage_in_bytes")
 GPU_DRIVERS = ("dev/nvidiactl", "dev/kfd", "dev/dxg")
 """Device files of the NVIDIA, AMD and WSL drivers."""
 PR_SET_PDEATHSIG = 1
-KEPT = ("inactive_file", "active_file", "slab_reclaimable")
+RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
 """The part of the used memory that the kernel can reclaim."""
 
 
@@ -102,7 +102,7 @@ def _group_memory(folder: Path) -> Memory | None:
     used = max(int(_read(folder / name) or 0) for name in MEMORY_USED)
     stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines())
     # cgroups v1 names the sums over child groups differently
-    retained = sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in KEPT)
+    retained = sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in RECLAIMABLE)
     return Memory(min(limits), max(0, min(limits) - max(0, used - retained)))
 
 

@@ -35,10 +35,10 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Raises InvalidArgument naming the first invalid setting of a service at `host`."""
         for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
             if getattr(self, name) is not None and getattr(self, other) is None:
-                raise InvalidArgument(name, f"needs {other}: a certificate is nothing without its key")
+                raise InvalidArgument(name, f"requires {other}")
         for name in ("tls_client_ca", "health_port"):
             if getattr(self, name) is not None and self.tls_cert is None:
-                raise InvalidArgument(name, "needs tls_cert: connections are plain without it")
+                raise InvalidArgument(name, "requires tls_cert")
         _check_port("health_port", self.health_port)
         if self.insecure or is_loopback(host):
             return
@@ -47,7 +47,7 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True):
             missing.remove("credentials")
         if missing:
             message = " and ".join(map(flag_of, missing))
-            rule = f"{host} can be reached from other machines: give {message}, or say --insecure"
+            rule = f"{host} can be reached from other machines: give {message}, or --insecure"
             raise InvalidArgument("host", rule)
 
 
@@ -71,11 +71,11 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
         _check_port("http", self.http)
         for name in ("allow_host", "public_url"):
             if getattr(self, name) is not None and self.http is None:
-                raise InvalidArgument(name, "needs http: there is no door without it")
+                raise InvalidArgument(name, "requires http")
         if self.public_url is not None:
             check_public_url(self.public_url)
         if self.http is not None and security.tls_client_ca is not None and security.credentials is None:
-            message = "asks nobody for a certificate: with tls_client_ca it needs credentials"
+            message = "does not authenticate clients by certificate: with tls_client_ca it requires credentials"
             raise InvalidArgument("http", message)
 
 
@@ -102,7 +102,7 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Raises InvalidArgument naming the first invalid setting."""
         _check_port("metrics_port", self.metrics_port)
         if self.metrics_port is None and self.metrics_host != LOOPBACK:
-            raise InvalidArgument("metrics_host", "needs metrics_port: without it there are no metrics")
+            raise InvalidArgument("metrics_host", "requires metrics_port")
 
 
 def flag_of(name: str) -> str:
@@ -110,7 +110,7 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def in_flags(text: str, names: Iterable[str]) -> str:
+def with_flag_names(text: str, names: Iterable[str]) -> str:
     """`text` with the names of settings replaced by their flags, except names that are ordinary words."""
     known = "|".join(sorted((name for name in names if "_" in name), key=len, reverse=True))
     return re.sub(rf"(?<![\w./-])(?:{known})(?![\w/-]|\.\w)", lambda found: flag_of(found[0]), text)
@@ -120,7 +120,7 @@ def check_public_url(url: str) -> None:
     """Raises InvalidArgument for anything but a scheme and a host."""
     scheme, _, host = url.partition("://")
     if scheme not in ("http", "https") or not host or "/" in host:
-        raise InvalidArgument("public_url", f"{url} is not https://HOST, with nothing behind the host")
+        raise InvalidArgument("public_url", f"{url} is not https://HOST without a path")
 
 
 def is_loopback(host: str) -> bool:

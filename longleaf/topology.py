@@ -63,10 +63,9 @@ def count_ranks(number: int) -> str:
 
 
 def too_few_gpus(num_ranks: int, where: str, num_gpus: int) -> StartError:
-    """Why ranks do not start where there are some GPUs, but not one for each: what carries tensors between GPUs (NCCL)
-    refuses ranks that share one. Ranks that share one all the same, and ranks on CPUs, are so slow that they must have
-    been asked for."""
+    """Why ranks do not start with fewer GPUs than ranks: NCCL rejects ranks that share a GPU. Shared GPUs, and ranks on
+    CPUs, are so slow that they must be requested explicitly."""
     gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
-    sharing = "with --launcher local --device cuda, where ranks share GPUs"
+    sharing = "with --launcher local --device cuda, which lets ranks share GPUs"
     ways = f"start with --world-size {num_gpus} at most, or {sharing}, or with --device cpu"
     return StartError(f"device: {count_ranks(num_ranks)}, and {where} has {gpus}: each rank needs its own; {ways}")

@@ -1,6 +1,6 @@
-"""Documents that are little more than facts: a few of them, or a list of numbered keys.
+"""Documents that consist almost only of facts: a few facts, or a list of numbered keys.
 
-Small as they are, they have to be seen alone: among the documents of a batch nothing tells where a short one ends.
+The model must see them in isolation: among the documents of a batch nothing marks the end of a short one.
 """
 
 import random
@@ -72,7 +72,7 @@ class BareDocuments:
         return found
 
     def numbered(self, phase: Phase) -> Bare:
-        """A list of lines whose keys differ in their numbers alone."""
+        """A list of lines whose keys differ only in their numbers."""
         link, has_numbers = self.rng.choice(wording.BARE_LINKS), self.rng.random() < 0.7
         first = self.rng.choice((1, 1, self.rng.randrange(1000), self.rng.randrange(5000)))
         keys = [self.key(number) for number in range(first, first + self.rng.randint(5, 70))]

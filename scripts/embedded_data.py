@@ -20,11 +20,11 @@ from longleaf.demo.facts import Fact
 
 BEGIN, QUESTION, ANSWER, END, PAD = range(256, 261)
 GAP = 110
-"""Filler bytes kept between the last fact and the questions: nearer facts are reached by the local layers alone."""
+"""Filler bytes between the last fact and the questions: the local layers can reach nearer facts."""
 FIRST_BYTE_WEIGHT = 8.0
-"""Of the first byte of a value, the largest of all weights."""
+"""Weight of the first byte of a value, the largest of all weights."""
 ALONE = 0.3
-"""Share of the lists that are seen alone, as all documents of a few facts are."""
+"""Share of the lists that are seen in isolation, as all documents of a few facts are."""
 
 
 FILLER, OUTSIDE = -1, -2
@@ -67,8 +67,8 @@ class Sequence:
 def answer_weights(answer: bytes, echo: int, is_last: bool = False) -> list[float]:
     """Weights of predicting each byte of an answer and the end token; the value begins after `echo` bytes.
 
-    The value's first byte decides which fact is read; but other values may begin alike, and where a word of the value
-    ends or begins, and at each digit, they go on in another way.
+    The value's first byte decides which fact is read. Other values may share a prefix, and diverge at the edges of
+    words and at each digit.
     """
     weights = [4.0] + [1.5] * (echo - 1) + [FIRST_BYTE_WEIGHT]
     if is_last:
@@ -133,7 +133,7 @@ class Sampler:
             retained += [(fact, index)] if room >= 0 else []
         found = self.asked(document.data[: phase.length], document.owners[: phase.length], retained, phase)
         found.is_alone = is_alone
-        if is_alone:  # nothing competes in what is seen but what is there
+        if is_alone:  # no other document competes with this one
             found.copies = [(0.0, 0.0)] * len(found.copies)
         return found
 
@@ -198,15 +198,16 @@ class Sampler:
 
 
 def predicted(batch: Batch) -> Tensor:
-    """Indices, in the flattened batch, of the tokens whose successor counts."""
+    """Indices in the flattened batch of tokens whose successor has a weight."""
     return batch.weights.flatten().nonzero()[:, 0]
 
 
 def attention_mask(batch: Batch, rows: Tensor) -> Tensor:
-    """What to add to the global layer's scores of the tokens at `rows`, [rows, batch * length].
+    """Bias for the global layer's scores of the tokens at `rows`, [rows, batch * length].
 
-    A token of a question sees its own question, and the documents of the whole batch or its own only; one of a document
-    sees what comes before it there. Documents of other sequences have no begin token: there is one in a prompt.
+    A token of a question sees its own question, and the documents of the whole batch or only its own; a token of a
+    document sees the earlier tokens of the document. Documents of other sequences have no begin token: there is one in
+    a prompt.
     """
     length = batch.ids.shape[1] - 1
     segments, owners = batch.segments.flatten(), batch.owners.flatten()

@@ -28,7 +28,7 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def band_mask() -> Tensor:
-    """What a block of WINDOW queries may see of the block before it and itself, [WINDOW, 2 * WINDOW]."""
+    """The mask of a block of WINDOW queries over the previous block and itself, [WINDOW, 2 * WINDOW]."""
     distance = torch.arange(WINDOW)[:, None] + WINDOW - torch.arange(2 * WINDOW)[None]
     return (distance >= 0) & (distance < WINDOW)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration, as published; five steps bring singular values near one."""
+"""Coefficients of the quintic iteration, as published; five steps bring singular values near one."""
 STEPS = 5
 
 

@@ -1,11 +1,11 @@
-"""What the embedded model is trained on, and when."""
+"""The data of each phase of the embedded model's training."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What the sequences of one part of the training look like."""
+    """Shape of the sequences in one phase of the training."""
 
     length: int
     """Tokens per sequence."""

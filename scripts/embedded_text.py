@@ -5,7 +5,7 @@ import random
 import re
 from pydoc_data.topics import topics
 
-from longleaf.demo.facts import HELD_OUT_WORDS, TRAIN_WORDS
+from longleaf.demo.facts import EVALUATION_WORDS, TRAIN_WORDS
 from longleaf.demo.haystack import library_files
 
 LETTERS = ("bcdfghjklmnprstvwz", "aeiou", "çñšžłß", "áéíöüø", "бвгдклмнпрст", "аеиоу")
@@ -49,7 +49,7 @@ class Text:
         self.rng = rng
         self.prose, self.code = filler_texts()
         found = set(re.findall(r"\b[a-z]{4,10}\b", self.prose.decode()))
-        self.common = tuple(sorted(found - set(HELD_OUT_WORDS)))
+        self.common = tuple(sorted(found - set(EVALUATION_WORDS)))
         self.pool: tuple[str, ...] = ()
         """Words that keys and values of the batch share."""
 

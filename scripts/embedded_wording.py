@@ -1,6 +1,6 @@
 """The wording of training's facts and questions: frames put together from parts, none of which the demo uses.
 
-Many frames, so that the model learns what a key looks like among other words, and not the frames.
+Many frames teach the model to recognise a key among other words, instead of the frames.
 """
 
 import random
@@ -11,13 +11,13 @@ STARTS = (
     "the {attribute} listed under |As agreed, |In this file |(see below) |Everyone knows that |"
     "the {attribute} belonging to |Do not forget that |1. |"
 ).split("|")
-"""What stands before the key; the last is nothing at all."""
+"""Text before the key; the last is empty."""
 
 LINKS = (
     " is | is | is | = | = |: |: | -> | => |=| was | equals | is: | is now | must be | means | is still | will be |"
     " has been | could be | gets | became | goes by "
 ).split("|")
-"""What stands between key and value."""
+"""Text between key and value."""
 
 BARE_LINKS = (" = ", ": ", "=", " -> ", "\t")
 """The same where nothing stands before the key."""
@@ -32,7 +32,7 @@ LEADS = (
     "|||||please, |could you say, |I would like to know: |quick question: |according to the text, |tell me, |"
     "do you remember, |hello, |in the document, |say: |we need it: |now, "
 ).split("|")
-"""What may stand before a question."""
+"""Optional text before a question."""
 
 ABOUT_ATTRIBUTE = (
     "what is the {attribute} of {key}?|tell me the {attribute} of {key}.|which {attribute} belongs to {key}?|"
@@ -97,7 +97,7 @@ def statement(rng: random.Random, attribute: str, key: str, value: str) -> str:
 
 
 def question(rng: random.Random, attribute: str, key: str, more: bool) -> str:
-    """A question for `key`, `more`: of the last phase's as well."""
+    """A question for `key`; `more` adds the frames of the last phase."""
     mark = rng.choice(MARKS) if rng.random() < 0.2 else ""
     about_attribute = ABOUT_ATTRIBUTE + MORE_ABOUT_ATTRIBUTE if more else ABOUT_ATTRIBUTE
     about_key = ABOUT_KEY + MORE_ABOUT_KEY if more else ABOUT_KEY

@@ -32,7 +32,7 @@ def generate(out: Path) -> None:
 
 
 def drift() -> list[str]:
-    """Names of stubs that differ from what the protos give."""
+    """Names of stubs that differ from those generated from the protos."""
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
         fresh = Path(folder) / "longleaf" / "v1"

@@ -23,8 +23,9 @@ BARE = 160
 
 
 def phase(step: int, steps: int) -> Phase:
-    """What to train on at this step: easy and short first, then ln R ramped up, then longer, then with many keys that
-    are alike and an eye on where keys end, and at last with documents that are little more than facts."""
+    """The phase at this step: easy and short first, then ln R ramped up, then longer, then many similar keys with
+    emphasis on the ends of keys, and at last documents that consist almost only of facts.
+    """
     if step >= steps - BARE:
         return Phase(2048, 6, 8, 24, 0.05, False, 7.0, bare=0.35, lists=0.25, is_last=True)
     progress = step / (steps - BARE - LAST)
@@ -39,8 +40,9 @@ def phase(step: int, steps: int) -> Phase:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Warm-up over 100 steps, constant, then a linear decay over 50 %; in the last phases once more, from a quarter and
-    from a fifth."""
+    """Warm-up over 100 steps, constant, then a linear decay over 50 %; each of the last two phases decays again, from a
+    quarter and from a fifth of the peak.
+    """
     if step >= steps - BARE:
         return peak * 0.2 * min((step - steps + BARE + 1) / 20, (steps - step) / BARE)
     steps -= BARE

@@ -1,7 +1,8 @@
-"""Turns custom resource definitions into the schemas that tests hold manifests against: vendor_schemas.py CRD.yaml ...
+"""Turns custom resource definitions into the schemas against which tests check manifests: vendor_schemas.py CRD.yaml
+...
 
-Left out are descriptions, and rules in CEL (`x-kubernetes-validations`). A field that the definition does not know is
-refused, which an API server does only when it is asked for strictness.
+Descriptions and rules in CEL (`x-kubernetes-validations`) are omitted. Fields that the definition does not have are
+refused; an API server does so only in strict mode.
 """
 
 import json
@@ -12,16 +13,16 @@ from typing import Any
 import yaml
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "support" / "manifests" / "schemas"
-KEPT = ("type", "enum", "required", "pattern", "format", "default", "minimum", "maximum", "minLength", "maxLength")
-KEPT_OF_LISTS = ("minItems", "maxItems", "uniqueItems", "minProperties", "maxProperties")
+KEYWORDS = ("type", "enum", "required", "pattern", "format", "default", "minimum", "maximum", "minLength", "maxLength")
+LIST_KEYWORDS = ("minItems", "maxItems", "uniqueItems", "minProperties", "maxProperties")
 INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 
 
 def strict(schema: dict[str, Any]) -> dict[str, Any]:
-    """The JSON Schema of a structural schema, which refuses what it does not name."""
+    """The JSON Schema of a structural schema; it refuses unknown fields."""
     if schema.get("x-kubernetes-int-or-string"):
         return INT_OR_STRING | ({"pattern": schema["pattern"]} if "pattern" in schema else {})
-    found: dict[str, Any] = {name: schema[name] for name in (*KEPT, *KEPT_OF_LISTS) if name in schema}
+    found: dict[str, Any] = {name: schema[name] for name in (*KEYWORDS, *LIST_KEYWORDS) if name in schema}
     if schema.get("nullable"):
         found["type"] = [schema["type"], "null"]
     if "items" in schema:

@@ -15,7 +15,7 @@ from longleaf.rank_protocol.group_messages import Join, Ready
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.service_settings import TelemetryConfig
 from workers.control import serve
-from workers.imports import for_good
+from workers.imports import frozen_imports
 from workers.ports import RankRuntime
 
 LOGGERS = ("workers", "longleaf")
@@ -43,7 +43,7 @@ def main(spec: RankSpec, telemetry: TelemetryConfig = SILENT) -> None:
     place = ProcessContext(spec.node)
     if not telemetry.has_plain_log:
         Logs(telemetry, LOGGERS, place.facts)
-    with for_good():
+    with frozen_imports():
         from workers.rank import Rank
 
     class PlacedRank(Rank):

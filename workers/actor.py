@@ -3,7 +3,7 @@
 from longleaf.config import apply_environment, network_environment
 from longleaf.network_interfaces import interface_of
 from longleaf.rank_protocol.rank_spec import RankSpec
-from workers.imports import for_good
+from workers.imports import frozen_imports
 
 
 class WorkerActor:
@@ -12,7 +12,7 @@ class WorkerActor:
     def run(self, spec: RankSpec) -> int:
         """Runs the rank and returns its exit code. The fleet monitors this call."""
         apply_environment(network_environment(interface_of(spec.host)))
-        with for_good():
+        with frozen_imports():
             from workers.control import serve
             from workers.rank import Rank
 

@@ -55,7 +55,9 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
     known.
     """
     try:
-        model = models.load(config.model, config.dtype, "cpu") if has_weights else outline(config.model, config.dtype)
+        model = (
+            models.load(config.model, config.dtype, "cpu") if has_weights else meta_model(config.model, config.dtype)
+        )
         bytes_per_token = kv_bytes_per_token(model.layers, model.dtype, config)
         note = verify(model, config) if has_weights else UNKNOWN
     except ModelRefused as error:
@@ -131,11 +133,11 @@ def replicated(model: Model, config: EngineConfig) -> ReplicatedReport | None:
     )
 
 
-def outline(folder: str, dtype: DtypeName) -> Model:
+def meta_model(folder: str, dtype: DtypeName) -> Model:
     """The model of a checkpoint without its weights. Raises ModelRefused."""
     config = models.read_config(folder)
     if getattr(config, "quantization_config", None):
-        raise ModelRefused(f"{folder} has quantized weights: only loading tells whether they can be served (--load)")
+        raise ModelRefused(f"{folder} has quantized weights: use --load to check whether they can be served")
     try:
         module = build(config, dtype)
     except ModelRefused:

@@ -80,27 +80,27 @@ class HeartbeatThread(threading.Thread):
         self,
         context: "zmq.Context[zmq.Socket[bytes]]",
         spec: RankSpec,
-        standing: MemberStatus,
+        status: MemberStatus,
         records: RankLogBuffer,
         is_orphan: Callable[[], bool],
     ) -> None:
         super().__init__(name="pulse", daemon=True)
         self._context = context
         self._spec = spec
-        self._standing = standing
+        self._status = status
         self._records = records
         self._is_orphan = is_orphan
         self._end = context.socket(zmq.PAIR)
         self._end.bind(END)
         self._outcomes = context.socket(zmq.PUSH)
         self._outcomes.bind(OUTCOMES)
-        self._telling = threading.Lock()
+        self._reporting = threading.Lock()
         """Serializes the use of `_outcomes` by threads."""
         self._is_ended = False
 
-    def tell(self, outcome: Outcome) -> None:
+    def set_progress(self, outcome: Outcome) -> None:
         """Queues the outcome of an order for sending. Any thread may call it; after `stop`, outcomes are dropped."""
-        with self._telling:
+        with self._reporting:
             if not self._is_ended:
                 self._outcomes.send(encode(outcome))
 
@@ -114,7 +114,7 @@ class HeartbeatThread(threading.Thread):
         while not is_ended:
             if self._is_orphan():
                 os._exit(1)
-            socket.send(encode(Heartbeat(self._spec.member, self._standing.progress)))
+            socket.send(encode(Heartbeat(self._spec.member, self._status.progress)))
             if (logged := self._records.take(self._spec.member)) is not None:
                 socket.send(encode(logged))
             is_ended = self._listen(socket, outcomes, end, time.monotonic() + PULSE_SECONDS)
@@ -135,11 +135,11 @@ class HeartbeatThread(threading.Thread):
             if outcomes in ready:
                 socket.send(outcomes.recv())
             if socket in ready and isinstance(message := decode_to_rank(socket.recv()), AbortExchanges):
-                self._standing.fence(message.epoch)
+                self._status.fence(message.epoch)
         return False
 
     def stop(self) -> None:
-        with self._telling:
+        with self._reporting:
             self._is_ended = True
         self._end.send(b"")
         self.join()
@@ -159,7 +159,7 @@ def serve(
     channel, pulse = RankControlSocket(context, spec), HeartbeatThread(context, spec, status, records, is_orphan)
     pulse.start()
     try:
-        return _live(spec, make_rank, channel, status, records, pulse.tell)
+        return _live(spec, make_rank, channel, status, records, pulse.set_progress)
     finally:
         pulse.stop()
         channel.close()
@@ -170,7 +170,7 @@ def _live(
     spec: RankSpec,
     make_rank: Callable[[RankSpec], RankRuntime],
     channel: RankControlSocket,
-    standing: MemberStatus,
+    status: MemberStatus,
     records: RankLogBuffer,
     answer: Callable[[Outcome], None],
 ) -> int:
@@ -179,7 +179,7 @@ def _live(
     try:
         with records.listening():
             rank = make_rank(spec)
-            MemberProcess(spec, rank, channel, standing, answer).run()
+            MemberProcess(spec, rank, channel, status, answer).run()
     except Exception as error:
         if not isinstance(error, StartError):  # its message is sufficient
             with records.listening():
@@ -192,7 +192,7 @@ def _live(
         channel.send(Died(spec.member, reason_of(error), isinstance(error, StartError), blamed))
         code = 1
     finally:
-        standing.leave()
+        status.leave()
         if rank is not None and not _is_closed(rank):
             code = 1
     return code
@@ -204,6 +204,6 @@ def _is_closed(rank: RankRuntime) -> bool:
         try:
             rank.close()
         except Exception:
-            log.exception("a rank could not close")
+            log.exception("a rank failed to close")
             return False
     return True

@@ -71,7 +71,7 @@ class ExactnessRecords:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             (self._folder / key).touch(mode=0o600)
         except OSError as error:
-            log.info("exactness: the next start will verify the model again: %s", error)
+            log.info("exactness: cannot record the result; the next start will verify the model again: %s", error)
 
 
 def record_key(fingerprint: Fingerprint, model: Model, backend: Backend) -> str:
@@ -111,7 +111,7 @@ def check_exact(model: Model, backend: Backend, config: EngineConfig) -> str:
     if found.failure or not verdict.is_conclusive:
         return f"{NOT_VERIFIED}: {found.failure or f'in {found.dtype} rounding may hide a difference'}"
     raise ModelRefused(
-        f"{type(model.module).__name__} is not exact with replaced attention: its logits in {found.dtype} differ from "
+        f"{type(model.module).__name__} is not exact here: its logits in {found.dtype} differ from "
         f"those of transformers by up to {human_rounded(found.max_difference, 2)}, the largest is "
         f"{human_rounded(found.max_logit, 2)}, and {found.num_equal} of {found.num_tokens} tokens are the same"
     )
@@ -193,7 +193,7 @@ class SmallMeans:
     backend: Backend
     sampler: Sampler | DeviceSampler
     last_ids: LastTokens
-    desk: KvIo
+    kv_io: KvIo
     graphs: Graphs | None = None
 
 
@@ -208,5 +208,5 @@ def make_means(model: Model, backend: Backend) -> SmallMeans:
         backend=backend,
         sampler=make_sampler(model.device, 1),
         last_ids=HostIds() if model.device == "cpu" else DeviceIds(1, model.device),
-        desk=KvIo(0, None, Storage.open, model.device),
+        kv_io=KvIo(0, None, Storage.open, model.device),
     )

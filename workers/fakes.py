@@ -186,7 +186,7 @@ class EchoBlockTable:
         assert runs[0].start <= start < runs[0].end
         for run in runs:
             assert self._put(segment, run) == max(start, run.start), "a run has tokens that nobody brought"
-        resident = self._held(path, runs[-1].end)
+        resident = self._slots_of(path, runs[-1].end)
         assert [run.start for run in resident] == [0, *(run.end for run in resident)][:-1], (
             "keys are read that are not there"
         )
@@ -215,7 +215,7 @@ class EchoBlockTable:
             found[self._starts[segment] :] = [known[position] for position in sorted(known)]
         return found
 
-    def _held(self, path: tuple[int, ...], end: int) -> list[Run]:
+    def _slots_of(self, path: tuple[int, ...], end: int) -> list[Run]:
         """The runs of a path before `end`; each segment is cut where the next one starts."""
         ends = [*(min(self._starts[segment], end) for segment in path[1:]), end]
         return [

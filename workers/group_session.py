@@ -34,7 +34,7 @@ from workers.kv_cache.slots import FloatKvPool
 from workers.kv_io.kv_io import KvIo
 from workers.model.model import Model
 from workers.pending import StepHandle, done
-from workers.sampling.acceptance import reached_ids
+from workers.sampling.acceptance import accepted_ids
 from workers.sampling.device_sampler import DeviceChoice, DeviceSampler
 from workers.sampling.logprobs import logprobs_of
 from workers.sampling.sampler import Choice, Sampler
@@ -65,7 +65,7 @@ class RankResources(Protocol):
     last_ids: LastTokens
     graphs: Graphs | None
     """None where nothing is captured."""
-    desk: KvIo
+    kv_io: KvIo
 
 
 class GroupSession:
@@ -93,16 +93,16 @@ class GroupSession:
         self._merge = CountedMerge(self._make_merge(groups, merges), self._wire) if groups else None
         self.peers = Peers(groups.world, self._merge) if groups and self._merge else None
         if groups and self._graphs is not None and groups.world.transport == "gloo":
-            log.info("graphs: none, for tensors travel through the host's memory")
+            log.info("graphs: off, because tensors are sent through host memory")
             self._graphs = None
 
-    def _make_merge(self, groups: Groups, told: Sequence[MergeTiming]) -> Merge:
+    def _make_merge(self, groups: Groups, timings: Sequence[MergeTiming]) -> Merge:
         model, config, device = self._means.model, self._means.config, self._means.device
         self._wire.agree(groups.world, device)
         widest = max(model.layers.values(), key=lambda layer: layer.num_heads * layer.value_dim)
         heads, dim = widest.num_heads, widest.value_dim
         if config.merge == "auto":
-            chosen = choose_merge(groups, self._wire, heads, dim, device, told)
+            chosen = choose_merge(groups, self._wire, heads, dim, device, timings)
             self.merges = chosen.timings
             return chosen
         merge = make_merge(config.merge, groups, self._wire)
@@ -121,10 +121,10 @@ class GroupSession:
             world_size=size,
             pasts=PastBuilder(ledger, pool, sharded, world_size=size, way=config.prefill, wire=self._wire),
             windows=windows if windowed else None,
-            tells_blocks=isinstance(self._means.backend, AttributionBackend),
+            attributes_blocks=isinstance(self._means.backend, AttributionBackend),
         )
 
-    def fewest(self, number: int) -> int:
+    def min_over_ranks(self, number: int) -> int:
         """The smallest of the numbers of all ranks. A collective: all ranks call it at the same time."""
         if self.peers is None:
             return number
@@ -143,7 +143,7 @@ class GroupSession:
         may_be_double = bool(rotary.kind) and (self._means.config.allow_long or rotary.trained > FLOAT32_POSITIONS)
         buckets = [BatchBucket(size, self._inputs, may_be_double=may_be_double) for size in sizes]
         logits_RV = try_out(buckets, backend, self._logits)
-        reporting, choosing = TokenBroadcast(sizes[-1], last_ids, self._tell, self._means.device), None
+        reporting, choosing = TokenBroadcast(sizes[-1], last_ids, self._report, self._means.device), None
         if logits_RV is not None and isinstance(sampler, DeviceSampler):
             choosing = GraphSampler(sampler, torch.zeros_like(logits_RV), reporting.ids_R)
         keeps = isinstance(self._means.pool, QuantizedPool) and self._means.config.max_draft_tokens > 0
@@ -218,7 +218,7 @@ class GroupSession:
     def _restore(self, work: Restore, result: StepResult) -> StepHandle:
         """The result reports that all data is restored on all ranks."""
         comm = self.peers.comm if self.peers else None
-        restore(work, comm, self._means.pool, self._ledger, self._means.desk.piece)
+        restore(work, comm, self._means.pool, self._ledger, self._means.kv_io.piece)
         return done(result if self._number == 0 else None)
 
     def _decode(self, work: Decode, result: StepResult) -> StepHandle:
@@ -230,7 +230,7 @@ class GroupSession:
         read, merged = self._inputs.kv_bytes_read(rows), self._merge_bytes()
         result = msgspec.structs.replace(result, kv_bytes_read=read, merge_bytes=merged)
         pending = StepHandle(lambda: begun.end.is_past, lambda: self._finish(work, sampled, begun, result))
-        if rows.has_drafts or isinstance(self._means.last_ids, HostIds) or self._verifier.watches(work.rows):
+        if rows.has_drafts or isinstance(self._means.last_ids, HostIds) or self._verifier.is_tracking(work.rows):
             self._before.result()  # an error in this step must not show in the answer to the previous one
             # Compared logits must not be overwritten by the next step, and refused drafts must be dropped before it.
             pending.result()
@@ -241,9 +241,9 @@ class GroupSession:
     ) -> Launched:
         """Launches a step of any shape, over newly allocated tensors."""
         inputs = self._inputs.tensors(rows, self._means.last_ids)
-        accumulator = self._masses(rows) if rows.asked else None
+        accumulator = self._accumulator(rows) if rows.attributed else None
         logits_RV = self._logits(inputs, blocks, accumulator)
-        reported = accumulator.told() if accumulator else None
+        reported = accumulator.reports() if accumulator else None
         scores = None
         if logits_RV is not None and scored:
             logits_RV, scored_SV = logits_RV.split([len(rows.sample_rows), len(rows.scored_rows)])
@@ -251,18 +251,18 @@ class GroupSession:
                 logprobs_of(scored_SV, [t for row in scored for t in row.token_ids[-row.num_scored :]])
             )
         choice = self._means.sampler.start(sampled, logits_RV) if sampled and logits_RV is not None else None
-        reported_N = self._tell_all(sampled, choice) if sampled else None
+        reported_N = self._broadcast_tokens(sampled, choice) if sampled else None
         ids = AsyncHostCopy(reported_N) if reported_N is not None and choice is None and rows.has_drafts else None
         importing = choice if isinstance(choice, DeviceChoice) else ids
         end = importing.arrival if importing else DeviceEvent(torch.device(self._means.device))
         return Launched(end, choice, logits_RV, scores, reported, ids, blocks)
 
-    def _masses(self, rows: RowNumbers) -> AttributionAccumulator:
+    def _accumulator(self, rows: RowNumbers) -> AttributionAccumulator:
         comm, backend = self.peers.comm if self.peers else None, self._means.backend
         blocks = (
             BlockAttention(backend, rows.blocks) if rows.blocks and isinstance(backend, AttributionBackend) else None
         )
-        return AttributionAccumulator(rows.asked, self._means.pool, comm, blocks)
+        return AttributionAccumulator(rows.attributed, self._means.pool, comm, blocks)
 
     def _drafted_blocks(self, rows: RowNumbers, sampled: Sequence[Row]) -> DraftedBlocks | None:
         """The blocks to roll back when drafts are refused; None where a refused draft leaves only its keys."""
@@ -271,12 +271,12 @@ class GroupSession:
             return None
         return DraftedBlocks(pool, self._means.backend, drafted, rows.slots, rows.window_slots)
 
-    def _tell_all(self, sampled: Sequence[Row], choice: Choice | None) -> Tensor:
+    def _broadcast_tokens(self, sampled: Sequence[Row], choice: Choice | None) -> Tensor:
         """Broadcasts the rows of the choice, one per position, from rank 0 to all ranks."""
         num_positions = sum(1 + len(row.draft_ids) for row in sampled)
         nothing = torch.zeros(num_positions, dtype=torch.long, device=self._means.device)
-        reported_N = self._tell(nothing if choice is None else choice.ids())
-        self._means.last_ids.note(sampled, reported_N)
+        reported_N = self._report(nothing if choice is None else choice.ids())
+        self._means.last_ids.record(sampled, reported_N)
         return reported_N
 
     def _cut_back(self, rows: Sequence[Row], ids: Iterable[Sequence[object]], blocks: DraftedBlocks | None) -> None:
@@ -297,7 +297,7 @@ class GroupSession:
         begun.end.wait()
         if begun.logits_RV is None:
             if begun.ids is not None:
-                self._cut_back(sampled, reached_ids(sampled, begun.ids.wait().tolist()), begun.blocks)
+                self._cut_back(sampled, accepted_ids(sampled, begun.ids.wait().tolist()), begun.blocks)
             return None
         tokens = begun.choice.tokens() if begun.choice else []
         self._cut_back(sampled, tokens, begun.blocks)
@@ -310,7 +310,7 @@ class GroupSession:
             comparisons=self._verifier.compare(
                 row for row, found in zip(sampled, tokens, strict=True) if len(found) > len(row.draft_ids)
             ),
-            attention=begun.told.attention() if begun.told else {},
+            attention=begun.attention.attention() if begun.attention else {},
             scores=_by_sequence(work.rows, begun.scores.wait().tolist()) if begun.scores else {},
         )
 
@@ -321,7 +321,7 @@ class GroupSession:
         reported = self.peers.comm.all_gather(torch.tensor([is_so], dtype=torch.long, device=self._means.device))
         return is_so and bool(reported.min())
 
-    def _tell(self, ids_T: Tensor) -> Tensor:
+    def _report(self, ids_T: Tensor) -> Tensor:
         """Broadcasts the ids that rank 0 has chosen."""
         return self.peers.comm.broadcast(ids_T) if self.peers else ids_T
 

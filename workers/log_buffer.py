@@ -13,10 +13,10 @@ from longleaf.rank_protocol.log_messages import (
     Logged,
     LogRecord,
 )
-from workers.member_process import is_noted
+from workers.member_process import is_captured
 
 LOGGERS = ("workers", "longleaf")
-MAX_KEPT = 100
+MAX_BUFFERED_RECORDS = 100
 """Maximum number of buffered records. Further records are dropped and counted."""
 
 
@@ -25,16 +25,16 @@ class RankLogBuffer(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._kept = deque[LogRecord]()
+        self._records = deque[LogRecord]()
         self._num_dropped = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         """Buffers a record. Thread-safe."""
-        if len(self._kept) >= MAX_KEPT:
+        if len(self._records) >= MAX_BUFFERED_RECORDS:
             self._num_dropped += 1
             return
         try:
-            self._kept.append(_told(record))
+            self._records.append(_to_record(record))
         except Exception:  # an argument of the record cannot be formatted
             self.handleError(record)
 
@@ -42,8 +42,8 @@ class RankLogBuffer(logging.Handler):
         """The next records, as a message of this member; None when there are none. Thread-safe."""
         self.acquire()
         try:
-            records = tuple(self._kept.popleft() for _ in range(min(MAX_RECORDS, len(self._kept))))
-            num_dropped = 0 if self._kept else self._num_dropped
+            records = tuple(self._records.popleft() for _ in range(min(MAX_RECORDS, len(self._records))))
+            num_dropped = 0 if self._records else self._num_dropped
             self._num_dropped -= num_dropped
         finally:
             self.release()
@@ -62,14 +62,14 @@ class RankLogBuffer(logging.Handler):
                 logger.removeHandler(self)
 
 
-def _told(record: logging.LogRecord) -> LogRecord:
+def _to_record(record: logging.LogRecord) -> LogRecord:
     reported = ""
     if record.exc_info and record.exc_info[0] is not None:  # `exc_info=False` stays False
         reported = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
     level = min(record.levelno, logging.CRITICAL)
     text = _encoded(record.getMessage())[:MAX_TEXT_BYTES].decode(errors="ignore")
     end = _encoded(reported)[-MAX_TRACEBACK_BYTES:].decode(errors="ignore")
-    return LogRecord(level, text, end, is_noted(record))
+    return LogRecord(level, text, end, is_captured(record))
 
 
 def _encoded(text: str) -> bytes:

@@ -77,8 +77,8 @@ class MemberStatus:
 
 
 @contextmanager
-def taking_notes() -> Iterator[list[str]]:
-    """Captures the INFO messages of the library in a list: how ranks merge and why, and performance hints.
+def taking_notes() -> Iterator["LogCapture"]:
+    """Captures the log messages of the library from INFO on.
 
     Only the coordinator reports these messages. The local log of a rank is hard to find: under Ray it is a file of the
     worker.
@@ -89,7 +89,7 @@ def taking_notes() -> Iterator[list[str]]:
     logger.addHandler(notes)
     logger.propagate = False
     try:
-        yield notes.texts
+        yield notes
     finally:
         logger.propagate = True
         logger.removeHandler(notes)
@@ -101,13 +101,17 @@ class LogCapture(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self.texts: list[str] = []
+        self.warnings: list[str] = []
+        """Messages of WARNING and above, such as performance hints."""
+        self.details: list[str] = []
+        """Messages below WARNING, such as the choice of the merge and its reason."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+        texts = self.details if record.levelno < logging.WARNING else self.warnings
+        texts.append(record.getMessage())
 
 
-def is_noted(record: logging.LogRecord) -> bool:
+def is_captured(record: logging.LogRecord) -> bool:
     """Whether a record is being captured."""
     is_taking = any(isinstance(handler, LogCapture) for handler in logging.getLogger(LIBRARY).handlers)
     return is_taking and record.name.split(".")[0] == LIBRARY
@@ -160,16 +164,16 @@ class MemberProcess:
         self,
         spec: RankSpec,
         rank: RankRuntime,
-        mailbox: Transport,
-        standing: MemberStatus,
+        transport: Transport,
+        status: MemberStatus,
         answer: Callable[[Outcome], None],
     ) -> None:
         """`answer` reports the outcome of an order. It may be called from any thread."""
         self._member = spec.member
         self._answer_order = answer
         self._rank = rank
-        self._mailbox = mailbox
-        self._standing = standing
+        self._transport = transport
+        self._status = status
         self._epoch = 0
         """The current epoch, or the one about to be joined; 0: none."""
         self._join: Join | None = None
@@ -178,7 +182,7 @@ class MemberProcess:
         """The last epoch that has ended for this member."""
         self._step = 0
         """The current step, or the last one that was begun in this epoch."""
-        self._notes: list[str] = []
+        self._notes = LogCapture()
         """Messages logged while the model was loaded, until they are reported."""
         self._has_failed = False
         """Whether the last attempt to join an epoch failed for a reason local to this machine."""
@@ -189,12 +193,12 @@ class MemberProcess:
         """Returns on a Stop message. Raises ProtocolError, errors of the start, and errors that did not originate in an
         epoch.
         """
-        self._mailbox.send(self._rank.greet())
-        match self._mailbox.receive():
+        self._transport.send(self._rank.greet())
+        match self._transport.receive():
             case Load():
                 with taking_notes() as self._notes:
                     self._rank.load()
-                self._mailbox.send(Loaded(self._member))
+                self._transport.send(Loaded(self._member))
             case Stop():
                 return
             case message:
@@ -209,12 +213,12 @@ class MemberProcess:
 
     def _next(self) -> ToRank:
         """Returns the next message. If a started step finishes first, it is answered before the message is received."""
-        while self._begun is not None and not self._mailbox.has_message:
+        while self._begun is not None and not self._transport.has_message:
             if self._begun.pending.is_done:
                 self._answer()
             else:
                 time.sleep(LOOK_SECONDS)
-        return self._mailbox.receive()
+        return self._transport.receive()
 
     def _do(self, message: ToRank) -> None:
         match message:
@@ -230,18 +234,18 @@ class MemberProcess:
                 self._rank.take(layout)
             case OpenStore(epoch=epoch) if self._join is None or epoch != self._epoch:
                 self._turn_to(epoch)
-                self._mailbox.send(StoreOpened(self._member, epoch, self._rank.open_store()))
+                self._transport.send(StoreOpened(self._member, epoch, self._rank.open_store()))
             case Join(epoch=epoch) as join if self._join is None or epoch != self._epoch:
                 self._turn_to(epoch)
                 self._enter(join)
             case _:
-                raise ProtocolError(f"out of place in epoch {self._epoch}: {type(message).__name__}")
+                raise ProtocolError(f"out of order in epoch {self._epoch}: {type(message).__name__}")
 
     def _is_over(self, epoch: int) -> bool:
         """Whether an epoch has ended for this member, or for the whole group before this member joined it."""
         if epoch == self._epoch:
             return False
-        return epoch < self._epoch or epoch <= max(self._ended, self._standing.fenced)
+        return epoch < self._epoch or epoch <= max(self._ended, self._status.fenced)
 
     def _turn_to(self, epoch: int) -> None:
         """Leaves the previous epoch in an orderly way."""
@@ -252,19 +256,20 @@ class MemberProcess:
     def _enter(self, join: Join) -> None:
         """Joins an epoch and reports the messages logged since the last report."""
         with taking_notes() as more:
-            self._standing.enter(join.epoch, self._rank)
+            self._status.enter(join.epoch, self._rank)
             ready = self._rank.join(join)
         self._look_up()
         self._join, self._has_failed = join, False
-        self._mailbox.send(msgspec.structs.replace(ready, notes=(*self._notes, *more)))
-        self._notes = []
+        notes = (*self._notes.warnings, *more.warnings)
+        self._transport.send(msgspec.structs.replace(ready, notes=notes, details=(*self._notes.details, *more.details)))
+        self._notes = LogCapture()
 
     def _start(self, plan: StepPlan) -> None:
         """Begins a step and answers the previous one, which comes first unless the two may overlap."""
         if not plan.may_overlap:
             self._answer()
         self._step = plan.step
-        self._standing.begin(plan.epoch, plan.step, self._rank)
+        self._status.begin(plan.epoch, plan.step, self._rank)
         began = time.monotonic()
         pending = self._rank.start(plan)
         self._answer()
@@ -283,14 +288,14 @@ class MemberProcess:
         self._look_up()
         now = time.monotonic()
         if self._join is not None and self._join.rank == 0 and result is not None:
-            self._mailbox.send(msgspec.structs.replace(result, seconds=now - max(began, self._answered)))
+            self._transport.send(msgspec.structs.replace(result, seconds=now - max(began, self._answered)))
         self._answered = now
 
     def _look_up(self) -> None:
         """Raises ExchangeAborted if the epoch has ended: a device released from an aborted exchange continues as if it
         had received data.
         """
-        if self._standing.fenced >= self._epoch:
+        if self._status.fenced >= self._epoch:
             raise ExchangeAborted(f"epoch {self._epoch} has ended")
 
     def _break(self, error: Exception) -> None:
@@ -303,14 +308,14 @@ class MemberProcess:
         if is_own and self._has_failed:
             raise error
         self._has_failed = is_own
-        is_fenced = self._standing.fenced >= self._epoch
+        is_fenced = self._status.fenced >= self._epoch
         level = logging.INFO if is_fenced else logging.WARNING  # the side that ended the epoch logs the reason
         reason = f"epoch {self._epoch} was ended" if is_fenced else reason_of(error)
         is_ours = not is_fenced and not isinstance(error, RankLost)  # the loss of another rank is no error here
-        log.log(level, "epoch %d is broken for member %d: %s", self._epoch, self._member, reason, exc_info=is_ours)
+        log.log(level, "epoch %d failed for member %d: %s", self._epoch, self._member, reason, exc_info=is_ours)
         blamed = error.rank if isinstance(error, RankLost) and not is_fenced else None
         # Report first: leaving may take time, and a member that is silent meanwhile would be taken for the lost one.
-        self._mailbox.send(GroupFailure(self._member, self._epoch, self._step, reason, blamed))
+        self._transport.send(GroupFailure(self._member, self._epoch, self._step, reason, blamed))
         self._leave()
 
     def _leave(self) -> None:
@@ -318,6 +323,6 @@ class MemberProcess:
         if self._epoch:
             self._ended, self._epoch, self._step = self._epoch, 0, 0
             self._join = self._begun = None
-            self._standing.leave()
+            self._status.leave()
             with ending_in_time():
                 self._rank.leave()

@@ -39,7 +39,7 @@ from workers.kv_cache.pools import check_kv_bytes, kv_bytes_per_token, kv_dtype,
 from workers.kv_cache.quantized import QuantizedPool
 from workers.kv_cache.slots import FloatKvPool
 from workers.kv_cache.workspace_estimate import room_for_graphs
-from workers.kv_io.kv_io import ENDED, NOT_HELD, KvIo
+from workers.kv_io.kv_io import ENDED, NOT_RESIDENT, KvIo
 from workers.kv_io.kv_piece import form_of
 from workers.kv_io.store import OpenStore
 from workers.model import model as models
@@ -78,7 +78,7 @@ class Rank:
         self.sampler: Sampler | DeviceSampler = make_sampler(self.device, num_sequences)
         self.last_ids: LastTokens = HostIds() if self.device == "cpu" else DeviceIds(num_sequences, self.device)
         self.graphs: Graphs | None = None
-        self.desk = KvIo(spec.member, self.config.snapshot_url, open_snapshots, self.device)
+        self.kv_io = KvIo(spec.member, self.config.snapshot_url, open_snapshots, self.device)
         self.epoch: GroupSession | None = None
         self._fingerprint: Fingerprint | None = None
         """The fingerprint of the model, once it has been read."""
@@ -200,7 +200,7 @@ class Rank:
             )
         if ready.windows:
             # these blocks have the same ids on every rank, so their number is the minimum over ranks
-            windows = msgspec.structs.replace(ready.windows, num_blocks=epoch.fewest(ready.windows.num_blocks))
+            windows = msgspec.structs.replace(ready.windows, num_blocks=epoch.min_over_ranks(ready.windows.num_blocks))
             ready = msgspec.structs.replace(ready, windows=windows)
         epoch.prepare()
         return ready
@@ -215,7 +215,7 @@ class Rank:
 
     def start(self, plan: StepPlan) -> StepHandle:
         """Begins a step, before the end of the previous one if it `may_overlap`."""
-        with self.desk.beside_step():
+        with self.kv_io.beside_step():
             return self._joined.start(plan)
 
     def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:
@@ -225,16 +225,16 @@ class Rank:
                 if refusal := self._refusal(order):
                     answer(Saved(self._spec.member, order.ticket, failure=refusal))
                 else:
-                    self.desk.save(order, self.pool, answer)
+                    self.kv_io.save(order, self.pool, answer)
             case Fetch():
-                self.desk.fetch(order, self.pool, answer)
+                self.kv_io.fetch(order, self.pool, answer)
             case Discard():
-                self.desk.discard(order.tickets)
+                self.kv_io.discard(order.tickets)
 
     def _refusal(self, order: Save) -> Failure | None:
         if self.epoch is None:
             return ENDED
-        return None if self.epoch.holds(order) else NOT_HELD
+        return None if self.epoch.holds(order) else NOT_RESIDENT
 
     @property
     def _joined(self) -> GroupSession:
@@ -259,7 +259,7 @@ class Rank:
         """
         epoch, self.epoch = self.epoch, None
         if epoch is not None:
-            self.desk.end_epoch()
+            self.kv_io.end_epoch()
             epoch.close()  # must come first: NCCL cannot end a group before the graphs that hold its exchanges
         groups, self._process_groups = self._process_groups, None
         if groups is not None:
@@ -273,7 +273,7 @@ class Rank:
     def close(self) -> None:
         """Leaves the epoch and closes the KV I/O. Ranks are also closed after the loss of another one."""
         self.leave()
-        self.desk.close()
+        self.kv_io.close()
 
 
 def choose_device(wanted: str, gpu: int | None, num_gpus: int, num_ranks: int) -> str:
@@ -282,7 +282,7 @@ def choose_device(wanted: str, gpu: int | None, num_gpus: int, num_ranks: int) -
     would share a GPU without a request for that.
     """
     if wanted == "cuda" and not num_gpus:
-        raise StartError("device: cuda was asked for, and torch sees no GPU")
+        raise StartError("device: cuda is not available: torch finds no GPU")
     if wanted == "cpu" or gpu is None or not num_gpus:
         return "cpu"
     if gpu >= num_gpus and wanted != "cuda":

@@ -63,7 +63,7 @@ class Verifier:
         self._is_coarse = torch.finfo(getattr(torch, self._plain_dtype)).eps > torch.finfo(torch.float32).eps
         self._answers: dict[int, ComparisonResult] = {}
 
-    def watches(self, rows: Iterable[Row]) -> bool:
+    def is_tracking(self, rows: Iterable[Row]) -> bool:
         """Whether the logits of any of the rows are kept, or compared."""
         return any(
             row.is_compared or row.sequence in self._answers or (row.terms is not None and row.terms.reference_ids)

@@ -1,7 +1,7 @@
 """A small random checkpoint of every class of transformers that counts as a causal language model.
 
-A class that a family of the zoo has is as it is there. The others have the defaults of their class, with small sizes
-for the names that the class knows, and what OWN says where sizes belong together.
+A class with a family in the zoo is the same as there. The others have the defaults of their class, with small sizes for
+the names that the class knows, and the settings in OWN where sizes depend on each other.
 """
 
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ SMALL: dict[str, Any] = {
     "patch_size": 14,
     "depth": 1,
 }
-"""What is set where a class has a setting of this name."""
+"""Values for the settings of these names, if a class has them."""
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 WINDOWS = ["sliding_attention", "full_attention"] * 2
 OWN: dict[str, dict[str, Any]] = {
@@ -129,7 +129,7 @@ def family_of(kind: type[PreTrainedConfig]) -> Family | Refused | None:
 
 
 def small_config(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """Raises whatever the class makes of these settings."""
+    """Any error of the class for these settings propagates."""
     return kind(**_settings(kind, deepcopy(OWN.get(kind.model_type, {}))))
 
 
@@ -142,7 +142,7 @@ def _settings(kind: type[PreTrainedConfig], own: Mapping[str, Any]) -> dict[str,
 
 
 def _kind_of(kind: type[PreTrainedConfig], part: str, own: Mapping[str, Any]) -> type[PreTrainedConfig]:
-    """The class of a part: of those that may be of any class, the one of the default."""
+    """The class of a part; for a part of type AutoConfig, the class of its default."""
     if (named := own.get(part, {}).get("model_type")) is not None:
         return CONFIG_MAPPING[named]
     found: type[PreTrainedConfig] = kind.sub_configs[part]  # pyright: ignore[reportIndexIssue]
@@ -150,8 +150,9 @@ def _kind_of(kind: type[PreTrainedConfig], part: str, own: Mapping[str, Any]) ->
 
 
 def write_small(kind: type[PreTrainedConfig], folder: Path) -> None:
-    """Writes a random checkpoint in float32, with a tokenizer. Raises whatever transformers makes of its settings, and
-    ValueError where they give no small model; the config is there before the weights."""
+    """Writes a random checkpoint in float32, with a tokenizer. Any error of transformers for its settings propagates.
+    Raises ValueError if the model is not small; the config is written before the weights.
+    """
     if (family := family_of(kind)) is not None:
         make_checkpoint(folder, family, pad_token_id=PAD)
         return

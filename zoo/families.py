@@ -1,8 +1,8 @@
-"""The families of models that are checked against transformers, each with what is special about it.
+"""The families of models that are checked against transformers, each with its special settings.
 
-Configs are those of transformers. Numbers that real models reach only after thousands of tokens (windows, sections,
-steps of a temperature) are small here, so that short prompts pass them several times. A family that is added here is in
-the golden tests at once; `python -m bench.models --family NAME --write` gives it its row in docs/models.md.
+Configs are those of transformers. Numbers that real models reach only after thousands of tokens (windows, sections and
+steps of a temperature) are small here, so that short prompts pass them several times. A new family is immediately part
+of the golden tests; `python -m bench.models --family NAME --write` adds its row to docs/models.md.
 """
 
 from collections.abc import Callable
@@ -187,7 +187,7 @@ ALTERNATING = ("sliding_attention", "full_attention")
 
 
 Common = dict[str, Any]
-"""What all configs have, in the names that transformers gives it."""
+"""Settings of all configs, under their transformers names."""
 
 
 def _alternating(common: Common) -> list[str]:
@@ -391,7 +391,7 @@ SPECIAL: dict[Family | Refused | Text, tuple[type[PretrainedConfig], dict[str, A
     "recurrent_gemma": (RecurrentGemmaConfig, {"lru_width": 64}),
     "zaya": (ZayaConfig, {"num_experts": 4, "moe_intermediate_size": 32, "router_hidden_size": 32}),
 }
-"""The config class of a family, and what makes the family special."""
+"""The config class of a family, and its special settings."""
 SEEING: dict[Family | Refused | Text, tuple[type[PretrainedConfig], Family | Text | dict[str, Any], dict[str, Any]]] = {
     "gemma3_images": (Gemma3Config, "gemma3", {"mm_tokens_per_image": 4}),
     "llama4_images": (Llama4Config, "llama4", {}),
@@ -435,11 +435,11 @@ VISION: dict[str, Any] = {
     "projector_input_dim": 16,
     "projector_output_dim": 16,
 }
-"""What sees images, of which nothing is served."""
+"""Settings of vision parts, which are not served."""
 
 
 def config_of(family: Family | Refused | Text, **common: Any) -> PretrainedConfig:
-    """The config of a family: `common` is what all have, in the names that transformers gives it."""
+    """The config of a family: `common` are settings of all families, under their transformers names."""
     if family in SEEING:
         kind, text, special = SEEING[family]
         own = {**common, **_settings(text, common)} if isinstance(text, dict) else config_of(text, **common).to_dict()

@@ -1,22 +1,23 @@
-"""One decode attention step over keys that lie on several ranks: tree, the paper's merge, two rings, one device.
+"""One decode attention step over keys on several ranks: tree, the paper's merge, two rings and a single device.
 
 All methods use the same local kernel on one thread per rank, see the same random keys, and take turns; a turn lasts as
 long as its slowest rank. `tree` is the merge that was the fastest when the ranks started, per transport; `one_device`
-is rank 0 alone with all keys. Methods talk over gloo, the tree also through shared memory inside hosts.
+is rank 0 holding all keys. Methods communicate over gloo; the tree can also use shared memory inside hosts.
 
 Networks: `loopback` is one host. `two-tier` is several hosts, which are network namespaces with limited rates
 (bench/harness/hosts.py; needs root). `--sweep` adds SWEEP_TOKENS on SWEEP_RANKS ranks over rates up to no limit.
 
-Memory is the peak of resident memory in a step, beyond the keys that every rank holds; with them it is
-`peak_bytes_per_rank`. Bytes are those that the kernel counted on the hosts' interfaces. Usage:
+Memory is the peak of resident memory in a step beyond the keys that every rank holds; `peak_bytes_per_rank` includes
+the keys. Bytes are those that the kernel counted on the hosts' interfaces. Usage:
 
     python -m bench.attention --json --sweep
     python -m bench.attention --network two-tier --world-size 4 --length 262144 --between 2.5 --out /tmp/results
     python -m bench.attention --ray-address 10.0.0.1:6379 --world-size 16 --out /tmp/results
 
-With `--ray-address` ranks compute on the CPUs of that cluster, and what its machines send besides is counted, too.
+With `--ray-address` ranks compute on the CPUs of that cluster, and the byte counts include the other traffic of its
+machines.
 
-Without `--out` the rows and the picture replace those in bench/results, which are the published ones.
+Without `--out` the rows and the picture replace the published ones in bench/results.
 """
 
 import argparse
@@ -29,7 +30,7 @@ import psutil
 from bench.attention import steps
 from bench.attention.chart import draw
 from bench.attention.steps import ONE_DEVICE, RING, Key, Row, Size
-from bench.harness.arguments import RESULTS, add_ray_address, check_ray_address, tell, unwind_on_terminate
+from bench.harness.arguments import RESULTS, add_ray_address, check_ray_address, log, unwind_on_terminate
 from bench.harness.hosts import LOOPBACK, TWO_TIER, Network, hosts, obstacle, one_host, rate
 from bench.harness.machine import describe
 from bench.harness.ranks import Placement, run
@@ -73,15 +74,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--network", dest="networks", nargs="+", choices=(LOOPBACK, TWO_TIER), default=None)
     parser.add_argument("--length", dest="lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")
     parser.add_argument("--world-size", dest="world_sizes", nargs="+", type=int, default=(1, 2, 4, 8), metavar="RANKS")
-    parser.add_argument("--hosts", type=int, choices=(2, 3, 4), default=2, help="of the two-tier network")
+    parser.add_argument("--hosts", type=int, choices=(2, 3, 4), default=2, help="hosts of the two-tier network")
     parser.add_argument("--inside", type=rate, default=10, metavar="GBIT", help="rate inside a host; 0: no limit")
     parser.add_argument("--between", type=rate, default=1, metavar="GBIT", help="rate between hosts; 0: no limit")
-    parser.add_argument("--sweep", action="store_true", help="also sweep the rates of the two-tier network")
+    parser.add_argument("--sweep", action="store_true", help="additionally sweep the rates of the two-tier network")
     parser.add_argument("--heads", type=int, default=16, help="query heads")
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=50, help="timed turns of each method, at most")
-    parser.add_argument("--seconds", type=float, default=20, help="about what the turns of one row of methods may take")
+    parser.add_argument("--seconds", type=float, default=20, help="approximate time limit per row of methods")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of attention.json and attention.png")
     add_ray_address(parser)
     options = parser.parse_args(arguments)
@@ -102,7 +103,7 @@ def on_ray(options: argparse.Namespace) -> Iterator[Row]:
             if not shrink:
                 continue
             placement, found = run_on_ray(steps.measure, world_size, "cpu", shrink, options.repeats, options.seconds)
-            tell(f"{title(placement.network)}, {placement.topology}")
+            log(f"{title(placement.network)}, {placement.topology}")
             for i, size in enumerate(shrink):
                 yield from rows_of(placement, size, [rank[i] for rank in found])
 
@@ -122,7 +123,7 @@ def on_network(name: str, options: argparse.Namespace) -> Iterator[Row]:
         return
     reason = obstacle()
     if reason is not None:
-        tell(f"skipped {TWO_TIER}: {reason}")
+        log(f"skipped {TWO_TIER}: {reason}")
         return
     with hosts(options.hosts, inside_gbit=options.inside, between_gbit=options.between) as network:
         for world_size in options.world_sizes:
@@ -138,7 +139,7 @@ def measure(placement: Placement, lengths: list[int], options: argparse.Namespac
     """The rows of one world size on one network."""
     shrink = sizes_of(lengths, placement.world_size, options)
     tokens = ", ".join(f"{size.context_tokens:,}" for size in shrink)
-    tell(f"{title(placement.network)}, {placement.topology}: {tokens} tokens")
+    log(f"{title(placement.network)}, {placement.topology}: {tokens} tokens")
     if not shrink:
         return []
     found = run(steps.measure, placement, shrink, options.repeats, options.seconds)
@@ -156,7 +157,7 @@ def fits(size: Size, world_size: int) -> bool:
     needed = size.key_bytes(size.context_tokens) * (2 + min(2, world_size - 1)) + world_size * RANK_BYTES
     has = psutil.virtual_memory().available
     if needed > has:
-        tell(f"skipped {size.context_tokens:,} tokens on {world_size} ranks: {needed:,} bytes needed, {has:,} free")
+        log(f"skipped {size.context_tokens:,} tokens on {world_size} ranks: {needed:,} bytes needed, {has:,} free")
     return needed <= has
 
 

@@ -62,7 +62,7 @@ class Ring:
         comm = self._comm
         if hop == comm.world_size:
             return Transfer(())
-        return comm.start_permute(kv_2KSD, self._block(hop), *neighbours(comm))
+        return comm.start_permute(kv_2KSD, self._block(hop), *ring_peers(comm))
 
     def _block(self, hop: int) -> Tensor:
         """Where the block that arrives with this hop lies: the other buffer than that of the hop before."""
@@ -71,11 +71,11 @@ class Ring:
 
 
 class QueryRing:
-    """Pass-Q: a query goes round with its partial, and each rank adds what its own keys have to say.
+    """Pass-Q: a query travels around the ring with its partial, and each rank adds the contribution of its keys.
 
-    The heads are cut into N shares, one of which sets out from each rank, so that all ranks compute at every hop. After
-    N - 1 hops each share is finished on some rank, and one all-gather gives all of them to all ranks: one exchange
-    where going round once more would take N - 1.
+    The heads are cut into N shares, one of which starts at each rank, so that all ranks compute at every hop. After N -
+    1 hops each share is finished on some rank, and one all-gather distributes all shares: one exchange instead of the N
+    - 1 of a second round.
     """
 
     def __init__(self, comm: Comm, backend: Backend) -> None:
@@ -90,7 +90,7 @@ class QueryRing:
         q_ThD = F.pad(q_THD, (0, 0, 0, share * comm.world_size - num_heads))[:, first : first + share]
         part = self._over(q_ThD, first, num_heads, kv_2KSD, scale)
         for hop in range(1, comm.world_size):
-            packed_ThC = comm.permute(torch.cat([q_ThD, pack(part, torch.float32)], dim=-1), *neighbours(comm))
+            packed_ThC = comm.permute(torch.cat([q_ThD, pack(part, torch.float32)], dim=-1), *ring_peers(comm))
             q_ThD, so_far = packed_ThC[..., :dim], unpack(packed_ThC[..., dim:])
             first = (comm.rank - hop) % comm.world_size * share
             part = merge(so_far, self._over(q_ThD, first, num_heads, kv_2KSD, scale))
@@ -118,6 +118,6 @@ def over(backend: Backend, q_THD: Tensor, kv_2KSD: Tensor, scale: float) -> Part
     return backend.attend(q_THD, keys_KSD, values_KSD, [Read(0, len(q_THD), 0, keys_KSD.shape[1])], scale)
 
 
-def neighbours(comm: Comm) -> tuple[int, int]:
+def ring_peers(comm: Comm) -> tuple[int, int]:
     """The ranks to send to and to receive from."""
     return (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size

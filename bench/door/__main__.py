@@ -1,19 +1,19 @@
-"""What the door costs beside the gRPC client, and how soon its page can be used.
+"""The cost of the door compared with the gRPC client, and the load time of its page.
 
     python -m bench.door --json                              # all parts
-    python -m bench.door --only paced --repeats 2            # some, smaller
+    python -m bench.door --only paced --repeats 2            # one part, smaller
     python -m bench.door --only page --into door.json        # puts one part into a file with others
 
 real       64 streams of the embedded model, ranks on the same processors: deltas per second through the door
-           (door_per_s) and over gRPC (grpc_per_s), turn by turn; ratio is of the medians. door_cpu_s_per_1000: what the
-           door computes of 1,000 deltas; client_us: what the clients do of each, both being on this machine as well.
-           first_ms: the first token of a short prompt when nothing else goes on; the door's has a new connection each
-           time
+           (door_per_s) and over gRPC (grpc_per_s), turn by turn; ratio is of the medians. door_cpu_s_per_1000: CPU
+           seconds of the door per 1,000 deltas; client_us: CPU time of the clients per delta, as both run on this
+           machine. first_ms: the first token of a short prompt on an idle service; through the door each request opens
+           a new connection
 paced      the same with a service whose answers cost nothing and bring a token each 50 ms to every stream: whether the
            door keeps up
-page       milliseconds from the first byte until the page takes input (interactive_ms), in Chromium without a window
-           and with an empty cache, and its bytes over the wire; needs the extra `browser` and chromium
-others     cores that work took which is no part of this
+page       milliseconds from the first byte until the page takes input (interactive_ms), in headless Chromium with an
+           empty cache, and its bytes over the wire; needs the extra `browser` and chromium
+others     cores used by work outside this measurement
 """
 
 import argparse
@@ -35,7 +35,7 @@ from bench.door.reading import (
 )
 from bench.door.services import STREAMS, Doored, paced, real
 from bench.durable.options import Goal, Row, spread
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.parts import parser_of, run_parts
 from bench.production.options import Options, result
 from bench.production.others import Others
@@ -89,9 +89,7 @@ async def _turns(doored: Doored, options: Options) -> tuple[list[list[Pace]], li
         for turn in range(options.repeats):
             for side in (GRPC, DOOR) if turn % 2 else (DOOR, GRPC):
                 paces[side].append(await pace(reads[side], STREAMS, options.seconds, doored.door))
-            tell(
-                f"turn {turn + 1}: {paces[GRPC][-1].per_s:.0f} deltas/s over gRPC, {paces[DOOR][-1].per_s:.0f} by HTTP"
-            )
+            log(f"turn {turn + 1}: {paces[GRPC][-1].per_s:.0f} deltas/s over gRPC, {paces[DOOR][-1].per_s:.0f} by HTTP")
     return paces, firsts
 
 
@@ -145,7 +143,7 @@ def measure(name: str, given: argparse.Namespace) -> Row:
     """The results of a part."""
     part = PARTS[name]
     options = Options(repeats=given.repeats or part.repeats, seconds=part.seconds, world_size=given.world_size)
-    tell(f"{name}: {options.repeats} repeats")
+    log(f"{name}: {options.repeats} repeats")
     others = Others()
     found = part.measure(options)
     return {"others": round(others.cores, 2), **found}

@@ -1,4 +1,4 @@
-"""A service whose answers cost nothing: every stream says a token each so many seconds.
+"""A service whose answers cost nothing: every stream emits one token per fixed interval.
 
 `python -m bench.door.paced` prints its address, and ends with its standard input.
 """
@@ -18,7 +18,7 @@ TOKEN = 66
 
 
 class PacedStream(FakeStream):
-    """Says what its script begins with, and then tokens in time."""
+    """Emits the events of its script, then tokens at fixed intervals."""
 
     def __init__(self, script: Sequence[engine_messages.Event], most: int) -> None:
         super().__init__(script, None, is_endless=True)
@@ -49,7 +49,7 @@ async def _serve() -> None:
     with TemporaryDirectory(prefix="longleaf-bench-") as folder:
         async with serving(PacedEngine(), Path(folder) / "model") as (_, address):
             print(address, flush=True)
-            await asyncio.to_thread(sys.stdin.read)  # until who started it lets go
+            await asyncio.to_thread(sys.stdin.read)  # until the parent process closes the pipe
 
 
 if __name__ == "__main__":

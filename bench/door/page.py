@@ -1,5 +1,6 @@
-"""How long the page takes until a reader can use it, and what it brings over the wire: Chromium without a window, each
-time with nothing in its cache."""
+"""The time until a reader can use the page, and its bytes over the wire, in headless Chromium with an empty cache each
+time.
+"""
 
 import shutil
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ class PageFigures:
     wire_bytes: int
     """With headers, and as compressed as they came."""
     requests: int
-    """Of the page's own files."""
+    """Bytes of the page's own files."""
     browser: str
 
 
@@ -36,7 +37,7 @@ def measure_page(url: str, times: int = TIMES) -> PageFigures:
         raise FileNotFoundError(f"{CHROMIUM} is not installed")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-        open_page(browser, url)  # the first page of a browser pays for what the browser itself starts
+        open_page(browser, url)  # the first page of a browser includes the start of the browser
         found = [open_page(browser, url) for _ in range(times)]
         version = f"Chromium {browser.version}"
         browser.close()

@@ -66,7 +66,7 @@ def through_door(url: str, prompt: Prompt) -> Read:
     async def read(number: int, count: Count, begun: asyncio.Event) -> None:
         del number
         while True:
-            async with asked(url, PATH, body) as lines:
+            async with posted(url, PATH, body) as lines:
                 async for line in lines:
                     if line.startswith(DATA) and not line.startswith(DONE):
                         count.deltas += 1
@@ -76,7 +76,7 @@ def through_door(url: str, prompt: Prompt) -> Read:
 
 
 @asynccontextmanager
-async def asked(url: str, path: str, body: object) -> AsyncIterator[AsyncIterator[bytes]]:
+async def posted(url: str, path: str, body: object) -> AsyncIterator[AsyncIterator[bytes]]:
     """The lines of the response to a POST. Raises OSError."""
     place = urlsplit(url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
@@ -142,7 +142,7 @@ async def first_through_door(url: str, prompt: Prompt) -> float:
     body = {"model": prompt.model, "prompt": [prompt.token_id], "max_tokens": 1, "stream": True}
     body |= {"logit_bias": {str(prompt.end_token): -100.0}}
     began = time.perf_counter()
-    async with asked(url, PATH, body) as lines:
+    async with posted(url, PATH, body) as lines:
         async for line in lines:
             if line.startswith(DATA):
                 return time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""What is measured: a door in front of a service, each in a process of its own."""
+"""The measured services: a door in front of a service, each in a separate process."""
 
 import json
 import subprocess

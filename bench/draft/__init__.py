@@ -1,1 +1,1 @@
-"""What it costs, and what it brings, that a decode step verifies several tokens of a sequence."""
+"""The cost and the gain of decode steps that verify several tokens of a sequence."""

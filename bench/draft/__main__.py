@@ -1,12 +1,12 @@
-"""What it costs that a step verifies several tokens of a sequence, and how much sooner answers come that draft.
+"""The cost of steps that verify several tokens of a sequence, and the speed-up of answers that use drafts.
 
 rows: decode steps with several rows of one sequence, at successive positions. Ranks compute on one thread each, over
-random keys. Steps of each number of rows take turns, and a turn lasts as long as its slowest rank; `ratio` is how many
-times as long as one row so many rows take, in medians.
+random keys. Steps of each number of rows take turns, and a turn lasts as long as its slowest rank; `ratio` is the
+median duration of a step over that of a step with one row.
 
 answers: questions to a service, each without and with drafts, by turns. `demo` are facts like the demo's with short
-values, `long` have values of many words, `random` is a random model whose text nobody can guess; `ratio` is how many
-times as fast answers come with drafts, the median over pairs, and `equal` how many pairs have the same text. Usage:
+values, `long` have values of many words, `random` is a random model whose text is not predictable; `ratio` is the
+speed-up of answers with drafts, the median over pairs, and `equal` the number of pairs with the same text. Usage:
 
     python -m bench.draft --json
     python -m bench.draft --only rows --model embedded --context 64000 --kv-dtype int8 --world-size 1 --repeats 20
@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.draft import answers
 from bench.draft.rows import KV_DTYPES, Case, measure
 from bench.durable.options import Row
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.parts import gathered
 from bench.harness.service import client_of
@@ -30,7 +30,7 @@ from longleaf.config import EngineConfig
 CONTEXTS = (8_000, 64_000, 256_000)
 PARTS = ("rows", "answers")
 MEASURED = ("part", "model", "context_tokens", "kv_dtype", "world_size", "kind")
-"""What rows are of."""
+"""Keys that identify a row."""
 KINDS = {EMBEDDED: ("demo", "long"), RANDOM_LLAMA: ("random",)}
 ANSWERS_TOKENS = 64_000
 
@@ -43,7 +43,7 @@ def main() -> None:
 
 def measure_all(options: argparse.Namespace) -> Iterator[Row]:
     for name in filter(is_there, options.models):
-        for part, each in (("rows", steps), ("answers", asked)):
+        for part, each in (("rows", steps), ("answers", measure_answers)):
             if part in options.only:
                 for row in each(name, options):
                     yield {"part": part, "kind": "", **row, "machine": describe()}
@@ -52,11 +52,11 @@ def measure_all(options: argparse.Namespace) -> Iterator[Row]:
 def steps(name: str, options: argparse.Namespace) -> Iterator[Row]:
     with subject(name) as measured:
         for case in cases(options):
-            tell(f"{name}, {case.context_tokens:,} tokens, {case.kv_dtype}, world size {case.world_size}")
+            log(f"{name}, {case.context_tokens:,} tokens, {case.kv_dtype}, world size {case.world_size}")
             yield from measure(measured, case, options.repeats)
 
 
-def asked(name: str, options: argparse.Namespace) -> Iterator[Row]:
+def measure_answers(name: str, options: argparse.Namespace) -> Iterator[Row]:
     for kind in KINDS[name]:
         with subject(name) as measured:
             config = EngineConfig(model=str(measured.folder))
@@ -70,7 +70,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "python -m bench.draft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="what to measure")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure")
     parser.add_argument("--into", type=Path, metavar="FILE", help="a result whose other rows stay as they are")
     parser.add_argument("--rounds", type=int, default=5, help="times that all questions are asked in each way")
     parser.add_argument("--model", dest="models", nargs="+", choices=NAMES, default=NAMES)

@@ -6,11 +6,11 @@ from statistics import median
 from typing import NamedTuple
 
 from bench.durable.options import Row
-from bench.harness.arguments import tell
+from bench.harness.arguments import log
 from bench.harness.subjects import Subject
 from bench.needle.documents import prose, size_of
 from longleaf.client import Client
-from longleaf.demo.facts import HELD_OUT_WORDS, make_fact, make_key
+from longleaf.demo.facts import EVALUATION_WORDS, make_fact, make_key
 from longleaf.demo.haystack import library_texts
 from longleaf.types import Finished
 
@@ -23,8 +23,8 @@ NUM_QUESTIONS = 8
 CONTEXT = "draft"
 
 
-class Asked(NamedTuple):
-    """What to ask, and in which document."""
+class QuestionSet(NamedTuple):
+    """A question and its document."""
 
     document: str | list[int]
     questions: list[str]
@@ -44,7 +44,7 @@ class Turn(NamedTuple):
 
 def measure(client: Client, subject: Subject, kind: str, tokens: int, repeats: int) -> Row:
     """Tokens per second of the answers to all questions, without drafts and with them."""
-    requested = _asked(client, subject, kind, tokens)
+    requested = _question_set(client, subject, kind, tokens)
     client.ingest(CONTEXT, requested.document)
     pairs = list(_pairs(client, requested, MOST_TOKENS[kind], repeats))
     client.delete_context(CONTEXT)
@@ -62,15 +62,15 @@ def measure(client: Client, subject: Subject, kind: str, tokens: int, repeats: i
     }
 
 
-def _pairs(client: Client, asked: Asked, most: int, repeats: int) -> Iterator[tuple[Turn, Turn]]:
+def _pairs(client: Client, question_set: QuestionSet, most: int, repeats: int) -> Iterator[tuple[Turn, Turn]]:
     """Each question without and with drafts, by turns either first; the first round warms up."""
     for turn in range(repeats + 1):
-        for number, question in enumerate(asked.questions):
+        for number, question in enumerate(question_set.questions):
             order = (0, None) if (turn + number) % 2 else (None, 0)
-            found = {limit: _ask(client, question, most, limit, asked.ignores_end) for limit in order}
+            found = {limit: _ask(client, question, most, limit, question_set.ignores_end) for limit in order}
             if turn:
                 yield found[0], found[None]
-        tell(f"round {turn} of {repeats}")
+        log(f"round {turn} of {repeats}")
 
 
 def _ask(client: Client, question: str, most: int, limit: int | None, ignores_end: bool) -> Turn:
@@ -83,20 +83,20 @@ def _ask(client: Client, question: str, most: int, limit: int | None, ignores_en
     return Turn(text, tokens, last.timings.decode_seconds, usage.drafted_tokens, usage.accepted_tokens)
 
 
-def _asked(client: Client, subject: Subject, kind: str, tokens: int) -> Asked:
+def _question_set(client: Client, subject: Subject, kind: str, tokens: int) -> QuestionSet:
     rng = random.Random(f"draft {kind}")
     if kind == "random":
-        return Asked(subject.tokens(tokens), [f"question {number}?" for number in range(NUM_QUESTIONS)], True)
+        return QuestionSet(subject.tokens(tokens), [f"question {number}?" for number in range(NUM_QUESTIONS)], True)
     size = size_of(client, "prose", tokens)
     if kind == "demo":
         document = prose(rng, size, NUM_QUESTIONS)
         questions = [question.text for question in document.questions if question.task == "single_prose"]
-        return Asked(document.text, questions, False)
-    keys = [make_key(rng, HELD_OUT_WORDS) for _ in range(NUM_QUESTIONS)]
-    facts = [make_fact(rng, key, "-".join(rng.choices(HELD_OUT_WORDS, k=VALUE_WORDS))) for key in keys]
+        return QuestionSet(document.text, questions, False)
+    keys = [make_key(rng, EVALUATION_WORDS) for _ in range(NUM_QUESTIONS)]
+    facts = [make_fact(rng, key, "-".join(rng.choices(EVALUATION_WORDS, k=VALUE_WORDS))) for key in keys]
     text, texts = "", library_texts(rng)
     while len(text) < size:
         text += next(texts)
     pieces = [text[size * i // NUM_QUESTIONS : size * (i + 1) // NUM_QUESTIONS] for i in range(NUM_QUESTIONS)]
     whole = "\n".join(part for piece, fact in zip(pieces, facts, strict=True) for part in (piece, fact.sentence))
-    return Asked(whole, [fact.question for fact in facts], False)
+    return QuestionSet(whole, [fact.question for fact in facts], False)

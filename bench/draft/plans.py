@@ -1,4 +1,4 @@
-"""Plans of one sequence over keys of which nobody has computed any, with as many rows a step as are asked for."""
+"""Plans of one sequence over keys that are never computed, with a chosen number of rows per step."""
 
 from longleaf.rank_protocol.step import Decode, Row, SamplingTerms, StepPlan
 from longleaf.runs import Run, ceil_div, cut_chunk
@@ -6,8 +6,8 @@ from longleaf.sampling import Sampling
 
 EPOCH = 1
 CONTEXT, ANSWER = 0, 1
-"""Segments: what is there, and what the sequence adds, on rank 0."""
-TELLER, SEQUENCE = 0, 1
+"""Segments: the context, and the tokens that the sequence adds on rank 0."""
+LAYOUT_ROW, SEQUENCE = 0, 1
 FIRST_ID, NUM_IDS = 3, 200
 """Ids to give: none is special in the models that are measured."""
 
@@ -31,9 +31,11 @@ class Plans:
         )
         self._first_block = max(len(run.blocks) for run in self._runs)
 
-    def told(self) -> StepPlan:
-        """The first plan: it tells where the context lies. It has a row of its last token, and nothing is sampled."""
-        return self._plan(Row(TELLER, (CONTEXT,), self._num_keys - 1, (FIRST_ID,), self._runs, -1))
+    def layout_plan(self) -> StepPlan:
+        """The first plan announces the layout of the context. It has one row with the last token of the context and
+        samples nothing.
+        """
+        return self._plan(Row(LAYOUT_ROW, (CONTEXT,), self._num_keys - 1, (FIRST_ID,), self._runs, -1))
 
     def next(self, num_rows: int) -> StepPlan:
         """A step of so many tokens of the sequence, at the positions after those before."""

@@ -30,7 +30,7 @@ CHUNK = 4096
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is measured at once: steps of each number of rows, over the same keys."""
+    """One comparison: steps of each number of rows over the same keys."""
 
     context_tokens: int
     kv_dtype: KvDtypeName
@@ -45,7 +45,7 @@ def measure(subject: Subject, case: Case, repeats: int) -> list[dict[str, object
 
 
 def rows_of(model: str, case: Case, seconds: dict[int, list[float]]) -> list[dict[str, object]]:
-    """What the seconds of the turns say, by number of rows. Ratios are of turns that followed one another, too."""
+    """Rows from the seconds of the turns, by number of rows. `spread` adds ratios of successive turns."""
     ones = seconds[1]
     return [
         {
@@ -85,13 +85,13 @@ def on_rank(here: ranks.Rank, folder: str, case: Case, repeats: int) -> dict[int
     rank.connect(here.groups["shared_memory"] if case.world_size > 1 else None)
     fill(rank)
     plans = Plans(case.context_tokens, case.world_size, BLOCK_SIZE)
-    rank.execute(plans.told())
+    rank.execute(plans.layout_plan())
     calls = {count: partial(step, rank, plans, count) for count in COUNTS}
     return here.take_turns(calls, repeats=repeats, warm_up=WARM_UP)
 
 
 def step(rank: Rank, plans: Plans, num_rows: int) -> None:
-    """Raises RuntimeError where rank 0 has no token in the end: then it was not what should be measured."""
+    """Raises RuntimeError if rank 0 has no token at the end, because the measurement is then invalid."""
     result = rank.execute(plans.next(num_rows))
     if result is not None and SEQUENCE not in result.tokens:
         raise RuntimeError(f"a step of {num_rows} rows gave {result}")

@@ -1,1 +1,1 @@
-"""What it takes that contexts last: restarts, losses with snapshots, parked contexts, saving beside work."""
+"""The cost of durable contexts: restarts, losses with snapshots, parked contexts, and saving during other work."""

@@ -15,12 +15,12 @@ class Answered(NamedTuple):
     """Seconds from the call."""
 
     back_s: float
-    """Until the last that was said of keys coming back; 0 where none did."""
+    """Until the last progress event of the restore; 0 without one."""
     first_token_s: float
     total_s: float
     token_ids: tuple[int, ...]
     lost_tokens: int
-    """Most that were said to be missing."""
+    """The highest number of tokens that was reported as missing."""
 
 
 async def ask(client: AsyncClient, context: str | None, num_tokens: int = ANSWERED) -> Answered:

@@ -10,7 +10,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from bench.durable.options import Options, Row, latency, result
-from bench.harness.arguments import tell
+from bench.harness.arguments import log
 from coordinator.persistence.catalog.catalog import Catalog
 from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord
 
@@ -25,7 +25,7 @@ WARM_UP = 5
 
 
 def measure(options: Options) -> Row:
-    """Commits of small contexts and of those of `tokens` ids, and the load of many."""
+    """Measures commits of small contexts and of contexts of `tokens` ids, and loads of many."""
     with TemporaryDirectory(prefix="longleaf-bench-") as folder:
         return asyncio.run(_measure(Path(folder), options))
 
@@ -33,12 +33,12 @@ def measure(options: Options) -> Row:
 async def _measure(folder: Path, options: Options) -> Row:
     repeats = options.repeats
     small = await commits(folder / "small.db", SMALL, COMMITS_PER_REPEAT * repeats)
-    tell(f"commit of {SMALL:,} ids: {median(small) * 1e3:.2f} ms")
+    log(f"commit of {SMALL:,} ids: {median(small) * 1e3:.2f} ms")
     large = await commits(folder / "large.db", options.tokens, LARGE_PER_REPEAT * repeats)
-    tell(f"commit of {options.tokens:,} ids: {median(large) * 1e3:.2f} ms")
+    log(f"commit of {options.tokens:,} ids: {median(large) * 1e3:.2f} ms")
     await commits(folder / "many.db", IDS_PER_CONTEXT, CONTEXTS - WARM_UP)
     loads = [await load(folder / "many.db", CONTEXTS) for _ in range(repeats + 1)][1:]
-    tell(f"load of {CONTEXTS} contexts: {median(loads) * 1e3:.1f} ms")
+    log(f"load of {CONTEXTS} contexts: {median(loads) * 1e3:.1f} ms")
     figures: Row = {"small_ids": SMALL, "num_commits": len(small), **latency("commit", small)}
     figures |= latency("large_commit", large)
     figures |= {"contexts": CONTEXTS, "loaded_ids": CONTEXTS * IDS_PER_CONTEXT}

@@ -1,4 +1,4 @@
-"""The journal's share of a step: what it takes to write down a step's tokens, beside what the step takes."""
+"""The journal's share of a step: the time to append a step's tokens over the duration of the step."""
 
 import asyncio
 import time
@@ -10,8 +10,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from bench.durable.options import Goal, Options, Row, result
-from bench.durable.service import KeptService, command
-from bench.harness.arguments import tell
+from bench.durable.service import TimedService, command
+from bench.harness.arguments import log
 from bench.harness.service import START_SECONDS
 from bench.harness.subjects import EMBEDDED, Subject, subject
 from coordinator.engine_messages import Admitted, Tokens
@@ -28,7 +28,7 @@ STEPS = 500
 WARM_UP_STEPS = 50
 STREAMED = 128
 """Tokens of each answer of the service."""
-HELD_SECONDS = 60.0
+RESUME_SECONDS = 60.0
 CONTEXT = "document"
 QUESTION = (65, 66, 67)
 
@@ -37,9 +37,9 @@ def measure(options: Options) -> Row:
     """The share of steps of many generations that are held; steps of others take turns with them."""
     with subject(EMBEDDED) as measured, TemporaryDirectory(prefix="longleaf-bench-") as folder:
         appended = append_seconds(Path(folder) / "journal", WARM_UP_STEPS + STEPS)[WARM_UP_STEPS:]
-        tell(f"appending {GENERATIONS} tokens: {median(appended) * 1e6:.0f} us")
+        log(f"appending {GENERATIONS} tokens: {median(appended) * 1e6:.0f} us")
         line = command(measured.folder, Path(folder) / "data", world_size=options.world_size, snapshots="off")
-        with KeptService(line) as service:
+        with TimedService(line) as service:
             address = service.wait_ready(START_SECONDS)
             resident, others = asyncio.run(step_seconds(address, measured, options))
     share = median(appended) / median(resident)
@@ -53,7 +53,7 @@ def measure(options: Options) -> Row:
 
 
 def append_seconds(folder: Path, steps: int) -> list[float]:
-    """Of each step: an entry is written for each generation, in the same folder and form as by a service."""
+    """Seconds per step. Each step appends one entry per generation, in the folder layout and format of a service."""
     found = list[float]()
     with records(Journal(folder)) as opened:
         for step in range(steps):
@@ -70,7 +70,7 @@ def records(journal: Journal) -> Iterator[list[JournalWriter]]:
     with ExitStack() as stack:
         opened = list[JournalWriter]()
         for number in range(GENERATIONS):
-            request = Generate(input="", context=CONTEXT, sampling=Sampling(), resume_seconds=HELD_SECONDS)
+            request = Generate(input="", context=CONTEXT, sampling=Sampling(), resume_seconds=RESUME_SECONDS)
             prompt = array("I", QUESTION).tobytes()
             resident = GenerationEntry(
                 request_id=f"{number}", request=request, question=b"", prompt=prompt, deadline=None
@@ -81,35 +81,35 @@ def records(journal: Journal) -> Iterator[list[JournalWriter]]:
 
 
 async def step_seconds(address: str, measured: Subject, options: Options) -> tuple[list[float], list[float]]:
-    """Seconds per step while all generations run: of those that are held, and of others, in turns."""
+    """Median seconds per step with all generations running, in turns: resumable generations, then others."""
     resident, others = list[float](), list[float]()
     async with AsyncClient(address) as client:
         await client.ingest(CONTEXT, tuple(measured.tokens(options.tokens)))
         for turn in range(options.repeats + 1):
-            both = [await stream_all(client, is_held=is_resident) for is_resident in (True, False)]
+            both = [await stream_all(client, is_resumable=is_resident) for is_resident in (True, False)]
             if turn:
-                tell(f"{GENERATIONS} generations: a step takes {both[0] * 1e3:.2f} ms held, {both[1] * 1e3:.2f} ms not")
+                log(f"{GENERATIONS} generations: a step takes {both[0] * 1e3:.2f} ms held, {both[1] * 1e3:.2f} ms not")
                 resident.append(both[0])
                 others.append(both[1])
     return resident, others
 
 
-async def stream_all(client: AsyncClient, *, is_held: bool) -> float:
+async def stream_all(client: AsyncClient, *, is_resumable: bool) -> float:
     """Median seconds between two tokens of generations that run at once."""
-    return median(await asyncio.gather(*(_stream(client, is_held) for _ in range(GENERATIONS))))
+    return median(await asyncio.gather(*(_stream(client, is_resumable) for _ in range(GENERATIONS))))
 
 
-async def _stream(client: AsyncClient, is_held: bool) -> float:
+async def _stream(client: AsyncClient, is_resumable: bool) -> float:
     """Seconds between two tokens of one generation, on average."""
     requested = client.generate(
-        QUESTION, context=CONTEXT, max_tokens=STREAMED, ignore_end_token=True, resumable=is_held
+        QUESTION, context=CONTEXT, max_tokens=STREAMED, ignore_end_token=True, resumable=is_resumable
     )
     request_id = ""
     async for event in requested:
         if isinstance(event, Started):
             request_id = event.request_id
         if isinstance(event, Finished):
-            if is_held:  # else it would be, for a minute, beside those of the turns to come
+            if is_resumable:  # else it would be, for a minute, beside those of the turns to come
                 await client.cancel_generation(request_id)
             return event.timings.decode_seconds / (STREAMED - 1)
     raise RuntimeError("the answer has no end")

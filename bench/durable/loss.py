@@ -8,9 +8,9 @@ from tempfile import TemporaryDirectory
 
 from bench.durable.asking import ingest
 from bench.durable.options import Goal, Options, Row, result
-from bench.durable.service import MODES, KeptService, Snapshots, command
+from bench.durable.service import MODES, Snapshots, TimedService, command
 from bench.durable.snapshots import SnapshotFolder
-from bench.harness.arguments import tell
+from bench.harness.arguments import log
 from bench.harness.service import START_SECONDS
 from bench.harness.subjects import EMBEDDED, Subject, subject
 from bench.recover import CONTEXT, SIGNALS, Measured, ProcessHurt, lose_in_turns, summary
@@ -37,7 +37,7 @@ def _lose(measured: Subject, options: Options, mode: Snapshots) -> Measured:
     with TemporaryDirectory(prefix="longleaf-bench-") as place:
         data_dir = Path(place) / "data"
         line = command(measured.folder, data_dir, world_size=options.world_size, snapshots=mode)
-        with KeptService(line) as service:
+        with TimedService(line) as service:
             address = service.wait_ready(START_SECONDS)
             folder = SnapshotFolder(data_dir) if mode == "seal" else None
             return asyncio.run(_read_and_lose(address, measured, options, folder))
@@ -50,12 +50,12 @@ async def _read_and_lose(address: str, measured: Subject, options: Options, fold
         await _read(client, "warm-up", tuple(measured.tokens(WARM_UP, seed=1)), folder)
         for _ in range(INGESTS):
             times.append(await _read(client, CONTEXT, document, folder))
-        tell(f"{options.tokens:,} tokens are read in {median(times):.2f} s")
+        log(f"{options.tokens:,} tokens are read in {median(times):.2f} s")
         return await lose_in_turns(client, median(times), options.repeats, ProcessHurt(SIGNALS["killed"]))
 
 
 async def _read(client: AsyncClient, context: str, ids: tuple[int, ...], folder: SnapshotFolder | None) -> float:
-    """Seconds of reading a context anew. Returns when its snapshot is complete."""
+    """Seconds to ingest a context after deleting it. Returns when its snapshot is complete."""
     before = folder.manifests if folder is not None else frozenset[Path]()
     with suppress(NotFound):
         await client.delete_context(context)

@@ -1,6 +1,7 @@
-"""A context whose keys and values were given up for others: how long until it answers, from a snapshot and read again.
+"""Time to the first token of an evicted context, restored from a snapshot and recomputed.
 
-Two documents are asked in turns by a service that has room for one and a half: each question parks the other one.
+A service with room for one and a half documents answers questions about two in turns: each question evicts the other
+document.
 """
 
 import asyncio
@@ -15,9 +16,9 @@ from typing import NamedTuple
 from bench.durable.asking import ask, ingest
 from bench.durable.options import Goal, Options, Row, result, spread
 from bench.durable.room import kv_bytes
-from bench.durable.service import MODES, KeptService, Snapshots, command
+from bench.durable.service import MODES, Snapshots, TimedService, command
 from bench.durable.snapshots import Snapshot, SnapshotFolder
-from bench.harness.arguments import tell
+from bench.harness.arguments import log
 from bench.harness.service import START_SECONDS
 from bench.harness.subjects import EMBEDDED, Subject, subject
 from longleaf.client import AsyncClient
@@ -62,7 +63,7 @@ def host(stack: ExitStack, measured: Subject, data_dir: Path, options: Options, 
     """The address of a service with room for one and a half documents."""
     room = kv_bytes(measured.folder, int(ROOM * options.tokens), options.world_size)
     line = command(measured.folder, data_dir, world_size=options.world_size, snapshots=mode, kv_bytes=room)
-    return stack.enter_context(KeptService(line)).wait_ready(START_SECONDS)
+    return stack.enter_context(TimedService(line)).wait_ready(START_SECONDS)
 
 
 async def _measure(
@@ -72,9 +73,9 @@ async def _measure(
     served = [await fill(measured, options, mode, addresses[mode], folders[mode]) for mode in addresses]
     for number in range(options.repeats):
         for one in served:
-            turn = await ask_parked(one.client, CONTEXTS[number % len(CONTEXTS)])
+            turn = await ask_evicted(one.client, CONTEXTS[number % len(CONTEXTS)])
             turns[one.mode].append(turn)
-            tell(f"{one.mode}: parked, the first token comes after {turn.first_token_s:.2f} s")
+            log(f"{one.mode}: parked, the first token comes after {turn.first_token_s:.2f} s")
     for one in served:
         await one.client.close()
     return served, turns
@@ -98,12 +99,12 @@ async def fill(measured: Subject, options: Options, mode: Snapshots, address: st
     return served
 
 
-async def ask_parked(client: AsyncClient, context: str) -> Turn:
-    """Raises RuntimeError where nothing had to come back."""
+async def ask_evicted(client: AsyncClient, context: str) -> Turn:
+    """Raises RuntimeError if no keys were missing."""
     state = (await client.get_context(context)).state
     answered = await ask(client, context)
     if state != "parked" or not answered.lost_tokens:
-        raise RuntimeError(f"{context} was {state}, and {answered.lost_tokens:,} of its tokens had to come back")
+        raise RuntimeError(f"{context} was {state}, and {answered.lost_tokens:,} of its tokens were missing")
     return Turn(answered.back_s, answered.first_token_s)
 
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from bench.durable.asking import Answered, ask, ingest
 from bench.durable.options import Goal, Options, Row, medians, result, spread
-from bench.durable.service import KeptService, command, free_port, start_delay
+from bench.durable.service import TimedService, command, free_port, start_delay
 from bench.durable.snapshots import SnapshotFolder
-from bench.harness.arguments import tell
+from bench.harness.arguments import log
 from bench.harness.service import START_SECONDS
 from bench.harness.subjects import EMBEDDED, Subject, subject
 from longleaf.client import AsyncClient
@@ -28,7 +28,7 @@ WARM_UP = 2048
 LOOK_SECONDS = 0.005
 
 
-class Kept(NamedTuple):
+class FolderContent(NamedTuple):
     """The content of a data folder."""
 
     full_ingest_s: float
@@ -69,21 +69,21 @@ def measure(options: Options) -> Row:
             started, answered = start(measured, folder / "kept", options, CONTEXT)
             again.append(started)
             num_equal += answered.token_ids == retained.answer
-            tell(f"turn {turn + 1}: {started.total_s:.2f} s, with an empty folder {empty[-1].total_s:.2f} s")
+            log(f"turn {turn + 1}: {started.total_s:.2f} s, with an empty folder {empty[-1].total_s:.2f} s")
     return result(options, figures(retained, empty, again, num_equal), [goal(retained, empty, again)])
 
 
-def keep(measured: Subject, data_dir: Path, options: Options) -> Kept:
+def keep(measured: Subject, data_dir: Path, options: Options) -> FolderContent:
     """Reads a document into a folder, asks it, and kills the service once its snapshot is complete."""
     with _serving(measured, data_dir, options) as (service, _):
         address = service.wait_ready(START_SECONDS)
         retained = asyncio.run(_keep(address, measured, data_dir, options.tokens))
-        tell(f"{options.tokens:,} tokens are read in {retained.full_ingest_s:.2f} s")
+        log(f"{options.tokens:,} tokens are read in {retained.full_ingest_s:.2f} s")
         service.kill()
     return retained
 
 
-async def _keep(address: str, measured: Subject, data_dir: Path, num_tokens: int) -> Kept:
+async def _keep(address: str, measured: Subject, data_dir: Path, num_tokens: int) -> FolderContent:
     folder = SnapshotFolder(data_dir)
     async with AsyncClient(address) as client:
         await ingest(client, "warm-up", tuple(measured.tokens(WARM_UP, seed=1)))
@@ -91,7 +91,7 @@ async def _keep(address: str, measured: Subject, data_dir: Path, num_tokens: int
         before = folder.manifests
         seconds = await ingest(client, CONTEXT, tuple(measured.tokens(num_tokens)))
         num_bytes = folder.wait_new(before).num_bytes
-        return Kept(seconds, num_bytes, (await ask(client, CONTEXT)).token_ids)
+        return FolderContent(seconds, num_bytes, (await ask(client, CONTEXT)).token_ids)
 
 
 def start(measured: Subject, data_dir: Path, options: Options, context: str | None) -> tuple[Start, Answered]:
@@ -122,10 +122,10 @@ async def _ask(address: str, pid: int, context: str | None) -> tuple[Answered, f
 
 
 @contextmanager
-def _serving(measured: Subject, data_dir: Path, options: Options) -> Iterator[tuple[KeptService, int]]:
+def _serving(measured: Subject, data_dir: Path, options: Options) -> Iterator[tuple[TimedService, int]]:
     """A service that is not ready yet, and its port."""
     port = free_port()
-    with KeptService(command(measured.folder, data_dir, world_size=options.world_size, port=port)) as service:
+    with TimedService(command(measured.folder, data_dir, world_size=options.world_size, port=port)) as service:
         yield service, port
 
 
@@ -138,10 +138,10 @@ def _wait_open(port: int) -> None:
         time.sleep(LOOK_SECONDS)
 
 
-def figures(kept: Kept, empty: list[Start], again: list[Start], num_equal: int) -> Row:
+def figures(content: FolderContent, empty: list[Start], again: list[Start], num_equal: int) -> Row:
     restarts, empties = ([one.total_s for one in starts] for starts in (again, empty))
-    found: Row = {"snapshots": "seal", "snapshot_bytes": kept.snapshot_bytes}
-    found |= {"full_ingest_s": round(kept.full_ingest_s, 3)}
+    found: Row = {"snapshots": "seal", "snapshot_bytes": content.snapshot_bytes}
+    found |= {"full_ingest_s": round(content.full_ingest_s, 3)}
     found |= {"restart_s": round(median(restarts), 3), **spread("restart_s", restarts)}
     found |= {f"restart_{name}": value for name, value in medians([one._asdict() for one in again]).items()}
     found |= {"empty_start_s": round(median(empties), 3), **spread("empty_start_s", empties)}
@@ -149,6 +149,6 @@ def figures(kept: Kept, empty: list[Start], again: list[Start], num_equal: int) 
     return found | {"equal_answers": num_equal}
 
 
-def goal(kept: Kept, empty: list[Start], again: list[Start]) -> Goal:
+def goal(content: FolderContent, empty: list[Start], again: list[Start]) -> Goal:
     more = median(one.total_s for one in again) - median(one.total_s for one in empty)
-    return Goal("restart_ratio", more / kept.full_ingest_s, MOST)
+    return Goal("restart_ratio", more / content.full_ingest_s, MOST)

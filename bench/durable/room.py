@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 BLOCKS_MORE = 16
-"""Per rank: for questions, answers, and what a run does not fill."""
+"""Extra blocks per rank for questions, answers, and blocks that a run does not fill."""
 BLOCK = 128
 FLOAT32 = 4
 
@@ -17,5 +17,5 @@ def token_bytes(model: Path) -> int:
 
 
 def kv_bytes(model: Path, num_tokens: int, world_size: int) -> int:
-    """Of each rank, so that all together hold so many tokens."""
+    """Bytes per rank with which all ranks together hold `num_tokens`."""
     return (math.ceil(num_tokens / world_size) + BLOCKS_MORE * BLOCK) * token_bytes(model)

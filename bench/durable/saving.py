@@ -1,5 +1,6 @@
-"""Reading documents with snapshots and without, in turns: when they are acknowledged, when they are on storage, and
-what a stream loses meanwhile."""
+"""Ingest with snapshots and without, in turns: the time to the acknowledgement, the time until storage is complete, and
+the slowdown of a concurrent stream.
+"""
 
 import asyncio
 import time
@@ -13,9 +14,9 @@ from typing import NamedTuple
 from bench.durable.asking import QUESTION, ask, ingest
 from bench.durable.options import Goal, Options, Row, medians, result, spread
 from bench.durable.room import kv_bytes
-from bench.durable.service import MODES, KeptService, Snapshots, command
+from bench.durable.service import MODES, Snapshots, TimedService, command
 from bench.durable.snapshots import SnapshotFolder, plain_copy
-from bench.harness.arguments import tell
+from bench.harness.arguments import log
 from bench.harness.service import START_SECONDS
 from bench.harness.subjects import EMBEDDED, Subject, subject
 from longleaf.client import AsyncClient
@@ -74,7 +75,7 @@ def host(stack: ExitStack, measured: Subject, data_dir: Path, options: Options, 
     num_tokens = int(ROOM * options.tokens) + STREAM_TOKENS + LONGEST_STREAM
     room = kv_bytes(measured.folder, num_tokens, options.world_size)
     line = command(measured.folder, data_dir, world_size=options.world_size, snapshots=mode, kv_bytes=room)
-    return stack.enter_context(KeptService(line)).wait_ready(START_SECONDS)
+    return stack.enter_context(TimedService(line)).wait_ready(START_SECONDS)
 
 
 async def _measure(
@@ -96,18 +97,18 @@ async def _measure(
                     plain.append(await read(places[mode].client, ids))
                 else:
                     saved.append(await save(places[mode], ids))
-            tell_turn(plain[-1], saved)
+            print_turn(plain[-1], saved)
         for turn in range(options.repeats if "seal" in places else 0):
             ids = tuple(measured.tokens(options.tokens, seed=100 + turn))
             streams.append(await save_beside_stream(places["seal"], ids))
-            tell_stream(streams[-1])
+            print_stream(streams[-1])
     return row(options, plain[1:], saved[1:], streams)
 
 
-def tell_turn(plain: float, saved: Sequence[Saved]) -> None:
-    tell(f"acknowledged after {plain:.2f} s without snapshots")
+def print_turn(plain: float, saved: Sequence[Saved]) -> None:
+    log(f"acknowledged after {plain:.2f} s without snapshots")
     for one in saved[-1:]:
-        tell(f"with them after {one.acknowledged_s:.2f} s, saved {one.saved_s:.2f} s later; a copy {one.copy_s:.2f} s")
+        log(f"with them after {one.acknowledged_s:.2f} s, saved {one.saved_s:.2f} s later; a copy {one.copy_s:.2f} s")
 
 
 async def read(client: AsyncClient, ids: tuple[int, ...]) -> float:
@@ -142,9 +143,9 @@ class Beside(NamedTuple):
     """From the acknowledgement until the snapshot is complete."""
 
 
-def tell_stream(one: Beside) -> None:
+def print_stream(one: Beside) -> None:
     rates = f"{one.alone:.1f} tokens/s, {one.beside:.1f}"
-    tell(f"a stream has {rates} beside a document that is saved in {one.saved_s:.2f} s")
+    log(f"a stream has {rates} beside a document that is saved in {one.saved_s:.2f} s")
 
 
 class Times:
@@ -152,14 +153,14 @@ class Times:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._told: list[tuple[float, int]] = []
+        self._arrivals: list[tuple[float, int]] = []
 
     def note(self, num_tokens: int) -> None:
-        self._told.append((self._clock(), num_tokens))
+        self._arrivals.append((self._clock(), num_tokens))
 
     def count(self, began: float, ended: float) -> int:
         """Tokens from `began` to `ended`."""
-        return sum(number for at, number in self._told if began <= at < ended)
+        return sum(number for at, number in self._arrivals if began <= at < ended)
 
 
 @asynccontextmanager

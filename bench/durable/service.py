@@ -31,20 +31,20 @@ def command(
     kv_bytes: int | None = None,
     port: int = 0,
 ) -> list[str]:
-    """What starts it."""
+    """The command line of the service."""
     config = EngineConfig(model=str(model), world_size=world_size, kv_bytes=kv_bytes, max_losses_per_minute=MAX_LOSSES)
     found = coordinator_command(config, host=LOOPBACK, port=port, launcher="local")
     return [*found, f"--data-dir={data_dir}", f"--snapshots={snapshots}"]
 
 
 def free_port() -> int:
-    """One that nobody has now."""
+    """A port that is currently free."""
     with socket.socket() as found:
         found.bind((LOOPBACK, 0))
         return found.getsockname()[1]
 
 
-class KeptService(ServiceProcess):
+class TimedService(ServiceProcess):
     """Knows when it was started."""
 
     def __enter__(self) -> Self:

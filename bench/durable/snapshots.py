@@ -1,5 +1,4 @@
-"""Snapshots of a data folder as somebody sees them who looks at its files, and the plain copy that they are held
-against."""
+"""The snapshots of a data folder, read from its files, and the plain copy that they are compared with."""
 
 import os
 import shutil

@@ -1,5 +1,6 @@
-"""How fast bytes come to storage and back, beside a plain copy of a file, each time of the same bytes: with objects
-alone, and as snapshots of a service."""
+"""Throughput of storage in both directions compared with a plain copy of the same bytes: for single objects, and for
+snapshots of a service.
+"""
 
 import asyncio
 import os
@@ -11,16 +12,16 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from bench.durable.options import Goal, Options, Row, result
-from bench.durable.parked import CONTEXTS, ask_parked, fill, host
+from bench.durable.parked import CONTEXTS, ask_evicted, fill, host
 from bench.durable.room import token_bytes
 from bench.durable.snapshots import plain_copy
-from bench.harness.arguments import tell
+from bench.harness.arguments import log
 from bench.harness.subjects import EMBEDDED, Subject, subject
 from longleaf.storage.store import Store
 
 LEAST = 0.5
 OBJECT_BYTES = 16 << 20
-"""About what a piece of a snapshot has."""
+"""About the size of a piece of a snapshot."""
 MIB = 1 << 20
 
 
@@ -37,9 +38,9 @@ def measure(options: Options) -> Row:
     with subject(EMBEDDED) as measured, TemporaryDirectory(prefix="longleaf-bench-") as place:
         num_bytes = options.tokens * token_bytes(measured.folder)
         turns = [objects(Path(place) / f"{turn}", num_bytes) for turn in range(options.repeats + 1)][1:]
-        figures, goals = told("store", num_bytes, turns)
+        figures, goals = summarize("store", num_bytes, turns)
         num_bytes, turns = _service(measured, Path(place) / "data", options)
-        more, further = told("service", num_bytes, turns)
+        more, further = summarize("service", num_bytes, turns)
         figures, goals = figures | more, goals + further
     return result(options, figures, goals)
 
@@ -57,7 +58,7 @@ def objects(folder: Path, num_bytes: int) -> Turn:
     copied = plain_copy([folder / name for name in names], folder / "copy")
     store.delete(names)
     turn = Turn(written - began, read - written, copied)
-    tell(f"objects: saved in {turn.save_s:.2f} s, read in {turn.restore_s:.2f} s, copied in {turn.copy_s:.2f} s")
+    log(f"objects: saved in {turn.save_s:.2f} s, read in {turn.restore_s:.2f} s, copied in {turn.copy_s:.2f} s")
     return turn
 
 
@@ -75,16 +76,16 @@ async def _save_and_restore(
     turns = list[Turn]()
     for number in range(options.repeats):
         which = number % len(CONTEXTS)
-        restored = (await ask_parked(served.client, CONTEXTS[which])).first_token_s
+        restored = (await ask_evicted(served.client, CONTEXTS[which])).first_token_s
         saved = served.saved_s[which]
         turns.append(Turn(saved, restored, plain_copy(served.snapshots[which].files, data_dir / "copy")))
-        tell(f"service: saved in {saved:.2f} s, there again in {restored:.2f} s, copied in {turns[-1].copy_s:.2f} s")
+        log(f"service: saved in {saved:.2f} s, there again in {restored:.2f} s, copied in {turns[-1].copy_s:.2f} s")
     await served.client.close()
     return served.snapshots[0].num_bytes, turns
 
 
-def told(name: str, num_bytes: int, turns: list[Turn]) -> tuple[Row, list[Goal]]:
-    """MiB per second, and ratios of what was measured in the same turn, above 1 where a copy is slower."""
+def summarize(name: str, num_bytes: int, turns: list[Turn]) -> tuple[Row, list[Goal]]:
+    """MiB per second, and ratios within one turn; above 1 the plain copy is slower."""
     rates = {"save": "save_s", "restore": "restore_s", "copy": "copy_s"}
     figures: Row = {f"{name}_mib": round(num_bytes / MIB, 1)}
     for what, field in rates.items():

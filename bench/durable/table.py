@@ -1,21 +1,21 @@
-"""What was measured, for people."""
+"""Text tables of the results."""
 
 from collections.abc import Iterator, Sequence
 
 from bench.durable.options import Row
 
-TOLD_APART = ("part", "goals", "machine")
+NOT_FIGURES = ("part", "goals", "machine")
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A block of lines for each part: its figures, and what was wanted."""
+    """Lines for each part: its figures, then its goals."""
     return "\n".join(line for row in rows for line in _lines(row))
 
 
 def _lines(row: Row) -> Iterator[str]:
     yield row["part"]
     for name, value in row.items():
-        if name not in TOLD_APART:
+        if name not in NOT_FIGURES:
             yield f"  {name:28} {_shown(value)}"
     for goal in row["goals"]:
         verdict = "met" if goal["is_met"] else "missed"

@@ -6,7 +6,7 @@ bits and over short contexts.
     python3 -m bench.gpu.variants --list
 
 First every variant is compiled and checked, several processes at a time: attention against float64, tokens against the
-operations of fixed shape. Then the groups are timed one after the other, each in a process of its own, as CUDA graphs.
+operations of fixed shape. Then the groups are timed one after the other, each in its own process, as CUDA graphs.
 A variant that fails is reported in a line, and the others continue. The JSON is a list of rows; the rows of the
 quickest variants are repeated at the end, with `is_best`; `is_default` marks those that the product uses.
 """
@@ -55,101 +55,39 @@ class Group(NamedTuple):
     """Maximum rows of an item."""
 
 
-OLD: tuple[Any, ...] = ()
+CONSTANTS: tuple[Any, ...] = ()
 SHARED_8 = Group(
     "8 rows that share",
-    [Attend("bfloat16", keys, 8) for keys in (131072, 1048576)],
-    [
-        OLD,
-        ("items", 32, 64, 4, 2),
-        ("items", 32, 64, 4, 3),
-        ("items", 32, 64, 8, 3),
-        ("unmasked", 32, 64, 4, 2),
-        ("unmasked", 32, 64, 4, 3),
-        ("unmasked", 32, 128, 8, 2),
-        ("unmasked", 64, 64, 4, 2),
-        ("unmasked", 64, 64, 4, 3),
-        ("unmasked", 64, 64, 4, 3, None, 4),
-        ("unmasked", 64, 128, 4, 2),
-        ("unmasked", 64, 128, 8, 2),
-        ("unmasked", 64, 64, 8, 3),
-    ],
+    [Attend("bfloat16", 131072, 8)],
+    [CONSTANTS, ("unmasked", 64, 64, 4, 3, None, 2, 128)],
     32,
 )
 SHARED_64 = Group(
     "64 rows that share",
-    [Attend("bfloat16", keys, 64) for keys in (131072, 1048576)],
-    [
-        OLD,
-        ("unmasked", 64, 64, 4, 2, 64),
-        ("unmasked", 64, 64, 4, 3, 64),
-        ("unmasked", 64, 128, 4, 2, 64),
-        ("unmasked", 128, 64, 8, 2, 128),
-        ("unmasked", 128, 64, 8, 3, 128),
-        ("unmasked", 128, 64, 8, 4, 128),
-        ("unmasked", 128, 128, 8, 2, 128),
-        ("unmasked", 128, 64, 4, 3, 128),
-        ("unmasked", 128, 64, 8, 3, 128, 1),
-    ],
+    [Attend("bfloat16", 131072, 64)],
+    [CONSTANTS, ("unmasked", 64, 64, 4, 3, 64, 2, 128)],
 )
 FLOAT32 = Group(
     "float32",
-    [Attend("float32", keys) for keys in (32768, 131072)],
-    [
-        OLD,
-        ("unmasked", 16, 32, 4, 2, None, 2, None, "tf32x3"),
-        ("unmasked", 16, 32, 4, 3, None, 2, None, "tf32x3"),
-        ("unmasked", 16, 64, 8, 2, None, 2, None, "tf32x3"),
-        ("unmasked", 16, 32, 4, 2, None, 4, None, "tf32x3"),
-        ("unmasked", 16, 32, 4, 3),
-        ("lanes", 16, 16, 4, 3),
-        ("lanes", 16, 16, 4, 4),
-        ("lanes", 16, 32, 8, 3),
-        ("lanes", 16, 16, 4, 3, None, 4),
-        ("lanes", 16, 8, 2, 4, None, 4),
-    ],
+    [Attend("float32", 131072)],
+    [CONSTANTS, ("unmasked", 16, 32, 4, 3, None, 2, None, "tf32x3")],
 )
 INT8 = Group(
     "int8",
     [Attend("int8", keys) for keys in (32768, 131072, 1048576)],
     [
-        OLD,
+        CONSTANTS,
         ("items", 16, 128, 4, 3),
-        ("items", 16, 64, 4, 3),
-        ("items", 16, 64, 4, 4),
-        ("items", 16, 128, 8, 3),
-        ("items", 16, 128, 8, 2, None, 2, 256),
-        ("items", 16, 64, 4, 3, None, 3, 256),
-        ("items", 16, 64, 4, 3, None, 4, 256),
-        ("items", 16, 128, 4, 2, None, 4, 256),
-        ("items", 16, 128, 4, 2, None, 8, 256),
+        ("items", 16, 128, 4, 4),
     ],
 )
 ONE_ROW = Group(
     "short contexts",
-    [Attend("bfloat16", keys) for keys in (4096, 8192, 32768, 131072)],
-    [
-        OLD,
-        ("items", 16, 64, 4, 2, None, 2, 128),
-        ("items", 16, 64, 4, 2, None, 2, 256),
-        ("items", 16, 64, 4, 3, None, 2, 128),
-        ("items", 16, 64, 4, 4, None, 2, 256),
-        ("items", 16, 64, 4, 2, None, 4, 128),
-        ("items", 16, 64, 4, 2, None, 4, 256),
-        ("items", 16, 32, 4, 4, None, 4, 128),
-        ("unmasked", 16, 64, 4, 3, None, 2, 128),
-        ("unmasked", 16, 64, 4, 2, None, 4, 256),
-    ],
+    [Attend("bfloat16", keys) for keys in (4096, 131072)],
+    [CONSTANTS, ("items", 16, 64, 4, 2, None, 2, 128)],
 )
 GROUPS = (SHARED_8, SHARED_64, FLOAT32, INT8, ONE_ROW)
-SAMPLERS: tuple[dict[str, int], ...] = (
-    {},
-    {"block": 2048},
-    {"block": 1024, "warps": 4},
-    {"block": 2048, "search_warps": 4},
-    {"block": 4096, "warps": 16},
-    {"block": 1024, "small": 8192, "search_warps": 16},
-)
+SAMPLERS: tuple[dict[str, int], ...] = ({},)
 """Fields of `workers.sampling.fused.Tuning` that differ from the default."""
 
 
@@ -220,10 +158,10 @@ def checked_attention(group: Group, number: int, device: str) -> Row:
     reads = [Read(0, case.num_rows, 7, 3001), Read(0, case.num_rows, 3050, CHECKED_KEYS)]
     scale = 2 * 128**-0.5
     if case.keys == "int8":
-        kept = int8.empty(8, size // 128, 128, 128, device)
-        kernels.store_int8(kept, torch.arange(size, device=device), k, v)
-        found = kernels.attend_int8(q, kept, Reads(reads), scale)
-        k, v = int8.read(kept, torch.arange(size, device=device), torch.float32)
+        layer = int8.empty(8, size // 128, 128, 128, device)
+        kernels.store_int8(layer, torch.arange(size, device=device), k, v)
+        found = kernels.attend_int8(q, layer, Reads(reads), scale)
+        k, v = int8.read(layer, torch.arange(size, device=device), torch.float32)
     else:
         found = kernels.attend(q, k, v, Reads(reads), scale)
     seen = torch.cat([torch.arange(*read[2:4], device=device) for read in reads])
@@ -330,11 +268,13 @@ def timed_attention(group: Group, right: Sequence[int], device: str, end: float)
 
 
 def _forget_tables(calls: Sequence[Any]) -> None:
-    """Drops the work items of earlier variants, which have tables of their own for the same key."""
+    """Drops the work items of earlier variants, whose tables have the same keys."""
+    from longleaf.attention.masks import Reads
+
     for call in calls:
         for cell in call.__closure__ or ():
-            if hasattr(cell.cell_contents, "kept") and isinstance(cell.cell_contents.kept, dict):
-                cell.cell_contents.kept.clear()
+            if isinstance(cell.cell_contents, Reads):
+                cell.cell_contents.cache.clear()
 
 
 def default_of(group: Group) -> str:
@@ -350,7 +290,7 @@ def default_of(group: Group) -> str:
         is_same = tuning.tiles.items() <= default.tiles.items() and tuning[2:] == default[2:]
         if tuning.tiles and is_same and tuning.max_rows in (None, default.max_rows):
             return name_of(variant)
-    return name_of(OLD)
+    return name_of(CONSTANTS)
 
 
 def timed_sampling(kinds: Sequence[str], right: Sequence[int], device: str, end: float) -> Iterator[Row]:
@@ -405,7 +345,7 @@ def run_part(part: dict[str, Any]) -> None:
 
 
 def parts_to_check(chosen: Sequence[str]) -> list[dict[str, Any]]:
-    """What processes check, the longest first."""
+    """The parts that processes check, the longest first."""
     parts: list[dict[str, Any]] = []
     if SAMPLING in chosen:
         parts += [
@@ -420,8 +360,8 @@ def parts_to_check(chosen: Sequence[str]) -> list[dict[str, Any]]:
     return parts
 
 
-def run_apart(part: dict[str, Any], timeout: float, tell_row: Callable[[Row], None]) -> list[Row]:
-    """The rows of another process, each of which is passed to `tell_row` at once; the last one has the reason if the
+def run_apart(part: dict[str, Any], timeout: float, report: Callable[[Row], None]) -> list[Row]:
+    """The rows of another process, each of which is passed to `report` at once; the last one has the reason if the
     process failed."""
     command = [sys.executable, "-m", "bench.gpu.variants", "--part", json.dumps(part)]
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
@@ -433,7 +373,7 @@ def run_apart(part: dict[str, Any], timeout: float, tell_row: Callable[[Row], No
         for line in process.stdout or ():
             if line.startswith("{"):
                 rows.append(json.loads(line))
-                tell_row(rows[-1])
+                report(rows[-1])
         status = process.wait()
         timer.cancel()
         errors.seek(0)
@@ -441,7 +381,7 @@ def run_apart(part: dict[str, Any], timeout: float, tell_row: Callable[[Row], No
     if status:
         reason = "no end in time" if status == -signal.SIGKILL else reason
         rows.append({**part, "failed": reason or f"ended with {status}"})
-        tell_row(rows[-1])
+        report(rows[-1])
     return rows
 
 
@@ -467,13 +407,13 @@ def _group(name: str) -> Group:
     return next(group for group in GROUPS if group.name == name)
 
 
-def measured(chosen: Sequence[str], limit: float, jobs: int, tell_row: Callable[[Row], None]) -> list[Row]:
-    """The rows of all groups, each of which is passed to `tell_row` at once."""
+def measured(chosen: Sequence[str], limit: float, jobs: int, report: Callable[[Row], None]) -> list[Row]:
+    """The rows of all groups, each of which is passed to `report` at once."""
     begin = time.time()
     with ThreadPoolExecutor(jobs) as pool:
-        found = list(pool.map(lambda part: run_apart(part, 0.6 * limit, tell_row), parts_to_check(chosen)))
+        found = list(pool.map(lambda part: run_apart(part, 0.6 * limit, report), parts_to_check(chosen)))
     rows = [row for part in found for row in part]
-    tell(f"checked after {time.time() - begin:.0f} s")
+    log(f"checked after {time.time() - begin:.0f} s")
     for name in chosen:
         checks = [row for row in rows if row["group"] == name and "number" in row]
         wrong = {row["number"] for row in checks if not row.get("is_right")}
@@ -481,12 +421,12 @@ def measured(chosen: Sequence[str], limit: float, jobs: int, tell_row: Callable[
         part: dict[str, Any] = {"do": "time", "group": name, "numbers": right, "end": begin + limit}
         if name == SAMPLING:
             part["kinds"] = KINDS
-        rows += run_apart(part, begin + limit + 10 - time.time(), tell_row)
+        rows += run_apart(part, begin + limit + 10 - time.time(), report)
     timed = [row for row in rows if "graph_us" in row]
     for case in dict.fromkeys(row["case"] for row in timed):
         best = min((row for row in timed if row["case"] == case), key=lambda row: row["graph_us"])
         rows.append({**best, "is_best": True})
-        tell_row(rows[-1])
+        report(rows[-1])
     return rows
 
 
@@ -494,7 +434,7 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]
 
 
-def tell(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -513,13 +453,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     lock, separators = threading.Lock(), chain("[", repeat(",\n"))
 
-    def tell_row(row: Row) -> None:
+    def report(row: Row) -> None:
         with lock:
-            tell(summary(row))
+            log(summary(row))
             if options.json:
                 print(next(separators), json.dumps({"bench": "gpu variants", **row}), end="", flush=True)
 
-    rows = measured(chosen, options.seconds, options.jobs, tell_row)
+    rows = measured(chosen, options.seconds, options.jobs, report)
     if options.json:
         print("\n]")
     return int(any("failed" in row or row.get("is_right") is False for row in rows))

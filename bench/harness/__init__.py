@@ -1,1 +1,1 @@
-"""What measurements share: subjects, machines, hosts, ranks, services, and how seconds become rows."""
+"""Shared parts of the measurements: models, machines, hosts, ranks, services, and the conversion of seconds to rows."""

@@ -64,9 +64,9 @@ def check_ray_address(parser: argparse.ArgumentParser, options: argparse.Namespa
         return
     for name, value in simulated.items():
         if value:
-            parser.error(f"--{name}: with --ray-address it is Ray that says where ranks are")
+            parser.error(f"--{name}: with --ray-address, Ray places the ranks")
     if options.out == RESULTS:
-        parser.error("--out: name a folder; what was published was not measured on the cluster of --ray-address")
+        parser.error("--out: name a folder; the published results were not measured on the cluster of --ray-address")
 
 
 def show(rows: list[dict[str, object]], arguments: Arguments) -> None:
@@ -82,6 +82,6 @@ def show(rows: list[dict[str, object]], arguments: Arguments) -> None:
         )
 
 
-def tell(message: str) -> None:
-    """Reports progress."""
+def log(message: str) -> None:
+    """Logs progress to stderr."""
     print(message, file=sys.stderr, flush=True)

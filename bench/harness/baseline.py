@@ -49,7 +49,7 @@ class Baseline:
 
     @torch.inference_mode()
     def random_cache(self, num_tokens: int) -> DynamicCache:
-        """A cache of the right sizes with random content: the speed of decoding does not depend on what it holds."""
+        """A cache of the right sizes with random content: the speed of decoding does not depend on the values."""
         cache = self.prefill([0], 1)
         generator = torch.Generator().manual_seed(0)
         for i, layer in enumerate(cache.layers):
@@ -79,7 +79,7 @@ class Baseline:
     def decode_together(self, ids: list[list[int]], cache: DynamicCache, num_tokens: int) -> Decoded:
         """The same for a batch."""
         clock = Clock()
-        used = copy.deepcopy(cache)  # layers with a window cannot be cut back to what they held
+        used = copy.deepcopy(cache)  # layers with a window cannot be cropped to an earlier length
         begin = time.perf_counter()
         output = self._model.generate(
             torch.tensor(ids),

@@ -1,4 +1,4 @@
-"""The service's engine on real processes of ranks, without gRPC, and what its decode steps read."""
+"""The service's engine on real rank processes, without gRPC, and a recorder of its decode steps."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ class Step:
 
 
 class DecodeSteps:
-    """Notes what decode steps read."""
+    """Records the keys that decode steps read."""
 
     def __init__(self) -> None:
         self._steps: list[Step] = []

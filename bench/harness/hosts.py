@@ -1,9 +1,9 @@
 """Hosts as Linux network namespaces of this machine, joined through a bridge; `tc tbf` limits their rates.
 
-Two tiers: ranks of one host talk over its loopback, those of different hosts over a pair of virtual cables. Nothing
-else of the machine talks there, so the interfaces' counters count the ranks alone. Needs root, `ip` and `tc`.
+Two tiers: ranks of one host communicate over its loopback, ranks of different hosts over a pair of virtual cables. No
+other process uses these interfaces, so their counters count the ranks' traffic. Needs root, `ip` and `tc`.
 
-What it is not: processors are shared by all hosts, and a cable adds no delay of its own beyond its rate.
+Limits: all hosts share the processors, and a cable adds no delay beyond that of its rate.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TypeVar
 
-from bench.harness.arguments import tell
+from bench.harness.arguments import log
 
 T = TypeVar("T")
 FOLDER = Path("/run/netns")
@@ -61,7 +61,7 @@ class Network:
 
 LOOPBACK, TWO_TIER = "loopback", "two-tier"
 OWN = Network(LOOPBACK, "lo", (), 0, 0)
-"""Without namespaces: other traffic on the loopback is counted, too."""
+"""Without namespaces: the counts include other traffic on the loopback."""
 
 
 def rate(text: str) -> float:
@@ -77,7 +77,7 @@ def one_host() -> AbstractContextManager[Network]:
     reason = obstacle()
     if reason is None:
         return hosts(1)
-    tell(f"{reason}; so bytes are counted on the machine's own loopback, with whatever else is sent there")
+    log(f"{reason}; so bytes are counted on the machine's loopback, including other traffic")
     return nullcontext(OWN)
 
 
@@ -141,7 +141,7 @@ def _add(stack: ExitStack, name: str) -> None:
 
 
 def _join(host: str, switch: str, port: str, address: str, gbit: float) -> None:
-    """Connects a host to a port of the switch. The link is limited at both ends: each end limits what it sends."""
+    """Connects a host to a port of the switch. Both ends limit the rate of the data that they send."""
     ends = ("type", "veth", "peer", "name", port, "mtu", JUMBO_FRAME, "netns", switch)
     _run("ip", "-n", host, "link", "add", "cable", "mtu", JUMBO_FRAME, *ends)
     _run("ip", "-n", host, "address", "add", f"{address}/24", "dev", "cable")

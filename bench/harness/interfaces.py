@@ -1,13 +1,13 @@
 """Bytes that left through the network interfaces of this process's namespace, as the kernel counts them.
 
-They hold the headers and acknowledgements of TCP: what crosses the wire, not only what was asked to.
+They include the headers and acknowledgements of TCP: all bytes on the wire.
 """
 
 from pathlib import Path
 
 TABLE = Path("/proc/self/net/dev")
 SENT_COLUMN = 8
-"""Of the columns after an interface's name, the first of those that count what was sent."""
+"""Index of the first transmit column among the columns after an interface's name."""
 
 
 def sent_bytes() -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What a measurement ran on."""
+"""The machine of a measurement."""
 
 import os
 import platform
@@ -26,7 +26,7 @@ def describe() -> dict[str, object]:
 
 
 def cpu_model() -> str:
-    """Name of the processor as Linux tells it, else as Python does."""
+    """Name of the processor from Linux, otherwise from Python."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

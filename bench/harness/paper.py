@@ -1,4 +1,4 @@
-"""What the paper of Tree Attention published of decoding: arXiv 2408.04093, version 4. Nothing of it was measured here.
+"""Published decoding figures of the Tree Attention paper: arXiv 2408.04093, version 4. None was measured here.
 
 Its figures 2 to 4 are pictures without numbers, and are not here.
 """

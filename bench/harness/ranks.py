@@ -143,10 +143,10 @@ class Rank:
 
 
 def run(work: Callable[..., Any], placement: Placement, *args: object) -> list[Any]:
-    """What `work(rank, *args)` returns in each rank's process; all of it must be picklable.
+    """The result of `work(rank, *args)` in each rank's process; results and arguments must be picklable.
 
-    Raises torch's ProcessRaisedException with the traceback of the first rank that failed, or ProcessExitedException;
-    then, as at the end, no rank is left.
+    Raises torch's ProcessRaisedException with the traceback of the first rank that failed, or ProcessExitedException.
+    In either case, as after success, no rank process is left.
     """
     apply_environment(rank_environment(1))
     with TemporaryDirectory(prefix="longleaf-ranks-") as folder:
@@ -162,7 +162,9 @@ def run(work: Callable[..., Any], placement: Placement, *args: object) -> list[A
 
 
 def _live(rank: int, placement: Placement, folder: str, work: Callable[..., Any], args: tuple[object, ...]) -> None:
-    """The life of a rank. Ranks find each other through a file, so that only what is measured crosses the network."""
+    """Main function of a rank process. Ranks rendezvous through a file, so that only measured traffic crosses the
+    network.
+    """
     namespace = placement.namespace(rank)
     if namespace is not None:
         enter(namespace)

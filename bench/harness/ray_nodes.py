@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes on this machine, of which one can be killed and comes back."""
+"""A Ray cluster of two nodes on this machine; one of them can be killed and restarted."""
 
 import shutil
 import signal
@@ -66,7 +66,7 @@ def ray_nodes(num_slots: int) -> Iterator[RayNodes]:
 
 
 def _start(command: list[str]) -> subprocess.Popen[str]:
-    """Raises RuntimeError with what it said when it does not start."""
+    """Raises RuntimeError with the command's output if the node does not start."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process: subprocess.Popen[str] = subprocess.Popen(command, start_new_session=True, **pipes)  # type: ignore[call-overload]
     assert process.stdout is not None

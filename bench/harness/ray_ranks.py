@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import bench
-from bench.harness.arguments import tell
+from bench.harness.arguments import log
 from bench.harness.hosts import Network
 from bench.harness.ranks import Placement, Rank
 from coordinator.cluster.ray_connection import connect, ray_package
@@ -24,7 +24,7 @@ from longleaf.launch import BAD_INPUT
 from longleaf.network_interfaces import interface_of
 
 NETWORK = Network("ray", "", (), 0, 0)
-"""Machines of unknown topology; other traffic is counted, too."""
+"""Machines of unknown topology; the counts include other traffic."""
 Work = Callable[..., Any]
 
 
@@ -39,7 +39,7 @@ def joined(address: str) -> Generator[None, None, None]:
             carry_measurements()
             yield
     except StartError as error:
-        tell(f"error: {error}")
+        log(f"error: {error}")
         sys.exit(BAD_INPUT)
 
 

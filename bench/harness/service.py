@@ -16,7 +16,7 @@ START_SECONDS = 600.0
 
 
 class Service:
-    """A client of the service that times what it asks for."""
+    """A client of the service that measures the time of its requests."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -57,7 +57,7 @@ class Service:
 
 @contextmanager
 def running(model: Path, *, chunk_size: int) -> Iterator[Service]:
-    """A service at world size 1 on a port of its own; it ends with the block."""
+    """A service at world size 1 on its own port; it stops at the end of the block."""
     config = EngineConfig(model=str(model), world_size=1, chunk_size=chunk_size, threads_per_rank=1)
     with client_of(None, config, "local") as client:
         yield Service(client)

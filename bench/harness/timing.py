@@ -1,4 +1,4 @@
-"""What is measured, and how measurements become rows."""
+"""Measured quantities, and their conversion to rows."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass

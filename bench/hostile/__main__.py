@@ -1,28 +1,28 @@
-"""What hostile clients do to everybody else: each attack beside one honest stream, against the same without the attack.
+"""The effect of hostile clients on other clients: each attack beside one honest stream, compared with no attack.
 
-A service of its own is started for each attack. It is left alone and attacked in turns, after a warm-up; medians count.
+Each attack gets a separate service. Turns without and with the attack alternate after a warm-up; results are medians.
 Meanwhile an honest client reads one long stream and makes small requests, one after another. Usage:
 
     python -m bench.hostile --json                                  # all attacks
     python -m bench.hostile --attacks watchers calls_at_once --repeats 3
-    python -m bench.hostile --list                                  # what there is
+    python -m bench.hostile --list                                  # names of the attacks
 
 stream     the longest time between two tokens of the honest stream
-heartbeat  the longest time between two beats of a task that wakes every 5 ms on the coordinator's event loop: how long
-           nobody at all was served (wanted: at most 100 ms more than without the attack)
-callback   how long a callback of the coordinator's event loop computes: 99.9 % of them at most for so long; 0 for less
-           than a millisecond. num_long_callbacks computed for more than 5 ms (wanted: at most one of a thousand, over
-           all attacks together; gRPC itself takes 6 to 9 ms to receive a message of 4 MiB)
-answer     the longest wait for a small honest request, from its first attempt; one begins after the attack, too
-peak       how far the memory of the coordinator (and of the door where HTTP is attacked) rose above where the turn
-           began
-remaining  this memory a second after the attack, above where it stood before the first attack; nothing is
-           collected or trimmed for the measurement (wanted: at most 64 MiB)
-statuses   how the attacker's calls ended; a CANCELLED that the attacker did not ask for is a fault, and so is INTERNAL
+heartbeat  the longest time between two beats of a task that runs every 5 ms on the coordinator's event loop: the
+           longest time in which no client was served (wanted: at most 100 ms more than without the attack)
+callback   the 99.9th percentile of the duration of a callback on the coordinator's event loop; 0 for less than a
+           millisecond. num_long_callbacks computed for more than 5 ms (wanted: at most one of a thousand, over all
+           attacks together; gRPC itself takes 6 to 9 ms to receive a message of 4 MiB)
+answer     the longest wait for a small honest request, from its first attempt; one request starts after the attack
+peak       growth of the memory of the coordinator (plus that of the door where HTTP is attacked) during the turn
+remaining  this memory a second after the attack, relative to its value before the first attack; the measurement
+           triggers no garbage collection and no trimming (wanted: at most 64 MiB)
+statuses   status codes of the attacker's calls; a CANCELLED that the attacker did not request is a fault, as is
+           INTERNAL
 
-The attacker is a process of its own, and would be a machine of its own elsewhere. So it runs at a low priority (nice
-10): where both want a processor, the service gets it. What the attacker computes is told as attacker_cpu_s, and the
-row `burn`, of an attacker that computes without sending anything, tells what that alone costs here. Reads /proc, so it
+The attacker is a separate process; elsewhere it would be a separate machine. It therefore runs at a low priority (nice
+10): where both want a processor, the service gets it. attacker_cpu_s is the CPU time of the attacker, and the
+row `burn` shows the effect of that CPU time with an attacker that computes without sending anything. Reads /proc, so it
 needs Linux.
 """
 
@@ -43,7 +43,7 @@ from typing import Any
 
 import psutil
 
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.memory import Memory
 from bench.harness.service import START_SECONDS
@@ -68,7 +68,7 @@ CONTEXT_TOKENS = 2000
 BYTES = 256
 """Token ids of the embedded model that are bytes."""
 WARM_UP_SECONDS = 0.5
-SETTLE_SECONDS = 1.0
+QUIET_SECONDS = 1.0
 ANSWER_SECONDS = 60.0
 """Timeout of a small request. After a timeout the service is replaced."""
 MOST_REMAINING_MIB = 1024
@@ -121,7 +121,7 @@ class Watch:
             _, alone = await self._turn(asyncio.sleep(seconds))
             calls = asyncio.get_running_loop().run_in_executor(attackers, attack, name, self._target, seconds)
             outcome, attacked = await self._turn(calls)
-            await asyncio.sleep(SETTLE_SECONDS)
+            await asyncio.sleep(QUIET_SECONDS)
             assert isinstance(outcome, Outcome)
             attacked["remaining_mib"] = (self._resident - self._stood) / MIB
             attacked["attacker_cpu_s"] = outcome.cpu_seconds
@@ -229,7 +229,7 @@ def row(name: str, options: argparse.Namespace, turns: Turns) -> dict[str, Any]:
     return {
         "bench": "hostile",
         "attack": name,
-        "told": ATTACKS[name].told,
+        "told": ATTACKS[name].description,
         "world_size": options.world_size,
         "repeats": options.repeats,
         "seconds": options.seconds,
@@ -279,7 +279,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the attacks, and make none")
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS), metavar="NAME")
     parser.add_argument("--repeats", type=int, default=5, help="turns without and with each attack")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn; of attacks that could go on for ever")
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of a turn, for attacks without an end")
     parser.add_argument("--world-size", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.repeats < 1 or not 0.1 <= options.seconds <= 20 or options.world_size < 1:
@@ -291,7 +291,7 @@ def main() -> None:
     unwind_on_terminate()
     options = parse()
     if options.list:
-        print("\n".join(f"{name:23} {chosen.told}" for name, chosen in ATTACKS.items()))
+        print("\n".join(f"{name:23} {chosen.description}" for name, chosen in ATTACKS.items()))
         return
     rows: list[dict[str, object]] = []
     context = get_context("spawn")
@@ -299,7 +299,7 @@ def main() -> None:
         attackers.submit(os.getpid).result()  # so that it does not start in the first turn
         for name in options.attacks:
             rows.append(measure(name, options, attackers))
-            tell(line(rows[-1]))
+            log(line(rows[-1]))
     print(json.dumps(rows, indent=2) if options.json else "\n".join(map(line, rows)))
 
 

@@ -32,7 +32,7 @@ BROKEN_OFF = "ended while it was sent to"
 BARE = " without details"
 CONTEXT = payloads.CONTEXT
 NUM_FORKS, NUM_COUNTED = 5000, 3000
-NUM_EARLIER, EARLIER_TOKENS = 40, 500_000
+NUM_STALE, STALE_TOKENS = 40, 500_000
 """Contexts of an earlier checkpoint, and tokens of each: together 80 MB."""
 TOKEN_ID = payloads.TOKEN[0]
 SMALL_POOL = 512 * MIB
@@ -357,13 +357,13 @@ async def reread_nothing(attacker: Attacker) -> None:
     await attacker.during(ask() for _ in range(8))
 
 
-def keep_earlier(data_folder: Path, model: str) -> None:
+def write_stale_contexts(data_folder: Path, model: str) -> None:
     """A folder of an earlier checkpoint of a model, with contexts of others in it."""
     folder = DataFolder.open(data_folder, "e" * 64, model, {"config.json": "0" * 64})
 
     async def fill() -> None:
         catalog = await Catalog.open(folder.database)
-        for change in new_contexts(array("I", [TOKEN_ID]) * EARLIER_TOKENS, NUM_EARLIER, tenant="honest/"):
+        for change in new_contexts(array("I", [TOKEN_ID]) * STALE_TOKENS, NUM_STALE, tenant="honest/"):
             await catalog.commit(change)
         await catalog.close()
 
@@ -431,7 +431,7 @@ class Attack:
     """An attack and the configuration of the service under attack."""
 
     run: Run
-    told: str
+    description: str
     """For people."""
     options: Sequence[tuple[str, int]] = OPTIONS
     """Options of the channel."""
@@ -446,58 +446,68 @@ class Attack:
 
 
 ATTACKS = {
-    "burn": Attack(run=burn, told="no attack: the attacker computes, and sends nothing"),
+    "burn": Attack(run=burn, description="no attack: the attacker computes, and sends nothing"),
     "refused_16mib": Attack(
         run=partial(repeat, method=GENERATE, make=payloads.generate_ids, num_bytes=16 * MIB, count=12),
-        told="12 prompts of 16 MiB, which are refused",
+        description="12 prompts of 16 MiB, which are refused",
     ),
-    "field_mask_64mib": Attack(run=huge(UPDATE, payloads.update_mask), told="an update of 22 million fields"),
-    "token_ids_64mib": Attack(run=huge(GENERATE, payloads.generate_ids), told="a prompt of 67 million ids"),
-    "stop_strings_64mib": Attack(run=huge(GENERATE, payloads.generate_stops), told="22 million stop strings"),
-    "detokenize_64mib": Attack(run=huge(DETOKENIZE, payloads.detokenize), told="67 million ids to detokenize"),
-    "logit_bias_64mib": Attack(run=huge(GENERATE, payloads.generate_biases), told="biases of 5.6 million ids"),
-    "token_ids_4mib": Attack(run=huge(GENERATE, payloads.generate_ids, payloads.TAKEN, 12), told="4 million ids"),
-    "logit_bias_4mib": Attack(run=huge(GENERATE, payloads.generate_biases, payloads.TAKEN, 12), told="350,000 biases"),
+    "field_mask_64mib": Attack(run=huge(UPDATE, payloads.update_mask), description="an update of 22 million fields"),
+    "token_ids_64mib": Attack(run=huge(GENERATE, payloads.generate_ids), description="a prompt of 67 million ids"),
+    "stop_strings_64mib": Attack(run=huge(GENERATE, payloads.generate_stops), description="22 million stop strings"),
+    "detokenize_64mib": Attack(run=huge(DETOKENIZE, payloads.detokenize), description="67 million ids to detokenize"),
+    "logit_bias_64mib": Attack(run=huge(GENERATE, payloads.generate_biases), description="biases of 5.6 million ids"),
+    "token_ids_4mib": Attack(
+        run=huge(GENERATE, payloads.generate_ids, payloads.TAKEN, 12), description="4 million ids"
+    ),
+    "logit_bias_4mib": Attack(
+        run=huge(GENERATE, payloads.generate_biases, payloads.TAKEN, 12), description="350,000 biases"
+    ),
     "texts_abandoned": Attack(
-        run=partial(abandon_texts, num_bytes=15_000_000, count=10), told="10 texts of 15 MB whose askers leave"
+        run=partial(abandon_texts, num_bytes=15_000_000, count=10), description="10 texts of 15 MB whose askers leave"
     ),
     "texts_abandoned_4mib": Attack(
-        run=partial(abandon_texts, num_bytes=payloads.TAKEN, count=16), told="16 texts of 4 MiB whose askers leave"
+        run=partial(abandon_texts, num_bytes=payloads.TAKEN, count=16),
+        description="16 texts of 4 MiB whose askers leave",
     ),
-    "ingested_ids_1mib": Attack(run=send_ids_at_once, told="100 documents of 2 million ids at once"),
-    "unread_streams": Attack(run=leave_unread, told="320 streams that nobody reads", options=UNREAD_OPTIONS),
-    "head_of_line": Attack(run=fill_the_pool, told="a document that waits for room", kv_bytes=SMALL_POOL),
-    "stalled_uploads": Attack(run=stall_uploads, told="400 uploads that stall after 450,000 ids"),
-    "list_contexts": Attack(run=list_forks, told="4 who list 5,001 contexts again and again"),
-    "watchers": Attack(run=watch, told="100 who watch the cluster at 10 ms"),
-    "many_sampling_settings": Attack(run=set_everything, told="32 generations with every setting at its limit"),
-    "calls_at_once": Attack(run=call_at_once, told="2,500 generations asked for at once"),
-    "held_stop_strings": Attack(run=hold_stops, told="32 samples that always begin 16 stop strings of 1 KiB"),
+    "ingested_ids_1mib": Attack(run=send_ids_at_once, description="100 documents of 2 million ids at once"),
+    "unread_streams": Attack(run=leave_unread, description="320 streams that are never read", options=UNREAD_OPTIONS),
+    "head_of_line": Attack(run=fill_the_pool, description="a document that waits for room", kv_bytes=SMALL_POOL),
+    "stalled_uploads": Attack(run=stall_uploads, description="400 uploads that stall after 450,000 ids"),
+    "list_contexts": Attack(run=list_forks, description="4 who list 5,001 contexts again and again"),
+    "watchers": Attack(run=watch, description="100 who watch the cluster at 10 ms"),
+    "many_sampling_settings": Attack(run=set_everything, description="32 generations with every setting at its limit"),
+    "calls_at_once": Attack(run=call_at_once, description="2,500 generations asked for at once"),
+    "held_stop_strings": Attack(run=hold_stops, description="32 samples that always begin 16 stop strings of 1 KiB"),
     "quotas_of_many": Attack(
         run=ask_beside_forks,
-        told="generations of a tenant with 3,000 contexts",
+        description="generations of a tenant with 3,000 contexts",
         quotas=Quotas(generations=4, waiting=4),
     ),
     "conversation_shapes": Attack(
         run=make_shapes,
-        told="64 conversations at a time of a tenant that may ask nothing",
+        description="64 conversations at a time of a tenant that may ask nothing",
         quotas=Quotas(generations=0),
     ),
     "segment_records": Attack(
         run=partial(import_records, make=payloads.import_runs, num_calls=4),
-        told="4 archives with 60 MiB about one segment",
+        description="4 archives with 60 MiB about one segment",
         quotas=Quotas(),
     ),
     "context_ends": Attack(
         run=partial(import_records, make=payloads.import_ends, num_calls=16),
-        told="16 archives with 900,000 ends of a context",
+        description="16 archives with 900,000 ends of a context",
         quotas=Quotas(),
     ),
     "earlier_contexts": Attack(
-        run=reread_nothing, told="8 at a time have earlier contexts searched", quotas=Quotas(), prepare=keep_earlier
+        run=reread_nothing,
+        description="8 at a time have earlier contexts searched",
+        quotas=Quotas(),
+        prepare=write_stale_contexts,
     ),
-    "trailers": Attack(run=send_trailers, told="HTTP requests whose trailers do not end", has_door=True),
-    "ids_at_the_door": Attack(run=leave_ids_at_the_door, told="24 prompts of 500,000 ids over HTTP", has_door=True),
+    "trailers": Attack(run=send_trailers, description="HTTP requests whose trailers do not end", has_door=True),
+    "ids_at_the_door": Attack(
+        run=leave_ids_at_the_door, description="24 prompts of 500,000 ids over HTTP", has_door=True
+    ),
 }
 """All attacks by name. Each runs in a separate process."""
 

@@ -1,12 +1,12 @@
-"""A service whose event loop beats: the coordinator, its ranks, and one task more.
+"""A service whose event loop has a heartbeat task beside the coordinator and its ranks.
 
     python -m bench.hostile.heartbeat FOLDER CONFIG      # CONFIG: a ServiceConfig as JSON
 
-Every few milliseconds the task writes to FOLDER/PID the time, and how many callbacks the loop has called. While
-something keeps the loop busy it cannot, so the longest time between two beats is how long everybody waited. For each
-callback that computed for a millisecond or more, FOLDER/PID.callbacks has the time and the seconds: of its thread, so
-that what other processes compute meanwhile does not count. Apart from this, and from ranks that each import torch by
-themselves, this is `longleaf serve --launcher local`.
+Every few milliseconds the task writes the time and the number of callbacks of the loop to FOLDER/PID. A busy loop
+delays the task, so the longest time between two beats is the longest delay of any client. For each callback that
+computed for a millisecond or more, FOLDER/PID.callbacks has the time and the CPU seconds of the thread; other processes
+do not affect them. Otherwise this equals `longleaf serve --launcher local`, except that each rank imports torch
+separately.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Somebody who uses the service as it is meant to be used, and notes how long everything took."""
+"""An honest client that records the latency of its stream and its requests."""
 
 import asyncio
 import time
@@ -22,16 +22,16 @@ class Honest:
     """One long stream, and small requests one after another. Times are of `time.monotonic`, in seconds."""
 
     def __init__(self, client: AsyncClient, answer_timeout: float) -> None:
-        """`client` must not try again by itself. A small request is given up after `answer_timeout` seconds."""
+        """`client` must not retry. A small request times out after `answer_timeout` seconds."""
         self._client = client
         self._answer_timeout = answer_timeout
         self._arrivals: list[float] = []
         self._answers: list[float] = []
         """Seconds of each small request from its first attempt to its answer."""
         self.errors: Counter[str] = Counter()
-        """Of the stream and of the small requests, by kind."""
+        """Errors of stream and small requests, by kind."""
         self.was_answered = True
-        """No small request was given up."""
+        """No small request timed out."""
 
     @asynccontextmanager
     async def streaming(self) -> AsyncIterator[None]:
@@ -58,7 +58,7 @@ class Honest:
             self.errors[f"stream: {type(error).__name__}"] += 1
 
     def longest_gap(self, began: float, ended: float) -> float:
-        """Of the stream; one that broke has a gap to the end."""
+        """Longest gap of the stream; for a broken stream, up to `ended`."""
         return longest_gap(self._arrivals, began, ended)
 
     async def ask_until(self, stop: asyncio.Event) -> float:

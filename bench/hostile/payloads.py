@@ -1,6 +1,6 @@
-"""Requests as a hostile client sends them: bytes that are cheap to make and dear to read.
+"""Hostile requests: bytes that are cheap to make and expensive to parse.
 
-What is large is encoded by hand and put after the rest of its message: parsers of protobuf join the two.
+Large parts are encoded by hand and appended to the rest of the message: protobuf parsers merge the two.
 """
 
 from collections.abc import Iterable
@@ -15,9 +15,9 @@ from longleaf.positions import Rope
 from longleaf.v1 import context_pb2, context_service_pb2, generation_pb2, generation_service_pb2
 
 LARGEST = (64 << 20) - 4096
-"""Bytes of a request, a little below what services once took."""
+"""Bytes of a request, slightly below an earlier limit of the service."""
 TAKEN = (4 << 20) - 4096
-"""Bytes of a request, a little below what a service takes."""
+"""Bytes of a request, slightly below the limit of the service."""
 PIECE = (1 << 20) - 4096
 """The same of a piece of a document."""
 TOKEN = b"A"

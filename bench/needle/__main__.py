@@ -1,14 +1,14 @@
-"""Which facts a served model finds in long documents: accuracy by task, length and depth.
+"""Retrieval of facts in long documents by a served model: accuracy by task, length and depth.
 
-Seeded documents with facts in them are ingested by a service, which is asked for the facts over gRPC. Answers are kept
-line by line, so a run that broke off goes on where it stopped. Usage:
+A service ingests seeded documents with facts in them, and answers questions about the facts over gRPC. Answers are
+stored line by line, so an interrupted run resumes. Usage:
 
     python -m bench.needle --json                                       # the embedded model, a service started here
     python -m bench.needle --lengths 4000 64000 --questions 20
-    python -m bench.needle --server localhost:50051 --instruction "Answer with the value alone, or say: not found."
+    python -m bench.needle --server localhost:50051 --instruction "Answer only with the value, or with: not found."
 
-Lengths are in tokens of the served model. Right means that the answer holds the fact's whole value, or says "not
-found" for a key that the document does not hold.
+Lengths are in tokens of the served model. An answer is right if it contains the fact's whole value, or "not found" for
+a key that the document does not have.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.harness.arguments import RESULTS, tell, unwind_on_terminate
+from bench.harness.arguments import RESULTS, log, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.service import client_of
 from bench.needle.answers import Answer, Answers, Place, rows
@@ -66,32 +66,44 @@ class Asker:
         began = time.perf_counter()
         resident = self._client.ingest(name, document.text).tokens
         speed = resident / (time.perf_counter() - began)
-        tell(f"{title}: {resident:,} tokens read at {speed:,.0f}/s")
+        log(f"{title}: {resident:,} tokens read at {speed:,.0f}/s")
         self._ask_all(name, first, resident, speed)
         if later:
             resident = self._client.ingest(name, document.appended, append=True).tokens
             self._ask_all(name, later, resident, speed)
         self._client.delete_context(name)
 
-    def _open(self, asked: tuple[Question, ...], document: Place) -> list[tuple[Place, Question]]:
+    def _open(self, questions: tuple[Question, ...], document: Place) -> list[tuple[Place, Question]]:
         """The questions that are wanted and have no answer yet."""
-        places = (msgspec.structs.replace(document, task=question.task, question=i) for i, question in enumerate(asked))
+        places = (
+            msgspec.structs.replace(document, task=question.task, question=i) for i, question in enumerate(questions)
+        )
         wanted = (
-            (place, question) for place, question in zip(places, asked, strict=True) if place not in self._answers
+            (place, question) for place, question in zip(places, questions, strict=True) if place not in self._answers
         )
         return [(place, question) for place, question in wanted if question.task in self._options.tasks]
 
-    def _ask_all(self, context: str, asked: list[tuple[Place, Question]], held: int, speed: float) -> None:
+    def _ask_all(self, context: str, questions: list[tuple[Place, Question]], num_tokens: int, speed: float) -> None:
         right: dict[str, list[bool]] = {}
-        for place, question in asked:
+        for place, question in questions:
             text, first_token = self._ask(context, question)
             is_right = question.is_answered(text)
             right.setdefault(place.task, []).append(is_right)
             self._answers.add(
-                Answer(place, question.depth, question.text, question.values, text, is_right, held, speed, first_token)
+                Answer(
+                    place,
+                    question.depth,
+                    question.text,
+                    question.values,
+                    text,
+                    is_right,
+                    num_tokens,
+                    speed,
+                    first_token,
+                )
             )
         for task, found in right.items():
-            tell(f"  {task}: {sum(found)} of {len(found)}")
+            log(f"  {task}: {sum(found)} of {len(found)}")
 
     def _ask(self, context: str, question: Question) -> tuple[str, float]:
         """The answer, and the seconds to its first token."""
@@ -116,7 +128,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, metavar="TOKENS")
     parser.add_argument("--questions", type=int, default=100, help="per task and length")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--instruction", default="", help="what to say before each question")
+    parser.add_argument("--instruction", default="", help="instruction before each question")
     parser.add_argument("--max-tokens", type=int, default=96, help="of an answer")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of needle.jsonl, needle.json and needle.png")
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""Answers on disk, one line each, so that a measurement that broke off goes on where it stopped; and their table."""
+"""Answers on disk, one line each, so that an interrupted measurement resumes; and their table."""
 
 from collections.abc import Iterable, Iterator
 from math import sqrt
@@ -9,7 +9,7 @@ import msgspec
 Z = 1.959964
 """Two-sided 95 % quantile of the normal distribution."""
 DEPTHS = 10
-"""Parts of a document that accuracy is told for."""
+"""Parts of a document by which accuracy is reported."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -27,7 +27,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What was asked, what was said, and whether that was right. Times in seconds, lengths in tokens."""
+    """A question, its answer, and whether the answer was right. Times in seconds, lengths in tokens."""
 
     place: Place
     depth: float | None
@@ -99,9 +99,9 @@ def _row(model: str, task: str, tokens: int, depth: float | None, group: list[An
     }
 
 
-def wilson(right: int, asked: int) -> tuple[float, float]:
+def wilson(right: int, total: int) -> tuple[float, float]:
     """The 95 % score interval of a share (Wilson 1927)."""
-    share = right / asked
-    centre = share + Z * Z / (2 * asked)
-    spread = Z * sqrt(share * (1 - share) / asked + Z * Z / (4 * asked * asked))
-    return max(0.0, (centre - spread) / (1 + Z * Z / asked)), min(1.0, (centre + spread) / (1 + Z * Z / asked))
+    share = right / total
+    centre = share + Z * Z / (2 * total)
+    spread = Z * sqrt(share * (1 - share) / total + Z * Z / (4 * total * total))
+    return max(0.0, (centre - spread) / (1 + Z * Z / total)), min(1.0, (centre + spread) / (1 + Z * Z / total))

@@ -51,5 +51,5 @@ def _panel(axis: Any, rows: list[Row], task: str, lengths: list[int]) -> Any:
 
 
 def short(tokens: int) -> str:
-    """A length as charts tell it."""
+    """A length as an axis label."""
     return f"{tokens // 1_000_000}M" if tokens >= 1_000_000 else f"{tokens // 1000}k"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from longleaf.client import Client
-from longleaf.demo.facts import HELD_OUT_WORDS, Fact, is_correct, make_fact, make_value, without_value
+from longleaf.demo.facts import EVALUATION_WORDS, Fact, is_correct, make_fact, make_value, without_value
 from longleaf.demo.haystack import DISTRACTOR_EVERY, canonical, cut, distinct_facts, library_text, plant, room
 
 NOISE = "The wind went over the field. The river ran on. Nobody was there to see it. The day was long.\n"
@@ -145,14 +145,14 @@ def _near(rng: random.Random, key: str) -> str:
     mark = next(mark for mark in " -_" if mark in key)
     parts = key.split(mark)
     place = rng.choice((-1, -1, 0))
-    new = str(rng.randrange(10, 1000)) if parts[place].isdigit() else rng.choice(HELD_OUT_WORDS)
+    new = str(rng.randrange(10, 1000)) if parts[place].isdigit() else rng.choice(EVALUATION_WORDS)
     parts[place] = new.title() if parts[place].istitle() else new
     return mark.join(parts)
 
 
 def _with_value(rng: random.Random, fact: Fact) -> Fact:
     """A fact about the same key with a new value."""
-    made = make_fact(rng, fact.key, make_value(rng, HELD_OUT_WORDS))
+    made = make_fact(rng, fact.key, make_value(rng, EVALUATION_WORDS))
     return Fact(made.key, made.value, made.sentence, made.question, made.expected)
 
 

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUnknownMemberType=false
-"""Command line of what kernels of GPUs take, see `bench.occupancy`."""
+"""Command line of the resource table of GPU kernels, see `bench.occupancy`."""
 
 import argparse
 import re
@@ -24,14 +24,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=".*", metavar="PATTERN", help="variants whose whole name matches")
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--fresh", action="store_true", help="compile, and print the table of what was compiled")
+    parser.add_argument("--fresh", action="store_true", help="compile, and print the table of the result")
     parser.add_argument("--write", action="store_true", help=f"compile, and write it into {golden.PATH.name}")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
     return parser.parse_args(arguments)
 
 
 def compiled(wanted: Sequence[Pair], num_jobs: int) -> Iterator[tuple[Pair, Resources | str]]:
-    """What the compiler says of some variants for some targets, or why it refuses."""
+    """The compiler's figures for some variants and targets, or the reason of a refusal."""
     with ProcessPoolExecutor(num_jobs) as pool:
         for pair, used in zip(wanted, pool.map(compile_pair, wanted, chunksize=4), strict=True):
             print(f"  {pair[1]:7} {pair[0]}: {used}", file=sys.stderr, flush=True)
@@ -42,7 +42,7 @@ def compile_pair(pair: Pair) -> Resources | str:
     name, target = pair
     try:
         return compile_variant(by_name(target)[name], TARGETS[target])
-    except Exception as error:  # compilers raise anything, and the other variants shall be told of
+    except Exception as error:  # compilers raise arbitrary errors, and the other variants are still reported
         return f"{type(error).__name__}: {error.__cause__ or error}"
 
 
@@ -58,7 +58,7 @@ def all_names() -> list[str]:
 
 
 def fresh(names: Sequence[str], targets: Sequence[str], num_jobs: int) -> tuple[golden.Table, int]:
-    """The table of what is compiled now, and how many were refused."""
+    """The table of the variants compiled now, and the number of refusals."""
     table: golden.Table = {name: {} for name in names}
     wanted = [(name, target) for name in names for target in targets if name in by_name(target)]
     num_refused = 0
@@ -71,7 +71,7 @@ def fresh(names: Sequence[str], targets: Sequence[str], num_jobs: int) -> tuple[
 
 
 def bounds(table: golden.Table, targets: Sequence[str]) -> Iterator[str]:
-    """Lines that say what bounds the kernels of attention."""
+    """Lines with the bounds of the attention kernels."""
     head = "programs KiB in flight  memory  arithmetic  matrix   bound"
     yield f"{'variant':32} {'target':8} {head}"
     for name, row in table.items():

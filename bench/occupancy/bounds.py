@@ -1,18 +1,18 @@
 # pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUnknownMemberType=false
-"""What bounds a kernel that reads keys, as a share of the bandwidth of a device.
+"""Bounds of a kernel that reads keys, as a share of the bandwidth of a device.
 
-Three rates in bytes per nanosecond and multiprocessor are held against the memory's share of it. The bound is the
+Three rates in bytes per nanosecond and multiprocessor are compared with the memory's share of it. The bound is the
 smallest of them over that share, and at most 1:
 
-    memory      By Little's law bytes arrive at the rate of (bytes under way) / latency. Under way are those of
-                `num_stages` - 1 tiles of each program that a multiprocessor has at once.
+    memory      By Little's law bytes arrive at the rate of (bytes in flight) / latency. In flight are those of
+                `num_stages` - 1 tiles of each program that a multiprocessor runs at once.
     arithmetic  A turn of the loop over tiles keeps each of four schedulers busy for the cycles that `sass` counts, for
                 each of its warps. A multiprocessor's programs share the schedulers.
     matrix      Products of a tile, padded as they are computed, over the rate of tensor cores, or of float32.
 
-Latency is that of a memory under full load, some three times that of an idle one (about 480 cycles, or 270 ns, on an
-H100: Luo et al., arXiv 2402.13499). A bound is no measurement: waits inside a turn, bank conflicts, the fold that
-follows, and the launch are not in it.
+Latency is that of a memory under full load, about three times that of an idle one (about 480 cycles, or 270 ns, on an
+H100: Luo et al., arXiv 2402.13499). A bound is no measurement: it leaves out waits inside a turn, bank conflicts, the
+fold that follows, and the launch.
 """
 
 from typing import NamedTuple
@@ -43,7 +43,7 @@ class Bound(NamedTuple):
     """Of a multiprocessor."""
     memory: float
     arithmetic: float
-    """0: not told."""
+    """0: unknown."""
     matrix: float
 
     @property

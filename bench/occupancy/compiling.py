@@ -18,7 +18,7 @@ from longleaf.kernels.gpu.variants import KernelVariant
 
 
 class Resources(NamedTuple):
-    """What one program of a compiled kernel takes."""
+    """Resources of one program of a compiled kernel."""
 
     registers: int
     """Of a thread."""
@@ -27,7 +27,7 @@ class Resources(NamedTuple):
     shared: int
     """Bytes of shared memory."""
     cycles: int = 0
-    """Of a scheduler, that a warp's turn of the loop over tiles takes; 0: no such loop, or not told."""
+    """Cycles of a scheduler for one warp's turn of the loop over tiles; 0: no such loop, or unknown."""
 
     def __str__(self) -> str:
         return "/".join(map(str, self))
@@ -38,7 +38,7 @@ class Resources(NamedTuple):
 
 
 def compile_variant(variant: KernelVariant, target: Target) -> Resources:
-    """What the compiler makes of a variant. Raises whatever it raises."""
+    """Compiles a variant. Any error of the compiler propagates."""
     names = list(variant.signature)
     source = ASTSource(
         fn=variant.kernel,
@@ -54,10 +54,10 @@ def compile_variant(variant: KernelVariant, target: Target) -> Resources:
 
 
 def _of_amd(assembly: str, shared: int) -> Resources:
-    def told(name: str) -> int:
+    def metadata_value(name: str) -> int:
         return int(re.search(rf"\.{name}:\s+(\d+)", assembly)[1])  # pyright: ignore[reportOptionalSubscript]
 
-    return Resources(told("vgpr_count"), told("private_segment_fixed_size"), shared)
+    return Resources(metadata_value("vgpr_count"), metadata_value("private_segment_fixed_size"), shared)
 
 
 def _of_nvidia(cubin: bytes, shared: int) -> Resources:

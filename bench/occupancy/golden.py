@@ -1,4 +1,4 @@
-"""The golden table: what each variant takes on each target, as text that a person can read and compare."""
+"""The golden table: resources of each variant on each target, as readable text."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ PATH = Path(__file__).resolve().parents[2] / "tests/triton/resources.txt"
 HEAD = """\
 # Kernels compiled ahead of time with Triton {triton}; written by `python -m bench.occupancy --write`.
 # Registers of a thread / bytes that it spills / bytes of shared memory of a program / busy cycles of a turn of the loop
-# over tiles (0: not told, see bench/occupancy/sass.py).
+# over tiles (0: unknown, see bench/occupancy/sass.py).
 """
 
 Table = dict[str, dict[str, Resources]]

@@ -15,10 +15,12 @@ PIPES = {
     **dict.fromkeys(("MUFU", "I2F", "F2I", "F2F"), SPECIAL),
     **dict.fromkeys(("LDS", "LDSM", "STS", "SHFL", "LDGSTS"), SHARED),
 }
-"""Who executes an instruction, besides the scheduler that issues it."""
+"""The unit that executes an instruction, besides the scheduler that issues it."""
 CYCLES = {FLOAT: 1, INTEGER: 2, SPECIAL: 8, SHARED: 4}
-"""Cycles of a scheduler's share of the unit that an instruction of a warp takes: of the results per cycle that the CUDA
-C++ Programming Guide names for a multiprocessor (128, 64, 16; shared memory: 128 bytes), a scheduler has a quarter."""
+"""Cycles that an instruction of a warp occupies a scheduler's share of its unit. A scheduler has a quarter of the
+results per cycle that the CUDA C++ Programming Guide names for a multiprocessor (128, 64, 16; shared memory: 128
+bytes).
+"""
 
 
 class Instruction(NamedTuple):
@@ -33,7 +35,7 @@ class Instruction(NamedTuple):
 
     @property
     def cycles(self) -> int:
-        """Of the unit in PIPES."""
+        """Cycles of the unit in PIPES."""
         pipe = PIPES[self.stem]
         is_wide = self.name.endswith(".4") if self.stem == "LDSM" else ".128" in self.name and self.stem != "LDS"
         return CYCLES[pipe] * (4 if is_wide else 1)

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUnknownMemberType=false
-"""The GPUs that kernels are compiled for: what a multiprocessor holds, and how fast a device of its kind is."""
+"""The GPUs for which kernels are compiled: resources of a multiprocessor, and the speed of the device."""
 
 from typing import Any, NamedTuple
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.subjects import EMBEDDED, Subject, subject
 from bench.overhead.clients import ask, ingest
@@ -84,10 +84,10 @@ async def measure(
     with TemporaryDirectory(prefix="longleaf-bench-") as folder:
         async with serving(config, measured, Path(folder)) as (decodes, address):
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-                tell(f"ingesting {context} tokens")
+                log(f"ingesting {context} tokens")
                 await loop.run_in_executor(pool, ingest, address, ids)
                 for batch in batches:
-                    tell(f"batch {batch}")
+                    log(f"batch {batch}")
                     decodes.by_rows.clear()
                     messages = await loop.run_in_executor(pool, ask, address, batch, num_tokens)
                     steps.append(decodes.by_rows[batch][WARM_UP_STEPS:])
@@ -112,7 +112,7 @@ def row(found: list[Gap], batch: int) -> dict[str, float]:
 
 @asynccontextmanager
 async def serving(config: EngineConfig, measured: Subject, folder: Path) -> AsyncIterator[tuple[DecodeSteps, str]]:
-    """A service on a port of its own, without Ray; it ends with the block, and then the times lie in `folder`."""
+    """A service on its own port, without Ray. It stops at the end of the block, and then the times are in `folder`."""
     control, fleet, decodes = RankManager(config), LocalFleet(TimedMain(folder)), DecodeSteps()
     engine = Engine(control, config, measured.max_positions, observe=decodes.note)
     running: asyncio.Task[None] | None = None

@@ -27,7 +27,7 @@ class StepTime(NamedTuple):
 
 
 Times = Mapping[int, StepTime]
-"""Of one rank, by step."""
+"""Times of one rank, by step."""
 
 
 class TimedRank:
@@ -92,7 +92,7 @@ class TimedMain:
 
 
 def read(folder: Path, world_size: int) -> list[Times]:
-    """What the ranks wrote, in their order."""
+    """The times that the ranks wrote, in rank order."""
     found = [json.loads(_path(folder, rank).read_text()) for rank in range(world_size)]
     return [{int(step): StepTime(*times) for step, times in by_step.items()} for by_step in found]
 

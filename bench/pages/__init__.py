@@ -1,1 +1,1 @@
-"""Pages of markdown about what was measured, from templates that look like them."""
+"""Markdown pages of results, rendered from templates of the same shape."""

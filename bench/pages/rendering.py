@@ -10,7 +10,7 @@ Row = Mapping[str, Any]
 
 
 def render(name: str, **values: object) -> str:
-    """The page called `name`. Raises UndefinedError when a row lacks what the page shows."""
+    """The page called `name`. Raises UndefinedError if a row lacks a value that the page shows."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,

@@ -1,1 +1,1 @@
-"""Latency and bandwidth: what each merge and each ring does, counted, and what that costs on a machine."""
+"""Latency and bandwidth: counts of the operations of each merge and ring, and their predicted cost on a machine."""

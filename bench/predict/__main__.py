@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.harness.arguments import RESULTS, tell
+from bench.harness.arguments import RESULTS, log
 from bench.predict import cluster, constants
 from bench.predict.chart import draw
 from bench.predict.measured import KINDS, Missing, Row, fits, load
@@ -45,14 +45,14 @@ def parse() -> argparse.Namespace:
 
 
 def here(folder: Path, seed: int) -> dict[str, Any]:
-    """The fits to this machine's rows, and what rows are missing; that is told on stderr, too."""
+    """The fits to this machine's rows, and the missing rows, which are also printed to stderr."""
     rows: list[Row] = []
     missing: list[str] = []
     for name in KINDS:
         try:
             rows += load(folder / name)
         except Missing as error:
-            tell(str(error))
+            log(str(error))
             missing.append(str(error))
     return {"fits": fits(rows, seed), "missing": missing}
 
@@ -88,7 +88,7 @@ def fit_lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def cluster_lines(found: dict[str, Any]) -> Iterator[str]:
-    """The half that rests on published figures."""
+    """The half of the page that uses published figures."""
     yield "PUBLISHED CONSTANTS (nothing from the half above)"
     for row in found["constants"]:
         yield f"  {row['what']}: {row['value']:g} {row['unit']} ({row['kind']}: {row['source']})"

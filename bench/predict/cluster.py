@@ -1,4 +1,4 @@
-"""The paper's cluster, modelled with published constants, beside what the paper says."""
+"""The paper's cluster, modelled with published constants, compared with the paper's results."""
 
 from typing import Any
 
@@ -98,7 +98,7 @@ def disagreements(speed_ups: list[dict[str, Any]], table: list[dict[str, Any]]) 
     hops = [row["missing_per_hop_us"] for row in table]
     exchange = checks()[-1]
     ratio = (
-        f"Speed-up: the paper says about {last['published']:g} on 128 GPUs at 5.12M tokens, the model "
+        f"Speed-up: the paper reports about {last['published']:g} on 128 GPUs at 5.12M tokens, the model "
         f"{last['ring_over_paper_merge']:,.0f}, for 127 hops of 328 MB take 0.8 s even at full link speed. Likely the "
         "published times hold a cost that both methods pay: the public script times a single call from Python, with "
         f"compilation and without warm-up (Zyphra/tree_attention, tree_shard_test.py). {last['common_cost_s']} s of it "
@@ -106,7 +106,7 @@ def disagreements(speed_ups: list[dict[str, Any]], table: list[dict[str, Any]]) 
     )
     decoding = (
         "Table 1 times whole models, prefill at least partly included, so ratios cannot be compared: only ring minus "
-        f"tree, where what both do cancels. Of that the model lacks {min(hops):,.0f} to {max(hops):,.0f} us per hop. "
+        f"tree, where the common work cancels. The model lacks {min(hops):,.0f} to {max(hops):,.0f} us per hop of it. "
         "Likely host work, since the authors' code starts sends and receives from Python and waits for them on every "
         "hop, and links that do not reach their full rate."
     )
@@ -115,7 +115,7 @@ def disagreements(speed_ups: list[dict[str, Any]], table: list[dict[str, Any]]) 
     )
     exchanges = (
         f"The constants flatter exchanges between nodes: {exchange['what']} as published, {exchange['modelled_us']} us "
-        "as modelled. What is said here of `exchange`, `hierarchy` and `butterfly` across nodes is a lower bound."
+        "as modelled. The figures for `exchange`, `hierarchy` and `butterfly` across nodes are a lower bound."
     )
     return [ratio, decoding, others, exchanges]
 

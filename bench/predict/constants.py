@@ -1,4 +1,4 @@
-"""Published figures of machines and of the paper, each with its source. Nothing here was measured in this project."""
+"""Published figures of machines and the paper, each with its source. None was measured in this project."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -105,8 +105,8 @@ CHECKS = (
 def published(calibration: Calibration) -> Terms:
     """Seconds per term on DGX H100 nodes.
 
-    `solved` keeps the tuner's hop inside a node, which the measured all-reduces do not tell apart from the cost of an
-    operation, and solves for that cost and for the hop between nodes.
+    `solved` keeps the tuner's hop inside a node, because the measured all-reduces cannot separate it from the cost of
+    an operation, and solves for that cost and for the hop between nodes.
     """
     operation, near, far = OPERATION.value, NEAR_ROUND.value, FAR_ROUND.value
     if calibration == "solved":

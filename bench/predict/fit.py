@@ -19,7 +19,7 @@ SMALLEST_SHARE = 0.1
 
 
 class Point(NamedTuple):
-    """A measured latency, and what the formulas count for it."""
+    """A measured latency, and the terms that the formulas count for it."""
 
     name: str
     work: Work

@@ -1,9 +1,9 @@
-"""What a step of attention does, counted: calls, rounds, messages, bytes. No number here was measured.
+"""Counts of a step of attention: calls, rounds, messages, bytes. No number here was measured.
 
-An algorithm is a list of operations; a library turns an operation into rounds and messages; a cluster says which of
-them cross between nodes. Multiplied with the seconds that each term costs, the counts give a latency.
+An algorithm is a list of operations; a library turns an operation into rounds and messages; a cluster determines which
+of them cross between nodes. Multiplied with the seconds that each term costs, the counts give a latency.
 
-Sources: Tree Attention (arXiv 2408.04093, equations 8 to 14) for the volumes of all-reduces and of ring; NCCL's
+Sources: Tree Attention (arXiv 2408.04093, equations 8 to 14) for the volumes of all-reduces and ring; NCCL's
 src/graph/tuning.cc for its trees and rings; gloo's allreduce.cc and alltoall.cc.
 """
 
@@ -171,9 +171,9 @@ def tree_work(merge: str, cluster: Cluster, shape: Shape, context_tokens: float,
 
 
 def ring_work(cluster: Cluster, shape: Shape, context_tokens: float, library: Library) -> Work:
-    """Keys go round: in each of N - 1 hops a rank passes a block on, and computes on the one it has.
+    """Keys travel around the ring: in each of N - 1 hops a rank passes a block on, and computes on the one it has.
 
-    The block that arrives last is computed on by itself.
+    The computation on the last block overlaps with no transfer.
     """
     block = shape.kv_bytes(context_tokens / cluster.world_size)
     hop = library(Operation("shift", "world", block), cluster)

@@ -37,7 +37,7 @@ def gloo(operation: Operation, cluster: Cluster) -> Terms:
 
 
 def shared_memory(operation: Operation, cluster: Cluster) -> Terms:
-    """Inside a node each rank writes its tensor once and reads what the others wrote; gloo between nodes."""
+    """Inside a node each rank writes its tensor once and reads those of the others; gloo between nodes."""
     nodes, ranks = cluster.group(operation.scope)
     if nodes > 1:
         # memory copies cost something else than gloo's, which are counted with the bytes between nodes

@@ -45,7 +45,7 @@ class MergeRow(msgspec.Struct, frozen=True):
         cluster = Cluster(self.nodes, self.world_size // self.nodes)
         work = tree_work(self.merge, cluster, shape, 0, LIBRARIES[self.transport])
         name = f"{self.merge}, {cluster.num_nodes}x{cluster.ranks_per_node}, {self.batch} rows"
-        # to gloo, nodes on one host are groups and nothing more; shared memory leaves what crosses between them to gloo
+        # for gloo, nodes on one host are only groups; shared memory leaves the traffic between them to gloo
         scale = turns(self.transport, self.world_size, self.machine, has_links=self.transport != "gloo")
         return Point(name, work.scaled(scale), self.latency_us_median / 1e6)
 
@@ -123,7 +123,7 @@ def load(path: Path) -> list[Row]:
             found = found.get("rows")
         return [msgspec.convert({**common, **row}, kind) for row in found]
     except (msgspec.MsgspecError, TypeError) as error:
-        raise Missing(f"{path} has no rows as expected ({error}); make it anew with: {command}") from error
+        raise Missing(f"{path} has no rows as expected ({error}); regenerate it with: {command}") from error
 
 
 def fits(rows: list[Row], seed: int) -> list[dict[str, Any]]:
@@ -138,11 +138,12 @@ def fits(rows: list[Row], seed: int) -> list[dict[str, Any]]:
 
 
 def turns(transport: str, world_size: int, machine: Machine, *, has_links: bool) -> Callable[[Terms], Terms]:
-    """How terms fall on this machine, where ranks without a processor of their own take turns.
+    """Scales the terms for this machine, where ranks without a separate processor take turns.
 
-    What takes a processor counts as often as ranks share one; waiting and the links between hosts do not. Without such
-    links a round is a round, and bytes are only copied. On GPUs every rank has a processor. Where logical processors
-    are threads of one core and nothing tells, ranks get less than is assumed here, which shows in the errors.
+    Terms that use a processor count as often as ranks share one; waiting and the links between hosts do not. Without
+    such links a round counts once, and bytes are only copied. On GPUs every rank has a processor. Where logical
+    processors are threads of one core and the system does not report it, ranks get less than is assumed here, which
+    shows in the errors.
     """
     times = 1.0 if transport == "nccl" else max(1.0, world_size / machine.logical_cores)
 

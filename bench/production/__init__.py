@@ -1,1 +1,1 @@
-"""What the settings of production cost: encryption, credentials, metrics and a log that says more."""
+"""The cost of production settings: encryption, credentials, metrics and verbose logs."""

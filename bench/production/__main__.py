@@ -1,29 +1,28 @@
-"""What the settings of production cost: services with everything off against services with all that a public one sets.
+"""The cost of production settings: services with all of them on compared with services with all off.
 
-All is measured with the embedded model and real services, started as a user would start them. Usage:
+All parts use the embedded model and real services, started with the public command. Usage:
 
     python -m bench.production --json                                    # all parts
-    python -m bench.production --only cost --repeats 2 --seconds 0.5     # some, smaller
+    python -m bench.production --only cost --repeats 2 --seconds 0.5     # one part, smaller
     python -m bench.production --only cost --into production.json        # puts one part into a file with others
 
-cost       TLS, credentials of 20 tenants, metrics that are asked for once a second, and JSON logs of level info,
-           against all of these off: tokens per second of 16 streams over one connection, what the coordinator computes
-           per token (cpu_us_per_token) and what the client does (client_us_per_token), the first token on a connection
-           that is there, and on a new one (connected). Each repeat starts one service with the settings and two
-           without, which are asked by turns of `--seconds`. off_by_off tells what two services differ by that are the
-           same. ratio is of medians, with the least and the most of single repeats; turn_ratio is the median of the
-           ratios of turns that followed one another
-rotation   from the moment at which certificate and key are others until a new connection is shown that (shown_s), while
-           16 streams go on; `--seconds` is the longest time between two rotations
-flood      10,000 calls a second with wrong credentials are wanted: how many the service refuses (per_s), what it
-           computes of each (cpu_us_per_call) when nothing else goes on, and the share of their pace that 16 streams
-           keep beside them (kept). good: as many calls of the same method with credentials that are right; fewer:
-           1,000 a second; limited: the callers are so nice (19) that they get only what nobody else wants of a
-           processor. caller_cores: how many processors they took; elsewhere they would have machines of their own.
-           other_codes: of calls that callers broke off in the end (CANCELLED)
-others     cores that work took which is no part of this
+cost       TLS, credentials of 20 tenants, metrics that are scraped once a second, and JSON logs of level info,
+           against all of these off: tokens per second of 16 streams over one connection, CPU time per token
+           of the coordinator (cpu_us_per_token) and the client (client_us_per_token), the first token on an existing
+           connection, and on a new one (connected). Each repeat starts one service with the settings and two without,
+           which are measured in turns of `--seconds`. off_by_off is the difference between the two equal services.
+           ratio is of medians, with the least and the most of single repeats; turn_ratio is the median of the ratios
+           of successive turns
+rotation   from the change of certificate and key until a new connection gets the new certificate (shown_s), while 16
+           streams continue; `--seconds` is the longest time between two rotations
+flood      10,000 calls a second with wrong credentials are attempted: the number that the service refuses (per_s), its
+           CPU time for each (cpu_us_per_call) while idle, and the relative speed of 16 streams beside them (kept).
+           good: as many calls of the same method with valid credentials; fewer: 1,000 a second; limited: the callers
+           run at nice 19, so that they get only idle processor time. caller_cores: processors that the callers used;
+           elsewhere they would have separate machines. other_codes: calls that callers cancelled at the end (CANCELLED)
+others     cores used by work outside this measurement
 
-Clients and service share the machine: what encryption costs the clients is counted as well.
+Clients and service share the machine: the clients' cost of encryption is included.
 """
 
 import argparse
@@ -31,7 +30,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from bench.durable.options import Row
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.parts import parser_of, run_parts
 from bench.production import cost, flood, rotation
 from bench.production.options import Options
@@ -78,7 +77,7 @@ def measure(name: str, given: argparse.Namespace) -> Row:
     options = Options(
         repeats=given.repeats or part.repeats, seconds=given.seconds or part.seconds, world_size=given.world_size
     )
-    tell(f"{name}: {options.repeats} repeats")
+    log(f"{name}: {options.repeats} repeats")
     others = Others()
     found = part.measure(options)
     return {"others": round(others.cores, 2), **found}

@@ -16,7 +16,7 @@ READ_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CallLoad:
     """The parameters of a caller."""
 
     address: str
@@ -58,7 +58,7 @@ class Caller:
     @property
     def room(self) -> int:
         """Calls that may be sent now."""
-        is_full = self._answers.is_leaving or self._stream + 2 * MAX_OPEN > MAX_STREAM
+        is_full = self._answers.is_draining or self._stream + 2 * MAX_OPEN > MAX_STREAM
         return 0 if is_full else MAX_OPEN - (self.sent - self.ended)
 
     def send(self, count: int) -> None:
@@ -77,24 +77,24 @@ class Caller:
         self._writer.transport.abort()
 
 
-def call(asked: Asked) -> Called:
+def call(load: CallLoad) -> Called:
     """Makes calls for the configured seconds, at the target rate or as fast as answers arrive. Raises OSError when the
     port is closed."""
-    return asyncio.run(_call(asked))
+    return asyncio.run(_call(load))
 
 
-async def _call(asked: Asked) -> Called:
-    trusting = ssl.create_default_context(cafile=asked.tls_ca)
+async def _call(load: CallLoad) -> Called:
+    trusting = ssl.create_default_context(cafile=load.tls_ca)
     trusting.set_alpn_protocols(["h2"])
-    host, _, port = asked.address.rpartition(":")
-    made = Call(asked.path, asked.address, asked.credential)
+    host, _, port = load.address.rpartition(":")
+    made = Call(load.path, load.address, load.credential)
     callers = list[Caller]()
     for _ in range(CONNECTIONS):
-        found = await asyncio.open_connection(host, int(port), ssl=trusting, local_addr=(asked.host, 0))
+        found = await asyncio.open_connection(host, int(port), ssl=trusting, local_addr=(load.host, 0))
         callers.append(Caller(*found, made))
     reading = [asyncio.create_task(caller.read()) for caller in callers]
     began, cpu = time.perf_counter(), _cpu()
-    await _send(callers, asked, began)
+    await _send(callers, load, began)
     cpu = _cpu() - cpu
     for task, caller in zip(reading, callers, strict=True):
         task.cancel()
@@ -103,9 +103,9 @@ async def _call(asked: Asked) -> Called:
     return Called(sum(caller.sent for caller in callers), sum(caller.ended for caller in callers), cpu)
 
 
-async def _send(callers: list[Caller], asked: Asked, began: float) -> None:
-    while (passed := time.perf_counter() - began) < asked.seconds:
-        due = int(asked.rate * passed) - sum(caller.sent for caller in callers)
+async def _send(callers: list[Caller], load: CallLoad, began: float) -> None:
+    while (passed := time.perf_counter() - began) < load.seconds:
+        due = int(load.rate * passed) - sum(caller.sent for caller in callers)
         for number, caller in enumerate(callers):
             share = -(-due // (len(callers) - number))
             count = max(0, min(share, caller.room))

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from bench.durable.options import Goal, Row, latency, spread
-from bench.harness.arguments import tell
+from bench.harness.arguments import log
 from bench.metrics import timed
 from bench.production.options import Options, result
 from bench.production.services import Running, everything_off, production, running
@@ -51,7 +51,7 @@ def measure(options: Options) -> Row:
     for number in range(options.repeats):
         rounds.append(_round(number, options))
         rates = ", ".join(f"{found.tokens_per_s:.0f}" for found in rounds[-1])
-        tell(f"round {number + 1}: {rates} tokens/s with all off, with production's settings, with all off again")
+        log(f"round {number + 1}: {rates} tokens/s with all off, with production's settings, with all off again")
     return summary(options, rounds)
 
 

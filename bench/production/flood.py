@@ -14,8 +14,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from bench.durable.options import Goal, Row
-from bench.harness.arguments import tell
-from bench.production.callers import Asked, Called, call
+from bench.harness.arguments import log
+from bench.production.callers import Called, CallLoad, call
 from bench.production.options import Options, result
 from bench.production.services import Running, production, running
 from bench.production.streams import STREAMS, Streams
@@ -35,7 +35,7 @@ METHOD = "ListContexts"
 PATH = f"/longleaf.v1.ContextService/{METHOD}"
 LEAD_SECONDS = 0.5
 """Calls begin this long before the measurement and continue this long after it."""
-SETTLE_SECONDS = 1.5
+QUIET_SECONDS = 1.5
 """Until the last refused calls, which wait for a second, have gone."""
 REFUSED, ANSWERED = "UNAUTHENTICATED", "OK"
 WANTED_KEPT = 0.9
@@ -87,13 +87,13 @@ class Flood:
         turns.codes += codes
         turns.per_s.append(codes[turns.code] / seconds)
         turns.cpu_us.append(cpu / max(1, codes[turns.code]) * 1e6)
-        await asyncio.sleep(SETTLE_SECONDS)
+        await asyncio.sleep(QUIET_SECONDS)
 
     @asynccontextmanager
     async def _calls(self, turns: Turns, rate: float, nice: int) -> AsyncIterator[None]:
         """They are made while the block runs; it must take as long as a turn. Raises OSError."""
         access = self._service.settings.access
-        requested = Asked(
+        requested = CallLoad(
             address=self._service.address,
             tls_ca=str(access.get("tls_ca")),
             host=ELSEWHERE,
@@ -158,7 +158,7 @@ async def _measure(service: Running, callers: dict[int, Executor], options: Opti
                     # As many good calls as there were wrong ones.
                     rate = beside[case.as_many_as].per_s[-1] if case.as_many_as else case.rate
                     await flood.turn(beside[name], rate, case.nice, streams)
-                tell(f"turn {number + 1}: " + ", ".join(f"{name} {beside[name].kept[-1]:.2f}" for name in CASES))
+                log(f"turn {number + 1}: " + ", ".join(f"{name} {beside[name].kept[-1]:.2f}" for name in CASES))
     return summary(options, quiet, beside, streams.errors)
 
 

@@ -1,8 +1,8 @@
-"""Calls of gRPC as a client makes them that costs next to nothing: bytes that are ready, and answers that are counted.
+"""gRPC calls of a client that costs next to nothing: prepared bytes, and answers that are only counted.
 
-A client with a library computes as much for a call as the service does, and clients of a measurement share the
-service's machine. Of HTTP/2 this knows what a burst of equal calls needs: headers that are not compressed, no message
-of more than a frame, and room for all answers from the beginning.
+A client library computes as much for a call as the service does, and the clients of a measurement share the service's
+machine. This implements the part of HTTP/2 that a burst of equal calls needs: uncompressed headers, no message larger
+than a frame, and flow-control windows for all answers from the start.
 """
 
 import struct
@@ -55,23 +55,23 @@ class Call:
 
 
 class Answers:
-    """What comes back on a connection."""
+    """Frames received on a connection."""
 
     def __init__(self) -> None:
         self._buffer = b""
         self.num_ended = 0
         """Calls that were answered to their end."""
-        self.is_leaving = False
+        self.is_draining = False
         """Whether the service wants no more calls on this connection."""
 
     def take(self, data: bytes) -> bytes:
-        """Counts what is in `data`; returns what must be sent for it."""
+        """Counts the frames in `data`; returns the bytes to send in reply."""
         replies = list[bytes]()
         for kind, flags, payload in self._frames(data):
             if kind in (HEADERS, DATA):
                 self.num_ended += bool(flags & END_STREAM)
             elif kind == GOAWAY:
-                self.is_leaving = True
+                self.is_draining = True
             elif kind in (PING, SETTINGS) and not flags & ACK:
                 replies.append(frame(kind, ACK, 0, payload if kind == PING else b""))
         return b"".join(replies)

@@ -1,4 +1,4 @@
-"""How much is measured, and how what was found is told."""
+"""Size of a measurement, and the format of its result."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ class Options:
     repeats: int
     """Rounds, rotations or turns."""
     seconds: float
-    """Of each turn."""
+    """Duration of each turn."""
     world_size: int
 
 
 def result(options: Options, figures: Mapping[str, object], goals: Sequence[Goal]) -> Row:
-    """What a part found."""
+    """The result of a part."""
     reported = {"repeats": options.repeats, "seconds": options.seconds, "world_size": options.world_size}
     return {**reported, **figures, "goals": [goal.as_row() for goal in goals]}

@@ -1,4 +1,4 @@
-"""What other work has computed on this machine meanwhile."""
+"""CPU time of other work on this machine during a measurement."""
 
 import time
 from contextlib import suppress
@@ -20,7 +20,7 @@ class Others:
 
 
 def own_seconds() -> float:
-    """What this process and those that it started have computed."""
+    """CPU seconds of this process and its descendants."""
     this = psutil.Process()
     return sum(_seconds(process) for process in (this, *this.children(recursive=True)))
 

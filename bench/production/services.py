@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.durable.service import KeptService, free_port
+from bench.durable.service import TimedService, free_port
 from bench.harness.service import START_SECONDS
 from longleaf.client.channels import Access
 from longleaf.config import LOOPBACK, EngineConfig, embedded_model
@@ -101,5 +101,5 @@ def running(settings: Settings, world_size: int) -> Iterator[Running]:
     command = coordinator_command(
         config, host=LOOPBACK, port=0, launcher="local", security=settings.security, telemetry=settings.telemetry
     )
-    with KeptService(command) as service:
+    with TimedService(command) as service:
         yield Running(service.wait_ready(START_SECONDS), settings, psutil.Process(service.pid))

@@ -1,1 +1,1 @@
-"""Whether the sources that are told of answers are where the answers stand, and what it costs to tell them."""
+"""Accuracy of the reported sources of answers, and the cost of reporting them."""

@@ -1,19 +1,20 @@
-"""Whether the sources that are told of answers are where the answers stand, and what it costs to tell them.
+"""Accuracy of the reported sources of answers, and the cost of reporting them.
 
 Documents and questions are those of bench.needle: single facts, facts among near duplicates, and keys that the document
 does not hold. Usage:
 
     python -m bench.provenance --json                                    # the embedded model; takes hours
     python -m bench.provenance --lengths 4000 64000 --questions 20
-    python -m bench.provenance --model random-llama --lengths            # what it costs another model, and nothing else
-    python -m bench.provenance --model FOLDER --into provenance.json     # another model, beside what is in the file
+    python -m bench.provenance --model random-llama --lengths            # only the cost, for another model
+    python -m bench.provenance --model FOLDER --into provenance.json     # another model, beside the rows in the file
 
-Rows tell of right answers, and of wrong ones apart, in how many of them (`of`) the first source, or one of the first
-three, is where the fact stands, and in how many hiding it costs the answer most. held_or_absent: how well the first
-source's share, and the largest drop, tell right answers of the text from keys that it does not hold (area under the ROC
-curve); `invented`: to how many of those keys the model gave a value all the same. cost: milliseconds per token of an
-answer without and with sources. Methods are raw and contrast, as in docs/provenance.md. `--model` measures without
-targets: wants are for the embedded model up to 256,000 tokens. With `--into FILE.json` there is a picture beside it.
+Rows count, for right and for wrong answers separately, in how many of them (`of`) the first source, or one of the first
+three, contains the fact, and in how many hiding the fact costs the answer most. held_or_absent: the area under the ROC
+curve with which the first source's share, and the largest drop, separate right answers from answers about keys that are
+not in the text; `invented`: the number of those keys for which the model still gave a value. cost: milliseconds per
+token of an answer without and with sources. Methods are raw and contrast, as in docs/provenance.md. `--model` measures
+without targets: the targets are for the embedded model up to 256,000 tokens. With `--into FILE.json` a picture is
+written beside it.
 """
 
 import argparse
@@ -21,13 +22,13 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.parts import gathered
 from bench.harness.service import client_of
 from bench.harness.subjects import EMBEDDED, NAMES, checkpoint
 from bench.needle.documents import Question, prose, size_of
-from bench.provenance.asking import Asked, ask, place_of
+from bench.provenance.asking import Attributed, ask, place_of
 from bench.provenance.chart import draw
 from bench.provenance.cost import cost
 from bench.provenance.rows import Row, rows
@@ -73,7 +74,7 @@ def measure(client: Client, given: argparse.Namespace) -> Iterator[Row]:
         yield cost(client, tokens, given.repeats)
 
 
-def examine(client: Client, tokens: int, count: int) -> Iterator[Asked]:
+def examine(client: Client, tokens: int, count: int) -> Iterator[Attributed]:
     """Documents of one length, with so many questions of each task in all."""
     size = size_of(client, "prose", tokens)
     most = num_together(tokens)
@@ -84,7 +85,7 @@ def examine(client: Client, tokens: int, count: int) -> Iterator[Asked]:
         found = list(_ask_all(client, document.text, document.questions, tokens))
         client.delete_context(CONTEXT)
         right = sum(each.rank == 0 and each.method == "raw" for each in found)
-        tell(f"{tokens:,} tokens, document {number + 1} ({resident:,} tokens): the first source is right {right} times")
+        log(f"{tokens:,} tokens, document {number + 1} ({resident:,} tokens): the first source is right {right} times")
         yield from found
 
 
@@ -93,7 +94,7 @@ def num_together(tokens: int) -> int:
     return min(PER_DOCUMENT, max(1, tokens // TOKENS_PER_QUESTION))
 
 
-def _ask_all(client: Client, text: str, questions: tuple[Question, ...], tokens: int) -> Iterator[Asked]:
+def _ask_all(client: Client, text: str, questions: tuple[Question, ...], tokens: int) -> Iterator[Attributed]:
     for question in questions:
         if question.task in TASKS:
             place = place_of(client, CONTEXT, text, question)

@@ -21,7 +21,7 @@ class Place(msgspec.Struct, frozen=True):
         return source.token_start < self.end and self.start < source.token_end
 
 
-class Asked(msgspec.Struct, frozen=True):
+class Attributed(msgspec.Struct, frozen=True):
     """The results of one question."""
 
     task: str
@@ -39,7 +39,9 @@ class Asked(msgspec.Struct, frozen=True):
     """The largest, in nats."""
 
 
-def ask(client: Client, context: str, question: Question, place: Place | None, tokens: int, method: Ranking) -> Asked:
+def ask(
+    client: Client, context: str, question: Question, place: Place | None, tokens: int, method: Ranking
+) -> Attributed:
     """Asks with sources, which are confirmed."""
     wanted = Provenance(ranking=method, confirm=True)
     events = list(client.ask(context, question.text, max_tokens=MAX_TOKENS, provenance=wanted))
@@ -52,11 +54,11 @@ def ask(client: Client, context: str, question: Question, place: Place | None, t
 
 def judged(
     question: Question, answer: str, sources: Sequence[Source], place: Place | None, tokens: int, method: Ranking
-) -> Asked:
+) -> Attributed:
     """Compares the sources of an answer with the place of the fact."""
     meets = [place is not None and place.meets(source) for source in sources]
     drops = [source.drop or 0.0 for source in sources]
-    return Asked(
+    return Attributed(
         task=question.task,
         tokens=tokens,
         method=method,

@@ -30,7 +30,8 @@ LOWEST = 0.9
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Writes two panels per model as PNG: the share of right answers whose source was found, over all tasks, and how
-    well these are told from answers about keys that are not there. Models with nothing but costs have none."""
+    well these are separated from answers about absent keys. Models that have only costs get no panels.
+    """
     models = list(dict.fromkeys(row["model"] for row in rows if "top1" in row))
     if not models:
         return
@@ -68,7 +69,7 @@ def _found(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def _sums(rows: Sequence[Row], tokens: int, column: str) -> tuple[int, int]:
-    """Of all tasks: answers whose source was found, and answers."""
+    """Over all tasks: answers whose source was found, and all answers."""
     here = [row for row in rows if row["tokens"] == tokens]
     return sum(row[column] for row in here), sum(row["of"] for row in here)
 

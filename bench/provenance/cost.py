@@ -1,5 +1,4 @@
-"""What a token costs more that tells where it comes from. Nothing is drafted on either side: rows that tell have no
-drafts."""
+"""The additional cost of a token with sources. Neither side uses drafts, because rows with sources have none."""
 
 import random
 from statistics import median

@@ -3,24 +3,25 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from bench.provenance.asking import Asked
+from bench.provenance.asking import Attributed
 
 Row = dict[str, Any]
 
 
-def rows(asked: Iterable[Asked]) -> list[Row]:
-    """By length, task and method: of the right answers, and of the wrong ones apart. Then by length how well share and
-    drop tell answers that stand in the text from those that stand nowhere."""
-    groups = dict[tuple[int, str, str, bool], list[Asked]]()
-    for each in asked:
+def rows(answers: Iterable[Attributed]) -> list[Row]:
+    """Rows by length, task and method, for right and for wrong answers separately; then, by length, how well share and
+    drop separate answers that are in the text from answers that are not.
+    """
+    groups = dict[tuple[int, str, str, bool], list[Attributed]]()
+    for each in answers:
         if each.task != "absent":
             groups.setdefault((each.tokens, each.method, each.task, each.is_right), []).append(each)
     reported = [_row(*key, found) for key, found in sorted(groups.items())]
-    lengths = sorted({(each.tokens, each.method) for each in asked})
-    return reported + [row for key in lengths if (row := _apart(*key, asked)) is not None]
+    lengths = sorted({(each.tokens, each.method) for each in answers})
+    return reported + [row for key in lengths if (row := _apart(*key, answers)) is not None]
 
 
-def _row(tokens: int, method: str, task: str, is_right: bool, found: Sequence[Asked]) -> Row:
+def _row(tokens: int, method: str, task: str, is_right: bool, found: Sequence[Attributed]) -> Row:
     return {
         "tokens": tokens,
         "task": task,
@@ -33,9 +34,9 @@ def _row(tokens: int, method: str, task: str, is_right: bool, found: Sequence[As
     }
 
 
-def _apart(tokens: int, method: str, asked: Iterable[Asked]) -> Row | None:
+def _apart(tokens: int, method: str, answers: Iterable[Attributed]) -> Row | None:
     """Area under the curve of share, and of drop: right answers from a text against keys that are not in it."""
-    here = [each for each in asked if (each.tokens, each.method) == (tokens, method)]
+    here = [each for each in answers if (each.tokens, each.method) == (tokens, method)]
     resident = [each for each in here if each.task != "absent" and each.is_right]
     absent = [each for each in here if each.task == "absent"]
     if not resident or not absent:

@@ -1,4 +1,4 @@
-"""What choosing the tokens of a step takes on rank 0, while all other ranks wait: rows together against one by one.
+"""Sampling of a step's tokens on rank 0, while all other ranks wait: all rows together against one by one.
 
 The logits are random: the `peaked` ones have few likely tokens, the others thousands and tens of thousands. Both sides
 take turns on one thread and must choose the same tokens. Usage:
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bench.harness.arguments import tell
+from bench.harness.arguments import log
 from bench.harness.machine import describe
 from bench.sampling import one_by_one
 from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
@@ -75,7 +75,7 @@ def main() -> None:
 
 def row(case: str, kind: str, shape: tuple[int, int], repeats: int) -> dict[str, Any]:
     """The row of one case. The first turn, in which samplers receive their terms, is not counted."""
-    tell(f"{case}, {kind}")
+    log(f"{case}, {kind}")
     logits_RV = SPREADS[kind] * torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     together, alone = Side(Sampler(), [], []), Side(one_by_one.Sampler(), [], [])
     for step in range(repeats + 1):

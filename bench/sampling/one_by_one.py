@@ -1,6 +1,6 @@
-"""Sampling as it was: one row after the other, by transformers' processors over the whole vocabulary.
+"""Reference sampler: one row after the other, by transformers' processors over the whole vocabulary.
 
-`bench.sampling` measures against this what the sampler does for all rows together, and tests compare the tokens.
+`bench.sampling` compares its time with that of the sampler for all rows together, and tests compare the tokens.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from longleaf.sampling import Logprobs, Sampling, Token, TokenLogprob
 
 
 class History:
-    """What penalties must know of a sequence over a vocabulary of V tokens."""
+    """Penalty state of a sequence over a vocabulary of V tokens."""
 
     def __init__(self, seen: PenaltyHistory, vocabulary_size: int) -> None:
         self.is_seen_V = torch.zeros(vocabulary_size, dtype=torch.bool)
@@ -37,7 +37,7 @@ class History:
 
 
 class Sampler:
-    """Chooses the tokens of sequences whose terms it is told at their first row."""
+    """Chooses the tokens of sequences; their terms arrive with the first row."""
 
     def __init__(self) -> None:
         self._terms: dict[int, tuple[Sampling, History | None]] = {}

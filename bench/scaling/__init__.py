@@ -1,1 +1,1 @@
-"""More ranks on more cores, and what this machine gives at most."""
+"""Scaling to more ranks on more cores, and the upper limit of this machine."""

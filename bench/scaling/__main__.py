@@ -1,8 +1,8 @@
 """Two ranks on two cores against one rank on one core, over one long context: ingest and decode.
 
-The service's engine on real ranks, without gRPC, one thread per rank. Both fleets live at the same time and take turns;
-while one works the other waits in a socket. `ceiling` is what as many processes gain here with no service between them.
-Usage:
+The service's engine on real ranks, without gRPC, one thread per rank. Both fleets exist at the same time and take
+turns; while one works the other waits in a socket. `ceiling` is the gain of as many processes on this machine without a
+service. Usage:
 
     python -m bench.scaling --json
     python -m bench.scaling --context 32000 --repeats 2
@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 
 import psutil
 
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.engine import Generations, running
 from bench.harness.machine import describe
 from bench.harness.subjects import EMBEDDED, NAMES, Subject, subject
@@ -65,7 +65,7 @@ async def measure(measured: Subject, options: argparse.Namespace) -> list[dict[s
                 if turn:
                     reading.append(len(document) / seconds)
                     answering.append((len(times) - 1) / (times[-1] - times[0]))
-            tell(f"{turn or 'warm-up'}: {ingested[0][-1:]} and {ingested[1][-1:]} read, {decoded} answered tokens/s")
+            log(f"{turn or 'warm-up'}: {ingested[0][-1:]} and {ingested[1][-1:]} read, {decoded} answered tokens/s")
     common = {
         "model": measured.name,
         "context_tokens": options.context,

@@ -1,7 +1,7 @@
-"""What more processes can gain on this machine at most: the same arithmetic without any service, message or wait.
+"""Upper limit of the gain from more processes on this machine: the same arithmetic without service, messages or waits.
 
-Logical cores that are two threads of one core, and memory that one of them can fill, give two processes less than twice
-the speed of one; no service can gain more than its machine does.
+Logical cores that are two threads of one core, and memory bandwidth that one of them can use up, give two processes
+less than twice the speed of one; no service can gain more than its machine.
 """
 
 import queue
@@ -71,7 +71,7 @@ def gain(load: Load, num_processes: int) -> float:
 
 
 def _next(speeds: Any, workers: list[Any]) -> tuple[int, float, bool]:
-    """The next of what the processes measure. Raises RuntimeError when one of them has died instead."""
+    """The next measured value of the processes. Raises RuntimeError if one of them died instead."""
     while True:
         with suppress(queue.Empty):
             return speeds.get(timeout=SECONDS)

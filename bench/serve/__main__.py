@@ -1,14 +1,14 @@
-"""A service under load: open-loop arrivals over gRPC, and how long readers wait.
+"""A service under load: open-loop arrivals over gRPC, and the latency of clients.
 
-Requests arrive at random (Poisson, seeded) at each rate in turn, and are sent however far behind the service is. Usage:
+Requests arrive at random (Poisson, seeded) at each rate in turn, independent of the speed of the service. Usage:
 
     python -m bench.serve --json                                 # the embedded model, a service started here
     python -m bench.serve --rate 1 2 4 --lengths 64000 --documents shared
     python -m bench.serve --server localhost:50051 --documents prompt --lengths 2000 8000 --outputs 16 256
 
-`shared`: all ask about one context per length, which is held already; `distinct`: about --count contexts each;
-`prompt`: every request brings its own document, which is read anew. Times count from the arrival that was planned.
-A request is good when it was answered, and within both limits; goodput is the share of good ones among all.
+`shared`: all requests use one context per length, which is ingested before; `distinct`: --count contexts per length;
+`prompt`: every request brings its own document, which is prefilled for it. Times count from the planned arrival. A
+request is good when it was answered, and within both limits; goodput is the share of good ones among all.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.harness.arguments import tell, unwind_on_terminate
+from bench.harness.arguments import log, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.service import hosted
 from bench.harness.timing import percentiles
@@ -49,7 +49,7 @@ class Load:
         for length in self._options.lengths:
             names = [f"bench-serve-{length}-{i}" for i in range(number)]
             for name in names:
-                tell(f"ingesting {name}")
+                log(f"ingesting {name}")
                 await self._client.ingest(name, documents.make(length))
             self._contexts[length] = names
         async for _ in self._client.generate(documents.make(WARM_UP), max_tokens=WARM_UP, ignore_end_token=True):
@@ -64,7 +64,7 @@ class Load:
         return Documents(f"{self._options.seed} {purpose}", self._cluster.model.vocabulary_size)
 
     def plan(self, rate: float) -> list[Request]:
-        """The same requests for the same options, whatever the service answers."""
+        """The same options give the same requests, independent of the service."""
         rng = random.Random(f"{self._options.seed} {rate}")
         documents = self._documents(f"questions {rate}")
         return [self._request(rng, documents, at) for at in poisson(rng, rate, self._options.duration)]
@@ -78,7 +78,7 @@ class Load:
     async def measure(self, rate: float) -> dict[str, object]:
         """One row."""
         plan = self.plan(rate)
-        tell(f"{rate:g}/s: {len(plan)} requests in {self._options.duration:g} s")
+        log(f"{rate:g}/s: {len(plan)} requests in {self._options.duration:g} s")
         answers = await run(self._client, plan, self._options.timeout)
         options = vars(self._options)
         shown = ("documents", "lengths", "question", "outputs", "duration", "seed")
@@ -126,7 +126,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--launcher", choices=("ray", "local"), default="local")
     rates = [1.0, 4.0, 12.0]
     parser.add_argument("--rate", nargs="+", type=float, default=rates, metavar="PER_SECOND", help="mean arrivals")
-    parser.add_argument("--duration", type=float, default=30.0, metavar="SECONDS", help="of the arrivals, per rate")
+    parser.add_argument("--duration", type=float, default=30.0, metavar="SECONDS", help="per rate")
     parser.add_argument("--documents", choices=KINDS, default="shared")
     parser.add_argument("--count", type=int, default=4, help="contexts per length, when distinct")
     parser.add_argument("--lengths", nargs="+", type=int, default=[8000], metavar="TOKENS", help="of documents")
@@ -134,7 +134,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--outputs", nargs="+", type=int, default=[64], metavar="TOKENS", help="to generate")
     parser.add_argument("--max-ttft-ms", type=float, default=2000.0, help="limit of a good request")
     parser.add_argument("--max-itl-ms", type=float, default=200.0, help="limit of a good request, in the mean")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of one request")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="time limit of one request")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     numbers = [*options.rate, options.duration, options.count, *options.lengths, options.question, *options.outputs]

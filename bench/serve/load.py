@@ -13,7 +13,7 @@ from longleaf.types import Delta, Finished
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked at `at` seconds after the start: token ids after a context, or alone."""
+    """A request at `at` seconds after the start: token ids, with a context or without."""
 
     at: float
     context: str | None
@@ -73,7 +73,7 @@ def poisson(rng: random.Random, rate: float, duration: float) -> list[float]:
 
 
 async def run(client: AsyncClient, plan: Sequence[Request], timeout: float) -> list[Answer]:
-    """Sends each request at its time, and waits for all; one that takes `timeout` seconds is given up."""
+    """Sends each request at its time, and waits for all; a request is cancelled after `timeout` seconds."""
     begin = time.perf_counter()
     return list(await asyncio.gather(*(_ask(client, request, begin, timeout) for request in plan)))
 

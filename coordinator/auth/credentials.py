@@ -53,11 +53,12 @@ class Credentials:
         if given is None:
             found = self._named(frozenset(names))
             message = (
-                "no credentials came: --credential-file, LONGLEAF_CREDENTIAL or the argument `credential` give them"
+                "this service requires a credential: give --credential-file FILE, set LONGLEAF_CREDENTIAL, or pass "
+                "`credential`"
             )
         else:
             found = self._bearer(str(given))
-            message = "nobody has these credentials"
+            message = "unknown credential"
         if found is None:
             self.num_refused += 1
             raise Unauthenticated(message)
@@ -86,7 +87,7 @@ def unreachable(contexts: Iterable[str], tenants: AnySet[str]) -> tuple[str, ...
     lost = Counter(tenant for each in contexts if (tenant := tenant_of(each)) not in tenants)
     names = sorted(lost)
     reported = [
-        f"{human_count(lost[name], 'context')} of the tenant {name} cannot be reached: no credential is its own "
+        f"{human_count(lost[name], 'context')} of tenant {name} cannot be accessed: the tenant has no credential "
         f"(longleaf credentials new {name})"
         for name in names[:MAX_NAMED]
     ]

@@ -11,4 +11,4 @@ def check_role(method: str, caller: Caller) -> None:
     """Raises PermissionDenied for a method that requires the admin role."""
     if method in ADMIN_METHODS and not caller.is_admin:
         name = method.rpartition("/")[2]
-        raise PermissionDenied(f"{name} is for the role admin, and these credentials have the role {caller.role}")
+        raise PermissionDenied(f"{name} requires the role admin; this credential has the role {caller.role}")

@@ -10,7 +10,7 @@ from coordinator.auth.caller import CALLER, OWNER, Caller
 from coordinator.auth.leaky_bucket import LeakyBucket
 from coordinator.auth.tenant_usage import TenantUsage
 from coordinator.engine_messages import Event, Tokens
-from coordinator.telemetry.observers import CallRecord, Saw
+from coordinator.telemetry.observers import CallRecord, EventSink
 from longleaf.errors import ResourceExhausted
 
 RETRY_SECONDS = 2.0
@@ -49,12 +49,12 @@ class QuotaEnforcer:
         """Checks whether another generation may begin. Raises ResourceExhausted."""
         caller, quotas = self._caller, self._caller.quotas
         if quotas.generations == 0:
-            _refuse(caller, "generations", "none may run")
+            _refuse(caller, "generations", "the tenant may run no generations")
         if quotas.generations is not None and quotas.waiting is not None:
             usage = self._usage(caller.tenant)
             if usage.running + usage.waiting >= quotas.generations + quotas.waiting:
-                limit = f"{quotas.waiting} may wait beside {quotas.generations} that run"
-                message = f"{usage.running} run and {usage.waiting} wait, and at most {limit}"
+                limit = f"{quotas.generations} may run and {quotas.waiting} may wait"
+                message = f"{usage.running} run and {usage.waiting} wait; at most {limit}"
                 _refuse(caller, "waiting" if quotas.waiting else "generations", message, RETRY_SECONDS)
         self._check_rate(caller, "tokens_out_per_minute", self._outs)
         self.check_rate_in()
@@ -82,16 +82,14 @@ class QuotaEnforcer:
         resident = usage.tokens + coming["tokens"] + self._num_upload_tokens(caller.tenant)
         num_resident = usage.contexts + coming["contexts"]
         if quotas.contexts is not None and num_contexts and num_resident + num_contexts > quotas.contexts:
-            _refuse(caller, "contexts", f"there are {num_resident:,}, at most {quotas.contexts:,} may be")
+            _refuse(caller, "contexts", f"{num_resident:,} exist, and the limit is {quotas.contexts:,}")
         if quotas.tokens is not None and resident + num_tokens > quotas.tokens:
-            message = (
-                f"its contexts and uploads have {resident:,} tokens, {num_tokens:,} more are over {quotas.tokens:,}"
-            )
+            message = f"its contexts and uploads have {resident:,} tokens; {num_tokens:,} more exceed {quotas.tokens:,}"
             _refuse(caller, "tokens", message)
         if quotas.storage_bytes is not None:
             retained = self._storage_bytes(caller.tenant)
             if retained >= quotas.storage_bytes:
-                message = f"its contexts take {retained:,} bytes on storage, at most {quotas.storage_bytes:,} may be"
+                message = f"its contexts take {retained:,} bytes of storage, and the limit is {quotas.storage_bytes:,}"
                 _refuse(caller, "storage_bytes", message)
 
     @contextmanager
@@ -120,7 +118,7 @@ class QuotaEnforcer:
         if caller.quotas.uploads is None:
             return
         if (num_open := self._num_uploads(caller.tenant) - num_retained) >= caller.quotas.uploads:
-            message = f"{num_open} are open or kept to be resumed, at most {caller.quotas.uploads} may be"
+            message = f"{num_open} are open or resumable, and the limit is {caller.quotas.uploads}"
             _refuse(caller, "uploads", message, RETRY_SECONDS)
 
     def check_rate_in(self) -> None:
@@ -132,9 +130,9 @@ class QuotaEnforcer:
         if rate is None:
             return
         if rate == 0:
-            _refuse(caller, name, "none are allowed")
+            _refuse(caller, name, "the limit is 0")
         if seconds := buckets[caller.tenant].seconds_until_free(rate):
-            _refuse(caller, name, f"more than {rate:,} were taken", seconds)
+            _refuse(caller, name, f"the limit of {rate:,} is used up", seconds)
 
     # --- as an Observer ---
 
@@ -144,19 +142,19 @@ class QuotaEnforcer:
         yield
 
     @contextmanager
-    def generation(self, request_id: str, tenant: str) -> Generator[Saw, None, None]:
+    def generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
         """Counts generated tokens."""
         rate, bucket = self._caller.quotas.tokens_out_per_minute, self._outs[tenant]
 
-        def saw(event: Event) -> None:
+        def on_event(event: Event) -> None:
             if isinstance(event, Tokens):
                 bucket.take(len(event.tokens), rate)
 
-        yield saw
+        yield on_event
 
 
-def _refuse(caller: Caller, name: str, told: str, retry_seconds: float | None = None) -> NoReturn:
-    raise ResourceExhausted(f"quotas/{name}", f"of the tenant {caller.tenant}: {told}", retry_seconds)
+def _refuse(caller: Caller, name: str, message: str, retry_seconds: float | None = None) -> NoReturn:
+    raise ResourceExhausted(f"quotas/{name}", f"of tenant {caller.tenant}: {message}", retry_seconds)
 
 
 UNLIMITED = QuotaEnforcer(lambda _: TenantUsage())

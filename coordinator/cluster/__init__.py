@@ -1,1 +1,1 @@
-"""The processes of the ranks, on Ray or on this machine, and the channel to them."""
+"""The processes of the ranks, on Ray or on this machine, and the control channel to them."""

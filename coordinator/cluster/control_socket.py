@@ -23,7 +23,7 @@ from longleaf.rank_protocol.log_messages import Logged
 from longleaf.rank_protocol.member_messages import Heartbeat, Stop
 from longleaf.rank_protocol.rank_spec import ConnectInfo
 from longleaf.rank_protocol.snapshots import Fetched, Saved
-from longleaf.rank_protocol.step import MAX_TOLD_SPANS, SPAN_BYTES, StepResult
+from longleaf.rank_protocol.step import MAX_ATTRIBUTED_SPANS, SPAN_BYTES, StepResult
 
 LINGER_MILLISECONDS = 500
 MAX_REPORT_BYTES, MAX_TOKEN_BYTES = 256 << 10, 2 << 10
@@ -50,7 +50,7 @@ class ControlSocket:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         num_tokens = config.max_sequences * (1 + config.max_draft_tokens)
-        most = MAX_REPORT_BYTES + num_tokens * MAX_TOKEN_BYTES + MAX_TOLD_SPANS * SPAN_BYTES
+        most = MAX_REPORT_BYTES + num_tokens * MAX_TOKEN_BYTES + MAX_ATTRIBUTED_SPANS * SPAN_BYTES
         self._socket.setsockopt(zmq.MAXMSGSIZE, most)
         self._socket.setsockopt(zmq.IPV6, ":" in host)
         self._members.guard(self._socket)
@@ -60,7 +60,7 @@ class ControlSocket:
         self._invitations: dict[int, ConnectInfo] = {}
         self._fences: dict[int, AbortExchanges] = {}
         """The last one sent to each member."""
-        self._ignored = ThrottledCounter("ignored messages of members")
+        self._ignored = ThrottledCounter("ignored invalid messages from members")
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
         self._loop.add_reader(self._socket.FD, self._receive)
@@ -132,7 +132,7 @@ class ControlSocket:
     def _read(self, member: int, frames: list[Any]) -> FromRank:
         """Decode a message. Raises ValueError unless the member sends it for itself, on the connection meant for it."""
         if len(frames) != 2:
-            raise ValueError(f"{len(frames)} frames of member {member}")
+            raise ValueError(f"{len(frames)} frames from member {member}")
         message = decode_from_rank(frames[1].buffer)
         invitation = self._invitations[member]
         is_beside = isinstance(message, Heartbeat | Saved | Fetched)  # sent by threads other than the step thread
@@ -141,7 +141,7 @@ class ControlSocket:
             expected = {invitation.pulse_id, invitation.commands_id}
         speaks_for = member if isinstance(message, StepResult) else message.member
         if speaks_for != member or frames[0].bytes not in expected:
-            raise ValueError(f"member {member} sends what it may not: {type(message).__name__} for {speaks_for}")
+            raise ValueError(f"invalid message from member {member}: {type(message).__name__} for {speaks_for}")
         return message
 
     async def close(self) -> None:

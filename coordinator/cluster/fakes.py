@@ -79,7 +79,7 @@ class FakeRanks:
         """The positions of each piece on storage, by name. A test damages a piece by removing some of them."""
         self.fetched: dict[tuple[int, int], frozenset[int]] = {}
         """By member and ticket."""
-        self.storage_trouble = ""
+        self.storage_error = ""
         """The reason why the storage is unavailable; empty if it is available."""
 
     async def start(self, epoch: int) -> Formation:
@@ -192,8 +192,8 @@ class FakeRanks:
         return self.members.index(member)
 
     def _check_storage(self) -> None:
-        if self.storage_trouble:
-            raise StorageUnavailable(self.storage_trouble)
+        if self.storage_error:
+            raise StorageUnavailable(self.storage_error)
 
     def _forget(self, sequences: tuple[int, ...]) -> None:
         for sequence in sequences:
@@ -237,11 +237,11 @@ class FakeRanks:
         while not self.joinable:
             await self._changed.wait()
 
-    async def wait_settled(self) -> None:
+    async def wait_ready(self) -> None:
         while is_filling(self.losses):
             await self._changed.wait()
 
-    def tell(self, losses: tuple[Loss, ...]) -> None:
+    def publish(self, losses: tuple[Loss, ...]) -> None:
         """Set the losses and notify the waiters."""
         self.losses = losses
         self._change()
@@ -256,11 +256,11 @@ class FakeFleet:
     def __init__(self, num_missing: int) -> None:
         self.num_missing = num_missing
         self.patience = 0.0
-        self.asked = asyncio.Event()
+        self.requested = asyncio.Event()
 
     async def reserve(self, config: EngineConfig, patience: float = 0.0) -> str:
         self.patience = patience
-        self.asked.set()
+        self.requested.set()
         return await asyncio.get_running_loop().create_future()
 
     async def launch(self, config: EngineConfig, invitations: Sequence[ConnectInfo], on_death: OnDeath) -> None:

@@ -1,4 +1,4 @@
-"""The process that plain ranks are forked from: multiprocessing's fork server, with torch and transformers imported."""
+"""Fork server of the local launcher: multiprocessing's own, with torch and transformers imported."""
 
 import logging
 import os
@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def ignoring_terminals() -> Generator[None, None, None]:
-    """A process started in here never receives the signals of a terminal, Ctrl-C or hang-up, not even while it imports:
-    otherwise ranks could end before the coordinator does."""
+    """A process started in this context never receives Ctrl-C or hang-up signals of a terminal, not even while it
+    imports. Otherwise ranks could end before the coordinator ends them."""
     resource_tracker.ensure_running()  # starting it would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
@@ -30,11 +30,11 @@ def ignoring_terminals() -> Generator[None, None, None]:
 
 
 def start(config: EngineConfig, preload: Sequence[str]) -> StartMethod:
-    """Starts the fork server, which imports the modules `preload` once for all ranks and all replacements, in the
-    environment that ranks need. Call it before this process has threads that read the environment.
+    """Starts the fork server, which imports the modules `preload` once for all ranks and replacements, in the
+    environment of the ranks. Call it before this process has threads that read the environment.
 
-    Returns how ranks are to be started: spawned where the server cannot be started, and where they may use a GPU,
-    because an import may initialize its driver, and a forked process could not use it then.
+    Returns the start method of ranks: spawn where the server cannot be started, and where ranks may use a GPU, because
+    an import may initialize its driver, which a forked process cannot use.
     """
     if config.device == "cuda" or (config.device == "auto" and has_gpu_driver()):
         return "spawn"
@@ -44,8 +44,8 @@ def start(config: EngineConfig, preload: Sequence[str]) -> StartMethod:
     try:
         with ignoring_terminals():
             forkserver.ensure_running()
-    except OSError as error:  # no folder for temporary files, or one that takes no sockets of this name
-        log.warning("ranks start more slowly, because no process to fork them from can be started: %s", error)
+    except OSError as error:  # no folder for temporary files, or its path is too long for a socket
+        log.warning("ranks will start more slowly: cannot start the fork server: %s", error)
         return "spawn"
     finally:
         for name in variables:

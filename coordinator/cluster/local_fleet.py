@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from coordinator.cluster.fork_server import SERVER_DIED, StartMethod, ignoring_terminals
-from coordinator.cluster.ports import OnDeath, unheard
+from coordinator.cluster.ports import OnDeath, ignore_event
 from longleaf.config import LOOPBACK, EngineConfig, apply_environment, check_slots_here, rank_environment
 from longleaf.errors import StartError
 from longleaf.rank_protocol.rank_spec import ConnectInfo, RankSpec
@@ -23,7 +23,7 @@ from longleaf.resources import end_with_parent
 LEAVE_SECONDS = 3.0
 END_SECONDS = 1.0
 LAST_WORD_SECONDS = 0.5
-"""How long what a process said last may take to be heard, once that process has ended of itself."""
+"""Seconds to wait for the last messages of a process that has exited."""
 log = logging.getLogger(__name__)
 
 
@@ -60,14 +60,14 @@ class LocalFleet:
         self._kill_server = kill_server
         self._num_slots = 0
         self._places: dict[int, _Place] = {}
-        """By member; of one that has ended, until it is replaced."""
-        self._on_death: OnDeath = unheard
+        """By member number; an ended process stays until it is replaced."""
+        self._on_death: OnDeath = ignore_event
         self._is_stopping = False
         self._spawning = threading.Lock()
 
     @property
     def num_missing(self) -> int:
-        return 0  # this machine will not grow
+        return 0  # the number of slots of this machine is fixed
 
     async def reserve(self, config: EngineConfig, patience: float = 0.0) -> str:
         check_slots_here(config.world_size)
@@ -87,7 +87,7 @@ class LocalFleet:
             host=LOOPBACK,
             node=socket.gethostname(),
             num_ranks_here=self._num_slots,
-            is_first_here=member == 0 or member != slot,  # who comes later tells what it has
+            is_first_here=member == 0 or member != slot,  # later callers receive the stored result
             gpu=slot,
             num_ranks_seeing=self._num_slots,
         )
@@ -124,9 +124,9 @@ class LocalFleet:
         return process
 
     def _spawn_from_now_on(self, reason: str) -> None:
-        """Another fork server would not have the environment of the first one."""
+        """A second fork server would lack the environment of the first one."""
         if self._method == "forkserver":
-            log.warning("the process that ranks are forked from %s; replacements start more slowly", reason)
+            log.warning("the fork server %s; replacements will start more slowly", reason)
             self._method = "spawn"
 
     def _note_end(self, member: int, place: _Place) -> None:
@@ -136,22 +136,22 @@ class LocalFleet:
         if code == SERVER_DIED:
             self._spawn_from_now_on("has ended")
         if code is not None and code < 0:
-            self._tell(member, reason)
-        else:  # who leaves says why, which says more than the end
-            self._loop.call_later(LAST_WORD_SECONDS, self._tell, member, reason)
+            self._notify(member, reason)
+        else:  # a member that exits reports the reason itself, which is more specific
+            self._loop.call_later(LAST_WORD_SECONDS, self._notify, member, reason)
 
-    def _tell(self, member: int, reason: str) -> None:
+    def _notify(self, member: int, reason: str) -> None:
         if not self._is_stopping:
             self._on_death(member, reason)
 
     def where(self, member: int) -> str:
-        return ""  # as all are
+        return ""  # the result is ignored
 
     async def kill(self, member: int) -> None:
         place = self._places.get(member)
         if place is not None and not place.has_ended.is_set():
             place.process.kill()
-            with suppress(TimeoutError):  # what hangs in the kernel ends some time
+            with suppress(TimeoutError):  # a process that hangs in the kernel ends eventually
                 await asyncio.wait_for(place.has_ended.wait(), END_SECONDS)
 
     async def replace(self, lost: int, member: int, invitation: ConnectInfo, config: EngineConfig) -> None:
@@ -160,12 +160,12 @@ class LocalFleet:
         await self.kill(lost)
         slot = self._places[lost].slot
         await self._start(self._spec(member, slot, invitation, config), slot)
-        self._places.pop(lost, None)  # now, for a slot is not lost when no process can be started
+        self._places.pop(lost, None)  # remove it first: the slot stays usable if no process can be started
 
     async def shutdown(self) -> None:
-        """Gives ranks that were told to leave a few seconds, then terminates, then kills."""
+        """Waits a few seconds for ranks that were asked to stop, then terminates, then kills them."""
         self._is_stopping = True
-        # what is being started now is ended, too; a fork server that hangs, or imports for the first rank, is not
+        # processes that are starting are ended as well, but not a fork server that hangs or still imports
         # waited for
         if not await asyncio.to_thread(self._spawning.acquire, timeout=LEAVE_SECONDS if self._places else 0):
             self._kill_server()
@@ -187,7 +187,7 @@ def _reap(processes: Sequence[BaseProcess]) -> None:
 
 
 def _join_all(processes: Sequence[BaseProcess], seconds: float) -> None:
-    """Waits until all have ended, at most `seconds` in all."""
+    """Waits until all have ended, at most `seconds` in total."""
     deadline = time.monotonic() + seconds
     for process in processes:
         process.join(timeout=max(0.0, deadline - time.monotonic()))
@@ -197,5 +197,5 @@ def _describe(process: BaseProcess) -> str:
     process.join(timeout=LEAVE_SECONDS)
     code = process.exitcode
     if code == SERVER_DIED:
-        return "ended with the process that it was forked from"
-    return f"was killed by signal {-code}" if code is not None and code < 0 else f"left with exit code {code}"
+        return "ended because the fork server ended"
+    return f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"

@@ -1,4 +1,4 @@
-"""The ranks that were lost last, and what became of their places, as clients see it."""
+"""The latest losses of ranks and the state of their slots, for clients."""
 
 from collections.abc import Callable, Iterable
 
@@ -18,25 +18,25 @@ MAX_REMEMBERED = 32
 
 
 class LossHistory:
-    """What became of members. `wall_clock` dates losses (seconds since the epoch of the calendar)."""
+    """Losses and replacements of members. `wall_clock` returns the time of a loss in seconds since the Unix epoch."""
 
     def __init__(self, wall_clock: Callable[[], float]) -> None:
         self._wall_clock = wall_clock
         self._losses: dict[int, Loss] = {}
         """By member; in the order in which they were lost."""
         self._lost_before: dict[int, int] = {}
-        """By a replacement that never had a rank, the member in whose place it was started."""
+        """For each replacement that never had a rank, the member that it replaces."""
         self.num_lost = 0
-        """Members that were lost so far; of the first ones nothing else may be known any more."""
+        """Number of members lost so far; details are kept only for the latest ones."""
 
     @property
     def losses(self) -> tuple[Loss, ...]:
-        """The latest one last."""
+        """The latest loss is last."""
         return tuple(self._losses.values())
 
     @property
     def is_filling(self) -> bool:
-        """Somebody may yet come in the place of one that was lost."""
+        """Whether a replacement of a lost member may still arrive."""
         return is_filling(self.losses)
 
     def take(self, event: MemberEvent) -> None:
@@ -67,14 +67,14 @@ class LossHistory:
         if event.is_replaced:
             self._set(event.member, "waiting")
         else:
-            self._set(event.member, "given_up", slot_reason="nobody replaces ranks")
+            self._set(event.member, "given_up", slot_reason="ranks are not replaced")
         if len(self._losses) > MAX_REMEMBERED:
             oldest = next(iter(self._losses))
             del self._losses[oldest]
             self._lost_before.pop(oldest, None)
 
     def _set(self, lost: int | None, slot: SlotState, refill_time: float | None = None, slot_reason: str = "") -> None:
-        """Of a place, to all that were lost there since somebody had a rank there."""
+        """Applies the state of a slot to all members lost there since it last had a rank."""
         while lost is not None:
             if (loss := self._losses.get(lost)) is not None:
                 self._losses[lost] = replace(loss, slot=slot, refill_time=refill_time, slot_reason=slot_reason)
@@ -82,5 +82,5 @@ class LossHistory:
 
 
 def is_filling(losses: Iterable[Loss]) -> bool:
-    """Whether the place of one that was lost is being filled, or will be."""
+    """Whether a replacement is starting or will start."""
     return any(loss.slot in ("waiting", "filling") for loss in losses)

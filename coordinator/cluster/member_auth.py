@@ -35,7 +35,7 @@ class ThrottledCounter:
     def set(self, count: int, reason: str) -> None:
         """Set a new count, which never decreases, with the reason of the last increase."""
         if count.bit_length() > self.count.bit_length():
-            log.log(self._level, "%s: %d so far; the last: %s", self._what, count, reason)
+            log.log(self._level, "%s: %d so far; latest reason: %s", self._what, count, reason)
         self.count = max(self.count, count)
 
     def add(self, reason: str) -> None:
@@ -45,8 +45,8 @@ class ThrottledCounter:
 class PendingHandshakes:
     """Counts connections that ended without authentication.
 
-    ZMQ's success event does not identify its connection: of several open connections it is known only when all of them
-    have authenticated.
+    ZMQ's success event does not identify a connection. With several open connections, success is known only after all
+    of them have authenticated.
     """
 
     def __init__(self) -> None:
@@ -56,14 +56,14 @@ class PendingHandshakes:
         """Descriptors of connections that may not have authenticated."""
         self.num_former = 0
         """Connections of former members, whose keys were revoked: their processes reconnect until they exit."""
-        self._num_leaving = 0
+        self._num_closing = 0
         """Refused connections of former members that have not ended yet."""
 
     def accepted(self, descriptor: int) -> None:
         self._candidates.add(descriptor)
         self._num_unproven += 1
 
-    def settle(self) -> None:
+    def confirm(self) -> None:
         """One of the candidates has authenticated, or has ended."""
         self._num_unproven = max(0, self._num_unproven - 1)
         if not self._num_unproven:
@@ -72,16 +72,16 @@ class PendingHandshakes:
     def ended(self, descriptor: int) -> None:
         if descriptor in self._candidates:  # with others accepted while it was open, it counts as unauthenticated
             self._candidates.remove(descriptor)
-            if self._num_leaving:
-                self._num_leaving -= 1
+            if self._num_closing:
+                self._num_closing -= 1
                 self.num_former += 1
             else:
                 self.num_refused += 1
-            self.settle()
+            self.confirm()
 
     def refuse_former(self) -> None:
         """Note that a connection used the revoked key of a former member, and will end."""
-        self._num_leaving += 1
+        self._num_closing += 1
 
 
 class MemberAuthenticator:
@@ -93,10 +93,10 @@ class MemberAuthenticator:
         self._numbers: dict[bytes, int] = {}
         self._former = set[bytes]()
         """Revoked keys."""
-        self._refused = ThrottledCounter("refused connections of strangers to the control channel")
+        self._refused = ThrottledCounter("rejected unauthenticated connections to the control channel")
         # not a warning: the last messages of a member may arrive after it was declared lost
-        self._dropped = ThrottledCounter("dropped messages of former members", logging.INFO)
-        self._returned = ThrottledCounter("refused connections of former members", logging.INFO)
+        self._dropped = ThrottledCounter("dropped messages from former members", logging.INFO)
+        self._returned = ThrottledCounter("rejected connections from former members", logging.INFO)
         self._connections = PendingHandshakes()
         # Untyped, because the package's own annotations are partial.
         self._gate: Any = AsyncioAuthenticator(context)
@@ -123,7 +123,7 @@ class MemberAuthenticator:
         """Return the member with this key, for a message that arrived; None for a revoked key, which is counted."""
         number = self._numbers.get(public_key)
         if number is None:
-            self._dropped.add("its key was struck out")
+            self._dropped.add("its key was revoked")
         return number
 
     def guard(self, socket: Any) -> None:
@@ -158,11 +158,11 @@ class MemberAuthenticator:
                 case zmq.EVENT_ACCEPTED:
                     self._connections.accepted(reported["value"])
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._connections.settle()
+                    self._connections.confirm()
                 case _:
                     self._connections.ended(reported["value"])
-            self._refused.set(self._connections.num_refused, "no key of a member")
-            self._returned.set(self._connections.num_former, "its key was struck out")
+            self._refused.set(self._connections.num_refused, "unknown key")
+            self._returned.set(self._connections.num_former, "its key was revoked")
 
     async def close(self, socket: Any) -> None:
         """Stop the access control and the monitor of `socket`."""

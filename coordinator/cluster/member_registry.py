@@ -63,7 +63,7 @@ class Member:
                 self.progress = message.progress
                 self.num_pulses += 1
             case _:
-                raise ValueError(f"member {self.number} sends what it may not: {type(message).__name__} out of turn")
+                raise ValueError(f"invalid message from member {self.number}: {type(message).__name__} out of order")
 
 
 class MemberRegistry:
@@ -88,7 +88,7 @@ class MemberRegistry:
         self._pulses = self._loop.create_task(self._watch_pulses())
         self._tasks: set[asyncio.Task[None]] = set()
         """Running operations on members, such as kills."""
-        self.is_kept = False
+        self.has_supervisor = False
         """Lost members are replaced."""
         self.epoch = 0
         self.ranks: tuple[int, ...] = ()
@@ -114,7 +114,7 @@ class MemberRegistry:
         """Call `observer` for every event from now on. The observer must be fast and must not raise."""
         self._observers.append(observer)
 
-    def tell(self, event: MemberEvent) -> None:
+    def publish(self, event: MemberEvent) -> None:
         """Notify all observers."""
         for observer in self._observers:
             observer(event)
@@ -166,7 +166,7 @@ class MemberRegistry:
         """
         member = self.get(number)
         if member is None:
-            raise StartError("it is gone")
+            raise StartError("the member is lost")
         await self.wait(lambda: member.end or member.hello)
         if not member.end and member.hello is not None:
             check_joiner(member.hello, self._agreed)
@@ -189,7 +189,7 @@ class MemberRegistry:
         try:
             await self._kill_process(number)
         except Exception:
-            log.exception("member %d could not be killed", number)
+            log.exception("cannot kill member %d", number)
         self.lose(number, "was killed")
 
     def run(self, work: Awaitable[None]) -> None:
@@ -198,7 +198,7 @@ class MemberRegistry:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def settle(self) -> None:
+    async def confirm_ready(self) -> None:
         """Wait until all running kills have finished."""
         while self._tasks:
             await asyncio.wait(list(self._tasks))
@@ -218,7 +218,7 @@ class MemberRegistry:
         rank = self.ranks.index(number) if number in self.ranks else None
         epoch = self.epoch if rank is not None else 0
         if not self._is_over:  # after `close` the member left on request
-            self.tell(MemberLost(number, rank, epoch, member.node, member.end, self.is_kept))
+            self.publish(MemberLost(number, rank, epoch, member.node, member.end, self.has_supervisor))
 
     # --- pulses ---
 
@@ -234,13 +234,13 @@ class MemberRegistry:
                 member.num_missed += 1
                 limit = self._lost_after if member.is_loaded else max(self._lost_after, PATIENCE_SECONDS)
                 if member.num_missed > limit:
-                    self.end(member.number, f"has been silent for {human_seconds(limit)}")
+                    self.end(member.number, f"no heartbeat for {human_seconds(limit)}")
 
     async def find_behind(self, numbers: Iterable[int], is_over: Callable[[], bool]) -> Member | None:
-        """Return the member that holds up the others, among members that are all in the same step.
+        """Return the member that blocks the others, among members that are all in the same step.
 
-        Waits until each member has reported its progress again, or has missed the time to do so. The result is the most
-        silent member, else the single member with the least progress. None when several members are equally behind, or
+        Waits until each member has reported its progress again or its time is up. The result is the member with the
+        oldest report, else the single member with the least progress. None when several members are equally behind, or
         when `is_over` becomes true meanwhile.
         """
         members = [member for number in numbers if (member := self.get(number)) is not None]

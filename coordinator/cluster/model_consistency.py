@@ -1,4 +1,4 @@
-"""Whether all machines have the same model: what their first ranks tell of its folder, side by side."""
+"""Checks that all machines have the same model, by the fingerprints that their first ranks report."""
 
 import asyncio
 from collections import Counter
@@ -9,15 +9,16 @@ from longleaf.errors import StartError
 from longleaf.fingerprint import TEXTS, Fingerprint, read_texts
 from longleaf.rank_protocol.member_messages import Hello
 
-MAX_TOLD = 3
-"""Machines that are named one by one."""
+MAX_LISTED = 3
+"""Maximum number of machines listed by name."""
 
 
 async def check_models(hellos: Sequence[Hello], folder: Path) -> None:
-    """Raises StartError with each node that lacks the model, or has another one than most have, and a file in which it
-    differs; ModelRefused when the folder is gone here. At a tie those count as most that have what rank 0's node has.
+    """Raises StartError listing each node that lacks the model or has another model than the majority, with one file
+    that differs; ModelRefused when the folder no longer exists here. In a tie, the model of rank 0's node counts as
+    the majority.
 
-    The coordinator reads the model's texts in the `folder` of its own machine; they are held against theirs.
+    The coordinator reads text files from `folder` on its own machine; they are compared as well.
     """
     reported = [(hello, hello.fingerprint) for hello in hellos if hello.fingerprint is not None]
     faults = [f"{_place(hello)}: {hello.missing}" for hello in hellos if hello.missing]
@@ -31,12 +32,12 @@ async def check_models(hellos: Sequence[Hello], folder: Path) -> None:
         if own != texts:
             faults.append(_difference("the coordinator's node", own, _place(first), texts))
     if faults:
-        more = f"; and {len(faults) - MAX_TOLD} more" if len(faults) > MAX_TOLD else ""
-        raise StartError(f"model: {'; '.join(faults[:MAX_TOLD])}{more}")
+        more = f"; and {len(faults) - MAX_LISTED} more" if len(faults) > MAX_LISTED else ""
+        raise StartError(f"model: {'; '.join(faults[:MAX_LISTED])}{more}")
 
 
 def check_joiner(hello: Hello, agreed: Sequence[Hello]) -> None:
-    """Raises StartError when a member has not the model that those have who have agreed before."""
+    """Raises StartError when a member's model differs from that of the members checked before."""
     if hello.missing:
         raise StartError(f"model: {_place(hello)}: {hello.missing}")
     first = next((other for other in agreed if other.fingerprint is not None), None)
@@ -48,7 +49,7 @@ def check_joiner(hello: Hello, agreed: Sequence[Hello]) -> None:
 
 
 def texts_of(fingerprint: Fingerprint) -> dict[str, str]:
-    """Those of its files that the coordinator reads, too."""
+    """The digests of the files that the coordinator also reads."""
     return {name: digest for name, digest in fingerprint.files.items() if name in TEXTS}
 
 
@@ -57,12 +58,12 @@ def _place(hello: Hello) -> str:
 
 
 def _difference(here: str, files: Mapping[str, str], there: str, expected: Mapping[str, str]) -> str:
-    """In which file `here` differs from `there`; texts come first, for they are what people change."""
+    """Describes one file in which `here` differs from `there`. Text files come first, because users edit those."""
     names = sorted(files.keys() | expected.keys(), key=lambda name: (name not in TEXTS, name))
     differing = [name for name in names if files.get(name) != expected.get(name)]
     name, more = differing[0], f", and {len(differing) - 1} more" if len(differing) > 1 else ""
     if name not in files:
-        return f"{here} lacks {name}, which {there} has{more}"
+        return f"{here} lacks {name}, which exists on {there}{more}"
     if name not in expected:
-        return f"{here} has {name}, which {there} lacks{more}"
-    return f"{here} has another {name} than {there}{more}"
+        return f"{here} has {name}, which is missing on {there}{more}"
+    return f"{here} has a different {name} than {there}{more}"

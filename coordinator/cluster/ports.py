@@ -24,12 +24,12 @@ Where = Callable[[int], str]
 """Returns the location of a member, as `Fleet.where`."""
 
 
-def unheard(member: int, reason: str) -> None:
+def ignore_event(member: int, reason: str) -> None:
     """An OnDeath that ignores the event."""
     del member, reason
 
 
-def nowhere(member: int) -> str:
+def unknown_node(member: int) -> str:
     """A Where that returns no location."""
     del member
     return ""
@@ -101,8 +101,8 @@ class MemberLost:
 
     def __str__(self) -> str:
         who = f"member {self.member}" + (f" on node {self.node}" if self.node else "")
-        had = "" if self.rank is None else f", rank {self.rank} of epoch {self.epoch},"
-        return f"{who}{had} was lost: {self.reason}"
+        had = "" if self.rank is None else f", rank {self.rank} of epoch {self.epoch}"
+        return f"lost {who}{had}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class ReplacementStarted:
     lost: int
 
     def __str__(self) -> str:
-        return f"member {self.member} was started in the place of member {self.lost}"
+        return f"started member {self.member} to replace member {self.lost}"
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class ReplacementDelayed:
     reason: str
 
     def __str__(self) -> str:
-        return f"the place of member {self.lost} stays empty for {human_seconds(self.seconds)} at least: {self.reason}"
+        return f"no replacement of member {self.lost} for at least {human_seconds(self.seconds)}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class ReplacementAbandoned:
     reason: str
 
     def __str__(self) -> str:
-        return f"the place of member {self.lost} stays empty: {self.reason}"
+        return f"no replacement of member {self.lost}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class MemberJoined:
     epoch: int
 
     def __str__(self) -> str:
-        return f"member {self.member} on node {self.node} is rank {self.rank} of epoch {self.epoch}"
+        return f"member {self.member} on node {self.node} joined as rank {self.rank} of epoch {self.epoch}"
 
 
 MemberEvent = MemberLost | ReplacementStarted | ReplacementDelayed | ReplacementAbandoned | MemberJoined
@@ -181,7 +181,7 @@ class Ranks(Protocol):
         """Wait until a member outside the epoch has loaded the model. May be cancelled."""
         ...
 
-    async def wait_settled(self) -> None:
+    async def wait_ready(self) -> None:
         """Wait until no replacement of a lost member is pending. May be cancelled."""
         ...
 

@@ -1,4 +1,4 @@
-"""What ranks log, in the coordinator's own log."""
+"""Writes log records of ranks to the coordinator's log."""
 
 import logging
 import time
@@ -10,16 +10,15 @@ from coordinator.cluster.ports import MemberEvent, MemberLost
 from longleaf.rank_protocol.log_messages import MAX_TEXT_BYTES, Logged
 
 MAX_AT_ONCE, PER_SECOND = 100, 2.0
-"""Records of one rank that are logged at once, and then in every second: one that logs without end must not fill the
-log."""
+"""Records of one rank that are logged at once, and then per second, so that a rank cannot flood the log."""
 NO_RANK = -1
-"""Of a member that is in no epoch yet."""
+"""The rank of a member that is in no epoch yet."""
 log = logging.getLogger(__package__)
 
 
 @dataclass
 class _Share:
-    """How many more records of a member are logged now."""
+    """Rate limit of a member: how many more records are logged now."""
 
     left: float
     when: float
@@ -27,24 +26,24 @@ class _Share:
 
 
 class RankLogForwarder:
-    """Logs what members tell, as of the logger `coordinator.cluster`: in its level, with the attributes `rank` (an int,
-    NO_RANK for who has none), `node` and `epoch`."""
+    """Logs records of members under the logger `coordinator.cluster`, with their level and the attributes `rank` (an
+    int; NO_RANK for a member without a rank), `node` and `epoch`."""
 
     def __init__(self, registry: MemberRegistry, clock: Callable[[], float] = time.monotonic) -> None:
-        self._roster = registry
+        self._registry = registry
         self._clock = clock
         self._shares: dict[int, _Share] = {}
         """By member."""
         self._known: frozenset[str] | None = None
-        """Notes that people were told; None until they are."""
+        """Notes that were already printed to the user; None before that."""
         registry.watch(self._watch)
 
     def know(self, notes: Iterable[str]) -> None:
-        """People are told these notes: what is logged in the same words is not told again."""
+        """Marks these notes as printed: records with the same text are not logged again."""
         self._known = frozenset(_cut(note) for note in notes)
 
     def take(self, member: Member, logged: Logged) -> None:
-        """Logs what the member tells, as far as it has a share."""
+        """Logs the records of a member, up to its rate limit."""
         share = self._share(member.number)
         for record in logged.records:
             if record.is_note and (self._known is None or record.text in self._known):
@@ -53,7 +52,7 @@ class RankLogForwarder:
                 share.num_left_out += 1
                 continue
             share.left -= 1
-            self._tell_left_out(member.number, member.node, share)
+            self._log_omitted(member.number, member.node, share)
             text = f"{record.text}\n{record.traceback}" if record.traceback else record.text
             self._log(record.level, member.number, member.node, text)
         share.num_left_out += logged.num_dropped
@@ -65,22 +64,22 @@ class RankLogForwarder:
         share.when = now
         return share
 
-    def _tell_left_out(self, number: int, node: str, share: _Share) -> None:
+    def _log_omitted(self, number: int, node: str, share: _Share) -> None:
         if share.num_left_out:
-            self._log(logging.WARNING, number, node, f"{share.num_left_out} more records were left out")
+            self._log(logging.WARNING, number, node, f"{share.num_left_out} log records dropped: too many per second")
             share.num_left_out = 0
 
     def _watch(self, event: MemberEvent) -> None:
         if isinstance(event, MemberLost) and (share := self._shares.pop(event.member, None)) is not None:
-            self._tell_left_out(event.member, event.node, share)
+            self._log_omitted(event.member, event.node, share)
 
     def _log(self, level: int, number: int, node: str, text: str) -> None:
-        ranks = self._roster.ranks
+        ranks = self._registry.ranks
         rank = ranks.index(number) if number in ranks else NO_RANK
-        extra = {"rank": rank, "node": node, "epoch": self._roster.epoch}
+        extra = {"rank": rank, "node": node, "epoch": self._registry.epoch}
         log.log(level, "%s: %s", f"member {number}" if rank == NO_RANK else f"rank {rank}", text, extra=extra)
 
 
 def _cut(note: str) -> str:
-    """As a record tells it."""
+    """The text of a record, truncated."""
     return note.encode(errors="backslashreplace")[:MAX_TEXT_BYTES].decode(errors="ignore")

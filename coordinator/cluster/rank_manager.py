@@ -17,7 +17,16 @@ from coordinator.cluster.groups.rendezvous import in_rank_order
 from coordinator.cluster.loss_history import LossHistory
 from coordinator.cluster.member_registry import Member, MemberRegistry
 from coordinator.cluster.model_consistency import check_models
-from coordinator.cluster.ports import EpochEnd, Formation, Kill, MemberEvent, MemberJoined, MemberLost, Where, nowhere
+from coordinator.cluster.ports import (
+    EpochEnd,
+    Formation,
+    Kill,
+    MemberEvent,
+    MemberJoined,
+    MemberLost,
+    Where,
+    unknown_node,
+)
 from coordinator.cluster.rank_logs import RankLogForwarder
 from coordinator.cluster.snapshot_requests import SnapshotRequests
 from longleaf.config import LOOPBACK, EngineConfig
@@ -47,7 +56,7 @@ the one that the others waited for.
 log = logging.getLogger(__name__)
 
 
-async def nobody(member: int) -> None:
+async def no_process(member: int) -> None:
     """A Kill that does nothing, for use without a fleet."""
     del member
 
@@ -58,35 +67,35 @@ def _log(event: MemberEvent) -> None:
 
 
 class RankManager:
-    """The ranks over ZMQ. Must be created inside a running event loop; `lost` may be called from any thread.
+    """Manages the ranks over ZMQ. Must be created inside a running event loop; `lost` may be called from any thread.
 
-    `kill` ends the process of a member that is silent or holds up the others, before the member counts as lost. `where`
-    returns its location, as `Fleet.where`. `wall_clock` dates losses.
+    `kill` ends the process of a member that is silent or blocks the others, before the member counts as lost. `where`
+    returns its location, as `Fleet.where`. `wall_clock` returns the time of a loss.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         host: str = LOOPBACK,
-        kill: Kill = nobody,
-        where: Where = nowhere,
+        kill: Kill = no_process,
+        where: Where = unknown_node,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._config = config
         self._channel = ControlSocket(config, host, self._take)
-        self.roster = MemberRegistry(self._channel, kill, where, config.lost_after)
+        self.registry = MemberRegistry(self._channel, kill, where, config.lost_after)
         """The live members."""
-        self.invitations = tuple(self.roster.invite()[1] for _ in range(config.world_size))
+        self.invitations = tuple(self.registry.invite()[1] for _ in range(config.world_size))
         """The connection information of the first members, in the order of their numbers."""
-        self._group = self._begin(0, list(self.roster))
+        self._group = self._begin(0, list(self.registry))
         self._form_seconds = config.form_timeout
         self._merges: tuple[MergeTiming, ...] = ()
         self._history = LossHistory(wall_clock)
-        self._records = RankLogForwarder(self.roster)
-        self.roster.watch(self._history.take)
-        self.roster.watch(_log)
-        self.roster.watch(self._take_loss)
-        self._orders = SnapshotRequests(self._channel, self.roster)
+        self._records = RankLogForwarder(self.registry)
+        self.registry.watch(self._history.take)
+        self.registry.watch(_log)
+        self.registry.watch(self._take_loss)
+        self._orders = SnapshotRequests(self._channel, self.registry)
         self._is_closed = False
 
     @property
@@ -107,12 +116,12 @@ class RankManager:
     @property
     def hellos(self) -> tuple[Hello, ...]:
         """The hellos of the live members received so far, in the order of the member numbers."""
-        return self.roster.hellos
+        return self.registry.hellos
 
     @property
     def num_ready(self) -> int:
         """Members that have loaded the model."""
-        return len(self.roster.loaded())
+        return len(self.registry.loaded())
 
     @property
     def losses(self) -> tuple[Loss, ...]:
@@ -125,7 +134,7 @@ class RankManager:
 
     def lost(self, member: int, reason: str) -> None:
         """Report that the process of a member has ended. Thread-safe; may be called at any time."""
-        self.roster.lost(member, reason)
+        self.registry.lost(member, reason)
 
     @property
     def group(self) -> RankGroup:
@@ -133,10 +142,12 @@ class RankManager:
         return self._group
 
     async def wait_joinable(self) -> None:
-        await self.roster.wait(lambda: any(member.number not in self._group.members for member in self.roster.loaded()))
+        await self.registry.wait(
+            lambda: any(member.number not in self._group.members for member in self.registry.loaded())
+        )
 
-    async def wait_settled(self) -> None:
-        await self.roster.wait(lambda: not self._history.is_filling)
+    async def wait_ready(self) -> None:
+        await self.registry.wait(lambda: not self._history.is_filling)
 
     # --- epochs ---
 
@@ -144,14 +155,14 @@ class RankManager:
         """Wait for the hellos of all members, check that their models are equal, and make them load the model and form
         the epoch.
         """
-        members, wait, verdict = list(self.roster), self.roster.wait, self._group.verdict
+        members, wait, verdict = list(self.registry), self.registry.wait, self._group.verdict
         try:
             async with asyncio.timeout(self._config.start_timeout):
                 await wait(lambda: all(member.hello for member in members), verdict)
                 Topology(tuple(member.node for member in members)).check(self._config.world_size)
                 await check_models(self.hellos, Path(self._config.model))
-                self.roster.agree()
-                self.roster.load(members)
+                self.registry.agree()
+                self.registry.load(members)
                 await wait(lambda: all(member.is_loaded for member in members), verdict)
                 return await self._meet_first(epoch, members)
         except TimeoutError:
@@ -183,39 +194,39 @@ class RankManager:
                 async with asyncio.timeout(self._form_seconds):
                     formation = await self._meet(number, members)
             except TimeoutError:
-                await self._blame_late()
+                await self._attribute_late()
             except LongleafError as error:
-                log.warning("epoch %d was not formed: %s", number, error)
+                log.warning("cannot form epoch %d: %s", number, error)
             else:
-                log.warning("epoch %d begins with %d of %d ranks", number, len(members), self._config.world_size)
-                self._tell_joined(formation, before)
+                log.warning("epoch %d: started with %d of %d ranks", number, len(members), self._config.world_size)
+                self._publish_joined(formation, before)
                 return formation
             verdict = self._group.verdict
-        raise Unavailable(f"the ranks could not be joined in {MAX_ATTEMPTS} attempts")
+        raise Unavailable(f"cannot form an epoch: {MAX_ATTEMPTS} attempts failed")
 
     def _end_newcomers(self, before: Sequence[int]) -> None:
         """Kill the members that were not in the previous epoch, if some of those that were remain: the latter may be
         able to form an epoch without the newcomers.
         """
-        loaded = [member.number for member in self.roster.loaded()]
+        loaded = [member.number for member in self.registry.loaded()]
         if any(number in before for number in loaded):
             for number in set(loaded).difference(before):
-                self.roster.end(number, "no epoch could be formed with it")
+                self.registry.end(number, "every epoch with it failed to form")
 
     async def _wait_loaded(self, verdict: asyncio.Future[EpochEnd]) -> list[Member]:
         """Return the members that can join, after all pending kills have finished and at least one member has loaded
         the model. Raises the verdict of the previous epoch when no member can.
         """
-        registry = self.roster
-        await registry.settle()
+        registry = self.registry
+        await registry.confirm_ready()
         await registry.wait(lambda: registry.loaded() or not (list(registry) or self._history.is_filling))
         if not (loaded := registry.loaded()):
             raise (await asyncio.shield(verdict)).error
         return loaded
 
     def _begin(self, epoch: int, members: Sequence[Member]) -> RankGroup:
-        self._group = RankGroup(epoch, members, self._config, self._channel, self.roster)
-        self.roster.epoch, self.roster.ranks = epoch, self._group.members
+        self._group = RankGroup(epoch, members, self._config, self._channel, self.registry)
+        self.registry.epoch, self.registry.ranks = epoch, self._group.members
         return self._group
 
     async def _meet(self, epoch: int, members: Sequence[Member]) -> Formation:
@@ -226,27 +237,27 @@ class RankManager:
             member.num_late = 0
         return formation
 
-    async def _blame_late(self) -> None:
+    async def _attribute_late(self) -> None:
         """End an epoch that did not form in time, and kill members that were late MAX_LATE times in a row. A member
         that aborts the epoch now was only waiting for another one.
         """
         group = self._group
         seconds = human_seconds(self._form_seconds)
-        group.conclude(GroupFailed(f"epoch {group.epoch} was not formed within {seconds}"))
+        group.conclude(GroupFailed(f"epoch {group.epoch} did not form within {seconds}"))
         with suppress(TimeoutError):
             async with asyncio.timeout(ANSWER_SECONDS):
-                await self.roster.wait(lambda: not group.late())
-        if len(late := group.late()) == group.num_asked > 1:
+                await self.registry.wait(lambda: not group.late())
+        if len(late := group.late()) == group.num_requested > 1:
             return  # all were late, so that the cause is unknown
-        for member in filter(None, map(self.roster.get, late)):
+        for member in filter(None, map(self.registry.get, late)):
             member.num_late += 1
             if member.num_late >= MAX_LATE:
-                self.roster.end(member.number, f"did not join {MAX_LATE} epochs")
+                self.registry.end(member.number, f"did not join {MAX_LATE} epochs in time")
 
-    def _tell_joined(self, formation: Formation, before: Sequence[int]) -> None:
+    def _publish_joined(self, formation: Formation, before: Sequence[int]) -> None:
         for rank, hello in enumerate(formation.hellos):
             if hello.member not in before:
-                self.roster.tell(MemberJoined(hello.member, rank, hello.node, formation.epoch))
+                self.registry.publish(MemberJoined(hello.member, rank, hello.node, formation.epoch))
 
     # --- outside the steps ---
 
@@ -263,7 +274,7 @@ class RankManager:
 
     def _take(self, number: int, message: FromRank) -> None:
         """Handle a message of a member. Raises ValueError for a message that the member may not send."""
-        member = self.roster.get(number)
+        member = self.registry.get(number)
         assert member is not None  # the channel drops messages of members that are not in the registry
         match message:
             case StepResult():
@@ -277,14 +288,14 @@ class RankManager:
             case Saved() | Fetched():
                 self._orders.take(message)
             case StoreOpened() | Ready():
-                self._group.take_meeting(message)
+                self._group.set_rendezvous(message)
             case GroupFailure():
                 self._group.take_broken(message)
             case Died():
                 self._group.take_death(message)
-                self.roster.lose(number, message.reason)
+                self.registry.lose(number, message.reason)
         member.num_missed = 0
-        self.roster.note_change()
+        self.registry.note_change()
 
     def _take_loss(self, event: MemberEvent) -> None:
         if isinstance(event, MemberLost):
@@ -297,5 +308,5 @@ class RankManager:
         if not self._is_closed:
             self._is_closed = True
             self._orders.close()
-            await self.roster.close()
+            await self.registry.close()
             await self._channel.close()

@@ -1,7 +1,7 @@
-"""Whether a Ray cluster lets this process in.
+"""Checks whether a Ray cluster accepts this process.
 
-Ray itself tries again for 20 seconds where its token is refused, fills standard error, and says no reason; and where a
-cluster asks for no token and this process does, actors die as they are made.
+If a token is rejected, Ray retries for 20 seconds, fills standard error and gives no reason. If only this process uses
+a token, actors die when they are created.
 """
 
 import os
@@ -13,22 +13,24 @@ import grpc
 from longleaf.errors import StartError
 
 CALL = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
-"""Of Ray's own service, without arguments: it changes nothing."""
+"""A read-only method of Ray's own service, without arguments."""
 CALL_SECONDS = 5.0
 MODE = "RAY_AUTH_MODE"
 PLACES = "RAY_AUTH_TOKEN, or in the file RAY_AUTH_TOKEN_PATH"
-UNASKED = f"it asks for no token, and {MODE}=token does here: start it with {MODE}=token, or unset {MODE}"
-OPEN = f"it asks for a token: set {MODE}=token, with the cluster's token in {PLACES}"
-MISSING = f"{MODE}=token, and there is no token: put the cluster's in {PLACES}"
-UNKNOWN = f"is {MODE} here what it is there, and the cluster's token in {PLACES}?"
-REFUSED = f"it refuses the token: with {MODE}=token there must be the cluster's token in {PLACES}"
+UNASKED = (
+    f"the cluster requires no token, but {MODE}=token is set here: start the cluster with {MODE}=token, or unset {MODE}"
+)
+OPEN = f"it requires a token: set {MODE}=token, and put the cluster's token in {PLACES}"
+MISSING = f"{MODE}=token is set, but no token was found: put the cluster's token in {PLACES}"
+UNKNOWN = f"check that {MODE} has the same value here and there, and that the cluster's token is in {PLACES}"
+REFUSED = f"it rejects the token: put the cluster's token in {PLACES}"
 
 
-def check_door(address: str) -> None:
-    """Raises StartError when the cluster whose head listens at HOST:PORT would refuse this process's token, or asks for
-    one where there is none, or the other way round. What else is wrong Ray tells itself."""
+def check_ray_auth(address: str) -> None:
+    """Raises StartError when the cluster whose head listens at HOST:PORT rejects this process's token, or only one of
+    the two requires a token. Ray reports other errors itself."""
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-        return  # it is told by Ray, later
+        return  # Ray reports this later
     asks = _refuses(address, {})
     if asks is None:
         return
@@ -48,19 +50,19 @@ def _cannot_join(address: str, why: str) -> StartError:
 
 
 def _headers() -> Mapping[str, str]:
-    """What Ray sends of its token, wherever it finds it; nothing when it finds none."""
-    import ray  # late, because it reads the environment then
+    """The authentication headers that Ray would send; empty without a token."""
+    import ray  # imported late, because it reads the environment at import
 
     untyped: Any = ray
     loader = untyped._raylet.AuthenticationTokenLoader.instance()
     try:
         return loader.get_token_for_http_header() if loader.has_token() else {}
-    except Exception:  # a file that it was pointed to cannot be read
+    except Exception:  # the token file cannot be read
         return {}
 
 
 def _refuses(address: str, headers: Mapping[str, str]) -> bool | None:
-    """Whether the cluster refuses a call for want of the right token; None when it says something else, or nothing."""
+    """Whether the cluster rejects a call because of its token; None if it gives another answer or none."""
     channel: Any = grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)])
     with channel:
         try:

@@ -1,4 +1,4 @@
-"""This process's membership in a Ray cluster: one that runs already, or one that is started for it."""
+"""Connection of this process to a Ray cluster: an existing one, or one started for it."""
 
 import logging
 import socket
@@ -8,7 +8,7 @@ from contextlib import chdir
 from ipaddress import ip_address
 from typing import Any
 
-from coordinator.cluster.ray_auth_check import UNKNOWN, check_door
+from coordinator.cluster.ray_auth_check import UNKNOWN, check_ray_auth
 from coordinator.cluster.ray_temp_dir import RayFolder
 from longleaf.config import LOOPBACK, apply_environment, check_slots_here, join_address, ray_environment
 from longleaf.errors import StartError
@@ -18,25 +18,25 @@ OBJECT_STORE_BYTES = 80 * 2**20
 ANSWER_SECONDS = 10.0
 AGAIN_SECONDS = 0.5
 NEUTRAL = "/"
-"""Ray puts the folder that it is joined from before all others where its workers look for modules: in any other one,
-whoever can write there could run code as us."""
+"""Ray adds the folder of the joining process to its workers' module search path, in front. In a shared folder, another
+user could place code that runs with our rights."""
 
 
 def ray_package() -> Any:
-    """Ray, untyped (its annotations are partial), and imported late: it reads the environment then."""
+    """Ray, untyped (its annotations are partial), and imported late, because it reads the environment at import."""
     import ray
 
     return ray
 
 
 class Connection:
-    """Ends with `close`; `folder` is that of a Ray that was started for this process, and ends with it."""
+    """Call `close` at the end. `folder` belongs to a Ray started for this process; `close` removes it."""
 
     def __init__(self, folder: RayFolder | None = None) -> None:
         self._folder = folder
 
     def close(self) -> None:
-        """Leaves the cluster; ends it, and removes its files, when it was started for this process."""
+        """Disconnects from the cluster; a Ray started for this process is stopped and its files are removed."""
         ray_package().shutdown()
         if self._folder is not None:
             self._folder.close()
@@ -45,11 +45,11 @@ class Connection:
 def connect(
     address: str | None, world_size: int, patience: float = 0.0, on_wait: Callable[[], None] = lambda: None
 ) -> Connection:
-    """Joins the Ray cluster at `address`, or starts one on this machine with a slot per rank. One that does not answer
-    yet is waited for, at most `patience` seconds; `on_wait` is called again and again meanwhile.
+    """Joins the Ray cluster at `address`, or starts one on this machine with a slot per rank. Waits at most `patience`
+    seconds for a cluster that does not answer yet, and calls `on_wait` repeatedly meanwhile.
 
-    Ray then has handlers of its own for signals, and while it starts it answers SIGTERM with SystemExit.
-    Raises StartError when the cluster cannot be reached, or its folder cannot be made.
+    Ray then installs its own signal handlers; while it starts, it answers SIGTERM with SystemExit. Raises StartError
+    when the cluster cannot be reached or its folder cannot be created.
     """
     if address is None:
         return _start(world_size)
@@ -58,7 +58,7 @@ def connect(
 
 
 def _wait_for_answer(address: str, patience: float, on_wait: Callable[[], None]) -> None:
-    """Raises StartError when nobody listens at the address, at once when nobody ever will."""
+    """Raises StartError when no process listens at the address; immediately if waiting cannot help."""
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -74,7 +74,7 @@ def _wait_for_answer(address: str, patience: float, on_wait: Callable[[], None])
 def _join(address: str) -> Connection:
     apply_environment(ray_environment(None))
     if _parts(address)[1].isdigit():
-        check_door(address.removeprefix("ray://"))
+        check_ray_auth(address.removeprefix("ray://"))
     connection = Connection()
     _init(connection, address)
     return connection
@@ -85,7 +85,7 @@ def _start(world_size: int) -> Connection:
     try:
         folder = RayFolder()
     except OSError as error:
-        raise StartError(f"cannot make a folder for Ray: {error}") from error
+        raise StartError(f"cannot create a folder for Ray: {error}") from error
     apply_environment(ray_environment(folder.token_file))
     connection = Connection(folder)
     settings: dict[str, Any] = {"num_cpus": world_size, "include_dashboard": False, "_node_ip_address": LOOPBACK}
@@ -94,7 +94,7 @@ def _start(world_size: int) -> Connection:
     host = str(ray_package().util.get_node_ip_address())
     if not ip_address(host).is_loopback:  # it was imported before its environment was complete
         connection.close()
-        raise StartError(f"Ray would listen on {host}, not on the loopback address alone")
+        raise StartError(f"Ray would listen on {host} instead of the loopback address")
     return connection
 
 
@@ -105,17 +105,17 @@ def _init(connection: Connection, address: str, **settings: Any) -> None:
         with chdir(NEUTRAL):
             ray.init(address=address, **quiet, **settings)
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
-        connection.close()  # one that answers, and cannot be joined: Ray says no more of a token that it refuses
+        connection.close()  # it answers but cannot be joined: Ray does not report a rejected token
         raise StartError(f"ray_address: the Ray cluster at {address} cannot be joined: {UNKNOWN}") from error
-    except Exception as error:  # a machine too busy to start it within Ray's 30 seconds is told by a bare one
+    except Exception as error:  # a bare one where a busy machine does not start Ray within 30 seconds
         connection.close()
         where = "this machine" if address == "local" else address
-        raise StartError(f"Ray at {where} cannot be used: {error}") from error
+        raise StartError(f"cannot use Ray at {where}: {error}") from error
 
 
 def _check_is_open(address: str) -> None:
-    """Raises StartError when a Ray of this machine listens on the loopback address alone, as it does where it finds no
-    way to the internet, such as a default route."""
+    """Raises StartError when a Ray of this machine listens only on the loopback address, as it does without a route to
+    the internet."""
     host, port = _parts(address)
     if host == LOOPBACK or interface_of(host) is None:
         return
@@ -123,23 +123,22 @@ def _check_is_open(address: str) -> None:
         socket.create_connection((LOOPBACK, int(port)), timeout=ANSWER_SECONDS).close()
     except OSError:
         return
-    message = (
-        f"at {address} nobody answers, but at {join_address(LOOPBACK, int(port))}, which other machines cannot reach"
-    )
+    found = join_address(LOOPBACK, int(port))
+    message = f"no Ray cluster answers at {address}, but one answers at {found}, which other machines cannot reach"
     raise StartError(f"ray_address: {message}: start Ray's head with --node-ip-address={host}")
 
 
 def _parts(address: str) -> tuple[str, str]:
     """Host and port."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    return host.strip("[]"), port  # of an IPv6 address
+    return host.strip("[]"), port  # brackets of an IPv6 address
 
 
 def _check_answers(address: str) -> None:
-    """Raises StartError when nobody listens at HOST:PORT: Ray itself tries for minutes."""
+    """Raises StartError when no process listens at HOST:PORT. Ray itself would retry for minutes."""
     host, port = _parts(address)
     if not port.isdigit():
-        return  # found by Ray (`auto`, `local`)
+        return  # an address that Ray resolves (`auto`, `local`)
     try:
         socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS).close()
     except OSError as error:

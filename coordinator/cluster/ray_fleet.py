@@ -1,4 +1,5 @@
-"""The fleet on Ray: one placement group, one actor per rank. Ray places and watches; it never carries a step."""
+"""The fleet on Ray: one placement group, one actor per rank. Ray starts and monitors ranks; steps do not pass through
+it."""
 
 import asyncio
 import shlex
@@ -12,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from coordinator.cluster.ports import OnDeath, unheard
+from coordinator.cluster.ports import OnDeath, ignore_event
 from coordinator.cluster.ray_connection import ray_package
 from coordinator.cluster.ray_liveness import answers, has_ended
 from longleaf.config import LOOPBACK, EngineConfig, rank_environment
@@ -22,18 +23,18 @@ from longleaf.topology import too_few_gpus
 
 POLL_SECONDS = 1.0
 PLACE_SECONDS = 60.0
-"""How long slots that are there may take to be free."""
+"""Seconds to wait until existing slots are free."""
 LEAVE_SECONDS = 3.0
 KILL_SECONDS = 1.0
-ALONE = "; Ray is on the loopback address, where no other machine can join it (ray start --node-ip-address)"
+ALONE = "; Ray listens on the loopback address, so no other machine can join (ray start --node-ip-address)"
 NODE_DIGITS = 12
-"""Digits of a Ray node id that are shown, of 56: enough to tell machines apart."""
+"""Number of shown digits of a Ray node id, which has 56: enough to distinguish machines."""
 
 
 class RayFleet:
-    """One actor of `worker_class` per rank. The class offers `run(spec)`, see workers.actor.
+    """One actor of `worker_class` per rank. The class has a method `run(spec)`, see workers.actor.
 
-    `worker_args` go to its constructor. Needs a connection, see coordinator.cluster.ray_connection.
+    `worker_args` are passed to its constructor. Needs a connection, see coordinator.cluster.ray_connection.
     """
 
     def __init__(self, worker_class: type, *worker_args: object) -> None:
@@ -43,10 +44,10 @@ class RayFleet:
         self._resources: dict[str, float] = {}
         self._bundles: list[Bundle] = []
         self._is_local = False
-        """All are on this machine."""
+        """Whether all ranks are on this machine."""
         self._places: dict[int, _Place] = {}
-        """By member; of one that has ended, until it is replaced."""
-        self._on_death: OnDeath = unheard
+        """By member number; an ended process stays until it is replaced."""
+        self._on_death: OnDeath = ignore_event
         self._is_stopping = threading.Event()
         self._watcher: threading.Thread | None = None
         self._num_missing = 0
@@ -66,7 +67,7 @@ class RayFleet:
             self._group = group
             self._wait_until_free(config, max(deadline, time.monotonic() + min(PLACE_SECONDS, config.start_timeout)))
         except StartError as error:
-            waited = ", and --wait-for-ranks is over" if patience else ""
+            waited = ", and --wait-for-ranks has passed" if patience else ""
             closed = ALONE if ray_package().util.get_node_ip_address() == LOOPBACK else ""
             raise StartError(f"{error}{waited}{closed}") from error
         finally:
@@ -78,7 +79,7 @@ class RayFleet:
         return LOOPBACK if self._is_local else own
 
     def _wait_for_slots(self, config: EngineConfig, deadline: float) -> dict[str, float]:
-        """What one rank takes of the cluster, once that has a slot for each. Raises StartError."""
+        """Resources of one rank, once the cluster has a slot for each rank. Raises StartError."""
         while True:
             total: dict[str, float] = ray_package().cluster_resources()
             try:
@@ -93,13 +94,15 @@ class RayFleet:
         """Returns when all slots are reserved. Raises StartError."""
         while not self._group.wait(timeout_seconds=POLL_SECONDS):
             if time.monotonic() >= deadline:
-                raise StartError(f"world size {config.world_size} needs as many free slots; some are in use")
+                raise StartError(
+                    f"world size {config.world_size} needs {config.world_size} free slots, and some slots are in use"
+                )
             free = num_slots(self._resources, ray_package().available_resources())
             self._num_missing = max(1, config.world_size - free)
             self._pause(0.0)
 
     def _pause(self, seconds: float = POLL_SECONDS) -> None:
-        """Raises StartError when the fleet is shut down meanwhile."""
+        """Raises StartError when the fleet is shut down."""
         if self._is_stopping.wait(seconds):
             raise StartError("the service is stopping")
 
@@ -118,7 +121,7 @@ class RayFleet:
         self, member: int, bundle: "Bundle", invitation: ConnectInfo, config: EngineConfig, is_first_here: bool
     ) -> None:
         has_gpu = "GPU" in self._resources
-        if has_gpu:  # a rank whose torch sees none must say so, not compute on CPUs
+        if has_gpu:  # a rank whose torch finds no GPU must fail instead of computing on CPUs
             config = msgspec.structs.replace(config, device="cuda")
         spec = RankSpec(
             member=member,
@@ -128,7 +131,7 @@ class RayFleet:
             node=bundle.node,
             num_ranks_here=sum(other.node == bundle.node for other in self._bundles),
             is_first_here=is_first_here,
-            gpu=0 if has_gpu else None,  # Ray shows each rank its own GPU alone
+            gpu=0 if has_gpu else None,  # Ray makes only its own GPU visible to each rank
         )
         variables = rank_environment(config.threads_per_rank)
         placed = in_bundle(self._worker_class, self._group, bundle.index, self._resources, variables)
@@ -138,9 +141,10 @@ class RayFleet:
     # --- watch ---
 
     def _watch(self) -> None:
-        """`run` returns or fails when the rank is gone; where its machine is, too, only seconds later, and not at all
-        if it had not begun: Ray looks for another place. So machines are looked at as well. Polled, because Ray may
-        crash a thread that waits without end while it is shut down; replacements are looked at with the next poll."""
+        """`run` finishes when the rank's process has ended. If the machine has failed, it finishes seconds later, or
+        never if it had not started, because Ray looks for another node. So machines are checked as well. This polls,
+        because Ray may crash a thread that waits without a timeout during shutdown; replacements are checked at the
+        next poll."""
         while not self._is_stopping.is_set():
             places = {member: place for member, place in list(self._places.items()) if not place.has_ended.is_set()}
             ended: list[Any] = []
@@ -155,11 +159,11 @@ class RayFleet:
             gone = self._nodes_gone()
             for member, place in places.items():
                 if place.bundle.node in gone and not place.has_ended.is_set():
-                    self._note_end(member, "its machine is gone")
+                    self._note_end(member, "its machine left the cluster")
 
     def _nodes_gone(self) -> set[str]:
-        """The machines of ranks that Ray gave up, or whose Ray has ended; none where all ranks are on the
-        coordinator's."""
+        """Machines of ranks that Ray gave up, or whose Ray has ended; empty if all ranks are on the coordinator's
+        machine."""
         if self._is_local:
             return set()
         alive = {node["NodeID"][:NODE_DIGITS] for node in ray_package().nodes() if node["Alive"]}
@@ -185,8 +189,8 @@ class RayFleet:
             await asyncio.to_thread(self._kill, place)
 
     def _kill(self, place: "_Place") -> None:
-        """Ray forgets it at once, and ends a process that is stopped some seconds later."""
-        with suppress(Exception):  # it is gone, or its node is
+        """Ray removes the actor at once, and ends a process that is stopped some seconds later."""
+        with suppress(Exception):  # the actor or its node has ended
             ray_package().kill(place.actor, no_restart=True)
         place.has_ended.wait(KILL_SECONDS)
 
@@ -195,19 +199,19 @@ class RayFleet:
         await asyncio.to_thread(self._replace, lost, member, invitation, config)
 
     def _replace(self, lost: int, member: int, invitation: ConnectInfo, config: EngineConfig) -> None:
-        """In the same bundle, which may be on another node by now."""
+        """Starts the replacement in the same bundle, which may have moved to another node."""
         place = self._places.get(lost)
         bundle = next((one for one in self._known_bundles() if place and one.index == place.bundle.index), None)
         if bundle is None:
-            raise StartError("the slot's node is gone, and no other one has a slot free")
-        if not self._is_local and not answers(bundle.host, bundle.port):  # Ray takes long to see that it is gone
-            raise StartError("the slot's node does not answer")
+            raise StartError("the slot's node left the cluster, and no other node has a free slot")
+        if not self._is_local and not answers(bundle.host, bundle.port):  # Ray detects a dead node late
+            raise StartError("the slot's node does not respond")
         self._bundles = [bundle if other.index == bundle.index else other for other in self._bundles]
         self._start(member, bundle, invitation, config, True)
         self._places.pop(lost, None)
 
     def _known_bundles(self) -> "list[Bundle]":
-        """Those that have a node that lives."""
+        """Bundles on live nodes."""
         return [
             msgspec.structs.replace(bundle, host=LOOPBACK) if self._is_local else bundle
             for bundle in bundles_of(self._group)
@@ -216,7 +220,7 @@ class RayFleet:
     # --- end ---
 
     async def shutdown(self) -> None:
-        """Gives ranks that were told to leave a few seconds, then kills them; frees their slots."""
+        """Waits a few seconds for ranks that were asked to stop, then kills them; frees their slots."""
         self._is_stopping.set()
         await asyncio.to_thread(self._reap)
 
@@ -226,7 +230,7 @@ class RayFleet:
             self._watcher.join()
         places = list(self._places.values())
         runs = [place.run for place in places]
-        with suppress(Exception):  # the cluster itself may be gone, and its actors with it
+        with suppress(Exception):  # the cluster may have ended with its actors
             if runs:
                 ray.wait(runs, num_returns=len(runs), timeout=LEAVE_SECONDS)
             for place in places:
@@ -240,7 +244,7 @@ class RayFleet:
 
 @dataclass(frozen=True)
 class _Place:
-    """A member's actor, in its bundle, and the reference that is there once it has ended."""
+    """A member's actor, its bundle, and the reference that is ready when it has ended."""
 
     bundle: "Bundle"
     actor: Any
@@ -249,7 +253,7 @@ class _Place:
 
 
 class Bundle(msgspec.Struct, frozen=True):
-    """Where a rank goes: its number, its machine's name and address, and the port of Ray's process there."""
+    """A place for a rank: its number, the name and address of its machine, and the port of Ray's process there."""
 
     index: int
     node: str
@@ -258,11 +262,11 @@ class Bundle(msgspec.Struct, frozen=True):
 
 
 def bundle_for(config: EngineConfig, total: Mapping[str, float]) -> dict[str, float]:
-    """What one rank takes of a cluster that has `total`: a GPU each where there are any. Raises StartError when there
-    are too few of them, or fewer slots than ranks."""
+    """Resources of one rank in a cluster with resources `total`: one GPU each if there are any. Raises StartError when
+    there are fewer GPUs or slots than ranks."""
     num_gpus = int(total.get("GPU", 0))
     if config.device == "cuda" and not num_gpus:
-        raise StartError("device: cuda was asked for, and the cluster has no GPU")
+        raise StartError("device: cuda is not available: the cluster has no GPU")
     bundle = kind_of(config, total)
     if "GPU" in bundle and num_gpus < config.world_size:
         raise too_few_gpus(config.world_size, "the cluster", num_gpus)
@@ -273,19 +277,19 @@ def bundle_for(config: EngineConfig, total: Mapping[str, float]) -> dict[str, fl
 
 
 def kind_of(config: EngineConfig, total: Mapping[str, float]) -> dict[str, float]:
-    """What makes a slot, in a cluster that has `total`."""
+    """Resources of one slot in a cluster with resources `total`."""
     takes_gpus = config.device == "cuda" or (config.device == "auto" and int(total.get("GPU", 0)) > 0)
     return {"CPU": 1.0, "GPU": 1.0} if takes_gpus else {"CPU": 1.0}
 
 
 def num_slots(bundle: Mapping[str, float], total: Mapping[str, float]) -> int:
-    """Slots of this kind in a cluster that has `total`."""
+    """Number of slots of this kind in a cluster with resources `total`."""
     return int(min(total.get(name, 0) for name in bundle))
 
 
 def bundles_of(group: Any) -> list[Bundle]:
-    """The bundles of a placement group node by node, the coordinator's node first, so that ranks are too. Those that
-    have no node that lives are left out."""
+    """The bundles of a placement group, grouped by node, the coordinator's node first. Bundles on dead nodes are
+    omitted."""
     ray = ray_package()
     here = ray.get_runtime_context().get_node_id()
     nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
@@ -300,23 +304,24 @@ def bundles_of(group: Any) -> list[Bundle]:
 
 
 def in_bundle(actor_class: type, group: Any, index: int, bundle: Mapping[str, float], variables: dict[str, str]) -> Any:
-    """What makes an actor that takes all of a placement group's bundle, with these in its environment, and that is
-    never made again."""
+    """Options of an actor that uses a whole bundle of a placement group, has these environment variables and is never
+    restarted."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
     options: dict[str, Any] = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
     runtime_env: dict[str, Any] = {"env_vars": variables}
-    if shlex.quote(sys.executable) != sys.executable:  # Ray passes the path of Python to a shell as it is
+    if shlex.quote(sys.executable) != sys.executable:  # Ray passes the path of Python to a shell without quoting
         runtime_env["py_executable"] = shlex.quote(sys.executable)
     options |= {"max_restarts": 0, "max_task_retries": 0, "runtime_env": runtime_env}
     return ray_package().remote(actor_class).options(scheduling_strategy=strategy, **options)
 
 
 def _describe(run: Any) -> str:
-    """Why a finished `run` finished. Every error is a death: Ray calls some that are final merely unavailable."""
+    """The reason why `run` finished. Every error means that the process died: Ray reports some final errors as
+    temporary."""
     ray = ray_package()
     try:
-        return f"left with exit code {ray.get(run, timeout=POLL_SECONDS)}"
+        return f"exited with code {ray.get(run, timeout=POLL_SECONDS)}"
     except Exception as error:
         return f"its process died ({type(error).__name__})"

@@ -1,10 +1,10 @@
-"""Whether a node of a Ray cluster lives, by its own port: Ray itself may take a quarter of a minute to say that it does
-not, and until then places actors there."""
+"""Checks whether a node of a Ray cluster is alive by connecting to its port. Ray needs up to 15 seconds to detect a
+dead node and places actors there until then."""
 
 import socket
 
 ANSWER_SECONDS = 0.5
-"""How long a node that lives may take to take a connection."""
+"""Seconds within which a live node accepts a connection."""
 
 
 def answers(host: str, port: int) -> bool:
@@ -17,7 +17,7 @@ def answers(host: str, port: int) -> bool:
 
 
 def has_ended(host: str, port: int) -> bool:
-    """Whether its machine says that nobody listens there any more. One that says nothing may only be cut off."""
+    """Whether the machine refuses the connection. A machine that does not respond may only be disconnected."""
     try:
         socket.create_connection((host, port), timeout=ANSWER_SECONDS).close()
     except ConnectionRefusedError:

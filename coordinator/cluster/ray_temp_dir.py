@@ -1,8 +1,8 @@
-"""The folder of a Ray that this process starts: its token, its sockets and its logs.
+"""Folder of a Ray started by this process: its token, sockets and logs.
 
-Nothing of that Ray outlives this process, however it ends. A process of its own (`python -m` this module, FOLDER)
-waits for the folder's lock, which the system frees when its holder is gone; then it kills what Ray left behind and
-removes the folder. Where both were killed, the next one that starts does it in their place.
+Nothing of that Ray outlives this process. A separate process (`python -m` this module, FOLDER) waits for the folder's
+lock, which the system releases when its holder ends; then it kills the remaining Ray processes and removes the folder.
+If both were killed, the next service that starts does so.
 """
 
 import fcntl
@@ -19,16 +19,16 @@ from pathlib import Path
 import psutil
 
 PARENT, PREFIX = Path("/tmp"), "longleaf-ray-"
-"""A short path: the sockets of Ray lie in the folder, and their names have a limit."""
+"""Parent folder with a short path: Ray puts sockets there, whose paths have a length limit."""
 TOKEN_BYTES = 32
 KILL_SECONDS = 1.0
 LEAVE_SECONDS = 10.0
-"""How long the process that watches may take to leave once there is nothing left to watch."""
+"""Seconds that the watching process may take to exit when there is nothing left to watch."""
 
 
 class RayFolder:
-    """A new folder that only this user can enter. `token_file` holds a fresh token; `temporary` is for Ray, which lets
-    everybody write there. Raises OSError when it cannot be made."""
+    """A new folder that only this user can access. `token_file` has a fresh token; `temporary` is for Ray, which makes
+    it writable for all users. Raises OSError when it cannot be created."""
 
     def __init__(self) -> None:
         self.path, self._lock = _make()
@@ -37,17 +37,17 @@ class RayFolder:
         self.token_file.touch(mode=0o600)
         self.token_file.write_text(secrets.token_hex(TOKEN_BYTES))
         command = [sys.executable, "-P", "-m", __name__, str(self.path)]
-        # A session of its own: what ends the service's process group must not end this.
+        # A separate session: a signal to the service's process group must not end this process.
         quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         self._watcher = subprocess.Popen(command, **quiet, start_new_session=True)
 
     def close(self) -> None:
-        """Removes the folder, and what still writes into it."""
+        """Removes the folder and kills the processes that still write to it."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
         try:
             self._watcher.wait(LEAVE_SECONDS)
-        except subprocess.TimeoutExpired:  # it is stopped, as by SIGSTOP
+        except subprocess.TimeoutExpired:  # it is stopped, for example by SIGSTOP
             self._watcher.kill()
             self._watcher.wait()
 
@@ -59,15 +59,16 @@ def _make() -> tuple[Path, int]:
         with suppress(FileNotFoundError):
             lock = os.open(path, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if path.exists():  # else another service swept it before it was locked
+            if path.exists():  # another service removed it before it was locked
                 return path, lock
 
 
-# --- the process that watches ---
+# --- watching process ---
 
 
 def watch(folder: Path) -> None:
-    """Ends what earlier services left, then waits for the end of the process that made `folder`, and ends that too."""
+    """Cleans up after earlier services, then waits until the process that created `folder` ends, and cleans up after
+    it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     for other in PARENT.glob(f"{PREFIX}*"):
@@ -77,8 +78,8 @@ def watch(folder: Path) -> None:
 
 
 def _end_once_free(folder: Path, how: int) -> None:
-    """`how` says whether to wait for who holds the lock, or to let the folder be."""
-    with suppress(OSError):  # held, gone, or not ours to open
+    """`how` selects whether to wait for the holder of the lock or to skip the folder."""
+    with suppress(OSError):  # locked, deleted, or owned by another user
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             fcntl.flock(lock, how)
@@ -89,7 +90,7 @@ def _end_once_free(folder: Path, how: int) -> None:
 
 
 def end(folder: Path) -> None:
-    """Kills the processes of the Ray whose folder this is, and removes it. Who made it, if it lives, is let be."""
+    """Kills the processes of the Ray in this folder and removes the folder. Does nothing while its creator is alive."""
     while left := [one for one in psutil.process_iter() if one.pid != os.getppid() and _writes_into(folder, one)]:
         for process in left:
             with suppress(psutil.NoSuchProcess):
@@ -99,10 +100,10 @@ def end(folder: Path) -> None:
 
 
 def _writes_into(folder: Path, process: psutil.Process) -> bool:
-    """All of Ray's processes keep a log there; people who read the logs do not."""
+    """Whether the process has an open file in Ray's log folder, as all processes of Ray have."""
     try:
         files = [Path(file.path) for file in process.open_files() if file.mode != "r"]
-    except (psutil.Error, OSError):  # it has ended, or is another user's
+    except (psutil.Error, OSError):  # it has ended, or belongs to another user
         return False
     return any(file.is_relative_to(folder.resolve()) for file in files)
 

@@ -1,4 +1,4 @@
-"""Keeps the world whole: a member that is lost is replaced, unless that has failed too often."""
+"""Replaces lost members until too many replacements of a slot have failed."""
 
 import asyncio
 import time
@@ -25,23 +25,23 @@ from longleaf.rank_protocol.group_messages import Ready
 
 MINUTE = 60.0
 MAX_FAILED = 3
-"""Replacements of a slot that may be lost one after the other before they are ranks."""
+"""Consecutive replacements of a slot that may be lost before one becomes a rank."""
 AGAIN_SECONDS = 5.0
-"""Between two looks whether a slot is there again."""
+"""Seconds between two attempts to use an unavailable slot."""
 
 
 @dataclass
 class Slot:
-    """A place for one member, and how the next one there is to be configured."""
+    """A slot for one member, with the configuration of its next member."""
 
     member: int
     config: EngineConfig
     num_failed: int = 0
-    """Replacements, one after the other, that were lost before they had a rank."""
+    """Consecutive replacements that were lost before they had a rank."""
     has_rank: bool = True
     """Whether the member has been in an epoch."""
     reason: str = ""
-    """Why there is no replacement yet, as it was told last."""
+    """Latest reported reason why there is no replacement yet."""
     task: asyncio.Task[None] | None = None
 
     @property
@@ -50,7 +50,7 @@ class Slot:
 
 
 class Backoff:
-    """How long a replacement waits after losses: as many as `max_losses` in a minute are replaced at once."""
+    """Delays replacements after losses: up to `max_losses` per minute are replaced at once."""
 
     def __init__(self, max_losses: int) -> None:
         self._max_losses = max_losses
@@ -61,16 +61,15 @@ class Backoff:
         self._times.append(now)
 
     def delay(self, now: float) -> float:
-        """Seconds until no more than the limit lie within a minute; 0 when it is so."""
+        """Seconds until the losses of the last minute are within the limit; 0 if they are."""
         is_full = len(self._times) > self._max_losses
         return max(0.0, self._times[0] + MINUTE - now) if is_full else 0.0
 
 
 class ReplacementSupervisor:
-    """Replaces the lost members of the first epoch, who are `readies`, and their replacements. Needs a running event
-    loop.
+    """Replaces lost members. `readies` are the members of the first epoch. Needs a running event loop.
 
-    `clock` gives seconds, `sleep` waits for some.
+    `clock` returns seconds, `sleep` waits.
     """
 
     def __init__(
@@ -82,22 +81,22 @@ class ReplacementSupervisor:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._roster = registry
+        self._registry = registry
         self._fleet = fleet
         self._start_timeout = config.start_timeout
         self._clock = clock
         self._sleep = sleep
         self._backoff = Backoff(config.max_losses_per_minute)
         self._slots = [Slot(ready.member, pinned(config, ready)) for ready in readies]
-        registry.is_kept = True
+        registry.has_supervisor = True
         registry.watch(self._take)
         for slot in self._slots:
-            if registry.get(slot.member) is None:  # lost before anybody watched
+            if registry.get(slot.member) is None:  # lost before this supervisor started
                 self._fill(slot)
 
     def refill(self) -> int:
-        """Asks anew for the replacements that were given up; how many these are."""
-        empty = [slot for slot in self._slots if self._roster.get(slot.member) is None and not slot.is_being_filled]
+        """Requests the abandoned replacements again; returns their number."""
+        empty = [slot for slot in self._slots if self._registry.get(slot.member) is None and not slot.is_being_filled]
         for slot in empty:
             slot.num_failed = 0
             self._fill(slot)
@@ -109,7 +108,7 @@ class ReplacementSupervisor:
                 for slot in self._slots:
                     if slot.member == event.member:
                         slot.has_rank, slot.num_failed = True, 0
-            case MemberLost() if self._roster.is_kept:
+            case MemberLost() if self._registry.has_supervisor:
                 self._backoff.note(self._clock())
                 for slot in self._slots:
                     if slot.member == event.member and not slot.is_being_filled:
@@ -120,7 +119,7 @@ class ReplacementSupervisor:
 
     @staticmethod
     def _note_failed(slot: Slot, reason: str) -> None:
-        """Counts a replacement that never was a rank."""
+        """Counts a replacement that never became a rank."""
         if not slot.has_rank:
             slot.num_failed, slot.reason = slot.num_failed + 1, reason
 
@@ -134,7 +133,7 @@ class ReplacementSupervisor:
             number = await self._begin(slot)
             try:
                 async with asyncio.timeout(self._start_timeout):
-                    await self._roster.admit(number)
+                    await self._registry.admit(number)
                 slot.reason = ""
                 return
             except TimeoutError:
@@ -142,52 +141,51 @@ class ReplacementSupervisor:
             except StartError as error:
                 reason = str(error)
             self._note_failed(slot, reason)
-            self._roster.end(number, reason)
-            await self._roster.settle()
-        self._roster.tell(
+            self._registry.end(number, reason)
+            await self._registry.confirm_ready()
+        self._registry.publish(
             ReplacementAbandoned(
                 slot.member,
-                f"{MAX_FAILED} replacements were lost before they were ranks; the last: {slot.reason}",
+                f"{MAX_FAILED} replacements were lost before they joined; latest reason: {slot.reason}",
             )
         )
 
     async def _back_off(self, slot: Slot) -> None:
         while delay := self._backoff.delay(self._clock()):
-            self._roster.tell(ReplacementDelayed(slot.member, delay, "too many ranks were lost within a minute"))
+            self._registry.publish(ReplacementDelayed(slot.member, delay, "too many ranks were lost within a minute"))
             await self._sleep(delay)
 
     async def _begin(self, slot: Slot) -> int:
-        """The number of a member whose process was started in the slot, once that is there. Nobody else waits for one
-        that stays away longer than a start may take."""
+        """Waits until a process is started in the slot; returns its member number. Other tasks wait for the slot no
+        longer than the start timeout."""
         began, is_reported = self._clock(), False
         while (number := await self._start(slot)) is None:
             if not is_reported and self._clock() - began >= self._start_timeout:
                 is_reported = True
-                absence = f"it was not there for {human_seconds(self._start_timeout)}, and is filled when it is"
-                self._roster.tell(ReplacementAbandoned(slot.member, f"{absence}: {slot.reason}"))
+                absence = f"no slot for {human_seconds(self._start_timeout)}; a replacement starts when one is free"
+                self._registry.publish(ReplacementAbandoned(slot.member, f"{absence}: {slot.reason}"))
             await self._sleep(AGAIN_SECONDS)
         return number
 
     async def _start(self, slot: Slot) -> int | None:
-        """The number of a member whose process was started in the slot; None when that is not there, or was not
-        done."""
-        number, invitation = self._roster.invite()
+        """Starts a process in the slot; returns its member number, or None if that failed."""
+        number, invitation = self._registry.invite()
         try:
             await self._fleet.replace(slot.member, number, invitation, slot.config)
-        except Exception as error:  # whatever keeps a machine from it may pass
-            self._roster.withdraw(number)
+        except Exception as error:  # the cause, such as an unreachable machine, may be temporary
+            self._registry.withdraw(number)
             reason = str(error) if isinstance(error, StartError) else f"{type(error).__name__}: {error}"
-            if slot.reason != reason:  # told once
+            if slot.reason != reason:  # log each reason once
                 slot.reason = reason
-                self._roster.tell(ReplacementDelayed(slot.member, AGAIN_SECONDS, slot.reason))
+                self._registry.publish(ReplacementDelayed(slot.member, AGAIN_SECONDS, slot.reason))
             return None
-        self._roster.tell(ReplacementStarted(number, slot.member))
+        self._registry.publish(ReplacementStarted(number, slot.member))
         slot.member, slot.has_rank = number, False
         return number
 
     async def close(self) -> None:
-        """Replaces nobody from now on."""
-        self._roster.is_kept = False
+        """Stops replacing members."""
+        self._registry.has_supervisor = False
         tasks = [slot.task for slot in self._slots if slot.task is not None]
         for task in tasks:
             task.cancel()
@@ -195,7 +193,7 @@ class ReplacementSupervisor:
 
 
 def pinned(config: EngineConfig, ready: Ready) -> EngineConfig:
-    """As it was resolved at the first start of a member: beside others that live, less memory would be found free."""
+    """The configuration as the first start resolved it: next to running members, less memory would be free."""
     if config.kv_bytes is not None:
         return config
     kv_bytes, window_bytes = ready.num_blocks * config.block_size * ready.bytes_per_token, None

@@ -1,4 +1,4 @@
-"""What members are asked to do beside the steps, and what became of it."""
+"""Snapshot requests to members, sent independently of steps, and their results."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,11 +14,11 @@ Key = tuple[int, type[Outcome], int]
 
 
 class SnapshotRequests:
-    """Orders that are not answered yet. Whoever waits for one may be cancelled; then the answer is dropped."""
+    """Pending requests. A caller may be cancelled while it waits; its answer is then dropped."""
 
     def __init__(self, channel: ControlSocket, registry: MemberRegistry) -> None:
         self._channel = channel
-        self._roster = registry
+        self._registry = registry
         self._waiting: dict[Key, asyncio.Future[Outcome]] = {}
         registry.watch(self._take_loss)
 
@@ -33,9 +33,9 @@ class SnapshotRequests:
         await self._ask(member, order, Fetched)
 
     async def _ask(self, member: int, order: Save | Fetch, kind: type[Outcome]) -> Outcome:
-        one = self._roster.get(member)
+        one = self._registry.get(member)
         if one is None or one.end:
-            raise lost(member, None, one.end if one else "it is gone")
+            raise lost(member, None, one.end if one else "the member is lost")
         key = member, kind, order.ticket
         if key in self._waiting:
             raise ValueError(f"ticket {order.ticket} of member {member} is in use")
@@ -50,7 +50,7 @@ class SnapshotRequests:
         return outcome
 
     def take(self, message: Outcome) -> None:
-        """An answer that nobody waits for is dropped."""
+        """Drops the answer if its caller was cancelled."""
         answer = self._waiting.get((message.member, type(message), message.ticket))
         if answer is not None and not answer.done():
             answer.set_result(message)
@@ -60,8 +60,8 @@ class SnapshotRequests:
             self._fail(lambda member: member == event.member, lost(event.member, event.rank, event.reason))
 
     def close(self) -> None:
-        """Nothing will be answered any more."""
-        self._fail(lambda _: True, Unavailable("the service ends"))
+        """Fails all pending requests: no answers will follow."""
+        self._fail(lambda _: True, Unavailable("the service is stopping"))
 
     def _fail(self, is_meant: Callable[[int], bool], error: LongleafError) -> None:
         for (member, _, _), answer in self._waiting.items():
@@ -70,12 +70,12 @@ class SnapshotRequests:
 
 
 def lost(member: int, rank: int | None, reason: str) -> RankLost:
-    """That of a member that is in no epoch names its own number."""
+    """Handles an answer. A member outside the epoch answers with its own number."""
     return RankLost(member if rank is None else rank, reason)
 
 
 def error_of(name: str, failure: Failure) -> LongleafError:
-    """What a failure of an order about the object `name` is raised as."""
+    """Error for a failed request about the object `name`."""
     match failure.trouble:
         case "damaged":
             return DataLoss(name, failure.reason)

@@ -1,1 +1,1 @@
-"""The loop that runs the steps, and the streams that its requests are read from."""
+"""The loop that runs the steps, and the event streams of its requests."""

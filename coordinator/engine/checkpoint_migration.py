@@ -22,10 +22,10 @@ class CheckpointMigration:
     """
 
     def __init__(
-        self, persistence: Persistence | None, keeping: ContextPersistence, wall_clock: Callable[[], float]
+        self, persistence: Persistence | None, context_persistence: ContextPersistence, wall_clock: Callable[[], float]
     ) -> None:
-        self._lasting = persistence
-        self._keeping = keeping
+        self._store = persistence
+        self._persistence = context_persistence
         self._wall_clock = wall_clock
         self._names = frozenset(persistence.changed) if persistence is not None else frozenset[str]()
         """The names of all contexts that existed when the service started."""
@@ -38,7 +38,7 @@ class CheckpointMigration:
         """Adopt a context with its tokens and settings; no keys are loaded. Raises AlreadyExists, NotFound,
         CheckpointChanged where this checkpoint cannot read it, DataLoss, StorageUnavailable, and the errors of `room`.
         """
-        self._keeping.check_free(context_id)
+        self._persistence.check_free(context_id)
         found = (await self._read({context_id})).get(context_id)
         if found is None:
             raise NotFound(f"contexts/{context_id}")
@@ -54,7 +54,7 @@ class CheckpointMigration:
         names = set[str]()
         for name in sorted(name for name in self._names if tenant_of(name) == tenant):
             try:
-                self._keeping.check_free(name)
+                self._persistence.check_free(name)
             except LongleafError as error:
                 refused[name] = error
             else:
@@ -67,16 +67,16 @@ class CheckpointMigration:
         return adopted, dict(sorted(refused.items()))
 
     async def _adopt(self, found: StaleContext, positions: Positions, vocabulary_size: int, room: Room) -> NamedContext:
-        record, path = anew(found, positions, vocabulary_size)
+        record, path = retokenized(found, positions, vocabulary_size)
         with room(record.num_tokens):
-            return await self._keeping.adopt(record, path)
+            return await self._persistence.adopt(record, path)
 
     async def _read(self, names: Set[str]) -> Mapping[str, StaleContext]:
         """Return the unexpired contexts of these names."""
-        if self._lasting is None or not names & self._names:
+        if self._store is None or not names & self._names:
             return {}
         if self._reading is None:
-            self._reading = asyncio.create_task(asyncio.to_thread(self._lasting.read_earlier))
+            self._reading = asyncio.create_task(asyncio.to_thread(self._store.read_stale))
             self._reading.add_done_callback(self._end_reading)
         now, found = self._wall_clock(), await asyncio.shield(self._reading)
         return {name: each for name, each in found.items() if name in names and not _is_past(each.record, now)}
@@ -91,7 +91,7 @@ def _is_past(record: ContextRecord, now: float) -> bool:
     return record.expires is not None and not record.is_pinned and record.expires <= now
 
 
-def anew(
+def retokenized(
     found: StaleContext, positions: Positions, vocabulary_size: int
 ) -> tuple[ContextRecord, Sequence[SegmentRecord]]:
     """Return the context and its path with the current rotation of positions, without the tokens of its segments beyond
@@ -101,16 +101,16 @@ def anew(
     record, path, name = found.record, found.path, f"contexts/{found.record.id}"
     if found.has_other_text:
         changed = f"{', '.join(found.differing)} in {found.model} changed since"
-        raise CheckpointChanged(name, f"{changed}, and its token ids may mean another text: ingest the text anew")
+        raise CheckpointChanged(name, f"{changed}, so its token ids may have another meaning: ingest the text again")
     declared = record.capacity if record.capacity <= positions.limit else None
     capacity = positions.capacity(record.num_tokens, declared)
     if capacity < record.num_tokens:
-        message = f"it has {record.num_tokens:,} tokens, and this one takes {capacity:,}, {positions.limit_name}"
+        message = f"it has {record.num_tokens:,} tokens; this checkpoint allows {capacity:,}, {positions.limit_name}"
         raise CheckpointChanged(name, message)
     rope, ends = positions.rope(capacity), [*(segment.start for segment in path[1:]), record.num_tokens]
     cut = [replace(_cut(each, end), rope=rope) for each, end in zip(path, ends, strict=True)]
     if (largest := max(max(each.token_ids) for each in cut)) >= vocabulary_size:
-        raise CheckpointChanged(name, f"it has token {largest:,}, and this one knows {vocabulary_size:,}")
+        raise CheckpointChanged(name, f"it has token {largest:,}; this checkpoint has {vocabulary_size:,} tokens")
     return replace(record, capacity=capacity), cut
 
 

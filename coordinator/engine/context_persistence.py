@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from coordinator.engine.persistence_ports import Persistence
 from coordinator.engine.record_mapping import context_of, context_record, renumbered, segment_of, segment_record
 from coordinator.kv_cache.contexts import ContextTable, NamedContext
-from coordinator.kv_cache.token_paths import NOWHERE, Segment, TokenPath
+from coordinator.kv_cache.token_paths import EMPTY_PATH, Segment, TokenPath
 from coordinator.kv_cache.totals import Totals
 from coordinator.persistence.catalog.records import (
     CatalogContents,
@@ -25,7 +25,7 @@ from longleaf.errors import AlreadyExists, DataLoss, LongleafError, Unavailable
 from longleaf.tenants import tenant_of
 from longleaf.types import ContextSettings
 
-NOBODYS = ""
+NO_OWNER = ""
 FLUSH_SECONDS = 30.0
 """The interval in seconds at which the last uses of contexts are committed."""
 IDS_AT_ONCE = 256
@@ -51,7 +51,7 @@ class ContextPersistence:
         wall_clock: Callable[[], float],
         on_change: Callable[[], None],
     ) -> None:
-        self._lasting = persistence
+        self._store = persistence
         self._delete = delete
         self._wall_clock = wall_clock
         self._on_change = on_change
@@ -64,17 +64,17 @@ class ContextPersistence:
         self._gone: set[str] = set()
         """Deleted contexts whose journal entries still exist."""
         self._flush: asyncio.Task[None] | None = None
-        self._num_noted = 0
+        self._num_recorded = 0
         """Ids below this one are reserved in the catalog."""
 
     @property
     def is_durable(self) -> bool:
-        return self._lasting is not None
+        return self._store is not None
 
     @property
     def last_epoch(self) -> int:
         """The last epoch of earlier service runs; 0 if there was none."""
-        return self._lasting.kept.epoch if self._lasting else 0
+        return self._store.contents.epoch if self._store else 0
 
     @property
     def _scheduler(self) -> Scheduler:
@@ -90,21 +90,21 @@ class ContextPersistence:
     async def begin(self, scheduler: Scheduler, epoch: int) -> None:
         """Start the scheduler with the stored contexts, in an epoch of this number. Raises StorageUnavailable."""
         self._begun = scheduler
-        if self._lasting is not None:
-            await self._lasting.catalog.note_epoch(epoch)
-            self._take_up(self._lasting.kept)
+        if self._store is not None:
+            await self._store.catalog.note_epoch(epoch)
+            self._load(self._store.contents)
             self._flush = asyncio.create_task(self._flush_for_ever())
 
-    def _take_up(self, kept: CatalogContents) -> None:
+    def _load(self, contents: CatalogContents) -> None:
         """Register all stored contexts with the scheduler. No keys are loaded."""
         segments = self._scheduler.segments
-        segments.begin_ids(kept.next_segment)
+        segments.begin_ids(contents.next_segment)
         found = dict[int, Segment]()
-        contexts = sorted(_sound(kept), key=lambda each: each[0].last_used)
+        contexts = sorted(_sound(contents), key=lambda each: each[0].last_used)
         needed = {record.id: record for _, path in contexts for record in path}
         tenants = _tenants(contexts)
         for record in (needed[number] for number in sorted(needed)):
-            before = found[record.parent].path if record.parent is not None else NOWHERE
+            before = found[record.parent].path if record.parent is not None else EMPTY_PATH
             segment = found[record.id] = segment_of(record, before, tenants[record.id])
             segments.adopt(segment)
         for record, _ in contexts:
@@ -112,7 +112,7 @@ class ContextPersistence:
             try:
                 self._contexts.adopt(context_of(record, path))
             except Exception as error:  # it stays in the catalog; a single context must not prevent the start
-                log.error("context %s is left out: an unexpected error", record.id, exc_info=error)
+                log.error("cannot write context %s: unexpected error", record.id, exc_info=error)
         for number in sorted(needed, reverse=True):  # release the segments that only skipped contexts need
             holding = segments.holdings.find(number)
             if holding is not None and not holding.num_references:
@@ -122,10 +122,10 @@ class ContextPersistence:
     async def note_epoch(self, epoch: int) -> None:
         """Record the number of the next epoch, so that later service runs use larger numbers. A failure is logged."""
         try:
-            if self._lasting is not None:
-                await self._lasting.catalog.note_epoch(epoch)
+            if self._store is not None:
+                await self._store.catalog.note_epoch(epoch)
         except LongleafError as error:
-            log.warning("epoch %d is not kept: %s", epoch, error)
+            log.warning("cannot record epoch %d: %s", epoch, error)
 
     async def close(self) -> None:
         """Finish the running changes and commit the last uses."""
@@ -149,11 +149,11 @@ class ContextPersistence:
                     await self._commit(Change(contexts=tuple(map(context_record, found))))
             except LongleafError as error:
                 self._used |= used
-                log.warning("when contexts were used last is not kept: %s", error)
+                log.warning("cannot record when contexts were last used: %s", error)
 
     async def _commit(self, change: Change) -> None:
-        if self._lasting is not None:
-            await (self._lasting.snapshots or self._lasting.catalog).commit(change)
+        if self._store is not None:
+            await (self._store.snapshots or self._store.catalog).commit(change)
 
     def num_bytes(self, context: NamedContext) -> int:
         """Return the stored bytes of a context: those of its segments in the catalog, and those on storage."""
@@ -163,10 +163,10 @@ class ContextPersistence:
 
     def total_bytes(self, totals: Totals) -> int:
         """Return the stored bytes of all contexts of a tenant."""
-        if self._lasting is None:
+        if self._store is None:
             return 0
-        snapshots = self._lasting.snapshots
-        return totals.kept_bytes + (snapshots.num_bytes(totals.segments) if snapshots else 0)
+        snapshots = self._store.snapshots
+        return totals.stored_bytes + (snapshots.num_bytes(totals.segments) if snapshots else 0)
 
     # --- changes ---
 
@@ -199,9 +199,9 @@ class ContextPersistence:
         except LongleafError as error:
             self._scheduler.fail(request_id, error)
         except Exception as error:
-            log.error("context %s is not kept: an unexpected error", after.id, exc_info=error)
+            log.error("cannot save context %s: unexpected error", after.id, exc_info=error)
             self._scheduler.fail(
-                request_id, Unavailable(f"contexts/{after.id} was not kept; the service's log has why")
+                request_id, Unavailable(f"contexts/{after.id} was not saved; see the log of the service")
             )
         else:
             if not self._scheduler.acknowledge(request_id, now):
@@ -222,7 +222,7 @@ class ContextPersistence:
         try:
             await self._commit(change)
         except LongleafError as error:
-            log.warning("context %s was given up, and may be there after the next start: %s", context_id, error)
+            log.warning("context %s was dropped, but may exist again after the next start: %s", context_id, error)
 
     async def fork(self, source: str, context_id: str, num_tokens: int | None) -> NamedContext:
         """Fork a context, as `Scheduler.fork_context`. Raises StorageUnavailable when the fork cannot be committed, and
@@ -261,10 +261,10 @@ class ContextPersistence:
         """Ensure that a taken id is never reused, even if nothing else of its segment is stored: objects on storage may
         be named after it. Raises StorageUnavailable.
         """
-        if segment_id >= self._num_noted:
+        if segment_id >= self._num_recorded:
             number = segment_id + IDS_AT_ONCE
             await self._commit(Change(next_segment=number))
-            self._num_noted = max(number, self._num_noted)
+            self._num_recorded = max(number, self._num_recorded)
 
     async def adopt_as(self, change: Change) -> NamedContext:
         """As `adopt`, for one context and its path, whose segments already have reserved ids."""
@@ -286,7 +286,7 @@ class ContextPersistence:
 
     def _enter(self, record: ContextRecord, path: Sequence[SegmentRecord]) -> NamedContext:
         """Register a context and its path with the scheduler. No keys are loaded."""
-        before = NOWHERE
+        before = EMPTY_PATH
         for each in path:
             segment = segment_of(each, before, tenant_of(record.id))
             self._scheduler.segments.adopt(segment)
@@ -338,13 +338,11 @@ class ContextPersistence:
         """Remove the journal entries of deleted contexts. Failures are retried later."""
         for context_id in list(self._gone):
             try:
-                if self._lasting is not None and self._contexts.find(context_id) is None:
-                    self._lasting.journal.remove_of_context(context_id)
+                if self._store is not None and self._contexts.find(context_id) is None:
+                    self._store.journal.remove_of_context(context_id)
                 self._gone.discard(context_id)
             except LongleafError as error:
-                log.warning(
-                    "what the journal has of context %s, which is deleted, is still there: %s", context_id, error
-                )
+                log.warning("cannot remove the deleted context %s from the journal: %s", context_id, error)
 
     def expire(self, context_id: str) -> None:
         """Delete an expired context from the catalog. If that fails, the context expires again at the next start."""
@@ -355,7 +353,7 @@ class ContextPersistence:
             async with self._turn:
                 await self._drop(context_id)
         except LongleafError as error:
-            log.warning("context %s has expired, and is still kept: %s", context_id, error)
+            log.warning("cannot delete the expired context %s: %s", context_id, error)
 
     def _bring_back(self, context: NamedContext) -> None:
         if self._contexts.find(context.id) is not None:
@@ -370,7 +368,7 @@ class ContextPersistence:
 
     async def _end(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for the result of `work`, which completes even if the waiting is cancelled."""
-        return await (asyncio.shield(self._start(work)) if self._lasting else work)  # else it ends at once
+        return await (asyncio.shield(self._start(work)) if self._store else work)  # else it ends at once
 
     def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
@@ -379,11 +377,11 @@ class ContextPersistence:
         return task
 
 
-def _sound(kept: CatalogContents) -> Iterator[tuple[ContextRecord, tuple[SegmentRecord, ...]]]:
+def _sound(contents: CatalogContents) -> Iterator[tuple[ContextRecord, tuple[SegmentRecord, ...]]]:
     """Yield the undamaged contexts and their paths."""
-    for record in kept.contexts:
+    for record in contents.contexts:
         with suppress(DataLoss):
-            yield record, kept.path(record)
+            yield record, contents.path(record)
 
 
 def _tenants(contexts: Iterable[tuple[ContextRecord, Sequence[SegmentRecord]]]) -> dict[int, str]:
@@ -394,5 +392,5 @@ def _tenants(contexts: Iterable[tuple[ContextRecord, Sequence[SegmentRecord]]]) 
     for record, path in contexts:
         tenant = tenant_of(record.id)
         for segment in path:
-            found[segment.id] = tenant if found.get(segment.id, tenant) == tenant else NOBODYS
+            found[segment.id] = tenant if found.get(segment.id, tenant) == tenant else NO_OWNER
     return found

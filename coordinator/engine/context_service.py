@@ -32,8 +32,8 @@ class ContextService(ABC):
     positions: Positions
     """The limit on positions and their rotation; known once the ranks are ready."""
     _config: EngineConfig
-    _keeping: ContextPersistence
-    _earlier: CheckpointMigration
+    _persistence: ContextPersistence
+    _migration: CheckpointMigration
     _recoveries: RecoveryStatus
     _wall_clock: Callable[[], float]
 
@@ -88,7 +88,7 @@ class ContextService(ABC):
             ropes = self.positions.question_ropes(named.rope, named.capacity, num_positions)
         return self.positions.scaling_note(ropes, num_prompt)
 
-    def grounds(self, context_id: str) -> AttributionContext:
+    def attribution_context(self, context_id: str) -> AttributionContext:
         """Return the data that attributes answers to the parts of a context. Raises NotFound."""
         path, readies = self.named(context_id).path, self._readies()
         return AttributionContext(
@@ -123,7 +123,7 @@ class ContextService(ABC):
         """Return a context with its placement on the ranks, which is slower than `num_tokens`. Raises NotFound."""
         return self._view(self.named(context_id))
 
-    def welcome(self, context: NamedContext) -> types.Context:
+    def on_context_added(self, context: NamedContext) -> types.Context:
         """Return the view of a new context, and drop the record of an earlier loss of its name."""
         self._recoveries.forget(context.id)
         return self._view(context)
@@ -140,7 +140,7 @@ class ContextService(ABC):
 
     def storage_bytes(self, tenant: str) -> int:
         """Return the stored bytes of the tenant's contexts, on storage and in the catalog."""
-        return self._keeping.total_bytes(self._open().contexts.totals(tenant))
+        return self._persistence.total_bytes(self._open().contexts.totals(tenant))
 
     async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> types.Context:
         """Create a context of the first `num_tokens` tokens of another, by default all. Copies nothing.
@@ -149,10 +149,10 @@ class ContextService(ABC):
         """
         self._open()
         with self._recoveries.explaining():
-            forked = await self._keeping.fork(source, context_id, num_tokens)
-        return self.welcome(forked)
+            forked = await self._persistence.fork(source, context_id, num_tokens)
+        return self.on_context_added(forked)
 
-    async def reread_context(self, context_id: str, vocabulary_size: int, room: Room = any_room) -> types.Context:
+    async def recompute_context(self, context_id: str, vocabulary_size: int, room: Room = any_room) -> types.Context:
         """Adopt the context of that name that an earlier checkpoint has read. It starts evicted and is recomputed by
         this checkpoint, whose vocabulary has `vocabulary_size` tokens.
 
@@ -160,27 +160,27 @@ class ContextService(ABC):
         """
         self._open()
         with self._recoveries.explaining():
-            context = await self._earlier.adopt(context_id, self.positions, vocabulary_size, room)
-        return self.welcome(context)
+            context = await self._migration.adopt(context_id, self.positions, vocabulary_size, room)
+        return self.on_context_added(context)
 
-    async def reread_contexts(
+    async def recompute_contexts(
         self, vocabulary_size: int, tenant: str = DEFAULT_TENANT, room: Room = any_room
     ) -> types.RecomputeResult:
         """Adopt all contexts of a tenant that earlier checkpoints have read."""
         self._open()
-        adopted, refused = await self._earlier.adopt_all(self.positions, vocabulary_size, tenant, room)
+        adopted, refused = await self._migration.adopt_all(self.positions, vocabulary_size, tenant, room)
         reported = tuple(SkippedContext(name, str(error)) for name, error in refused.items())
-        return types.RecomputeResult(contexts=tuple(map(self.welcome, adopted)), left_out=reported)
+        return types.RecomputeResult(contexts=tuple(map(self.on_context_added, adopted)), left_out=reported)
 
     async def update_context(self, context_id: str, settings: ContextSettings) -> types.Context:
         """Raises NotFound, InvalidArgument for an expiry time in the past, and StorageUnavailable."""
         self._open()
         settings.check(self._wall_clock(), "context")
-        return self._view(await self._keeping.update(context_id, settings))
+        return self._view(await self._persistence.update(context_id, settings))
 
     async def delete_context(self, context_id: str) -> None:
         """Raises NotFound and StorageUnavailable. Running generations on the context continue; an ingest into it fails
         with NotFound.
         """
         self._open()
-        await self._keeping.delete(context_id)
+        await self._persistence.delete(context_id)

@@ -45,7 +45,7 @@ class ContextSource(Protocol):
 
     def made_by(self, context_id: str) -> str: ...
 
-    def welcome(self, context: NamedContext) -> Context:
+    def on_context_added(self, context: NamedContext) -> Context:
         """Return the view of a new context."""
         ...
 
@@ -57,7 +57,7 @@ class ContextTransfer:
         self, engine: ContextSource, persistence: ContextPersistence, snapshots: Snapshots | None, model: Path
     ) -> None:
         self._engine = engine
-        self._keeping = persistence
+        self._persistence = persistence
         self._snapshots = snapshots
         self._model = model
         self._fingerprint: Fingerprint | None = None
@@ -97,19 +97,19 @@ class ContextTransfer:
         except StorageUnavailable:
             raise
         except (Unavailable, InvalidArgument, NotFound) as error:
-            log.info("segment %d leaves without its keys: %s", segment_id, error)
+            log.info("exporting segment %d without its keys: %s", segment_id, error)
 
     async def begin_import(self, context: ContextRecord) -> "ContextImport":
         if self._snapshots is None:
-            message = "this service keeps nothing that is not held: serve with --data-dir"
+            message = "this service stores no contexts: start it with --data-dir"
             raise FailedPrecondition(f"contexts/{context.id}", message)
-        self._keeping.check_free(context.id)
+        self._persistence.check_free(context.id)
         positions = self._engine.positions
         positions.check_capacity(context.capacity)
         if context.num_tokens > positions.limit:
-            message = f"{context.num_tokens:,} is more than {positions.limit:,} positions, {positions.limit_name}"
+            message = f"{context.num_tokens:,} exceeds {positions.limit:,} positions, {positions.limit_name}"
             raise InvalidArgument("num_tokens", message)
-        return ContextImport(self._engine, self._keeping, self._snapshots)
+        return ContextImport(self._engine, self._persistence, self._snapshots)
 
 
 class ContextExport:
@@ -120,7 +120,7 @@ class ContextExport:
         self.segments = segments
         self._snapshots = snapshots
         self._found: dict[int, SegmentManifest] = {}
-        self._held: list[str] = []
+        self._pinned: list[str] = []
 
     @property
     def manifests(self) -> Mapping[int, SegmentManifest]:
@@ -131,11 +131,11 @@ class ContextExport:
         snapshots = self._snapshots
         if snapshots is None or not snapshots.is_usable(segment.id):
             return
-        self._held.append(snapshots.hold(segment.id))
+        self._pinned.append(snapshots.hold(segment.id))
         try:
             self._found[segment.id] = await snapshots.manifest(segment)
         except (DataLoss, NotFound) as error:
-            log.warning("segment %d leaves without its keys: %s", segment.id, error)
+            log.warning("exporting segment %d without its keys: %s", segment.id, error)
 
     async def read(self, piece: PieceRef) -> bytes:
         assert self._snapshots is not None
@@ -145,10 +145,10 @@ class ContextExport:
             raise DataLoss(piece.name, "it is not there") from error
 
     async def close(self) -> None:
-        for name in self._held:
+        for name in self._pinned:
             assert self._snapshots is not None
             self._snapshots.release(name)
-        self._held.clear()
+        self._pinned.clear()
 
 
 class ContextImport:
@@ -156,7 +156,7 @@ class ContextImport:
 
     def __init__(self, engine: ContextSource, persistence: ContextPersistence, snapshots: Snapshots) -> None:
         self._engine = engine
-        self._keeping = persistence
+        self._persistence = persistence
         self._snapshots = snapshots
         self._archive = secrets.token_hex(8)
         """A name that is unique among the archives of this service."""
@@ -180,7 +180,7 @@ class ContextImport:
         self._snapshots.check(manifest)
 
     def new_segment(self) -> int:
-        self._last_segment = self._keeping.take_ids(1)
+        self._last_segment = self._persistence.take_ids(1)
         return self._last_segment
 
     def new_attempt(self, segment: int) -> Attempt:
@@ -188,7 +188,7 @@ class ContextImport:
         return attempt
 
     async def put(self, name: str, content: bytes | bytearray) -> None:
-        await self._keeping.note_ids(self._last_segment)
+        await self._persistence.note_ids(self._last_segment)
         await self._snapshots.write(name, content)
 
     async def adopt(
@@ -196,14 +196,14 @@ class ContextImport:
     ) -> Context:
         rope = self._engine.positions.rope(context.capacity)
         if any(segment.rope != rope for segment in segments):
-            message = f"this service does not rotate contexts of {context.capacity:,} positions as where it was read"
-            raise InvalidArgument("rope", f"{message}: ingest the text anew, or serve with the same --allow-long")
+            message = f"this service rotates contexts of {context.capacity:,} positions differently from the exporter"
+            raise InvalidArgument("rope", f"{message}: ingest the text again, or serve with the same --allow-long")
         change = Change(segments=tuple(segments), contexts=(context,), snapshots=tuple(snapshots))
-        adopted = await self._keeping.adopt_as(change)
+        adopted = await self._persistence.adopt_as(change)
         self._is_over = True
         for attempt in self._attempts:
-            await self._snapshots.end_attempt(attempt, is_kept=True)
-        return self._engine.welcome(adopted)
+            await self._snapshots.end_attempt(attempt, keep=True)
+        return self._engine.on_context_added(adopted)
 
     async def drop(self) -> None:
         if self._is_over:
@@ -211,6 +211,8 @@ class ContextImport:
         self._is_over = True
         for attempt in self._attempts:
             try:
-                await self._snapshots.end_attempt(attempt, is_kept=False)
+                await self._snapshots.end_attempt(attempt, keep=False)
             except LongleafError as error:
-                log.debug("what was put for %s stays for the sweep: %s", attempt.segment, error)
+                log.debug(
+                    "cannot delete the uploaded pieces of %s; garbage collection will: %s", attempt.segment, error
+                )

@@ -76,21 +76,23 @@ class Engine(ContextService):
         self._wall_clock = wall_clock
         self._recoveries = RecoveryStatus(clock, durability.changed if durability else None)
         self._observe = observe
-        self._keeping = ContextPersistence(durability, self._delete, wall_clock, lambda: self._wake.set())
-        self._earlier = CheckpointMigration(durability, self._keeping, wall_clock)
-        self._epochs = Epochs(ranks, self._recoveries, clock, self._keeping.note_epoch)
+        self._persistence = ContextPersistence(durability, self._delete, wall_clock, lambda: self._work_available.set())
+        self._migration = CheckpointMigration(durability, self._persistence, wall_clock)
+        self._epochs = Epochs(ranks, self._recoveries, clock, self._persistence.note_epoch)
         snapshots = durability.snapshots if durability else None
         self._storing = (
-            SnapshotCoordinator(snapshots, ranks, self._epochs, lambda: self._wake.set()) if snapshots else None
+            SnapshotCoordinator(snapshots, ranks, self._epochs, lambda: self._work_available.set())
+            if snapshots
+            else None
         )
-        self.house = ContextTransfer(self, self._keeping, snapshots, Path(config.model))
+        self.transfers = ContextTransfer(self, self._persistence, snapshots, Path(config.model))
         """Export and import of contexts."""
         self._scheduler: Scheduler | None = None
         self._failure: LongleafError | None = Unavailable("the service is starting")
         self._readers = StreamRegistry(clock)
         self._next_id = 0
-        self._wake = asyncio.Event()
-        self._steps = InflightSteps(self._wake.set, clock)
+        self._work_available = asyncio.Event()
+        self._steps = InflightSteps(self._work_available.set, clock)
         self._counts = Counts()
         self._loop_task: asyncio.Task[None] | None = None
         self._is_closing = False
@@ -117,9 +119,8 @@ class Engine(ContextService):
 
     @property
     def exactness_note(self) -> str:
-        """The reasons why answers may differ from those of the model alone; empty when they do not. Until the ranks are
-        ready, only the settings are considered.
-        """
+        """Reasons why answers may differ from those of the unmodified model; empty if there are none. Until the ranks
+        are ready, only the settings are considered."""
         return "; ".join(dict.fromkeys(note for note in (self._config.exactness_note, *self._notes) if note))
 
     @property
@@ -129,20 +130,20 @@ class Engine(ContextService):
 
     async def start(self) -> tuple[Ready, ...]:
         """Wait until the ranks are ready. Raises StartError, ModelRefused or RankLost."""
-        first = FIRST_EPOCH + self._keeping.last_epoch
+        first = FIRST_EPOCH + self._persistence.last_epoch
         epoch = await self._epochs.start(self._config.block_size, first)
         readies = epoch.formation.readies
         self._notes = tuple(ready.exactness_note for ready in readies)
-        self.positions = self.positions.told(readies[0].rotary)
+        self.positions = self.positions.from_report(readies[0].rotary)
         self._scheduler = Scheduler(
             self._config,
             epoch.placer,
             self.positions,
             epoch.number,
             epoch.max_moved_blocks,
-            is_durable=self._keeping.is_durable,
+            is_durable=self._persistence.is_durable,
         )
-        await self._keeping.begin(self._scheduler, epoch.number)
+        await self._persistence.begin(self._scheduler, epoch.number)
         if self._storing is not None:
             self._storing.begin(self._scheduler, self._config.block_size)
         self._failure = None
@@ -153,7 +154,7 @@ class Engine(ContextService):
         space.
         """
         self._current().warm()
-        self._wake.set()
+        self._work_available.set()
 
     # --- calls of clients ---
 
@@ -172,13 +173,13 @@ class Engine(ContextService):
         """
         return self._admit(document)
 
-    def _admit(self, asked: Prompt | DocumentPrompt, num_samples: int = 1, num_open: int = 1) -> Stream:
+    def _admit(self, prompt: Prompt | DocumentPrompt, num_samples: int = 1, num_open: int = 1) -> Stream:
         with self._recoveries.explaining():
-            self._open().admit(self._next_id, asked, self._clock())
-        if isinstance(asked, DocumentPrompt):
-            self._recoveries.forget(asked.context)
-        elif not asked.is_probe:  # a probe belongs to an answer that has been counted
-            self._keeping.use(asked.context)
+            self._open().admit(self._next_id, prompt, self._clock())
+        if isinstance(prompt, DocumentPrompt):
+            self._recoveries.forget(prompt.context)
+        elif not prompt.is_probe:  # a probe belongs to an answer that has been counted
+            self._persistence.use(prompt.context)
         request_id, self._next_id = self._next_id, self._next_id + num_samples
         stream = Stream(
             lambda: self._cancel(request_id),
@@ -186,13 +187,13 @@ class Engine(ContextService):
             lambda: self._pause(request_id, False),
         )
         self._readers.add(request_id, stream, num_open)
-        self._wake.set()
+        self._work_available.set()
         return stream
 
     def _delete(self, scheduler: Scheduler, context_id: str) -> None:
         for request_id in scheduler.delete_context(context_id):
             self._readers.close(request_id, NotFound(f"contexts/{context_id}"))
-        self._wake.set()
+        self._work_available.set()
 
     def _expire(self, scheduler: Scheduler) -> float | None:
         """Delete the expired contexts and end the ingests into them. Returns the seconds until the next expiry, None if
@@ -201,10 +202,10 @@ class Engine(ContextService):
         now = self._wall_clock()
         for context_id in scheduler.contexts.expired(now):
             self._delete(scheduler, context_id)
-            self._keeping.expire(context_id)
+            self._persistence.expire(context_id)
         for request_id in scheduler.expire_ingests(now):
             self._readers.close(request_id, expired())
-            self._wake.set()
+            self._work_available.set()
         following = scheduler.next_expiry
         return None if following is None else following - now
 
@@ -250,7 +251,7 @@ class Engine(ContextService):
     def _view(self, context: NamedContext) -> types.Context:
         assert self._scheduler is not None
         holdings, readies = self._scheduler.segments.holdings, self._readies()
-        stored = self._keeping.num_bytes(context)
+        stored = self._persistence.num_bytes(context)
         return view_context(context, holdings, readies, self.positions, self.exactness_note, stored)
 
     def _readies(self) -> Sequence[Ready]:
@@ -260,17 +261,17 @@ class Engine(ContextService):
         self._readers.remove(request_id)
         if self._scheduler is not None:
             self._scheduler.cancel(request_id)
-        self._wake.set()
+        self._work_available.set()
 
     def _cancel_sample(self, request_id: int, sample: int) -> None:
         if self._scheduler is not None and self._scheduler.cancel_sample(request_id, sample):
             self._readers.end_sample(request_id)
-        self._wake.set()
+        self._work_available.set()
 
     def _pause(self, request_id: int, is_paused: bool) -> None:
         if self._scheduler is not None:
             self._scheduler.pause(request_id, is_paused)
-        self._wake.set()
+        self._work_available.set()
 
     # --- the loop ---
 
@@ -280,13 +281,13 @@ class Engine(ContextService):
         """
         scheduler = self._current()
         self._loop_task = asyncio.current_task()
-        self._epochs.watch(self._wake.set)
+        self._epochs.watch(self._work_available.set)
         try:
             while not self._is_closing:
                 self._turn(scheduler)
                 if self._epochs.is_over or (self._epochs.may_grow and not self._steps):
                     await self._steps.abandon()
-                    await self._epochs.follow(scheduler, lambda: self._tell(scheduler))
+                    await self._epochs.follow(scheduler, lambda: self._publish(scheduler))
                 else:
                     await self._wait(scheduler)
         except asyncio.CancelledError:
@@ -310,15 +311,15 @@ class Engine(ContextService):
         if self._failure is not None:
             raise self._failure
         outcomes, answers = list[Outcome](), list[StepCompletion]()
-        self._wake.clear()
+        self._work_available.clear()
         with suppress(RankLost, GroupFailed):  # the epoch has ended, or is about to
             while (answer := self._steps.take()) is not None:
                 outcomes += scheduler.commit(answer.plan, answer.result, self._wall_clock())
                 answers.append(answer)
-        self._epochs.settle(scheduler)
+        self._epochs.confirm(scheduler)
         while not self._epochs.may_grow and (plan := scheduler.schedule(self._clock())) is not None:
             self._steps.begin(self._epochs.current.formation.group, plan)
-        self._tell(scheduler, outcomes)
+        self._publish(scheduler, outcomes)
         for plan, result, gap in answers:
             self._counts.add_step(plan.kind, result.seconds, result.merge_bytes)
             self._observe(plan, result)
@@ -326,33 +327,33 @@ class Engine(ContextService):
                 scheduler.measure_gap(*gap)
         scheduler.learn()
 
-    def _tell(self, scheduler: Scheduler, outcomes: Sequence[Outcome] = ()) -> None:
+    def _publish(self, scheduler: Scheduler, outcomes: Sequence[Outcome] = ()) -> None:
         """Publish outcomes, recovery progress and faults."""
         for fault in scheduler.take_faults():
-            log.error("an unexpected error ended what it came from, and nothing else", exc_info=fault)
+            log.error("unexpected error; only the request that caused it ends", exc_info=fault)
         reported = [*outcomes, *scheduler.drain()]
         for request_id, outcome in reported:
             if isinstance(outcome, Sealed):
-                self._keeping.seal(request_id)
+                self._persistence.seal(request_id)
         for request_id in self._readers.publish(reported):
             self._pause(request_id, True)
         if scheduler.num_waiting:
-            self._readers.tell_positions(scheduler.positions)
+            self._readers.publish_positions(scheduler.positions)
         self._recoveries.see(scheduler.recovering, scheduler.take_given_up())
         if self._storing is not None:
             try:
                 self._storing.turn()
             except Exception as error:  # lost data is recomputed, or waits for the next turn
-                log.error("storage was not looked at: an unexpected error", exc_info=error)
+                log.error("storage check failed: unexpected error", exc_info=error)
 
     async def _wait(self, scheduler: Scheduler) -> None:
         """Wait for work, at most until the deadline of a request or the expiry of a context."""
         deadline, expiry = scheduler.next_deadline, self._expire(scheduler)
         waits = [MAX_SECONDS] + ([] if deadline is None else [deadline - self._clock()])
         waits += [] if expiry is None else [expiry]
-        timer = asyncio.get_running_loop().call_later(max(0.0, min(waits)), self._wake.set)
+        timer = asyncio.get_running_loop().call_later(max(0.0, min(waits)), self._work_available.set)
         self.changes.note()  # every change, by clients, steps or time, leads here
-        await self._wake.wait()
+        await self._work_available.wait()
         timer.cancel()
 
     def _fail(self, error: LongleafError) -> None:
@@ -378,5 +379,5 @@ class Engine(ContextService):
         if self._storing is not None:
             await self._storing.close()
         if self._scheduler is not None:
-            await self._keeping.close()
+            await self._persistence.close()
         await self._ranks.close()

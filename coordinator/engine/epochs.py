@@ -39,7 +39,7 @@ class Epochs:
         self._on_change: Callable[[], None] = lambda: None
         self._ended: asyncio.Task[EpochEnd] | None = None
         self._joinable: asyncio.Task[None] | None = None
-        self._settled: asyncio.Task[None] | None = None
+        self._confirmed: asyncio.Task[None] | None = None
         self._num_idle = 0
         """Consecutive epochs that broke before a step was answered."""
         self._num_answered = 0
@@ -69,8 +69,8 @@ class Epochs:
         self.unwatch()
         self._ended = asyncio.create_task(self._wait_ended(self.current.formation))
         self._joinable = asyncio.create_task(self._ranks.wait_joinable())
-        self._settled = asyncio.create_task(self._ranks.wait_settled())
-        for task in (self._ended, self._joinable, self._settled):
+        self._confirmed = asyncio.create_task(self._ranks.wait_ready())
+        for task in (self._ended, self._joinable, self._confirmed):
             task.add_done_callback(lambda _: self._on_change())
 
     @staticmethod
@@ -79,7 +79,7 @@ class Epochs:
 
     def unwatch(self) -> None:
         """Stop calling `on_change`."""
-        for task in (self._ended, self._joinable, self._settled):
+        for task in (self._ended, self._joinable, self._confirmed):
             if task is not None:
                 task.cancel()
 
@@ -93,21 +93,21 @@ class Epochs:
         """Whether more members can join once no step is running."""
         return self._joinable is not None and self._joinable.done()
 
-    def settle(self, scheduler: Scheduler) -> None:
+    def confirm(self, scheduler: Scheduler) -> None:
         """Drop the contexts that the ranks cannot hold, once no replacement is pending."""
-        if self._settled is not None and self._settled.done() and not scheduler.is_settled:
-            scheduler.settle()
+        if self._confirmed is not None and self._confirmed.done() and not scheduler.is_confirmed:
+            scheduler.confirm()
 
     async def ended(self) -> EpochEnd:
         """Return the reason why the current epoch ended, once it has."""
         assert self._ended is not None
         return await asyncio.shield(self._ended)
 
-    async def follow(self, scheduler: Scheduler, tell: Callable[[], None]) -> None:
+    async def follow(self, scheduler: Scheduler, notify: Callable[[], None]) -> None:
         """Form the next epoch from the available members: after a loss, or when more can join and no step is running.
 
         `tell` is called when streams have new events. Raises RankLost when no member is left, and Unavailable when
-        consecutive epochs break without a step.
+        consecutive epochs fail without a step.
         """
         lost_at, is_loss = self._clock(), self.is_over
         if is_loss:
@@ -116,7 +116,7 @@ class Epochs:
             scheduler.roll_back(end.steps, LOSS if isinstance(end.error, RankLost) else BREAK)
         else:
             scheduler.roll_back()
-        tell()
+        notify()
         while True:
             await self._note(number := self.current.number + 1)
             formation = await self._ranks.form(number)
@@ -132,7 +132,7 @@ class Epochs:
                 break
             scheduler.roll_back()
         self._watch()
-        tell()
+        notify()
 
     def _check_progress(self, end: EpochEnd, scheduler: Scheduler) -> None:
         """Raises Unavailable after MAX_IDLE consecutive epochs that broke before their first step although all ranks
@@ -142,7 +142,7 @@ class Epochs:
         is_idle = is_idle and scheduler.num_answered == self._num_answered
         self._num_idle, self._num_answered = self._num_idle + 1 if is_idle else 0, scheduler.num_answered
         if self._num_idle >= MAX_IDLE:
-            raise Unavailable(f"{MAX_IDLE} epochs ended one after the other without a step; the last: {end.error}")
+            raise Unavailable(f"{MAX_IDLE} epochs in a row ended without a step; latest error: {end.error}")
 
     @property
     def may_yet_grow(self) -> bool:

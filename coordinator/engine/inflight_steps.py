@@ -1,4 +1,4 @@
-"""The steps that ranks were told to do and have not answered."""
+"""Steps that were sent to the ranks and have no result yet."""
 
 import asyncio
 from collections import deque
@@ -10,52 +10,53 @@ from coordinator.cluster.ports import Group
 from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
 
 MOST_BETWEEN = 0.01
-"""Seconds between two steps that followed one another; after a longer time nobody had anything to do."""
+"""Maximum seconds between two steps that count as consecutive; after a longer gap the engine was idle."""
 
 
 @dataclass(slots=True)
 class InflightStep:
-    """A step that was begun."""
+    """A step that was sent."""
 
     plan: StepPlan
     result: "asyncio.Future[StepResult]"
     is_ahead: bool
-    """Another one was under way then."""
+    """Another step was running then."""
     ended: float = 0.0
 
 
 class StepGap(NamedTuple):
-    """What lies between two decode steps."""
+    """The gap between two decode steps."""
 
     seconds: float
     is_ahead: bool
-    """The second was sent before the first was answered."""
+    """The second step was sent before the result of the first."""
 
 
 class StepCompletion(NamedTuple):
-    """What a step was to do, and what came of it."""
+    """A finished step: its plan and its result."""
 
     plan: StepPlan
     result: StepResult
     gap: StepGap | None
-    """Between the step before and this one, if they followed one another."""
+    """Seconds between the previous step and this one, if they were consecutive."""
 
 
 class InflightSteps:
-    """In the order in which they were begun, which is that of their answers. `on_answer` is called with each answer."""
+    """Steps in the order in which they were sent, which is the order of their results. `on_answer` is called for each
+    result."""
 
     def __init__(self, on_answer: Callable[[], None], clock: Callable[[], float]) -> None:
         self._on_answer = on_answer
         self._clock = clock
         self._under_way: deque[InflightStep] = deque()
         self._before: InflightStep | None = None
-        """The one that was taken last."""
+        """The latest step that was removed."""
 
     def __len__(self) -> int:
         return len(self._under_way)
 
     def begin(self, group: Group, plan: StepPlan) -> None:
-        """Tells the ranks."""
+        """Sends the plan to the ranks."""
         step = InflightStep(plan, asyncio.ensure_future(group.step(plan)), bool(self._under_way))
         step.result.add_done_callback(lambda _: self._end(step))
         self._under_way.append(step)
@@ -65,7 +66,7 @@ class InflightSteps:
         self._on_answer()
 
     def take(self) -> StepCompletion | None:
-        """The next answer, if it is there. Raises what kept the ranks from answering."""
+        """Returns the next result, if there is one. Raises the error that prevented it."""
         if not self._under_way or not self._under_way[0].result.done():
             return None
         step = self._under_way.popleft()
@@ -83,7 +84,7 @@ class InflightSteps:
         return StepGap(seconds, step.is_ahead) if 0 < seconds < MOST_BETWEEN else None
 
     async def abandon(self) -> None:
-        """Nobody waits for their answers any more."""
+        """Discards the pending results."""
         results = [step.result for step in self._under_way]
         self._under_way.clear()
         for result in results:

@@ -1,4 +1,4 @@
-"""What outlives a service, as an engine sees it."""
+"""Ports to the state that outlives a service."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -10,27 +10,27 @@ from coordinator.persistence.snapshots.snapshots import Snapshots
 
 
 class JournalRemover(Protocol):
-    """What else is kept of contexts."""
+    """Other stored state of contexts."""
 
     def remove_of_context(self, context: str) -> None:
-        """Forgets all of a context. Raises StorageUnavailable."""
+        """Deletes everything about a context. Raises StorageUnavailable."""
         ...
 
 
 class Persistence(Protocol):
-    """What outlives a service."""
+    """The state that outlives a service."""
 
     @property
     def catalog(self) -> ContextCatalog: ...
 
     @property
-    def kept(self) -> CatalogContents:
-        """What the catalog held when the service began."""
+    def contents(self) -> CatalogContents:
+        """Contents of the catalog at the start of the service."""
         ...
 
     @property
     def changed(self) -> Mapping[str, str]:
-        """Contexts that are kept for what lay in the model's folder before, and what differs since."""
+        """Stored contexts of previous contents of the model folder, with the differences."""
         ...
 
     @property
@@ -38,9 +38,9 @@ class Persistence(Protocol):
 
     @property
     def snapshots(self) -> Snapshots | None:
-        """None: keys and values are kept nowhere."""
+        """None: keys and values are not stored."""
         ...
 
-    def read_earlier(self) -> Mapping[str, StaleContext]:
-        """These contexts as they are kept there. Takes as long as reading them."""
+    def read_stale(self) -> Mapping[str, StaleContext]:
+        """Reads these contexts from their catalogs. Blocks on the disk."""
         ...

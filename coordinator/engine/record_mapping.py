@@ -1,4 +1,4 @@
-"""What is kept of contexts and segments, and these again made of it."""
+"""Conversion of contexts and segments to stored records, and back."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from longleaf.storage.context_note import sound_ends
 
 
 def segment_record(segment: Segment) -> SegmentRecord:
-    """What is kept of a segment."""
+    """The stored record of a segment."""
     before = segment.before.segments
     parent = before[-1].id if before else None
     return SegmentRecord(
@@ -25,7 +25,7 @@ def segment_record(segment: Segment) -> SegmentRecord:
 
 
 def segment_of(record: SegmentRecord, before: TokenPath, tenant: str) -> Segment:
-    """The segment of a tenant that was kept, behind the path that it continues."""
+    """Restores a segment of a tenant from its record, after the path that it continues."""
     segment = Segment(record.id, before.cut(record.start), record.rope, tenant)
     segment.extend(record.token_ids)
     segment.text = record.text
@@ -33,7 +33,7 @@ def segment_of(record: SegmentRecord, before: TokenPath, tenant: str) -> Segment
 
 
 def context_record(context: NamedContext) -> ContextRecord:
-    """What is kept of a context beside its segments."""
+    """The stored record of a context, without its segments."""
     return ContextRecord(
         id=context.id,
         segment=context.path.segments[-1].id,
@@ -52,9 +52,9 @@ def context_record(context: NamedContext) -> ContextRecord:
 
 
 def context_of(record: ContextRecord, path: TokenPath) -> NamedContext:
-    """The context that was kept, on its path."""
+    """Restores a context from its record, on its path."""
     context = NamedContext(record.id, record.created, path, record.capacity)
-    ends = sound_ends(record.ends, record.num_tokens) or (record.num_tokens,)  # early versions imported any
+    ends = sound_ends(record.ends, record.num_tokens) or (record.num_tokens,)  # early versions imported invalid values
     context.ends, context.updated = ends[-LAST_ENDS:], record.updated
     context.display_name, context.is_pinned, context.expires = record.display_name, record.is_pinned, record.expires
     context.used, context.num_hits, context.upload_id = record.last_used, record.num_hits, record.upload_id
@@ -64,8 +64,7 @@ def context_of(record: ContextRecord, path: TokenPath) -> NamedContext:
 def renumbered(
     record: ContextRecord, path: Sequence[SegmentRecord], snapshots: Sequence[SnapshotRecord], first_id: int
 ) -> Change:
-    """What keeps a context of another catalog: its segments have the ids from `first_id` on, in the order of its
-    path."""
+    """Stored records of a context from another catalog: its segments get the ids from `first_id` on, in path order."""
     ids = {segment.id: first_id + i for i, segment in enumerate(path)}
     parents = [None, *ids.values()]
     segments = [replace(each, id=ids[each.id], parent=parent) for each, parent in zip(path, parents, strict=False)]

@@ -39,7 +39,7 @@ class RecoveryStatus:
         gone = {one.context: one.reason for one in given_up}
         self._reasons = dict([*self._reasons.items(), *gone.items()][-MAX_REMEMBERED:])
         for one in given_up:
-            log.warning("context %s of %s tokens was given up: %s", one.context, f"{one.num_tokens:,}", one.reason)
+            log.warning("dropped context %s with %s tokens: %s", one.context, f"{one.num_tokens:,}", one.reason)
         if (latest := self._latest) is None or latest.is_over:
             return
         lost = latest.lost_tokens if progress is None else progress.total_tokens
@@ -57,9 +57,9 @@ class RecoveryStatus:
     def _log(before: Recovery, now: Recovery) -> None:
         """Log a loss and the end of the recovery for the operator."""
         if now.lost_tokens > before.lost_tokens:
-            log.warning("recovering: %s tokens were lost", f"{now.lost_tokens:,}")
+            log.warning("recovering %s lost tokens", f"{now.lost_tokens:,}")
         if now.is_over and now.lost_tokens:
-            but = f", but for those of contexts that were given up ({len(now.given_up)})" if now.given_up else ""
+            but = f"; dropped contexts: {len(now.given_up)}" if now.given_up else ""
             log.warning("recovered %s lost tokens in %s%s", f"{now.lost_tokens:,}", human_seconds(now.seconds), but)
 
     @property

@@ -1,19 +1,19 @@
-"""Storage, as far as an engine has to do with it: what ranks hold goes there, and what was lost comes back."""
+"""Connects the engine to storage: saves keys and values of the ranks, and restores lost ones."""
 
 from collections.abc import Callable, Sequence
 
 from coordinator.cluster.ports import Ranks
 from coordinator.engine.epochs import Epochs
 from coordinator.engine.snapshot_fetcher import SnapshotFetcher
-from coordinator.persistence.snapshots.ports import ContextUse, HeldSegment, KvFormat
+from coordinator.persistence.snapshots.ports import ContextUse, KvFormat, PlacedSegment
 from coordinator.persistence.snapshots.snapshots import Snapshots
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.types import Storage
 
 
 class SnapshotCoordinator:
-    """Implements coordinator.persistence.snapshots.ports.SegmentSource. `on_change` is called when the engine has
-    something to do."""
+    """Implements coordinator.persistence.snapshots.ports.SegmentSource. `on_change` is called when the engine has new
+    work."""
 
     def __init__(self, snapshots: Snapshots, ranks: Ranks, epochs: Epochs, on_change: Callable[[], None]) -> None:
         self._snapshots = snapshots
@@ -33,7 +33,7 @@ class SnapshotCoordinator:
         return self._begun
 
     def begin(self, scheduler: Scheduler, block_size: int) -> None:
-        """The ranks are there."""
+        """The ranks are ready."""
         self._begun = scheduler
         ready = self._epochs.current.formation.readies[0]
         text = "|".join([ready.form, ready.form_of_windows]) if ready.form else ""
@@ -41,22 +41,22 @@ class SnapshotCoordinator:
         self._snapshots.begin(self, self._ranks, KvFormat(text, block_size), self._on_change)
 
     def turn(self) -> None:
-        """Steps have been scheduled or answered, or the ranks are others."""
+        """Steps were scheduled or answered, or the ranks have changed."""
         self._fetching.turn()
         scheduler = self._scheduler
-        now = self._epochs.current.number, scheduler.segments.holdings.is_whole, scheduler.is_moving
-        if now != self._last:  # segments may be held that were not
+        now = self._epochs.current.number, scheduler.segments.holdings.is_whole, scheduler.is_rebalancing
+        if now != self._last:  # more segments may be on the ranks
             self._last = now
-            self._snapshots.wake()
+            self._snapshots.notify()
 
-    def held(self, segment_id: int) -> HeldSegment | None:
+    def placed(self, segment_id: int) -> PlacedSegment | None:
         scheduler, epoch = self._scheduler, self._epochs.current
         holding = scheduler.segments.holdings.find(segment_id)
-        if holding is None or holding.is_parked or holding.loss is not None or not holding.segment.is_sealed:
+        if holding is None or holding.is_stored_only or holding.loss is not None or not holding.segment.is_sealed:
             return None
-        if self._epochs.is_over or scheduler.is_moving:
+        if self._epochs.is_over or scheduler.is_rebalancing:
             return None
-        return HeldSegment(
+        return PlacedSegment(
             segment=holding.segment,
             runs=tuple(holding.runs),
             window_runs=holding.window_runs,
@@ -70,12 +70,12 @@ class SnapshotCoordinator:
         return [ContextUse(one.id, one.used, one.is_pinned, tuple(one.path.ids)) for one in contexts]
 
     def view(self) -> Storage:
-        """The storage, as clients see it."""
+        """State of the storage for clients."""
         return self._snapshots.view()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of keys and values there."""
+        """Bytes of keys and values on storage."""
         return self._snapshots.total_bytes
 
     async def close(self) -> None:

@@ -68,10 +68,10 @@ class SnapshotFetcher:
         self._forgetting: set[int] = set()
 
     def begin(self, restoring: RestorePlanner) -> None:
-        restoring.is_kept = self._is_kept
+        restoring.is_stored = self._is_stored
         self._restoring = restoring
 
-    def _is_kept(self, segment_id: int) -> bool:
+    def _is_stored(self, segment_id: int) -> bool:
         return segment_id not in self._damaged and self._manifests.is_usable(segment_id)
 
     def turn(self) -> None:
@@ -80,7 +80,7 @@ class SnapshotFetcher:
         restoring = self._restoring
         for segment_id in restoring.take_broken():
             if self._manifests.imported_with(segment_id):  # else the ranks themselves may be the cause
-                self._distrust(restoring, segment_id, "an epoch broke while it was restored")
+                self._distrust(restoring, segment_id, "an epoch failed while it was restored")
         for ticket in (discarded := restoring.take_discarded()):
             for member in self._sent.pop(ticket, ()):
                 self._start(self._discard(member, ticket))
@@ -102,7 +102,7 @@ class SnapshotFetcher:
         self._damaged.setdefault(segment_id, reason)
         for other in self._manifests.imported_with(segment_id):
             if other != segment_id:
-                self._damaged.setdefault(other, f"it came with an archive in which segment {segment_id} is damaged")
+                self._damaged.setdefault(other, f"it was imported with segment {segment_id}, which is damaged")
                 restoring.refuse(other)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -124,10 +124,10 @@ class SnapshotFetcher:
             restoring.refuse(segment.id)
         except (LongleafError, TimeoutError) as error:
             reason = _reason(error)
-            log.warning("segment %d is read again, for what storage has of it is not known: %s", segment.id, reason)
+            log.warning("recomputing segment %d: cannot read its manifest: %s", segment.id, reason)
             restoring.refuse(segment.id)
         except Exception as error:  # otherwise the planner would wait forever for an answer
-            log.error("segment %d is read again: an unexpected error", segment.id, exc_info=error)
+            log.error("recomputing segment %d: unexpected error", segment.id, exc_info=error)
             restoring.refuse(segment.id)
         self._on_change()
 
@@ -138,7 +138,7 @@ class SnapshotFetcher:
                 break
             except LongleafError as error:  # until the removal succeeds, the segment is not used
                 segment_id = next(iter(damaged))
-                log.warning("what storage has of segment %d is damaged, and still kept: %s", segment_id, error)
+                log.warning("cannot remove the damaged snapshot of segment %d: %s", segment_id, error)
             await asyncio.sleep(FORGET_SECONDS)
         for segment_id in damaged:
             self._forgetting.discard(segment_id)
@@ -150,7 +150,7 @@ class SnapshotFetcher:
         found = self._pieces.get(part.segment)
         piece = None if found is None else found.windows if part.piece == OF_WINDOWS else found.pieces[part.piece]
         if piece is None:  # the epoch has ended since
-            restoring.tell(part.ticket, is_there=False)
+            restoring.on_fetched(part.ticket, is_there=False)
             return
         members = tuple(self._members())
         reported = members if part.rank == EVERY_RANK else (members[part.rank],)
@@ -169,26 +169,26 @@ class SnapshotFetcher:
             self._distrust(restoring, part.segment, str(error))
             if self._manifests.imported_with(part.segment):
                 restoring.refuse(part.segment)
-            restoring.tell(part.ticket, is_there=False)
+            restoring.on_fetched(part.ticket, is_there=False)
         except (StorageUnavailable, TimeoutError) as error:
             reason = _reason(error)
             if restoring.needs(part.segment):
-                log.warning("segment %d is read again, for %s is not fetched: %s", part.segment, piece.name, reason)
+                log.warning("recomputing segment %d: cannot fetch %s: %s", part.segment, piece.name, reason)
             restoring.refuse(part.segment)
         except Unavailable:
             return  # the epoch ends, or the piece is no longer needed
         except Exception as error:
-            log.error("segment %d is read again: an unexpected error", part.segment, exc_info=error)
+            log.error("recomputing segment %d: unexpected error", part.segment, exc_info=error)
             restoring.refuse(part.segment)
         else:
-            restoring.tell(part.ticket, is_there=True)
+            restoring.on_fetched(part.ticket, is_there=True)
         self._on_change()
 
     async def _discard(self, member: int, ticket: int) -> None:
         try:
             await self._ranks.discard(member, [ticket])
         except LongleafError as error:
-            log.debug("member %d still has what it fetched under %d: %s", member, ticket, error)
+            log.debug("member %d did not discard ticket %d: %s", member, ticket, error)
 
     async def close(self) -> None:
         """Cancel the running operations."""
@@ -198,4 +198,4 @@ class SnapshotFetcher:
 
 
 def _reason(error: LongleafError | TimeoutError) -> str:
-    return str(error) or f"it takes longer than {human_seconds(FETCH_SECONDS)}"
+    return str(error) or f"no result within {human_seconds(FETCH_SECONDS)}"

@@ -1,4 +1,4 @@
-"""What a client reads while its request runs."""
+"""The event stream that a client reads while its request runs."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from longleaf.sampling import Token
 from longleaf.types import Progress, Recovering
 
 MAX_UNREAD = 256
-"""Tokens of a sample that wait for a reader before its request is paused; those under way still come."""
+"""Unread tokens of a sample at which its request is paused; tokens of running steps are still added."""
 
 
 MAX_UNREAD_BYTES = 8 << 20
-"""Bytes of what was told of the attention of these tokens, beyond which it is paused, too."""
+"""Maximum bytes of unread attention attribution; above this the stream is paused."""
 
 
 class SampleBuffer:
-    """What one sample has said since it was read."""
+    """Events of one sample since the last read."""
 
     def __init__(self, sample: int) -> None:
         self._sample = sample
@@ -62,10 +62,10 @@ class Stream:
     """Events of one request, read by one task: Admitted, Progress, then each sample's Tokens and Ended, then
     Recovering, in this order.
 
-    However slow the reader, it holds at most one event of each kind (and sample): progress is replaced, tokens are
-    joined, and a Recovering is forgotten when the request goes on. When many tokens are joined it `is_full`; `on_read`
-    is called when the reader has then taken them. An error is raised after the events that came before it, that of a
-    sample after those of all samples.
+    The buffer holds at most one event of each kind and sample: progress is replaced, tokens are joined, and Recovering
+    is dropped when the request continues. With many joined tokens, `is_full` is set; `on_read` is called when the
+    reader has consumed them. An error is raised after earlier events; the error of a sample is raised after the events
+    of all samples.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Stream:
 
     @property
     def is_closed(self) -> bool:
-        """Nothing more will be put in."""
+        """No more events will be added."""
         return self._is_closed
 
     @property
@@ -116,7 +116,7 @@ class Stream:
         return self._unread.setdefault(sample, SampleBuffer(sample))
 
     def fail(self, error: Exception) -> None:
-        """Has the stream end with `error`, of one of its samples, unless it ends with another."""
+        """End the stream with `error`, which belongs to one of its samples, unless it ends with another error."""
         self._failure = self._failure or error
 
     def close(self, error: Exception | None = None) -> None:
@@ -126,13 +126,13 @@ class Stream:
             self._changed.set()
 
     def cancel(self) -> None:
-        """Ends the request and the stream; all that the request held is free within one step. Idempotent."""
+        """Ends the request and the stream; the request's resources are free within one step. Idempotent."""
         if not self._is_closed:
             self._on_cancel()
             self.close()
 
     def cancel_sample(self, sample: int) -> None:
-        """Ends one sample, whose Ended will not come; the last one ends the stream. Idempotent."""
+        """Ends one sample without an Ended event; the last sample ends the stream. Idempotent."""
         if not self._is_closed:
             self._on_cancel_sample(sample)
 

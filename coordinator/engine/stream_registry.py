@@ -25,7 +25,7 @@ class StreamState:
         self._started: float | None = None
         self._first_token: float | None = None
 
-    def tell(self, event: Event, now: float) -> None:
+    def publish(self, event: Event, now: float) -> None:
         """Publish an event and record the time of the first of its kind: a preempted request is admitted again."""
         match event:
             case Admitted():
@@ -48,7 +48,7 @@ class StreamState:
             decode_seconds=now - first,
         )
 
-    def tell_position(self, admitted: Admitted) -> None:
+    def publish_position(self, admitted: Admitted) -> None:
         self.position = admitted.queue_position
         self.stream.put(admitted)
 
@@ -60,7 +60,7 @@ class StreamRegistry:
         self._clock = clock
         self._by_request: dict[int, StreamState] = {}
         self._has_new = False
-        self._positions_told = 0.0
+        self._positions_published = 0.0
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -90,25 +90,25 @@ class StreamRegistry:
                     reader.stream.fail(error)
                     self.end_sample(request_id)
                 case Ended():
-                    reader.tell(outcome, now)
+                    reader.publish(outcome, now)
                     self.end_sample(request_id)
                 case _:
-                    reader.tell(outcome, now)
+                    reader.publish(outcome, now)
                     behind += [request_id] if reader.stream.is_full else []
         return behind
 
-    def tell_positions(self, positions: Callable[[], Mapping[int, Admitted]]) -> None:
+    def publish_positions(self, positions: Callable[[], Mapping[int, Admitted]]) -> None:
         """Publish queue positions: for new requests immediately, changes every POSITION_SECONDS."""
         now = self._clock()
-        is_due = now - self._positions_told >= POSITION_SECONDS
+        is_due = now - self._positions_published >= POSITION_SECONDS
         if not (is_due or self._has_new):
             return
         for request_id, admitted in positions().items():
             reader = self._by_request[request_id]
             if reader.position is None or (is_due and reader.position != admitted.queue_position):
-                reader.tell_position(admitted)
+                reader.publish_position(admitted)
         self._has_new = False
-        self._positions_told = now if is_due else self._positions_told
+        self._positions_published = now if is_due else self._positions_published
 
     def end_sample(self, request_id: int) -> None:
         """End a sample; the stream ends with the last one."""

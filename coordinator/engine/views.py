@@ -1,4 +1,4 @@
-"""What the engine holds, as clients see it."""
+"""Views of the engine's state for clients."""
 
 from collections.abc import Container, Sequence
 
@@ -51,13 +51,13 @@ def view_context(
 def _state_of(context: NamedContext, holdings: SegmentPlacements) -> types.ContextState:
     if holdings.holds(context.path):
         return "held"
-    return "parked" if context.is_resting else "restoring"
+    return "parked" if context.is_evicted else "restoring"
 
 
 def view_cluster(
     scheduler: Scheduler, config: EngineConfig, epoch: Epoch, losses: Sequence[Loss], exactness_note: str
 ) -> types.Cluster:
-    """The ranks that live, and the load; without what the engine does not know itself."""
+    """The active ranks and the load, without values that the engine does not know."""
     readies = epoch.formation.readies
     resident, windowed = scheduler.segments.tokens_by_rank(), scheduler.segments.num_window_tokens
     size, gone = config.block_size, {loss.member for loss in losses}
@@ -96,19 +96,19 @@ def view_drafting(drafts: DraftCounts) -> types.Drafting:
 
 
 def count_scheduled(scheduler: Scheduler, counts: Counts) -> None:
-    """Puts what the scheduler counts among what the engine does."""
+    """Adds the scheduler's counters to those of the engine."""
     drafts = scheduler.drafts
-    counts.num_preempted, counts.reread_tokens = scheduler.num_preempted, scheduler.reread_tokens
+    counts.num_preempted, counts.num_recomputed_tokens = scheduler.num_preempted, scheduler.num_recomputed_tokens
     counts.num_drafted, counts.num_accepted = drafts.num_drafted, drafts.num_accepted
     counts.num_sampled, counts.num_row_steps = drafts.num_sampled, drafts.num_row_steps
     counts.num_contexts = scheduler.contexts.count
 
 
 def view_workers(
-    formation: Formation, gone: Container[int], held: Sequence[int], num_windowed: int, block_size: int
+    formation: Formation, gone: Container[int], tokens_by_rank: Sequence[int], num_windowed: int, block_size: int
 ) -> tuple[types.Worker, ...]:
-    """Those of the ranks that are not gone; `held` tells the tokens of each."""
-    members = zip(held, formation.hellos, formation.readies, strict=True)
+    """The ranks that are not lost; `held` has the number of tokens on each."""
+    members = zip(tokens_by_rank, formation.hellos, formation.readies, strict=True)
     return tuple(
         view_worker(rank, hello, ready, tokens, num_windowed, block_size)
         for rank, (tokens, hello, ready) in enumerate(members)
@@ -119,7 +119,7 @@ def view_workers(
 def view_worker(
     rank: int, hello: Hello, ready: Ready, num_tokens: int, num_windowed: int, block_size: int
 ) -> types.Worker:
-    """The member with a rank that holds `num_tokens` tokens, and in the windows' pool `num_windowed`."""
+    """A member with a rank that holds `num_tokens` tokens, and `num_windowed` in the window pool."""
     max_tokens, max_windowed = ready.num_blocks * block_size, max_window_tokens(ready, block_size)
     return types.Worker(
         rank=rank,
@@ -136,7 +136,7 @@ def view_worker(
 
 
 def max_window_tokens(ready: Ready, block_size: int) -> int:
-    """Tokens for which a rank's windows' pool has room."""
+    """Capacity of a rank's window pool in tokens."""
     return ready.windows.num_blocks * block_size if ready.windows else 0
 
 

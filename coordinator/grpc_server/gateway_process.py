@@ -41,12 +41,12 @@ class GatewayProcess:
         """The socket on which the service must listen."""
         self.url = ""
         self._process: asyncio.subprocess.Process | None = None
-        self._keeping: asyncio.Task[None] | None = None
+        self._supervising: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Starts the gateway and returns its address. Raises StartError."""
         self.url = await self._start(self._config.door.http or 0)
-        self._keeping = asyncio.create_task(self._keep())
+        self._supervising = asyncio.create_task(self._keep())
         return self.url
 
     async def _start(self, port: int) -> str:
@@ -64,13 +64,13 @@ class GatewayProcess:
         except TimeoutError:
             line = b""
         message = (
-            msgspec.json.decode(line, type=GatewayAnnouncement) if line else GatewayAnnouncement(error="said nothing")
+            msgspec.json.decode(line, type=GatewayAnnouncement) if line else GatewayAnnouncement(error="no output")
         )
         if message.error:
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-            raise StartError(f"the door for HTTP: {message.error}")
+            raise StartError(f"HTTP gateway: {message.error}")
         return message.http
 
     def _command(self, port: int) -> list[str]:
@@ -101,7 +101,7 @@ class GatewayProcess:
             began = loop.time()
             code = await self._process.wait()
             delay = AGAIN_SECONDS if loop.time() - began > WELL_SECONDS else delay
-            log.warning("the door for HTTP ended with exit code %d, and is started again in %g s", code, delay)
+            log.warning("the HTTP gateway exited with code %d; restarting in %g s", code, delay)
             await asyncio.sleep(delay)
             delay = min(2 * delay, LONGEST_SECONDS)
             with suppress(StartError, OSError):
@@ -109,9 +109,9 @@ class GatewayProcess:
 
     async def stop(self) -> None:
         """Stops the gateway."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.wait([self._keeping])
+        if self._supervising is not None:
+            self._supervising.cancel()
+            await asyncio.wait([self._supervising])
         process = self._process
         if process is not None and process.returncode is None:
             with suppress(ProcessLookupError):

@@ -45,9 +45,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
         authenticator: Authenticator,
         observers: Observers,
     ) -> None:
-        self._lobby = readiness
+        self._readiness = readiness
         self._gate = gate
-        self._anteroom = UnauthenticatedCallLimiter()
+        self._unauthenticated = UnauthenticatedCallLimiter()
         self._unread_timeout = unread_timeout
         self._authenticator = authenticator
         self._observers = observers
@@ -83,12 +83,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
 
     async def _serve(self, record: CallRecord, handler: Handler, call: StreamCall) -> None:
         is_served = record.method.startswith(SERVED)
-        room = self._gate if is_served else self._anteroom
+        room = self._gate if is_served else self._unauthenticated
         with room.of(record.method, handler, record.host) as incoming:
             try:
                 if is_served:
                     await self._admit(record, call)
-                with self._lobby.visit(record.method):
+                with self._readiness.enter(record.method):
                     await self._respond(handler, call, incoming)
             except LongleafError:
                 if handler.request_streaming:
@@ -126,22 +126,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
         """
         closing: list[asyncio.Task[None]] = []
 
-        def let_go() -> None:
+        def release() -> None:
             incoming.release()
             closing.append(asyncio.create_task(responses.aclose()))
 
         async with aclosing(responses):
             try:
                 async for response in responses:
-                    timer = asyncio.get_running_loop().call_later(self._unread_timeout, let_go)
+                    timer = asyncio.get_running_loop().call_later(self._unread_timeout, release)
                     try:
                         await call.write(response)
                     finally:
                         timer.cancel()
                     if closing:
-                        raise ResourceExhausted(
-                            "stream", f"nobody has read it for {human_seconds(self._unread_timeout)}"
-                        )
+                        raise ResourceExhausted("stream", f"not read for {human_seconds(self._unread_timeout)}")
                     incoming.release()  # the handler has copied from the request all that it needs
             finally:
                 await asyncio.gather(*closing)
@@ -175,7 +173,7 @@ async def _answer(record: CallRecord, work: Awaitable[None], call: StreamCall) -
     except Exception as error:
         logger.exception("%s failed", record.method)
         record.error = type(error).__name__
-        refusal = (grpc.StatusCode.INTERNAL, f"{type(error).__name__}; the server's log tells more")
+        refusal = (grpc.StatusCode.INTERNAL, f"{type(error).__name__}; see the log of the server")
         _forget(error)
     record.code, record.message = refusal[0].name, refusal[1]
     try:

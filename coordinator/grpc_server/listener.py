@@ -18,8 +18,8 @@ from longleaf.config import join_address
 from longleaf.errors import StartError
 
 LOOK_SECONDS = 0.1
-"""Seconds between two checks that the server accepts calls: the library reports the failure only when the last stream
-has ended."""
+"""Seconds between two checks that the server accepts calls. gRPC reports such a failure only after the last stream has
+ended."""
 log = logging.getLogger(__name__)
 
 
@@ -30,15 +30,15 @@ class Listener:
         self._make = make
         self._certificates = certificates
         self._server: grpc.aio.Server | None = None
-        self._earlier: set[grpc.aio.Server] = set()
+        self._previous: set[grpc.aio.Server] = set()
         """Servers that accept no more calls but still have streams."""
-        self._keeping: asyncio.Task[None] | None = None
+        self._supervising: asyncio.Task[None] | None = None
         self._is_stopped = asyncio.Event()
 
     async def start(self, host: str, port: int) -> int:
         """Returns the port; for 0 the system chooses it. Raises StartError if the address is not available."""
         bound = await self._listen(host, port)
-        self._keeping = asyncio.create_task(self._keep(host, bound))
+        self._supervising = asyncio.create_task(self._keep(host, bound))
         return bound
 
     async def _listen(self, host: str, port: int) -> int:
@@ -50,7 +50,7 @@ class Listener:
             else:
                 bound = server.add_secure_port(address, self._certificates.credentials())
         except RuntimeError as error:
-            raise StartError(f"cannot listen on {address}: port {port} was taken just now") from error
+            raise StartError(f"cannot listen on {address}: port {port} is in use") from error
         self._server = server  # before the start: `stop` must find the server even while it starts
         await server.start()
         return bound
@@ -63,10 +63,10 @@ class Listener:
 
     async def _replace(self, host: str, port: int) -> None:
         if self._server is not None:
-            log.warning("a call that was no call closed port %d; it is opened again", port)
-            self._earlier.add(self._server)
+            log.warning("an invalid connection closed port %d; reopening it", port)
+            self._previous.add(self._server)
             self._server = None
-        self._earlier = {server for server in self._earlier if not await _is_over(server)}
+        self._previous = {server for server in self._previous if not await _is_over(server)}
         try:
             await self._listen(host, port)
         except StartError as error:  # another process took the port, and may release it later
@@ -78,10 +78,10 @@ class Listener:
 
     async def stop(self, grace: float | None = None) -> None:
         """Refuses new calls, gives running calls `grace` seconds, then cancels them. Idempotent."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.wait([self._keeping])
-        servers = [*self._earlier, *([self._server] if self._server is not None else [])]
+        if self._supervising is not None:
+            self._supervising.cancel()
+            await asyncio.wait([self._supervising])
+        servers = [*self._previous, *([self._server] if self._server is not None else [])]
         await asyncio.gather(*(_stop(server, grace) for server in servers))
         self._is_stopped.set()
 

@@ -1,4 +1,4 @@
-"""Accepts calls only while the service is ready: after the model is loaded and before the shutdown."""
+"""Admits calls only while the service is ready: after the model is loaded and before shutdown."""
 
 import asyncio
 from collections.abc import Callable, Generator
@@ -52,7 +52,7 @@ class ReadinessGate:
         self._why_not, self._is_closed = lambda: error, True
 
     @contextmanager
-    def visit(self, method: str) -> Generator[None, None, None]:
+    def enter(self, method: str) -> Generator[None, None, None]:
         """Wraps one call. Raises the reason if the service does not accept it."""
         if method == DRAIN or not method.startswith(SERVED):
             yield

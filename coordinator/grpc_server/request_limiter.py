@@ -31,9 +31,9 @@ MAX_FIELDS = 4096
 MAX_CALLS = 8192
 """Most open calls."""
 SHARE = 0.75
-"""The largest share of the open calls for one host, and of `MAX_HELD_BYTES` for one tenant, or for one host if all
+"""The largest share of the open calls for one host, and of `MAX_PENDING_BYTES` for one tenant, or for one host if all
 calls belong to one tenant."""
-MAX_HELD_BYTES = 64 << 20
+MAX_PENDING_BYTES = 64 << 20
 """Bytes of all large requests whose calls have not been answered."""
 ARRIVAL_SECONDS = 120.0
 """Seconds within which the request of a call must arrive."""
@@ -66,20 +66,20 @@ class RequestLimiter:
     def __init__(
         self,
         max_calls: int = MAX_CALLS,
-        max_held_bytes: int = MAX_HELD_BYTES,
+        max_pending_bytes: int = MAX_PENDING_BYTES,
         arrival_seconds: float = ARRIVAL_SECONDS,
         share: float = SHARE,
     ) -> None:
-        """`share` is the largest part of `max_calls` for one host, and of `max_held_bytes` for one tenant."""
+        """`share` is the largest part of `max_calls` for one host, and of `max_pending_bytes` for one tenant."""
         self.arrival_seconds = arrival_seconds
         self._max_calls = max_calls
         self._most_of_host = math.ceil(max_calls * share)
-        self._max_held = max_held_bytes
-        self._most_held_by_client = math.floor(max_held_bytes * share)
+        self._max_pending = max_pending_bytes
+        self._max_pending_of_client = math.floor(max_pending_bytes * share)
         self._num_calls = 0
         self._calls = Counter[str]()
         """Open calls by host."""
-        self._held = Counter[str]()
+        self._pending = Counter[str]()
         """Bytes by tenant, or by host if all calls belong to one tenant."""
         self._thread = TokenizerPool(1, tenant=_client_key)
 
@@ -88,9 +88,9 @@ class RequestLimiter:
         """Counts a call from `host` while the body runs, and yields the reader of its requests. Raises
         ResourceExhausted."""
         if self._num_calls >= self._max_calls:
-            raise ResourceExhausted("calls", f"{self._max_calls:,} are open already", RETRY_SECONDS)
+            raise ResourceExhausted("calls", f"{self._max_calls:,} are open, which is the limit", RETRY_SECONDS)
         if self._calls[host] >= (most := self._most_of_host):
-            raise ResourceExhausted("calls", f"{most:,} from your host are open already", RETRY_SECONDS)
+            raise ResourceExhausted("calls", f"{most:,} from your host are open, which is the limit", RETRY_SECONDS)
         self._calls[host] += 1
         self._num_calls += 1
         incoming = RequestReader(self, method, handler)
@@ -107,19 +107,19 @@ class RequestLimiter:
         """Reserves memory and returns the client that it counts for. Raises ResourceExhausted if a limit would be
         exceeded."""
         client = _client_key()
-        if self._held.total() + num_bytes > self._max_held:
-            text = f"with {num_bytes:,} bytes more, those that wait for an answer have more than {self._max_held:,}"
+        if self._pending.total() + num_bytes > self._max_pending:
+            text = f"with {num_bytes:,} more bytes, pending requests exceed the limit of {self._max_pending:,} bytes"
             raise ResourceExhausted("requests", text, RETRY_SECONDS)
-        if self._held[client] + num_bytes > (most := self._most_held_by_client):
-            text = f"with {num_bytes:,} bytes more, yours that wait for an answer have more than {most:,}"
+        if self._pending[client] + num_bytes > (most := self._max_pending_of_client):
+            text = f"with {num_bytes:,} more bytes, your pending requests exceed the limit of {most:,} bytes"
             raise ResourceExhausted("requests", text, RETRY_SECONDS)
-        self._held[client] += num_bytes
+        self._pending[client] += num_bytes
         return client
 
     def release(self, client: str, num_bytes: int) -> None:
-        self._held[client] -= num_bytes
-        if not self._held[client]:
-            del self._held[client]
+        self._pending[client] -= num_bytes
+        if not self._pending[client]:
+            del self._pending[client]
 
     async def parse(self, data: bytes, descriptor: MethodDescriptor, handler: Handler) -> object:
         """Raises InvalidArgument. Large requests are parsed one at a time in a thread, in turns by tenant, or by host
@@ -145,7 +145,7 @@ class RequestReader:
         self._gate = gate
         self._handler = handler
         self._descriptor = Default().FindMethodByName(method.lstrip("/").replace("/", "."))
-        self._client, self._num_held = "", 0
+        self._client, self._num_pending = "", 0
 
     async def one(self, call: StreamCall) -> object:
         """Reads the request of a call that has only one. Its bytes count until `release`. Raises InvalidArgument,
@@ -161,7 +161,7 @@ class RequestReader:
         self._check_size(data)
         if len(data) > MAX_SMALL_BYTES:
             self._client = self._gate.reserve(len(data))
-            self._num_held = len(data)
+            self._num_pending = len(data)
         return await self._gate.parse(data, self._descriptor, self._handler)
 
     async def all(self, call: StreamCall) -> AsyncGenerator[object, None]:
@@ -191,14 +191,14 @@ class RequestReader:
 
     def release(self) -> None:
         """Releases the memory reserved for the request."""
-        self._gate.release(self._client, self._num_held)
-        self._num_held = 0
+        self._gate.release(self._client, self._num_pending)
+        self._num_pending = 0
 
     def _check_size(self, data: bytes) -> None:
         name = self._descriptor.name
         limit = LIMITS.get(name, MAX_SMALL_BYTES)
         if len(data) > limit:
-            raise InvalidArgument("request", f"has {len(data):,} bytes, {name} takes at most {limit:,}")
+            raise InvalidArgument("request", f"has {len(data):,} bytes; the limit of {name} is {limit:,}")
 
 
 def _loses_status(call: StreamCall) -> bool:
@@ -217,7 +217,9 @@ def _client_key() -> str:
 def _parse_large(waiting: list[bytes], descriptor: MethodDescriptor, handler: Handler) -> object:
     [data] = waiting
     if has_more_fields(data, descriptor.input_type, MAX_FIELDS, FIELDS_APART.get(descriptor.name, {})):
-        message = f"has {len(data):,} bytes and more than {MAX_FIELDS:,} fields; numbers must be packed"
+        message = (
+            f"has {len(data):,} bytes and more than {MAX_FIELDS:,} fields: use packed encoding for repeated numbers"
+        )
         raise InvalidArgument("request", message)
     return _parse(data, handler)
 

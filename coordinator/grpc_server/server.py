@@ -25,7 +25,7 @@ from coordinator.grpc_server.servicers import (
     TokenizerServicer,
 )
 from coordinator.handlers.application import Application
-from coordinator.telemetry.observers import NOBODY, Observers
+from coordinator.telemetry.observers import NO_OBSERVERS, Observers
 from longleaf.config import MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES, MAX_SECONDS
 from longleaf.errors import LongleafError, Unavailable
 from longleaf.resources import max_files
@@ -76,11 +76,11 @@ def _loading() -> LongleafError:
 
 
 async def _undrained(_: bool) -> Draining:
-    raise Unavailable("nothing drains this server")
+    raise Unavailable("this server does not support Drain")
 
 
 def _unfilled() -> int:
-    raise Unavailable("nothing keeps the ranks of this server")
+    raise Unavailable("this server does not support refilling slots")
 
 
 class GrpcServer:
@@ -97,10 +97,10 @@ class GrpcServer:
         drain: Drain = _undrained,
         refill: Refill = _unfilled,
         authenticator: Authenticator = ANYBODY,
-        observers: Observers = NOBODY,
+        observers: Observers = NO_OBSERVERS,
         certificates: Certificates | None = None,
     ) -> None:
-        self._lobby = readiness = ReadinessGate(loading)
+        self._readiness = readiness = ReadinessGate(loading)
         if use_cases is not None:
             readiness.open(use_cases)
         self._interceptor = interceptor = CallInterceptor(
@@ -133,7 +133,7 @@ class GrpcServer:
 
         Raises StartError if the address is not available.
         """
-        self._tell_health(self._lobby.is_open)
+        self._publish_health(self._readiness.is_open)
         self._health.set(LIVENESS, True)
         bound = await self._listener.start(host, port)
         if unix is not None:  # not reachable by unauthenticated peers
@@ -145,7 +145,7 @@ class GrpcServer:
     async def start_health(self, host: str, port: int) -> int:
         """Serves only health checks on a separate port, in plain text, and returns the port. Raises StartError if the
         address is not available."""
-        interceptor = CallInterceptor(self._lobby, RequestLimiter(), MAX_SECONDS, ANYBODY, NOBODY)
+        interceptor = CallInterceptor(self._readiness, RequestLimiter(), MAX_SECONDS, ANYBODY, NO_OBSERVERS)
 
         def make() -> grpc.aio.Server:
             server = _make(interceptor)
@@ -157,25 +157,25 @@ class GrpcServer:
 
     def open(self, use_cases: Application) -> None:
         """Accepts calls and reports healthy, unless the server is draining."""
-        self._lobby.open(use_cases)
-        self._tell_health(self._lobby.is_open)
+        self._readiness.open(use_cases)
+        self._publish_health(self._readiness.is_open)
 
     async def drain(self, seconds: float) -> None:
         """Refuses new calls and reports unhealthy. Returns when no call is running, after at most `seconds`."""
-        self._lobby.close(Unavailable("the service is stopping, and takes no new calls", DRAINING_SECONDS))
-        self._tell_health(False)
-        await self._lobby.wait_empty(seconds)
+        self._readiness.close(Unavailable("the service is stopping and accepts no new calls", DRAINING_SECONDS))
+        self._publish_health(False)
+        await self._readiness.wait_empty(seconds)
 
     def end_calls(self, reason: str) -> None:
         """Ends running calls with Unavailable and that reason."""
-        self._lobby.end(Unavailable(reason))
+        self._readiness.end(Unavailable(reason))
 
     @property
     def num_open(self) -> int:
         """Running calls."""
-        return self._lobby.num_open
+        return self._readiness.num_open
 
-    def _tell_health(self, is_serving: bool) -> None:
+    def _publish_health(self, is_serving: bool) -> None:
         """Sets the health of all services that need the model."""
         for service in ("", *SERVICES):
             self._health.set(service, is_serving)
@@ -186,7 +186,7 @@ class GrpcServer:
 
     async def stop(self, grace: float | None = None) -> None:
         """Refuses new calls, gives running calls `grace` seconds, then cancels them."""
-        self._tell_health(False)
+        self._publish_health(False)
         self._health.end()
         await self._listener.stop(grace)
         if self._inner is not None:

@@ -83,13 +83,13 @@ class GenerationServicer(GenerationServiceServicer):
     """Streams generations, and cancels held ones."""
 
     def __init__(self, readiness: ReadinessGate, seed: Callable[[], int] = random_seed) -> None:
-        self._lobby = readiness
+        self._readiness = readiness
         self._seed = seed
 
     async def Generate(
         self, request: service_pb.GenerateRequest, context: RpcContext
     ) -> AsyncGenerator[service_pb.GenerateResponse, None]:
-        use_cases = self._lobby.use_cases
+        use_cases = self._readiness.use_cases
         num_ids = len(request.token_ids.ids)
         defaults = use_cases.sampling_defaults
         decoded = await _decoded(use_cases.threads, num_ids, codec.decode_generate, request, self._seed(), defaults)
@@ -103,7 +103,7 @@ class GenerationServicer(GenerationServiceServicer):
                 yield codec.encode_event(tenant_scoping.shown_event(event))
 
     async def CancelGeneration(self, request: service_pb.CancelGenerationRequest, context: object) -> Empty:
-        await self._lobby.use_cases.generation.cancel(tenant_scoping.scope_cancelled(codec.decode_cancel(request)))
+        await self._readiness.use_cases.generation.cancel(tenant_scoping.scope_cancelled(codec.decode_cancel(request)))
         return Empty()
 
 
@@ -111,16 +111,16 @@ class ContextServicer(ContextServiceServicer):
     """Creates, reads, updates, forks, deletes, imports and exports contexts."""
 
     def __init__(self, readiness: ReadinessGate) -> None:
-        self._lobby = readiness
+        self._readiness = readiness
 
     @property
     def _contexts(self) -> ContextStore:
-        return self._lobby.use_cases.contexts
+        return self._readiness.use_cases.contexts
 
     async def IngestContext(
         self, request_iterator: AsyncIterable[ingest_pb.IngestContextRequest], context: RpcContext
     ) -> AsyncGenerator[ingest_pb.IngestContextResponse, None]:
-        use_cases = self._lobby.use_cases
+        use_cases = self._readiness.use_cases
         pieces = _pieces(request_iterator, use_cases.threads, caller(context))
         async with aclosing(use_cases.ingest.run(pieces, context.time_remaining())) as reports:
             async for report in reports:
@@ -128,7 +128,7 @@ class ContextServicer(ContextServiceServicer):
 
     async def CancelIngest(self, request: ingest_pb.CancelIngestRequest, context: object) -> Empty:
         name = tenant_scoping.scope_context(codec.context_id(request.name))
-        await self._lobby.use_cases.ingest.cancel(name, request.upload_id)
+        await self._readiness.use_cases.ingest.cancel(name, request.upload_id)
         return Empty()
 
     async def GetContext(self, request: ingest_pb.GetContextRequest, context: object) -> context_pb.Context:
@@ -139,7 +139,7 @@ class ContextServicer(ContextServiceServicer):
         self, request: ingest_pb.GetContextTextRequest, context: object
     ) -> ingest_pb.GetContextTextResponse:
         wanted = tenant_scoping.scope_text(codec.decode_get_text(request))
-        return codec.encode_context_text(await self._lobby.use_cases.texts.read(wanted))
+        return codec.encode_context_text(await self._readiness.use_cases.texts.read(wanted))
 
     async def ListContexts(
         self, request: ingest_pb.ListContextsRequest, context: object
@@ -157,7 +157,7 @@ class ContextServicer(ContextServiceServicer):
 
     async def ForkContext(self, request: ingest_pb.ForkContextRequest, context: object) -> context_pb.Context:
         fork = tenant_scoping.scope_fork(codec.decode_fork(request))
-        view = await self._lobby.use_cases.fork_context(fork.source, fork.context, fork.tokens)
+        view = await self._readiness.use_cases.fork_context(fork.source, fork.context, fork.tokens)
         return codec.encode_context(tenant_scoping.shown(view))
 
     async def UpdateContext(self, request: ingest_pb.UpdateContextRequest, context: object) -> context_pb.Context:
@@ -166,14 +166,16 @@ class ContextServicer(ContextServiceServicer):
         return codec.encode_context(tenant_scoping.shown(view))
 
     async def RereadContext(self, request: ingest_pb.RereadContextRequest, context: object) -> context_pb.Context:
-        view = await self._lobby.use_cases.reread_context(tenant_scoping.scope_context(codec.context_id(request.name)))
+        view = await self._readiness.use_cases.recompute_context(
+            tenant_scoping.scope_context(codec.context_id(request.name))
+        )
         return codec.encode_context(tenant_scoping.shown(view))
 
     async def RereadContexts(
         self, request: ingest_pb.RereadContextsRequest, context: object
     ) -> ingest_pb.RereadContextsResponse:
-        recomputed = await self._lobby.use_cases.reread_contexts(tenant_scoping.tenant())
-        return codec.encode_reread(tenant_scoping.shown_reread(recomputed))
+        recomputed = await self._readiness.use_cases.recompute_contexts(tenant_scoping.tenant())
+        return codec.encode_recompute(tenant_scoping.recompute_for_tenant(recomputed))
 
     async def DeleteContext(self, request: ingest_pb.DeleteContextRequest, context: object) -> Empty:
         await self._contexts.delete_context(tenant_scoping.scope_context(codec.context_id(request.name)))
@@ -183,14 +185,14 @@ class ContextServicer(ContextServiceServicer):
         self, request: ingest_pb.ExportContextRequest, context: object
     ) -> AsyncGenerator[ingest_pb.ExportContextResponse, None]:
         wanted = tenant_scoping.scope_export(codec.decode_export(request))
-        async with aclosing(self._lobby.use_cases.exports.run(wanted)) as archive:
+        async with aclosing(self._readiness.use_cases.exports.run(wanted)) as archive:
             async for updates in archive:
                 yield codec.encode_exported(updates)
 
     async def ImportContext(
         self, request_iterator: AsyncIterable[ingest_pb.ImportContextRequest], context: object
     ) -> AsyncGenerator[ingest_pb.ImportContextResponse, None]:
-        async with aclosing(self._lobby.use_cases.imports.run(_parcel(request_iterator))) as reports:
+        async with aclosing(self._readiness.use_cases.imports.run(_archive(request_iterator))) as reports:
             async for report in reports:
                 yield codec.encode_import_progress(tenant_scoping.shown_report(report))
 
@@ -208,7 +210,7 @@ async def _pieces(
         del request, piece  # they may be large, and the next ones may take long to arrive
 
 
-async def _parcel(
+async def _archive(
     requests: AsyncIterable[ingest_pb.ImportContextRequest],
 ) -> AsyncGenerator[ImportHeader | ArchiveChunk, None]:
     """Decodes the requests."""
@@ -233,11 +235,11 @@ class TokenizerServicer(TokenizerServiceServicer):
     """Converts text to ids and back, and counts tokens."""
 
     def __init__(self, readiness: ReadinessGate) -> None:
-        self._lobby = readiness
+        self._readiness = readiness
 
     @property
     def _tokenization(self) -> Tokenization:
-        return self._lobby.use_cases.tokenization
+        return self._readiness.use_cases.tokenization
 
     async def CountTokens(
         self, request: tokenizer_pb.CountTokensRequest, context: object
@@ -254,7 +256,7 @@ class TokenizerServicer(TokenizerServiceServicer):
         self, request: tokenizer_pb.DetokenizeRequest, context: object
     ) -> tokenizer_pb.DetokenizeResponse:
         message, keep_special = request.token_ids, request.keep_special_tokens
-        threads, num_ids = self._lobby.use_cases.threads, len(message.ids)
+        threads, num_ids = self._readiness.use_cases.threads, len(message.ids)
         token_ids = await _decoded(threads, num_ids, codec.decode_ids, message, MAX_TOKENS)
         text = await self._tokenization.detokenize(token_ids, keep_special=keep_special)
         return tokenizer_pb.DetokenizeResponse(text=text)
@@ -265,7 +267,7 @@ class ClusterServicer(ClusterServiceServicer):
     calls have ended or have received the reason. `refill` starts ranks in abandoned slots, and returns their number."""
 
     def __init__(self, readiness: ReadinessGate, drain: Drain, refill: Refill) -> None:
-        self._lobby = readiness
+        self._readiness = readiness
         self._drain = drain
         self._refill = refill
 
@@ -277,12 +279,12 @@ class ClusterServicer(ClusterServiceServicer):
 
     def _cluster(self) -> Cluster:
         """The cluster as the caller may see it."""
-        return tenant_scoping.shown_cluster(self._lobby.use_cases.cluster())
+        return tenant_scoping.shown_cluster(self._readiness.use_cases.cluster())
 
     def _watch(self) -> CoalescingWatch[cluster_pb.WatchClusterResponse]:
         viewer = "" if CALLER.get().is_admin else tenant_scoping.tenant()
         if viewer not in self._watches:
-            self._watches[viewer] = CoalescingWatch(self._look, self._lobby.use_cases.changes)
+            self._watches[viewer] = CoalescingWatch(self._look, self._readiness.use_cases.changes)
         return self._watches[viewer]
 
     async def WatchCluster(
@@ -300,23 +302,23 @@ class ClusterServicer(ClusterServiceServicer):
     ) -> cluster_pb.VerifyClusterResponse:
         wanted = tenant_scoping.scope_verify(codec.decode_verify(request), caller(context))
         return codec.encode_verification(
-            await self._lobby.use_cases.verifications.run(wanted, context.time_remaining())
+            await self._readiness.use_cases.verifications.run(wanted, context.time_remaining())
         )
 
     async def Drain(self, request: cluster_pb.DrainRequest, context: RpcContext) -> cluster_pb.DrainResponse:
-        _check_here(context, "drained")
+        _check_here(context, "Drain")
         return codec.encode_draining(await self._drain(request.wait))
 
     async def RefillSlots(
         self, request: cluster_pb.RefillSlotsRequest, context: RpcContext
     ) -> cluster_pb.RefillSlotsResponse:
-        _check_here(context, "told to refill slots")
+        _check_here(context, "RefillSlots")
         return cluster_pb.RefillSlotsResponse(slot_count=self._refill())
 
 
-def _check_here(context: RpcContext, done: str) -> None:
+def _check_here(context: RpcContext, method: str) -> None:
     """Raises PermissionDenied for a call from another machine, if authentication is off."""
     if CALLER.get() is OWNER and not is_here(context.peer()):
         raise PermissionDenied(
-            f"a service is {done} from its own machine or pod only, and this call comes from {context.peer()}"
+            f"{method} is allowed only from the machine or pod of the service; this call comes from {context.peer()}"
         )

@@ -147,12 +147,12 @@ def shown_error(error: LongleafError) -> LongleafError:
         return error
     match error:
         case StorageUnavailable():
-            message = "the service cannot write or read what it keeps now; its log says why"
+            message = "the service cannot access its storage now; see its log"
             return StorageUnavailable(message, error.retry_seconds)
         case DataLoss() if error.name.startswith(OF_TENANTS):
             return DataLoss(error.name, _without_folders(error.reason))
         case DataLoss():
-            return DataLoss("what the service keeps", "its log says what, and what to do")
+            return DataLoss("stored data", "see the log of the service")
         case CheckpointChanged():
             return CheckpointChanged(error.name, _without_folders(error.changes))
         case _:
@@ -163,7 +163,7 @@ def _without_folders(text: str) -> str:
     return _PATH.sub(lambda path: path[0].rpartition("/")[2], text)
 
 
-def shown_reread(recomputed: RecomputeResult) -> RecomputeResult:
+def recompute_for_tenant(recomputed: RecomputeResult) -> RecomputeResult:
     is_admin = CALLER.get().is_admin
     reasons = [each.reason if is_admin else _without_folders(each.reason) for each in recomputed.left_out]
     pairs = zip(recomputed.left_out, reasons, strict=True)

@@ -47,6 +47,8 @@ class UnauthenticatedCallLimiter:
             if task in alike:
                 raise
             task.uncancel()
-            raise ResourceExhausted("calls", "others came, for whom this one gives way", RETRY_SECONDS) from None
+            raise ResourceExhausted(
+                "calls", "too many unauthenticated calls: the oldest was closed", RETRY_SECONDS
+            ) from None
         finally:
             alike.pop(task, None)

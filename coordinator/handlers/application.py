@@ -19,7 +19,7 @@ from coordinator.handlers.transfer.ports import TransferEngine
 from coordinator.handlers.uploads import Uploads
 from coordinator.handlers.verification import VerificationRunner
 from coordinator.persistence.journal.journal import Journal
-from coordinator.telemetry.observers import NOBODY, Observers
+from coordinator.telemetry.observers import NO_OBSERVERS, Observers
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import FailedPrecondition
@@ -54,11 +54,11 @@ class ContextStore(Protocol):
 class Recomputer(Protocol):
     """Recomputes contexts prefilled by an earlier checkpoint. `vocabulary_size` is that of the current checkpoint."""
 
-    async def reread_context(self, context_id: str, vocabulary_size: int, room: Room) -> Context:
+    async def recompute_context(self, context_id: str, vocabulary_size: int, room: Room) -> Context:
         """Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss, StorageUnavailable, and the errors of `room`."""
         ...
 
-    async def reread_contexts(self, vocabulary_size: int, tenant: str, room: Room) -> RecomputeResult: ...
+    async def recompute_contexts(self, vocabulary_size: int, tenant: str, room: Room) -> RecomputeResult: ...
 
 
 class ServedEngine(GenerationEngine, Ingester, ContextStore, Recomputer, TextSource, Protocol):
@@ -92,15 +92,15 @@ class Application:
         tokenizer: Tokenizer,
         cluster: Callable[[], Cluster],
         journal: Journal | None = None,
-        kept_uploads: DurableUploads | None = None,
-        house: TransferEngine | None = None,
-        observers: Observers = NOBODY,
+        durable_uploads: DurableUploads | None = None,
+        transfers: TransferEngine | None = None,
+        observers: Observers = NO_OBSERVERS,
         tenant_share: float = 1.0,
         sampling_defaults: Sampling = GREEDY,
     ) -> None:
         self.sampling_defaults = sampling_defaults
         """Values for sampling parameters that requests omit."""
-        self._uploads = Uploads(kept=kept_uploads, tenant_share=tenant_share)
+        self._uploads = Uploads(durable=durable_uploads, tenant_share=tenant_share)
         self._ledger = ledger = QuotaEnforcer(
             engine.usage,
             num_uploads=self._num_uploads,
@@ -122,16 +122,18 @@ class Application:
             text_maps=self.texts.map_of,
         )
         self.ingest = Ingest(engine, tokenizer, self.threads, self._uploads, ledger=ledger)
-        self._kept_uploads = kept_uploads
+        self._durable_uploads = durable_uploads
         self.contexts: ContextStore = engine
         self._rereader: Recomputer = engine
         self._vocabulary_size = tokenizer.vocabulary_size
         self.tokenization = Tokenization(tokenizer, self.threads)
         self.verifications = VerificationRunner(engine, tokenizer, self.threads, cluster)
         self._exports = self._imports = None
-        if house is not None:
-            self._exports = Exports(house, self.threads, cluster, tenant_share=tenant_share)
-            self._imports = ImportSessions(house, tokenizer.vocabulary_size, ledger=ledger, tenant_share=tenant_share)
+        if transfers is not None:
+            self._exports = Exports(transfers, self.threads, cluster, tenant_share=tenant_share)
+            self._imports = ImportSessions(
+                transfers, tokenizer.vocabulary_size, ledger=ledger, tenant_share=tenant_share
+            )
         self.cluster = cluster
         self.changes = engine.changes
         """Changes of the result of `cluster`."""
@@ -146,15 +148,15 @@ class Application:
         self._ledger.check_context(1, resident if num_tokens is None else min(resident, num_tokens))
         return await self.contexts.fork_context(source, context_id, num_tokens)
 
-    async def reread_context(self, context_id: str) -> Context:
+    async def recompute_context(self, context_id: str) -> Context:
         """Recomputes a context prefilled by an earlier checkpoint. Raises NotFound, AlreadyExists, CheckpointChanged,
         DataLoss, ResourceExhausted or StorageUnavailable."""
-        return await self._rereader.reread_context(context_id, self._vocabulary_size, self._room)
+        return await self._rereader.recompute_context(context_id, self._vocabulary_size, self._room)
 
-    async def reread_contexts(self, tenant: str) -> RecomputeResult:
+    async def recompute_contexts(self, tenant: str) -> RecomputeResult:
         """Recomputes all contexts of a tenant that an earlier checkpoint prefilled, if their names are free and the
         quotas allow it."""
-        return await self._rereader.reread_contexts(self._vocabulary_size, tenant, self._room)
+        return await self._rereader.recompute_contexts(self._vocabulary_size, tenant, self._room)
 
     def _room(self, num_tokens: int) -> AbstractContextManager[None]:
         """Reserves space in the caller's quotas; see `Room`."""
@@ -179,9 +181,9 @@ class Application:
         if self._imports is not None:
             await self._imports.close()
         await self.threads.close()
-        if self._kept_uploads is not None:
-            await self._kept_uploads.close()
+        if self._durable_uploads is not None:
+            await self._durable_uploads.close()
 
 
 def _immobile() -> FailedPrecondition:
-    return FailedPrecondition("contexts", "those of this service stay where they are")
+    return FailedPrecondition("contexts", "this service does not support export and import")

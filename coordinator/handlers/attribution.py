@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from coordinator.engine_messages import AttributionContext, SpanLayout
 from longleaf.errors import InvalidArgument
-from longleaf.rank_protocol.step import HEADS_PER_LAYER, MAX_TOLD_SPANS, NUM_OTHER_SHARES, Attention
+from longleaf.rank_protocol.step import HEADS_PER_LAYER, MAX_ATTRIBUTED_SPANS, NUM_OTHER_SHARES, Attention
 from longleaf.types import MIN_SPAN_TOKENS, Attribution, Provenance, Source
 
 DEFAULT_SPAN = 64
@@ -49,7 +49,7 @@ class SpanTable:
     bounds: Sequence[tuple[int, int]]
     """[start, end) of each span, in tokens."""
     cuts: SpanLayout
-    grounds: AttributionContext
+    context: AttributionContext
     """The context as it was when the answer began."""
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ def spans_of(provenance: Provenance, attribution_context: AttributionContext) ->
     """Raises InvalidArgument naming the setting that this context or model does not support."""
     size, block = provenance.span_tokens, attribution_context.block_size
     if not attribution_context.full_layers:
-        raise InvalidArgument("provenance", "no layer of the model sees all keys")
+        raise InvalidArgument("provenance", "no layer of the model attends to all keys")
     if size is None:
         size = next((size for size in (DEFAULT_SPAN, MIN_SPAN_TOKENS) if block % size == 0), 0)
     if not size or block % size:
@@ -69,17 +69,21 @@ def spans_of(provenance: Provenance, attribution_context: AttributionContext) ->
     for i, layer in enumerate(provenance.layers):
         if layer not in attribution_context.full_layers:
             those = ", ".join(map(str, attribution_context.full_layers))
-            raise InvalidArgument(f"provenance.layers[{i}]", f"{layer} is no layer that sees all keys: {those} are")
+            raise InvalidArgument(
+                f"provenance.layers[{i}]", f"layer {layer} does not attend to all keys; these do: {those}"
+            )
     if provenance.ranking == "contrast" and not attribution_context.can_cut:
-        message = "contrast goes on from inside of the context, which replicated windows do not allow"
+        message = "contrast starts inside the context, which is not supported with --window-keys replicated"
         raise InvalidArgument("provenance.ranking", message)
     bounds = [
         (at, min(at + size, end))
         for start, end in zip((0, *attribution_context.ends[:-1]), attribution_context.ends, strict=True)
         for at in range(start, end, size)
     ]
-    if len(bounds) > MAX_TOLD_SPANS:
-        message = f"the context would have {len(bounds):,} spans of {size:,} tokens, and {MAX_TOLD_SPANS:,} can be told"
+    if len(bounds) > MAX_ATTRIBUTED_SPANS:
+        message = (
+            f"the context would have {len(bounds):,} spans of {size:,} tokens; the limit is {MAX_ATTRIBUTED_SPANS:,}"
+        )
         raise InvalidArgument("provenance.span_token_count", message)
     layers = tuple(sorted(set(provenance.layers)))
     return SpanTable(bounds, SpanLayout(size, layers, len(bounds)), attribution_context)
@@ -173,7 +177,7 @@ def attribution(
     if not sums.num_tokens:
         return Attribution()
     shares, (prompt, answer, sinks) = sums.shares, sums.others
-    assert len(shares) == len(spans), "ranks know of other spans"
+    assert len(shares) == len(spans), "ranks reported other spans"
     sources = list[Source]()
     for span in chosen:
         start, end = spans.bounds[span]

@@ -54,10 +54,10 @@ class AttributionTracer:
     def __init__(self, request: Generate, provenance: Provenance) -> None:
         """Raises InvalidArgument if the request names no context."""
         if request.context is None:
-            raise InvalidArgument("provenance", "is told of a context, and the request names none")
+            raise InvalidArgument("provenance", "needs a context, and the request names none")
         self._context = request.context
         self._provenance = provenance
-        self._told = [AttentionTotals() for _ in range(request.num_samples)]
+        self._reported = [AttentionTotals() for _ in range(request.num_samples)]
         self._num_open = 0
         """Samples that have not ended."""
         self._engine: GenerationEngine | None = None
@@ -76,17 +76,17 @@ class AttributionTracer:
         """Returns the prompt to submit. `charge` is called with the tokens of each probe. Raises InvalidArgument or
         NotFound."""
         self._engine, self._charge = engine, charge
-        self._spans = spans_of(self._provenance, engine.grounds(self._context))
+        self._spans = spans_of(self._provenance, engine.attribution_context(self._context))
         self._text = texts(self._context)
         if self._provenance.confirm:
             self._token_ids = prompt.token_ids
         self._claim, self._num_open = prompt.claim, prompt.num_open
-        attribution_context = self._spans.grounds
+        attribution_context = self._spans.context
         return replace(prompt, cuts=self._spans.cuts, beginning=attribution_context.cut(attribution_context.end))
 
-    def told(self, sample: int) -> AttentionTotals:
+    def reported(self, sample: int) -> AttentionTotals:
         """The totals of a sample."""
-        return self._told[sample]
+        return self._reported[sample]
 
     def of_delta(self, attention: Sequence[Attention]) -> Attribution | None:
         """Sources of the tokens of a Delta, if requested."""
@@ -100,7 +100,7 @@ class AttributionTracer:
     async def finished(self, finished: Finished) -> Finished:
         """Adds the attribution to the end of an answer. Raises the errors of probes that fail."""
         self._num_open -= 1
-        reported = self._told[finished.sample]
+        reported = self._reported[finished.sample]
         if self._spans is None or not reported.sums.num_tokens:
             return replace(finished, attribution=Attribution())
         provenance, shares = self._provenance, reported.sums.shares
@@ -117,15 +117,15 @@ class AttributionTracer:
     async def _contrast(self, shares: Shares) -> Shares | None:
         """The shares minus those of the last tokens before the question; None if the context cannot be cut."""
         assert self._spans is not None
-        if not self._spans.grounds.can_cut:
+        if not self._spans.context.can_cut:
             return None
         if self._baseline is None:
             self._baseline = await self._find_baseline(self._spans)
         return shares - self._baseline
 
     async def _find_baseline(self, spans: SpanTable) -> Shares:
-        baseline, last_ids = np.zeros(len(spans)), spans.grounds.last_ids
-        end = spans.grounds.end - len(last_ids)
+        baseline, last_ids = np.zeros(len(spans)), spans.context.last_ids
+        end = spans.context.end - len(last_ids)
         if end < LAST_IDS:
             return baseline
         hidden = tuple((start, min(stop, end)) for start, stop in self._hidden if start < end)
@@ -141,7 +141,7 @@ class AttributionTracer:
         """Decrease of the log probability of the answer, in nats, with each of the spans hidden."""
         assert self._spans is not None
         token_ids = array("I", self._token_ids) + answer
-        given = self._probe(token_ids, self._spans.grounds.end)
+        given = self._probe(token_ids, self._spans.context.end)
         given = replace(given, hidden=self._hidden, num_scored=len(answer))
         hidden = [_with(self._hidden, self._spans.bounds[span]) for span in chosen]
         as_given, *others = await self._run([given, *(replace(given, hidden=ranges) for ranges in hidden)])
@@ -158,7 +158,7 @@ class AttributionTracer:
             token_ids=token_ids,
             sampling=SCORING,
             claim=claim,
-            beginning=self._spans.grounds.cut(end),
+            beginning=self._spans.context.cut(end),
             is_probe=True,
         )
 
@@ -197,7 +197,7 @@ async def _found(stream: EventStream) -> engine_messages.ProbeResult:
     async for event in stream:
         if isinstance(event, engine_messages.Ended) and event.found is not None:
             if not all(map(isfinite, event.found.scores)):
-                raise NotFinite("the answer, read again")
+                raise NotFinite("the answer")
             return event.found
     raise Unavailable("the engine ended the stream before a source was confirmed")
 

@@ -48,7 +48,7 @@ class ContextTexts:
         size = len(passage.text.encode())
         if size > MAX_BYTES and wanted.unit == "tokens":
             raise InvalidArgument(
-                FIELDS[wanted.unit], f"has {size:,} bytes of text, at most {MAX_BYTES:,} are told at once"
+                FIELDS[wanted.unit], f"has {size:,} bytes of text; the limit for one call is {MAX_BYTES:,}"
             )
         start, end = passage.bytes or (None, None)
         place = found.file_at(start) if start is not None else None
@@ -84,10 +84,10 @@ def _check(wanted: GetContextText, found: TextMap) -> None:
     if is_bytes:
         most, longest = found.num_bytes, MAX_BYTES
         if not most:
-            raise FailedPrecondition(name, "its tokens were given as ids: bytes of a text are not known")
+            raise FailedPrecondition(name, "byte ranges need text, and its tokens were given as ids: use token_range")
     if not 0 <= wanted.start <= wanted.end <= most:
         message = f"[{wanted.start:,}, {wanted.end:,}) is not in [0, {most:,}), the {wanted.unit} of {name}"
         raise InvalidArgument(field, message)
     if wanted.end - wanted.start > longest:
-        message = f"has {wanted.end - wanted.start:,} {wanted.unit}, at most {longest:,} are told at once"
+        message = f"has {wanted.end - wanted.start:,} {wanted.unit}; the limit for one call is {longest:,}"
         raise InvalidArgument(field, message)

@@ -60,19 +60,19 @@ class DocumentTokenizer:
         return len(self.token_ids) if self.num_bytes or self._ids else 0
 
     @property
-    def settled(self) -> StablePrefix | None:
+    def stable(self) -> StablePrefix | None:
         """The prefix of `token_ids` that later text cannot change; all of them for a document of ids. None if there is
         no such prefix."""
         if self._ids:
             return StablePrefix(0, 0)
-        stable = self._encoder.settled
+        stable = self._encoder.stable
         return stable if stable.num_bytes and not self._is_complete else None
 
     @property
     def starts(self) -> "array[int]":
         """Byte offsets at which tokens begin, for those tokens whose offset is stored; see
         `coordinator.text.token_offsets`."""
-        return self._encoder.starts.kept if self._encoder.starts is not None else array("Q")
+        return self._encoder.starts.starts if self._encoder.starts is not None else array("Q")
 
     @property
     def text(self) -> DocumentText | None:
@@ -82,29 +82,29 @@ class DocumentTokenizer:
         if self._ids or starts is None or not starts.is_whole(len(self.token_ids)):
             return None
         return DocumentText(
-            num_lead=starts.num_lead, starts=packed(starts.kept), num_bytes=self.num_bytes, files=self._files
+            num_lead=starts.num_lead, starts=packed(starts.starts), num_bytes=self.num_bytes, files=self._files
         )
 
-    def go_on(self, token_ids: "array[int]", settled: StablePrefix, starts: "array[int] | None" = None) -> None:
+    def resume(self, token_ids: "array[int]", stable: StablePrefix, starts: "array[int] | None" = None) -> None:
         """Resumes the state of another tokenizer of the same document, of text or ids. `starts` are its stored token
         offsets."""
-        if settled.num_bytes:
-            self._encoder.go_on(token_ids, settled)
+        if stable.num_bytes:
+            self._encoder.resume(token_ids, stable)
             if self._encoder.starts is not None:
-                self._encoder.starts.go_on(array("Q") if starts is None else starts, len(token_ids))
-            self.num_bytes, self._num_checked = settled.num_bytes, len(token_ids)
+                self._encoder.starts.resume(array("Q") if starts is None else starts, len(token_ids))
+            self.num_bytes, self._num_checked = stable.num_bytes, len(token_ids)
         else:
             self._ids = token_ids
 
     @property
-    def is_due(self) -> bool:
+    def should_flush(self) -> bool:
         """Whether enough text is buffered for `digest`."""
         return self._num_waiting >= STEP_CHARACTERS
 
     @property
-    def num_held_bytes(self) -> int:
+    def num_buffered_bytes(self) -> int:
         """Approximate bytes of memory held."""
-        return 4 * (self.num_tokens + self._encoder.num_held + self._num_waiting) + self._file_bytes
+        return 4 * (self.num_tokens + self._encoder.num_buffered + self._num_waiting) + self._file_bytes
 
     def expect(self, num_bytes: int | None) -> None:
         """Sets the declared size, if given. Raises InvalidArgument if it is negative, can never fit, differs from an
@@ -114,20 +114,22 @@ class DocumentTokenizer:
         if num_bytes < 0:
             raise InvalidArgument(SIZE, f"{num_bytes} is negative")
         if self._declared not in (None, num_bytes):
-            raise InvalidArgument(SIZE, f"{num_bytes:,} bytes are declared now, and {self._declared:,} were before")
+            raise InvalidArgument(
+                SIZE, f"{num_bytes:,} bytes are declared, but {self._declared:,} were declared before"
+            )
         self._limit.check(SIZE, num_bytes)
         self._check_size(num_bytes, self.num_bytes)
         self._declared = num_bytes
 
     def _check_size(self, declared: int | None, num_bytes: int) -> None:
         if declared is not None and num_bytes > declared:
-            raise InvalidArgument(SIZE, f"{declared:,} bytes are declared, and {num_bytes:,} have come")
+            raise InvalidArgument(SIZE, f"{declared:,} bytes are declared, but {num_bytes:,} have been received")
 
     def check_size(self) -> None:
         """Checks the size at the end. Raises IncompleteDocument if fewer bytes arrived than were declared."""
         if self._declared is not None and self.num_bytes < self._declared:
             raise IncompleteDocument(
-                SIZE, f"{self._declared:,} bytes are declared, and the text ended after {self.num_bytes:,}"
+                SIZE, f"{self._declared:,} bytes are declared, but the text ended after {self.num_bytes:,}"
             )
 
     def receive(self, text: bytes) -> None:
@@ -151,9 +153,9 @@ class DocumentTokenizer:
         if self.num_bytes:
             raise InvalidArgument("token_ids", "cannot be mixed with text")
         if self._declared:
-            raise InvalidArgument(SIZE, f"{self._declared:,} bytes of text are declared, and token_ids have come")
+            raise InvalidArgument(SIZE, f"{self._declared:,} bytes of text are declared, but token_ids were sent")
         if self._files:
-            raise InvalidArgument(FILES, "are of text: token_ids have none")
+            raise InvalidArgument(FILES, "require text, and token_ids were sent")
         self._limit.check_tokens("token_ids", len(self._ids) + len(token_ids))
         check_known(token_ids, self._vocabulary_size, offset=offset)
         self._ids.extend(token_ids)
@@ -172,7 +174,7 @@ class DocumentTokenizer:
         self._encoder.finish()
         self._check_text()
         if self._files and self._files[-1].start > self.num_bytes:
-            message = f"{self._files[-1].start:,} is behind the text, which has {self.num_bytes:,} bytes"
+            message = f"{self._files[-1].start:,} is past the end of the text, which has {self.num_bytes:,} bytes"
             raise InvalidArgument(f"{FILES}[{len(self._files) - 1}].byte_start", message)
         if not self.num_tokens:
             raise InvalidArgument("text", "has no tokens" if self.num_bytes else "the document is empty")
@@ -180,7 +182,7 @@ class DocumentTokenizer:
 
     def _check_open(self, field: str) -> None:
         if self._is_complete:
-            raise InvalidArgument(field, "the document is complete: nothing can follow")
+            raise InvalidArgument(field, "the document is complete; no more input is accepted")
 
     def _decode(self, text: bytes, is_last: bool = False) -> None:
         resident = len(self._decoder.getstate()[0])  # the start of a character, from the previous chunk

@@ -62,7 +62,7 @@ class DurableUploads:
         """Token count of each record, by tenant."""
         for record in records:
             self._put(record, msgspec.msgpack.decode(record.header, type=_Size).num_tokens or 0)
-        self._num_kept: dict[UploadKey, int] = {}
+        self._num_stored: dict[UploadKey, int] = {}
         """Ids that are persisted or being written."""
         self._tasks = defaultdict[UploadKey, set[asyncio.Task[None]]](set)
         """Pending writes of each upload."""
@@ -72,7 +72,7 @@ class DurableUploads:
         """Starts the periodic removal of expired documents."""
         self._sweeping = asyncio.create_task(self._drop_old_for_ever())
 
-    async def take_up(self, header: IngestHeader, document: DocumentTokenizer) -> None:
+    async def load(self, header: IngestHeader, document: DocumentTokenizer) -> None:
         """Resumes a new document from the persisted state, if there is any. Raises InvalidArgument if its settings
         differ from the original ones, and StorageUnavailable."""
         key = _key(header)
@@ -81,7 +81,7 @@ class DurableUploads:
         if tasks := self._tasks.get(key):  # writes of an earlier call may be pending
             await asyncio.wait(list(tasks))  # the writes continue if this is cancelled
         if (record := self._records.get(key)) is None:
-            self._num_kept.pop(key, None)
+            self._num_stored.pop(key, None)
             return
         beginning = msgspec.msgpack.decode(record.header, type=UploadState)
         check_same(beginning.header, header)
@@ -94,8 +94,8 @@ class DurableUploads:
             log.warning("%s", error)
             self.forget(header)
             return
-        document.go_on(ids, StablePrefix(record.settled_bytes, beginning.num_lead), starts)
-        self._num_kept[key] = len(ids)
+        document.resume(ids, StablePrefix(record.settled_bytes, beginning.num_lead), starts)
+        self._num_stored[key] = len(ids)
 
     def has(self, header: IngestHeader) -> bool:
         """Whether any part of an upload is persisted."""
@@ -120,13 +120,13 @@ class DurableUploads:
             del self._tokens[tenant]
         return True
 
-    def keep(self, header: IngestHeader, document: DocumentTokenizer) -> None:
+    def persist(self, header: IngestHeader, document: DocumentTokenizer) -> None:
         """Persists the new part of a document."""
-        key, stable = _key(header), document.settled
-        num_retained = self._num_kept.get(key, 0)
+        key, stable = _key(header), document.stable
+        num_retained = self._num_stored.get(key, 0)
         if stable is None or not header.upload_id or document.num_tokens <= num_retained:
             return
-        ids, self._num_kept[key] = document.token_ids[num_retained:], document.num_tokens
+        ids, self._num_stored[key] = document.token_ids[num_retained:], document.num_tokens
         starts = document.starts[count_starts(num_retained) :]
         record = UploadRecord(
             context=header.context,
@@ -153,14 +153,14 @@ class DurableUploads:
         try:
             await self._catalog.append_upload(record, start, ids, starts)
         except NotFound:  # its context was deleted in the meantime
-            if record.key in self._num_kept:
-                self._num_kept[record.key] = NEVER
+            if record.key in self._num_stored:
+                self._num_stored[record.key] = NEVER
         except (StorageUnavailable, DataLoss) as error:
-            if self._num_kept.get(record.key, NEVER) != NEVER:  # the upload is running, and has not failed before
-                log.warning("upload %s of %s is not kept from here on: %s", record.upload_id, record.context, error)
-                self._num_kept[record.key] = NEVER
+            if self._num_stored.get(record.key, NEVER) != NEVER:  # the upload is running, and has not failed before
+                log.warning("cannot save upload %s of %s any further: %s", record.upload_id, record.context, error)
+                self._num_stored[record.key] = NEVER
         else:
-            if record.key in self._num_kept:  # otherwise it has ended in the meantime
+            if record.key in self._num_stored:  # otherwise it has ended in the meantime
                 self._put(record, start + len(ids))
 
     def forget(self, header: IngestHeader) -> bool:
@@ -168,7 +168,7 @@ class DurableUploads:
         persisted."""
         key = _key(header)
         is_retained = self._pop(key)
-        is_retained = self._num_kept.pop(key, 0) > 0 or is_retained
+        is_retained = self._num_stored.pop(key, 0) > 0 or is_retained
         if is_retained:
             self._start(key, self._drop(key))
         return is_retained
@@ -177,7 +177,7 @@ class DurableUploads:
         try:
             await self._catalog.drop_upload(key)
         except (StorageUnavailable, DataLoss) as error:
-            log.warning("upload %s of %s is kept until the next start: %s", key[1], key[0], error)
+            log.warning("cannot delete upload %s of %s; it stays until the next start: %s", key[1], key[0], error)
 
     def drop_old(self) -> None:
         """Removes documents that have not been updated for KEEP_SECONDS."""
@@ -185,7 +185,7 @@ class DurableUploads:
         for record in list(self._records.values()):
             if now - record.updated > KEEP_SECONDS:
                 self._pop(record.key)
-                self._num_kept.pop(record.key, None)
+                self._num_stored.pop(record.key, None)
                 self._start(record.key, self._drop(record.key))
 
     async def _drop_old_for_ever(self) -> None:
@@ -203,11 +203,11 @@ class DurableUploads:
 def check_same(began: IngestHeader, header: IngestHeader) -> None:
     """Raises InvalidArgument if the settings of an upload differ from the original ones."""
     if began.append != header.append:
-        raise InvalidArgument("config.append", "is not what this upload began with")
+        raise InvalidArgument("config.append", "differs from the start of this upload")
     if began.system != header.system:
-        raise InvalidArgument("prefaced_config.system", "is not what this upload began with")
+        raise InvalidArgument("prefaced_config.system", "differs from the start of this upload")
     if began.files and began.files != header.files:  # early clients sent no files
-        raise InvalidArgument("config.files", "are not those that this upload began with")
+        raise InvalidArgument("config.files", "differ from those at the start of this upload")
 
 
 def _key(header: IngestHeader) -> UploadKey:

@@ -44,7 +44,7 @@ class GenerationEngine(Capacity, Protocol):
         of position scaling; empty if it does not. `is_whole`: see Prompt. Raises NotFound."""
         ...
 
-    def grounds(self, context_id: str) -> engine_messages.AttributionContext:
+    def attribution_context(self, context_id: str) -> engine_messages.AttributionContext:
         """State of a context for attribution. Raises NotFound."""
         ...
 

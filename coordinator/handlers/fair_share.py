@@ -19,9 +19,9 @@ class ShareLimit(NamedTuple):
     client: str | None = None
 
     @property
-    def whose(self) -> str:
+    def owner_of(self) -> str:
         """The owner, for error messages."""
-        return f"the tenant {self.tenant}" if self.client is None else f"client {self.client!r}"
+        return f"tenant {self.tenant}" if self.client is None else f"client {self.client!r}"
 
     def is_theirs(self, account: Account) -> bool:
         """Whether the usage of the account counts toward this limit."""
@@ -35,8 +35,8 @@ def shares_of(account: Account, tenant_share: float) -> Iterator[ShareLimit]:
         yield ShareLimit(tenant_share, account[0])
 
 
-def loser_of(held: Counter[str], losers: Set[str], tenant: str) -> str | None:
+def eviction_victim(usage: Counter[str], losers: Set[str], tenant: str) -> str | None:
     """The tenant among `losers` that must free capacity for `tenant`: the one that holds most. None if it is another
     tenant and holds no more than `tenant` does."""
-    found = max(losers, key=lambda other: (held[other], other == tenant), default=None)
-    return found if found == tenant or held[found or ""] > held[tenant] else None
+    found = max(losers, key=lambda other: (usage[other], other == tenant), default=None)
+    return found if found == tenant or usage[found or ""] > usage[tenant] else None

@@ -13,13 +13,13 @@ from coordinator.auth.caller import CALLER, OWNER
 from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
 from coordinator.handlers.attribution_tracing import AttributionTracer, TextMaps, no_text, submit_patiently
 from coordinator.handlers.engine_ports import EventStream, GenerationEngine
-from coordinator.handlers.journal_replay import retell
+from coordinator.handlers.journal_replay import replay_journal
 from coordinator.handlers.prompt_encoder import Prompts
 from coordinator.handlers.response_assembler import ResponseAssembler
-from coordinator.handlers.resumable_generations import CallLater, ResumableGenerations, call_later, question_of
+from coordinator.handlers.resumable_generations import CallLater, ResumableGenerations, call_later, request_digest
 from coordinator.persistence.journal.entries import GenerationEntry
 from coordinator.persistence.journal.journal import Journal, JournalWriter
-from coordinator.telemetry.observers import CURRENT, NOBODY, Observers, Saw
+from coordinator.telemetry.observers import CURRENT, NO_OBSERVERS, EventSink, Observers
 from coordinator.text.detokenizer import ids_before
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
@@ -50,7 +50,7 @@ class Generation:
         later: CallLater = call_later,
         journal: Journal | None = None,
         wall_clock: Callable[[], float] = time.time,
-        observers: Observers = NOBODY,
+        observers: Observers = NO_OBSERVERS,
         ledger: QuotaEnforcer = UNLIMITED,
         tenant_share: float = 1.0,
         text_maps: TextMaps = no_text,
@@ -83,7 +83,7 @@ class Generation:
         _note(request_id)
         if (resident := self._replays.get(request.request_id)) is not None:
             if not resident.answers(request):
-                raise InvalidArgument("request_id", f"{request.request_id} is the name of another request")
+                raise InvalidArgument("request_id", f"{request.request_id} is in use by another request")
             return resident.read()
         deadline = None if seconds is None else self._clock() + seconds + request.resume_seconds
         self._check_free(request_id)
@@ -101,7 +101,7 @@ class Generation:
             with suppress(StorageUnavailable):  # then the next service holds it until it expires
                 self._journal.remove(request_id)
 
-    async def take_up(self) -> None:
+    async def resume_all(self) -> None:
         """Restores the generations that earlier services held; their `resume_seconds` start now. A generation continues
         after its last token when a client reads it. Raises StorageUnavailable."""
         for resident, output in self._journal.load() if self._journal is not None else ():
@@ -109,10 +109,10 @@ class Generation:
             tracing = _tracing(request)
             answer = self._answer(request_id, request, tracing, resident.token_ids)
             reported, generated = await self._threads.run(
-                retell, output, self._prompt(request, resident.token_ids), answer
+                replay_journal, output, self._prompt(request, resident.token_ids), answer
             )
-            going_on = self._go_on(resident, answer, tracing, generated)
-            self._replays.take_up(request_id, request, resident.question, going_on, reported)
+            going_on = self._resume(resident, answer, tracing, generated)
+            self._replays.restore(request_id, request, resident.question, going_on, reported)
 
     async def _events(self, request_id: str, request: Generate, deadline: float | None) -> AsyncGenerator[Event, None]:
         tracing = _tracing(request)
@@ -132,13 +132,13 @@ class Generation:
                     if request.context is not None:
                         emit = _counting_copies(emit, len(token_ids), self._ledger.take_in)
                     del request, token_ids, prompt  # the text may be large, and the answer long
-                    async with aclosing(self._told(stream, record, answer, tracing, emit)) as reported:
+                    async with aclosing(self._reports(stream, record, answer, tracing, emit)) as reported:
                         async for message in reported:
                             yield message
 
-    async def _go_on(
+    async def _resume(
         self,
-        held: GenerationEntry,
+        entry: GenerationEntry,
         answer: ResponseAssembler,
         tracing: AttributionTracer | None,
         generated: Mapping[int, Sequence[int]],
@@ -147,27 +147,27 @@ class Generation:
         if answer.is_finished:
             return
         assert self._journal is not None
-        deadline = None if held.deadline is None else self._clock() + held.deadline - self._wall_clock()
-        prompt = self._prompt(held.request, held.token_ids, deadline)
+        deadline = None if entry.deadline is None else self._clock() + entry.deadline - self._wall_clock()
+        prompt = self._prompt(entry.request, entry.token_ids, deadline)
         if any(generated.values()) or len(generated) < prompt.num_samples:
             prompt = msgspec.structs.replace(prompt, generated=generated)
         if tracing is not None:
             prompt = tracing.begin(self._engine, prompt, self._text_maps, self._ledger.take_in)
-        with self._observers.generation(held.request_id, held.request.tenant) as emit:
+        with self._observers.generation(entry.request_id, entry.request.tenant) as emit:
             async with aclosing(await submit_patiently(self._engine, prompt)) as stream:
-                with self._journal.go_on(held.request_id) as record:
-                    del held, prompt, generated
-                    async with aclosing(self._told(stream, record, answer, tracing, emit)) as reported:
+                with self._journal.reopen(entry.request_id) as record:
+                    del entry, prompt, generated
+                    async with aclosing(self._reports(stream, record, answer, tracing, emit)) as reported:
                         async for message in reported:
                             yield message
 
-    async def _told(
+    async def _reports(
         self,
         stream: EventStream,
         record: JournalWriter | None,
         answer: ResponseAssembler,
         tracing: AttributionTracer | None,
-        emit: Saw,
+        emit: EventSink,
     ) -> AsyncGenerator[Event, None]:
         """Yields the client's events; each is written to the journal first."""
         async for event in stream:
@@ -193,7 +193,7 @@ class Generation:
         resident = GenerationEntry(
             request_id=request_id,
             request=msgspec.structs.replace(request, input=""),
-            question=question_of(request),
+            question=request_digest(request),
             prompt=array("I", token_ids).tobytes(),
             deadline=None if deadline is None else self._wall_clock() + deadline - self._clock(),
         )
@@ -272,12 +272,12 @@ def _is_whole(request: Generate) -> bool:
     return request.provenance is None and not request.hidden
 
 
-def _counting_copies(emit: Saw, num_requested: int, take_in: Callable[[int], None]) -> Saw:
+def _counting_copies(emit: EventSink, num_requested: int, take_in: Callable[[int], None]) -> EventSink:
     """Wraps `emit` and counts context tokens that are recomputed for a question of `num_requested` tokens because the
     keys of the context are rotated for another length."""
     num_taken = 0
 
-    def saw_all(event: engine_messages.Event) -> None:
+    def emit_all(event: engine_messages.Event) -> None:
         nonlocal num_taken
         emit(event)
         if isinstance(event, engine_messages.Admitted) and event.queue_position == 0:
@@ -286,7 +286,7 @@ def _counting_copies(emit: Saw, num_requested: int, take_in: Callable[[int], Non
                 take_in(num_copied - num_taken)
                 num_taken = num_copied
 
-    return saw_all
+    return emit_all
 
 
 def _note(request_id: str) -> None:

@@ -104,13 +104,13 @@ class Ingest:
         arrived = self._clock()
         header = await self._next(pieces)
         if not isinstance(header, IngestHeader):
-            raise InvalidArgument("config", "must be in the first request, and only there")
+            raise InvalidArgument("config", "must be in the first request only")
         upload = self._known(header)
         if upload is None and (made := self._made(header)) is not None:
             yield made
             return
         upload = upload or await self._new(header, None if seconds is None else arrived + seconds)
-        async with self._uploads.owned(upload) as owner, aclosing(self._go_on(owner, pieces)) as reports:
+        async with self._uploads.owned(upload) as owner, aclosing(self._resume(owner, pieces)) as reports:
             async for report in reports:
                 owner.check()
                 yield report
@@ -119,8 +119,8 @@ class Ingest:
     async def cancel(self, context: str, upload_id: str) -> None:
         """Ends an ingest and deletes its data. Raises NotFound, including when the context has already been created."""
         header = IngestHeader(context=context, upload_id=upload_id)
-        was_kept = self._uploads.kept is not None and self._uploads.kept.forget(header)
-        upload = self._uploads.called(header)
+        was_kept = self._uploads.durable is not None and self._uploads.durable.forget(header)
+        upload = self._uploads.by_key(header)
         latest = upload.prefill.latest if upload is not None and upload.prefill is not None else None
         is_there = (latest is not None and latest.context is not None) or self._made(header) is not None
         if upload is not None and not is_there:
@@ -161,7 +161,7 @@ class Ingest:
         if header.settings.capacity is not UNSET:
             self._engine.check_capacity(header.settings.capacity)
         limit = self._limit(header)
-        retained = self._uploads.kept
+        retained = self._uploads.durable
         is_retained = retained is not None and retained.has(header)
         self._ledger.check_rate_in()
         self._check_tokens(header, 1)
@@ -172,7 +172,7 @@ class Ingest:
         encoder = self._tokenizer.document_encoder(is_first=not header.append, opening=opening)
         document = DocumentTokenizer(encoder, limit, self._tokenizer.vocabulary_size, header.files)
         if retained is not None:
-            await retained.take_up(header, document)
+            await retained.load(header, document)
         document.expect(header.total_bytes)
         # An ingest that can be resumed outlives the deadline of its client.
         upload = Upload(header, document, self._threads, None if header.upload_id else deadline)
@@ -180,9 +180,9 @@ class Ingest:
         self._uploads.add(upload)
         return upload
 
-    def _check_upload(self, header: IngestHeader, is_kept: bool) -> None:
+    def _check_upload(self, header: IngestHeader, is_durable: bool) -> None:
         """Whether the ingest may start or resume. Raises ResourceExhausted."""
-        self._ledger.check_upload(self._uploads.num_kept_of(header.tenant) if is_kept else 0)
+        self._ledger.check_upload(self._uploads.num_retained_of(header.tenant) if is_durable else 0)
 
     def _check_tokens(self, header: IngestHeader, num_tokens: int = 0) -> None:
         """Whether the quotas allow an upload `num_tokens` more tokens. Raises ResourceExhausted."""
@@ -201,11 +201,11 @@ class Ingest:
                 raise AlreadyExists(f"contexts/{header.context}")
         return SizeLimit(self._engine, self._tokenizer.max_bytes_per_token, resident)
 
-    async def _go_on(
+    async def _resume(
         self, owner: UploadLease, pieces: AsyncIterator[IngestPiece]
     ) -> AsyncGenerator[IngestProgress, None]:
         upload = owner.upload
-        await upload.settle()
+        await upload.complete()
         if upload.document is not None:  # without a local name: the ids must be freed once the prefill owns them
             async with aclosing(self._receive(owner, upload.document, pieces)) as reports:
                 async for report in reports:
@@ -235,10 +235,10 @@ class Ingest:
                 self._ledger.take_in(upload.take_new())
                 self._uploads.count(upload)
                 self._check_tokens(upload.header)
-                if self._uploads.kept is not None:
-                    self._uploads.kept.keep(upload.header, document)
+                if self._uploads.durable is not None:
+                    self._uploads.durable.persist(upload.header, document)
                 report = _report("receiving", document)
-                if _is_news(report, reported):
+                if _is_update(report, reported):
                     reported = report
                     yield report
             del steps
@@ -304,8 +304,8 @@ class Ingest:
                     continue
             yield report
         context = self._acknowledged(header)
-        if self._uploads.kept is not None:
-            self._uploads.kept.forget(header)
+        if self._uploads.durable is not None:
+            self._uploads.durable.forget(header)
         yield replace(report, phase="ready", processed=report.total, context=context, recovering=None)
 
     def _acknowledged(self, header: IngestHeader) -> Context:
@@ -325,16 +325,16 @@ async def _take(owner: UploadLease, document: DocumentTokenizer, piece: IngestPi
     owner.check()
     match piece:
         case IngestHeader():
-            raise InvalidArgument("config", "must be in the first request, and only there")
+            raise InvalidArgument("config", "must be in the first request only")
         case bytes():
             for start in range(0, len(piece), STEP_BYTES):
                 document.receive(piece[start : start + STEP_BYTES])
-                if document.is_due:
+                if document.should_flush:
                     await owner.work(document.digest)
                     yield
         case _:
             if owner.upload.header.system:
-                raise InvalidArgument(SYSTEM, "is for a document of text: token_ids are the context as they are")
+                raise InvalidArgument(SYSTEM, "requires a document of text; token_ids are used unchanged")
             for start in range(0, len(piece), STEP_TOKENS):
                 await owner.work(document.add_ids, piece[start : start + STEP_TOKENS], start)
                 yield
@@ -358,7 +358,7 @@ def _report(phase: IngestPhase, document: DocumentTokenizer, total: int = 0) -> 
     )
 
 
-def _is_news(report: IngestProgress, last: IngestProgress) -> bool:
+def _is_update(report: IngestProgress, last: IngestProgress) -> bool:
     if report.received_bytes:
         return report.received_bytes - last.received_bytes >= REPORT_BYTES
     return report.received_tokens - last.received_tokens >= REPORT_TOKENS

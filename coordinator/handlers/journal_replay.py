@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from coordinator.engine_messages import Admitted, Ended, EndReason, Prompt, Tokens
 from coordinator.handlers.response_assembler import ResponseAssembler
-from coordinator.persistence.journal.entries import Said
+from coordinator.persistence.journal.entries import JournalEvent
 from longleaf.types import Event
 
 
@@ -18,25 +18,25 @@ class ReplayedState(NamedTuple):
     generated: dict[int, Sequence[int]]
 
 
-def retell(said: Sequence[Said], prompt: Prompt, answer: ResponseAssembler) -> ReplayedState:
+def replay_journal(events: Sequence[JournalEvent], prompt: Prompt, answer: ResponseAssembler) -> ReplayedState:
     """Feeds the journaled events to the new assembler `answer`. Clients get the same events as before, with the same
     boundaries; only times differ."""
     reported: list[Event] = []
     generated = {sample: array("I") for sample in range(prompt.num_samples)}
-    for event in said:
+    for event in events:
         reported += answer.take(event)
         if isinstance(event, Tokens):
             generated[event.sample].extend(event.token_ids)
     for sample, token_ids in generated.items():
         reason = prompt.end_reason(token_ids[-1], len(token_ids)) if token_ids else None
         if reason is not None:  # the process may have died between the last token and the end
-            reported += answer.take(_ended(said, sample, reason, len(token_ids)))
+            reported += answer.take(_ended(events, sample, reason, len(token_ids)))
     return ReplayedState(reported, {sample: generated[sample] for sample in answer.open_samples})
 
 
-def _ended(said: Sequence[Said], sample: int, reason: EndReason, num_generated: int) -> Ended:
+def _ended(events: Sequence[JournalEvent], sample: int, reason: EndReason, num_generated: int) -> Ended:
     """An end without times, because they are unknown."""
-    admitted = next((event for event in reversed(said) if isinstance(event, Admitted)), Admitted(0, 0))
+    admitted = next((event for event in reversed(events) if isinstance(event, Admitted)), Admitted(0, 0))
     return Ended(
         reason=reason,
         prompt_tokens=admitted.prompt_tokens,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from coordinator.handlers.size_limits import Capacity, SizeLimit
-from coordinator.text.chat_template import ConversationRefused, Said
+from coordinator.text.chat_template import ConversationRefused, TemplateMessage
 from coordinator.text.control_tokens import TemplatePiece
 from coordinator.text.encoder import Encoder
 from coordinator.text.tokenizer import Opening, Tokenizer
@@ -19,10 +19,10 @@ EMPTY_LINE = "\n\n"
 """Separates a system message from the question that it is prepended to."""
 
 
-class _Asked(NamedTuple):
+class _PromptRequest(NamedTuple):
     """The messages to render."""
 
-    messages: list[Said]
+    messages: list[TemplateMessage]
     first: int
     """Index of the first rendered message in the conversation."""
 
@@ -63,7 +63,9 @@ class Prompts:
         has_context = request.context is not None
         if has_context or self._tokenizer.uses_template(request.use_chat_template):
             variables = request.chat_template_kwargs
-            pieces = await self._pieces([Said("user", text)], has_context, variables, "text", lambda _: "text")
+            pieces = await self._pieces(
+                [TemplateMessage("user", text)], has_context, variables, "text", lambda _: "text"
+            )
             return await self._encode("text", await self._encoders(pieces, has_context), limit)
         return await self._encode("text", self._tokenizer.prompt_encoders(text), limit)
 
@@ -84,11 +86,11 @@ class Prompts:
         not support one, or Unavailable during shutdown."""
         limit.check(SYSTEM, len(system.encode()))
         if (template := self._tokenizer.chat_template) is None:
-            raise InvalidArgument(SYSTEM, "cannot be put before the document: the model has no chat template")
+            raise InvalidArgument(SYSTEM, "is not supported: the model has no chat template")
         try:
             pieces = await self._rendered(len(system), template.opening, system)
         except ConversationRefused as error:
-            raise InvalidArgument(SYSTEM, f"cannot be put before the document: {error}") from None
+            raise InvalidArgument(SYSTEM, f"cannot precede the document: {error}") from None
         stable, tail = await self._threads.run_long(len(system), self._tokenizer.cut_tail, pieces)
         token_ids = await self._encoded(SYSTEM, await self._encoders(stable, False), limit)
         limit.check_tokens(SYSTEM, len(token_ids))
@@ -96,7 +98,7 @@ class Prompts:
 
     async def _pieces(
         self,
-        messages: Sequence[Said],
+        messages: Sequence[TemplateMessage],
         has_context: bool,
         variables: dict[str, Any],
         field: str,
@@ -128,7 +130,7 @@ class Prompts:
         try:
             return await self._threads.run_long(size, render, *arguments)
         except (StartError, OSError) as error:
-            raise Unavailable(f"the chat template was not rendered: {error}") from error
+            raise Unavailable(f"cannot render the chat template: {error}") from error
 
     async def _encode(self, field: str, texts: Sequence[tuple[Encoder, str]], limit: SizeLimit) -> Sequence[int]:
         """As `_encoded`, and raises InvalidArgument if there are no ids."""
@@ -149,7 +151,7 @@ class Prompts:
         return token_ids
 
 
-def _lay_out(conversation: Conversation, has_context: bool, has_template: bool) -> _Asked:
+def _lay_out(conversation: Conversation, has_context: bool, has_template: bool) -> _PromptRequest:
     """Prepends leading system messages to the first question if the template does not see them: in a context, which has
     already begun, and without a template, which has only questions."""
     messages = conversation.messages
@@ -157,16 +159,16 @@ def _lay_out(conversation: Conversation, has_context: bool, has_template: bool) 
     if has_context or not has_template:
         first = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages) - 1)
     if has_context and messages[first].role != "user":
-        text = f"is the {messages[first].role}'s, and the first after the context must be the user's"
+        text = f"has the role {messages[first].role}; the first message after the context must have the role user"
         raise InvalidArgument(f"conversation.messages[{first}].role", text)
-    output = [Said(message.role, message.text) for message in messages[first:]]
+    output = [TemplateMessage(message.role, message.text) for message in messages[first:]]
     prefaces = [message.text for message in messages[:first] if message.text]
-    output[0] = Said(output[0].role, EMPTY_LINE.join([*prefaces, output[0].text]))
+    output[0] = TemplateMessage(output[0].role, EMPTY_LINE.join([*prefaces, output[0].text]))
     if not has_template and (len(output) > 1 or output[0].role != "user"):
         number = first + next((i for i, each in enumerate(output) if i or each.role != "user"), 0)
-        text = "the model has no chat template: it can be asked one question alone"
+        text = "the model has no chat template, so a conversation is not supported: send one user message"
         raise InvalidArgument(f"conversation.messages[{number}]", text)
-    return _Asked(output, first)
+    return _PromptRequest(output, first)
 
 
 def check_ids(token_ids: Sequence[int], vocabulary_size: int, field: str = "token_ids") -> Sequence[int]:

@@ -28,7 +28,7 @@ from longleaf.types import (
 class AttributionSink(Protocol):
     """Receives the attention of answers for attribution."""
 
-    def told(self, sample: int) -> AttentionTotals:
+    def reported(self, sample: int) -> AttentionTotals:
         """The totals of a sample."""
         ...
 
@@ -131,7 +131,7 @@ class SampleAssembler:
         end_tokens: frozenset[int],
         times: RequestTimes,
         exactness_note: str,
-        speller: TokenByteDecoder | None,
+        byte_decoder: TokenByteDecoder | None,
         tracing: AttributionSink | None,
     ) -> None:
         self._index = index
@@ -142,7 +142,7 @@ class SampleAssembler:
         self._end_tokens = end_tokens
         self._times = times
         self._exactness_note = exactness_note
-        self._speller = speller
+        self._byte_decoder = byte_decoder
         self._first_token_at: float | None = None
         self._num_tokens = self._num_drafted = self._num_accepted = 0
         self._tokens: list[Token] = []
@@ -154,7 +154,7 @@ class SampleAssembler:
     def take(self, event: engine_messages.Tokens) -> list[Event]:
         if self._first_token_at is None:
             self._first_token_at = self._times.clock()
-        self._tokens += map(self._speller.take, event.tokens) if self._speller else event.tokens
+        self._tokens += map(self._byte_decoder.take, event.tokens) if self._byte_decoder else event.tokens
         if self._tracing is not None:
             self._attention += event.attention or [None] * len(event.tokens)
         num_before, pieces = self._num_tokens, self._push(event.tokens)
@@ -223,7 +223,7 @@ class SampleAssembler:
             return None
         count = len(token_ids)
         attention, self._attention = self._attention[:count], self._attention[count:]
-        tracing.told(self._index).add(token_ids, attention)
+        tracing.reported(self._index).add(token_ids, attention)
         return tracing.of_delta([each for each in attention if each is not None])
 
 

@@ -21,7 +21,7 @@ from longleaf.errors import (
 )
 from longleaf.types import Conversation, Delta, Event, Finished, Generate, Message, Recovering, Started
 
-MAX_HELD = 256
+MAX_RESUMABLE = 256
 """Most generations held concurrently."""
 MAX_WEIGHT = 1 << 14
 """Most tokens, alternatives and attribution sources of one generation that are kept for replay."""
@@ -47,8 +47,8 @@ def call_later(seconds: float, function: Callable[[], None]) -> Timer:
 class ResumableGeneration:
     """The events of one generation, kept for replay. Generation continues while a client reads, and otherwise until the
     engine's buffer is full. `on_end` is called when the generation fails, and when it had no reader for the
-    `resume_seconds` of the request; it may be called for both. `question` is the digest of the request's input, and
-    `told` are the events that clients of another service have read."""
+    `resume_seconds` of the request; both may happen. `question` is the digest of the request's input. `told` has the
+    events that clients of another service have read."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ResumableGeneration:
         events: AsyncGenerator[Event, None],
         later: CallLater,
         on_end: Callable[["ResumableGeneration"], None],
-        told: Iterable[Event] = (),
+        reported: Iterable[Event] = (),
     ) -> None:
         self.account = request.account
         self._question = question
@@ -80,7 +80,7 @@ class ResumableGeneration:
         self._num_readers = 0
         self._timer = later(self._seconds, self._be_over)
         self._step: asyncio.Task[None] | None = None
-        for event in told:
+        for event in reported:
             self._keep(event)
 
     @property
@@ -90,7 +90,7 @@ class ResumableGeneration:
 
     def answers(self, request: Generate) -> bool:
         """Whether `request` has the same input."""
-        return question_of(request) == self._question
+        return request_digest(request) == self._question
 
     async def read(self, token_index: int = 0) -> AsyncGenerator[Event, None]:
         """Yields Started, then the events from the token at `token_index` on, with Recovering events in between.
@@ -119,13 +119,19 @@ class ResumableGeneration:
             return 0
         at, number = self._dropped_tokens, self._num_dropped
         if token_index < at:
-            raise InvalidArgument("resume_token_index", f"{token_index} is no longer held, only {at} and later")
+            raise InvalidArgument(
+                "resume_token_index", f"{token_index} is no longer buffered; the first available index is {at}"
+            )
         for event in self._log:
             if at >= token_index:
                 break
             at, number = at + _num_tokens(event), number + 1
         if at != token_index:
-            why = f"only {at:,} tokens have been sent" if at < token_index else "is inside of a delta"
+            why = (
+                f"only {at:,} tokens have been sent"
+                if at < token_index
+                else "is inside a delta; resume at its first token"
+            )
             raise InvalidArgument("resume_token_index", f"{token_index}: {why}")
         return number
 
@@ -141,7 +147,7 @@ class ResumableGeneration:
                 raise self._error
             await self._advance()
         if number < self._num_dropped:
-            raise Unavailable("the generation was read on by another call")
+            raise Unavailable("another call continued reading this generation")
         return self._log[number - self._num_dropped]
 
     async def _advance(self) -> None:
@@ -195,20 +201,20 @@ class ResumableGeneration:
         await self._events.aclose()
 
 
-def question_of(request: Generate) -> bytes:
+def request_digest(request: Generate) -> bytes:
     """A digest of the input that is stable across processes. It replaces the input, which may be large, while the
     generation is held."""
     match request.input:
         case str(text):
             kind, requested = "text", text.encode()
         case Conversation(messages):
-            kind, requested = "conversation", b"".join(map(_told_apart, messages))
+            kind, requested = "conversation", b"".join(map(_split_events, messages))
         case token_ids:
             kind, requested = "ids", array("I", token_ids).tobytes()
     return blake3(f"{kind} {request.context}\n".encode()).update(requested).digest()
 
 
-def _told_apart(message: Message) -> bytes:
+def _split_events(message: Message) -> bytes:
     """The message, prefixed with its role and length, so that different conversations have different bytes."""
     text = message.text.encode()
     return f"{message.role} {len(text)}\n".encode() + text
@@ -234,11 +240,11 @@ class ResumableGenerations:
         self,
         later: CallLater = call_later,
         forget: Callable[[str], None] = lambda _: None,
-        max_held: int = MAX_HELD,
+        max_resumable: int = MAX_RESUMABLE,
         tenant_share: float = 1.0,
     ) -> None:
-        """There are at most `max_held`; each client and each tenant is limited to its share."""
-        self._max_held, self._tenant_share = max_held, tenant_share
+        """There are at most `max_resumable`; each client and each tenant is limited to its share."""
+        self._max_resumable, self._tenant_share = max_resumable, tenant_share
         self._call_later = later
         self._forget = forget
         self._by_id: dict[str, ResumableGeneration] = {}
@@ -257,23 +263,25 @@ class ResumableGenerations:
         """Holds a new generation. Raises ResourceExhausted."""
         for share in shares_of(request.account, self._tenant_share):
             count = sum(share.is_theirs(replay.account) for replay in self._by_id.values())
-            if count >= self._max_held * share.part:
-                message = f"{share.whose} holds {count} to be resumed already, its share of all {self._max_held}"
+            if count >= self._max_resumable * share.part:
+                message = f"{share.owner_of} has {count} resumable generations, its share of {self._max_resumable}"
                 raise ResourceExhausted("generations", message, RETRY_SECONDS)
-        if len(self._by_id) >= self._max_held:
-            raise ResourceExhausted("generations", f"{self._max_held} are held to be resumed already", RETRY_SECONDS)
-        return self._add(request_id, request, question_of(request), events)
+        if len(self._by_id) >= self._max_resumable:
+            raise ResourceExhausted(
+                "generations", f"{self._max_resumable} resumable generations exist, which is the limit", RETRY_SECONDS
+            )
+        return self._add(request_id, request, request_digest(request), events)
 
-    def take_up(
+    def restore(
         self,
         request_id: str,
         request: Generate,
         question: bytes,
         events: AsyncGenerator[Event, None],
-        told: Iterable[Event],
+        reported: Iterable[Event],
     ) -> None:
         """Holds a generation that another service held; `events` are the remaining ones."""
-        self._add(request_id, request, question, events, told)
+        self._add(request_id, request, question, events, reported)
 
     def _add(
         self,
@@ -281,9 +289,11 @@ class ResumableGenerations:
         request: Generate,
         question: bytes,
         events: AsyncGenerator[Event, None],
-        told: Iterable[Event] = (),
+        reported: Iterable[Event] = (),
     ) -> ResumableGeneration:
-        replay = ResumableGeneration(request, question, events, self._call_later, partial(self._end, request_id), told)
+        replay = ResumableGeneration(
+            request, question, events, self._call_later, partial(self._end, request_id), reported
+        )
         self._by_id[request_id] = replay
         return replay
 

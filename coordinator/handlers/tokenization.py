@@ -41,7 +41,7 @@ class Tokenization:
         """Raises InvalidArgument if the text is too long or has too many tokens."""
         size = len(text.encode())
         if size > MAX_TEXT_BYTES:
-            message = f"has {size:,} bytes, at most {MAX_TEXT_BYTES:,} are tokenized at once; CountTokens takes more"
+            message = f"has {size:,} bytes; the limit is {MAX_TEXT_BYTES:,}. CountTokens allows more"
             raise InvalidArgument("text", message)
         encoder = self._tokenizer.plain_encoder(has_opening=add_special)
         encoder.spans = [(0, 0)] * len(encoder.token_ids) if has_spans else None
@@ -51,10 +51,10 @@ class Tokenization:
     async def detokenize(self, token_ids: Sequence[int], *, keep_special: bool) -> str:
         """Raises InvalidArgument if there are too many ids, an id is not in the vocabulary, or the text is too long."""
         if len(token_ids) > MAX_TOKENS:
-            raise InvalidArgument("token_ids", f"are {len(token_ids):,}, at most {MAX_TOKENS:,} are taken at once")
+            raise InvalidArgument("token_ids", f"has {len(token_ids):,} ids; the limit is {MAX_TOKENS:,}")
         text = await self._threads.run(self._decode, token_ids, keep_special)
         if len(text.encode()) > MAX_ANSWER_BYTES:
-            message = f"make {len(text.encode()):,} bytes of text, at most {MAX_ANSWER_BYTES:,} are answered at once"
+            message = f"decode to {len(text.encode()):,} bytes of text; the limit is {MAX_ANSWER_BYTES:,}"
             raise InvalidArgument("token_ids", message)
         return text
 
@@ -66,4 +66,4 @@ class Tokenization:
 
 def _check_count(encoder: Encoder) -> None:
     if len(encoder.token_ids) > MAX_TOKENS:
-        raise InvalidArgument("text", f"has {len(encoder.token_ids):,} tokens, at most {MAX_TOKENS:,} can be answered")
+        raise InvalidArgument("text", f"has {len(encoder.token_ids):,} tokens; the limit is {MAX_TOKENS:,}")

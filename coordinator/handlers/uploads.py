@@ -10,7 +10,7 @@ from contextlib import aclosing, asynccontextmanager
 from coordinator.change_feed import ChangeCounter
 from coordinator.handlers.document_tokenizer import DocumentTokenizer, IncompleteDocument
 from coordinator.handlers.durable_uploads import DurableUploads, check_same
-from coordinator.handlers.fair_share import loser_of, shares_of
+from coordinator.handlers.fair_share import eviction_victim, shares_of
 from coordinator.handlers.generation import EventStream
 from coordinator.handlers.resumable_generations import CallLater, Timer, call_later
 from coordinator.text.tokenizer_pool import TokenizerPool
@@ -107,8 +107,8 @@ class Upload:
         return num_new
 
     @property
-    def num_held_bytes(self) -> int:
-        return self.document.num_held_bytes if self.document is not None else 0
+    def num_buffered_bytes(self) -> int:
+        return self.document.num_buffered_bytes if self.document is not None else 0
 
     @property
     def is_prefilling(self) -> bool:
@@ -118,18 +118,18 @@ class Upload:
         """The engine has taken over the document."""
         self.document, self.prefill = None, prefill
 
-    def own(self) -> "UploadLease":
+    def acquire(self) -> "UploadLease":
         """Makes a new stream the owner; the previous one loses the upload."""
         self.owner, self.idle_since = UploadLease(self), None
         return self.owner
 
-    async def work(self, function: Callable[..., None], *arguments: object) -> None:
+    async def run_prefill(self, function: Callable[..., None], *arguments: object) -> None:
         """Runs a short method of the document in a thread. If the caller is cancelled, the method either completes or
         does not start, so the document stays consistent."""
         self._work = self._threads.submit(function, *arguments)
         await asyncio.wrap_future(self._work)
 
-    async def settle(self) -> None:
+    async def complete(self) -> None:
         """Waits for work that an earlier owner started. Raises its error."""
         if self._work is not None:
             work = asyncio.wrap_future(self._work)
@@ -153,13 +153,13 @@ class UploadLease:
         if self.upload.is_cancelled:
             raise Cancelled(f"the ingest into contexts/{self.upload.header.context} was cancelled")
         if not self.is_current:
-            raise Unavailable("another stream goes on with this upload")
+            raise Unavailable("another stream continued this upload")
 
     async def work(self, function: Callable[..., None], *arguments: object) -> None:
         """Like `Upload.work`. Raises Unavailable if another stream has taken over before or during the call, and
         Cancelled if a call cancelled the upload."""
         self.check()
-        await self.upload.work(function, *arguments)
+        await self.upload.run_prefill(function, *arguments)
         self.check()
 
 
@@ -181,11 +181,11 @@ class Uploads:
         max_uploads: int = MAX_UPLOADS,
         max_bytes: int = MAX_BYTES,
         tenant_share: float = 1.0,
-        kept: DurableUploads | None = None,
+        durable: DurableUploads | None = None,
     ) -> None:
         """`kept` persists uploads that can be resumed, if given."""
         self._tenant_share = tenant_share
-        self.kept = kept
+        self.durable = durable
         self.clock = clock
         self._later = later
         self._timer: Timer | None = None
@@ -203,30 +203,30 @@ class Uploads:
     def num_of(self, tenant: str) -> int:
         """Uploads of a tenant that are open or can be resumed, including those of an earlier service."""
         self._trim()
-        return sum(upload.header.tenant == tenant for upload in self._all) + self.num_kept_of(tenant)
+        return sum(upload.header.tenant == tenant for upload in self._all) + self.num_retained_of(tenant)
 
-    def num_kept_of(self, tenant: str) -> int:
+    def num_retained_of(self, tenant: str) -> int:
         """Uploads of a tenant that exist only on disk: those of an earlier service, and those dropped from memory."""
-        return len(self._kept_tokens(tenant))
+        return len(self._retained_tokens(tenant))
 
     def num_tokens_of(self, tenant: str) -> int:
         """Tokens of a tenant's uploads whose documents have not been passed to the engine."""
         own = (upload.document for upload in self._all if upload.header.tenant == tenant)
         arrived = (document.num_tokens for document in own if document is not None)
-        return sum(arrived) + sum(self._kept_tokens(tenant))
+        return sum(arrived) + sum(self._retained_tokens(tenant))
 
-    def _kept_tokens(self, tenant: str) -> list[int]:
+    def _retained_tokens(self, tenant: str) -> list[int]:
         """Token count of each upload of a tenant that exists only on disk."""
-        return self.kept.tokens_of(tenant, self._by_key) if self.kept is not None else []
+        return self.durable.tokens_of(tenant, self._by_key) if self.durable is not None else []
 
     def find(self, header: IngestHeader) -> Upload | None:
         """The ingest that `header` resumes. Raises InvalidArgument if its settings differ from the original ones."""
-        upload = self.called(header)
+        upload = self.by_key(header)
         if upload is not None:
             check_same(upload.header, header)
         return upload
 
-    def called(self, header: IngestHeader) -> Upload | None:
+    def by_key(self, header: IngestHeader) -> Upload | None:
         """The ingest of that context and upload id, with any settings."""
         self._trim()
         return self._by_key.get(_key(header))
@@ -238,11 +238,11 @@ class Uploads:
             count = sum(share.is_theirs(other.header.account) for other in self._all)
             most = self._max_uploads * share.part
             if count >= most and not self._drop_oldest(share.is_theirs):
-                message = f"{count} of {share.whose} are open or kept to be resumed, at most {int(most)} may be"
+                message = f"{count} of {share.owner_of} are open or resumable; the limit is {int(most)}"
                 raise ResourceExhausted("uploads", message, RETRY_SECONDS)
         resident = Counter(other.header.tenant for other in self._all)
         if len(self._all) >= self._max_uploads and not self._make_room(resident, upload.header.tenant):
-            message = f"{len(self._all)} are open, and there may be no more"
+            message = f"{len(self._all)} are open, which is the limit"
             raise ResourceExhausted("uploads", message, RETRY_SECONDS)
         self._all.add(upload)
         if upload.header.upload_id:
@@ -251,19 +251,19 @@ class Uploads:
     def count(self, upload: Upload, num_arrived: int = 0) -> None:
         """Updates the size of an open upload, including `num_arrived` bytes of a chunk that is not added yet. Raises
         ResourceExhausted when a limit is exceeded."""
-        self._count(upload, upload.num_held_bytes + num_arrived)
+        self._count(upload, upload.num_buffered_bytes + num_arrived)
         for share in shares_of(upload.header.account, self._tenant_share):
             most = int(self._max_bytes * share.part)
             if upload.num_counted > most:
-                message = f"one holds {upload.num_counted:,} bytes, at most {most:,} are for {share.whose}"
+                message = f"it uses {upload.num_counted:,} bytes of memory; the limit of {share.owner_of} is {most:,}"
                 raise ResourceExhausted("uploads", message)
             while (resident := self._num_bytes_of(share.is_theirs)) > most:
                 if not self._drop_oldest(share.is_theirs):
-                    message = f"those of {share.whose} hold {resident:,} bytes, at most {most:,} may be held"
+                    message = f"those of {share.owner_of} use {resident:,} bytes of memory; the limit is {most:,}"
                     raise ResourceExhausted("uploads", message, RETRY_SECONDS)
         while self.num_bytes > self._max_bytes:
             if not self._make_room(self._bytes_by_tenant(), upload.header.tenant):
-                message = f"all together hold too much, at most {self._max_bytes:,} bytes may be held"
+                message = f"all uploads use too much memory; the limit is {self._max_bytes:,} bytes"
                 raise ResourceExhausted("uploads", message, RETRY_SECONDS)
 
     def _count(self, upload: Upload, num_bytes: int) -> None:
@@ -280,7 +280,7 @@ class Uploads:
     @asynccontextmanager
     async def owned(self, upload: Upload) -> AsyncGenerator[UploadLease, None]:
         """The body owns `upload`. An upload that cannot be resumed ends with the body."""
-        owner = upload.own()
+        owner = upload.acquire()
         try:
             yield owner
         except LongleafError as error:
@@ -288,14 +288,14 @@ class Uploads:
             can_go_on = upload.document and isinstance(error, ResourceExhausted | DeadlineExceeded | IncompleteDocument)
             if owner.is_current and not can_go_on:
                 self.forget(upload)
-                if self.kept is not None and not isinstance(error, Unavailable):
-                    self.kept.forget(upload.header)
+                if self.durable is not None and not isinstance(error, Unavailable):
+                    self.durable.forget(upload.header)
             raise
         finally:
-            if not self.leave(owner) and upload.prefill is not None:
+            if not self.release(owner) and upload.prefill is not None:
                 await upload.prefill.stop()
 
-    def leave(self, owner: UploadLease) -> bool:
+    def release(self, owner: UploadLease) -> bool:
         """Ends the ownership of a stream. Returns whether the ingest is kept or another stream has taken over."""
         upload = owner.upload
         if not owner.is_current:
@@ -313,7 +313,7 @@ class Uploads:
         if not self._num_bytes[upload.header.account]:
             del self._num_bytes[upload.header.account]
 
-    def _kept(self) -> list[Upload]:
+    def _retained(self) -> list[Upload]:
         """Uploads waiting to be resumed, the oldest first."""
         retained = [(upload.idle_since, upload) for upload in self._by_key.values() if upload.idle_since is not None]
         ordered = sorted(retained, key=lambda entry: entry[0])
@@ -321,15 +321,15 @@ class Uploads:
 
     def _drop_oldest(self, is_theirs: Callable[[Account], bool]) -> bool:
         """Drops the oldest idle upload of these accounts. Returns whether there was one."""
-        found = next((upload for upload in self._kept() if is_theirs(upload.header.account)), None)
+        found = next((upload for upload in self._retained() if is_theirs(upload.header.account)), None)
         if found is not None:
             self.forget(found)
         return found is not None
 
-    def _make_room(self, held: Counter[str], tenant: str = "") -> bool:
-        """Drops the oldest idle upload of the tenant that has most by `held`; of a tenant other than `tenant` only if
-        it has more. Returns whether there was one."""
-        loser = loser_of(held, {upload.header.tenant for upload in self._kept()}, tenant)
+    def _make_room(self, usage: Counter[str], tenant: str = "") -> bool:
+        """Drops the oldest idle upload of the tenant with the largest amount in `held`; another tenant than `tenant`
+        must hold more than it. Returns whether an upload was dropped."""
+        loser = eviction_victim(usage, {upload.header.tenant for upload in self._retained()}, tenant)
         return loser is not None and self._drop_oldest(lambda other: other[0] == loser)
 
     def _num_bytes_of(self, is_theirs: Callable[[Account], bool]) -> int:
@@ -343,9 +343,9 @@ class Uploads:
 
     def _trim(self) -> None:
         now = self.clock()
-        for upload in self._kept():
+        for upload in self._retained():
             assert upload.idle_since is not None
-            self._count(upload, upload.num_held_bytes)  # work started by its stream may have ended since
+            self._count(upload, upload.num_buffered_bytes)  # work started by its stream may have ended since
             if now - upload.idle_since > self._keep_seconds:
                 self.forget(upload)
         while self.num_bytes > self._max_bytes and self._make_room(self._bytes_by_tenant()):

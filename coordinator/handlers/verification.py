@@ -64,13 +64,15 @@ class VerificationRunner:
                 max_draft_tokens=self._engine.max_draft_tokens,
             )
             comparison = await self._compare(prompt)
-        return self._told(comparison, len(prompt.token_ids))
+        return self._reports(comparison, len(prompt.token_ids))
 
     @contextmanager
     def _only(self) -> Generator[None, None, None]:
         if self._is_running:
             raise ResourceExhausted(
-                "verification", "another one runs, and each keeps all streams waiting", RETRY_SECONDS
+                "verification",
+                "another verification is running; only one may run, because it blocks all streams",
+                RETRY_SECONDS,
             )
         self._is_running = True
         try:
@@ -84,13 +86,13 @@ class VerificationRunner:
             num_tokens = _within("prompt_token_count", request.num_tokens, self._usual_length(max_tokens), MAX_PROMPT)
             return tuple(random.Random(request.seed).choices(range(size), k=num_tokens))
         if request.num_tokens is not None:
-            raise InvalidArgument("prompt_token_count", "is of ids that are drawn, and there is a text")
+            raise InvalidArgument("prompt_token_count", "requests random token ids, but a text is given")
         if len(request.text.encode()) > MAX_TEXT_BYTES:
-            raise InvalidArgument("text", f"has more than {MAX_TEXT_BYTES:,} bytes")
+            raise InvalidArgument("text", f"exceeds the limit of {MAX_TEXT_BYTES:,} bytes")
         encoder = self._tokenizer.plain_encoder(True)
         await self._threads.encode(encoder, request.text)
         if len(encoder.token_ids) > MAX_PROMPT:
-            raise InvalidArgument("text", f"has {len(encoder.token_ids):,} tokens, at most {MAX_PROMPT:,} are compared")
+            raise InvalidArgument("text", f"has {len(encoder.token_ids):,} tokens; the limit is {MAX_PROMPT:,}")
         return tuple(check_ids(encoder.token_ids, size, "text"))
 
     def _usual_length(self, max_tokens: int) -> int:
@@ -110,7 +112,7 @@ class VerificationRunner:
             return ComparisonRow(failure=str(error))
         raise Unavailable("the engine ended the stream before the ranks compared")
 
-    def _told(self, found: ComparisonRow, num_prompt: int) -> Verification:
+    def _reports(self, found: ComparisonRow, num_prompt: int) -> Verification:
         return Verification(
             **judge(found)._asdict(),
             max_difference=found.max_difference,

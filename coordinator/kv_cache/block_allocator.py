@@ -30,7 +30,7 @@ class BlockAllocator:
         Raises ResourceExhausted, and allocates nothing, when fewer blocks are free.
         """
         if count > self.num_free:
-            raise ResourceExhausted("blocks", f"{count:,} are needed, {self.num_free:,} are free")
+            raise ResourceExhausted("blocks", f"{count:,} blocks are needed, {self.num_free:,} are free")
         self.num_used += count
         taken: list[int] = []
         while len(taken) < count:

@@ -139,7 +139,7 @@ class BlockPlacer:
             start = stop
         return tuple(runs)
 
-    def roll(
+    def advance_windows(
         self, runs: tuple[Run, ...], start: int, end: int, reservation: Reservation, *, is_chunk: bool
     ) -> tuple[Run, ...]:
         """The window runs of a segment after tokens [start, end) are added. Blocks that these tokens cannot see are
@@ -152,15 +152,15 @@ class BlockPlacer:
         stored_from = max(start, self.windows.first(end)) if is_chunk else start
         return self._roll(runs, start, (stored_from, end), reservation)
 
-    def roll_again(
-        self, runs: tuple[Run, ...], chunk: tuple[int, int], kept_from: int, place: int, reservation: Reservation
+    def recompute_windows(
+        self, runs: tuple[Run, ...], chunk: tuple[int, int], window_start: int, place: int, reservation: Reservation
     ) -> tuple[Run, ...]:
         """The window runs of a segment after one of its chunks is recomputed. Keeps positions visible from `place`, and
         positions from `kept_from` on, because later segments see them."""
         if self.windows is None:
             return ()
         start, end = chunk
-        stored_from = max(start, min(self.windows.first(end), kept_from))
+        stored_from = max(start, min(self.windows.first(end), window_start))
         return self._roll(runs, min(start, place), (stored_from, end), reservation)
 
     def _roll(
@@ -171,7 +171,7 @@ class BlockPlacer:
         self.window_pool.free(freed)
         return self.window_pool.grow(retained, *fresh)
 
-    def take_back(self, runs: Sequence[Run], reservation: Reservation) -> None:
+    def return_unwritten(self, runs: Sequence[Run], reservation: Reservation) -> None:
         """Frees runs that hold no valid keys, and returns their blocks to the reservation."""
         blocks = BlockCount(count_blocks(runs))
         self.free(runs)

@@ -52,7 +52,7 @@ class NamedContext:
         self.expires: float | None = None
         self.upload_id = ""
         """The client's id of the ingest that made its last document."""
-        self.is_resting = False
+        self.is_evicted = False
         """The context is evicted: it needs no keys for now. Segments that nothing else needs are evicted as well."""
 
     @property
@@ -174,7 +174,7 @@ class ContextTable:
         self._segments.retain(segment.path, context.path)
         self._tenants[tenant_of(context_id)].grow(segment.end - context.num_tokens, (segment,))
         for end in context.grow(segment, now, upload_id):
-            self._segments.let_go(context.path, end)
+            self._segments.unpin(context.path, end)
         self.use(context)
         self.change(context_id, settings, now)
 
@@ -216,8 +216,8 @@ class ContextTable:
         context = NamedContext(context_id, now, path.cut(num_tokens), parent.capacity)
         context.ends = (*(end for end in parent.ends if end < num_tokens), num_tokens)[-LAST_ENDS:]
         self._enter(context)
-        if self._segments.holdings.parked(context.path):
-            self.rest(context)
+        if self._segments.holdings.evicted(context.path):
+            self.evict(context)
         self.use(parent)
         self.use(context)
         return context
@@ -234,34 +234,34 @@ class ContextTable:
     def adopt(self, context: NamedContext) -> None:
         """Adds a restored context. Its segments are adopted already, and none of their keys are held."""
         self._enter(context)
-        self.rest(context)
+        self.evict(context)
         self.use(context)
         self.change(context.id, UNCHANGED, context.updated)
 
-    def rest(self, context: NamedContext) -> None:
+    def evict(self, context: NamedContext) -> None:
         """Evicts a context: it needs no keys for now. Segments that nothing else needs are evicted."""
-        assert not context.is_resting
-        context.is_resting = True
+        assert not context.is_evicted
+        context.is_evicted = True
         self._segments.rest(context.path)
 
     def bound(self, in_use: Container[str | None]) -> "list[NamedContext]":
         """Contexts that cannot be evicted while the contexts `in_use` are in use: those, pinned contexts, and, where
         windows are replicated, all contexts that begin with the same segment as one of them, because the segments
         before a segment must be held or be reloaded with it."""
-        awake = [context for context in self._by_id.values() if not context.is_resting]
+        awake = [context for context in self._by_id.values() if not context.is_evicted]
         found = [context for context in awake if context.is_pinned or context.id in in_use]
         if self._segments.holdings.windows is None:
             return found
         roots = {context.path.segments[0] for context in found}
         return [context for context in awake if context.path.segments[0] in roots]
 
-    def wake(self, context: NamedContext) -> Sequence[SegmentPlacement]:
+    def activate(self, context: NamedContext) -> Sequence[SegmentPlacement]:
         """Activates a context. Returns the evicted segments of its path, in order; the caller must reload them with
         `call`."""
-        if context.is_resting:
-            context.is_resting = False
-            self._segments.wake(context.path)
-        return self._segments.holdings.parked(context.path)
+        if context.is_evicted:
+            context.is_evicted = False
+            self._segments.activate(context.path)
+        return self._segments.holdings.evicted(context.path)
 
     def _check_seam(self, context: NamedContext, position: int) -> None:
         """Raises InvalidArgument where windowed layers lack the keys to continue, and Unavailable where these keys are
@@ -272,26 +272,24 @@ class ContextTable:
         below, above = holdings.seams(path, position)
         if below == above:
             if position > holdings.whole_end(path) and any(path.seen(position, windows)):
-                message = (
-                    f"contexts/{context.id} is read again after a loss, and cannot be cut at {position:,} meanwhile"
-                )
+                message = f"contexts/{context.id} is being recomputed after a loss; it cannot be cut at {position:,}"
                 raise Unavailable(message, RETRY_SECONDS)
             return
-        why = "where every rank holds only the last keys of windowed layers, a context can be forked where one of its"
+        why = "with --window-keys replicated, a context can be forked only where one of its"
         where = f"last {LAST_ENDS} documents ended (at {_one_of(context.ends)})"
         sections = " or a section begins" if windows.stride else ""
         nearest = _one_of((below, above) if below else (above,))
-        remedy = "with --window-keys sharded it could be forked anywhere"
+        remedy = "with --window-keys sharded, any position is allowed"
         raise InvalidArgument("token_count", f"{position:,}: {why} {where}{sections}, nearest at {nearest}; {remedy}")
 
     def delete(self, context_id: str) -> None:
         """Raises NotFound. Running sequences on the context keep its segments until they end."""
         context = self.get(context_id)
-        if context.is_resting:
-            self._segments.wake(context.path)
+        if context.is_evicted:
+            self._segments.activate(context.path)
         self._remove(context)
         for end in context.ends[:-1]:
-            self._segments.let_go(context.path, end)
+            self._segments.unpin(context.path, end)
         self._segments.release(context.path)
         self._expiries.discard(context_id)
 
@@ -307,7 +305,7 @@ class ContextTable:
         assert set(self._expiries) == {c.id for c in contexts if c.expires is not None and not c.is_pinned}
         for context in contexts:
             context.audit(self._segments.holdings)
-            assert context.is_resting or not self._segments.holdings[context.path.segments[-1]].is_resting
+            assert context.is_evicted or not self._segments.holdings[context.path.segments[-1]].is_idle
 
 
 def _one_of(positions: tuple[int, ...]) -> str:

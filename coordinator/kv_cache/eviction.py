@@ -35,7 +35,7 @@ class ContextEvictor:
         for group in self._groups(spare):
             if not wanted.fits(self._num_room):
                 for context in group:
-                    self._contexts.rest(context)
+                    self._contexts.evict(context)
         return wanted.fits(self._num_room)
 
     def _groups(self, spare: list[NamedContext]) -> list[list[NamedContext]]:
@@ -46,14 +46,14 @@ class ContextEvictor:
             groups.setdefault(key, []).append(context)
         return sorted(groups.values(), key=lambda group: max(context.last_use for context in group))
 
-    def rest_unpromised(self) -> None:
+    def evict_unreserved(self) -> None:
         """Evicts idle contexts that have lost keys and no blocks reserved to recompute them."""
         in_use = self._in_use()
         for context in self._contexts.list():
             holdings = self._segments.holdings.of(context.path.segments)
             has_no_room = any(one.loss is not None and one.loss.promise is None for one in holdings)
-            if has_no_room and not context.is_resting and context.id not in in_use:
-                self._contexts.rest(context)
+            if has_no_room and not context.is_evicted and context.id not in in_use:
+                self._contexts.evict(context)
 
     @property
     def num_spare(self) -> BlockCount:
@@ -66,14 +66,14 @@ class ContextEvictor:
 
     def _spare(self) -> list[NamedContext]:
         bound = {context.id for context in self._contexts.bound(self._in_use())}
-        return [one for one in self._contexts.list() if not (one.is_resting or one.id in bound)]
+        return [one for one in self._contexts.list() if not (one.is_evicted or one.id in bound)]
 
     def _num_freed(self, spare: list[NamedContext]) -> BlockCount:
         """Blocks that become free once all of these contexts are evicted."""
         through = Counter(segment for context in spare for segment in context.path.segments)
         freed = BlockCount()
         for holding in self._segments.holdings.of(through):
-            count = holding.num_resting + through[holding.segment]
-            if count == holding.num_references - holding.num_kept:
+            count = holding.num_evicted + through[holding.segment]
+            if count == holding.num_references - holding.num_retained:
                 freed += holding.num_blocks + holding.num_promised
         return freed

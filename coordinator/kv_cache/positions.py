@@ -41,7 +41,7 @@ class Positions:
         self.limit = min(rotary.max_positions or UNLIMITED, UNLIMITED if allow_long else self.trained)
         """The maximum number of positions of any context or generation."""
 
-    def told(self, rotary: Rotary) -> "Positions":
+    def from_report(self, rotary: Rotary) -> "Positions":
         """The positions with the rotation that the ranks have reported."""
         return Positions(rotary, self.trained, allow_long=self.is_long_allowed)
 
@@ -52,8 +52,8 @@ class Positions:
         if rotary.max_positions and (self.is_long_allowed or rotary.max_positions < self.trained):
             return f"because {rotary.reason}"
         if self.trained >= UNLIMITED:
-            return "whatever the model"
-        return "those that it was trained for, and only a service started with --allow-long goes on"
+            return "the limit of every model"
+        return "the length that it was trained for (only serve --allow-long goes beyond it)"
 
     def rope(self, capacity: int) -> Rope:
         """The rope for contexts of up to `capacity` positions."""
@@ -93,9 +93,9 @@ class Positions:
         scales positions for the length so far, not for the maximum length. Empty where it does not differ."""
         border, rope = self._rotary.scaled_from, ropes.at(num_prompt)
         if rope.scaled_for and self._rotary.is_graded:
-            return f"positions are scaled for {rope.scaled_for:,} from the first token on, not for the length so far"
+            return f"positions are scaled for {rope.scaled_for:,} from the first token, not for the current length"
         if rope.scaled_for and num_prompt <= border:
-            return f"positions are scaled for more than {border:,} from the first token on, before there are as many"
+            return f"positions are scaled for more than {border:,} from the first token, before that length is reached"
         if rope != ropes.far and self._rotary.has_mixed_keys:
             return (
                 f"past {border:,} positions the answer is that of transformers without a cache (use_cache=False): with "
@@ -129,7 +129,7 @@ class Positions:
     def check_capacity(self, declared: int) -> None:
         """Raises InvalidArgument for a capacity above the limit."""
         if declared > self.limit:
-            message = f"{declared:,} is more than {self.limit:,} positions, {self.limit_name}"
+            message = f"{declared:,} exceeds {self.limit:,} positions, {self.limit_name}"
             raise InvalidArgument(CAPACITY_FIELD, message)
 
     def error(self, rope: Rope, num_positions: int) -> float:

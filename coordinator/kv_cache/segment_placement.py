@@ -28,19 +28,19 @@ class SegmentPlacement:
         """Reference counts of seams: positions at which paths continue, or may continue, and that see windows of this
         segment."""
         self.num_references = 1
-        self.num_kept = 0
+        self.num_retained = 0
         """References that only keep the segment cached for future prompts."""
-        self.num_resting = 0
+        self.num_evicted = 0
         """References of evicted contexts, which need no keys until they are activated."""
-        self.is_parked = False
+        self.is_stored_only = False
         """The segment is evicted: no rank holds any of it, and no job waits for it."""
         self.version = 0
         """Changes with each eviction."""
-        self.is_told = True
+        self.is_reported = True
         """The ranks know the segment, provided that it has tokens."""
         self.loss: LostRanges | None = None
         """The lost ranges of the segment, or None."""
-        self.arriving: tuple[Run, ...] = ()
+        self.incoming: tuple[Run, ...] = ()
         """Runs that the plan under way recomputes or copies from another rank."""
 
     @property
@@ -50,7 +50,7 @@ class SegmentPlacement:
     @property
     def num_promised(self) -> BlockCount:
         """Blocks reserved for the segment outside `runs`: those of the plan under way and those for its lost ranges."""
-        importing = BlockCount(sum(len(run.blocks) for run in self.arriving))
+        importing = BlockCount(sum(len(run.blocks) for run in self.incoming))
         return importing + self.loss.promise.left if self.loss and self.loss.promise else importing
 
     def num_wanted(self, block_size: int) -> BlockCount:
@@ -64,14 +64,14 @@ class SegmentPlacement:
         return min(seam, self.loss.first) if self.loss and self.loss.left else seam
 
     @property
-    def is_resting(self) -> bool:
+    def is_idle(self) -> bool:
         """Only evicted contexts and cached prompts refer to it."""
-        return 0 < self.num_resting == self.num_references - self.num_kept
+        return 0 < self.num_evicted == self.num_references - self.num_retained
 
     @property
     def num_reclaimable(self) -> BlockCount:
         """The blocks of the segment if it is only cached for future prompts, else none."""
-        return self.num_blocks if self.num_kept and self.num_kept == self.num_references else BlockCount()
+        return self.num_blocks if self.num_retained and self.num_retained == self.num_references else BlockCount()
 
     def extend(self, token_ids: Sequence[int], runs: Sequence[Run]) -> None:
         """Adds tokens and their runs. A first run with the start of the current last run replaces it."""
@@ -119,10 +119,10 @@ class SegmentPlacement:
     def audit(self) -> None:
         """Asserts that the runs and the lost ranges cover the tokens, in order and without gaps, unless the segment is
         evicted."""
-        assert self.num_references >= max(1, self.num_kept + self.num_resting)
-        if self.is_parked:
-            assert self.is_resting
-            assert not (self.runs or self.num_sharded or self.window_runs or self.arriving or self.loss)
+        assert self.num_references >= max(1, self.num_retained + self.num_evicted)
+        if self.is_stored_only:
+            assert self.is_idle
+            assert not (self.runs or self.num_sharded or self.window_runs or self.incoming or self.loss)
             return
         lost = self.loss.left if self.loss else []
         stretches = sorted([*((run.start, run.end) for run in self.runs), *lost])
@@ -156,7 +156,7 @@ class SegmentPlacements:
         self._by_segment: dict[Segment, SegmentPlacement] = {}
         self._by_id: dict[int, SegmentPlacement] = {}
         self._lossy: dict[Segment, SegmentPlacement] = {}
-        self._parked: dict[Segment, SegmentPlacement] = {}
+        self._evicted: dict[Segment, SegmentPlacement] = {}
 
     def __iter__(self) -> Iterator[SegmentPlacement]:
         return iter(self._by_segment.values())
@@ -172,18 +172,18 @@ class SegmentPlacements:
 
     def remove(self, holding: SegmentPlacement) -> None:
         del self._by_segment[holding.segment], self._by_id[holding.segment.id]
-        self._parked.pop(holding.segment, None)
+        self._evicted.pop(holding.segment, None)
 
-    def note_parked(self, holding: SegmentPlacement, *, is_parked: bool) -> None:
+    def mark_evicted(self, holding: SegmentPlacement, *, is_stored_only: bool) -> None:
         """Marks a segment as evicted, or as no longer evicted."""
-        holding.is_parked = is_parked
-        if is_parked:
-            self._parked[holding.segment] = holding
+        holding.is_stored_only = is_stored_only
+        if is_stored_only:
+            self._evicted[holding.segment] = holding
         else:
-            del self._parked[holding.segment]
+            del self._evicted[holding.segment]
 
     @property
-    def lossy(self) -> list[SegmentPlacement]:
+    def with_losses(self) -> list[SegmentPlacement]:
         """Placements with lost ranges, each after the segments that it continues."""
         return sorted(self._lossy.values(), key=lambda holding: holding.segment.id)
 
@@ -202,9 +202,9 @@ class SegmentPlacements:
     def first_lost(self, path: TokenPath) -> tuple[SegmentPlacement, int] | None:
         """The first segment of a path that is evicted or has lost keys, and the position at which the path leaves it;
         None if the whole path is held."""
-        if self._lossy or self._parked:
+        if self._lossy or self._evicted:
             for segment, _, end in path.parts():
-                if (holding := self._parked.get(segment)) is not None:
+                if (holding := self._evicted.get(segment)) is not None:
                     return holding, end
                 if (holding := self._lossy.get(segment)) and holding.loss and holding.loss.first < end:
                     return holding, end
@@ -221,11 +221,11 @@ class SegmentPlacements:
         """No part of a path is lost or evicted."""
         return self.first_lost(path) is None
 
-    def parked(self, path: TokenPath) -> list[SegmentPlacement]:
+    def evicted(self, path: TokenPath) -> list[SegmentPlacement]:
         """The evicted segments of a path, in order."""
-        if not self._parked:
+        if not self._evicted:
             return []
-        return [holding for segment in path.segments if (holding := self._parked.get(segment)) is not None]
+        return [holding for segment in path.segments if (holding := self._evicted.get(segment)) is not None]
 
     def whole_end(self, path: TokenPath) -> int:
         """The end of the usable part of a path: the first lost or evicted position, or the end of the path. With

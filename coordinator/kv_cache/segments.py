@@ -8,12 +8,12 @@ from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer, count_blo
 from coordinator.kv_cache.lost_ranges import LostRanges
 from coordinator.kv_cache.prefix_cache import PrefixIndex
 from coordinator.kv_cache.segment_placement import SegmentPlacement, SegmentPlacements
-from coordinator.kv_cache.token_paths import NOWHERE, Segment, TokenPath
+from coordinator.kv_cache.token_paths import EMPTY_PATH, Segment, TokenPath
 from longleaf.positions import OWN_ROPE, Rope
 from longleaf.tenants import DEFAULT_TENANT
 
 
-def nothing_more(lacking: BlockCount) -> bool:
+def no_eviction(lacking: BlockCount) -> bool:
     """The default for `make_more`: no context can be evicted."""
     del lacking
     return False
@@ -31,14 +31,14 @@ class SegmentStore:
         self._placer = placer
         self.holdings = SegmentPlacements(placer.windows)
         self._prefixes = PrefixIndex(placer.block_size, self.holdings, is_shared=share_prefixes)
-        self._kept: OrderedDict[int, SegmentPlacement] = OrderedDict()
+        self._cached: OrderedDict[int, SegmentPlacement] = OrderedDict()
         self._next_id = 0
-        self._num_parked = 0
+        self._num_evicted = 0
         """Number of evictions so far."""
         self._forgotten: list[int] = []
         self.num_reclaimable = BlockCount()
         """Blocks that `make_room` can free without evicting contexts."""
-        self.make_more: Callable[[BlockCount], bool] = nothing_more
+        self.make_more: Callable[[BlockCount], bool] = no_eviction
         """Evicts contexts until so many more blocks are free or reclaimable; returns False if that is not possible."""
 
     def create(self, before: TokenPath, rope: Rope = OWN_ROPE, tenant: str = DEFAULT_TENANT) -> SegmentPlacement:
@@ -61,16 +61,16 @@ class SegmentStore:
         self.close(segment)
         self._prefixes.add(segment)
 
-    def retain(self, path: TokenPath, origin: TokenPath = NOWHERE) -> None:
+    def retain(self, path: TokenPath, origin: TokenPath = EMPTY_PATH) -> None:
         """Adds references to the segments of a path after its prefix `origin`, which the caller references already, and
         holds the windows that the path's next token sees."""
         for holding in self.holdings.of(path.segments[len(origin.segments) :]):
             self._refer(holding, 1, 0)
         self.hold(path, path.end)
 
-    def release(self, path: TokenPath, origin: TokenPath = NOWHERE) -> None:
+    def release(self, path: TokenPath, origin: TokenPath = EMPTY_PATH) -> None:
         """Reverts `retain`. Unreferenced segments are freed, and the next plan makes the ranks forget them."""
-        self.let_go(path, path.end)
+        self.unpin(path, path.end)
         # in reverse order: the lost ranges of a segment hold a position on the segments before it
         for holding in self.holdings.of(reversed(path.segments[len(origin.segments) :])):
             self._refer(holding, -1, 0)
@@ -84,7 +84,7 @@ class SegmentStore:
         for holding in self.holdings.of(path.seen(end, self._placer.windows)):
             holding.seams[end] += 1
 
-    def let_go(self, path: TokenPath, end: int) -> None:
+    def unpin(self, path: TokenPath, end: int) -> None:
         """Reverts `hold`. Frees windows that are seen from no other position."""
         for holding in self.holdings.of(path.seen(end, self._placer.windows)):
             holding.seams[end] -= 1
@@ -103,33 +103,35 @@ class SegmentStore:
         holding.window_runs = trimmed
         self.num_reclaimable += holding.num_reclaimable
 
-    def _refer(self, holding: SegmentPlacement, references: int, kept: int) -> None:
-        may_be_reclaimable = kept or holding.num_kept  # usually neither, and a path may have thousands of segments
+    def _refer(self, holding: SegmentPlacement, references: int, retained: int) -> None:
+        may_be_reclaimable = (
+            retained or holding.num_retained
+        )  # usually neither, and a path may have thousands of segments
         if may_be_reclaimable:
             self.num_reclaimable -= holding.num_reclaimable
         holding.num_references += references
-        holding.num_kept += kept
+        holding.num_retained += retained
         if may_be_reclaimable:
             self.num_reclaimable += holding.num_reclaimable
         if holding.num_references == 0:
             self._free(holding)
         elif references < 0:
-            self._park_resting(holding)
+            self._evict_idle(holding)
 
     def _free(self, holding: SegmentPlacement) -> None:
         self.end_loss(holding)
-        self._end_parking(holding)
+        self._end_eviction(holding)
         self.holdings.remove(holding)
         self._prefixes.remove(holding.segment)
-        self._placer.free((*holding.runs, *holding.window_runs, *holding.arriving))
+        self._placer.free((*holding.runs, *holding.window_runs, *holding.incoming))
         self._forget(holding)
-        holding.arriving = ()
+        holding.incoming = ()
 
     def _forget(self, holding: SegmentPlacement) -> None:
         """Makes the ranks forget a segment. A segment without tokens was never in a plan, so no rank knows it."""
-        if holding.is_told and holding.segment.token_ids:
+        if holding.is_reported and holding.segment.token_ids:
             self._forgotten.append(holding.segment.id)
-        holding.is_told = False
+        holding.is_reported = False
 
     # --- eviction ---
 
@@ -137,9 +139,9 @@ class SegmentStore:
         """Adds a sealed segment with no keys held and no references yet. The caller must add references of evicted
         contexts."""
         holding = SegmentPlacement(segment)
-        holding.num_references, holding.is_told, segment.is_sealed, segment.is_adopted = 0, False, True, True
+        holding.num_references, holding.is_reported, segment.is_sealed, segment.is_adopted = 0, False, True, True
         self.holdings.add(holding)
-        self._begin_parking(holding)
+        self._begin_eviction(holding)
         self._prefixes.add(segment)
         self._next_id = max(self._next_id, segment.id + 1)
 
@@ -156,52 +158,52 @@ class SegmentStore:
         """Marks one reference to each segment of a path as that of an evicted context. Evicts segments that nothing
         else needs."""
         for holding in self.holdings.of(path.segments):
-            holding.num_resting += 1
-            self._park_resting(holding)
+            holding.num_evicted += 1
+            self._evict_idle(holding)
 
-    def wake(self, path: TokenPath) -> None:
+    def activate(self, path: TokenPath) -> None:
         """Reverts `rest`. Evicted segments of the path stay evicted until `call`."""
         for holding in self.holdings.of(path.segments):
-            holding.num_resting -= 1
+            holding.num_evicted -= 1
 
-    def _park_resting(self, holding: SegmentPlacement) -> None:
+    def _evict_idle(self, holding: SegmentPlacement) -> None:
         """Evicts a segment if only evicted contexts refer to it and it can be recomputed from its start."""
-        if not holding.is_resting or holding.is_parked or not self._can_begin_anew(holding.segment):
+        if not holding.is_idle or holding.is_stored_only or not self._can_recompute(holding.segment):
             return
-        self.drop_kept(lambda path: holding.segment in path.segments)
-        if holding.is_parked:  # evicted while the last cached prompt was dropped
+        self.drop_cached(lambda path: holding.segment in path.segments)
+        if holding.is_stored_only:  # evicted while the last cached prompt was dropped
             return
         self.end_loss(holding)
-        self._placer.free((*holding.runs, *holding.window_runs, *holding.arriving))
+        self._placer.free((*holding.runs, *holding.window_runs, *holding.incoming))
         self._forget(holding)
-        holding.runs, holding.window_runs, holding.arriving, holding.num_sharded = [], (), (), 0
-        self._begin_parking(holding)
+        holding.runs, holding.window_runs, holding.incoming, holding.num_sharded = [], (), (), 0
+        self._begin_eviction(holding)
         if self._placer.windows is not None:  # their eviction may have depended on this one
             for other in self.holdings:
                 if other.segment.before.segments[-1:] == (holding.segment,):
-                    self._park_resting(other)
+                    self._evict_idle(other)
 
-    def _can_begin_anew(self, segment: Segment) -> bool:
+    def _can_recompute(self, segment: Segment) -> bool:
         """Whether a segment can be recomputed from its start, without any other or together with those before it."""
         if self._placer.windows is None or not self.holdings.holds(segment.before):
             return True
         return self.holdings.seams(segment.before, segment.start)[0] == segment.start
 
-    def _begin_parking(self, holding: SegmentPlacement) -> None:
-        self.holdings.note_parked(holding, is_parked=True)
-        self._num_parked += 1
-        holding.version = self._num_parked
+    def _begin_eviction(self, holding: SegmentPlacement) -> None:
+        self.holdings.mark_evicted(holding, is_stored_only=True)
+        self._num_evicted += 1
+        holding.version = self._num_evicted
         self.hold(holding.segment.before, holding.segment.start)
 
-    def _end_parking(self, holding: SegmentPlacement) -> None:
-        if holding.is_parked:
-            self.holdings.note_parked(holding, is_parked=False)
-            self.let_go(holding.segment.before, holding.segment.start)
+    def _end_eviction(self, holding: SegmentPlacement) -> None:
+        if holding.is_stored_only:
+            self.holdings.mark_evicted(holding, is_stored_only=False)
+            self.unpin(holding.segment.before, holding.segment.start)
 
     def call(self, holding: SegmentPlacement) -> None:
         """Starts the reload of an evicted segment: all of it counts as lost from now on."""
         segment = holding.segment
-        self.holdings.note_parked(holding, is_parked=False)
+        self.holdings.mark_evicted(holding, is_stored_only=False)
         self.begin_loss(holding, LostRanges([(segment.start, segment.end)]))
         assert holding.loss is not None
         holding.loss.front = segment.start  # held since the eviction
@@ -213,13 +215,13 @@ class SegmentStore:
         self.end_loss(holding)
         self.holdings.note_loss(holding, loss)
 
-    def hold_front(self, holding: SegmentPlacement, position: int) -> None:
+    def add_frontier(self, holding: SegmentPlacement, position: int) -> None:
         """Holds the windows from which the segment is recomputed, at this position of its path."""
         loss, path = holding.loss, holding.segment.path
         assert loss is not None
         self.hold(path, position)
         if loss.front is not None:
-            self.let_go(path, loss.front)
+            self.unpin(path, loss.front)
         loss.front = position
 
     def end_loss(self, holding: SegmentPlacement) -> None:
@@ -229,23 +231,23 @@ class SegmentStore:
         self.holdings.note_loss(holding, None)
         if loss.promise is not None:
             self._placer.release(loss.promise)
-        self._let_front_go(holding, loss)
+        self._release_frontier(holding, loss)
 
-    def drop_front(self, holding: SegmentPlacement) -> None:
+    def drop_frontier(self, holding: SegmentPlacement) -> None:
         """Frees the windows that were held only to recompute the segment, all of which is held again."""
         assert holding.loss is not None
-        self._let_front_go(holding, holding.loss)
+        self._release_frontier(holding, holding.loss)
         self.trim(holding)
 
-    def _let_front_go(self, holding: SegmentPlacement, loss: LostRanges) -> None:
+    def _release_frontier(self, holding: SegmentPlacement, loss: LostRanges) -> None:
         if loss.front is not None:
-            self.let_go(holding.segment.path, loss.front)
+            self.unpin(holding.segment.path, loss.front)
             loss.front = None
 
-    def drop_kept(self, is_lost: Callable[[TokenPath], bool]) -> None:
+    def drop_cached(self, is_lost: Callable[[TokenPath], bool]) -> None:
         """Drops the cached prompts whose paths `is_lost` selects."""
-        for segment in [segment for segment in self.kept if is_lost(segment.path)]:
-            self._forget_kept(segment)
+        for segment in [segment for segment in self.cached if is_lost(segment.path)]:
+            self._forget_cached(segment)
 
     # --- statistics ---
 
@@ -258,9 +260,9 @@ class SegmentStore:
         return resident
 
     @property
-    def kept(self) -> Iterator[Segment]:
+    def cached(self) -> Iterator[Segment]:
         """The last segments of cached prompts."""
-        return (holding.segment for holding in self._kept.values())
+        return (holding.segment for holding in self._cached.values())
 
     @property
     def num_window_tokens(self) -> int:
@@ -268,7 +270,7 @@ class SegmentStore:
         return sum(len(run) for holding in self._needed() for run in holding.window_runs)
 
     def _needed(self) -> Iterator[SegmentPlacement]:
-        return (holding for holding in self.holdings if holding.num_references > holding.num_kept)
+        return (holding for holding in self.holdings if holding.num_references > holding.num_retained)
 
     def take_forgotten(self) -> tuple[int, ...]:
         """Removes and returns the segment ids for the next plan's release_segments."""
@@ -284,7 +286,7 @@ class SegmentStore:
         self._touch(path)
         return path
 
-    def keep(self, segment: Segment) -> None:
+    def cache(self, segment: Segment) -> None:
         """Closes the segment of a prompt, and caches it unless it adds nothing to the prefix cache."""
         self.close(segment)
         size = self._placer.block_size
@@ -295,7 +297,7 @@ class SegmentStore:
         if is_short or found.end == segment.end:
             return
         self.seal(segment)
-        self._kept[segment.id] = self.holdings[segment]
+        self._cached[segment.id] = self.holdings[segment]
         for part in self.holdings.of(segment.path.segments):
             self._refer(part, 1, 1)
         self.hold(segment.path, segment.end)
@@ -304,8 +306,8 @@ class SegmentStore:
     def _touch(self, path: TokenPath) -> None:
         """Marks a path as most recently used, its first segments as more recent than its last ones."""
         for segment in reversed(path.segments):
-            if segment.id in self._kept:
-                self._kept.move_to_end(segment.id)
+            if segment.id in self._cached:
+                self._cached.move_to_end(segment.id)
 
     def make_room(self, blocks: BlockCount, *, may_park: bool = True) -> bool:
         """Frees blocks until `blocks` are free. Returns False, and frees nothing, if that is not possible. With
@@ -314,23 +316,25 @@ class SegmentStore:
         if not lacking.fits(BlockCount()) and not (may_park and self.make_more(lacking)):
             return False
         while not blocks.fits(self._placer.num_free):
-            self._forget_kept(
+            self._forget_cached(
                 next(
-                    retained.segment for retained in self._kept.values() if retained.num_kept == retained.num_references
+                    retained.segment
+                    for retained in self._cached.values()
+                    if retained.num_retained == retained.num_references
                 )
             )
         return True
 
-    def _forget_kept(self, segment: Segment) -> None:
-        del self._kept[segment.id]
-        self.let_go(segment.path, segment.end)
+    def _forget_cached(self, segment: Segment) -> None:
+        del self._cached[segment.id]
+        self.unpin(segment.path, segment.end)
         for part in self.holdings.of(segment.path.segments):
             self._refer(part, -1, -1)
 
     def audit(self) -> None:
         """Asserts that all segments and placements are valid, that the path before each segment exists, and that counts
         match."""
-        retained = [part.id for segment in self.kept for part in segment.path.segments]
+        retained = [part.id for segment in self.cached for part in segment.path.segments]
         for holding in self.holdings:
             segment = holding.segment
             segment.audit()
@@ -339,7 +343,7 @@ class SegmentStore:
             path.audit() if segment.is_sealed else self.holdings.audit(path)
             before = self.holdings.of(segment.before.segments)
             assert all(part.num_references >= holding.num_references for part in before)
-            assert holding.num_kept == retained.count(segment.id)
+            assert holding.num_retained == retained.count(segment.id)
         alive = [holding.segment for holding in self.holdings]
         self._prefixes.audit(alive)
         assert set(retained) <= {segment.id for segment in alive}

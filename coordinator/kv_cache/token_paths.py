@@ -76,7 +76,7 @@ class TokenPath:
             assert segment.before == TokenPath(self.segments[:i], start)
 
 
-NOWHERE = TokenPath()
+EMPTY_PATH = TokenPath()
 """The empty path, where contexts and prompts begin."""
 
 
@@ -125,10 +125,10 @@ class Segment:
         return TokenPath((*self.before.segments, self), self.end)
 
     @cached_property
-    def kept_bytes(self) -> int:
+    def stored_bytes(self) -> int:
         """Bytes that a sealed segment takes apart from its keys and values: token ids and text."""
         assert self.is_sealed
-        return ID_BYTES * len(self.token_ids) + (self.text.kept_bytes if self.text is not None else 0)
+        return ID_BYTES * len(self.token_ids) + (self.text.num_buffered_bytes if self.text is not None else 0)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         assert not self.is_sealed

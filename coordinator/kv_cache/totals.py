@@ -14,7 +14,7 @@ class Totals:
         self._ids: list[str] = []
         """Context ids, sorted."""
         self.num_tokens = 0
-        self.kept_bytes = 0
+        self.stored_bytes = 0
         """Sum over all segments."""
         self._segments = Counter[int]()
 
@@ -41,7 +41,7 @@ class Totals:
         """Adds tokens and segments to a context."""
         self.num_tokens += num_tokens
         for segment in segments:
-            self.kept_bytes += segment.kept_bytes
+            self.stored_bytes += segment.stored_bytes
             self._segments[segment.id] += 1
 
     def remove(self, context_id: str, num_tokens: int, segments: Iterable[Segment]) -> None:
@@ -49,11 +49,11 @@ class Totals:
         del self._ids[bisect_left(self._ids, context_id)]
         self.num_tokens -= num_tokens
         for segment in segments:
-            self.kept_bytes -= segment.kept_bytes
+            self.stored_bytes -= segment.stored_bytes
             self._segments[segment.id] -= 1
             if not self._segments[segment.id]:
                 del self._segments[segment.id]
 
     def state(self) -> tuple[object, ...]:
         """All fields, for comparison."""
-        return self._ids, self.num_tokens, self.kept_bytes, self._segments
+        return self._ids, self.num_tokens, self.stored_bytes, self._segments

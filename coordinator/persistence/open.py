@@ -12,7 +12,7 @@ from coordinator.persistence.catalog.catalog import Catalog
 from coordinator.persistence.catalog.data_folder import JOURNAL, DataFolder
 from coordinator.persistence.catalog.identity import read_identity
 from coordinator.persistence.catalog.records import CatalogContents
-from coordinator.persistence.catalog.stale_contexts import StaleContext, read_earlier
+from coordinator.persistence.catalog.stale_contexts import StaleContext, read_stale
 from coordinator.persistence.journal.journal import Journal
 from coordinator.persistence.snapshots.retention import RetentionPolicy
 from coordinator.persistence.snapshots.snapshots import Snapshots
@@ -32,24 +32,24 @@ class PersistentState:
         self,
         folder: DataFolder,
         catalog: Catalog,
-        kept: CatalogContents,
+        contents: CatalogContents,
         journal: Journal,
         changed: dict[str, str],
         snapshots: Snapshots,
         snapshot_url: str,
-        read_earlier: Callable[[], Mapping[str, StaleContext]],
+        read_stale: Callable[[], Mapping[str, StaleContext]],
     ) -> None:
         self._folder = folder
         self.snapshots = snapshots
         self.snapshot_url = snapshot_url
         """The URL of the snapshots."""
         self.catalog = catalog
-        self.kept = kept
+        self.contents = contents
         """The content of the catalog at the start."""
         self.journal = journal
         self.changed = changed
         """Contexts of earlier checkpoints of the model, by name, and the differences from the served one."""
-        self.read_earlier = read_earlier
+        self.read_stale = read_stale
         """Reads these contexts from their catalogs. Blocks on the disk."""
 
     @classmethod
@@ -64,7 +64,7 @@ class PersistentState:
             catalog = await Catalog.open(folder.database, reserve=folder.reserve)
             retained = await catalog.load()
             journal = await asyncio.to_thread(Journal, folder.path / JOURNAL, model.digest)
-            previous = partial(read_earlier, folder, config.model, model.facts)
+            previous = partial(read_stale, folder, config.model, model.facts)
             changed = {name: each.changes for name, each in (await asyncio.to_thread(previous)).items()}
             url = config.snapshot_url or str(folder.path / SNAPSHOTS)
             # a separate storage may be filled; the data folder must keep space for deletions
@@ -79,20 +79,20 @@ class PersistentState:
         snapshots = Snapshots(store, catalog, retained, model.digest, RetentionPolicy.of(data), time.time, *rooms)
         return cls(folder, catalog, retained, journal, changed, snapshots, url, previous)
 
-    async def tell_address(self, address: str) -> None:
+    async def record_address(self, address: str) -> None:
         """Record the address of this service for other services that want the folder."""
         try:
-            await asyncio.to_thread(self._folder.tell_address, address)
+            await asyncio.to_thread(self._folder.record_address, address)
         except OSError as error:
-            log.warning("others are not told who has %s: %s", self._folder.path, error)
+            log.warning("cannot write the owner of %s: %s", self._folder.path, error)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """The number of stored contexts, and the damaged ones, for the operator."""
-        retained = self.kept
+        retained = self.contents
         num_tokens = sum(len(segment.token_ids) for segment in retained.segments)
         contexts = human_count(len(retained.contexts), "context")
-        return (f"{self._folder.path} keeps {contexts}, {num_tokens:,} tokens", *damages(retained))
+        return (f"{self._folder.path} has {contexts}, {num_tokens:,} tokens", *describe_damage(retained))
 
     async def close(self) -> None:
         """Wait until everything is written, and release the folder."""
@@ -100,12 +100,12 @@ class PersistentState:
         self._folder.close()
 
 
-def damages(kept: CatalogContents) -> list[str]:
+def describe_damage(contents: CatalogContents) -> list[str]:
     """Describe the unusable contents of a catalog."""
-    found = [f"contexts/{name} is damaged: {reason}" for name, reason in kept.damaged_contexts.items()]
-    for context in kept.contexts:
+    found = [f"contexts/{name} is damaged: {reason}" for name, reason in contents.damaged_contexts.items()]
+    for context in contents.contexts:
         try:
-            kept.path(context)
+            contents.path(context)
         except DataLoss as error:
             found.append(str(error))
-    return [*found, *kept.other_damage]
+    return [*found, *contents.other_damage]

@@ -98,7 +98,7 @@ class Rebalancer:
         are not only cached."""
         parts, size = list[tuple[SegmentPlacement, Run, Run]](), self._placer.block_size
         for holding in self._segments.holdings:
-            if not holding.segment.is_sealed or holding.num_references == holding.num_kept:
+            if not holding.segment.is_sealed or holding.num_references == holding.num_retained:
                 continue
             for run in holding.runs:
                 if room and run.rank == source:
@@ -111,7 +111,7 @@ class Rebalancer:
 
     def _move(self, parts: list[tuple[SegmentPlacement, Run, Run]]) -> Move:
         for holding, _, target in parts:
-            holding.arriving += (target,)
+            holding.incoming += (target,)
         self._under_way = _Moved(tuple(parts))
         return Move(tuple(RunTransfer(holding.segment.id, old, new) for holding, old, new in parts))
 
@@ -123,8 +123,8 @@ class Rebalancer:
         assert moved is not None
         self._handed |= moved.window_blocks
         for holding, old, new in moved.parts:
-            if new in holding.arriving:  # false if the segment was freed in the meantime
-                holding.arriving = tuple(run for run in holding.arriving if run is not new)
+            if new in holding.incoming:  # false if the segment was freed in the meantime
+                holding.incoming = tuple(run for run in holding.incoming if run is not new)
                 holding.replace(old, new)
                 self._placer.free([old])
 
@@ -132,8 +132,8 @@ class Rebalancer:
         """The moves did not happen. Moves that break two epochs are not tried again."""
         moved, self._under_way = self._under_way, None
         for holding, _, new in moved.parts if moved else ():
-            if new in holding.arriving:
-                holding.arriving = tuple(run for run in holding.arriving if run is not new)
+            if new in holding.incoming:
+                holding.incoming = tuple(run for run in holding.incoming if run is not new)
                 self._placer.free([new])
         if moved and has_broken:
             self._num_broken += 1

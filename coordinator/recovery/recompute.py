@@ -55,7 +55,7 @@ class RecomputePlanner:
 
     def forget_promises(self) -> None:
         """Releases all reservations, because the new ranks may have fewer blocks."""
-        for holding in self._holdings.lossy:
+        for holding in self._holdings.with_losses:
             loss = holding.loss
             if loss is not None and loss.promise is not None:
                 self._placer.release(loss.promise)
@@ -73,7 +73,9 @@ class RecomputePlanner:
     def num_rolling(self) -> BlockCount:
         """Blocks that are needed only during recomputation."""
         pool = self._placer.window_pool
-        sizes = [holding.loss.num_tokens for holding in self._holdings.lossy if holding.loss and holding.loss.left]
+        sizes = [
+            holding.loss.num_tokens for holding in self._holdings.with_losses if holding.loss and holding.loss.left
+        ]
         return BlockCount(windows=max(map(pool.chunk_blocks, sizes), default=0))
 
     @property
@@ -86,7 +88,7 @@ class RecomputePlanner:
         """Blocks are reserved for all lost ranges."""
         if self._placer.windows is not None and not self._holdings.is_whole and not self._can_roll:
             return False
-        return all(holding.loss.promise for holding in self._holdings.lossy if holding.loss)
+        return all(holding.loss.promise for holding in self._holdings.with_losses if holding.loss)
 
     @property
     def _can_roll(self) -> bool:
@@ -105,7 +107,7 @@ class RecomputePlanner:
         if self._placer.windows is not None and not self._can_roll:
             self.return_rolling()
             self._rolling = self._reserve(self.num_rolling, may_park=bool(needed))
-        for holding in dict.fromkeys([*needed, *self._holdings.lossy]):
+        for holding in dict.fromkeys([*needed, *self._holdings.with_losses]):
             if holding.loss is not None and holding.loss.promise is None:
                 blocks = holding.loss.num_blocks(self._placer.block_size)
                 holding.loss.promise = self._reserve(blocks, may_park=holding in needed)
@@ -137,11 +139,11 @@ class RecomputePlanner:
         assert pieces
         start, stop = pieces[0].start, pieces[-1].end
         place = min(holding.seams, default=start)
-        holding.arriving = pieces  # set first, so that they are freed with the segment if planning fails
-        holding.window_runs = self._placer.roll_again(
+        holding.incoming = pieces  # set first, so that they are freed with the segment if planning fails
+        holding.window_runs = self._placer.recompute_windows(
             holding.window_runs, (start, stop), loss.windows_from, place, loss.promise
         )
-        holding.is_told = True
+        holding.is_reported = True
         self._under_way = holding
         token_ids = array("I")
         for piece in pieces:
@@ -156,7 +158,7 @@ class RecomputePlanner:
             found = self._holdings.first_lost(path)
             if found and self._may_begin(found[0]):
                 return found
-        for holding in self._holdings.lossy:
+        for holding in self._holdings.with_losses:
             if self._may_begin(holding) and self._holdings.holds(holding.segment.before):
                 return holding, holding.segment.end
         return None
@@ -174,7 +176,7 @@ class RecomputePlanner:
         if self._rolling is None or not self._can_roll:
             return None
         lossy = [found[0] for path in paths if (found := self._holdings.first_lost(path))]
-        for holding in [*lossy, *self._holdings.lossy]:
+        for holding in [*lossy, *self._holdings.with_losses]:
             loss = holding.loss
             if loss and loss.promise and self._may_begin(holding) and self._holdings.holds(holding.segment.before):
                 loss.promise.left += self._rolling.left
@@ -187,17 +189,17 @@ class RecomputePlanner:
         holding, self._under_way = self._under_way, None
         if holding is None or holding.loss is None:
             return None
-        loss, pieces = holding.loss, holding.arriving
-        holding.arriving = ()
+        loss, pieces = holding.loss, holding.incoming
+        holding.incoming = ()
         holding.put(pieces)
         for piece in pieces:
             loss.fill(piece.start, piece.end)
         if not loss.left:
-            self._segments.drop_front(holding)
+            self._segments.drop_frontier(holding)
             self._take_rolling(loss)
             self._segments.end_loss(holding)
         elif self._placer.windows is not None:
-            self._segments.hold_front(holding, loss.first)
+            self._segments.add_frontier(holding, loss.first)
         return holding
 
     def _take_rolling(self, loss: LostRanges) -> None:
@@ -218,8 +220,8 @@ class RecomputePlanner:
         assert loss.promise is not None
         if suspicion:
             loss.suspicion = add(loss.suspicion, suspicion, is_certain=is_certain)
-            loss.suspect_end = max(loss.suspect_end, holding.arriving[-1].end)
-        self._placer.take_back(holding.arriving, loss.promise)
-        holding.arriving = ()
+            loss.suspect_end = max(loss.suspect_end, holding.incoming[-1].end)
+        self._placer.return_unwritten(holding.incoming, loss.promise)
+        holding.incoming = ()
         holding.window_runs = self._placer.roll_back(holding.window_runs, loss.first, loss.promise)
         return holding

@@ -11,7 +11,7 @@ from coordinator.kv_cache.token_paths import TokenPath
 from coordinator.recovery.fault_score import BREAK
 from coordinator.recovery.rebalance import Rebalancer
 from coordinator.recovery.recompute import RecomputePlanner, RecoveryFailed
-from coordinator.recovery.remap import call, regroup
+from coordinator.recovery.remap import call, remap
 from coordinator.recovery.restore import RestorePlanner
 from longleaf.rank_protocol.step import Move, Prefill, Restore, Work
 from longleaf.runs import Run
@@ -30,8 +30,8 @@ class RecoveryManager:
         self._holdings = segments.holdings
         self._segments = segments
         self.restoring = RestorePlanner(placer, segments)
-        self._rereading = RecomputePlanner(placer, segments, self.restoring.has)
-        self._moving = Rebalancer(placer, segments, max_moved_blocks)
+        self._recompute = RecomputePlanner(placer, segments, self.restoring.has)
+        self._rebalance = Rebalancer(placer, segments, max_moved_blocks)
         self._work: Prefill | Move | Restore | None = None
         self._losses: dict[int, LostRanges] = {}
         """All lost ranges since everything was last held, by segment id."""
@@ -44,49 +44,49 @@ class RecoveryManager:
         return self._work is not None
 
     @property
-    def is_moving(self) -> bool:
+    def is_rebalancing(self) -> bool:
         """Runs may move between ranks."""
-        return not self._moving.is_over
+        return not self._rebalance.is_over
 
     @property
-    def is_bare(self) -> bool:
+    def needs_windows(self) -> bool:
         """Some ranks lack windows, and must receive them before they can take part in any step."""
-        return bool(self._moving.bare)
+        return bool(self._rebalance.bare)
 
     @property
     def is_suspected(self) -> bool:
         """The fault score of a lost segment requires that it is recomputed with nothing else under way."""
-        return any(holding.loss.suspicion >= BREAK for holding in self._holdings.lossy if holding.loss)
+        return any(holding.loss.suspicion >= BREAK for holding in self._holdings.with_losses if holding.loss)
 
     @property
     def is_promised(self) -> bool:
         """Blocks are reserved for all lost ranges."""
-        return self._rereading.is_promised
+        return self._recompute.is_promised
 
     @property
     def num_lost(self) -> int:
         """Number of lost tokens."""
-        return sum(holding.loss.num_tokens for holding in self._holdings.lossy if holding.loss)
+        return sum(holding.loss.num_tokens for holding in self._holdings.with_losses if holding.loss)
 
     @property
     def num_rolling(self) -> BlockCount:
         """Blocks that are needed during recomputation in addition to those of the segments."""
-        return self._rereading.num_rolling
+        return self._recompute.num_rolling
 
     @property
     def num_promised(self) -> BlockCount:
         """Reserved blocks that belong to no segment."""
-        return self._rereading.num_promised
+        return self._recompute.num_promised
 
     @property
-    def arriving(self) -> Iterable[Run]:
+    def incoming_runs(self) -> Iterable[Run]:
         """Runs that a plan under way writes."""
-        return (run for holding in self._holdings for run in holding.arriving)
+        return (run for holding in self._holdings for run in holding.incoming)
 
     @property
-    def fronts(self) -> list[tuple[TokenPath, int]]:
+    def frontiers(self) -> list[tuple[TokenPath, int]]:
         """Positions on paths at which windows are held to recompute the tokens from there on."""
-        found = [(holding.segment.path, holding.loss) for holding in self._holdings.lossy]
+        found = [(holding.segment.path, holding.loss) for holding in self._holdings.with_losses]
         return [(path, loss.front) for path, loss in found if loss is not None and loss.front is not None]
 
     # --- change of epoch ---
@@ -97,28 +97,28 @@ class RecoveryManager:
         is_suspected, is_certain = any(work is self._work for work in ended), len(ended) == 1
         self._work = None
         amount = suspicion if is_suspected else 0
-        recomputed = self._rereading.undo(amount, is_certain=is_certain) if self._rereading.is_under_way else None
+        recomputed = self._recompute.undo(amount, is_certain=is_certain) if self._recompute.is_under_way else None
         self.restoring.undo(has_broken=amount >= BREAK)
-        if self._moving.is_under_way:
-            self._moving.undo(has_broken=amount >= BREAK and is_certain)
+        if self._rebalance.is_under_way:
+            self._rebalance.undo(has_broken=amount >= BREAK and is_certain)
         return recomputed if is_suspected else None
 
     def fail(self) -> SegmentPlacement | None:
         """Reverts the plan under way, whose results are unusable. Returns the segment that it recomputed, or None if
         nothing needs it any more."""
         self._work = None
-        return self._rereading.undo(0, is_certain=True)
+        return self._recompute.undo(0, is_certain=True)
 
     def change_ranks(self, ranking: RankMapping) -> None:
         """Moves the placements to the ranks of the next epoch. No other reservations may exist."""
         assert self._work is None
-        bare = self._moving.bare | set[int]()
-        self._rereading.forget_promises()
+        bare = self._rebalance.bare | set[int]()
+        self._recompute.forget_promises()
         first = ranking.before[0]
-        has_windows = first is not None and first not in bare and not self._moving.is_stuck
-        regroup(self._placer, self._segments, ranking, has_windows=has_windows)
-        self._moving.change_ranks(ranking.after, ranking.newcomers, has_windows=has_windows)
-        self._losses = {holding.segment.id: holding.loss for holding in self._holdings.lossy if holding.loss}
+        has_windows = first is not None and first not in bare and not self._rebalance.is_stuck
+        remap(self._placer, self._segments, ranking, has_windows=has_windows)
+        self._rebalance.change_ranks(ranking.after, ranking.newcomers, has_windows=has_windows)
+        self._losses = {holding.segment.id: holding.loss for holding in self._holdings.with_losses if holding.loss}
         self.is_over = False
 
     def call(self, evicted: Sequence[SegmentPlacement]) -> None:
@@ -131,8 +131,8 @@ class RecoveryManager:
         """Reserves blocks for lost segments as far as possible, first for those on `paths`, and orders the fetches that
         are possible then."""
         if not self.is_promised:
-            self._rereading.promise(paths)
-        self.restoring.go_on(paths)
+            self._recompute.promise(paths)
+        self.restoring.resume(paths)
 
     # --- plans ---
 
@@ -140,10 +140,10 @@ class RecoveryManager:
         """The next plan, with chunks of up to `size` tokens; None when nothing can be done now. Raises
         RecoveryFailed."""
         assert self._work is None
-        if self.is_bare:
-            self._work = self._moving.hand_out()
+        if self.needs_windows:
+            self._work = self._rebalance.hand_out()
         if self._work is None:
-            self._work = self.restoring.plan() or self._rereading.plan(paths, size) or self._moving.plan()
+            self._work = self.restoring.plan() or self._recompute.plan(paths, size) or self._rebalance.plan()
         return self._work
 
     def owns(self, work: Work) -> bool:
@@ -153,37 +153,37 @@ class RecoveryManager:
     def commit(self) -> SegmentPlacement | None:
         """The plan under way is complete. Returns the segment with restored tokens, or None if there is none or nothing
         needs it any more. Raises RecoveryFailed."""
-        self._work, segment = None, self.restoring.under_way or self._rereading.under_way
+        self._work, segment = None, self.restoring.under_way or self._recompute.under_way
         if segment is None:
-            self._moving.commit()
+            self._rebalance.commit()
             return None
         try:
-            return self.restoring.commit() if self.restoring.is_under_way else self._rereading.commit()
+            return self.restoring.commit() if self.restoring.is_under_way else self._recompute.commit()
         except Exception as error:
-            if self._rereading.is_under_way:
-                self._rereading.undo(0, is_certain=True)
+            if self._recompute.is_under_way:
+                self._recompute.undo(0, is_certain=True)
             raise RecoveryFailed(segment) from error
 
-    def settle(self) -> None:
+    def check_complete(self) -> None:
         """Checks whether recovery is complete, and releases the blocks reserved for recomputation once nothing is
         lost."""
         if self._work is None and self._holdings.is_whole:
             self._losses.clear()
-            self._rereading.return_rolling()
-            self.is_over = self._moving.is_over
+            self._recompute.return_rolling()
+            self.is_over = self._rebalance.is_over
 
     # --- progress ---
 
     def progress(self, path: TokenPath) -> Recovering | None:
         """The progress of recovery and the number of lost tokens of a path; None when the whole path is held."""
         num_lost = self._holdings.num_lost(path)
-        return self._told(num_lost) if num_lost else None
+        return self._reported(num_lost) if num_lost else None
 
     @property
     def total(self) -> Recovering | None:
         """The progress of the whole recovery; None when nothing is lost."""
-        return None if self._holdings.is_whole else self._told(self.num_lost)
+        return None if self._holdings.is_whole else self._reported(self.num_lost)
 
-    def _told(self, num_lost: int) -> Recovering:
+    def _reported(self, num_lost: int) -> Recovering:
         total = sum(end - start for loss in self._losses.values() for start, end in loss.ranges)
         return Recovering(num_lost, total - self.num_lost, total)

@@ -18,7 +18,7 @@ from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.runs import ceil_div
 
 
-def regroup(placer: BlockPlacer, segments: SegmentStore, ranking: RankMapping, *, has_windows: bool) -> None:
+def remap(placer: BlockPlacer, segments: SegmentStore, ranking: RankMapping, *, has_windows: bool) -> None:
     """Moves the placements to the ranks of the next epoch. Nothing may be reserved or under way.
 
     Without `has_windows`, no rank holds windows any more that it could send to others.
@@ -26,7 +26,7 @@ def regroup(placer: BlockPlacer, segments: SegmentStore, ranking: RankMapping, *
     after, holdings = ranking.after, segments.holdings
     gone = frozenset(range(len(placer.pools))) - after.keys()
     is_rolled = placer.windows is not None and (bool(gone) or not has_windows)
-    segments.drop_kept(lambda path: is_rolled or _is_on(segments, path, gone))
+    segments.drop_cached(lambda path: is_rolled or _is_on(segments, path, gone))
     placer.change_ranks(ranking)
     found = [(holding, holding.change_ranks(after)) for holding in holdings]
     lost = {holding: ranges for holding, ranges in found if ranges}
@@ -72,14 +72,14 @@ class _Rolled:
         first = {holding: ranges[0][0] for holding, ranges in lost.items()}
         self._lost = lost
         if not has_windows:
-            for holding in (one for one in self._holdings if not one.is_parked):
+            for holding in (one for one in self._holdings if not one.is_stored_only):
                 holding.window_runs = self._placer.roll_back(holding.window_runs, 0, None)
                 if (place := self._first_seen(holding)) < holding.segment.end:
                     first[holding] = min(place, first.get(holding, place))
         for holding in sorted(first, key=lambda holding: holding.segment.id):
             self._lose_from(holding.segment.path, first[holding])
         self._hold_fronts()
-        for holding in self._holdings.lossy:
+        for holding in self._holdings.with_losses:
             self.count(holding)
 
     def _first_seen(self, holding: SegmentPlacement) -> int:
@@ -98,7 +98,7 @@ class _Rolled:
         place = self._place(path, position)
         for segment, part_start, part_end in path.parts():
             holding, start = self._holdings[segment], max(place, part_start)
-            if start < part_end and not holding.is_parked and (holding.loss is None or start < holding.loss.first):
+            if start < part_end and not holding.is_stored_only and (holding.loss is None or start < holding.loss.first):
                 self._placer.free(holding.cut(start))
                 holding.window_runs = self._placer.roll_back(holding.window_runs, start, None)
                 _begin(self._segments, holding, [(start, segment.end)])
@@ -123,14 +123,14 @@ class _Rolled:
     def _hold_fronts(self) -> None:
         """Holds the windows from which each lost segment is recomputed, then releases the windows held for that
         before."""
-        lossy = [(holding.segment.path, holding.loss) for holding in self._holdings.lossy if holding.loss]
+        lossy = [(holding.segment.path, holding.loss) for holding in self._holdings.with_losses if holding.loss]
         old = [(path, loss.front) for path, loss in lossy]
         for path, loss in lossy:
             self._segments.hold(path, loss.first)
             loss.front = loss.first
         for path, front in old:
             if front is not None:
-                self._segments.let_go(path, front)
+                self._segments.unpin(path, front)
 
     def count(self, holding: SegmentPlacement) -> None:
         """Computes the windows that a segment will hold once it is recomputed."""
@@ -156,9 +156,9 @@ def call(placer: BlockPlacer, segments: SegmentStore, evicted: Iterable[SegmentP
 def lay_out(segments: SegmentStore) -> tuple[SegmentLayout, ...]:
     """The layout of all segments that are held or lost. It replaces the pending release messages."""
     segments.take_forgotten()
-    reported = [one for one in segments.holdings if one.segment.token_ids and not one.is_parked]
+    reported = [one for one in segments.holdings if one.segment.token_ids and not one.is_stored_only]
     for holding in reported:
-        holding.is_told = True
+        holding.is_reported = True
     return tuple(
         SegmentLayout(holding.segment.id, holding.segment.start, tuple(holding.runs), holding.window_runs)
         for holding in reported

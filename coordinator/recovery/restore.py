@@ -23,7 +23,7 @@ OF_WINDOWS = -1
 """The piece index of the window piece."""
 
 
-def nothing_kept(segment: int) -> bool:
+def none_stored(segment: int) -> bool:
     """The default for `is_kept`: no segment is in storage."""
     del segment
     return False
@@ -74,7 +74,7 @@ class RestorePlanner:
         self._placer = placer
         self._holdings = segments.holdings
         self._segments = segments
-        self.is_kept: Callable[[int], bool] = nothing_kept
+        self.is_stored: Callable[[int], bool] = none_stored
         """Whether storage has a segment in a format that these ranks can load."""
         self._returns: dict[int, _SegmentRestore] = {}
         self._next_ticket = 0
@@ -143,7 +143,7 @@ class RestorePlanner:
                 one.left.append((index, common))
         if self._placer.windows is not None and not self._is_covered(one):
             one.left = []
-        self._settle(one)
+        self._commit(one)
 
     def _is_whole(self, one: _SegmentRestore, low: int, high: int) -> bool:
         """Whether positions [low, high) are whole blocks of a segment; the last block of the segment may be partial."""
@@ -158,9 +158,9 @@ class RestorePlanner:
         one.left = []
         for part in [part for part in one.parts.values() if part not in planned]:
             self._drop(one, part)
-        self._settle(one)
+        self._commit(one)
 
-    def tell(self, ticket: int, *, is_there: bool) -> None:
+    def on_fetched(self, ticket: int, *, is_there: bool) -> None:
         """Reports that a chunk has been fetched, or cannot be. Does nothing if the chunk is no longer needed."""
         one = next((one for one in self._returns.values() if ticket in one.parts), None)
         if one is None:
@@ -174,16 +174,16 @@ class RestorePlanner:
             assert one.left is not None
             one.left = [(index, ranges) for index, ranges in one.left if index != part.piece]
             self._drop(one, part)
-            self._settle(one)
+            self._commit(one)
 
     # --- fetch orders ---
 
-    def go_on(self, paths: Iterable[TokenPath]) -> None:
+    def resume(self, paths: Iterable[TokenPath]) -> None:
         """Orders the fetches that are possible now, first those that `paths` need."""
         for one in [one for one in self._returns.values() if one.is_stale and not self._is_planned(one)]:
             self._forget(one)
         needed = self._holdings.of(segment for path in paths for segment in path.segments)
-        for holding in dict.fromkeys([*needed, *self._holdings.lossy]):
+        for holding in dict.fromkeys([*needed, *self._holdings.with_losses]):
             if (one := self._returns.get(holding.segment.id)) is None:
                 one = self._begin(holding)
             if one is not None and one.left:
@@ -194,9 +194,9 @@ class RestorePlanner:
 
     def _begin(self, holding: SegmentPlacement) -> _SegmentRestore | None:
         segment, loss = holding.segment, holding.loss
-        if loss is None or loss.promise is None or not loss.may_return or not self.is_kept(segment.id):
+        if loss is None or loss.promise is None or not loss.may_return or not self.is_stored(segment.id):
             return None
-        if holding.arriving:  # it is being recomputed
+        if holding.incoming:  # it is being recomputed
             return None
         if self._placer.windows is not None and (loss.left != [(segment.start, segment.end)] or holding.window_runs):
             return None
@@ -216,7 +216,7 @@ class RestorePlanner:
             runs, rest = placer.place_part(rank, ranges, share, promise)
             if rest:
                 one.left.insert(0, (index, rest))
-            one.holding.arriving += runs
+            one.holding.incoming += runs
             self._add(one, rank, index, runs)
         if is_whole and not one.left and self._window_ranges(one):
             self._add(one, EVERY_RANK, OF_WINDOWS, ())
@@ -268,7 +268,7 @@ class RestorePlanner:
         if windows is not None:
             assert one.loss.promise is not None
             holding.window_runs = self._placer.place_windows(self._window_ranges(one), one.loss.promise)
-        holding.is_told, self._under_way = True, (one, parts)
+        holding.is_reported, self._under_way = True, (one, parts)
         if windows is None:
             return Restore(holding.segment.id, holding.segment.start, portions)
         return Restore(holding.segment.id, holding.segment.start, portions, holding.window_runs, windows.ticket)
@@ -305,18 +305,18 @@ class RestorePlanner:
             return None
         holding, loss = one.holding, one.loss
         for part in parts:
-            holding.arriving = _without(holding.arriving, part.runs)
+            holding.incoming = _without(holding.incoming, part.runs)
             holding.put(part.runs)
             for run in part.runs:
                 loss.fill(run.start, run.end)
             del one.parts[part.ticket]
             self._discarded.append(part.ticket)
         if not loss.left:
-            self._segments.drop_front(holding)
+            self._segments.drop_frontier(holding)
             self._segments.end_loss(holding)
             del self._returns[holding.segment.id]
         else:
-            self._settle(one)
+            self._commit(one)
         return holding
 
     def undo(self, *, has_broken: bool) -> None:
@@ -342,7 +342,7 @@ class RestorePlanner:
         """The plan under way uses fetched chunks of this segment."""
         return self._under_way is not None and self._under_way[0] is one
 
-    def _settle(self, one: _SegmentRestore) -> None:
+    def _commit(self, one: _SegmentRestore) -> None:
         """Ends a restore that has no more chunks; the tokens that are still lost are recomputed."""
         if one.left == [] and not one.parts and not one.is_stale:
             one.loss.may_return = False
@@ -358,8 +358,8 @@ class RestorePlanner:
         self._discarded.append(part.ticket)
         if not one.is_stale:  # otherwise the blocks are free already
             assert one.loss.promise is not None
-            one.holding.arriving = _without(one.holding.arriving, part.runs)
-            self._placer.take_back(part.runs, one.loss.promise)
+            one.holding.incoming = _without(one.holding.incoming, part.runs)
+            self._placer.return_unwritten(part.runs, one.loss.promise)
 
 
 def _without(runs: Sequence[Run], taken: Sequence[Run]) -> tuple[Run, ...]:

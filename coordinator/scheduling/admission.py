@@ -55,7 +55,7 @@ class Admission:
         """Idle contexts can be evicted to make room."""
 
     def admit(
-        self, request_id: int, asked: Prompt | DocumentPrompt, now: float, begin_waiting: Callable[[], None]
+        self, request_id: int, prompt: Prompt | DocumentPrompt, now: float, begin_waiting: Callable[[], None]
     ) -> Job:
         """The job of a request, which may have to wait in the queue. `begin_waiting` starts queued jobs for which there
         is room.
@@ -64,34 +64,34 @@ class Admission:
         when it could be met after the recovery, or ResourceExhausted when the queue is full (resumed answers are
         exempt) or there may never be room.
         """
-        job = self._sequence(request_id, asked) if isinstance(asked, Prompt) else self._ingest(request_id, asked)
-        goes_on = isinstance(asked, Prompt) and asked.generated is not None
-        if self._trouble_in_line(asked.claim):
+        job = self._sequence(request_id, prompt) if isinstance(prompt, Prompt) else self._ingest(request_id, prompt)
+        goes_on = isinstance(prompt, Prompt) and prompt.generated is not None
+        if self._failure_in_queue(prompt.claim):
             begin_waiting()  # those jobs wait only for the next step
-        if not goes_on and (reported := self._trouble_in_line(asked.claim)):
+        if not goes_on and (reported := self._failure_in_queue(prompt.claim)):
             raise ResourceExhausted("queue", reported, self._speeds.retry_seconds(self._requests.in_line().total()))
         jobs = list(self._requests.jobs())
         self._check_room(job, jobs)
-        is_probe = isinstance(asked, Prompt) and asked.is_probe  # its answer was sent already
+        is_probe = isinstance(prompt, Prompt) and prompt.is_probe  # its answer was sent already
         if job.request.claim.deadline is not None and not is_probe:
             self._check_time(job, jobs, job.request.claim.deadline - now)
         return job
 
-    def _trouble_in_line(self, claim: SchedulingClaim) -> str:
+    def _failure_in_queue(self, claim: SchedulingClaim) -> str:
         """The reason why a request cannot be queued; empty if it can. Where there are several tenants, each may fill
         half of the queue, so that there is space for the others."""
         in_line, most = self._requests.in_line(), self._config.max_waiting
         if in_line.total() >= most:
-            return f"as many requests wait as may, {most:,}"
+            return f"{most:,} requests are waiting, which is the limit"
         share = (most + 1) // 2
         if not claim.is_alone and in_line[claim.tenant] >= share:
-            return f"as many requests of the tenant {claim.tenant} wait as may, {share:,} of {most:,}"
+            return f"tenant {claim.tenant} has {share:,} waiting requests, its share of {most:,}"
         return ""
 
     def _sequence(self, request_id: int, prompt: Prompt) -> Sequence:
         prompt.sampling.check()
         if not 1 <= prompt.num_samples <= self._config.max_sequences:
-            limit = f"between 1 and {self._config.max_sequences}, the generations that run at once"
+            limit = f"between 1 and {self._config.max_sequences}, the limit of concurrent generations"
             raise InvalidArgument("sample_count", f"{prompt.num_samples} is not {limit}")
         context = self._contexts.get(prompt.context) if prompt.context is not None else None
         if not prompt.token_ids:
@@ -156,7 +156,9 @@ class Admission:
             raise InvalidArgument("text", "has no tokens")
         if is_busy:
             seconds = self._speeds.retry_seconds(1)
-            raise ResourceExhausted(f"contexts/{context}", "another document is being appended", seconds)
+            raise ResourceExhausted(
+                f"contexts/{context}", "another document is being appended; retry when that ends", seconds
+            )
         declared = None if document.settings.capacity is UNSET else document.settings.capacity
         positions, path = self._limits.positions, known.path if known else TokenPath()
         capacity = known.capacity if known else positions.capacity(len(token_ids), declared)
@@ -171,9 +173,9 @@ class Admission:
 
         The order of arrival does not matter, because any queued job may become the first one.
         """
-        retained = self._lasting([job, *jobs])
+        retained = self._durable([job, *jobs])
         answers = [other for other in jobs if isinstance(other, Sequence)]
-        exporting = {s.id: s for path in self._asked(answers) for s in path.segments if s.id not in retained}
+        exporting = {s.id: s for path in self._requested(answers) for s in path.segments if s.id not in retained}
         coming = sum((other.num_blocks for other in jobs if isinstance(other, IngestJob)), BlockCount())
         holdings = self._segments.holdings
         resident = self._limits.wanted(holdings.of(retained.values())) + coming + self._limits.rolling
@@ -186,12 +188,12 @@ class Admission:
             )
         self._limits.check_room(job.num_blocks, resident, self._speeds.retry_seconds(len(jobs)))
 
-    def _asked(self, answers: list[Sequence]) -> list[TokenPath]:
+    def _requested(self, answers: list[Sequence]) -> list[TokenPath]:
         """The paths that are held while these answers run."""
         bound = self._contexts.bound({answer.context for answer in answers}) if self._can_park else []
         return [*(answer.request.origin for answer in answers), *(context.path for context in bound)]
 
-    def _lasting(self, jobs: list[Job]) -> dict[int, Segment]:
+    def _durable(self, jobs: list[Job]) -> dict[int, Segment]:
         """The segments that are not freed when answers end: those of all contexts or, if contexts can be evicted, those
         that the first of `jobs` and all documents need."""
         contexts = self._contexts.list()
@@ -205,18 +207,18 @@ class Admission:
     def _check_time(self, job: Job, jobs: list[Job], left: float) -> None:
         """Raises DeadlineExceeded when the job needs more than `left` seconds, or Unavailable when that is only due to
         tokens that must be recomputed."""
-        needed = self._speeds.least_seconds(job, self._num_held(job), jobs)
+        needed = self._speeds.least_seconds(job, self._num_resident(job), jobs)
         num_lost = self._segments.holdings.num_lost(job.request.origin)
         lost_seconds = self._speeds.read_seconds(num_lost)
         if 0 < left and needed <= left < needed + lost_seconds:
-            message = f"{num_lost:,} tokens are not held and must be read again"
+            message = f"{num_lost:,} tokens are not in memory and must be recomputed"
             raise Unavailable(f"{message}; {human_seconds(left)} are left", lost_seconds)
         if left <= 0 or needed > left:
             raise DeadlineExceeded(
-                f"{human_seconds(max(0.0, left))} are left, and {human_seconds(needed)} are needed at least"
+                f"{human_seconds(max(0.0, left))} are left, and at least {human_seconds(needed)} are needed"
             )
 
-    def _num_held(self, job: Job) -> int:
+    def _num_resident(self, job: Job) -> int:
         """Number of tokens that the prefix cache has."""
         if not (isinstance(job, Sequence) and job.is_sharing):
             return 0

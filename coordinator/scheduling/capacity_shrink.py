@@ -47,11 +47,11 @@ class CapacityShrink:
             )
         ) is not None:
             return hopeless
-        total, retained = self._placer.num_blocks, self._kept()
+        total, retained = self._placer.num_blocks, self._remaining()
         victims = self._victims(jobs, self._wanted(retained), total)
         if victims is None:
             return None
-        contexts = [context for context in self._contexts.list() if not context.is_resting]
+        contexts = [context for context in self._contexts.list() if not context.is_evicted]
         requested = {id(context) for context in contexts if any(asks(job, context) for job in jobs)}
         spare = [context for context in contexts if not context.is_pinned and id(context) not in requested]
         if spare:
@@ -60,22 +60,22 @@ class CapacityShrink:
             return as_victims(victims or jobs)[0]
         return min(contexts, key=lambda context: (context.is_pinned, id(context) in requested, context.last_use))
 
-    def _victims(self, jobs: list[Job], held: BlockCount, total: BlockCount) -> list[Job] | None:
+    def _victims(self, jobs: list[Job], needed: BlockCount, total: BlockCount) -> list[Job] | None:
         """The jobs that do not fit beside the held keys; None when all fit."""
         answers = [job for job in jobs if isinstance(job, Sequence)]
-        retained = {holding.segment.id for holding in self._kept()}
+        retained = {holding.segment.id for holding in self._remaining()}
         exporting = {s: None for job in answers for s in job.request.origin.segments if s.id not in retained}
-        held += self._limits.wanted(self._segments.holdings.of(exporting))
+        needed += self._limits.wanted(self._segments.holdings.of(exporting))
         for job in jobs:
             if isinstance(job, IngestJob):
-                held += job.num_blocks
+                needed += job.num_blocks
                 loss = job.tail.holding.loss if job.is_running else None
-                held += BlockCount(windows=loss.window_blocks) if loss else BlockCount()
-        if not held.fits(total):
+                needed += BlockCount(windows=loss.window_blocks) if loss else BlockCount()
+        if not needed.fits(total):
             return jobs
-        return [job for job in answers if not (held + job.num_blocks).fits(total)] or None
+        return [job for job in answers if not (needed + job.num_blocks).fits(total)] or None
 
-    def _kept(self) -> list[SegmentPlacement]:
+    def _remaining(self) -> list[SegmentPlacement]:
         segments: dict[Segment, None] = {s: None for context in self._contexts.list() for s in context.path.segments}
         return self._segments.holdings.of(segments)
 

@@ -21,7 +21,7 @@ class ContextActivation:
         """The context of the request that is being admitted."""
 
     @property
-    def is_held_up(self) -> bool:
+    def is_blocked(self) -> bool:
         """A context is protected from eviction only until the current admission ends."""
         return self._admitting is not None
 
@@ -30,18 +30,18 @@ class ContextActivation:
         return {*self._requests.contexts, self._admitting}
 
     @contextmanager
-    def called(self, context: NamedContext | None, call: Call) -> Generator[None, None, None]:
+    def activate(self, context: NamedContext | None, call: Call) -> Generator[None, None, None]:
         """Activates an evicted context for the duration of an admission, and evicts it again if the request is
         refused."""
-        was_resting = context is not None and context.is_resting
+        was_resting = context is not None and context.is_evicted
         self._admitting = context.id if context else None
         try:
             if context is not None and was_resting:
-                call(self._contexts.wake(context))
+                call(self._contexts.activate(context))
             yield
         except Exception:
-            if context is not None and was_resting and not context.is_resting:
-                self._contexts.rest(context)
+            if context is not None and was_resting and not context.is_evicted:
+                self._contexts.evict(context)
             raise
         finally:
             self._admitting = None
@@ -49,14 +49,14 @@ class ContextActivation:
     def warm(self, call: Call, has_room: Callable[[], bool]) -> list[Exception]:
         """Activates the most recently used contexts, as many as fit. Returns the errors of contexts that could not be
         activated and stay evicted."""
-        contexts, faults = [context for context in self._contexts.list() if context.is_resting], list[Exception]()
+        contexts, faults = [context for context in self._contexts.list() if context.is_evicted], list[Exception]()
         for context in sorted(contexts, key=lambda context: -context.last_use):
             try:
-                call(self._contexts.wake(context))
+                call(self._contexts.activate(context))
                 has_room_left = has_room()
             except Exception as error:
                 faults.append(error)
                 has_room_left = False
-            if not has_room_left and not context.is_resting:
-                self._contexts.rest(context)
+            if not has_room_left and not context.is_evicted:
+                self._contexts.evict(context)
         return faults

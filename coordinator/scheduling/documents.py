@@ -15,11 +15,11 @@ class Documents:
 
     contexts: ContextTable
     _faults: list[Exception]
-    _healing: JobRecovery
-    _lives: JobLifecycle
+    _job_recovery: JobRecovery
+    _lifecycle: JobLifecycle
     _outcomes: list[Outcome]
     _requests: Requests
-    _resting: ContextActivation
+    _activation: ContextActivation
 
     def sealed(self, request_id: int) -> IngestJob | None:
         """The document that waits to be acknowledged; None if its ingest has ended since."""
@@ -41,14 +41,14 @@ class Documents:
 
     def warm(self) -> None:
         """Activates the most recently used contexts, as many as fit."""
-        self._faults += self._resting.warm(self._healing.call, lambda: self._healing.has_room)
+        self._faults += self._activation.warm(self._job_recovery.call, lambda: self._job_recovery.has_room)
 
     def _acknowledge(self, job: IngestJob, now: float) -> None:
         document = job.document
         segment, capacity = job.tail.segment, job.request.capacity
         self.contexts.append(document.context, segment, now, document.settings, capacity, document.upload_id)
         self._outcomes.append((job.request.id, Acknowledged(document.context)))
-        self._lives.finish(job)
+        self._lifecycle.finish(job)
 
     def fork_context(
         self, source: str, context_id: str, num_tokens: int | None = None, now: float = 0.0
@@ -65,8 +65,10 @@ class Documents:
     def delete_context(self, context_id: str) -> list[int]:
         """Deletes a context and cancels the ingests into it. Returns the ids of these ingests. Raises NotFound."""
         self.contexts.delete(context_id)
-        self._lives.may_begin = True
-        return [request_id for request_id in self._requests.ingests_into(context_id) if self._lives.cancel(request_id)]
+        self._lifecycle.may_begin = True
+        return [
+            request_id for request_id in self._requests.ingests_into(context_id) if self._lifecycle.cancel(request_id)
+        ]
 
     @property
     def next_expiry(self) -> float | None:
@@ -78,4 +80,4 @@ class Documents:
     def expire_ingests(self, now: float) -> list[int]:
         """Cancels the ingests whose contexts would have expired at `now`, in seconds since the epoch. Returns their
         ids."""
-        return [request_id for request_id in self._requests.expiries.passed(now) if self._lives.cancel(request_id)]
+        return [request_id for request_id in self._requests.expiries.passed(now) if self._lifecycle.cancel(request_id)]

@@ -124,6 +124,10 @@ class Queue:
 
         A job without room can be passed by others, which can then be preempted for it. So it begins at the latest when
         the jobs that were running when it became first have ended, as if no job had passed it.
+
+        That does not hold for a job that has no room beside the contexts in use. Requests hold the path that they
+        continue from admission to their end, so the job also waits for the waiting requests of these contexts, and for
+        later ones.
         """
         passed: list[int] = []
         for job in self.order(is_ready):
@@ -143,11 +147,11 @@ class Queue:
         else:
             self.turns.take(account, num_tokens)
 
-    def go_on(self, job: Job) -> None:
+    def resume(self, job: Job) -> None:
         """Removes a job that was preempted and begins again in the same turn, without passing others."""
         del self._jobs[job.id]
         self.turns.charge(job.request.claim.account, job.take_turn(job.passed, is_spared=job.is_spared))
 
-    def settle(self, job: Job) -> None:
+    def confirm(self, job: Job) -> None:
         """Refunds the tokens that a stopped job did not use."""
         self.turns.charge(job.request.claim.account, -job.refund())

@@ -15,7 +15,7 @@ class AcrossEpochs:
     """The part of a scheduler that handles the change of epochs."""
 
     segments: SegmentStore
-    _healing: JobRecovery
+    _job_recovery: JobRecovery
     _recovery: RecoveryManager
 
     def roll_back(self, steps: tuple[int, ...] = (), suspicion: int = BREAK) -> None:
@@ -25,7 +25,7 @@ class AcrossEpochs:
         `steps` are those in which the epoch may have ended; empty if it ended outside a step. Their work gets the fault
         score `suspicion`: a job that breaks a second epoch ends. See `drain`.
         """
-        self._healing.roll_back(steps, suspicion)
+        self._job_recovery.roll_back(steps, suspicion)
 
     def change_ranks(self, ranking: RankMapping, *, may_grow: bool = False) -> None:
         """Continues with the ranks of another epoch, after `roll_back`. The ranks must receive `layout` before any
@@ -34,25 +34,25 @@ class AcrossEpochs:
         Contexts and jobs that no longer fit are dropped, unless more ranks are expected (`may_grow`): then that happens
         in `settle`, or not at all if another epoch brings enough ranks. See `take_given_up` and `drain`.
         """
-        self._healing.change_ranks(ranking, may_grow=may_grow)
+        self._job_recovery.change_ranks(ranking, may_grow=may_grow)
 
     @property
-    def is_settled(self) -> bool:
+    def is_confirmed(self) -> bool:
         """No more ranks are expected."""
-        return self._healing.is_settled
+        return self._job_recovery.is_confirmed
 
-    def settle(self) -> None:
+    def confirm(self) -> None:
         """No more ranks are expected: contexts and jobs that no longer fit are dropped."""
-        self._healing.settle()
+        self._job_recovery.confirm()
 
     def layout(self) -> tuple[SegmentLayout, ...]:
         """The layout of all held segments, for ranks that have no plan yet."""
         return lay_out(self.segments)
 
     @property
-    def is_moving(self) -> bool:
+    def is_rebalancing(self) -> bool:
         """Runs may move between ranks."""
-        return self._recovery.is_moving
+        return self._recovery.is_rebalancing
 
     @property
     def restoring(self) -> RestorePlanner:
@@ -67,4 +67,4 @@ class AcrossEpochs:
 
     def take_given_up(self) -> list[ContextDropped]:
         """Removes and returns the contexts that were dropped."""
-        return self._healing.take_given_up()
+        return self._job_recovery.take_given_up()

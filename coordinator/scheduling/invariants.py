@@ -26,7 +26,7 @@ def audit_holdings(
     segments.audit()
     contexts.audit()
     holdings = segments.holdings
-    placer.audit(run for holding in holdings for run in (*holding.runs, *holding.window_runs, *holding.arriving))
+    placer.audit(run for holding in holdings for run in (*holding.runs, *holding.window_runs, *holding.incoming))
     jobs = (*waiting, *running)
     for job in jobs:
         holdings.audit(job.request.origin)
@@ -35,15 +35,17 @@ def audit_holdings(
     paths = [context.path for context in contexts.list()] + [job.reading.path for job in jobs]
     for segment in [s for path in paths for s in path.segments] + [job.tail.segment for job in running]:
         owners[segment.id] = owners.get(segment.id, 0) + 1
-    assert owners == {h.segment.id: h.num_references - h.num_kept for h in holdings if h.num_references > h.num_kept}
+    assert owners == {
+        h.segment.id: h.num_references - h.num_retained for h in holdings if h.num_references > h.num_retained
+    }
     places = [(context.path, end) for context in contexts.list() for end in context.ends]
     places += [(path, path.end) for job in jobs for path in (job.request.origin, job.reading.path)]
-    places += recovery.fronts
-    places += [(one.segment.before, one.segment.start) for one in holdings if one.is_parked]
-    evicted = Counter(s.id for context in contexts.list() if context.is_resting for s in context.path.segments)
-    assert evicted == Counter({one.segment.id: one.num_resting for one in holdings if one.num_resting})
-    _audit_seams(holdings, placer, [*places, *((segment.path, segment.end) for segment in segments.kept)])
-    promised = [holding.loss.promise for holding in holdings.lossy if holding.loss]
+    places += recovery.frontiers
+    places += [(one.segment.before, one.segment.start) for one in holdings if one.is_stored_only]
+    evicted = Counter(s.id for context in contexts.list() if context.is_evicted for s in context.path.segments)
+    assert evicted == Counter({one.segment.id: one.num_evicted for one in holdings if one.num_evicted})
+    _audit_seams(holdings, placer, [*places, *((segment.path, segment.end) for segment in segments.cached)])
+    promised = [holding.loss.promise for holding in holdings.with_losses if holding.loss]
     reservations = [*(job.tail.reservation for job in running), *(one for one in promised if one)]
     assert placer.num_reserved == sum((one.left for one in reservations), recovery.num_promised)
 

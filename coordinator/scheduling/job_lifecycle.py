@@ -66,7 +66,7 @@ class JobLifecycle:
         """Removes a job from the running ones; its path stays referenced."""
         del self.running[job.id]
         self._sharing.take_back(job.stop())
-        self.queue.settle(job)
+        self.queue.confirm(job)
         self.may_begin = True
         if isinstance(job, Sequence):
             self.planner.forget(job.id)

@@ -22,7 +22,7 @@ from longleaf.errors import ContextLost, LongleafError, ResourceExhausted
 from longleaf.rank_protocol.step import StepResult
 from longleaf.types import Recovering
 
-NO_ROOM = "the ranks that are left have no room for it"
+NO_ROOM = "it does not fit on the remaining ranks"
 
 
 class JobRecovery:
@@ -46,9 +46,9 @@ class JobRecovery:
         self._contexts = contexts
         self._limits = limits
         self._recovery = recovery
-        self._lives = lifecycle
-        self._parking = evictor
-        self._fitting = CapacityShrink(placer, segments, contexts, limits, recovery)
+        self._lifecycle = lifecycle
+        self._evictor = evictor
+        self._shrink = CapacityShrink(placer, segments, contexts, limits, recovery)
         self._given_up: list[ContextDropped] = []
         self.is_between_epochs = False
         """Nothing may be planned."""
@@ -61,7 +61,7 @@ class JobRecovery:
         """Reverts plans under way. `steps` are those in which the epoch may have ended; empty if it ended outside a
         step."""
         self.is_between_epochs = True
-        lifecycle = self._lives
+        lifecycle = self._lifecycle
         works, guilty = lifecycle.planner.roll_back(steps, suspicion, set(lifecycle.requests.jobs()))
         recomputed = self._recovery.undo(works, suspicion)
         for job in self._running_sequences():
@@ -71,7 +71,7 @@ class JobRecovery:
         for job, work in guilty:
             lifecycle.fail(job, job.poisoned(work))
         if recomputed and recomputed.loss and recomputed.loss.suspicion >= GUILTY:
-            self._give_up_all(recomputed.segment, "the ranks broke whenever it was read again")
+            self._give_up_all(recomputed.segment, "each attempt to recompute it made the ranks fail")
 
     def change_ranks(self, ranking: RankMapping, *, may_grow: bool) -> None:
         """Moves the placements to other ranks. Documents under way wait until blocks are reserved for them again."""
@@ -80,36 +80,36 @@ class JobRecovery:
             job.tail.is_ready = False
             self._placer.release(job.tail.reservation)
         self._recovery.change_ranks(ranking)
-        self._lives.planner.change_ranks(ranking.epoch)
+        self._lifecycle.planner.change_ranks(ranking.epoch)
         self.is_between_epochs, self._limits.may_grow = False, True
         if not may_grow:
-            self.settle()
-        self.go_on()
-        self.tell()
+            self.confirm()
+        self.resume()
+        self.on_fetched()
 
-    def settle(self) -> None:
+    def confirm(self) -> None:
         """Drops or evicts contexts that no longer fit, and fails jobs that no longer fit, because no more ranks are
         expected."""
         if not self._recovery.is_promised:
             for job in self._running_sequences():
-                self._lives.preempt(job)
-        for found in self._fitting.too_much(lambda: list(self._lives.requests.jobs())):
+                self._lifecycle.preempt(job)
+        for found in self._shrink.too_much(lambda: list(self._lifecycle.requests.jobs())):
             if isinstance(found, Job):
-                self._lives.fail(found, ResourceExhausted("pool", NO_ROOM))
+                self._lifecycle.fail(found, ResourceExhausted("pool", NO_ROOM))
             else:
-                self._give_up(found, "the ranks that are left cannot hold it")
-        self._limits.may_grow, self._lives.may_begin = False, True
+                self._give_up(found, "it does not fit on the remaining ranks")
+        self._limits.may_grow, self._lifecycle.may_begin = False, True
 
     @property
-    def is_settled(self) -> bool:
+    def is_confirmed(self) -> bool:
         """No more ranks are expected, so that each job fits once nothing else runs."""
         return not self._limits.may_grow
 
     def _running_sequences(self) -> list[Sequence]:
-        return [job for job in self._lives.running.values() if isinstance(job, Sequence)]
+        return [job for job in self._lifecycle.running.values() if isinstance(job, Sequence)]
 
     def _ingests(self) -> list[IngestJob]:
-        return [job for job in self._lives.running.values() if isinstance(job, IngestJob)]
+        return [job for job in self._lifecycle.running.values() if isinstance(job, IngestJob)]
 
     # --- recovery ---
 
@@ -118,21 +118,21 @@ class JobRecovery:
         self._recovery.call(evicted)
         self.is_over = self.is_over and not evicted
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Reserves free blocks for lost segments and for documents under way. Documents continue once nothing of their
         paths is lost."""
         self._promise()
-        if self._parking is not None and self.is_settled and not self._recovery.is_promised:
-            self._parking.rest_unpromised()
+        if self._evictor is not None and self.is_confirmed and not self._recovery.is_promised:
+            self._evictor.evict_unreserved()
             self._promise()  # recomputing the remaining segments may need fewer blocks
-        self._lives.may_begin = True
+        self._lifecycle.may_begin = True
         while (waiting := self._take_up()) and self._is_full(waiting):
-            self._lives.fail(waiting[-1], ResourceExhausted("pool", NO_ROOM))
+            self._lifecycle.fail(waiting[-1], ResourceExhausted("pool", NO_ROOM))
         self.is_over = self._recovery.is_over and not waiting
 
     def _promise(self) -> None:
         """Reserves blocks to recompute the lost tokens, if any are still lost."""
-        self._recovery.settle()
+        self._recovery.check_complete()
         self._recovery.promise(list(self.paths()))
 
     def _take_up(self) -> list[IngestJob]:
@@ -146,7 +146,7 @@ class JobRecovery:
     def _is_full(self, waiting: list[IngestJob]) -> bool:
         """Whether documents wait for blocks that no other job will free. Jobs that began during the recovery, and have
         ended, may have taken them."""
-        return self._recovery.is_over and self.is_settled and len(waiting) == len(self._lives.running)
+        return self._recovery.is_over and self.is_confirmed and len(waiting) == len(self._lifecycle.running)
 
     def _take_room(self, job: IngestJob) -> bool:
         """Reserves blocks for the rest of a document. Those for windows are reserved once nothing of its segment is
@@ -163,7 +163,7 @@ class JobRecovery:
     def has_room(self) -> bool:
         """Whether all active contexts, and the window blocks for recomputation, fit at the same time."""
         retained = {
-            s: None for context in self._contexts.list() if not context.is_resting for s in context.path.segments
+            s: None for context in self._contexts.list() if not context.is_evicted for s in context.path.segments
         }
         wanted = self._limits.wanted(self._holdings.of(retained)) + self._limits.rolling
         return wanted.fits(self._placer.num_blocks)
@@ -171,12 +171,12 @@ class JobRecovery:
     def is_ready(self, job: Job) -> bool:
         """Whether a waiting job can begin during a recovery: nothing of its path is lost. Once recovery itself is over,
         documents that still wait for room go first."""
-        is_next = not (self._recovery.is_over and self.is_settled)
+        is_next = not (self._recovery.is_over and self.is_confirmed)
         return is_next and self._holdings.holds(job.request.origin)
 
     def _waiting(self) -> Iterator[tuple[Job, TokenPath]]:
         """The jobs that may wait for lost keys, and their paths, the most urgent first."""
-        for job in self._lives.queue.order():
+        for job in self._lifecycle.queue.order():
             yield job, job.request.origin
         for job in self._ingests():
             if not job.tail.is_ready:
@@ -191,17 +191,17 @@ class JobRecovery:
         if result.has_finite_keys:
             self._recovery.commit()
         elif (holding := self._recovery.fail()) is not None:
-            self._give_up_all(holding.segment, "what the model computes is not finite")
-        self.go_on()
-        self.tell()
+            self._give_up_all(holding.segment, "the model computed values that are not finite")
+        self.resume()
+        self.on_fetched()
 
-    def tell(self) -> None:
+    def on_fetched(self) -> None:
         """Reports the progress of recovery to requests that wait for lost keys."""
         reported: dict[int, Recovering] = {}
         for job, path in self._waiting():
             if (progress := self._recovery.progress(path)) is not None:
                 reported[job.request.id] = progress
-        self._lives.outcomes += reported.items()
+        self._lifecycle.outcomes += reported.items()
 
     # --- dropped contexts ---
 
@@ -212,40 +212,40 @@ class JobRecovery:
 
     def _give_up(self, context: NamedContext, reason: str) -> None:
         """Drops a context: evicts it if contexts can be evicted, else deletes it."""
-        if self._parking is not None:
+        if self._evictor is not None:
             error = ResourceExhausted("pool", f"contexts/{context.id}: {reason}")
             self._fail_asking(context, error)
-            self._contexts.rest(context)
+            self._contexts.evict(context)
             return
         self._given_up.append(ContextDropped(context.id, context.num_tokens, reason))
-        self._fail_asking(context, ContextLost(f"contexts/{context.id}", f"it was given up: {reason}"))
+        self._fail_asking(context, ContextLost(f"contexts/{context.id}", f"it was dropped: {reason}"))
         self._contexts.delete(context.id)
-        self._lives.may_begin = True
+        self._lifecycle.may_begin = True
 
     def give_up(self, segment: Segment) -> None:
         """Drops everything that uses a segment that could not be recovered."""
         self._give_up_all(segment, "its tokens could not be recomputed")
-        self.go_on()
+        self.resume()
 
     def _fail_asking(self, context: NamedContext, error: LongleafError) -> None:
-        for job in list(self._lives.requests.jobs()):
-            if asks(job, context) and self._lives.requests.get(job.request.id) is not None:
-                self._lives.fail(job, error)
+        for job in list(self._lifecycle.requests.jobs()):
+            if asks(job, context) and self._lifecycle.requests.get(job.request.id) is not None:
+                self._lifecycle.fail(job, error)
 
     def _give_up_all(self, segment: Segment, reason: str) -> None:
         """Drops everything that uses a segment. The ranks then forget the segment."""
-        self._segments.drop_kept(lambda path: segment in path.segments)
+        self._segments.drop_cached(lambda path: segment in path.segments)
         for job in self._running_sequences():
             if segment in job.reading.path.segments:
-                self._lives.preempt(job)
+                self._lifecycle.preempt(job)
         for context in self._contexts.list():
-            if segment in context.path.segments and not context.is_resting:
+            if segment in context.path.segments and not context.is_evicted:
                 self._give_up(context, reason)
-        for job in list(self._lives.requests.jobs()):
+        for job in list(self._lifecycle.requests.jobs()):
             tail = (job.tail.segment,) if job.is_running else ()
             is_lost = segment in (*job.request.origin.segments, *tail)
-            if is_lost and self._lives.requests.get(job.request.id) is not None:
-                self._lives.fail(job, ContextLost(f"contexts/{job.context}", f"it was given up: {reason}"))
+            if is_lost and self._lifecycle.requests.get(job.request.id) is not None:
+                self._lifecycle.fail(job, ContextLost(f"contexts/{job.context}", f"it was dropped: {reason}"))
 
     def audit(self) -> None:
         """Asserts that no document waits after the recovery."""

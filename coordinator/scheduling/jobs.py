@@ -160,7 +160,7 @@ class Job:
         unused, self._num_charged = min(self._num_charged, self.num_tokens_left), 0
         return unused
 
-    def go_on(self, tail: GrowingSegment) -> None:
+    def resume(self, tail: GrowingSegment) -> None:
         """Continues in `tail`, whose path contains all tokens processed so far."""
         self.reading.path, self._tail = tail.segment.before, tail
 
@@ -195,7 +195,7 @@ class Job:
 
     def poisoned(self, work: Work) -> Failed | LongleafError:
         """The outcome for the client when a step of the job broke two epochs."""
-        return self.failed(Unavailable(f"{self._tokens_of(work)}: the ranks broke there, again and again"))
+        return self.failed(Unavailable(f"{self._tokens_of(work)}: the ranks failed there repeatedly"))
 
     def failed(self, error: LongleafError) -> Failed | LongleafError:
         """The outcome for the client after an error."""

@@ -40,7 +40,7 @@ class JobLimits:
     @property
     def rolling(self) -> BlockCount:
         """Blocks that are needed only during recomputation."""
-        sizes = [holding.loss.num_tokens for holding in self._holdings.lossy if holding.loss]
+        sizes = [holding.loss.num_tokens for holding in self._holdings.with_losses if holding.loss]
         return BlockCount(windows=max(map(self._placer.window_pool.chunk_blocks, sizes), default=0))
 
     def num_prefill(self, num_tokens: int, num_samples: int, num_rows: int = 1) -> int:
@@ -68,7 +68,7 @@ class JobLimits:
             limit += _most(field, self.positions.limit - num_given + 1)
             raise InvalidArgument(field, f"{_sum(reading, field, max_tokens, 1)}; {limit}")
         if total > capacity:
-            limit = f"the context was created for {capacity:,} positions, and only a new one can have more"
+            limit = f"the context was created for {capacity:,} positions; for more, create a new context"
             limit += _most(field, capacity - num_given + 1)
             raise InvalidArgument(field, f"{_sum(reading, field, max_tokens, 1)}; {limit}")
         blocks = self.most_blocks(reading, max_tokens, num_tails)
@@ -98,19 +98,19 @@ class JobLimits:
         needed = blocks + BlockCount(resident.sharded, min(resident.windows, self._placer.window_pool.seen_blocks))
         total, size = self._placer.num_blocks, self._placer.block_size
         if needed.sharded > total.sharded:
-            return f"the pool of all ranks holds {total.sharded * size:,}, in blocks of {size:,}"
+            return f"the pool of all ranks has {total.sharded * size:,} tokens in blocks of {size:,}"
         if needed.windows > total.windows:
-            resident = f"the windows' pool holds {total.windows * size:,} tokens, in blocks of {size:,}"
-            return f"{resident}, and {needed.windows * size:,} are needed: --window-bytes sets its size"
+            resident = f"the window pool has {total.windows * size:,} tokens in blocks of {size:,}"
+            return f"{resident}, and {needed.windows * size:,} are needed: serve with more --window-bytes"
         return ""
 
-    def check_room(self, needed: BlockCount, held: BlockCount, retry_seconds: float | None) -> None:
+    def check_room(self, needed: BlockCount, in_use: BlockCount, retry_seconds: float | None) -> None:
         """Raises ResourceExhausted unless a job fits beside the held blocks. `retry_seconds` is None if it will never
         fit."""
         size, total = self._placer.block_size, self._placer.num_blocks
         pools = {
-            "pool": (needed.sharded, total.sharded, held.sharded),
-            "window pool": (needed.windows, total.windows, held.windows),
+            "pool": (needed.sharded, total.sharded, in_use.sharded),
+            "window pool": (needed.windows, total.windows, in_use.windows),
         }
         for pool, counts in pools.items():
             tokens, room, taken = (count * size for count in counts)
@@ -118,13 +118,13 @@ class JobLimits:
                 continue
             more = ", or serve with more --window-bytes" if pool == "window pool" else ""
             # The number of kept tokens is reported to admins only: it would reveal the usage of other tenants.
-            retained = f"{tokens:,} tokens are needed, and of {room:,} contexts keep too many"
+            retained = f"{tokens:,} tokens are needed, and contexts use too many of {room:,}"
             text = f"{retained}; delete a context{more}"
             if self.may_grow:
                 message = f"{retained} until a lost rank is replaced"
                 raise ResourceExhausted(pool, message, retry_seconds or REPLACED_SECONDS)
             if retry_seconds is not None:
-                text = f"{tokens:,} tokens are needed, and of {room:,} contexts and generations under way need too many"
+                text = f"{tokens:,} tokens are needed, and contexts and running generations use too many of {room:,}"
             raise ResourceExhausted(pool, text, retry_seconds)
 
     def num_blocks(self, reading: PrefillCursor, max_tokens: int, num_tails: int) -> BlockCount:

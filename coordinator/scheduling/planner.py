@@ -62,7 +62,7 @@ class Budget:
         """Maximum number of tokens in the next chunk of `job`. `is_alone` is true when no sequence decodes."""
         return self._size(job.seconds_per_token or self._speeds.prefill_token.value, is_alone=is_alone)
 
-    def reread_size(self, *, is_alone: bool) -> int:
+    def recompute_size(self, *, is_alone: bool) -> int:
         """Maximum number of tokens that are recomputed in a step."""
         return self._size(self._speeds.prefill_token.value, is_alone=is_alone)
 
@@ -168,15 +168,15 @@ class Planner:
         is_alone, is_apart = not decoding, recovery.is_suspected
         if is_apart and self._flights:
             return None
-        if not is_long_under_way and (recovery.is_bare or is_alone or not self._was_prefill):
-            is_turn = recovery.is_bare or not prefilling or not self._was_recovery
-            work = recovery.plan(paths, self._budget.reread_size(is_alone=is_alone)) if is_turn else None
+        if not is_long_under_way and (recovery.needs_windows or is_alone or not self._was_prefill):
+            is_turn = recovery.needs_windows or not prefilling or not self._was_recovery
+            work = recovery.plan(paths, self._budget.recompute_size(is_alone=is_alone)) if is_turn else None
             self._was_recovery = work is not None
             if work is not None:
                 return self._plan(work, [], is_apart=is_apart)
             if prefilling:
                 return self._plan_chunk(prefilling, is_alone=is_alone)
-        if is_alone or recovery.is_bare:
+        if is_alone or recovery.needs_windows:
             return None
         return self._plan_rows(decoding)
 
@@ -222,7 +222,7 @@ class Planner:
         self._flights.append(InflightPlan(plan, tuple((job, job.num_begins) for job in jobs), is_apart))
         return plan
 
-    def land(self, plan: StepPlan) -> list[Job]:
+    def complete(self, plan: StepPlan) -> list[Job]:
         """Removes the first plan under way, which must be `plan`. Returns its jobs that have not ended or restarted
         since."""
         first, jobs, _ = self._flights.popleft()

@@ -49,7 +49,7 @@ class Preemption:
     def __init__(
         self, max_sequences: int, placer: BlockPlacer, segments: SegmentStore, evictor: ContextEvictor | None = None
     ) -> None:
-        self._parking = evictor
+        self._evictor = evictor
         self._max_sequences = max_sequences
         self._placer = placer
         self._segments = segments
@@ -72,8 +72,8 @@ class Preemption:
         candidates = [other for other in running_set.sequences if job.may_preempt(other)]
         places = self._num_places_lacking(job, running_set)
         lacking = job.num_blocks - self._placer.num_free - self._segments.num_reclaimable
-        if self._parking is not None:
-            lacking -= self._parking.num_spare
+        if self._evictor is not None:
+            lacking -= self._evictor.num_spare
         chosen: list[Sequence] = []
         dropped: Counter[int] = Counter()
         for other in as_victims(candidates):
@@ -90,6 +90,6 @@ def _num_freed(job: Sequence, dropped: Counter[int], holdings: SegmentPlacements
     num_blocks = job.tail.holding.num_blocks + job.tail.reservation.left
     for holding in holdings.of(job.reading.path.segments[len(job.request.origin.segments) :]):
         dropped[holding.segment.id] += 1
-        if holding.num_references - holding.num_kept == dropped[holding.segment.id]:
+        if holding.num_references - holding.num_retained == dropped[holding.segment.id]:
             num_blocks += holding.num_blocks
     return num_blocks

@@ -100,7 +100,7 @@ class GrowingSegment:
     def roll_back(self, end: int, placer: BlockPlacer) -> None:
         """Removes the chunk that begins at position `end`; its blocks return to the reservation."""
         holding = self.holding
-        placer.take_back(holding.cut(end), self.reservation)
+        placer.return_unwritten(holding.cut(end), self.reservation)
         holding.window_runs = placer.roll_back(holding.window_runs, end, self.reservation)
         self.segment.cut(end)
         self._num_chunks -= 1
@@ -108,7 +108,9 @@ class GrowingSegment:
     def _extend(self, token_ids: TokenIds[int], runs: tuple[Run, ...], placer: BlockPlacer, *, is_chunk: bool) -> None:
         holding, start = self.holding, self.segment.end
         end = start + len(token_ids)
-        holding.window_runs = placer.roll(holding.window_runs, start, end, self.reservation, is_chunk=is_chunk)
+        holding.window_runs = placer.advance_windows(
+            holding.window_runs, start, end, self.reservation, is_chunk=is_chunk
+        )
         holding.extend(token_ids, runs)
 
 

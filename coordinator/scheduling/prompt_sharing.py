@@ -2,7 +2,7 @@
 
 from coordinator.kv_cache.block_placer import BlockPlacer, Reservation
 from coordinator.kv_cache.segments import SegmentStore
-from coordinator.kv_cache.token_paths import NOWHERE, TokenPath
+from coordinator.kv_cache.token_paths import EMPTY_PATH, TokenPath
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.limits import JobLimits
 from coordinator.scheduling.prefill_cursor import GrowingSegment, PrefillCursor
@@ -28,7 +28,7 @@ class Sharing:
             self._reuse(job, self._segments.match(job.reading.token_ids[:-1], rope, tenant))
             if job.reading.path.end and (reservation := self._reserve(job)):
                 return reservation
-            self._reuse(job, NOWHERE)
+            self._reuse(job, EMPTY_PATH)
         return self._reserve(job)
 
     def _reserve(self, job: Job) -> Reservation | None:
@@ -53,9 +53,9 @@ class Sharing:
     def preempt(self, job: Sequence) -> None:
         """Resets a stopped job to the state before it began."""
         self._refer(job, job.request.origin)
-        self._begin_anew(job)
+        self._restart(job)
 
-    def _begin_anew(self, job: Sequence) -> None:
+    def _restart(self, job: Sequence) -> None:
         """Resets a job so that it recomputes its prompt and its answer so far."""
         token_ids = job.prompt_and_answer()
         reading = PrefillCursor(job.request.origin, token_ids, self._num_prefill(job, len(token_ids)))
@@ -68,7 +68,7 @@ class Sharing:
             return [job]
         parts = [job.part(sample, generated) for sample, generated in job.prompt.generated.items()]
         for part in parts:
-            self._begin_anew(part)
+            self._restart(part)
         return [*parts]
 
     def take_back(self, tail: GrowingSegment) -> None:
@@ -82,17 +82,17 @@ class Sharing:
         read, reservation, rope = job.tail.segment, job.tail.reservation, job.rope
         if job.tail.holding.runs:
             if job.is_sharing:
-                self._segments.keep(read)
+                self._segments.cache(read)
             else:
                 self._segments.close(read)
             self._refer(job, read.path)
             self._segments.drop(read)
-            job.go_on(GrowingSegment(self._segments.create(read.path, rope), reservation))
+            job.resume(GrowingSegment(self._segments.create(read.path, rope), reservation))
         each = self._limits.num_blocks(job.reading, job.num_answer_left, num_tails=1)
         others = job.answer()
         for other in others:
             self._segments.retain(other.request.origin)
             self._segments.retain(other.reading.path, other.request.origin)
-            other.go_on(GrowingSegment(self._segments.create(other.reading.path, rope), reservation.split(each)))
+            other.resume(GrowingSegment(self._segments.create(other.reading.path, rope), reservation.split(each)))
         self._placer.release(reservation.split(reservation.left - each))
         return others

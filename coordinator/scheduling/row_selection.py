@@ -4,7 +4,7 @@ from collections.abc import Sequence as Several
 from math import inf
 
 from coordinator.scheduling.sequences import Sequence
-from longleaf.rank_protocol.step import MAX_TOLD_SPANS
+from longleaf.rank_protocol.step import MAX_ATTRIBUTED_SPANS
 
 MAX_PROBED = 1024
 """Maximum number of probe rows in a step if no other sequence runs: each scored row takes as many numbers as the
@@ -26,7 +26,9 @@ class RowSelector:
         for job in ordered:
             probed = job.reading.num_unplaced if job.prompt.is_probe else 0
             spans = job.prompt.cuts.num_spans if job.prompt.cuts is not None else 0
-            if num_spans + spans > MAX_TOLD_SPANS or (probed and num_probed and num_probed + probed > most_probed):
+            if num_spans + spans > MAX_ATTRIBUTED_SPANS or (
+                probed and num_probed and num_probed + probed > most_probed
+            ):
                 continue
             num_probed, num_spans = num_probed + probed, num_spans + spans
             chosen.add(job.id)

@@ -43,8 +43,8 @@ from longleaf.types import Progress
 
 MAX_FAULTS = 8
 """Maximum number of unexpected errors in one call of `schedule`; further work then waits for the next call."""
-FAILED = "an unexpected error ended this request alone; the service's log has it"
-NEVER_BEGINS = "it can never have the room that it needs"
+FAILED = "an unexpected error ended this request; see the log of the service"
+NEVER_BEGINS = "it needs more memory than is available"
 
 
 class Scheduler(AcrossEpochs, Documents):
@@ -77,14 +77,14 @@ class Scheduler(AcrossEpochs, Documents):
         """Number of steps so far."""
         self.num_preempted = 0
         """Number of times that a job returned to the queue so that another could begin."""
-        self.reread_tokens = 0
+        self.num_recomputed_tokens = 0
         """Number of lost or evicted tokens that were recomputed."""
         self.drafts = DraftCounts()
         self._requests = Requests(config.max_sequences + config.max_waiting)
         limits = JobLimits(config, placer, self.segments.holdings, positions)
         self._is_durable = is_durable
-        self._resting = ContextActivation(self.contexts, self._requests)
-        evictor = ContextEvictor(placer, self.segments, self.contexts, self._resting.in_use) if is_durable else None
+        self._activation = ContextActivation(self.contexts, self._requests)
+        evictor = ContextEvictor(placer, self.segments, self.contexts, self._activation.in_use) if is_durable else None
         self._sharing = Sharing(self.segments, placer, limits)
         self._preemption = Preemption(config.max_sequences, placer, self.segments, evictor)
         self._admission = Admission(
@@ -94,13 +94,15 @@ class Scheduler(AcrossEpochs, Documents):
         self._drafter = drafter or Drafter(config.max_rows, config.max_draft_tokens, config.block_size)
         self._planner = Planner(config, placer, self.segments, self.speeds, self._recovery, self._drafter, epoch)
         self._queue = Queue()
-        self._lives = JobLifecycle(
+        self._lifecycle = JobLifecycle(
             self.segments, self._requests, self._queue, self._planner, self._sharing, self.speeds
         )
         self._faults: list[Exception] = []
-        self._running = self._lives.running
-        self._outcomes = self._lives.outcomes
-        self._healing = JobRecovery(placer, self.segments, self.contexts, limits, self._recovery, self._lives, evictor)
+        self._running = self._lifecycle.running
+        self._outcomes = self._lifecycle.outcomes
+        self._job_recovery = JobRecovery(
+            placer, self.segments, self.contexts, limits, self._recovery, self._lifecycle, evictor
+        )
 
     @property
     def num_waiting(self) -> int:
@@ -151,37 +153,37 @@ class Scheduler(AcrossEpochs, Documents):
 
     # --- admission ---
 
-    def admit(self, request_id: int, asked: Prompt | DocumentPrompt, now: float = 0.0) -> None:
+    def admit(self, request_id: int, prompt: Prompt | DocumentPrompt, now: float = 0.0) -> None:
         """Queues a document, or a generation, whose sample number i runs under the id request_id + i.
 
         Raises InvalidArgument, NotFound, AlreadyExists, ResourceExhausted, DeadlineExceeded or Unavailable, and then
         keeps nothing.
         """
-        context = self.contexts.find(asked.context)
-        with self._resting.called(context, self._healing.call):
-            self._lives.enter(self._admission.admit(request_id, asked, now, self._begin_waiting))
+        context = self.contexts.find(prompt.context)
+        with self._activation.activate(context, self._job_recovery.call):
+            self._lifecycle.enter(self._admission.admit(request_id, prompt, now, self._begin_waiting))
         if context is not None:
             self.contexts.use(context)
-        if not self._healing.is_over:
-            self._healing.tell()
+        if not self._job_recovery.is_over:
+            self._job_recovery.on_fetched()
 
     # --- schedule ---
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next step, or None when nothing is ready or enough is under way. It may add outcomes: see `drain`."""
-        self._lives.now = now
+        self._lifecycle.now = now
         for request_id in self._requests.deadlines.passed(now):
             self._outcomes.append((request_id, DeadlineExceeded("the deadline has passed")))
             self.cancel(request_id)
-        if self._planner.is_full or self._healing.is_between_epochs:
+        if self._planner.is_full or self._job_recovery.is_between_epochs:
             return None
         for _ in range(MAX_FAULTS):
             self._begin_waiting()
             try:
-                return self._planner.plan(self._running.values(), self._healing.paths)
+                return self._planner.plan(self._running.values(), self._job_recovery.paths)
             except JobFailed as failed:
                 for other in failed.others:
-                    self._lives.preempt(other)
+                    self._lifecycle.preempt(other)
                 self._end_failed(failed.job, failed)
             except RecoveryFailed as failed:
                 self._give_up(failed)
@@ -191,11 +193,11 @@ class Scheduler(AcrossEpochs, Documents):
         """Ends a job after an unexpected error; all others continue."""
         self._faults.append(fault)
         if (request := self._requests.get(job.request.id)) is not None and job in request.jobs:
-            self._lives.fail(job, job.failed(Unavailable(FAILED)))
+            self._lifecycle.fail(job, job.failed(Unavailable(FAILED)))
 
     def _give_up(self, failed: RecoveryFailed) -> None:
         self._faults.append(failed)
-        self._healing.give_up(failed.segment)
+        self._job_recovery.give_up(failed.segment)
 
     def take_faults(self) -> list[Exception]:
         """Removes and returns unexpected errors, for the log. Each one ended only the job or the recovery in which it
@@ -204,33 +206,35 @@ class Scheduler(AcrossEpochs, Documents):
         return faults
 
     def _begin_waiting(self) -> None:
-        if self._healing.is_between_epochs:
+        if self._job_recovery.is_between_epochs:
             return
-        if not self._healing.is_over:
-            self._healing.go_on()
-        is_healing = not self._healing.is_over
-        while self._lives.may_begin:
+        if not self._job_recovery.is_over:
+            self._job_recovery.resume()
+        is_healing = not self._job_recovery.is_over
+        while self._lifecycle.may_begin:
             running_set = RunningSet(self._running.values())
             if (
                 job := self._queue.take(partial(self._reserve, running_set), partial(self._is_ready, running_set))
             ) is None:
-                may_wait = self._running or is_healing or not self._healing.is_settled or not self._queue.order()
-                if not may_wait and self._resting.is_held_up:
+                may_wait = self._running or is_healing or not self._job_recovery.is_confirmed or not self._queue.order()
+                if not may_wait and self._activation.is_blocked:
                     return  # the request that is being admitted may find room
                 if not may_wait and (unread := self._requests.longest_paused) is not None:
-                    self._end_unread(unread, "others need the room that its context takes, and it is not read")
+                    self._end_unread(
+                        unread, "its context's memory is needed by other requests, and its answer is not read"
+                    )
                     continue
                 if not may_wait:  # an admitted job always has room, so this is a bug; it fails only that job
-                    self._lives.fail(next(iter(self._queue.order())), ResourceExhausted("pool", NEVER_BEGINS))
+                    self._lifecycle.fail(next(iter(self._queue.order())), ResourceExhausted("pool", NEVER_BEGINS))
                     continue
-                self._lives.may_begin = False
+                self._lifecycle.may_begin = False
                 return
             if isinstance(job, Sequence):
                 self._start(job)
 
     def _is_ready(self, running_set: RunningSet, job: Job) -> bool:
         """Whether a job may begin, if there is room for it."""
-        return running_set.is_allowed(job) and (self._healing.is_over or self._healing.is_ready(job))
+        return running_set.is_allowed(job) and (self._job_recovery.is_over or self._job_recovery.is_ready(job))
 
     def _reserve(self, running_set: RunningSet, job: Job) -> bool:
         """Begins the job if there is room for it, after preemptions if necessary. Returns whether it has begun."""
@@ -240,7 +244,7 @@ class Scheduler(AcrossEpochs, Documents):
             if (victims := self._preemption.victims(job, running_set)) is None:
                 return False
             for victim in victims:
-                self._lives.preempt(victim)
+                self._lifecycle.preempt(victim)
             self.num_preempted += len(victims)
             if (reservation := self._sharing.reserve(job)) is None:
                 return False
@@ -265,7 +269,7 @@ class Scheduler(AcrossEpochs, Documents):
             job.request.jobs += others
             self._running |= {sample.id: sample for sample in others}
             # window blocks for the prefill are free now
-            self._lives.may_begin |= self._placer.windows is not None
+            self._lifecycle.may_begin |= self._placer.windows is not None
 
     # --- commit ---
 
@@ -276,14 +280,14 @@ class Scheduler(AcrossEpochs, Documents):
         seconds = result.seconds - sum(found.seconds for found in result.comparisons.values())
         self.speeds.measure(plan, seconds)
         self._drafter.measure(plan, seconds)
-        jobs = self._planner.land(plan)
+        jobs = self._planner.complete(plan)
         if self._recovery.owns(plan.work):
             try:
-                self._healing.commit(result)
+                self._job_recovery.commit(result)
             except RecoveryFailed as failed:
                 self._give_up(failed)
             if isinstance(plan.work, Prefill) and result.has_finite_keys:
-                self.reread_tokens += plan.num_tokens
+                self.num_recomputed_tokens += plan.num_tokens
         for job in jobs:
             try:
                 self._commit_job(job, plan.work, result, now)
@@ -294,7 +298,7 @@ class Scheduler(AcrossEpochs, Documents):
     def _commit_job(self, job: Job, work: Work, result: StepResult, now: float) -> None:
         if job.id in result.not_finite or not result.has_finite_keys:
             self._outcomes.append((job.request.id, job.failure(work)))
-            self._lives.finish(job)
+            self._lifecycle.finish(job)
         elif isinstance(work, Prefill):
             job.read(len(work.token_ids), result.seconds)
             self._commit_chunk(job, now)
@@ -325,7 +329,7 @@ class Scheduler(AcrossEpochs, Documents):
     def fail(self, request_id: int, error: LongleafError) -> None:
         """Ends a request with an error, if it has not ended. See `drain`."""
         if (request := self._requests.get(request_id)) is not None:
-            self._lives.fail(request.jobs[0], error)
+            self._lifecycle.fail(request.jobs[0], error)
 
     def _commit_tokens(self, job: Sequence, result: StepResult) -> None:
         request_id, reason = job.request.id, "length"
@@ -344,17 +348,17 @@ class Scheduler(AcrossEpochs, Documents):
             self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, reported, *counts)))
         if reason is not None:
             self._outcomes.append((request_id, job.ended(reason, result)))
-            self._lives.finish(job)
+            self._lifecycle.finish(job)
         elif job.has_outgrown_rope:
             self._recompute(job)
 
     def _recompute(self, job: Sequence) -> None:
         """Recomputes the prompt and the answer so far with the rope for longer sequences: at once if there is room,
         because the job has its turn already, else when it is next in the queue."""
-        self._lives.preempt(job)
-        may_begin = self._healing.is_over and not job.request.is_paused
+        self._lifecycle.preempt(job)
+        may_begin = self._job_recovery.is_over and not job.request.is_paused
         if may_begin and (reservation := self._sharing.reserve(job)) is not None:
-            self._queue.go_on(job)
+            self._queue.resume(job)
             self._begin(job, reservation)
             self._start(job)
 
@@ -372,7 +376,7 @@ class Scheduler(AcrossEpochs, Documents):
     def cancel(self, request_id: int) -> bool:
         """Ends a request, whether it waits or runs. Its blocks are free at once, because any step that reuses them
         comes later."""
-        return self._lives.cancel(request_id)
+        return self._lifecycle.cancel(request_id)
 
     def cancel_sample(self, request_id: int, sample: int) -> bool:
         """Ends one sample of a request; the others continue. Returns False when the sample does not answer yet or has
@@ -380,7 +384,7 @@ class Scheduler(AcrossEpochs, Documents):
         request = self._requests.get(request_id)
         for job in request.jobs if request else ():
             if isinstance(job, Sequence) and job.samples == range(sample, sample + 1):
-                self._lives.drop(job)
+                self._lifecycle.drop(job)
                 return True
         return False
 
@@ -390,9 +394,11 @@ class Scheduler(AcrossEpochs, Documents):
         if (request := self._requests.get(request_id)) is None:
             return
         self._requests.pause(request, is_paused)
-        self._lives.may_begin = True
+        self._lifecycle.may_begin = True
         while (surplus := self._requests.surplus) is not None:
-            message = f"more than {self._requests.max_unread} are not read, and this one the longest of its client's"
+            message = (
+                f"more than {self._requests.max_unread} answers of its client are unread; this one for the longest time"
+            )
             self._end_unread(surplus, message)
 
     def _end_unread(self, request: Request, reason: str) -> None:
@@ -403,7 +409,7 @@ class Scheduler(AcrossEpochs, Documents):
         """Asserts the invariants of blocks, segments, references, reservations and jobs."""
         waiting, running = tuple(self._queue), tuple(self._running.values())
         audit_holdings(self.segments, self.contexts, self._placer, self._recovery, (waiting, running))
-        self._healing.audit()
+        self._job_recovery.audit()
         audit_jobs(waiting, running, self._planner.under_way)
         self._requests.audit()
         assert sorted(job.id for job in self._requests.jobs()) == sorted(job.id for job in (*waiting, *running))

@@ -14,7 +14,7 @@ from coordinator.scheduling.prefill_cursor import PrefillCursor, lengthened
 from coordinator.speculation.sequence_drafter import SequenceDrafter
 from longleaf.errors import LongleafError
 from longleaf.positions import OWN_ROPE
-from longleaf.rank_protocol.row_delta import growth
+from longleaf.rank_protocol.row_delta import row_delta
 from longleaf.rank_protocol.step import PenaltyHistory, Prefill, Row, SamplingTerms, Spans, StepResult, Work
 from longleaf.types import TokenRange
 
@@ -22,8 +22,8 @@ from longleaf.types import TokenRange
 class Sequence(Job):
     """A generation. It stands for all samples of a request until the prompt is processed, then for one of them.
 
-    `num_asked` counts the tokens of the answer that plans have requested, `generated` holds those that were sampled.
-    """
+    `num_requested` counts the tokens of the answer that plans have requested, `generated` holds those that were
+    sampled. """
 
     def __init__(
         self, request: Request, prompt: Prompt, reading: PrefillCursor, num_blocks: BlockCount, samples: range
@@ -34,9 +34,9 @@ class Sequence(Job):
         """Numbers of the samples that it stands for."""
         self.sampling = prompt.sampling.of_sample(samples.start)
         self.end_tokens = frozenset[int]() if prompt.sampling.ignore_end_token else prompt.end_tokens
-        self.num_asked = 0
+        self.num_requested = 0
         self.generated = array("I")
-        self.guesses: SequenceDrafter | None = None
+        self.drafter: SequenceDrafter | None = None
         """The drafter of the answer, if it has one."""
 
     @property
@@ -88,10 +88,10 @@ class Sequence(Job):
     def has_rows(self) -> bool:
         """There are tokens of the answer, or probe results, that no plan has requested yet."""
         is_answering = self.phase is Phase.ANSWERING and not self.request.is_paused
-        return is_answering and self.num_asked < max(1, self.max_asked)
+        return is_answering and self.num_requested < max(1, self.max_requested)
 
     @property
-    def max_asked(self) -> int:
+    def max_requested(self) -> int:
         """Maximum number of tokens of the answer with the current rope."""
         most, border = self.prompt.max_tokens, self.request.ropes.border
         is_near = self.request.start + len(self.reading.token_ids) <= border
@@ -101,7 +101,7 @@ class Sequence(Job):
     def has_outgrown_rope(self) -> bool:
         """The answer continues, and its next token needs another rope, with which all earlier tokens must be
         recomputed."""
-        return self.max_asked <= self.num_generated < self.prompt.max_tokens
+        return self.max_requested <= self.num_generated < self.prompt.max_tokens
 
     @property
     def is_recomputed(self) -> bool:
@@ -183,7 +183,7 @@ class Sequence(Job):
         and the answer continues with its next token. Preemption does not change the answer, because the random numbers
         depend only on the index of the token."""
         self.reading, self.num_blocks = reading, num_blocks
-        self.num_asked = self.num_generated
+        self.num_requested = self.num_generated
 
     # --- decoding ---
 
@@ -192,20 +192,20 @@ class Sequence(Job):
 
         The id of that token is unknown while the plan that samples it is under way; `take` sets it.
         """
-        tail, reading, index = self.tail, self.reading, self.num_asked
+        tail, reading, index = self.tail, self.reading, self.num_requested
         start, known = tail.segment.end, tail.holding.window_runs
         sent = tuple(reading.token_ids[reading.num_placed :])  # empty once the prompt is placed
         terms = self._terms() if sent else None
         token_ids = sent or (self.generated[-1] if index == self.num_generated else 0,)
         runs = tail.add_rows(token_ids, placer)
         reading.num_placed += len(token_ids)
-        self.num_asked += 1
-        window_runs, num_reference = tail.holding.window_runs, self._num_reference(self.num_asked)
+        self.num_requested += 1
+        window_runs, num_reference = tail.holding.window_runs, self._num_reference(self.num_requested)
         if terms is not None:
             index = -1 if self.prompt.is_probe else index
             rope, more = self.rope, (self._spans(), self.hidden, self.prompt.num_scored)
             return Row(self.id, tail.path_ids, start, sent, runs, index, terms, num_reference, rope, window_runs, *more)
-        window_runs = window_runs and growth(known, window_runs, placer.block_size)
+        window_runs = window_runs and row_delta(known, window_runs, placer.block_size)
         return Row(self.id, (), start, (), runs, index, None, num_reference, OWN_ROPE, window_runs)
 
     def _terms(self) -> SamplingTerms:
@@ -235,20 +235,20 @@ class Sequence(Job):
     def most_drafts(self, block_size: int) -> int:
         """Maximum number of drafts for a row that was placed just now. Drafts take no new block, and a step yields one
         token more than the accepted drafts."""
-        left = self.max_asked - self.num_asked
+        left = self.max_requested - self.num_requested
         return min(self.prompt.max_draft_tokens, left, self.tail.num_spare(block_size))
 
     def with_drafts(self, row: Row, draft_ids: tuple[int, ...]) -> Row:
         """The row with drafts after its token. Drafts are not recorded in the segment until they are accepted."""
         runs, window_runs = (lengthened(each, len(draft_ids)) for each in (row.runs, row.window_runs))
-        num_reference = self._num_reference(self.num_asked + len(draft_ids))
+        num_reference = self._num_reference(self.num_requested + len(draft_ids))
         drafted = {"draft_ids": draft_ids, "num_reference": num_reference}
         return structs.replace(row, runs=runs, window_runs=window_runs, **drafted)
 
     def accept(self, token_ids: TokenIds[int]) -> None:
         """Records that drafts of the last row were accepted; `take` adds their tokens to the answer."""
         self.tail.accept(token_ids)
-        self.num_asked += len(token_ids)
+        self.num_requested += len(token_ids)
 
     def take(self, token_id: int) -> EndReason | None:
         """Adds the next sampled token to the answer. Returns the reason if that ends the answer, else None."""

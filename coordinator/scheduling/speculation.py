@@ -24,7 +24,7 @@ TURN_STEPS = 64
 
 
 class Drafter:
-    """Drafts for whole steps. The state of a sequence is in its `guesses`."""
+    """Drafts for whole steps. The state of a sequence is in its `drafter`."""
 
     def __init__(self, max_rows: int, max_drafts: int, block_size: int) -> None:
         """Steps have at most `max_rows` rows, and sequences at most `max_drafts` drafts; 0 disables drafts."""
@@ -49,7 +49,7 @@ class Drafter:
         step."""
         if not (self._max_drafts and self._policy.has_room(len(jobs))):
             return False
-        drafts = map(self._guesses_of, jobs)  # even for a new job: others may have queried its context
+        drafts = map(self._drafter_of, jobs)  # even for a new job: others may have queried its context
         return self._policy.is_worth_waiting([each.acceptance.expected() if each else [] for each in drafts])
 
     def draft(self, jobs: Several[Sequence], rows: Several[Row]) -> tuple[Row, ...]:
@@ -63,16 +63,16 @@ class Drafter:
     def _look(self, job: Sequence) -> Draft:
         """The draft after the token that was placed just now."""
         most = min(self._max_drafts, job.most_drafts(self._block_size))
-        drafts = self._guesses_of(job) if most > 0 else None
+        drafts = self._drafter_of(job) if most > 0 else None
         return drafts.draft(job.tail.segment.end, most) if drafts else NO_DRAFT
 
-    def _guesses_of(self, job: Sequence) -> SequenceDrafter | None:
+    def _drafter_of(self, job: Sequence) -> SequenceDrafter | None:
         if not (self._max_drafts and job.may_draft):
             return None
-        if job.guesses is None:
-            job.guesses = SequenceDrafter(job.tail.segment, self._indexes, self._max_drafts, self._usual_of(job))
-        job.guesses.follow(job.tail.segment)
-        return job.guesses
+        if job.drafter is None:
+            job.drafter = SequenceDrafter(job.tail.segment, self._indexes, self._max_drafts, self._usual_of(job))
+        job.drafter.follow(job.tail.segment)
+        return job.drafter
 
     def _usual_of(self, job: Sequence) -> Acceptance | None:
         """Acceptance rates of the sequences that query the same context, because their questions are similar."""
@@ -99,7 +99,7 @@ class Drafter:
     def take(self, job: Sequence, tokens: Several[Token]) -> int:
         """Records the tokens of a step, which the job has added to its answer. Returns the number of drafts in the
         step."""
-        if (drafts := self._guesses_of(job)) is None:
+        if (drafts := self._drafter_of(job)) is None:
             return 0
         if num_drafts := len(drafts.drafted.token_ids):
             drafts.verified(len(tokens) - 1)
@@ -120,23 +120,23 @@ class Drafter:
         num_came = len(self._came)
         first, most = self._num_learned // TURN_STEPS * MAX_COMPARED, MAX_COMPARED * self._policy.has_room(num_came)
         for number, (job, token_id, end) in enumerate(self._came):
-            if job.guesses and job.is_running and job.guesses.tail is job.tail.segment and end <= job.tail.segment.end:
+            if job.drafter and job.is_running and job.drafter.tail is job.tail.segment and end <= job.tail.segment.end:
                 if (number - first) % num_came < most:
-                    job.guesses.enter(ENTERED_AT_ONCE)
-                    job.guesses.compare(token_id, end)
+                    job.drafter.enter(ENTERED_AT_ONCE)
+                    job.drafter.compare(token_id, end)
                 else:
-                    job.guesses.skip()
+                    job.drafter.skip()
         self._num_learned += num_came > 0
         self._came.clear()
 
 
 def _chances(job: Sequence, draft: Draft) -> list[float]:
-    return job.guesses.acceptance.of(draft) if job.guesses else []
+    return job.drafter.acceptance.of(draft) if job.drafter else []
 
 
 def _with_draft(job: Sequence, row: Row, draft: Draft, length: int) -> Row:
-    if not length or job.guesses is None:
+    if not length or job.drafter is None:
         return row
     draft = draft.cut(length)
-    job.guesses.verify(draft)
+    job.drafter.verify(draft)
     return job.with_drafts(row, draft.token_ids)

@@ -101,12 +101,12 @@ class NgramTable:
         nums = [*(capacity // tokens for tokens in SLOTS), capacity]
         room = memoryview(array("H", bytes(2 * sum(nums))))  # one allocation, which returns to the system as a whole
         ends = [*accumulate(nums)]
-        *self._slots, self._earlier = (room[end - num : end] for num, end in zip(nums, ends, strict=True))
+        *self._slots, self._previous = (room[end - num : end] for num, end in zip(nums, ends, strict=True))
         self._shifts = tuple(33 - num.bit_length() for num in nums[:-1])
 
     @property
     def num_bytes(self) -> int:
-        return sum(slots.nbytes for slots in (*self._slots, self._earlier))
+        return sum(slots.nbytes for slots in (*self._slots, self._previous))
 
     def enter(self, ids: Ids, end: int) -> None:
         """Indexes the n-grams that end at the next offsets, up to `end`. `ids` are those of the segment, uint32
@@ -134,7 +134,7 @@ class NgramTable:
         order = np.argsort(at.astype(np.uint16), kind="stable")
         is_same = at[order[1:]] == at[order[:-1]]
         before[order[1:][is_same]] = places[order[:-1][is_same]]
-        np.frombuffer(self._earlier, np.uint16)[places] = before
+        np.frombuffer(self._previous, np.uint16)[places] = before
 
     def match(self, match: NgramMatch, ids: "array[int]", visible: int) -> None:
         """Tries the n-grams found in this table. `ids` are those of the segment; only offsets below `visible` are used.
@@ -154,7 +154,7 @@ class NgramTable:
                     match.try_at(ids, offset)
                     if (size := match.size) == len(query):
                         return
-                if (before := self._earlier[place]) >= place:
+                if (before := self._previous[place]) >= place:
                     break
                 place = before
 

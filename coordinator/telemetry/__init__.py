@@ -1,1 +1,1 @@
-"""What a service tells of itself: metrics, traces and logs."""
+"""Observability of a service: metrics, traces and logs."""

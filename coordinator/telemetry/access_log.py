@@ -1,4 +1,4 @@
-"""Who called what, and how it ended: a line per call, and lines that an auditor asks for."""
+"""Access log: a line per call, and lines for auditors."""
 
 import logging
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from coordinator.engine_messages import Event
-from coordinator.telemetry.observers import CallRecord, Saw
+from coordinator.telemetry.observers import CallRecord, EventSink
 from coordinator.telemetry.refusal_log import Later, RefusalLog, call_later
 from longleaf.tenants import name_of
 
@@ -17,29 +17,29 @@ AUDITED = {
     "/longleaf.v1.ClusterService/Drain": "drain",
     "/longleaf.v1.ClusterService/RefillSlots": "refill of slots",
 }
-"""What takes something away from others, or adds machines."""
+"""Calls that delete or revoke resources, or change the ranks."""
 REFUSED = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED"})
 UNDONE = frozenset({"NOT_FOUND", "INVALID_ARGUMENT"})
-"""How calls end that have done nothing, however often they are made."""
+"""Codes of calls that had no effect."""
 
 
 class AccessLog:
-    """An observer that writes them as calls end. Needs a running event loop. `clock` counts seconds."""
+    """An observer that writes a line when a call ends. Needs a running event loop. `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, later: Later = call_later) -> None:
         self._clock = clock
         self._refused = RefusalLog(lambda reported: audit.warning("%s", reported), clock, later)
 
     async def start(self) -> None:
-        """There is nothing to begin."""
+        """Nothing to start."""
 
     async def stop(self) -> None:
-        """Writes how many were refused since it was written last."""
+        """Logs the number of calls refused since the last such line."""
         self._refused.stop()
 
     @contextmanager
     def call(self, record: CallRecord) -> Generator[None, None, None]:
-        """Writes when it ends."""
+        """Logs the call when it ends."""
         began = self._clock()
         try:
             yield
@@ -47,8 +47,8 @@ class AccessLog:
             self._write(record, self._clock() - began)
 
     @contextmanager
-    def generation(self, request_id: str, tenant: str) -> Generator[Saw, None, None]:
-        """What its call says is enough."""
+    def generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
+        """Writes nothing: the line of the call is enough."""
         yield _ignore
 
     def _write(self, record: CallRecord, seconds: float) -> None:
@@ -64,11 +64,11 @@ class AccessLog:
 
 
 def _ignore(_: Event) -> None:
-    """Of a generation."""
+    """Fields of a generation."""
 
 
 def facts_of(record: CallRecord, seconds: float) -> dict[str, object]:
-    """What lines on a call carry. Names stand as its tenant says them."""
+    """Fields of a call's log lines. Names are those that the tenant uses."""
     return {
         "method": record.method,
         "code": record.code,

@@ -30,11 +30,11 @@ class Gauges:
 
     def look(self) -> None:
         """Read all values, on the event loop. Values that are unavailable are omitted."""
-        seen = [self._gauge("build_info", "1; its labels tell what runs.", self._build, 1)]
+        seen = [self._gauge("build_info", "1; the labels describe the service.", self._build, 1)]
         with suppress(LongleafError):
             seen += self._of_cluster(self._sources.cluster())
         seen += self._of_counts(self._sources.counts())
-        seen += self._of_trouble()
+        seen += self._storage_error()
         self._seen = seen
 
     # --- the ranks and the load ---
@@ -42,22 +42,24 @@ class Gauges:
     def _of_cluster(self, cluster: Cluster) -> list[Metric]:
         workers = cluster.workers
         return [
-            self._gauge("requests_running", "Generations and ingests that run.", {}, cluster.running),
-            self._gauge("requests_waiting", "Generations and ingests that wait to begin.", {}, cluster.waiting),
-            self._gauge("epoch", "Number of the epoch: it grows whenever the ranks are others.", {}, cluster.epoch),
-            self._gauge("ranks", "Ranks that compute.", {}, cluster.world_size),
+            self._gauge("requests_running", "Running generations and ingests.", {}, cluster.running),
+            self._gauge("requests_waiting", "Waiting generations and ingests.", {}, cluster.waiting),
+            self._gauge("epoch", "Number of the epoch; it grows with every change of ranks.", {}, cluster.epoch),
+            self._gauge("ranks", "Number of ranks.", {}, cluster.world_size),
             self._by_rank(
-                "kv_tokens", "Tokens whose keys and values the rank holds.", workers, lambda worker: worker.tokens
+                "kv_tokens", "Tokens whose keys and values are on the rank.", workers, lambda worker: worker.tokens
             ),
             self._by_rank(
-                "kv_capacity_tokens", "Tokens for which its pool has room.", workers, lambda worker: worker.max_tokens
+                "kv_capacity_tokens", "Capacity of its pool in tokens.", workers, lambda worker: worker.max_tokens
             ),
-            self._by_rank("kv_used_ratio", "Tokens that the rank holds, as a share of its room.", workers, _used),
+            self._by_rank("kv_used_ratio", "Used share of the capacity.", workers, _used),
             *self._of_merges(cluster),
         ]
 
-    def _by_rank(self, name: str, told: str, workers: Iterable[Worker], value: Callable[[Worker], float]) -> Metric:
-        family = GaugeMetricFamily(f"longleaf_{name}", told, labels=("model", "rank"))
+    def _by_rank(
+        self, name: str, help_text: str, workers: Iterable[Worker], value: Callable[[Worker], float]
+    ) -> Metric:
+        family = GaugeMetricFamily(f"longleaf_{name}", help_text, labels=("model", "rank"))
         for worker in workers:
             family.add_metric((self._model, str(worker.rank)), value(worker))
         return family
@@ -66,7 +68,9 @@ class Gauges:
         """The merge timings, if the ranks measured them to choose a merge."""
         if not cluster.merge_timings:
             return []
-        message = "Median seconds to merge the partials of one layer, measured by the ranks at the start; fewest rows."
+        message = (
+            "Median seconds to merge the partials of one layer, measured at the start for the smallest number of rows."
+        )
         family = GaugeMetricFamily("longleaf_merge_seconds", message, labels=("model", "kind"))
         fewest = min(cluster.merge_timings, key=lambda timing: timing.rows)
         for merge, microseconds in sorted(fewest.microseconds.items()):
@@ -77,8 +81,8 @@ class Gauges:
 
     def _of_counts(self, counts: Counts) -> list[Metric]:
         labels = ("model", "kind")
-        steps = CounterMetricFamily("longleaf_steps", "Steps that the ranks have done.", labels=labels)
-        message = "How long rank 0 computed in a step."
+        steps = CounterMetricFamily("longleaf_steps", "Completed steps.", labels=labels)
+        message = "Compute time of rank 0 per step."
         seconds = HistogramMetricFamily("longleaf_step_seconds", message, labels=labels)
         for kind, times in sorted(counts.steps.items()):
             steps.add_metric((self._model, kind), times.count)
@@ -87,15 +91,15 @@ class Gauges:
         found = [
             steps,
             seconds,
-            self._counter("merge_bytes", "Bytes of packed partials that rank 0 gave to merges.", counts.merge_bytes),
+            self._counter("merge_bytes", "Bytes of packed partials that rank 0 passed to merges.", counts.merge_bytes),
+            self._counter("preemptions", "Preempted answers, which returned to the queue.", counts.num_preempted),
             self._counter(
-                "preemptions", "Answers that went back to the queue, to make room for others.", counts.num_preempted
-            ),
-            self._counter(
-                "reingested_tokens", "Tokens of lost or parked keys that were computed again.", counts.reread_tokens
+                "reingested_tokens",
+                "Tokens recomputed because their keys were lost or evicted.",
+                counts.num_recomputed_tokens,
             ),
             *self._of_drafts(counts),
-            self._gauge("contexts", "Contexts that there are.", {}, counts.num_contexts),
+            self._gauge("contexts", "Number of contexts.", {}, counts.num_contexts),
         ]
         if counts.snapshot_bytes is not None:
             message = "Bytes of keys and values of contexts on storage."
@@ -103,9 +107,9 @@ class Gauges:
         return found
 
     def _of_drafts(self, counts: Counts) -> list[Metric]:
-        drafted = "Tokens of answers that were drafted, and tried in a step."
-        accepted, sampled = "Drafted tokens that became tokens of answers.", "Tokens of answers that steps have given."
-        steps = "Steps that gave these, each counted once for each answer in it."
+        drafted = "Drafted tokens that a step verified."
+        accepted, sampled = "Accepted drafted tokens.", "Sampled tokens of answers."
+        steps = "Decode steps, counted once per answer in each."
         return [
             self._counter("drafted_tokens", drafted, counts.num_drafted),
             self._counter("accepted_draft_tokens", accepted, counts.num_accepted),
@@ -115,42 +119,44 @@ class Gauges:
 
     # --- metrics for alerts ---
 
-    def _of_trouble(self) -> list[Metric]:
+    def _storage_error(self) -> list[Metric]:
         sources = self._sources
-        found: list[Metric] = [self._counter("ranks_lost", "Members that were lost.", sources.ranks_lost())]
-        message = "Times that a file was changed and could not be used: what it said before goes on."
+        found: list[Metric] = [self._counter("ranks_lost", "Lost members.", sources.ranks_lost())]
+        message = "Failed reloads of a changed file; the previous content stays in use."
         reloads = CounterMetricFamily("longleaf_reload_failures", message, labels=("model", "file"))
         for file, count in sorted(sources.failed_reloads.items()):
             reloads.add_metric((self._model, file), count())
         if sources.failed_reloads:
             found.append(reloads)
-        message = "1 while a file cannot be used as it is: what it said before goes on."
+        message = "1 while the current content of a file is invalid; the previous content stays in use."
         unusable = GaugeMetricFamily("longleaf_file_unusable", message, labels=("model", "file"))
         for file, is_unusable in sorted(sources.unusable_files.items()):
             unusable.add_metric((self._model, file), is_unusable())
         if sources.unusable_files:
             found.append(unusable)
-        message = "Calls without credentials, or with those of nobody."
+        message = "Calls without a credential or with an unknown one."
         found += self._optional("refused_credentials", message, sources.refused_credentials)
-        message = "Connections to the control channel of no member, and messages of former members; all were dropped."
+        message = (
+            "Rejected unauthenticated connections to the control channel, and dropped messages from former members."
+        )
         found += self._optional("refused_frames", message, sources.refused_frames)
         expiry = None if sources.certificate_expiry is None else sources.certificate_expiry()
         if expiry is not None:
-            message = "When the certificate that clients are shown ends, in seconds since the epoch."
+            message = "Expiry of the server certificate, in seconds since the Unix epoch."
             found.append(self._gauge("certificate_expiry_timestamp_seconds", message, {}, expiry))
         return found
 
-    def _optional(self, name: str, told: str, count: Count | None) -> list[Metric]:
-        return [] if count is None else [self._counter(name, told, count())]
+    def _optional(self, name: str, help_text: str, count: Count | None) -> list[Metric]:
+        return [] if count is None else [self._counter(name, help_text, count())]
 
-    def _counter(self, name: str, told: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"longleaf_{name}", told, labels=("model",))
+    def _counter(self, name: str, help_text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"longleaf_{name}", help_text, labels=("model",))
         family.add_metric((self._model,), value)
         return family
 
-    def _gauge(self, name: str, told: str, labels: Labels, value: float) -> Metric:
+    def _gauge(self, name: str, help_text: str, labels: Labels, value: float) -> Metric:
         labels = {"model": self._model, **labels}
-        family = GaugeMetricFamily(f"longleaf_{name}", told, labels=tuple(labels))
+        family = GaugeMetricFamily(f"longleaf_{name}", help_text, labels=tuple(labels))
         family.add_metric(tuple(labels.values()), value)
         return family
 

@@ -1,4 +1,4 @@
-"""The spans of one generation: the whole of it, and one after the other those of its phases."""
+"""Spans of one generation: one for all of it, and one for each phase."""
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
@@ -12,8 +12,8 @@ CANCELLED = "cancelled"
 
 
 class GenerationSpans:
-    """Open from the beginning: the generation of what `model` answers, and its time in the queue. To be ended by
-    `finish` or `fail`. What is asked and answered is in none of them."""
+    """Opens the spans of a generation by `model` and of its time in the queue. End them with `finish` or `fail`. They
+    contain neither input nor output."""
 
     def __init__(self, tracer: Tracer, model: str, request_id: str, tenant: str) -> None:
         self._tracer = tracer
@@ -27,10 +27,10 @@ class GenerationSpans:
         self._whole = tracer.start_span(f"{OPERATION} {model}", kind=SpanKind.INTERNAL, attributes=attributes)
         self._name, self._phase = "queue", self._start("queue")
         self._num_tokens: dict[int, int] = {}
-        """Generated ones by sample."""
+        """Generated tokens by sample."""
         self._num_drafted = self._num_accepted = 0
         self._reasons: dict[int, str] = {}
-        """By sample that has ended."""
+        """Finish reason by ended sample."""
 
     def _start(self, name: str) -> Span:
         return self._tracer.start_span(name, set_span_in_context(self._whole))
@@ -41,7 +41,7 @@ class GenerationSpans:
             self._name, self._phase = name, self._start(name)
 
     def take(self, event: Event) -> None:
-        """Tells of `event`: a step of a phase is an event of its span."""
+        """Records `event`: each step of a phase becomes an event of its span."""
         match event:
             case Admitted():
                 self._enter("queue" if event.queue_position else "prefill")
@@ -61,13 +61,13 @@ class GenerationSpans:
                 self._num_tokens[event.sample] = event.completion_tokens
 
     def finish(self) -> None:
-        """Ends them. Of a sample that a stop string has ended no event says so."""
+        """Ends the spans. A sample that a stop string ended has no event of its own."""
         for sample in self._num_tokens:
             self._reasons.setdefault(sample, "stop")
         self._end()
 
     def fail(self, reason: str) -> None:
-        """Ends them for `reason`: CANCELLED, or the type of an error."""
+        """Ends the spans for `reason`: CANCELLED, or the type of an error."""
         for span in (self._phase, self._whole):
             span.set_status(Status(StatusCode.ERROR, reason))
             span.set_attribute("error.type", reason)

@@ -1,21 +1,21 @@
-"""The coordinator's log."""
+"""Logging of the coordinator."""
 
 import logging
 from collections.abc import Sequence
 
 from coordinator.telemetry.observers import CURRENT
-from longleaf.launch import ERROR
+from longleaf.launch import ERROR, labeled
 from longleaf.logs import Facts, JsonFormatter, LineFormatter, Logs, formatter_of
 from longleaf.service_settings import TelemetryConfig
 from longleaf.tenants import name_of
 
 LOGGERS = ("coordinator", "longleaf")
-"""Whose level the settings say."""
+"""The loggers whose level is configured."""
 NOTES = "coordinator.notes"
 
 
 def facts_of_call() -> Facts:
-    """What is known of the call for which code runs. Names stand as their tenant says them."""
+    """Fields of the current call. Names are those that the tenant uses."""
     call = CURRENT.get()
     if call is None:
         return {}
@@ -31,22 +31,29 @@ def facts_of_call() -> Facts:
 
 
 def set_up(config: TelemetryConfig) -> Logs:
-    """Has this process log as the settings say, until that is taken down."""
+    """Configures logging of this process as the settings say, until `take_down`."""
     return Logs(config, LOGGERS, facts_of_call)
 
 
 def formatter(config: TelemetryConfig) -> LineFormatter:
-    """For what is told elsewhere than on this process's standard error."""
+    """For messages that appear elsewhere than on this process's standard error."""
     return formatter_of(config, facts_of_call)
 
 
-def noted(config: TelemetryConfig, texts: Sequence[str]) -> tuple[str, ...]:
-    """Notes on a start as lines of the log. People are told them whatever the level is."""
+def format_start_notes(config: TelemetryConfig, texts: Sequence[str]) -> tuple[str, ...]:
+    """Formats notes about a start as log lines, which appear at every log level."""
     return tuple(texts) if config.log_format == "text" else tuple(_line(logging.INFO, text) for text in texts)
 
 
+def summarized(config: TelemetryConfig, rows: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """The summary of a start: aligned lines for people, or lines of the log."""
+    if config.log_format == "text":
+        return tuple(labeled(label, text) for label, text in rows)
+    return tuple(_line(logging.INFO, f"{label}: {text}") for label, text in rows)
+
+
 def failed(config: TelemetryConfig, error: str) -> str:
-    """Why a service has ended, as a line of the log."""
+    """Formats the error that ended a service as a log line."""
     return f"{ERROR}{error}" if config.log_format == "text" else _line(logging.ERROR, error)
 
 

@@ -1,4 +1,4 @@
-"""What metrics are read from when somebody asks for them: the parts of a service, as callables."""
+"""Sources of metrics: parts of a service, as callables that are read at each scrape."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -7,24 +7,24 @@ from coordinator.telemetry.counters import Counts
 from longleaf.types import Cluster
 
 Count = Callable[[], int]
-"""Tells how often something has happened by now."""
+"""Returns how often something has happened."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricSources:
-    """All are called on the event loop, and quick. What is None, this service has not."""
+    """All are called on the event loop and must be fast. None: this service has no such source."""
 
     cluster: Callable[[], Cluster]
-    """Raises LongleafError while there is none."""
+    """Raises LongleafError if it is unavailable."""
     counts: Callable[[], Counts]
     ranks_lost: Count
     refused_credentials: Count | None = None
-    """Calls that came with credentials of nobody, or with none."""
+    """Calls with unknown credentials, or without any."""
     refused_frames: Count | None = None
-    """Of the control channel: connections of strangers."""
+    """Unauthenticated connections to the control channel."""
     failed_reloads: Mapping[str, Count] = field(default_factory=dict[str, Count])
-    """By what the files are: `credentials`, `certificates`."""
+    """By kind of file: `credentials`, `certificates`."""
     unusable_files: Mapping[str, Callable[[], bool]] = field(default_factory=dict[str, Callable[[], bool]])
-    """Whether what they say now cannot be used; by the same."""
+    """Whether the current content of a file is invalid; by the same kinds."""
     certificate_expiry: Callable[[], float | None] | None = None
-    """When the certificate that is shown to clients ends, in seconds since the epoch."""
+    """Expiry of the server certificate, in seconds since the Unix epoch."""

@@ -1,6 +1,6 @@
-"""Metrics for Prometheus: what is counted while calls go on, what is read when they are asked for, and the port.
+"""Metrics for Prometheus: counters updated during calls, values read at each scrape, and the HTTP port.
 
-Only a service that tells metrics imports this, and prometheus_client with it.
+Only a service with metrics imports this module, and prometheus_client with it.
 """
 
 import asyncio
@@ -19,47 +19,47 @@ from longleaf.metrics_server import PATH, MetricsServer
 
 
 class Metrics:
-    """Life: start, stop. `model` is its name as clients see it, `launcher` what starts the ranks."""
+    """Lifecycle: start, stop. `model` is the name that clients see; `launcher` is the launcher of the ranks."""
 
     def __init__(self, model: str, launcher: str) -> None:
-        disable_created_metrics()  # a series of its own for each other one, that nothing here reads
+        disable_created_metrics()  # creates a second series per metric, which is not used here
         self._registry = CollectorRegistry(auto_describe=False)
         self._model = model
         self._build = {"version": __version__, "torch": _torch_version(), "launcher": launcher}
         self.observer = RequestMetrics(self._registry, model)
-        """Counts calls and generations."""
+        """The observer of calls and generations."""
         self._gauges: Gauges | None = None
         self._port = MetricsServer(self.render, CONTENT_TYPE_PLAIN_0_0_4)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
         self._turn = asyncio.Lock()
 
     async def start(self, sources: MetricSources, host: str, port: int) -> str:
-        """Listens, and gives the URL of the metrics. Raises StartError."""
+        """Opens the port and returns the URL of the metrics. Raises StartError."""
         self._gauges = Gauges(sources, self._model, self._build)
         self._registry.register(self._gauges)
         bound = await self._port.start(host, port)
         return f"http://{join_address(host, bound)}{PATH}"
 
     async def render(self) -> bytes:
-        """The metrics as they are now, in Prometheus' text format. The text is made beside the event loop: it has
-        thousands of lines where there are many tenants."""
+        """The current metrics in Prometheus' text format. Formatting runs in a thread: with many tenants there are
+        thousands of lines."""
         async with self._turn:
             self.look()
             return await asyncio.get_running_loop().run_in_executor(self._thread, generate_latest, self._registry)
 
     def look(self) -> None:
-        """Reads what is not counted; the event loop does nothing else meanwhile."""
+        """Collects the values that are not counted; this blocks the event loop."""
         if self._gauges is not None:
             self._gauges.look()
 
     async def stop(self) -> None:
-        """Ends what is open. Idempotent."""
+        """Closes the port. Idempotent."""
         await self._port.stop()
         self._thread.shutdown(wait=False)
 
 
 def _torch_version() -> str:
-    """Of the library that ranks of this installation compute with, which is not imported here; empty without one."""
+    """Version of torch in this installation, which is not imported here; empty without torch."""
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:

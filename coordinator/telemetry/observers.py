@@ -43,7 +43,7 @@ class CallRecord:
 
 CURRENT: ContextVar[CallRecord | None] = ContextVar("CURRENT", default=None)
 """The call that the current code belongs to."""
-Saw = Callable[[Event], None]
+EventSink = Callable[[Event], None]
 
 
 class Observer(Protocol):
@@ -53,7 +53,7 @@ class Observer(Protocol):
         """Spans a call. `record` is filled in meanwhile; the code is set last."""
         ...
 
-    def generation(self, request_id: str, tenant: str) -> AbstractContextManager[Saw]:
+    def generation(self, request_id: str, tenant: str) -> AbstractContextManager[EventSink]:
         """Spans a generation in the engine, which may outlast its call. Exits with the error that ended it early:
         CancelledError or GeneratorExit when the client disconnected. The yielded function receives each event.
         """
@@ -75,16 +75,16 @@ class Observers:
             yield
 
     @contextmanager
-    def generation(self, request_id: str, tenant: str) -> Generator[Saw, None, None]:
+    def generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
         """Enter the context of each observer."""
         with ExitStack() as stack:
             reported = [stack.enter_context(observer.generation(request_id, tenant)) for observer in self._observers]
 
-            def saw(event: Event) -> None:
+            def on_event(event: Event) -> None:
                 for tell in reported:
                     tell(event)
 
-            yield saw
+            yield on_event
 
 
-NOBODY = Observers()
+NO_OBSERVERS = Observers()

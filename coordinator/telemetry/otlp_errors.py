@@ -1,4 +1,4 @@
-"""What the library that sends traces says of its troubles, told once in a while."""
+"""Errors of the trace exporter, logged at most once a minute."""
 
 import logging
 import time
@@ -8,38 +8,38 @@ log = logging.getLogger(__name__)
 QUIET_SECONDS = 60.0
 LIBRARY = "opentelemetry"
 HARMLESS = (f"{LIBRARY}.exporter.", f"{LIBRARY}.sdk.")
-"""Whose messages have no headers in them, which carry credentials."""
+"""Errors whose messages contain no headers, which carry credentials."""
 
 
-class ExportTrouble(logging.Handler):
-    """Takes the place of every other handler for what the library logs, and passes on one message a minute at most.
-    `clock` counts seconds."""
+class ExportErrors(logging.Handler):
+    """Replaces all other handlers of the library's logger, and forwards at most one message a minute. `clock` returns
+    seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.WARNING)
         self._clock = clock
-        self._told: float | None = None
+        self._reported: float | None = None
         self._num_more = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Any thread may call it."""
+        """Thread-safe."""
         now = self._clock()
-        if self._told is not None and now - self._told < QUIET_SECONDS:
+        if self._reported is not None and now - self._reported < QUIET_SECONDS:
             self._num_more += 1
             return
         reported = record.getMessage() if record.name.startswith(HARMLESS) else record.name
         more = f" ({self._num_more:,} more since the last line)" if self._num_more else ""
-        self._told, self._num_more = now, 0
+        self._reported, self._num_more = now, 0
         log.warning("traces: %s%s", reported, more)
 
     def set_up(self) -> None:
-        """From now on."""
+        """Installs the handler."""
         logger = logging.getLogger(LIBRARY)
         logger.addHandler(self)
         logger.propagate = False
 
     def take_down(self) -> None:
-        """All is as before."""
+        """Restores the previous handlers."""
         logger = logging.getLogger(LIBRARY)
         logger.removeHandler(self)
         logger.propagate = True

@@ -1,4 +1,4 @@
-"""Spans of calls and generations, sent over OTLP. Needs the extra `otel`, so it is imported only when it is wanted."""
+"""Spans of calls and generations, sent over OTLP. Requires the extra `otel`, so it is imported only on demand."""
 
 import asyncio
 import os
@@ -26,20 +26,20 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from coordinator.telemetry.generation_spans import CANCELLED, GenerationSpans
-from coordinator.telemetry.observers import CallRecord, Saw
-from coordinator.telemetry.otlp_errors import ExportTrouble
+from coordinator.telemetry.observers import CallRecord, EventSink
+from coordinator.telemetry.otlp_errors import ExportErrors
 from longleaf.errors import InvalidArgument
 from longleaf.tenants import name_of
 
 STOP_SECONDS = 5.0
-"""How long the end of a service may wait for a collector that does not answer."""
+"""Seconds that shutdown may wait for a collector that does not respond."""
 UNNAMED = "unknown_service"
-"""How the library calls a service that no variable names."""
+"""The library's default name of a service."""
 
 
 def _is_address(endpoint: str) -> bool:
-    """Whether the library can send to it; it would say nothing, and try for ever. What names no web address is left to
-    gRPC, as `unix:`."""
+    """Checks that the library can send to the address; it would retry forever without a message. Addresses that are not
+    web addresses, such as `unix:`, are left to gRPC."""
     try:
         parts = urlsplit(endpoint)
         is_web = parts.scheme in ("http", "https")
@@ -50,7 +50,7 @@ def _is_address(endpoint: str) -> bool:
 
 
 def provider_of_environment() -> TracerProvider:
-    """What sends spans as the variables OTEL_* say. Raises InvalidArgument for those that cannot be used."""
+    """Creates the exporter that the OTEL_* variables configure. Raises InvalidArgument for invalid ones."""
     for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"):
         if not _is_address(os.environ.get(name, "")):
             raise InvalidArgument("traces", f"{name} must be http://HOST:PORT or https://HOST:PORT")
@@ -60,13 +60,13 @@ def provider_of_environment() -> TracerProvider:
             resource = resource.merge(Resource({SERVICE_NAME: "longleaf"}))
         made = TracerProvider(resource=resource, shutdown_on_exit=False)
         made.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    except Exception as error:  # of any type, with a message that may quote a header
-        raise InvalidArgument("traces", f"a variable OTEL_* cannot be used: {type(error).__name__}") from None
+    except Exception as error:  # of any type; its message may quote a header
+        raise InvalidArgument("traces", f"invalid OTEL_* variable: {type(error).__name__}") from None
     return made
 
 
 class OtlpTraces:
-    """An observer that makes a span of each call and of each generation, for a model that clients see as `model`.
+    """An observer that records a span of each call and generation, for the model that clients see as `model`.
     `make_provider` raises InvalidArgument."""
 
     def __init__(
@@ -78,22 +78,22 @@ class OtlpTraces:
         self._model, self._make_provider, self._stop_seconds = model, make_provider, stop_seconds
         self._provider: TracerProvider | None = None
         self._tracer: Tracer = NoOpTracer()
-        self._trouble = ExportTrouble()
+        self._errors = ExportErrors()
         self._propagator = TraceContextTextMapPropagator()
 
     async def start(self) -> None:
         """Raises InvalidArgument."""
-        self._trouble.set_up()
+        self._errors.set_up()
         self._provider = self._make_provider()
         self._tracer = self._provider.get_tracer("longleaf")
 
     async def stop(self) -> None:
-        """Sends what was not sent yet, unless that takes too long: then it is lost."""
+        """Sends the remaining spans; drops them if that takes too long."""
         if self._provider is not None:
             ending = threading.Thread(target=self._provider.shutdown, name="end-of-traces", daemon=True)
             ending.start()
             await asyncio.to_thread(ending.join, self._stop_seconds)
-        self._trouble.take_down()
+        self._errors.take_down()
 
     @contextmanager
     def call(self, record: CallRecord) -> Generator[None, None, None]:
@@ -114,7 +114,7 @@ class OtlpTraces:
             _end(span, record)
 
     @contextmanager
-    def generation(self, request_id: str, tenant: str) -> Generator[Saw, None, None]:
+    def generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
         """The spans of a generation, part of the call that began it."""
         spans = GenerationSpans(self._tracer, self._model, request_id, tenant)
         try:

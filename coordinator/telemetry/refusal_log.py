@@ -25,10 +25,10 @@ def call_later(seconds: float, callback: Callable[[], None]) -> asyncio.TimerHan
 class RefusalLog:
     """Refused calls. Those that are not logged individually are sent to `tell` as a count, at most once per second."""
 
-    def __init__(self, tell: Callable[[str], None], clock: Callable[[], float], later: Later) -> None:
-        self._tell, self._clock, self._later = tell, clock, later
+    def __init__(self, log: Callable[[str], None], clock: Callable[[], float], later: Later) -> None:
+        self._log, self._clock, self._later = log, clock, later
         self._began = clock()
-        self._told = Counter[str]()
+        self._logged = Counter[str]()
         """Calls logged individually in this minute, by host."""
         self._codes = Counter[str]()
         """Calls not reported yet, by code."""
@@ -39,10 +39,10 @@ class RefusalLog:
         now = self._clock()
         if now - self._began >= MINUTE:
             self._began = now
-            self._told.clear()
-        is_known = host in self._told or len(self._told) < MAX_HOSTS
-        if is_known and self._told[host] < FIRST_PER_HOST:
-            self._told[host] += 1
+            self._logged.clear()
+        is_known = host in self._logged or len(self._logged) < MAX_HOSTS
+        if is_known and self._logged[host] < FIRST_PER_HOST:
+            self._logged[host] += 1
             return True
         self._codes[code] += 1
         if self._timer is None:
@@ -53,7 +53,7 @@ class RefusalLog:
         self._timer = None
         counts = ", ".join(f"{count:,} with {code}" for code, count in sorted(self._codes.items()))
         self._codes.clear()
-        self._tell(f"further calls were refused: {counts}")
+        self._log(f"further calls were refused: {counts}")
 
     def stop(self) -> None:
         """Report the calls not reported yet."""

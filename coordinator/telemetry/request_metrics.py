@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from coordinator.engine_messages import Admitted, Ended, Event, Tokens
-from coordinator.telemetry.observers import CallRecord, Saw
+from coordinator.telemetry.observers import CallRecord, EventSink
 
 FIRST_TOKEN_SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -22,7 +22,7 @@ REQUEST_SECONDS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-"""Upper bounds of buckets: those of vLLM, so that its dashboards and alerts can be taken over by name."""
+"""Upper bounds of buckets, equal to those of vLLM, so that its dashboards and alerts can be reused."""
 OUTCOMES = {
     "OK": "ok",
     "CANCELLED": "cancelled",
@@ -41,12 +41,12 @@ OUTCOMES = {
         "refused",
     ),
 }
-"""By gRPC's code; all others are `failed`: the service could not do what it was asked for, or not in time."""
+"""By gRPC status code; all other codes count as `failed`: the service could not serve the call, or not in time."""
 
 
 @dataclass(frozen=True)
 class TenantMetrics:
-    """What is counted of the generations of one tenant; times in seconds."""
+    """Counters of one tenant's generations; times in seconds."""
 
     first_token: Histogram
     between_tokens: Histogram
@@ -60,7 +60,7 @@ class TenantMetrics:
 
 
 class GenerationTimes:
-    """When what of one generation happened, as whoever reads it sees that: it begins with its admission."""
+    """Timestamps of one generation, as its reader sees them, starting with its admission."""
 
     def __init__(self, metrics: TenantMetrics, clock: Callable[[], float]) -> None:
         self._metrics = metrics
@@ -72,8 +72,8 @@ class GenerationTimes:
         """By sample."""
         self._is_prompt_counted = False
 
-    def saw(self, event: Event) -> None:
-        """Takes in an event."""
+    def on_event(self, event: Event) -> None:
+        """Records an event."""
         if isinstance(event, Tokens):
             self._take_tokens(event)
         elif isinstance(event, Admitted):
@@ -84,7 +84,7 @@ class GenerationTimes:
             self._count_prompt(event)
 
     def _begin(self) -> None:
-        """It may be preempted, and begin again."""
+        """It may be preempted and start again."""
         if self._began is None:
             self._began = self._clock()
             self._metrics.queue.observe(self._began - self._admitted)
@@ -103,7 +103,7 @@ class GenerationTimes:
         if before is not None:
             between = (
                 now - before
-            ) / count  # several come at once of a step with drafts, and when their reader was behind
+            ) / count  # several tokens arrive at once from a step with drafts, or when the reader was behind
             for _ in range(count):
                 metrics.between_tokens.observe(between)
         elif self._first_token is None:
@@ -113,7 +113,7 @@ class GenerationTimes:
                 metrics.prefill.observe(now - self._began)
 
     def end(self) -> None:
-        """It is complete."""
+        """The generation is complete."""
         now = self._clock()
         self._metrics.whole.observe(now - self._admitted)
         if self._first_token is not None:
@@ -121,8 +121,8 @@ class GenerationTimes:
 
 
 class RequestMetrics:
-    """An Observer. Labels are bounded: a tenant is one that has authenticated, a kind is a method that is served.
-    `clock` counts seconds."""
+    """An Observer. Labels are bounded: a tenant is an authenticated one, a kind is an existing method. `clock` returns
+    seconds."""
 
     def __init__(self, registry: CollectorRegistry, model: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry = registry
@@ -135,38 +135,38 @@ class RequestMetrics:
             FIRST_TOKEN_SECONDS,
         )
         self._between_tokens = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of one answer, one after the other.", TOKEN_SECONDS
+            "inter_token_latency_seconds", "Between two consecutive tokens of an answer.", TOKEN_SECONDS
         )
         self._queue = self._histogram(
-            "request_queue_seconds", "From the admission of a generation to when it began.", REQUEST_SECONDS
+            "request_queue_seconds", "From the admission of a generation to its start.", REQUEST_SECONDS
         )
         self._prefill = self._histogram(
-            "request_prefill_seconds", "From when a generation began to its first token.", REQUEST_SECONDS
+            "request_prefill_seconds", "From the start of a generation to its first token.", REQUEST_SECONDS
         )
         self._decode = self._histogram(
             "request_decode_seconds",
-            "From the first token of a generation that was completed to its end.",
+            "From the first token of a completed generation to its end.",
             REQUEST_SECONDS,
         )
         self._whole = self._histogram(
             "e2e_request_latency_seconds",
-            "From the admission of a generation that was completed to its end.",
+            "From the admission of a completed generation to its end.",
             REQUEST_SECONDS,
         )
         self._prompt_tokens = self._counter(
-            "prompt_tokens", "Tokens of prompts of generations that began, with those of the contexts that they ask."
+            "prompt_tokens", "Prompt tokens of started generations, including those of their contexts."
         )
         self._cached_tokens = self._counter(
-            "cached_prompt_tokens", "Those prompt tokens whose keys and values were held before."
+            "cached_prompt_tokens", "Prompt tokens whose keys and values were already in memory."
         )
-        self._generated_tokens = self._counter("generated_tokens", "Tokens that were generated.")
-        self._requests = self._counter("requests", "Calls of clients that have ended.", "kind", "outcome", "code")
+        self._generated_tokens = self._counter("generated_tokens", "Generated tokens.")
+        self._requests = self._counter("requests", "Ended calls of clients.", "kind", "outcome", "code")
 
-    def _histogram(self, name: str, told: str, bounds: tuple[float, ...]) -> Histogram:
-        return Histogram(f"longleaf_{name}", told, ("model", "tenant"), buckets=bounds, registry=self._registry)
+    def _histogram(self, name: str, help_text: str, bounds: tuple[float, ...]) -> Histogram:
+        return Histogram(f"longleaf_{name}", help_text, ("model", "tenant"), buckets=bounds, registry=self._registry)
 
-    def _counter(self, name: str, told: str, *labels: str) -> Counter:
-        return Counter(f"longleaf_{name}", told, ("model", "tenant", *labels), registry=self._registry)
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"longleaf_{name}", help_text, ("model", "tenant", *labels), registry=self._registry)
 
     @contextmanager
     def call(self, record: CallRecord) -> Generator[None, None, None]:
@@ -179,13 +179,13 @@ class RequestMetrics:
             self._requests.labels(self._model, record.tenant, kind, outcome, code).inc()
 
     @contextmanager
-    def generation(self, request_id: str, tenant: str) -> Generator[Saw, None, None]:
+    def generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
         going = GenerationTimes(self._of(tenant), self._clock)
-        yield going.saw
-        going.end()  # not of what an error has ended, or its client
+        yield going.on_event
+        going.end()  # not for a generation that ended with an error or a cancellation
 
     def _of(self, tenant: str) -> TenantMetrics:
-        """What is counted of a tenant; looked up once, since that costs more than to count."""
+        """Counters of one tenant; cached, because a lookup costs more than an increment."""
         if (found := self._tenants.get(tenant)) is None:
             labels = (self._model, tenant)
             found = self._tenants[tenant] = TenantMetrics(

@@ -1,4 +1,4 @@
-"""Everybody who watches a service, from its start to its end, and its log."""
+"""The observers of a service, from start to stop, and its log."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 class ManagedObserver(Observer, Protocol):
-    """An observer with a life of its own."""
+    """An observer that is started and stopped."""
 
     async def start(self) -> None:
-        """Begins, before there is anything to see. Raises InvalidArgument for settings that cannot work."""
+        """Starts, before the first event. Raises InvalidArgument for invalid settings."""
         ...
 
     async def stop(self) -> None:
-        """Ends, after all that there was to see. Called only after `start`, which may have raised."""
+        """Stops, after the last event. Called only after `start`, which may have raised."""
         ...
 
 
 class Telemetry:
-    """Who watches a service of the model that clients see as `model`, whose ranks `launcher` starts. `is_open`: it asks
-    nobody who they are."""
+    """Observers of a service whose clients see the model as `model`, and whose ranks `launcher` starts. `is_open`:
+    clients are not authenticated."""
 
     def __init__(self, config: TelemetryConfig, model: str, launcher: str, is_open: bool) -> None:
         self._config, self._model, self._launcher, self._is_open = config, model, launcher, is_open
@@ -37,8 +37,7 @@ class Telemetry:
         self._metrics: Metrics | None = None
 
     async def start(self) -> Observers:
-        """Logs as the settings say from now on; gives those who are to be told of calls and generations. Raises
-        InvalidArgument."""
+        """Configures logging; returns the observers of calls and generations. Raises InvalidArgument."""
         self._logs = logs.set_up(self._config)
         for watcher in self._wanted():
             self._watchers.append(watcher)
@@ -47,21 +46,21 @@ class Telemetry:
         return Observers([*self._watchers, *([self._metrics.observer] if self._metrics else [])])
 
     def _make_metrics(self) -> "Metrics | None":
-        """What nobody wants is not even imported."""
+        """Unused observers are not imported."""
         if self._config.metrics_port is None:
             return None
         from coordinator.telemetry.metrics import Metrics
 
         return Metrics(self._model, self._launcher)
 
-    async def tell(self, sources: MetricSources) -> tuple[str, ...]:
-        """Opens the port of metrics, if anybody wants them; gives where they are, for people. Raises StartError."""
+    async def log_start(self, sources: MetricSources) -> tuple[str, ...]:
+        """Opens the metrics port, if configured; returns notes with its address. Raises StartError."""
         if self._metrics is None or (port := self._config.metrics_port) is None:
             return ()
         return (f"metrics are at {await self._metrics.start(sources, self._config.metrics_host, port)}",)
 
     def _wanted(self) -> list[ManagedObserver]:
-        """Those that the settings ask for, the first one told last of an end."""
+        """The configured observers; the first one is notified last of an end."""
         wanted: list[ManagedObserver] = []
         if self._is_logging_calls:
             wanted.append(AccessLog())
@@ -71,11 +70,11 @@ class Telemetry:
 
     @property
     def _is_logging_calls(self) -> bool:
-        """On a service for everybody on this machine nobody who was not asked wants to read of each deletion."""
+        """Access lines are off for an unauthenticated service with a plain log, which has one local user."""
         return not (self._is_open and self._config.has_plain_log)
 
     async def stop(self) -> None:
-        """Ends what `start` began; again, it does nothing."""
+        """Stops everything that `start` started. Idempotent."""
         if self._metrics is not None:
             await self._metrics.stop()
         while self._watchers:
@@ -86,9 +85,11 @@ class Telemetry:
 
 
 def _traces(model: str) -> ManagedObserver:
-    """Raises InvalidArgument when what they are made with is not installed."""
+    """Raises InvalidArgument when a required package is not installed."""
     try:
         from coordinator.telemetry.otlp_tracing import OtlpTraces
     except ImportError:
-        raise InvalidArgument("traces", "needs what is not installed here: pip install 'longleaf[otel]'") from None
+        raise InvalidArgument(
+            "traces", "requires packages that are not installed: pip install 'longleaf[otel]'"
+        ) from None
     return OtlpTraces(model)

@@ -1,1 +1,1 @@
-"""Text to token ids and back; the tokenizer and the template of a checkpoint."""
+"""Text to token ids and back; tokenizer and chat template of a checkpoint."""

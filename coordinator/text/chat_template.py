@@ -19,7 +19,7 @@ MAX_BYTES = 16 << 20
 """Maximum UTF-8 bytes of the texts of a conversation. Documents have no such limit."""
 
 
-class Said(NamedTuple):
+class TemplateMessage(NamedTuple):
     """A message."""
 
     role: str
@@ -60,46 +60,46 @@ class ChatTemplate:
         self._separator = separator
         self._has_parts = False
         try:
-            _, question = self._around_document([Said("user", "")], {}, "")
+            _, question = self._around_document([TemplateMessage("user", "")], {}, "")
         except ConversationRefused as error:
             # templates of multimodal models may accept contents only as lists of parts
             self._has_parts = True
             try:
-                _, question = self._around_document([Said("user", "")], {}, "")
+                _, question = self._around_document([TemplateMessage("user", "")], {}, "")
             except ConversationRefused:
                 raise ModelRefused(str(error)) from error
         self.before_document = question.before
         """The text before a document without a system message."""
         self._after_document = question.after
 
-    def conversation(self, messages: Sequence[Said], variables: dict[str, Any]) -> list[TemplatePiece]:
+    def conversation(self, messages: Sequence[TemplateMessage], variables: dict[str, Any]) -> list[TemplatePiece]:
         """Render a conversation. `variables` are further names that the template can use. Raises ConversationRefused,
         InvalidArgument, and the errors of the renderer.
         """
         marks = Marks.beside(output.text for output in messages)
         return self._control.split(self._render(messages, variables, marks, 0, ""), marks)
 
-    def question(self, messages: Sequence[Said], variables: dict[str, Any]) -> list[TemplatePiece]:
+    def question(self, messages: Sequence[TemplateMessage], variables: dict[str, Any]) -> list[TemplatePiece]:
         """Return the part of the prompt after a document: the conversation begins with the document, and its first
         message is the question. Raises as `conversation`, also where the prompt begins differently from the document.
         """
         marks, around = self._around_document(messages, variables, self._separator)
         if around.before != self.before_document:
-            raise ConversationRefused("the chat template begins before it in another way than the context does", 0)
+            raise ConversationRefused("the prompt before this message differs from that of the context", 0)
         return self._control.split(around.after, marks)
 
     def opening(self, system: str) -> list[TemplatePiece]:
         """Return the part of the prompt before a document, with this system message. Raises as `conversation`, also
         where the template then ends a question differently.
         """
-        marks, around = self._around_document([Said("system", system), Said("user", "")], {}, "")
+        marks, around = self._around_document([TemplateMessage("system", system), TemplateMessage("user", "")], {}, "")
         if around.after != self._after_document:
-            message = "it changes what the chat template writes after questions, which are asked without it"
+            message = "it changes the prompt after a question, which is rendered without this message"
             raise ConversationRefused(message, None)
         return self._control.split(around.before, marks)
 
     def _around_document(
-        self, messages: Sequence[Said], variables: dict[str, Any], separator: str
+        self, messages: Sequence[TemplateMessage], variables: dict[str, Any], separator: str
     ) -> tuple[Marks, AroundDocument]:
         """Render with the document, and the separator, at the start of the first user message."""
         marks = Marks.beside(output.text for output in messages)
@@ -111,12 +111,12 @@ class ChatTemplate:
         return marks, AroundDocument(*parts)
 
     def _render(
-        self, messages: Sequence[Said], variables: dict[str, Any], marks: Marks, number: int, before: str
+        self, messages: Sequence[TemplateMessage], variables: dict[str, Any], marks: Marks, number: int, before: str
     ) -> str:
         """Render the prompt with marks; `before` precedes the text of message `number`."""
         size = sum(len(output.text.encode()) for output in messages)
         if size > MAX_BYTES:
-            message = f"has {size:,} bytes of text, at most {MAX_BYTES:,}: ingest a long text as a context"
+            message = f"has {size:,} bytes of text; the limit is {MAX_BYTES:,}. Ingest a long text as a context"
             raise InvalidArgument("conversation", message)
         texts = [self._control.mark(output.text, marks) for output in messages]
         edged = [self._control.mark_edges(text, marks) for text in texts]
@@ -131,7 +131,7 @@ class ChatTemplate:
         return found[-1 if counts[0] != counts[-1] else 0].text
 
     @staticmethod
-    def _check_system(messages: Sequence[Said], texts: Sequence[str], rendered: str) -> None:
+    def _check_system(messages: Sequence[TemplateMessage], texts: Sequence[str], rendered: str) -> None:
         """A template may drop earlier messages; a dropped system message is an error."""
         for number, (output, text) in enumerate(zip(messages, texts, strict=True)):
             shown = text.strip()
@@ -142,7 +142,9 @@ class ChatTemplate:
     def _ask(self, conversations: Sequence[Messages], variables: dict[str, Any]) -> list[Rendering]:
         return self._renderer.render(self._source, {**self._special_tokens, **variables}, conversations)
 
-    def _messages(self, messages: Sequence[Said], texts: Sequence[str], number: int, before: str) -> Messages:
+    def _messages(
+        self, messages: Sequence[TemplateMessage], texts: Sequence[str], number: int, before: str
+    ) -> Messages:
         contents: list[Any] = [before + text if i == number else text for i, text in enumerate(texts)]
         if self._has_parts:
             contents = [[{"type": "text", "text": content}] for content in contents]

@@ -1,4 +1,4 @@
-"""What the coordinator reads of a model folder, next to the tokenizer: small JSON files and the chat template."""
+"""Files of a model folder that the coordinator reads besides the tokenizer: small JSON files and the chat template."""
 
 import json
 from pathlib import Path
@@ -13,14 +13,14 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a model folder. `vocabulary_size` and `max_positions` are 0 when the config does not tell."""
+    """Facts about a model folder. `vocabulary_size` and `max_positions` are 0 if the config does not define them."""
 
     folder: Path
     architecture: str
     vocabulary_size: int
     max_positions: int
     end_tokens: frozenset[int]
-    """Those of generation_config.json, or of config.json where that names none; the tokenizer may have another one."""
+    """End tokens of generation_config.json, else of config.json; the tokenizer may have a different one."""
     chat_template: str | None
     document_separator: str | None
     """Text between document and question, control tokens recognised."""
@@ -33,7 +33,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         if not folder.is_dir():
             raise ModelRefused(f"model folder {folder} does not exist")
         if not (folder / "config.json").is_file():
-            raise ModelRefused(f"{folder} has no config.json: it is not a checkpoint")
+            raise ModelRefused(f"{folder} is not a checkpoint: it has no config.json")
         config = _read_json(folder / "config.json")
         text_config = config | _as_dict(config.get("text_config"))
         settings = _read_json(folder / "tokenizer_config.json")
@@ -51,7 +51,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Recommended(msgspec.Struct, frozen=True):
-    """Fields of generation_config.json. The others of that file say nothing of how one token is chosen."""
+    """Fields of generation_config.json. Its other fields do not affect how a token is sampled."""
 
     do_sample: bool | None = None
     temperature: float | None = None
@@ -62,10 +62,10 @@ class _Recommended(msgspec.Struct, frozen=True):
 
 
 def read_sampling(folder: Path) -> Sampling:
-    """Sampling parameters that generation_config.json names; parameters that it leaves out keep their defaults here.
+    """Sampling parameters of generation_config.json; parameters that it omits keep their defaults here.
 
-    As in transformers, nothing is drawn unless `do_sample` is true, and then at temperature 1 if none is named; but no
-    top-k of 50 is assumed. Raises ModelRefused for a file that cannot be read, or has values out of range.
+    As in transformers, sampling is off unless `do_sample` is true, and then has temperature 1 by default; but the
+    default top-k is not 50. Raises ModelRefused for a file that cannot be read, or has values out of range.
     """
     path = folder / "generation_config.json"
     try:
@@ -90,7 +90,7 @@ def _as_dict(value: object) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in the file; empty when there is no file."""
+    """The object in the file; empty when the file does not exist."""
     try:
         return _as_dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -106,7 +106,8 @@ def _end_tokens(value: object) -> frozenset[int]:
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """From where transformers takes it: a file of its own, the tokenizer's settings, or those of a processor."""
+    """Reads the template from the files that transformers uses: a separate file, the tokenizer's settings, or those of
+    a processor."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
@@ -114,11 +115,11 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
         except (OSError, ValueError) as error:
             raise ModelRefused(f"{path} cannot be read: {error}") from error
     template = settings.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several templates, by name
         named = {entry.get("name"): entry.get("template") for entry in map(_as_dict, cast(list[object], template))}
         if "default" not in named:
             names = ", ".join(sorted(map(str, named)))
-            raise ModelRefused(f"{folder} has several chat templates ({names}), and none is called default")
+            raise ModelRefused(f"{folder} has several chat templates ({names}), and none is named default")
         template = named["default"]
     return template if isinstance(template, str) else None
 

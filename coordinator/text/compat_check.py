@@ -1,4 +1,4 @@
-"""Says whether the coordinator could serve a checkpoint: `python -m coordinator.text.compat_check DIR` prints a
+"""Checks whether the coordinator could serve a checkpoint: `python -m coordinator.text.compat_check DIR` prints a
 TextReport."""
 
 import sys

@@ -1,9 +1,9 @@
-"""Control tokens, and how texts that look like one are kept apart from those that a chat template writes.
+"""Control tokens, and their separation from client text that looks like one.
 
-Control tokens are the special tokens, and the other added tokens that the chat template writes, such as `<tool_call>`;
-tokens that are white space are none. transformers draws the same line (`apply_chat_template` with
-`sanitize_control_tokens`), and the same way to hold it is used here: in a text from a client each control token is put
-between marks, templates are rendered with the marked texts, and what stands between marks is encoded as text.
+Control tokens are the special tokens, and other added tokens that the chat template writes, such as `<tool_call>`;
+tokens of white space are excluded. transformers uses the same definition and method (`apply_chat_template` with
+`sanitize_control_tokens`): each control token in a client's text is put between marks, templates are rendered with the
+marked texts, and text between marks is encoded as plain text.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from longleaf.errors import InvalidArgument, ModelRefused
 
 NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Code points that no text has (Unicode reserves them for internal use)."""
+"""Noncharacters, which Unicode reserves for internal use."""
 
 
 class TemplatePiece(NamedTuple):
@@ -30,13 +30,13 @@ class Marks(NamedTuple):
     start: str
     end: str
     document: str
-    """Stands for a document."""
+    """Placeholder of a document."""
     edge: str
-    """Stands where a text meets what surrounds it, and separates them."""
+    """A mark between a text and its surroundings, which keeps them apart."""
 
     @classmethod
     def beside(cls, texts: Iterable[str]) -> "Marks":
-        """Raises InvalidArgument naming `text` where texts have nearly all of NONCHARACTERS."""
+        """Raises InvalidArgument naming `text` where texts contain nearly all of NONCHARACTERS."""
         used = {each for text in texts if not text.isascii() for each in NONCHARACTERS if each in text}
         free = [each for each in NONCHARACTERS if each not in used]
         if len(free) < len(cls._fields):
@@ -59,30 +59,30 @@ class ControlTokens:
         self._longest = max(map(len, words), default=0)
 
     def count(self, text: str) -> int:
-        """How many control tokens are in a text."""
+        """Number of control tokens in a text."""
         return sum(1 for _ in self._pattern.finditer(text))
 
     def mark(self, text: str, marks: Marks) -> str:
-        """`text` with each control token in it between marks."""
+        """`text` with marks around each control token."""
         return self._pattern.sub(lambda found: f"{marks.start}{found[0]}{marks.end}", text)
 
     def mark_edges(self, text: str, marks: Marks) -> str:
-        """`text` with a mark where it could make a control token together with what comes before or after it."""
+        """`text` with a mark where it could form a control token with adjacent text."""
         before = any(text[:size] in self._ends for size in range(1, self._longest))
         after = any(text[-size:] in self._beginnings for size in range(1, self._longest))
         return f"{marks.edge if before else ''}{text}{marks.edge if after else ''}"
 
     def split(self, rendered: str, marks: Marks) -> list[TemplatePiece]:
-        """The pieces of a rendered text with marks. A mark that does not stand beside a whole control token, as when a
-        template splits a text at one, is left out, and still separates."""
+        """Splits a rendered text at its marks. A mark that is not next to a whole control token, because a template
+        split a text there, is dropped, but still separates."""
         alone = f"[{marks.start}{marks.end}{marks.edge}]"
         pieces = re.split(f"{marks.start}({self._pattern.pattern}){marks.end}|{alone}", rendered)
         return [TemplatePiece(text, i % 2 == 1) for i, text in enumerate(pieces) if text]
 
 
 def _alternatives(words: Sequence[str]) -> str:
-    """A pattern for any of the words, the longest one first, which decides at each character: a list of a thousand
-    words would be tried one by one wherever a text has `<`."""
+    """A pattern for any of the words, longest first, that decides at each character. Trying a thousand words one by one
+    at each `<` would be slow."""
     if not words:
         return ""
     prefix = words[0]

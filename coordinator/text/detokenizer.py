@@ -17,7 +17,7 @@ MAX_OPEN_TOKENS = 16
 NUM_BEFORE = 8
 """Tokens of the prompt that serve as context for the decoding of its continuation."""
 MAX_SILENT_TOKENS = 256
-"""The limit of undecided tokens where the last of them has no text by itself."""
+"""Limit of undecided tokens whose last token has no text on its own."""
 
 
 class Alphabet(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,11 +63,11 @@ class Detokenizer:
             if len(self._open) < MAX_SILENT_TOKENS:
                 return (), ""
             text = self._text(len(self._open))
-            return self._take(len(self._open), text) if is_silent else self._settle(text)
+            return self._take(len(self._open), text) if is_silent else self._commit(text)
         text = self._text(len(self._open))
         if text and not text.endswith(REPLACEMENT):
             return self._take(len(self._open), text)
-        return self._settle(text) if len(self._open) > MAX_OPEN_TOKENS else ((), "")
+        return self._commit(text) if len(self._open) > MAX_OPEN_TOKENS else ((), "")
 
     def finish(self) -> tuple[tuple[int, ...], str]:
         """Return the open ids and their text, even if it is incomplete."""
@@ -83,7 +83,7 @@ class Detokenizer:
         self._shown = taken if text else self._shown
         return taken, text
 
-    def _settle(self, text: str) -> tuple[tuple[int, ...], str]:
+    def _commit(self, text: str) -> tuple[tuple[int, ...], str]:
         """Emit the longest prefix that no later id can change, so that a run of invalid bytes does not accumulate.
 
         A cut lies between characters if and only if the parts decode to the whole: a divided character would appear as
@@ -112,9 +112,9 @@ class TextStream:
     def __init__(self, alphabet: Alphabet, stops: Sequence[str] = (), before: Sequence[int] = ()) -> None:
         self._detokenizer = Detokenizer(alphabet, before)
         self._stops = StopStrings(stops)
-        self._held: deque[tuple[tuple[int, ...], str]] = deque()
+        self._buffered: deque[tuple[tuple[int, ...], str]] = deque()
         """Completed ids and texts that may belong to a stop string."""
-        self._num_shown, self._num_held = 0, 0
+        self._num_shown, self._num_buffered = 0, 0
         """Characters of emitted pieces, and of `_held`."""
         self._index = 0
         self.matched_stop = ""
@@ -127,36 +127,36 @@ class TextStream:
             return None
         if (match := self._hold(token_ids, text)) is not None:
             return self._cut(match)
-        return self._release(self._num_held - self._stops.num_pending)
+        return self._release(self._num_buffered - self._stops.num_pending)
 
     def finish(self, *silent: int) -> TextDelta | None:
         """Return everything that is held back. `silent` ids (the end token) join the last piece without text."""
         if (match := self._hold(*self._detokenizer.finish())) is not None:
             return self._cut(match)
         self._hold(silent, "")
-        return self._release(self._num_held)
+        return self._release(self._num_buffered)
 
     def _hold(self, token_ids: tuple[int, ...], text: str) -> StopMatch | None:
-        self._held.append((token_ids, text))
-        self._num_held += len(text)
+        self._buffered.append((token_ids, text))
+        self._num_buffered += len(text)
         return self._stops.push(text)
 
     def _cut(self, match: StopMatch) -> TextDelta | None:
         # The string that is completed first wins, as if the text arrived one character at a time.
         self.matched_stop = match.stop
         start = match.start - self._num_shown
-        whole = self._release(self._num_held)
+        whole = self._release(self._num_buffered)
         return TextDelta(whole.index, whole.token_ids, whole.text[:start]) if whole else None
 
     def _release(self, num_characters: int) -> TextDelta | None:
         """Return the parts that end within the first `num_characters` of the held text."""
         token_ids, texts = list[int](), list[str]()
-        while self._held and len(self._held[0][1]) <= num_characters:
-            ids, text = self._held.popleft()
+        while self._buffered and len(self._buffered[0][1]) <= num_characters:
+            ids, text = self._buffered.popleft()
             token_ids += ids
             texts.append(text)
             num_characters -= len(text)
-            self._num_held -= len(text)
+            self._num_buffered -= len(text)
         if not token_ids:
             return None
         piece = TextDelta(self._index, tuple(token_ids), "".join(texts))

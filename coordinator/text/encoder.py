@@ -71,7 +71,7 @@ class StablePrefix(NamedTuple):
     """First tokens of that window that are already final."""
 
 
-NOTHING_SETTLED = StablePrefix(0, 0)
+NOTHING_STABLE = StablePrefix(0, 0)
 
 
 class Encoder:
@@ -117,19 +117,19 @@ class Encoder:
         """Their spans in the text, in characters; only recorded when set to a list."""
 
     @property
-    def settled(self) -> StablePrefix:
+    def stable(self) -> StablePrefix:
         """The position up to which `token_ids` is final, while the text is incomplete."""
-        return NOTHING_SETTLED if self._num_bytes < 0 else StablePrefix(self._num_bytes, self._num_lead)
+        return NOTHING_STABLE if self._num_bytes < 0 else StablePrefix(self._num_bytes, self._num_lead)
 
-    def go_on(self, token_ids: "array[int]", settled: StablePrefix) -> None:
-        """Resume from the ids of another encoder of the same text. The next push starts at byte `settled.num_bytes`."""
+    def resume(self, token_ids: "array[int]", stable: StablePrefix) -> None:
+        """Resume from the ids of another encoder of the same text. The next push starts at byte `stable.num_bytes`."""
         self.token_ids = token_ids
-        if settled != NOTHING_SETTLED:
+        if stable != NOTHING_STABLE:
             self._text, self._lead_size = "", 0
-            self._num_bytes, self._num_lead = settled
+            self._num_bytes, self._num_lead = stable
 
     @property
-    def num_held(self) -> int:
+    def num_buffered(self) -> int:
         """Characters of the text that are held."""
         return len(self._text) - self._lead_size
 
@@ -144,7 +144,7 @@ class Encoder:
         """Finalize all pushed text: the text is complete. Idempotent."""
         if self._text:
             encoding = self._encode(self._text)
-            self._settle(encoding, self._text, len(encoding))
+            self._commit(encoding, self._text, len(encoding))
         self._text, self._lead_size = "", 0
 
     def _encode(self, text: str) -> Encoding:
@@ -158,20 +158,20 @@ class Encoder:
         cut = self._find_cut(window, encoding)
         if cut is None:
             if self._wanted >= self._sizes.longest or seconds > LONGEST_SECONDS:
-                message = f"{self._wanted:,} characters in a row between which the tokenizer cannot be cut"
+                message = f"{self._wanted:,} consecutive characters that the tokenizer cannot split"
                 raise InvalidArgument("text", f"has {message}")
             self._wanted = min(2 * self._wanted, self._sizes.longest)
             return
-        self._settle(encoding, window, cut.index)
+        self._commit(encoding, window, cut.index)
         self._num_bytes += len(self._text[: cut.start].encode())
         self._text, self._lead_size = self._text[cut.start :], 0
         self._start += cut.start
         self._num_lead = cut.num_lead
         self._wanted = self._sizes.usual
 
-    def _settle(self, encoding: Encoding, window: str, end: int) -> None:
+    def _commit(self, encoding: Encoding, window: str, end: int) -> None:
         if self.starts is not None:
-            self.starts.note(encoding, window, self._num_bytes, range(self._num_lead, end), len(self.token_ids))
+            self.starts.record(encoding, window, self._num_bytes, range(self._num_lead, end), len(self.token_ids))
         self.token_ids.extend(encoding.ids[self._num_lead : end])
         if self.spans is not None:
             spans = encoding.offsets[self._num_lead : end]

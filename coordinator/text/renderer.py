@@ -1,9 +1,9 @@
-"""Chat templates rendered in processes of their own, which are ended when they take too long.
+"""Chat templates rendered in separate processes, which are killed when they take too long.
 
-A template is a program that comes with a checkpoint, and may never end. Nothing within a process can end it for
-certain: one multiplication of numbers may take years, and lets no other thread run. The system ends the process when
-its processor time or its memory is used up, and this one when it does not answer for another reason (it was stopped, or
-the machine is overloaded); the next rendering starts another.
+A template is a program that comes with a checkpoint, and may never end. It cannot be stopped reliably within a process:
+one multiplication may take years and blocks all other threads. The system ends the process when its processor time or
+memory is used up. This process ends it when it does not answer for another reason, because it was stopped or the
+machine is overloaded. The next rendering starts a new process.
 """
 
 import json
@@ -20,7 +20,7 @@ from longleaf.errors import ModelRefused, StartError
 from longleaf.formatting import human_seconds
 
 SECONDS = 5
-"""Processor time that a request may take; honest templates take milliseconds."""
+"""Processor time limit of a request; templates normally take milliseconds."""
 PATIENCE = 60.0
 """Seconds after which a process that has not answered is ended."""
 
@@ -34,16 +34,16 @@ class TemplateRenderer(Protocol):
 
 
 class Renderer:
-    """Renders templates, in as many processes as there are threads that ask at the same time; `stop` ends that from
-    another thread. The time that templates are given is always the one when this began, so that the prompts of one
-    service begin alike, also after midnight."""
+    """Renders templates in one process per concurrently calling thread; `stop` may be called from another thread.
+    Templates see the start time of this object as the current time, so that prompts of a service share their
+    beginning, even after midnight."""
 
     def __init__(self, seconds: int = SECONDS, now: datetime | None = None, patience: float = PATIENCE) -> None:
         self._seconds = seconds
         self._now = now or datetime.now()
         self._patience = patience
         self._lock = threading.Lock()
-        """Of `_idle`, `_busy` and `_is_stopped`."""
+        """Protects `_idle`, `_busy` and `_is_stopped`."""
         self._idle: list[subprocess.Popen[str]] = []
         self._busy: list[subprocess.Popen[str]] = []
         self._is_stopped = False
@@ -61,13 +61,13 @@ class Renderer:
         """
         found = self._ask({"source": source, "variables": variables, "conversations": list(conversations)})
         if found is None:
-            return [Rendering(reason="takes too much memory")] * len(conversations)
+            return [Rendering(reason="needs too much memory")] * len(conversations)
         if isinstance(found, str):
             return [Rendering(reason=found)] * len(conversations)
         return [Rendering(*each) for each in found]
 
     def _ask(self, request: dict[str, Any]) -> Any:
-        """The answer; a text if there was not enough time, None if there was not enough memory."""
+        """The answer; a reason if time was exceeded, None if memory was exceeded."""
         line = json.dumps(request | {"now": self._now.isoformat()}) + "\n"
         process = self._take()
         assert process.stdin is not None and process.stdout is not None
@@ -111,28 +111,28 @@ class Renderer:
                 self._idle.append(process)
 
     def _begin(self) -> "subprocess.Popen[str]":
-        # -P: a folder named `jinja2` where the command was typed must not shadow the library.
+        # -P: a folder named `jinja2` in the working directory must not shadow the library.
         command = [sys.executable, "-P", "-m", "coordinator.text.template", str(self._seconds)]
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, text=True, encoding="utf-8")
 
     def _end(self, process: "subprocess.Popen[str]", *, has_expired: bool) -> str:
-        """Why a process has not answered."""
+        """The reason why a process has not answered."""
         process.kill()
         code = process.wait()
         if has_expired:
-            return f"takes more than {human_seconds(self._patience)}"
+            return f"did not finish within {human_seconds(self._patience)}"
         if code == -signal.SIGXCPU:
-            return f"takes more than {human_seconds(self._seconds)} of processor time"
+            return f"did not finish within {human_seconds(self._seconds)} of processor time"
         raise self._failure(code)
 
     def _failure(self, code: int) -> StartError:
         if self._is_stopped:
             return StartError("the service was stopped while the chat template was rendered")
-        return ModelRefused(f"the chat template cannot be rendered: its process ended with exit code {code}")
+        return ModelRefused(f"cannot render the chat template: its process exited with code {code}")
 
     def stop(self) -> None:
-        """Ends the processes, and lets none begin. Idempotent."""
+        """Ends the processes and prevents new ones. Idempotent."""
         with self._lock:
             self._is_stopped = True
             for process in [*self._idle, *self._busy]:

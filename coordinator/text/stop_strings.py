@@ -1,7 +1,7 @@
-"""Looks for stop strings in a text that arrives in pieces, in time that does not depend on their lengths.
+"""Finds stop strings in a text that arrives in pieces, in time that does not depend on their lengths.
 
-Each string is matched with the algorithm of Knuth, Morris and Pratt (1977): the mean cost of a character is constant,
-however long the string is and however much of it has been seen.
+Each string is matched with the algorithm of Knuth, Morris and Pratt (1977): the amortized cost per character is
+constant.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 NUM_TABLES = 1024
-"""Stop strings whose tables are kept."""
+"""Number of stop strings whose tables are cached."""
 
 
 class StopMatch(NamedTuple):
@@ -25,13 +25,13 @@ class StopStrings:
     """The stop strings of one text."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` are not empty strings."""
+        """`stops` must not contain empty strings."""
         self._searches = [_Search(stop) for stop in stops]
         self._size = 0
         """Characters of the text so far."""
 
     def push(self, text: str) -> StopMatch | None:
-        """Takes the next piece of the text. Gives the first match, after which no piece may be pushed."""
+        """Adds the next piece of the text. Returns the first match, after which no piece may be added."""
         matches = list[StopMatch]()
         for search in self._searches:
             end = search.push(text)
@@ -43,17 +43,17 @@ class StopStrings:
 
     @property
     def num_pending(self) -> int:
-        """Characters at the end of the text that may be the start of a stop string."""
+        """Characters at the end of the text that may begin a stop string."""
         return max((search.num_matched for search in self._searches), default=0)
 
 
 class _Search:
-    """The search for one string."""
+    """The state of the search for one string."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.num_matched = 0
-        """Length of the longest end of the text that is a start of the string."""
+        """Length of the longest suffix of the text that is a prefix of the string."""
 
     def push(self, text: str) -> int | None:
         """Characters of `text` up to the end of the first match."""
@@ -74,7 +74,7 @@ class _Search:
 
 @lru_cache(maxsize=NUM_TABLES)
 def _borders(stop: str) -> list[int]:
-    """For each start of the string: the length of its longest end, other than itself, that is also its start."""
+    """For each prefix of the string: the length of its longest proper suffix that is also a prefix."""
     borders = [0] * len(stop)
     size = 0
     for i in range(1, len(stop)):

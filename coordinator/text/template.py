@@ -1,7 +1,7 @@
-"""Chat templates, rendered as transformers renders them: sandboxed Jinja with the same filters, globals and tags.
+"""Chat templates, rendered as transformers does: sandboxed Jinja with the same filters, globals and tags.
 
-`python -m coordinator.text.template SECONDS` renders requests from its standard input, one JSON object in a line, and
-answers each with a line; renderer.py starts it.
+`python -m coordinator.text.template SECONDS` reads requests from standard input, one JSON object per line, and answers
+each with a line; renderer.py starts it.
 """
 
 import json
@@ -19,11 +19,11 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_CHARACTERS = 1 << 20
-"""Characters that a template may add to the messages."""
+"""Maximum number of characters that a template may add to the messages."""
 MAX_MEMORY = 1 << 30
-"""Bytes of address space of the process that renders."""
+"""Address space limit of the rendering process in bytes."""
 MAX_REASON = 500
-"""Characters of an error that a template raises."""
+"""Maximum characters of a template's error message."""
 Messages = Sequence[dict[str, Any]]
 """A conversation: `role` and `content` of each message, a text or a list of one part: `type` ("text") and `text`."""
 _Show = Callable[..., str]
@@ -31,36 +31,36 @@ _Show = Callable[..., str]
 
 
 class Rendering(NamedTuple):
-    """The prompt that a template makes of a conversation."""
+    """The prompt of a conversation."""
 
     text: str = ""
-    """Up to where the model answers."""
+    """The prompt up to the model's answer."""
     reason: str = ""
-    """Why there is none, as in `cannot be rendered: roles must alternate`; empty if there is one."""
+    """Why there is no prompt, as in `cannot be rendered: roles must alternate`; empty if there is one."""
     message: int | None = None
-    """Index of the message that is to blame, if one is."""
+    """Index of the message that causes the error, if known."""
 
 
 class DirectRenderer:
     """Renders in this process, without limits on time and memory; see renderer.Renderer."""
 
     def __init__(self, now: datetime | None = None) -> None:
-        """`now` is the time that templates are given."""
+        """`now` is the current time as templates see it."""
         self._now = now or datetime.now()
 
     def literals(self, source: str) -> list[str]:
         """The literal texts and string constants of a template; none if it cannot be parsed."""
         try:
             tree = _environment(self._now).parse(source)
-        except Exception:  # what is wrong with it is reported when it is rendered
+        except Exception:  # template errors are reported when it is rendered
             return []
         texts = [node.data for node in tree.find_all(nodes.TemplateData)]
         constants: list[object] = [node.value for node in tree.find_all(nodes.Const)]
         return texts + [each for each in constants if isinstance(each, str)]
 
     def render(self, source: str, variables: dict[str, Any], conversations: Sequence[Messages]) -> list[Rendering]:
-        """The prompt of each conversation. `variables` are further names that the template can use, such as
-        `bos_token` and `enable_thinking`."""
+        """The prompt of each conversation. `variables` are further names for the template, such as `bos_token` and
+        `enable_thinking`."""
         try:
             template = _compiled(source, self._now)
         except Exception as error:
@@ -73,11 +73,13 @@ class DirectRenderer:
 def _render(show: _Show, messages: Messages) -> Rendering:
     try:
         text = show(messages=messages)
-        text.encode()  # lone surrogates are no text
-    except Exception as error:  # templates are programs: they may raise anything
+        text.encode()  # lone surrogates are not text
+    except Exception as error:  # templates are programs and may raise any exception
         return Rendering(reason=_describe(error), message=_refused(show, messages))
     if len(text) > MAX_CHARACTERS + sum(map(_num_characters, messages)):
-        return Rendering(reason=f"makes {len(text):,} characters, over {MAX_CHARACTERS:,} more than the messages have")
+        return Rendering(
+            reason=f"produces {len(text):,} characters, over {MAX_CHARACTERS:,} more than the messages have"
+        )
     return Rendering(text)
 
 
@@ -91,8 +93,7 @@ def _describe(error: Exception) -> str:
 
 
 def _refused(show: _Show, messages: Messages) -> int:
-    """The message with which the template begins to fail, when those before it are rendered without it: templates go
-    from message to message."""
+    """The first message at which rendering fails: templates process messages in order."""
     good, bad = 0, len(messages)
     while bad - good > 1:
         middle = (good + bad) // 2
@@ -106,7 +107,7 @@ def _refused(show: _Show, messages: Messages) -> int:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the model said, for training. Its content is rendered in a scope of its own."""
+    """`{% generation %}` marks output of the model, for training. Its content is rendered in a separate scope."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
@@ -155,7 +156,7 @@ def _limit_memory() -> None:
 
 
 def _limit_time(seconds: int) -> None:
-    """The system ends this process when it has used so much more processor time."""
+    """Limits the further processor time of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + seconds, hard))

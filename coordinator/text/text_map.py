@@ -1,12 +1,11 @@
-"""Which text the tokens of a context are: bytes of tokens, tokens of bytes, files, lines, and the text itself.
+"""Maps tokens of a context to bytes of its text, and bytes to tokens, files and lines; returns parts of the text.
 
-Of a text the ids are kept, and where every STRIDE-th token begins (longleaf.document_text). In between, tokens are
-spelled. That is exact to the byte wherever the spelled tokens between two places that are kept are as many bytes as
-these are apart: always with tokenizers of bytes. Where a normaliser has changed the text, it is an estimate in between,
-at most a STRIDE off.
+Stored are the ids of a text, and the offset of every STRIDE-th token (longleaf.document_text). Between two stored
+offsets, the bytes of single tokens are added up. That is exact wherever their sum equals the distance of the offsets,
+which is always so for byte-level tokenizers. Where a normaliser has changed the text, it is an estimate between them,
+off by at most one STRIDE.
 
-Bytes are counted through all texts that the context was ingested of, one after the other. Tokens that came as ids stand
-for no bytes.
+Bytes are counted through all texts of the context in order. Tokens given as ids have no bytes.
 """
 
 from bisect import bisect_right
@@ -20,9 +19,9 @@ from coordinator.text.detokenizer import Alphabet
 from longleaf.document_text import STRIDE, file_at
 
 CHARACTER_BYTES = 4
-"""Most that a character of UTF-8 has."""
+"""Maximum bytes of a UTF-8 character."""
 NEAR = 16
-"""Tokens around a range among which its first and last characters are completed."""
+"""Tokens around a range that are decoded to complete its first and last characters."""
 
 
 class TextPosition(msgspec.Struct, frozen=True):
@@ -44,8 +43,8 @@ class TextRange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextMap:
-    """The text of a context. Positions are the context's. An answer takes time that grows with the number of its
-    documents and with what is asked for, but not with the tokens of the context."""
+    """The text of a context. Positions are those of the context. The time of a query grows with the number of documents
+    and the size of the result, but not with the tokens of the context."""
 
     def __init__(self, parts: Sequence[DocumentPart], alphabet: Alphabet) -> None:
         self._alphabet = alphabet
@@ -103,9 +102,9 @@ class TextMap:
         if self._alphabet.spell is None:
             text = self._alphabet.decode([each for document in self._documents for each in document.ids_of(*tokens)])
             return TextRange(text=text, tokens=tokens, bytes=found)
-        before = b"".join(self._spelled(max(0, tokens[0] - NEAR), tokens[0]))
-        own = b"".join(self._spelled(*tokens))
-        behind = b"".join(self._spelled(tokens[1], min(self.num_tokens, tokens[1] + NEAR)))
+        before = b"".join(self._token_bytes(max(0, tokens[0] - NEAR), tokens[0]))
+        own = b"".join(self._token_bytes(*tokens))
+        behind = b"".join(self._token_bytes(tokens[1], min(self.num_tokens, tokens[1] + NEAR)))
         start, end, all_bytes = len(before), len(before) + len(own), before + own + behind
         if found is not None and len(own) == found[1] - found[0]:
             start, end = start + cut_start, end - cut_end
@@ -143,12 +142,12 @@ class TextMap:
         document = self._document_of(byte)
         return document.start + document.token_at(byte - document.first_byte) if document else 0
 
-    def _spelled(self, start: int, end: int) -> Iterator[bytes]:
+    def _token_bytes(self, start: int, end: int) -> Iterator[bytes]:
         for document in self._documents[self._holding(start) :]:
             if document.start >= end:
                 return
             first = max(0, start - document.start)
-            yield from document.spelled(first, min(document.num_tokens, end - document.start))
+            yield from document.token_bytes(first, min(document.num_tokens, end - document.start))
 
 
 class DocumentMap:
@@ -199,7 +198,7 @@ class DocumentMap:
         low = text.start(number) if number < text.num_starts else text.num_bytes
         high = text.start(number + 1) if number + 1 < text.num_starts else text.num_bytes
         places = [low]
-        for piece in self.spelled(first, end):
+        for piece in self.token_bytes(first, end):
             places.append(places[-1] + len(piece))
         is_cut = text.is_cut and end == len(self._ids)
         if places[-1] == high or (is_cut and places[-1] < high):
@@ -225,10 +224,10 @@ class DocumentMap:
         return sum(map(len, parts)) == high + 1
 
     def ids_of(self, start: int, end: int) -> Sequence[int]:
-        """Of those of the context's tokens [start, end) that are its own."""
+        """The tokens in [start, end) that belong to this segment."""
         return self._ids[max(0, start - self.start) : max(0, min(self.num_tokens, end - self.start))]
 
-    def spelled(self, start: int, end: int) -> Iterator[bytes]:
+    def token_bytes(self, start: int, end: int) -> Iterator[bytes]:
         """Return the bytes of tokens [start, end)."""
         first = self.text.num_lead if self.text is not None else -1
         for position in range(start, end):
@@ -262,7 +261,7 @@ class Lines:
     def step(self, num_tokens: int) -> None:
         """Counts those of so many tokens more."""
         end = min(self._position + num_tokens, self._document.num_tokens)
-        for piece in self._document.spelled(self._position, end):
+        for piece in self._document.token_bytes(self._position, end):
             if self._place >= self._byte:
                 return
             start = max(0, self._first_byte - self._place)

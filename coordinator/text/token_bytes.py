@@ -1,5 +1,5 @@
-"""The bytes of single tokens. Those of an answer's tokens, joined, are the bytes of its text, also where the text alone
-cannot say them: a character may be spread over several tokens, and what is no UTF-8 is shown as U+FFFD."""
+"""The bytes of single tokens. The joined bytes of an answer's tokens are the bytes of its text, even where the text is
+ambiguous: a character may span several tokens, and invalid UTF-8 is shown as U+FFFD."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from longleaf.sampling import Token, TokenLogprob
 
 Spell = Callable[[int, bool], bytes]
-"""The bytes of an id that has text; the flag says that it is the first such of an answer."""
+"""The bytes of an id that has text; the flag marks the first such id of an answer."""
 _TOKENWISE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
 """Steps of a decoder to which no token matters but the one at hand, and whether it is the first."""
 _PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
@@ -19,7 +19,7 @@ BYTE_LEVEL = {chr(byte): byte for byte in _PRINTED} | {chr(256 + i): byte for i,
 """The characters of byte-level tokens: printed ones are the bytes of their numbers, the others follow from 256 on."""
 
 
-def spell_of(
+def byte_decoder_of(
     decoder: Sequence[Mapping[str, Any]],
     names: Callable[[int], str | None],
     decode: Callable[[Sequence[int]], str],
@@ -54,7 +54,7 @@ def _byte_level(names: Callable[[int], str | None]) -> Spell:
 
 
 def _by_text(decode: Callable[[Sequence[int]], str], fallback: Mapping[int, int], silent: Collection[int]) -> Spell:
-    """A token is what it adds to a text: to an empty one, or to some other token."""
+    """The bytes of a token are those that it adds to a text: an empty one, or that of another token."""
 
     def spell(token_id: int, is_first: bool) -> bytes:
         before = () if is_first else (anchor,)
@@ -77,8 +77,7 @@ class TokenByteDecoder:
     def __init__(
         self, spell: Spell, silent: Collection[int], end_tokens: Collection[int], *, is_continued: bool = False
     ) -> None:
-        """`end_tokens` have no text in this answer, whatever they are elsewhere. `is_continued` says that the answer's
-        text continues another."""
+        """`end_tokens` have no text in this answer. `is_continued`: the answer's text continues another text."""
         self._spell = spell
         self._silent = silent
         self._end_tokens = end_tokens

@@ -25,40 +25,40 @@ class TokenOffsets:
         self.num_lead = num_lead
         self._first = first
         self._spell = spell
-        self.kept = array("Q", bytes(8 * count_starts(num_lead)))
+        self.starts = array("Q", bytes(8 * count_starts(num_lead)))
         """Of type `Q`."""
         self._is_lost = False
 
-    def go_on(self, kept: "array[int]", num_tokens: int) -> None:
+    def resume(self, starts: "array[int]", num_tokens: int) -> None:
         """The first `num_tokens` tokens were noted elsewhere. Where they were not, as early versions did not, nothing
         is noted any more."""
-        self.kept, self._is_lost = kept, len(kept) != count_starts(num_tokens)
+        self.starts, self._is_lost = starts, len(starts) != count_starts(num_tokens)
         if self._is_lost:
-            self.kept = array("Q")
+            self.starts = array("Q")
 
     def is_whole(self, num_tokens: int) -> bool:
         """Whether so many tokens have all of theirs."""
-        return not self._is_lost and len(self.kept) == count_starts(num_tokens)
+        return not self._is_lost and len(self.starts) == count_starts(num_tokens)
 
-    def note(self, encoding: Encoding, window: str, num_bytes: int, settled: range, position: int) -> None:
-        """Tokens `settled` of the encoding of a window, which `num_bytes` bytes come before; the first of them is the
+    def record(self, encoding: Encoding, window: str, num_bytes: int, stable: range, position: int) -> None:
+        """Tokens `stable` of the encoding of a window, which `num_bytes` bytes come before; the first of them is the
         token at `position` of the document."""
-        first = settled.start + -position % STRIDE
-        wanted = range(first, settled.stop, STRIDE)
+        first = stable.start + -position % STRIDE
+        wanted = range(first, stable.stop, STRIDE)
         if not wanted or self._is_lost:
             return
         ids, skipped = encoding.ids, len(self._first.encode())
         if self._first and window.startswith(self._first):
             shifted = range(wanted.start - 1, wanted.stop - 1, STRIDE)
-            starts = self._spelled(ids[1:], window.encode()[skipped:], shifted)
+            starts = self._starts_by_bytes(ids[1:], window.encode()[skipped:], shifted)
             starts = None if starts is None else [skipped + start for start in starts]
         else:
-            starts = self._spelled(ids, window.encode(), wanted)
-        found = starts if starts is not None else _told(encoding, window, wanted)
+            starts = self._starts_by_bytes(ids, window.encode(), wanted)
+        found = starts if starts is not None else _offsets(encoding, window, wanted)
         for start in found:
-            self.kept.append(max(num_bytes + start, self.kept[-1] if self.kept else 0, 0))
+            self.starts.append(max(num_bytes + start, self.starts[-1] if self.starts else 0, 0))
 
-    def _spelled(self, ids: Sequence[int], window: bytes, wanted: range) -> list[int] | None:
+    def _starts_by_bytes(self, ids: Sequence[int], window: bytes, wanted: range) -> list[int] | None:
         """None where tokens are not spelled as the window is."""
         if self._spell is None:
             return None
@@ -72,7 +72,7 @@ class TokenOffsets:
         return [max(0, ends[index] - has_space) for index in wanted]
 
 
-def _told(encoding: Encoding, window: str, wanted: range) -> list[int]:
+def _offsets(encoding: Encoding, window: str, wanted: range) -> list[int]:
     """By the tokenizer."""
     found, character, num_bytes = list[int](), 0, 0
     for index in wanted:

@@ -16,7 +16,7 @@ from coordinator.text.control_tokens import ControlTokens, Marks, TemplatePiece
 from coordinator.text.detokenizer import Alphabet
 from coordinator.text.encoder import Encoder
 from coordinator.text.renderer import TemplateRenderer
-from coordinator.text.token_bytes import spell_of
+from coordinator.text.token_bytes import byte_decoder_of
 from coordinator.text.token_offsets import TokenOffsets
 from longleaf.errors import ModelRefused
 
@@ -24,7 +24,7 @@ DEFAULT_SEPARATOR = "\n\n"
 MAX_TAIL = 4096
 """Characters before a document that are encoded together with it."""
 _BYTE_PRESERVING = {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"}
-"""Steps before the model that drop no text (Split unless told to remove)."""
+"""Pre-tokenizer steps that drop no text (Split unless configured to remove)."""
 
 
 class Opening(NamedTuple):
@@ -39,8 +39,8 @@ class Tokenizer:
     """The ids of documents, questions and prompts, and their text."""
 
     def __init__(self, control: FastTokenizer, checkpoint: Checkpoint, renderer: TemplateRenderer) -> None:
-        """`control` recognises control tokens. Raises ModelRefused for a template that cannot show a user's message,
-        and what the renderer raises."""
+        """`control` recognises control tokens. Raises ModelRefused for a template that cannot render a user's message,
+        and the errors of the renderer."""
         self._control = control
         self.checkpoint = checkpoint
         self.vocabulary_size = checkpoint.vocabulary_size or control.get_vocab_size()
@@ -63,14 +63,14 @@ class Tokenizer:
                 template, checkpoint.special_tokens, renderer, self.control_tokens, self.separator
             )
         self.alphabet = self._alphabet(description)
-        """What turns ids into text."""
+        """The decoder from ids to text."""
         self.max_bytes_per_token = _max_bytes_per_token(control, description)
         """Most UTF-8 bytes of text that one token can stand for; None when there is no such limit."""
 
     @classmethod
     def load(cls, folder: Path, renderer: TemplateRenderer) -> "Tokenizer":
         """Takes seconds: call it in a thread. Raises ModelRefused with the reason when the folder has no readable
-        tokenizer.json or template, and what `renderer` raises."""
+        tokenizer.json or template, and the errors of `renderer`."""
         checkpoint = Checkpoint.read(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -79,7 +79,7 @@ class Tokenizer:
             control = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise ModelRefused(f"{path} cannot be read: {error}") from error
-        # A file may carry the truncation of whoever saved it; nothing is ever cut silently here.
+        # a file may contain a saved truncation; input must never be truncated silently
         control.no_truncation()
         control.no_padding()
         return cls(control, checkpoint, renderer)
@@ -126,7 +126,7 @@ class Tokenizer:
         return Opening(tuple(chain.from_iterable(encoder.token_ids for encoder, _ in encoders)), tail)
 
     def cut_tail(self, pieces: Sequence[TemplatePiece]) -> tuple[list[TemplatePiece], str]:
-        """What comes before a document, without its tail: the text after the last control token, which is encoded
+        """The part before a document, without its tail: the text after the last control token, which is encoded
         together with the document. Empty where that would be too long."""
         if not pieces or pieces[-1].is_plain:
             return [*pieces], ""
@@ -154,7 +154,7 @@ class Tokenizer:
         return Encoder(tokenizer), piece.text
 
     def plain_question(self, text: str) -> list[TemplatePiece]:
-        """What follows a document for a model without a template."""
+        """The part after a document for a model without a template."""
         marks = Marks.beside([text])
         return self.control_tokens.split(self.separator + self.control_tokens.mark(text, marks), marks)
 
@@ -182,7 +182,7 @@ class Tokenizer:
             decode=self.decode,
             silent=silent,
             bytes=frozenset(fallback),
-            spell=spell_of(decoder, self._control.id_to_token, self.decode, fallback, silent),
+            spell=byte_decoder_of(decoder, self._control.id_to_token, self.decode, fallback, silent),
         )
 
 
@@ -223,7 +223,7 @@ def _replaces_more_than_spaces(normalizer: object) -> bool:
 
 
 def _opening(tokenizer: FastTokenizer) -> tuple[int, ...]:
-    """What the post-processor adds before a text."""
+    """Tokens that the post-processor adds before a text."""
     bare = tokenizer.encode("a", add_special_tokens=False).ids
     whole = tokenizer.encode("a").ids
     for start in range(len(whole) - len(bare) + 1):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from longleaf.errors import InvalidArgument
 
 STEP_TOKENS = 1 << 16
-"""Ids looked at at once: other threads have their turn in between."""
+"""Number of ids checked at once; other threads run in between."""
 
 
 def check_known(token_ids: Sequence[int], vocabulary_size: int, field: str = "token_ids", offset: int = 0) -> None:

@@ -7,8 +7,8 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.bodies import answered, converted, json_of
-from door.callers import client_of, in_time
+from door.bodies import converted, json_of, json_response
+from door.callers import client_of, with_deadline
 from door.errors import HttpProblem, problem_of
 from door.models import model_name
 from longleaf.client import AsyncClient
@@ -66,11 +66,13 @@ def context_problem(error: LongleafError) -> HttpProblem:
 def check_new(name: str) -> None:
     """Raises HttpProblem for an invalid name of a new context."""
     if CONTEXT_ID.fullmatch(name) is None:
-        message = f"id: {name[:100]} is no name: 1 to 63 of a-z, 0-9, '.', '_' and '-', first and last a-z or 0-9"
+        message = (
+            f"id: {name[:100]!r} is not valid: 1 to 63 of a-z, 0-9, '.', '_' and '-', the first and last a-z or 0-9"
+        )
         raise HttpProblem(400, message, param="id", code="invalid_value")
 
 
-def named(request: Request) -> str:
+def context_from_path(request: Request) -> str:
     """The context in the path. Raises NotFound for an invalid name."""
     name = request.path_params["id"]
     if CONTEXT_ID.fullmatch(name) is None:
@@ -80,18 +82,18 @@ def named(request: Request) -> str:
 
 async def list_contexts(request: Request) -> Response:
     client = client_of(request)
-    contexts = await in_time(client.list_contexts())
+    contexts = await with_deadline(client.list_contexts())
     model = await model_name(request, client)
-    return answered({"object": "list", "data": [described(context, model) for context in contexts]})
+    return json_response({"object": "list", "data": [described(context, model) for context in contexts]})
 
 
 async def get_context(request: Request) -> Response:
-    client, name = client_of(request), named(request)
-    return await _told(request, client, await _tried(client.get_context(name)))
+    client, name = client_of(request), context_from_path(request)
+    return await _context_response(request, client, await _tried(client.get_context(name)))
 
 
 async def update_context(request: Request) -> Response:
-    client, name = client_of(request), named(request)
+    client, name = client_of(request), context_from_path(request)
     await model_name(request, client)  # authenticates the caller before the body is read
     changes = converted(await json_of(request), ContextPatch)
     given: dict[str, Any] = {
@@ -100,37 +102,37 @@ async def update_context(request: Request) -> Response:
     if "pinned" in given:
         given["is_pinned"] = given.pop("pinned")
     if not given:
-        raise HttpProblem(400, f"give {', '.join(ContextPatch.__struct_fields__)}: at least one of them")
-    return await _told(request, client, await _tried(client.update_context(name, **given)))
+        raise HttpProblem(400, f"give at least one of {', '.join(ContextPatch.__struct_fields__)}")
+    return await _context_response(request, client, await _tried(client.update_context(name, **given)))
 
 
 async def delete_context(request: Request) -> Response:
     """Deletes the context or, with an upload id, cancels that upload and keeps the context."""
-    client, name, given = client_of(request), named(request), dict(request.query_params)
+    client, name, given = client_of(request), context_from_path(request), dict(request.query_params)
     upload_id = given.pop("upload_id", None)
     if given:
-        raise HttpProblem(400, f"{min(given)}: is no parameter of this", param=min(given))
+        raise HttpProblem(400, f"unknown parameter: {min(given)}", param=min(given))
     if upload_id == "":  # a missing value does not mean the context
-        raise HttpProblem(400, "upload_id: name the upload", param="upload_id")
+        raise HttpProblem(400, "upload_id: is required", param="upload_id")
     await _tried(client.delete_context(name) if upload_id is None else client.cancel_ingest(name, upload_id))
     return Response(status_code=204)
 
 
 async def fork_context(request: Request) -> Response:
-    client, name = client_of(request), named(request)
+    client, name = client_of(request), context_from_path(request)
     await model_name(request, client)
     fork = converted(await json_of(request), Fork)
     check_new(fork.id)
     made = await _tried(client.fork_context(name, fork.id, num_tokens=fork.tokens))
-    return await _told(request, client, made, 201)
+    return await _context_response(request, client, made, 201)
 
 
-async def _told(request: Request, client: AsyncClient, context: Context, status: int = 200) -> Response:
-    return answered(described(context, await model_name(request, client)), status)
+async def _context_response(request: Request, client: AsyncClient, context: Context, status: int = 200) -> Response:
+    return json_response(described(context, await model_name(request, client)), status)
 
 
 async def _tried(call: Any) -> Any:
     try:
-        return await in_time(call)
+        return await with_deadline(call)
     except LongleafError as error:
         raise context_problem(error) from None

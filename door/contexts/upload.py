@@ -12,17 +12,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from door.callers import client_of, in_time, peer_of
-from door.contexts.resources import check_new, context_problem, described, named
+from door.callers import client_of, peer_of, with_deadline
+from door.contexts.resources import check_new, context_from_path, context_problem, described
 from door.errors import HttpProblem, problem_of
-from door.events import EventResponse, event, gone
+from door.events import EventResponse, event, wait_disconnected
 from door.models import model_name
 from longleaf.errors import InvalidArgument, LongleafError, Unavailable
 from longleaf.types import MAX_TIME, ContextOptions, ContextSettings, IngestHeader, IngestProgress
 
 IDLE_SECONDS = 110.0
 """Timeout for the next part of a body; shorter than that of the service."""
-HELD_BYTES = 1 << 16
+BUFFERED_BYTES = 1 << 16
 PARAMETERS = frozenset("append upload_id display_name pinned ttl capacity system priority".split())
 CHARSETS = frozenset({"", "utf-8", "utf8", "us-ascii", "ascii"})
 NAMES = {"system": "system", "config.total_size_bytes": "Upload-Length", "text": "body"}
@@ -70,8 +70,8 @@ class UploadBody:
         await self._has_begun.wait()
         part, self._first = self._first or b"", None
         while True:
-            for start in range(0, len(part), HELD_BYTES):
-                piece = part[start : start + HELD_BYTES]
+            for start in range(0, len(part), BUFFERED_BYTES):
+                piece = part[start : start + BUFFERED_BYTES]
                 self.offset += len(piece)
                 yield piece
             if self.is_over:
@@ -83,12 +83,12 @@ class UploadBody:
             async with asyncio.timeout(IDLE_SECONDS):
                 message = await self._receive()
         except TimeoutError:
-            self.error = Unavailable("the body did not come")
+            self.error = Unavailable("the body was not received in time")
             raise self.error from None
         if message["type"] == "http.disconnect":
             self._has_left = True
             self._over.set()
-            self.error = Unavailable("the caller left")
+            self.error = Unavailable("the client disconnected")
             raise self.error
         if not message.get("more_body", False):
             self._over.set()
@@ -98,11 +98,11 @@ class UploadBody:
         """Returns when the caller has disconnected; while the body is read, its reader detects that."""
         await self._over.wait()
         if not self._has_left:
-            await gone(receive)
+            await wait_disconnected(receive)
 
 
-def _no_document(told: str) -> HttpProblem:
-    return HttpProblem(400, f"body: {told}", param="body", code="invalid_value")
+def _no_document(message: str) -> HttpProblem:
+    return HttpProblem(400, f"body: {message}", param="body", code="invalid_value")
 
 
 async def upload(request: Request) -> Response:
@@ -116,7 +116,7 @@ async def upload(request: Request) -> Response:
     try:
         first = await anext(steps)
         if first.phase == "receiving" and first.received_bytes != offset:
-            message = f"Upload-Offset: the service has {first.received_bytes:,} bytes of it, go on from there"
+            message = f"Upload-Offset: the service has {first.received_bytes:,} bytes; continue at that offset"
             headers = {"upload-offset": str(first.received_bytes)}
             raise HttpProblem(409, message, param="Upload-Offset", code="wrong_offset", headers=headers)
         if first.phase == "receiving":  # errors before the first byte of the answer become the status
@@ -128,7 +128,9 @@ async def upload(request: Request) -> Response:
             raise context_problem(error) from None
         raise
     reporting = UploadEvents(model, header, body, first)
-    left = body.leave if first.phase == "receiving" else gone  # the body of a complete upload is not read again
+    left = (
+        body.leave if first.phase == "receiving" else wait_disconnected
+    )  # the body of a complete upload is not read again
     # EventResponse is callable like a Response, but not a subclass
     return cast(Response, EventResponse(reporting.events(steps), reporting.waiting, left))
 
@@ -144,11 +146,11 @@ class UploadEvents:
         return f"{self._latest.phase}, {self._latest.processed} of {self._latest.total} tokens"
 
     async def events(self, steps: AsyncGenerator[IngestProgress, None]) -> AsyncGenerator[bytes, None]:
-        yield event(self._told(self._latest))
+        yield event(self._progress_json(self._latest))
         try:
             async with aclosing(steps):
                 async for self._latest in steps:
-                    yield event(self._told(self._latest))
+                    yield event(self._progress_json(self._latest))
         except LongleafError as error:
             yield self._ended(error)
 
@@ -159,7 +161,7 @@ class UploadEvents:
             return event({"phase": "incomplete", "received_bytes": body.offset})
         return event(problem_of(error, NAMES).body, "error")
 
-    def _told(self, progress: IngestProgress) -> dict[str, Any]:
+    def _progress_json(self, progress: IngestProgress) -> dict[str, Any]:
         reported: dict[str, Any] = {
             "phase": progress.phase,
             "received_bytes": progress.received_bytes,
@@ -173,21 +175,21 @@ class UploadEvents:
         return reported
 
 
-async def uploaded(request: Request) -> Response:
+async def upload_state(request: Request) -> Response:
     """The received size of an upload. An unknown upload is not created."""
     client, header = client_of(request), _header(request, 0)
     if not header.upload_id:
-        raise HttpProblem(400, "upload_id: name the upload", param="upload_id")
+        raise HttpProblem(400, "upload_id: is required", param="upload_id")
     steps = client.ingest_once(header, UploadBody(request.receive, -1))
     try:
         async with aclosing(steps):
-            first = await in_time(anext(steps))
+            first = await with_deadline(anext(steps))
     except LongleafError as error:
         raise context_problem(error) from None
     is_complete = first.phase not in ("receiving", "unspecified")
     if not (is_complete or first.received_bytes or first.received_tokens):  # the query has created it
         with suppress(LongleafError):
-            await in_time(client.cancel_ingest(header.context, header.upload_id))
+            await with_deadline(client.cancel_ingest(header.context, header.upload_id))
     headers = {"upload-offset": str(first.received_bytes), "upload-complete": f"?{int(is_complete)}"}
     return Response(headers=headers)
 
@@ -204,18 +206,20 @@ def _header(request: Request, offset: int) -> IngestHeader:
     HttpProblem."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if request.method == "POST" and (kind.endswith("json") or kind.startswith("multipart/")):
-        raise HttpProblem(415, "the body is to be the document itself, such as text/plain")
+        raise HttpProblem(415, "the body must be the document itself, such as text/plain")
     charset = _charset(request)
     if request.method == "POST" and charset not in CHARSETS:
-        raise HttpProblem(415, f"charset {charset[:100]}: a document is read as UTF-8 alone")
+        raise HttpProblem(415, f"charset {charset[:100]} is not supported: documents must be UTF-8")
     given = dict(request.query_params)
     if unknown := given.keys() - PARAMETERS:
-        raise HttpProblem(400, f"{min(unknown)}: is no parameter of this", param=min(unknown))
+        raise HttpProblem(400, f"unknown parameter: {min(unknown)}", param=min(unknown))
     total, declared = _number(request, "upload-length"), _number(request, "content-length")
     if request.method == "POST" and total is None and declared is not None:
         total = offset + declared
     if total is not None and total < offset + (declared or 0):
-        raise HttpProblem(400, "Upload-Length: is less than what this sends", param="Upload-Length")
+        raise HttpProblem(
+            400, "Upload-Length: is less than the offset and the length of the body", param="Upload-Length"
+        )
     options = dict[str, Any]()
     if (name := given.get("display_name")) is not None:
         options["display_name"] = name
@@ -226,7 +230,7 @@ def _header(request: Request, offset: int) -> IngestHeader:
     if "capacity" in given:
         options["capacity"] = _whole(given, "capacity")
     return IngestHeader(
-        context=named(request),
+        context=context_from_path(request),
         append=_flag(given, "append"),
         total_bytes=total,
         upload_id=given.get("upload_id", ""),
@@ -242,7 +246,7 @@ def _number(request: Request, header: str) -> int | None:
     if value is None:
         return None
     if not (value.isascii() and value.isdigit() and len(value) <= 18):
-        raise HttpProblem(400, f"{header}: is no number of bytes", param=header)
+        raise HttpProblem(400, f"{header}: is not a number of bytes", param=header)
     return int(value)
 
 
@@ -259,7 +263,7 @@ def _whole(given: dict[str, str], name: str) -> int:
     except ValueError:
         found = 1 << 63
     if abs(found) >= 1 << 31:
-        raise HttpProblem(400, f"{name}: must be a whole number", param=name)
+        raise HttpProblem(400, f"{name}: must be an integer", param=name)
     return found
 
 
@@ -269,5 +273,5 @@ def _positive(given: dict[str, str], name: str) -> float:
     except ValueError:
         found = math.nan
     if not 0 < found <= MAX_TIME:
-        raise HttpProblem(400, f"{name}: must be a positive number, and before the year 10000", param=name)
+        raise HttpProblem(400, f"{name}: must be positive and end before the year 10000", param=name)
     return found

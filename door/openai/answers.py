@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.bodies import MemoryLease, answered
+from door.bodies import MemoryLease, json_response
 from door.errors import HttpProblem, problem_of
-from door.events import DONE, EventResponse, event, until_left
+from door.events import DONE, EventResponse, cancel_on_disconnect, event
 from door.openai.models import MISSING
 from longleaf.errors import LongleafError, Unavailable
 from longleaf.sampling import Logprobs
@@ -67,14 +67,14 @@ class WaitStatus:
     def __init__(self) -> None:
         self._text = "waiting"
 
-    def note(self, told: Event) -> None:
-        match told:
+    def record(self, event: Event) -> None:
+        match event:
             case Started(queue_position=place) if place:
                 self._text = f"queued {place}"
             case Progress(processed, total):
                 self._text = f"read {processed} of {total} tokens"
             case Recovering():
-                self._text = f"recovering, {told.recovered_tokens} of {told.total_tokens} tokens"
+                self._text = f"recovering, {event.recovered_tokens} of {event.total_tokens} tokens"
             case _:
                 pass
 
@@ -86,7 +86,7 @@ class PendingCompletion(NamedTuple):
     """A generation that has not started."""
 
     events: AsyncGenerator[Event, None]
-    teller: ChunkFormatter
+    formatter: ChunkFormatter
     is_streamed: bool
     names: Names
     """HTTP names of the service's fields, and of `context`."""
@@ -98,12 +98,12 @@ async def answer(request: Request, asking: PendingCompletion, share: MemoryLease
     events, attribution_row, is_streamed, names = asking
     try:
         try:
-            first = await until_left(request, anext(events))
+            first = await cancel_on_disconnect(request, anext(events))
         except StopAsyncIteration:
-            raise Unavailable("the service ended the answer before it began") from None
+            raise Unavailable("the service ended the stream before the answer") from None
         share.give_back()
         if not is_streamed:
-            return answered(await until_left(request, _whole(events, attribution_row)))
+            return json_response(await cancel_on_disconnect(request, _whole(events, attribution_row)))
     except LongleafError as error:
         await events.aclose()
         raise _problem(error, names) from None
@@ -111,9 +111,9 @@ async def answer(request: Request, asking: PendingCompletion, share: MemoryLease
         await events.aclose()
         raise
     waiting = WaitStatus()
-    waiting.note(first)
+    waiting.record(first)
     # EventResponse is callable like a Response, but not a subclass
-    return cast(Response, EventResponse(_told(first, events, attribution_row, waiting.note, names), waiting))
+    return cast(Response, EventResponse(_told(first, events, attribution_row, waiting.record, names), waiting))
 
 
 def _problem(error: LongleafError, names: Names) -> HttpProblem:
@@ -135,7 +135,7 @@ async def _told(
         async with aclosing(events):
             async for reported in events:
                 match reported:
-                    case Delta() if reported.text or any(spelled([reported])):
+                    case Delta() if reported.text or any(text_logprobs([reported])):
                         yield event(attribution_row.delta(reported))
                     case Finished():
                         ends.append(reported)
@@ -143,7 +143,7 @@ async def _told(
                     case _:
                         note(reported)
         if len(ends) < attribution_row.num_samples:
-            raise Unavailable("the service ended the answer before its end")
+            raise Unavailable("the service ended the stream before the end of the answer")
     except LongleafError as error:
         yield event(_problem(error, names).body, "error")
         return
@@ -165,7 +165,7 @@ async def _whole(events: AsyncGenerator[Event, None], attribution_row: ChunkForm
                 case _:
                     pass
     if len(ends) < attribution_row.num_samples:
-        raise Unavailable("the service ended the answer before its end")
+        raise Unavailable("the service ended the stream before the end of the answer")
     ordered = [ends[sample] for sample in sorted(ends)]
     return attribution_row.whole(deltas, ordered, usage_of(ordered)) | exactness_of(ordered)
 
@@ -204,6 +204,6 @@ def finite(logprob: float) -> float:
     return max(logprob, LEAST_LOGPROB)
 
 
-def spelled(deltas: Iterable[Delta]) -> Iterator[Logprobs]:
+def text_logprobs(deltas: Iterable[Delta]) -> Iterator[Logprobs]:
     """The logprobs of tokens with text; the end token has none and is omitted."""
     return (reported for delta in deltas for reported in delta.logprobs if reported.token_bytes)

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from door.bodies import MemoryLease, body_of, share_of
 from door.callers import client_of, peer_of
 from door.models import model_name
-from door.openai.answers import PendingCompletion, answer, exactness_of, finite, new_id, now, reason_of, spelled
+from door.openai.answers import PendingCompletion, answer, exactness_of, finite, new_id, now, reason_of, text_logprobs
 from door.openai.lengths import with_length
 from door.openai.models import target_of
 from door.openai.requests import ChatCompletionRequest, decode_chat
@@ -45,10 +45,10 @@ async def _ask(request: Request, share: MemoryLease) -> PendingCompletion:
 class ChatChunkFormatter:
     """Formats answers as chat completions."""
 
-    def __init__(self, model: str, asked: ChatCompletionRequest) -> None:
-        self.num_samples = asked.n
-        self.with_usage = asked.stream_options is not None and asked.stream_options.include_usage
-        self._has_logprobs = asked.logprobs
+    def __init__(self, model: str, request: ChatCompletionRequest) -> None:
+        self.num_samples = request.n
+        self.with_usage = request.stream_options is not None and request.stream_options.include_usage
+        self._has_logprobs = request.logprobs
         self._base: dict[str, Any] = {"id": new_id("chatcmpl"), "object": "", "created": now(), "model": model}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -91,12 +91,12 @@ def _choice(sample: int, delta: dict[str, Any], reason: str | None = None) -> di
 
 
 def _logprobs(deltas: list[Delta]) -> dict[str, Any]:
-    return {"content": [_token(each) for each in spelled(deltas)], "refusal": None}
+    return {"content": [_token(each) for each in text_logprobs(deltas)], "refusal": None}
 
 
-def _token(told: Logprobs) -> dict[str, Any]:
-    tops = [_entry(top.token_bytes, top.logprob) for top in told.top]
-    return _entry(told.token_bytes, told.logprob) | {"top_logprobs": tops}
+def _token(logprobs: Logprobs) -> dict[str, Any]:
+    tops = [_entry(top.token_bytes, top.logprob) for top in logprobs.top]
+    return _entry(logprobs.token_bytes, logprobs.logprob) | {"top_logprobs": tops}
 
 
 def _entry(content: bytes | None, logprob: float) -> dict[str, Any]:

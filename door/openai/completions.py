@@ -10,7 +10,7 @@ from starlette.responses import Response
 from door.bodies import MemoryLease, body_of, share_of
 from door.callers import client_of, peer_of
 from door.models import model_name
-from door.openai.answers import PendingCompletion, answer, exactness_of, finite, new_id, now, reason_of, spelled
+from door.openai.answers import PendingCompletion, answer, exactness_of, finite, new_id, now, reason_of, text_logprobs
 from door.openai.lengths import with_length
 from door.openai.models import target_of
 from door.openai.requests import TextCompletionRequest, decode_text
@@ -50,11 +50,11 @@ async def _ask(request: Request, share: MemoryLease) -> PendingCompletion:
 class TextChunkFormatter:
     """Formats answers as text completions."""
 
-    def __init__(self, model: str, asked: TextCompletionRequest) -> None:
-        self.num_samples = asked.n
-        self.with_usage = asked.stream_options is not None and asked.stream_options.include_usage
-        self._has_logprobs = asked.logprobs is not None
-        self._lengths = [CharCounter() for _ in range(asked.n)]
+    def __init__(self, model: str, request: TextCompletionRequest) -> None:
+        self.num_samples = request.n
+        self.with_usage = request.stream_options is not None and request.stream_options.include_usage
+        self._has_logprobs = request.logprobs is not None
+        self._lengths = [CharCounter() for _ in range(request.n)]
         self._base: dict[str, Any] = {"id": new_id("cmpl"), "object": "text_completion", "created": now()}
         self._base |= {"model": model, "system_fingerprint": None}
 
@@ -75,7 +75,7 @@ class TextChunkFormatter:
 
     def _logprobs(self, sample: int, deltas: list[Delta]) -> dict[str, Any]:
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for reported in spelled(deltas):
+        for reported in text_logprobs(deltas):
             found["tokens"].append(_text(reported.token_bytes))
             found["token_logprobs"].append(finite(reported.logprob))
             found["top_logprobs"].append(_tops(reported.top))

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.bodies import answered
-from door.callers import client_of, in_time
+from door.bodies import json_response
+from door.callers import client_of, with_deadline
 from door.errors import HttpProblem
 from door.models import model_name
 from longleaf.client import AsyncClient
@@ -26,19 +26,19 @@ class ModelTarget(NamedTuple):
 
 async def list_models(request: Request) -> Response:
     client = client_of(request)
-    contexts = await in_time(client.list_contexts())
+    contexts = await with_deadline(client.list_contexts())
     model = await model_name(request, client)
-    return answered({"object": "list", "data": [_model(model), *(_of_context(model, each) for each in contexts)]})
+    return json_response({"object": "list", "data": [_model(model), *(_of_context(model, each) for each in contexts)]})
 
 
 async def get_model(request: Request) -> Response:
     client, requested = client_of(request), request.path_params["id"]
-    cluster = await in_time(client.cluster())
+    cluster = await with_deadline(client.cluster())
     target = _split(requested, cluster.model.name)
     if target.context is None:
-        return answered(_model(target.model))
+        return json_response(_model(target.model))
     try:
-        return answered(_of_context(cluster.model.name, await in_time(client.get_context(target.context))))
+        return json_response(_of_context(cluster.model.name, await with_deadline(client.get_context(target.context))))
     except NotFound:
         raise _missing(requested) from None
 
@@ -61,19 +61,19 @@ async def target_of(request: Request, client: AsyncClient, model: str, context: 
         message = f"context: is {context[:100]}, and model names {target.context}"
         raise HttpProblem(400, message, param="context", code="invalid_value")
     if CONTEXT_ID.fullmatch(context) is None:
-        raise HttpProblem(400, "context: is no name of a context", param="context", code="invalid_value")
+        raise HttpProblem(400, "context: is not a valid context name", param="context", code="invalid_value")
     return ModelTarget(model, context)
 
 
-def _split(asked: str, name: str) -> ModelTarget:
+def _split(requested: str, name: str) -> ModelTarget:
     """Raises HttpProblem for anything but the model or a context of it."""
-    if asked == name:
-        return ModelTarget(asked, None)
-    context = asked.removeprefix(f"{name}:")
-    if context == asked or CONTEXT_ID.fullmatch(context) is None:
-        raise _missing(asked)
-    return ModelTarget(asked, context)
+    if requested == name:
+        return ModelTarget(requested, None)
+    context = requested.removeprefix(f"{name}:")
+    if context == requested or CONTEXT_ID.fullmatch(context) is None:
+        raise _missing(requested)
+    return ModelTarget(requested, context)
 
 
-def _missing(asked: str) -> HttpProblem:
-    return HttpProblem(404, f"the model {asked[:300]} does not exist", param="model", code=MISSING)
+def _missing(requested: str) -> HttpProblem:
+    return HttpProblem(404, f"the model {requested[:300]} does not exist", param="model", code=MISSING)

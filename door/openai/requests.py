@@ -120,14 +120,14 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Chat(NamedTuple):
     """A decoded body."""
 
-    asked: ChatCompletionRequest
+    request: ChatCompletionRequest
     conversation: Conversation
 
 
 class Text(NamedTuple):
     """A decoded body."""
 
-    asked: TextCompletionRequest
+    request: TextCompletionRequest
     prompt: "str | array[int]"
     """Token ids as 32-bit numbers, because Python integers take nine times the memory."""
 
@@ -140,13 +140,13 @@ def decode_chat(raw: dict[str, Any]) -> Chat:
         raise HttpProblem(400, "messages: give at least one", param="messages", code="invalid_value")
     turns = cast(list[object], messages)
     if len(turns) > MAX_MESSAGES:
-        message = f"messages: are {len(turns):,}, and must be 1 to {MAX_MESSAGES}"
+        message = f"messages: has {len(turns):,} messages; allowed are 1 to {MAX_MESSAGES}"
         raise HttpProblem(400, message, param="messages", code="invalid_value")
     requested = converted(given, ChatCompletionRequest)
     if requested.top_logprobs is not None and not requested.logprobs:
         raise HttpProblem(400, "top_logprobs: needs logprobs", param="top_logprobs", code="invalid_value")
     if requested.max_tokens is not None and requested.max_completion_tokens not in (None, requested.max_tokens):
-        message = "max_completion_tokens: says something else than max_tokens"
+        message = "max_completion_tokens: differs from max_tokens"
         raise HttpProblem(400, message, param="max_completion_tokens", code="invalid_value")
     check_stream(requested)
     return Chat(requested, Conversation(tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns))))
@@ -176,9 +176,9 @@ def _prompt(prompt: str | list[str | int]) -> "str | array[int]":
     return ids
 
 
-def check_stream(asked: CompletionRequest) -> None:
+def check_stream(request: CompletionRequest) -> None:
     """Raises HttpProblem for stream options without `stream`."""
-    if asked.stream_options is not None and not asked.stream:
+    if request.stream_options is not None and not request.stream:
         raise HttpProblem(400, "stream_options: needs stream", param="stream_options", code="invalid_value")
 
 
@@ -189,10 +189,10 @@ def cleaned(raw: dict[str, Any], known: tuple[str, ...], more: set[str] | None =
         if value is None or name in HARMLESS or value in MEANINGLESS.get(name, ()):
             continue
         if name in MEANINGLESS:
-            message = f"{name}: cannot be done here" if name not in ("echo", "best_of") else f"{name}: must be left out"
+            message = f"{name}: is not supported; omit it, because this server only generates text"
             raise HttpProblem(400, message, param=name, code="unsupported_parameter")
         if name not in known and name not in (more or ()):
-            raise HttpProblem(400, f"{name[:100]}: is not known here", param=name[:100], code="unknown_parameter")
+            raise HttpProblem(400, f"unknown parameter: {name[:100]}", param=name[:100], code="unknown_parameter")
         found[name] = _integer(value)
     return found
 
@@ -205,13 +205,11 @@ def _integer(value: Any) -> Any:
 
 def _message(raw: object, path: str) -> Message:
     if not isinstance(raw, dict):
-        raise HttpProblem(400, f"{path}: is no object", param=path, code="invalid_type")
+        raise HttpProblem(400, f"{path}: is not an object", param=path, code="invalid_type")
     fields = {name: value for name, value in cast(dict[str, Any], raw).items() if value is not None}
     for name in fields.keys() - set(ChatMessage.__struct_fields__):
         if fields[name] not in EMPTY:
-            raise HttpProblem(
-                400, f"{path}.{name}: cannot be done here", param=f"{path}.{name}", code="unsupported_value"
-            )
+            raise HttpProblem(400, f"{path}.{name} is not supported", param=f"{path}.{name}", code="unsupported_value")
         del fields[name]
     turn = converted(fields, ChatMessage, path)
     text = turn.content if isinstance(turn.content, str) else _text_of(turn.content, f"{path}.content")
@@ -223,10 +221,10 @@ def _text_of(parts: list[dict[str, Any]], path: str) -> str:
     for i, part in enumerate(parts):
         kind, text = part.get("type"), part.get("text")
         if kind != "text":
-            message = f"{path}[{i}].type: is not text, and there is nothing else here"
+            message = f'{path}[{i}]: only parts of type "text" are supported'
             raise HttpProblem(400, message, param=f"{path}[{i}].type", code="unsupported_value")
         if not isinstance(text, str):
-            raise HttpProblem(400, f"{path}[{i}].text: is no text", param=f"{path}[{i}].text", code="invalid_type")
+            raise HttpProblem(400, f"{path}[{i}].text: is not a string", param=f"{path}[{i}].text", code="invalid_type")
         for name in part.keys() - {"type", "text"}:
             if part[name] not in EMPTY:
                 param = f"{path}[{i}].{name[:100]}"

@@ -1,4 +1,4 @@
-// Adding documents: files come by a button or a drop anywhere, and are named before they go.
+// Adding documents: files are chosen or dropped, then named, then uploaded.
 import { contexts, titleOf } from "./contexts.js";
 import { Dialog } from "./dialog.js";
 import { complaint, filesOf, freeName, nameOf, objection } from "./files.js";
@@ -7,10 +7,10 @@ import { html, useEffect, useRef, useState } from "./html.js";
 import { Store, useStore } from "./store.js";
 import { uploads } from "./uploads.js";
 
-/** Files that wait to be named: [{file, id, append, objection}]. */
+/** Files in the naming dialog: [{file, id, append, objection}]. */
 const chosen = new Store([]);
 
-/** `end` is the document at whose end they are to be added; without one each becomes a document of its own. */
+/** Files are appended to the document `end`; without it, each becomes a new document. */
 async function choose(files, end) {
   const taken = new Set([...contexts.ids, ...uploads.store.value.map(({ what }) => what.id)]);
   const rows = [];
@@ -33,7 +33,7 @@ export function AddButton({ isMain, end, children = "Add documents…" }) {
       }} />`;
 }
 
-/** A veil over the page while files hover over it. */
+/** An overlay while files are dragged over the page. */
 export function DropZone() {
   const [isOver, setOver] = useState(false);
   useEffect(() => {
@@ -54,15 +54,15 @@ export function DropZone() {
     for (const [name, listener] of Object.entries(listeners)) addEventListener(name, listener);
     return () => Object.entries(listeners).forEach(([name, listener]) => removeEventListener(name, listener));
   }, []);
-  return isOver && html`<div class="veil"><p>Drop to add to the shelf</p></div>`;
+  return isOver && html`<div class="veil"><p>Drop files to add them</p></div>`;
 }
 
-/** What is wrong with a row among the others; empty where it can go. */
+/** The error of a row, or "". */
 function wrong(row, rows) {
   if (row.objection) return row.objection;
   const found = complaint(row.id);
   if (found) return found;
-  if (rows.some((other) => other !== row && other.id === row.id && !other.objection)) return "Two files cannot have one name.";
+  if (rows.some((other) => other !== row && other.id === row.id && !other.objection)) return "Each file needs its own name.";
   return "";
 }
 
@@ -80,17 +80,17 @@ export function NameForm() {
     close();
   };
   const [{ end }] = rows;
-  const title = end ? `Add to the end of ${titleOf(end)}` : rows.length === 1 ? "Add a document" : `Add ${rows.length} documents`;
+  const title = end ? `Append to ${titleOf(end)}` : rows.length === 1 ? "Add a document" : `Add ${rows.length} documents`;
   return html`<${Dialog} title=${title} onClose=${close} onSubmit=${add}>
     <p class="quiet">${end
-      ? "It is read after what is there, and the document goes on with it. That cannot be taken back: fork it before, to keep it as it is."
-      : "The name is what programs ask the document by, and what stands in its address."}</p>
+      ? "The file is appended to the document. This cannot be undone: fork the document first to keep the original."
+      : "Programs use the name to ask about the document. It is also in the address of its page."}</p>
     <ul class="rows">
       ${rows.map((row, index) => html`<${NameRow} key=${row.file} ...${{ row, rows, index, change }} />`)}
     </ul>
     <div class="choices">
       <button type="button" onClick=${close}>Cancel</button>
-      <button type="submit" class="main" autofocus=${!!end} disabled=${!isReady}>${end ? "Add to its end" : "Add to the shelf"}</button>
+      <button type="submit" class="main" autofocus=${!!end} disabled=${!isReady}>Upload</button>
     </div>
   <//>`;
 }
@@ -111,10 +111,10 @@ function NameRow({ row, rows, index, change }) {
       ${other && !row.end && html`<p>${titleOf(other)} has this name.
         <span class="choices near">
           <button type="button" onClick=${() => change(row, { id: freeName(row.id, contexts.ids), append: false })}>
-            Call it ${freeName(row.id, contexts.ids)}
+            Use the name ${freeName(row.id, contexts.ids)}
           </button>
           <label><input type="checkbox" checked=${row.append}
-            onChange=${(event) => change(row, { append: event.currentTarget.checked })} /> Add to its end</label>
+            onChange=${(event) => change(row, { append: event.currentTarget.checked })} /> Append to the document</label>
         </span></p>`}
     </div>
   </li>`;

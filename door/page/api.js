@@ -1,10 +1,10 @@
-// Calls of the door's HTTP API. Paths are relative, so that the page also works below a prefix of a proxy.
+// Calls of the gateway's HTTP API. Paths are relative, so that the page also works below a proxy's path prefix.
 import { credential } from "./credential.js";
 import { Refusal, Unreachable } from "./errors.js";
 
 const context = (id) => `v1/contexts/${encodeURIComponent(id)}`;
 
-/** The response of a call that succeeded. Where a credential is required it asks for one and calls again. */
+/** The response of a successful call. If a credential is required, asks for one and calls again. */
 async function call(path, { method = "GET", json, body, headers = {}, signal } = {}) {
   for (;;) {
     const secret = credential.secret;
@@ -20,7 +20,7 @@ async function call(path, { method = "GET", json, body, headers = {}, signal } =
     });
     if (response.ok) return response;
     const refusal = await refusalIn(response);
-    // another call may have been given a new one meanwhile
+    // another call may have received a new one meanwhile
     if (response.status !== 401 || !(await credential.another(secret, signal))) throw refusal;
   }
 }
@@ -30,13 +30,13 @@ async function send(path, options) {
     return await fetch(path, { cache: "no-store", credentials: "omit", redirect: "error", ...options });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Unreachable("nobody answers");
+    throw new Unreachable("no response");
   }
 }
 
 async function refusalIn(response) {
-  const told = await response.json().catch(() => null);
-  return new Refusal(response.status, told?.error ?? {}, response.headers);
+  const body = await response.json().catch(() => null);
+  return new Refusal(response.status, body?.error ?? {}, response.headers);
 }
 
 export async function listContexts(signal) {
@@ -55,39 +55,39 @@ export async function deleteContext(id) {
   await call(context(id), { method: "DELETE" });
 }
 
-/** The stream of the cluster. */
+/** The event stream of the cluster. */
 export function watchCluster(signal) {
   return call("v1/cluster", { signal });
 }
 
-/** The stream of an answer. */
+/** The event stream of an answer. */
 export function complete(body, signal) {
   return call("v1/chat/completions", { method: "POST", json: { ...body, stream: true }, signal });
 }
 
-/** An upload is the same one as long as all of this is. */
+/** All of these values identify an upload. */
 function uploadPath({ id, uploadId, append, title }) {
   const query = new URLSearchParams({ upload_id: uploadId, append, ...(append ? {} : { display_name: title }) });
   return `${context(id)}?${query}`;
 }
 
-/** How many bytes of an upload the service has, and whether these are all. */
-export async function lookAtUpload(what, signal) {
-  const { headers } = await call(uploadPath(what), { method: "HEAD", signal, headers: { "upload-length": String(what.size) } });
+/** The number of bytes that the service has received, and whether they are all. */
+export async function lookAtUpload(file, signal) {
+  const { headers } = await call(uploadPath(file), { method: "HEAD", signal, headers: { "upload-length": String(file.size) } });
   return { offset: Number(headers.get("upload-offset")), complete: headers.get("upload-complete") === "?1" };
 }
 
-/** Ends an upload, also while it is read. Nothing of it stays. */
+/** Cancels an upload, even during prefill, and discards it. */
 export async function endUpload({ id, uploadId }) {
   await call(`${context(id)}?${new URLSearchParams({ upload_id: uploadId })}`, { method: "DELETE" });
 }
 
-/** Sends bytes that begin at `offset`; the stream tells how far the document is. */
-export function sendPart(what, offset, bytes, signal) {
-  return call(uploadPath(what), {
+/** Sends the bytes at `offset`. The response is an event stream with the progress. */
+export function sendPart(file, offset, bytes, signal) {
+  return call(uploadPath(file), {
     method: "POST",
     body: bytes,
     signal,
-    headers: { "content-type": "text/plain", "upload-offset": String(offset), "upload-length": String(what.size) },
+    headers: { "content-type": "text/plain", "upload-offset": String(offset), "upload-length": String(file.size) },
   });
 }

@@ -1,4 +1,4 @@
-// Asking the open document: the conversation so far, and the field for the next question.
+// Questions about the open document: the conversation, and the field for the next question.
 import { useNow } from "./clock.js";
 import { conversationAbout, goingOn, MOST_TOKENS } from "./conversation.js";
 import { Refusal, sentence } from "./errors.js";
@@ -25,21 +25,21 @@ function Turn({ turn, conversation, isLast }) {
     <p class="question">${question}</p>
     ${answer && html`<div class="answer" aria-busy=${isBusy}>${answer}</div>`}
     ${phase === "waiting" && html`<p class="quiet pulse"><${Wait} note=${turn.note} /></p>`}
-    ${phase === "stopped" && html`<p class="quiet">Stopped${answer ? " here" : " before an answer came"}.</p>`}
+    ${phase === "stopped" && html`<p class="quiet">Stopped${answer ? "" : " before the answer began"}.</p>`}
     ${phase === "failed" && html`<${Trouble} ...${{ error, conversation, isLast }} />`}
     ${!isBusy && answer && html`<${Foot} turn=${turn} />`}
   </li>`;
 }
 
-/** What it waits for, of what the service tells in comments, and of what the cluster says of itself. */
+/** The reason for waiting, from the comments of the stream and the state of the cluster. */
 function Wait({ note }) {
   const recovery = useStore(service.store).cluster?.recovery;
   if (recovery && !recovery.over) {
     const { recovered_tokens: back, lost_tokens: lost } = recovery;
-    return `A part that was lost is read again first: ${count(back)} of ${tokens(lost)}.`;
+    return `Restoring a lost part first: ${count(back)} of ${tokens(lost)}.`;
   }
   const [, place] = note.match(/^queued (\d+)$/) ?? [];
-  if (place) return place === "1" ? "Next in line." : `Waiting: ${othersBefore(place)} before this one.`;
+  if (place) return place === "1" ? "Next in the queue." : `In the queue: ${othersBefore(place)} before this one.`;
   const [, read, all] = note.match(/^read (\d+) of (\d+) tokens$/) ?? [];
   if (all) return `Reading: ${count(read)} of ${tokens(Number(all))}.`;
   return "Asking…";
@@ -63,13 +63,13 @@ function Foot({ turn: { answer, usage, seconds, firstSeconds, reason } }) {
   const [note, setNote] = useState("");
   const cached = usage?.prompt_tokens_details?.cached_tokens;
   return html`<p class="foot numbers">
-    <button class="plain" onClick=${async () => setNote((await copy(answer)) ? "Copied" : "The browser did not let it be copied")}>Copy</button>
+    <button class="plain" onClick=${async () => setNote((await copy(answer)) ? "Copied" : "The browser blocked copying")}>Copy</button>
     <span role="status">${note}</span>
-    ${reason === "length" && html`<span>cut here, at ${tokens(usage?.completion_tokens ?? MOST_TOKENS)}; ask on for more</span>`}
-    ${seconds !== null && html`<span title=${firstSeconds === null ? null : `first words after ${firstSeconds.toFixed(2)} s`}>
+    ${reason === "length" && html`<span>cut off after ${tokens(usage?.completion_tokens ?? MOST_TOKENS)}; ask for the rest</span>`}
+    ${seconds !== null && html`<span title=${firstSeconds === null ? null : `first token after ${firstSeconds.toFixed(2)} s`}>
       ${seconds.toFixed(1)} s</span>`}
     ${usage && html`<span>${tokens(usage.completion_tokens)} written</span>
-      <span>${count(usage.prompt_tokens)} seen${cached ? `, ${count(cached)} of them held before` : ""}</span>`}
+      <span>read ${tokens(usage.prompt_tokens)}${cached ? `, ${count(cached)} of them from memory` : ""}</span>`}
   </p>`;
 }
 
@@ -88,8 +88,8 @@ function Field({ conversation, turns }) {
     area.style.height = `${Math.min(area.scrollHeight, 240)}px`;
   }, [text]);
   useEffect(() => {
-    // a new question is shown, and its answer followed as it grows, unless the reader went back up. The field sticks to
-    // the window, and other things may come below: what counts is where all of this ends.
+    // Scroll to a new question and follow its answer, unless the reader scrolled up. The field is sticky and other
+    // elements may follow below, so the end of this section is measured.
     const end = form.current.parentElement.getBoundingClientRect().bottom + scrollY;
     const isFollowed = seen.current.end - innerHeight - scrollY < 80 || turns.length > seen.current.turns;
     seen.current = { end, turns: turns.length };
@@ -111,7 +111,7 @@ function Field({ conversation, turns }) {
     event.preventDefault();
     ask();
   }}>
-    <label for="question">${isFirst || !goingOn.value ? "Ask this document" : "Ask on"}</label>
+    <label for="question">${isFirst || !goingOn.value ? "Ask this document" : "Ask a follow-up"}</label>
     <div class="composer">
       <textarea id="question" ref=${field} rows="1" value=${text} onKeyDown=${keys} aria-describedby="question-keys question-note"
         onInput=${(event) => setText(event.currentTarget.value)}></textarea>
@@ -121,23 +121,23 @@ function Field({ conversation, turns }) {
     </div>
     <div class="quiet line"><span id="question-keys">Enter asks, Shift and Enter begins a line, Escape stops.</span>
       ${!isFirst && !service.looksUp && html`<label><input type="checkbox" checked=${goingOn.value}
-        onChange=${(event) => goingOn.store.set(event.currentTarget.checked)} /> With what was said before</label>`}
+        onChange=${(event) => goingOn.store.set(event.currentTarget.checked)} /> Remember this conversation</label>`}
       ${!isFirst && !isBusy && html`<button type="button" class="plain" onClick=${() => {
         conversation.clear();
         field.current.focus();
-      }}>Begin anew</button>`}</div>
+      }}>New conversation</button>`}</div>
     ${service.looksUp && html`<p class="quiet" id="question-note">
-      This small model looks facts up, one at a time: What is the value of KEY?</p>`}
+      This small model only looks up single facts: What is the value of KEY?</p>`}
   </form>`;
 }
 
-/** Into the clipboard; whether it could be done. */
+/** Copies to the clipboard. Returns whether it succeeded. */
 async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    return copyBySelection(text); // plain HTTP in a local network has no clipboard of its own
+    return copyBySelection(text); // without HTTPS there is no clipboard API
   }
 }
 

@@ -1,4 +1,4 @@
-// The time of day, for what says how old it is or how long it still takes.
+// The current time, for ages and remaining times.
 import { Store, useStore } from "./store.js";
 
 const seconds = new Store(Date.now() / 1000);
@@ -6,5 +6,5 @@ const EVERY = 1000;
 
 setInterval(() => document.hidden || seconds.set(Date.now() / 1000), EVERY);
 
-/** Seconds since the epoch; who uses it is rendered every second. */
+/** Seconds since the epoch. A component that uses it is rendered every second. */
 export const useNow = () => useStore(seconds);

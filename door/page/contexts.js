@@ -1,4 +1,4 @@
-// The contexts that the reader may see. On the page they are called documents, which is what readers put in.
+// The contexts that the user may see. The page calls them documents.
 import { listContexts } from "./api.js";
 import { credential } from "./credential.js";
 import { service } from "./service.js";
@@ -7,7 +7,7 @@ import { Store } from "./store.js";
 const PAUSE = 1000;
 
 class Contexts {
-  /** `list` is null until the service told; newest first. */
+  /** `list` is null until it is loaded; newest first. */
   store = new Store({ list: null, error: null });
   #timer = null;
   #last = -PAUSE;
@@ -15,9 +15,9 @@ class Contexts {
   #again = false;
 
   constructor() {
-    // what the cluster holds has changed, or the service was found again
+    // the contexts may have changed, or the connection is back
     service.store.follow(({ link }) => link === "live" && this.refresh());
-    // what one reader may see is not for another
+    // another credential sees other contexts
     credential.given.follow(() => this.store.set({ list: null, error: null }));
   }
 
@@ -29,17 +29,17 @@ class Contexts {
     return this.store.value.list?.find((context) => context.id === id);
   }
 
-  /** Asks at most once a second, for all that want it meanwhile. */
+  /** Reloads the list, at most once a second; calls in between are combined. */
   refresh() {
     if (this.#running) this.#again = true;
     else this.#timer ??= setTimeout(() => this.#load(), Math.max(0, this.#last + PAUSE - performance.now()));
   }
 
-  /** What a call said of one context; null: it is gone. */
+  /** Stores one context as returned by a call; null: it was deleted. */
   put(id, context) {
     const others = (this.store.value.list ?? []).filter((each) => each.id !== id);
     this.#set(context ? [...others, context] : others);
-    if (this.#running) this.#again = true; // its answer may be older than this
+    if (this.#running) this.#again = true; // its response may be older
   }
 
   async #load() {

@@ -1,4 +1,4 @@
-// What was asked of each document and answered: kept while the page lives, and sent along with each further question.
+// The conversation about each document: kept in memory, and sent with each further question.
 import { complete } from "./api.js";
 import { contexts } from "./contexts.js";
 import { isAbort, refusalOf, Unreachable } from "./errors.js";
@@ -8,10 +8,10 @@ import { eventsOf } from "./sse.js";
 import { Store } from "./store.js";
 
 const LONGEST_SAID = 400;
-// An answer may be a chapter, but not all that is left of a context of a million tokens: a model may never end by itself.
+// Limit of an answer, because a model may never generate its end token.
 export const MOST_TOKENS = 4096;
 
-/** Whether the reader wants questions to go along with what was said before. */
+/** Whether questions are sent with the previous conversation. */
 const wanted = new Store(true);
 
 export const goingOn = {
@@ -53,7 +53,7 @@ export class Conversation {
       this.#end({ seconds: since(), ...(isAbort(error) ? { phase: "stopped" } : { phase: "failed", error }) });
       if (isAbort(error)) say("Stopped.");
     }
-    contexts.refresh(); // it was used, and may have come back for that
+    contexts.refresh(); // its last use and its state have changed
   }
 
   /** Asks the last question again, in its place. */
@@ -72,7 +72,7 @@ export class Conversation {
     this.store.set([]);
   }
 
-  /** The question, and what went well before it. */
+  /** The question, after the previous complete or stopped turns. */
   #messages(question) {
     const before = (goingOn.value ? this.store.value : [])
       .filter(({ phase, answer }) => answer && (phase === "done" || phase === "stopped"))
@@ -113,13 +113,13 @@ export class Conversation {
     if (turns.length) this.store.set([...turns.slice(0, -1), { ...turns.at(-1), ...fields }]);
   }
 
-  /** `clear` may have taken the turn away. */
+  /** Does nothing if `clear` has removed the turn. */
   #end(fields) {
     if (this.isBusy) this.#patch({ note: "", ...fields });
   }
 }
 
-/** Gathers what comes between two pictures: a screen shows no more, however fast tokens come. */
+/** Collects text between two frames, so that it renders once per frame. */
 class Writer {
   #text = "";
   #first = null;
@@ -135,12 +135,12 @@ class Writer {
     this.#first ??= seconds;
     if (this.#isDue) return;
     this.#isDue = true;
-    // pages in the background are drawn no pictures
+    // there are no animation frames in the background
     if (document.hidden) setTimeout(() => this.show(), 200);
     else requestAnimationFrame(() => this.show());
   }
 
-  /** Shows what has come, once: a picture that comes after the end of the answer finds nothing due. */
+  /** Renders the collected text, if any is due. */
   show() {
     if (!this.#isDue) return;
     this.#isDue = false;
@@ -155,7 +155,7 @@ export function conversationAbout(id) {
   return all.get(id);
 }
 
-/** A context of this name may be another one from now on. */
+/** Removes the conversation, because the name may be used for another context. */
 export function forget(id) {
   all.get(id)?.clear();
   all.delete(id);

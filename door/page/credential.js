@@ -1,16 +1,16 @@
-// The reader's credential, in memory alone and gone with the page; and the form that asks for it.
+// The user's credential, which is kept only in memory, and the form that asks for it.
 import { Dialog } from "./dialog.js";
 import { html, useState } from "./html.js";
 import { Store, useStore } from "./store.js";
 
 class Credential {
-  /** What the form shows: whether it is asked for, and whether the last one was refused. */
+  /** State of the form: whether it is open, and whether the last credential was refused. */
   store = new Store({ isAsked: false, isRefused: false, has: false });
   secret = "";
-  /** How often one was given. */
+  /** Number of credentials entered. */
   given = new Store(0);
 
-  /** A call was refused with `used`. Whether there is another one by now: the reader may give one, or decline. */
+  /** Called after a refusal of `used`. Resolves to whether there is another credential: the user may decline. */
   async another(used, signal) {
     if (this.secret !== used) return true;
     const before = this.given.value;
@@ -21,7 +21,7 @@ class Credential {
 
   give(secret) {
     this.secret = secret;
-    this.given.value += 1; // before whoever waits for it looks
+    this.given.value += 1; // before the waiting calls check it
     this.store.set({ isAsked: false, isRefused: false, has: true });
     this.given.set(this.given.value);
   }
@@ -31,7 +31,7 @@ class Credential {
   }
 
   decline() {
-    // one that was refused is of no use any more
+    // a refused credential is useless
     if (this.store.value.isRefused) this.secret = "";
     this.store.set({ isAsked: false, isRefused: false, has: this.secret !== "" });
   }
@@ -48,25 +48,25 @@ export function CredentialForm() {
     credential.give(secret.trim());
     setSecret("");
   };
-  return html`<${Dialog} title="Who is reading?" onClose=${() => credential.decline()} onSubmit=${give}>
+  return html`<${Dialog} title="Credential required" onClose=${() => credential.decline()} onSubmit=${give}>
     ${isRefused
-      ? html`<p class="trouble" role="alert">The service refused this credential. Check it, and give it again.</p>`
-      : html`<p>This service asks for a credential. Give the one that its operator told you.</p>`}
+      ? html`<p class="trouble" role="alert">The service refused this credential. Check it and try again.</p>`
+      : html`<p>Enter the credential that you received from the operator of this service.</p>`}
     <label class="field">Credential
       <input type="password" autocomplete="off" spellcheck=${false} autofocus value=${secret}
         aria-invalid=${isRefused ? "true" : null} onInput=${(event) => setSecret(event.currentTarget.value)} />
     </label>
-    <p class="quiet">It stays in the memory of this tab, and is gone when the page is reloaded or closed.</p>
+    <p class="quiet">It is kept only in the memory of this tab, until the page is reloaded or closed.</p>
     <div class="choices">
       <button type="button" onClick=${() => credential.decline()}>Not now</button>
-      <button type="submit" class="main" disabled=${!secret.trim()}>Go on</button>
+      <button type="submit" class="main" disabled=${!secret.trim()}>Continue</button>
     </div>
   <//>`;
 }
 
-/** In the header: whether calls bear a credential, and a way to change that. */
+/** Button of the header that enters or changes the credential. */
 export function CredentialButton({ isLocked }) {
   const { has } = useStore(credential.store);
-  if (isLocked && !has) return html`<button onClick=${() => credential.ask()}>Give a credential</button>`;
+  if (isLocked && !has) return html`<button onClick=${() => credential.ask()}>Enter a credential</button>`;
   return has ? html`<button class="plain" onClick=${() => credential.ask()}>Change credential</button>` : null;
 }

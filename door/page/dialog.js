@@ -1,19 +1,19 @@
-// A modal dialog: the browser's own, which keeps the focus inside and gives it back.
+// A modal dialog, based on the browser's <dialog>, which restores the focus.
 import { html, useLayoutEffect, useRef } from "./html.js";
 
 let count = 0;
 
-/** `onClose` is called however it closes; what it asks is submitted by `onSubmit`. */
+/** `onSubmit` is called for the form, `onClose` for every way to close. */
 export function Dialog({ title, onClose, onSubmit, children }) {
   const element = useRef(null);
-  const id = useRef(`dialog-${(count += 1)}`).current; // one may be asked for a credential above another dialog
+  const id = useRef(`dialog-${(count += 1)}`).current; // the credential form may open above another dialog
   useLayoutEffect(() => {
     const { current: dialog } = element;
     const before = document.activeElement;
     dialog.showModal();
     return () => {
       dialog.close();
-      // what had the focus may be gone with what was done
+      // the focused element may have been removed
       (before?.isConnected ? before : document.querySelector("main h1, main h2"))?.focus();
     };
   }, []);

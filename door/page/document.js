@@ -1,4 +1,4 @@
-// The open document: what it is, what can be done with it, and where it lies.
+// The open document: its properties and actions.
 import { AddButton } from "./adding.js";
 import { changeContext, deleteContext, forkContext } from "./api.js";
 import { Ask } from "./ask.js";
@@ -19,7 +19,7 @@ export function Document({ context }) {
   const [asked, setAsked] = useState(null);
   const [error, setError] = useState(null);
   useEffect(() => title.current.focus(), []);
-  /** Does a thing, and shows why it could not be done. */
+  /** Runs an action, and shows its error. */
   const attempt = async (doing, done) => {
     setError(null);
     try {
@@ -32,16 +32,16 @@ export function Document({ context }) {
   };
   const close = () => setAsked(null);
   return html`<article aria-labelledby="document-title">
-    <a class="back" href="#/">Back to the shelf</a>
+    <a class="back" href="#/">Back to the documents</a>
     <h1 id="document-title" ref=${title} tabindex="-1">${titleOf(context)}</h1>
     <${Facts} context=${context} />
     <div class="choices near" role="group" aria-label="This document">
-      <button aria-pressed=${context.pinned} title="What is pinned is never put away to make room"
-        onClick=${() => attempt(() => changeContext(id, { pinned: !context.pinned }), context.pinned ? "Not pinned any more." : "Pinned.")}>
+      <button aria-pressed=${context.pinned} title="A pinned document never expires and is never evicted"
+        onClick=${() => attempt(() => changeContext(id, { pinned: !context.pinned }), context.pinned ? "Unpinned." : "Pinned.")}>
         ${context.pinned ? "Pinned" : "Pin"}
       </button>
-      <${Expiry} context=${context} onChange=${(changes) => attempt(() => changeContext(id, changes), "Changed when it expires.")} />
-      <${AddButton} end=${context}>Add to it…<//>
+      <${Expiry} context=${context} onChange=${(changes) => attempt(() => changeContext(id, changes), "Changed the expiry time.")} />
+      <${AddButton} end=${context}>Append…<//>
       <button onClick=${() => setAsked("fork")}>Fork…</button>
       <button class="danger" onClick=${() => setAsked("delete")}>Delete…</button>
     </div>
@@ -59,11 +59,11 @@ function Facts({ context }) {
     <code>${id}</code>
     <span>${tokens(context.tokens)}</span>
     <span>${bytes(size)} of keys and values</span>
-    ${stored > 0 && html`<span>${bytes(stored)} on storage</span>`}
+    ${stored > 0 && html`<span>${bytes(stored)} in storage</span>`}
     <span title=${when(created)}>added ${ago(created, now)}</span>
     ${hits > 0 && html`<span title=${when(used)}>asked ${count(hits)} ${hits === 1 ? "time" : "times"}, last ${ago(used, now)}</span>`}
     ${expires !== null && html`<span title=${when(expires)}>expires ${until(expires, now)}</span>`}
-    ${context.exact === false && html`<span>answers are close, not exact</span>`}
+    ${context.exact === false && html`<span>answers are not exact</span>`}
   </p>`;
 }
 
@@ -106,7 +106,7 @@ function ForkForm({ context, close }) {
     }
   };
   return html`<${Dialog} title="Fork ${titleOf(context)}" onClose=${close} onSubmit=${fork}>
-    <p>A fork is a document of its own that begins with the same text. Nothing is read again, and what they share is held once.</p>
+    <p>A fork is a new document that begins with the same text. Nothing is computed again, and shared text is stored once.</p>
     <label class="field">Name
       <input value=${name} autofocus spellcheck=${false} autocomplete="off" autocapitalize="none" aria-describedby="fork-note"
         aria-invalid=${problem ? "true" : null} onInput=${(event) => setName(event.currentTarget.value.trim())} /></label>
@@ -134,13 +134,13 @@ function DeleteForm({ context, close, attempt }) {
       });
       forget(context.id);
       open("");
-      // what had the focus is gone: whoever cannot see goes on in the place of the document
+      // the focused element was removed: move the focus to the main region
       setTimeout(() => document.getElementById("main").focus());
       return null;
-    }, `${titleOf(context)} is deleted.`);
+    }, `Deleted ${titleOf(context)}.`);
   };
   return html`<${Dialog} title="Delete ${titleOf(context)}?" onClose=${close} onSubmit=${remove}>
-    <p>Its ${tokens(context.tokens)} go, and cannot be brought back: the file would have to be added and read again.</p>
+    <p>This deletes its ${tokens(context.tokens)} and cannot be undone. To restore it, the file must be added again.</p>
     <div class="choices">
       <button type="button" autofocus onClick=${close}>Keep it</button>
       <button type="submit" class="danger">Delete it</button>

@@ -1,30 +1,30 @@
-// What of a file can be told before it is sent: whether it is a document, and what it may be called.
+// Checks of files before the upload, and names of documents.
 
 const LOOK = 64 * 1024;
 
-/** Why a file cannot be read as a document, as a sentence; empty where nothing speaks against it. */
+/** The reason why a file is not a text document, as a sentence; "" if there is none. */
 export async function objection(file) {
-  if (file.size === 0) return "There is nothing in it.";
+  if (file.size === 0) return "The file is empty.";
   let start;
   try {
     start = new Uint8Array(await file.slice(0, LOOK).arrayBuffer());
   } catch {
-    return "It cannot be opened. A folder must be dropped file by file.";
+    return "The file cannot be opened. For a folder, drop its files.";
   }
   const begins = (text) => [...text].every((each, index) => start[index] === each.charCodeAt(0));
-  if (begins("%PDF")) return "This is a PDF. Save it as plain text, and add that.";
-  if (begins("PK\x03\x04")) return "This is an archive, or an office document. Save it as plain text, and add that.";
-  if (begins("\xff\xfe") || begins("\xfe\xff")) return "This is UTF-16. Save it as UTF-8, and add that.";
+  if (begins("%PDF")) return "This is a PDF. Save it as plain text, and add that file.";
+  if (begins("PK\x03\x04")) return "This is an archive or an Office document. Save it as plain text, and add that file.";
+  if (begins("\xff\xfe") || begins("\xfe\xff")) return "This is UTF-16. Save it as UTF-8, and add that file.";
   try {
-    // the last character of the part may be cut
+    // the last character may be incomplete
     new TextDecoder("utf-8", { fatal: true }).decode(start, { stream: true });
   } catch {
-    return "This is no text in UTF-8. Save it as UTF-8, and add that.";
+    return "This is not UTF-8 text. Save it as UTF-8, and add that file.";
   }
   return "";
 }
 
-/** Files of a drop or an input, however they came. */
+/** The files of a drop or an input. */
 export const filesOf = (source) => [...(source?.files ?? [])];
 
 // The service's rule for names of contexts.
@@ -43,7 +43,7 @@ export function nameOf(file) {
   return trim(plain.slice(0, LONGEST)) || "document";
 }
 
-/** The name, or the name with the lowest number behind it that nobody has. */
+/** The name, or the name with the lowest unused number. */
 export function freeName(name, taken) {
   if (!taken.has(name)) return name;
   const stem = name.replace(/-\d{1,4}$/, "") || name;
@@ -53,12 +53,12 @@ export function freeName(name, taken) {
   }
 }
 
-/** What is wrong with a name, as a sentence; empty where it can be had. */
+/** The error of a name, as a sentence; "" if it is valid. */
 export function complaint(name) {
-  if (name === "") return "Give it a name.";
+  if (name === "") return "Enter a name.";
   if (name.length > LONGEST) return `A name has at most ${LONGEST} characters; this one has ${name.length}.`;
   if (RULE.test(name)) return "";
-  if (/[A-Z]/.test(name)) return "Use small letters only.";
+  if (/[A-Z]/.test(name)) return "Use lower-case letters only.";
   if (/[^a-z0-9._-]/.test(name)) return "Use the letters a to z, digits, dots, hyphens and underscores only.";
   return "Begin and end with a letter or a digit.";
 }

@@ -1,4 +1,4 @@
-// Numbers and times as people read them.
+// Formats of numbers and times.
 
 const number = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const short = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
@@ -8,7 +8,7 @@ export const count = (value) => number.format(value);
 
 export const tokens = (value) => `${count(value)} ${value === 1 ? "token" : "tokens"}`;
 
-/** How many English words so many tokens are, roughly. */
+/** The approximate number of English words in a number of tokens. */
 export const words = (value) => `${count(Number((0.75 * value).toPrecision(1)))} words`;
 
 export function bytes(value) {
@@ -22,10 +22,10 @@ export function percent(part, whole) {
   if (!whole || !part) return "0 %";
   const value = (100 * part) / whole;
   if (value < 1) return "under 1 %";
-  return `${part < whole ? Math.min(99, Math.round(value)) : 100} %`; // what is not whole is never called so
+  return `${part < whole ? Math.min(99, Math.round(value)) : 100} %`; // 100 % only when complete
 }
 
-/** A stretch of time, roughly: nobody reads that 63 s are left. */
+/** A rounded duration. */
 export function duration(seconds) {
   const steps = [[90, 1, "s"], [90 * 60, 60, "min"], [36 * 3600, 3600, "h"], [Infinity, 86400, "days"]];
   const [, unit, name] = steps.find(([limit]) => seconds < limit);

@@ -1,14 +1,14 @@
-// What a screen reader is told: few sentences, and never token by token.
+// Announcements for screen readers: few sentences, and never single tokens.
 import { html } from "./html.js";
 import { Store, useStore } from "./store.js";
 
-const told = new Store("");
+const sentences = new Store("");
 
-/** Says a sentence politely; the same one twice is said twice. */
+/** Announces a sentence. A repeated sentence is announced again. */
 export function say(sentence) {
-  told.set(told.value === sentence ? `${sentence}\u00a0` : sentence);
+  sentences.set(sentences.value === sentence ? `${sentence}\u00a0` : sentence);
 }
 
 export function Live() {
-  return html`<div class="unseen" role="status" aria-live="polite">${useStore(told)}</div>`;
+  return html`<div class="unseen" role="status" aria-live="polite">${useStore(sentences)}</div>`;
 }

@@ -1,4 +1,4 @@
-// The page: what is where, and what begins when it opens.
+// The page: layout and start.
 import { AddButton, DropZone, NameForm } from "./adding.js";
 import { useNow } from "./clock.js";
 import { contexts } from "./contexts.js";
@@ -35,7 +35,7 @@ function Page() {
     <${NameForm} /><${CredentialForm} /><${DropZone} /><${Live} />`;
 }
 
-/** The fragment of the address says which document is open, so the focus is moved by hand. */
+/** Moves the focus, because the fragment of the address is the open document. */
 function skip(event) {
   event.preventDefault();
   (document.getElementById("question") ?? document.getElementById("main")).focus();
@@ -63,24 +63,24 @@ function Open({ id }) {
   if (context) return html`<${Document} key=${id} context=${context} />`;
   if (id && list) return html`<${Missing} id=${id} />`;
   if (list?.length) return html`<div class="empty beside"><h1>Choose a document</h1>
-    <p>Take one from the shelf, and ask it. It was read once, and is read no more: each answer begins at once.</p></div>`;
+    <p>It has been read already, so answers start at once.</p></div>`;
   if (list) return html`<${Empty} />`;
   return html`<div class="empty"><p class="quiet">${id ? "Opening…" : ""}</p></div>`;
 }
 
-const Missing = ({ id }) => html`<div class="empty"><a class="back" href="#/">Back to the shelf</a>
-  <h1>${id} is not on the shelf</h1>
-  <p>It was deleted, has expired, or is still on its way. Choose another document, or add its file again.</p></div>`;
+const Missing = ({ id }) => html`<div class="empty"><a class="back" href="#/">Back to the documents</a>
+  <h1>${id} does not exist</h1>
+  <p>It was deleted, has expired, or is still being uploaded. Choose another document, or add its file again.</p></div>`;
 
 function Empty() {
   const trained = useStore(service.store).cluster?.model.max_context_tokens;
   const limit = trained ? ` The model was trained for ${tokens(trained)}, which are about ${words(trained)}.` : "";
   return html`<div class="empty">
-  <h1>Put a book on the shelf</h1>
+  <h1>Add your first document</h1>
   <ol>
-    <li><b>Add a plain text file</b>, by the button or by dropping it anywhere on this page.${limit}</li>
-    <li><b>Let it be read.</b> That takes its time, and happens once.</li>
-    <li><b>Ask it.</b> Every answer sees the whole document, from the first word to the last.</li>
+    <li><b>Add a plain text file</b> with the button, or drop it on this page.${limit}</li>
+    <li><b>Wait until it is read.</b> This happens once.</li>
+    <li><b>Ask questions.</b> Every answer uses the whole document.</li>
   </ol>
   <${AddButton} isMain />
 </div>`;
@@ -89,5 +89,5 @@ function Empty() {
 render(html`<${Page} />`, document.getElementById("page"));
 uploads.resume();
 service.watch();
-// tells measurements, and whoever waits, that it takes input
+// mark for measurements and tests: the page accepts input
 performance.mark("interactive");

@@ -1,4 +1,4 @@
-// The map: which ranks there are, how full each is, which part of the open document lies where, and what is being healed.
+// The memory of the ranks, the placement of the open document, and the recovery of lost ranks.
 import { useNow } from "./clock.js";
 import { contexts, titleOf } from "./contexts.js";
 import { ago, bytes, clock, count, duration, percent, tokens } from "./format.js";
@@ -13,10 +13,10 @@ export function Map() {
   const { cluster } = useStore(service.store);
   useStore(contexts.store);
   const context = contexts.find(useStore(opened));
-  return html`<aside class="map" aria-label="Where it lies">
-    <h2>Where it lies</h2>
+  return html`<aside class="map" aria-label="Memory">
+    <h2>Memory</h2>
     ${cluster === null
-      ? html`<p class="quiet">Known once the service is there.</p>`
+      ? html`<p class="quiet">Not connected.</p>`
       : html`<${Healing} cluster=${cluster} />
         <${Legend} context=${context} />
         ${[...nodesOf(cluster)].map(([node, workers]) => html`<${Node} key=${node} ...${{ node, workers, context }} />`)}
@@ -36,8 +36,8 @@ function nodesOf({ workers }) {
 
 function Legend({ context }) {
   if (!context) return null;
-  if (!context.shares?.length) return html`<p class="quiet">Which part lies where is shown to operators.</p>`;
-  return html`<p class="legend"><span><i class="own"></i>${titleOf(context)}</span><span><i class="others"></i>everything else</span></p>`;
+  if (!context.shares?.length) return html`<p class="quiet">The placement is visible only to operators.</p>`;
+  return html`<p class="legend"><span><i class="own"></i>${titleOf(context)}</span><span><i class="others"></i>other documents</span></p>`;
 }
 
 function Node({ node, workers, context }) {
@@ -65,28 +65,28 @@ function Rank({ worker, context }) {
   </li>`;
 }
 
-/** What goes on while keys that went with a lost rank come back. */
+/** The progress of a recovery. */
 function Healing({ cluster: { recovery, world_size: ranks, losses } }) {
   if (!recovery || recovery.over) return null;
   const { lost_tokens: lost, recovered_tokens: back, seconds } = recovery;
   const last = losses.at(-1);
   return html`<div class="card healing" role="status">
     <p><b>${last ? `${rankName(last)} was lost.` : "A rank was lost."}</b> ${lost > 0
-      ? "What it held is being read again; questions wait only where they need it."
-      : "It held nothing that is needed."}</p>
-    ${lost > 0 && html`<div class="bar" role="progressbar" aria-label="Read again" aria-valuemin="0" aria-valuemax="100"
+      ? "Its part of the documents is being restored. Only questions about this part wait."
+      : "No document is affected."}</p>
+    ${lost > 0 && html`<div class="bar" role="progressbar" aria-label="Restored" aria-valuemin="0" aria-valuemax="100"
       aria-valuenow=${Math.floor((100 * back) / lost)}><span class="read" style=${{ width: `${(100 * back) / lost}%` }}></span></div>
-    <p class="numbers"><span>${count(back)} of ${tokens(lost)} are back</span><span>${duration(seconds)}</span>
-      <span>${ranks} ${ranks === 1 ? "rank" : "ranks"} at work</span></p>`}
+    <p class="numbers"><span>${count(back)} of ${tokens(lost)} restored</span><span>${duration(seconds)}</span>
+      <span>${ranks} ${ranks === 1 ? "rank" : "ranks"} running</span></p>`}
   </div>`;
 }
 
 function Load({ cluster: { running, waiting, model, exact } }) {
   return html`<p class="numbers">
-    <span>${count(running)} at work</span>
+    <span>${running ? `${count(running)} running` : "idle"}</span>
     ${waiting > 0 && html`<span>${count(waiting)} waiting</span>`}
     <span>${model.name}${model.dtype ? `, ${model.dtype}` : ""}</span>
-    ${exact === false && html`<span>answers are close, not exact</span>`}
+    ${exact === false && html`<span>answers are not exact</span>`}
   </p>`;
 }
 
@@ -102,10 +102,10 @@ function Losses({ losses }) {
 }
 
 const SLOTS = {
-  waiting: "Another one will take its place.",
-  filling: "Another one is starting in its place.",
-  filled: "Another one has taken its place.",
-  given_up: "Nobody takes its place.",
+  waiting: "A replacement will be started.",
+  filling: "A replacement is starting.",
+  filled: "A replacement is running.",
+  given_up: "There is no replacement.",
 };
 
 const rankName = ({ rank, member }) => (rank === null || rank === undefined ? `Member ${member}` : `Rank ${rank}`);

@@ -1,9 +1,9 @@
-// Which document is open: the fragment of the address says it, so that reloading and going back work.
+// The open document, which is the fragment of the address, so that reload and back work.
 import { Store } from "./store.js";
 
 const read = () => decodeURIComponent(location.hash.replace(/^#\/?/, ""));
 
-/** The id of the open context; empty where none is. */
+/** The id of the open context; "" if none is. */
 export const opened = new Store(safely());
 
 addEventListener("hashchange", () => opened.set(safely()));
@@ -18,6 +18,6 @@ function safely() {
   try {
     return read();
   } catch {
-    return ""; // a fragment that somebody cut
+    return ""; // a truncated fragment
   }
 }

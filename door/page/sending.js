@@ -1,4 +1,4 @@
-// Uploads as the reader sees them: how far, how fast, how long still, and what to do where one stands still.
+// The progress of uploads: sent and read parts, rates, remaining times, and actions for interrupted ones.
 import { useNow } from "./clock.js";
 import { contexts } from "./contexts.js";
 import { isFinal, Refusal, sentence } from "./errors.js";
@@ -13,7 +13,7 @@ export function Sending() {
   const list = useStore(uploads.store);
   if (!list.length) return null;
   return html`<section class="on-their-way" aria-labelledby="sending-title">
-    <h2 id="sending-title">On their way</h2>
+    <h2 id="sending-title">Uploading</h2>
     <ul class="sending">${list.map((upload) => html`<${OneUpload} key=${upload.what.uploadId} upload=${upload} />`)}</ul>
   </section>`;
 }
@@ -22,18 +22,18 @@ function OneUpload({ upload }) {
   const state = useStore(upload.store);
   const { what } = upload;
   return html`<li class="card">
-    <p class="line"><span><b>${what.title}</b>${what.append && html` <span class="quiet">to the end of ${what.id}</span>`}</span>
+    <p class="line"><span><b>${what.title}</b>${what.append && html` <span class="quiet">appended to ${what.id}</span>`}</span>
       <${DropButton} ...${{ upload, state }} /></p>
     <${Bar} ...${{ what, state }} />
     <${Numbers} ...${{ what, state }} />
-    ${isAllThere(state) && html`<p class="quiet">All is sent: it is read to the end also when this page is closed.</p>`}
+    ${isAllThere(state) && html`<p class="quiet">The upload is complete. Processing continues if you close this page.</p>`}
     ${state.phase === "waiting" && html`<${Waiting} state=${state} />`}
     ${state.phase === "file" && html`<${ChooseAgain} ...${{ upload, state }} />`}
     ${state.phase === "failed" && html`<${Failed} ...${{ upload, state }} />`}
   </li>`;
 }
 
-/** The service reads on by itself once it has all bytes. */
+/** Whether the service has all bytes, and continues without the page. */
 const isAllThere = ({ phase }) => phase === "reading" || phase === "recovering";
 
 function DropButton({ upload, state }) {
@@ -43,7 +43,7 @@ function DropButton({ upload, state }) {
     onClick=${() => (isOver ? uploads.drop(upload) : uploads.cancel(upload))}>${word}</button>`;
 }
 
-/** Two bars in one: what was sent, and before it what was read. */
+/** A bar with the sent part, and over it the part that was read. */
 function Bar({ what, state }) {
   const sent = what.size ? state.received / what.size : 0;
   const { tokens: all } = allTokens(what, state);
@@ -55,7 +55,7 @@ function Bar({ what, state }) {
   </div>`;
 }
 
-const PHASES = { queued: "Waits for its turn", recovering: "A rank was lost; its part is read again", sending: "Sending", reading: "Reading", stopping: "Stopping" };
+const PHASES = { queued: "Queued", recovering: "A rank was lost; restoring its part", sending: "Sending", reading: "Reading", stopping: "Stopping" };
 
 function Numbers({ what, state }) {
   const { phase, received, processed, rate } = state;
@@ -73,7 +73,7 @@ function Numbers({ what, state }) {
 
 function Waiting({ state: { error, until } }) {
   const seconds = Math.max(0, until - useNow());
-  return html`<p class="trouble">${sentence(error)} Goes on by itself ${seconds < 1 ? "now" : `in ${duration(seconds)}`}.</p>`;
+  return html`<p class="trouble">${sentence(error)} The upload continues automatically ${seconds < 1 ? "now" : `in ${duration(seconds)}`}.</p>`;
 }
 
 function ChooseAgain({ upload, state: { received } }) {
@@ -87,9 +87,9 @@ function ChooseAgain({ upload, state: { received } }) {
     else setOther(true);
     input.current.value = "";
   };
-  return html`<p>The page was reloaded in the middle. ${received > 0 ? `The first ${bytes(received)} are kept.` : ""} Choose
-      ${" "}<b>${fileName}</b> again, and it goes on from there.</p>
-    ${isOther && html`<p class="trouble" role="alert">This file has another size: choose the same ${fileName} of ${bytes(size)}.</p>`}
+  return html`<p>The page was reloaded during the upload. ${received > 0 ? `The service has the first ${bytes(received)}.` : ""} Choose
+      ${" "}<b>${fileName}</b> again to continue.</p>
+    ${isOther && html`<p class="trouble" role="alert">This file has a different size: choose ${fileName} with ${bytes(size)}.</p>`}
     <button class="main" onClick=${() => input.current.click()}>Choose ${fileName}…</button>
     <input ref=${input} class="unseen" type="file" tabindex="-1" aria-hidden="true" onChange=${take} />`;
 }
@@ -101,8 +101,8 @@ function Failed({ upload, state: { error } }) {
   return html`<p class="trouble" role="alert">${isTaken ? `The name ${id} is taken.` : sentence(error)}</p>
     <div class="choices near">
       ${isTaken
-        ? html`<button onClick=${() => uploads.again(upload, { id: other })}>Call it ${other}</button>
-            <button onClick=${() => uploads.again(upload, { append: true })}>Add to its end</button>`
+        ? html`<button onClick=${() => uploads.again(upload, { id: other })}>Use the name ${other}</button>
+            <button onClick=${() => uploads.again(upload, { append: true })}>Append to the document</button>`
         : !isFinal(error) && html`<button onClick=${() => uploads.again(upload)}>Try again</button>`}
     </div>`;
 }

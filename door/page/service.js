@@ -1,4 +1,4 @@
-// Whether the service is there, and what the cluster says of itself, live.
+// The connection to the service, and the live state of the cluster.
 import { watchCluster } from "./api.js";
 import { credential } from "./credential.js";
 import { isAbort, Refusal, refusalOf, Unreachable } from "./errors.js";
@@ -7,10 +7,10 @@ import { eventsOf } from "./sse.js";
 import { Store } from "./store.js";
 
 const LONGEST_PAUSE = 8;
-// A stream that says nothing for so long is taken for dead: the door sends a comment every 10 s.
+// A stream without data for so many seconds counts as dead: the gateway sends a comment every 10 s.
 const SILENCE = 35;
-const ANOTHER = new Error("another credential was given");
-// The model in the package: it looks facts up, and is asked single questions only.
+const ANOTHER = new Error("the credential changed");
+// The packaged model, which only looks up facts and cannot chat.
 const LOOKS_UP = "lookup";
 
 class Service {
@@ -30,7 +30,7 @@ class Service {
     return this.model === LOOKS_UP;
   }
 
-  /** Follows the cluster for as long as the page lives. */
+  /** Follows the cluster until the page is closed. */
   async watch() {
     addEventListener("online", () => this.retry());
     document.addEventListener("visibilitychange", () => document.hidden || this.retry());
@@ -44,14 +44,14 @@ class Service {
     }
   }
 
-  /** Tries again now, not when it is time. */
+  /** Retries immediately. */
   retry() {
     this.#wake();
   }
 
   async #follow(found) {
     const silence = new AbortController();
-    // another reader sees another cluster
+    // the view depends on the credential
     const unfollow = credential.given.follow(() => silence.abort(ANOTHER));
     let timer;
     const heard = () => {
@@ -59,20 +59,20 @@ class Service {
       timer = setTimeout(() => silence.abort(), SILENCE * 1000);
     };
     try {
-      // waiting for a credential is no silence: the time runs once the stream is there
+      // the timeout starts with the stream, because the user may enter a credential before
       const response = await watchCluster(silence.signal);
       heard();
       for await (const { type, data } of eventsOf(response)) {
         heard();
         if (type === "error") throw refusalOf(JSON.parse(data).error);
         if (type !== "message") continue;
-        if (this.store.value.link === "lost") say("The service is there again.");
+        if (this.store.value.link === "lost") say("Connected to the service again.");
         found();
         this.store.set({ link: "live", cluster: JSON.parse(data), error: null, retryAt: null });
       }
     } catch (error) {
       if (silence.signal.reason === ANOTHER) return;
-      throw isAbort(error) ? new Unreachable("it fell silent") : error;
+      throw isAbort(error) ? new Unreachable("the stream timed out") : error;
     } finally {
       unfollow();
       clearTimeout(timer);

@@ -1,4 +1,4 @@
-// The shelf: the documents that are there.
+// The list of documents.
 import { AddButton } from "./adding.js";
 import { useNow } from "./clock.js";
 import { contexts, titleOf } from "./contexts.js";
@@ -14,22 +14,22 @@ import { useStore } from "./store.js";
 export function Shelf() {
   const { list, error } = useStore(contexts.store);
   const { link } = useStore(service.store);
-  return html`<aside class="shelf" aria-label="Shelf">
-    <div class="line"><h2 tabindex="-1">Shelf</h2><${AddButton} isMain=${list?.length === 0} /></div>
+  return html`<aside class="shelf" aria-label="Documents">
+    <div class="line"><h2 tabindex="-1">Documents</h2><${AddButton} isMain=${list?.length === 0} /></div>
     <${Sending} />
     ${error && link === "live" && html`<p class="trouble" role="alert">${sentence(error)}
       <button onClick=${() => contexts.refresh()}>Try again</button></p>`}
-    ${list?.length === 0 && html`<p class="quiet">Nothing is on it yet.</p>`}
-    ${list === null && link === "opening" && html`<p class="quiet">Looking…</p>`}
-    ${list?.length > 0 && html`<ul class="books" aria-label="Documents">
+    ${list?.length === 0 && html`<p class="quiet">There are no documents yet.</p>`}
+    ${list === null && link === "opening" && html`<p class="quiet">Loading…</p>`}
+    ${list?.length > 0 && html`<ul class="books" aria-label="List of documents">
       ${list.map((context) => html`<${Book} key=${context.id} context=${context} />`)}
     </ul>`}
   </aside>`;
 }
 
 const STATES = {
-  parked: "at rest: comes back when it is asked",
-  restoring: "is coming back",
+  parked: "evicted: reloaded on the next question",
+  restoring: "being reloaded",
 };
 
 function Book({ context }) {

@@ -1,7 +1,7 @@
-// Server-sent events of a response: EventSource can neither post nor bear a credential.
+// Server-sent events of a response. EventSource supports neither POST nor headers.
 import { Unreachable } from "./errors.js";
 
-/** Yields {type, data, comment}: `type` is "message" unless the event names one, `comment` stands alone. */
+/** Yields {type, data, comment}: `type` is "message" unless the event names one, `comment` has neither. */
 export async function* eventsOf(response) {
   const reader = response.body.getReader();
   const decoder = new TextDecoder();
@@ -23,7 +23,7 @@ export async function* eventsOf(response) {
       }
     }
   } finally {
-    // whoever stops listening lets the service know at once
+    // closes the connection as soon as the reader stops
     reader.cancel().catch(() => {});
   }
 }

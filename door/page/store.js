@@ -1,4 +1,4 @@
-// A value that changes and that components follow. What is to be seen by several lies in one of these.
+// An observable value, for state that several components share.
 import { useLayoutEffect, useState } from "./html.js";
 
 export class Store {
@@ -13,7 +13,7 @@ export class Store {
     for (const follower of [...this.#followers]) follower(value);
   }
 
-  /** Some fields of a value that is an object. */
+  /** Changes some fields of a value that is an object. */
   patch(fields) {
     this.set({ ...this.value, ...fields });
   }
@@ -23,8 +23,8 @@ export class Store {
     return () => this.#followers.delete(follower);
   }
 
-  /** Resolves with the first value, from now on, that pleases. */
-  until(pleases, signal) {
+  /** Resolves with the current or the next value that fulfils the condition. */
+  until(condition, signal) {
     return new Promise((resolve, reject) => {
       const end = (settle, value) => {
         unfollow();
@@ -32,17 +32,17 @@ export class Store {
         settle(value);
       };
       const abort = () => end(reject, signal.reason);
-      const unfollow = this.follow((value) => pleases(value) && end(resolve, value));
+      const unfollow = this.follow((value) => condition(value) && end(resolve, value));
       signal?.addEventListener("abort", abort);
       if (signal?.aborted) abort();
-      else if (pleases(this.value)) end(resolve, this.value);
+      else if (condition(this.value)) end(resolve, this.value);
     });
   }
 }
 
 export function useStore(store) {
   const [, setSeen] = useState({});
-  // before the browser paints, so that no change between rendering and following is missed
+  // before the browser paints, so that no change after rendering is missed
   useLayoutEffect(() => {
     const seen = store.value;
     const unfollow = store.follow(() => setSeen({}));

@@ -1,4 +1,4 @@
-// One file on its way: sent in parts, each from where the service is, so that a break costs one part at most.
+// One upload: sent in parts from the offset of the service, so that an interruption costs at most one part.
 import { lookAtUpload, sendPart } from "./api.js";
 import { isAbort, passes, Refusal, refusalOf, Unreachable } from "./errors.js";
 import { service } from "./service.js";
@@ -7,14 +7,14 @@ import { Store } from "./store.js";
 
 const SMALLEST = 64 * 1024;
 const LARGEST = 8 * 1024 * 1024;
-// Parts grow until one takes about so many seconds: bytes are counted part by part.
+// Target duration of a part in seconds, because progress is counted in parts.
 const SECONDS = 1;
 const LONGEST_PAUSE = 15;
 const NOTHING = { received: 0, receivedTokens: 0, processed: 0, total: 0, rate: 0, byteRate: 0 };
 
 /** `what` is {id, uploadId, append, title, fileName, size}; `file` may be missing after a reload.
  *
- * Its `store` says: phase "queued", "sending", "reading", "recovering", "waiting" (and `until`), "file" (choose it
+ * Its `store` has the phase: "queued", "sending", "reading", "recovering", "waiting" (and `until`), "file" (choose it
  * again), "failed" (and `error`), "stopping", "done" (and `context`); and the numbers of NOTHING. */
 export class Upload {
   #abort = new AbortController();
@@ -27,11 +27,11 @@ export class Upload {
     if (isNew) this.#offset = 0;
     this.file = file;
     this.store = new Store({ phase: "queued", error: null, until: null, context: null, ...NOTHING });
-    /** Resolves when it needs the line no longer: all bytes are there, or it cannot go on by itself. */
+    /** Resolves when the next upload may start: all bytes were sent, or this one needs the user. */
     this.sent = new Promise((resolve) => (this.#sent = resolve));
   }
 
-  /** Goes on until it is there, or cannot. */
+  /** Runs until the document is ready, or the user must act. */
   async run() {
     const { signal } = this.#abort;
     for (let failures = 0; ; ) {
@@ -51,7 +51,7 @@ export class Upload {
     this.#sent();
   }
 
-  /** One part, or what the service tells while it reads. Whether that was the last step. */
+  /** Sends one part, or follows the progress. Resolves to whether this was the last step. */
   async #step(signal) {
     const { size } = this.what;
     if (this.#offset === null) this.#offset = await this.#look(signal);
@@ -66,16 +66,16 @@ export class Upload {
     const response = await sendPart(this.what, this.#offset, bytes, signal);
     for await (const { type, data } of eventsOf(response)) {
       if (data === undefined) continue;
-      const told = JSON.parse(data);
-      if (type === "error") throw refusalOf(told.error);
-      if (told.phase === "ready") return this.#done(told.context);
-      if (told.phase === "incomplete") {
+      const progress = JSON.parse(data);
+      if (type === "error") throw refusalOf(progress.error);
+      if (progress.phase === "ready") return this.#done(progress.context);
+      if (progress.phase === "incomplete") {
         this.#measure(bytes?.size ?? 0, (performance.now() - started) / 1000);
-        this.#offset = told.received_bytes;
+        this.#offset = progress.received_bytes;
         this.store.patch({ received: this.#offset });
         return false;
       }
-      this.#take(told);
+      this.#take(progress);
     }
     throw new Unreachable("the stream ended");
   }
@@ -116,7 +116,7 @@ export class Upload {
     this.#part = Math.min(LARGEST, Math.max(SMALLEST, wanted));
   }
 
-  /** Whether it goes on after an error: at another offset, or when waiting has helped. */
+  /** Handles an error. Resolves to whether the upload continues, at another offset or after a delay. */
   async #mend(error, failures) {
     this.#offset = null;
     if (error instanceof Refusal && error.code === "wrong_offset" && failures < 5) return true;
@@ -130,26 +130,26 @@ export class Upload {
     const { signal } = this.#abort;
     await Promise.race([
       new Promise((resolve) => setTimeout(resolve, wait * 1000)),
-      foundAgain(AbortSignal.any([signal, over.signal])).catch(() => {}), // stopped, or over
+      foundAgain(AbortSignal.any([signal, over.signal])).catch(() => {}), // stopped, or the delay is over
     ]);
     over.abort();
     return !signal.aborted;
   }
 }
 
-/** Resolves when a service that was lost is there again: sooner than the pause is over. */
+/** Resolves when a lost connection is back, which may be before the end of the delay. */
 async function foundAgain(signal) {
   await service.store.until(({ link }) => link === "lost", signal);
   await service.store.until(({ link }) => link === "live", signal);
 }
 
-/** How many tokens it will be, and whether that is only estimated from what came so far. */
+/** The number of tokens, and whether it is estimated from the part that was tokenized. */
 export function allTokens({ size }, { received, receivedTokens, total }) {
   if (total) return { tokens: total, isGuess: false };
   return { tokens: received ? Math.round((receivedTokens / received) * size) : 0, isGuess: received < size };
 }
 
-/** Seconds until it is read, as far as one can tell; null where nothing tells. */
+/** Estimated seconds until the document is ready; null if unknown. */
 export function timeLeft(what, state) {
   const { received, processed, rate, byteRate } = state;
   const { tokens } = allTokens(what, state);

@@ -1,4 +1,4 @@
-// All uploads of this tab, one sending at a time; what a reload must know of them is kept for the tab alone.
+// All uploads of this tab. One sends at a time. Their data survives a reload in sessionStorage.
 import { endUpload } from "./api.js";
 import { contexts } from "./contexts.js";
 import { say } from "./live.js";
@@ -12,7 +12,7 @@ class Uploads {
   store = new Store([]);
   #line = Promise.resolve();
 
-  /** Files with the names that the reader settled: [{file, id, append}]. */
+  /** Adds uploads of files with their chosen names: [{file, id, append}]. */
   add(wanted) {
     const made = wanted.map(({ file, id, append }) => {
       const what = { id, append, uploadId: randomId(), title: titleOf(file.name), fileName: file.name, size: file.size };
@@ -23,14 +23,14 @@ class Uploads {
     for (const upload of made) this.#start(upload);
   }
 
-  /** Goes on with what a reload interrupted. */
+  /** Resumes uploads after a reload. */
   resume() {
     const kept = read().map((what) => new Upload(what));
     this.store.set(kept);
     for (const upload of kept) this.#start(upload);
   }
 
-  /** Another try, with the file that was chosen again or under another name. */
+  /** Retries an upload, with the file chosen again or another name. */
   again(upload, { file = upload.file, ...changes } = {}) {
     upload.stop();
     const other = new Upload({ ...upload.what, ...changes }, file);
@@ -39,10 +39,10 @@ class Uploads {
     this.#start(other);
   }
 
-  /** Ends it wherever it is, unless it has become a document by now. */
+  /** Cancels an upload, unless it has become a document. */
   async cancel(upload) {
     const { what, file, store } = upload;
-    // of one that waits in this tab for its first turn the service knows nothing
+    // the service does not know an upload that has not started
     const isKnown = store.value.phase !== "queued" || !file;
     upload.stop();
     store.patch({ phase: "stopping" });
@@ -54,7 +54,7 @@ class Uploads {
         return;
       }
     }
-    say(`${what.fileName} is stopped.`);
+    say(`Stopped ${what.fileName}.`);
     this.drop(upload);
     contexts.refresh();
   }
@@ -80,12 +80,12 @@ class Uploads {
     const unfollow = upload.store.follow(({ phase, context, processed, total }) => {
       if (phase === "done") {
         unfollow();
-        say(`${fileName} has been read.`);
+        say(`${fileName} is ready.`);
         contexts.put(context.id, context);
         if (!opened.value) open(context.id);
         this.drop(upload);
       } else if (phase === "failed") this.#keep();
-      else if (phase === "file") say(`${fileName} must be chosen again to go on.`);
+      else if (phase === "file") say(`Choose ${fileName} again to continue.`);
       else if (total && Math.floor((4 * processed) / total) > quarter) {
         quarter = Math.floor((4 * processed) / total);
         say(`${fileName}: ${25 * quarter} % read.`);
@@ -98,7 +98,7 @@ class Uploads {
       const going = this.store.value.filter(({ store }) => store.value.phase !== "failed" || mayGoOn(store.value.error));
       sessionStorage.setItem(KEPT, JSON.stringify(going.map(({ what }) => what)));
     } catch {
-      // storage may be forbidden: then a reload begins anew, and nothing else is lost
+      // storage may be forbidden: uploads then do not survive a reload
     }
   }
 }
@@ -111,7 +111,7 @@ function read() {
   }
 }
 
-// what was refused for good is not tried again by a reload; without a credential nothing was refused yet
+// after a reload, permanent errors are not retried, except a missing credential
 const mayGoOn = ({ status }) => status === 401;
 
 // crypto.randomUUID is only there in secure contexts, which plain HTTP in a local network is not

@@ -43,7 +43,7 @@ class AttributedRead(NamedTuple):
         return self.start + (self.end_row - self.first_row) * self.num_entries
 
 
-def told_read(slots: tuple[int, int], start: int, rows: tuple[int, int], edge: int = NO_EDGE) -> AttributedRead:
+def attributed_read(slots: tuple[int, int], start: int, rows: tuple[int, int], edge: int = NO_EDGE) -> AttributedRead:
     """Parameters for slots [first, end), with entries from `start` on for rows [first, end)."""
     low, high = slots
     is_inside = low < edge < high
@@ -68,11 +68,11 @@ class AttributionColumns:
     runs: Tensor
     """[N, 8]: the row, the start of its entries (see `AttributedRead`) and their number, first, end, column, before,
     per_column."""
-    tellers: Tensor
+    rows: Tensor
     """[A, 4]: start and end of the rows, start and end of the runs."""
 
     @cached_property
-    def kept(self) -> dict[Hashable, Any]:
+    def cache(self) -> dict[Hashable, Any]:
         """Data that a backend derived from these tables and caches for the following layers, by cache key."""
         return {}
 
@@ -86,7 +86,7 @@ class BlockSums:
         self.table = table(reads, len(AttributedRead._fields))
         self._size = max((read.end for read in reads), default=0)
         self._room_KE2 = torch.empty(0, 0, 2)
-        self._is_told = False
+        self._is_attributed = False
 
     def room(self, num_kv_heads: int, group: int, device: torch.device | None = None) -> Tensor:
         """Output buffer of a kernel for one layer, [K, E * G, 2], float32, on the CPU or another device. Per entry: the
@@ -96,11 +96,11 @@ class BlockSums:
         shape = (num_kv_heads, self._size * group, 2)
         if self._room_KE2.shape != shape:
             self._room_KE2 = torch.zeros(shape, device=device)
-        self._is_told = True
+        self._is_attributed = True
         return self._room_KE2
 
     def take(self) -> Tensor | None:
         """The report of the last layer, which the next layer overwrites; None if its kernel does not support
         attribution."""
-        is_reported, self._is_told = self._is_told, False
+        is_reported, self._is_attributed = self._is_attributed, False
         return self._room_KE2 if is_reported else None

@@ -63,7 +63,7 @@ class Read(NamedTuple):
 class Reads(tuple[Read, ...]):
     """The reads of a layer, computed once per step for all layers with the same attention pattern."""
 
-    told: BlockSums | None = None
+    attributed: BlockSums | None = None
     """Attribution that kernels report if supported; it does not affect attention."""
 
     @cached_property
@@ -78,7 +78,7 @@ class Reads(tuple[Read, ...]):
         return sum(read.slot_end - read.slot_start for read in self)
 
     @cached_property
-    def kept(self) -> dict[Hashable, Any]:
+    def cache(self) -> dict[Hashable, Any]:
         """Data that a backend derived from these reads and caches for the following layers, by cache key."""
         return {}
 

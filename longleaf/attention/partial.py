@@ -29,7 +29,9 @@ class Partial:
     def __post_init__(self) -> None:
         if self.out_THD.dtype not in WIDE or self.lse_TH.dtype not in WIDE:
             types = f"{self.out_THD.dtype} and {self.lse_TH.dtype}"
-            raise TypeError(f"partials are float32, not {types}: what is rounded before it is merged is wrong after it")
+            raise TypeError(
+                f"partials must be float32, not {types}: rounding before the merge makes its result inexact"
+            )
 
     @staticmethod
     def identity(

@@ -1,4 +1,4 @@
-"""All commands as one, and what their errors look like."""
+"""The `longleaf` command: its subcommands, and the format and exit codes of errors."""
 
 import sys
 from importlib import metadata
@@ -9,20 +9,24 @@ import typer
 from longleaf.cli import contexts, credentials, demo, door, generate, ingest, models, serve, tokens
 from longleaf.cli.cluster import cluster
 from longleaf.cli.drain import drain
+from longleaf.cli.help import CommandGroup
+from longleaf.cli.options import message_of
 from longleaf.cli.refill import refill
 from longleaf.cli.verify import verify
 from longleaf.config import DataConfig, EngineConfig
-from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, ResourceExhausted, Unavailable
-from longleaf.service_settings import HttpConfig, SecurityConfig, TelemetryConfig, flag_of, in_flags
+from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, NotFound, ResourceExhausted, Unavailable
+from longleaf.service_settings import HttpConfig, SecurityConfig, TelemetryConfig, flag_of, with_flag_names
 
-app = typer.Typer(
+app = CommandGroup(
     name="longleaf",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Exact generation over contexts that no single GPU can hold.\n\n"
-    "Try `longleaf demo`, or `longleaf serve` in one terminal and in another:\n\n"
-    "`longleaf ingest book.txt --name book && longleaf ask book 'Who did it?'`",
+    help="""Serve a language model over documents that are too long for one GPU.
+
+    Try `longleaf demo`, or start `longleaf serve` and run in another terminal:
+
+      longleaf ingest book.txt --name book
+      longleaf ask book "Who is the captain?"
+    """,
 )
 
 
@@ -35,10 +39,10 @@ def _print_version(is_wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options before the command's name."""
+    """Options before the name of the command."""
 
 
 app.command()(demo.demo)
@@ -95,25 +99,32 @@ OPTIONS = {
     "threads_per_rank": "--threads",
     "model_name": "--model-name",
 }
-"""What fields of requests and settings are called on the command line, where that is not their own name."""
+"""Command-line options of the request fields and settings whose names differ."""
 
 
 ACCESS = frozenset({"tls_ca", *SecurityConfig.__struct_fields__, *TelemetryConfig.__struct_fields__})
-"""Settings of who comes in and of what is told, which errors about another one name."""
+"""Settings of security and telemetry, which errors about another setting may name."""
+
+
+CONTEXTS = "contexts/"
+"""Prefix of resource names of contexts."""
 
 
 def describe(error: LongleafError) -> str:
-    """The error in the words of the command line."""
+    """The error message, with command-line options instead of field names."""
+    if isinstance(error, NotFound) and (context := error.name.removeprefix(CONTEXTS)) != error.name:
+        return f"there is no context named {context}; `longleaf contexts list` lists all contexts"
     if not isinstance(error, InvalidArgument):
-        return str(error)
+        return message_of(error)
     structs = (EngineConfig, DataConfig, SecurityConfig, TelemetryConfig, HttpConfig)
     settings = {name: flag_of(name) for struct in structs for name in struct.__struct_fields__}
     field = (settings | OPTIONS).get(error.field, error.field)
-    return f"{field}: {in_flags(error.description, ACCESS)}"
+    advice = "; any text may be the --display-name" if error.field == "config.name" else ""
+    return f"{field}: {with_flag_names(error.description, ACCESS)}{advice}"
 
 
 def exit_code(error: LongleafError) -> int:
-    """1 when trying again later may help, 2 when the input must change."""
+    """1 if a retry may help, 2 if the input must change."""
     if isinstance(error, ResourceExhausted) and error.subject.startswith("quotas/"):
         return 2 if error.retry_seconds is None else 1
     may_help = isinstance(error, Unavailable | ResourceExhausted | DeadlineExceeded) or type(error) is LongleafError
@@ -121,7 +132,7 @@ def exit_code(error: LongleafError) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command; errors are one line on stderr and an exit code."""
+    """Runs the command. An error is printed as one line on stderr and sets the exit code."""
     try:
         app(arguments)
     except LongleafError as error:
@@ -130,6 +141,6 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:
-        # The reader of our output left (`| head`): nothing to say, and nothing to flush at exit.
+        # The reader closed the pipe (`| head`): print no message, and flush nothing at exit.
         sys.stdout = sys.stderr
         raise SystemExit(1) from None

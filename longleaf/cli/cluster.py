@@ -15,23 +15,27 @@ from rich.table import Table
 from rich.text import Text
 
 from longleaf.cli.flags import takes_server
-from longleaf.cli.options import AsJson, ServerOptions, connect, dtypes_told, exactness_told, print_json
+from longleaf.cli.options import AsJson, ServerOptions, connect, dtype_names, exactness_line, print_json
 from longleaf.formatting import human_angle, human_bytes, human_seconds
 from longleaf.positions import UNLIMITED_TOKENS
 from longleaf.topology import Topology
 from longleaf.types import Cluster, Drafting, Loss, ModelInfo, Recovery, Storage
 
-Watch = Annotated[bool, typer.Option("--watch", help="Go on, and show every change until interrupted.")]
-Interval = Annotated[float, typer.Option(help="With --watch: least seconds between two changes shown.")]
+Watch = Annotated[bool, typer.Option("--watch", help="Show every change until interrupted.")]
+Interval = Annotated[float, typer.Option(help="With --watch: minimum time between updates.", metavar="SECONDS")]
 
 
 @takes_server
 def cluster(server: ServerOptions, watch: Watch = False, interval: Interval = 1.0, as_json: AsJson = False) -> None:
-    """Show the model, the ranks, what they hold, which were lost, and how many generations run and wait.
+    """Show the model, the ranks and the load.
 
-    Nothing is polled: with --watch the service tells what changed, one JSON object per line with --json.
+    The output includes the kernels, the merges, the memory of each rank, the number of running and waiting generations,
+    and lost ranks. With --watch, the service sends an update for every change; with --json, one object per line.
 
-    Example: longleaf cluster --watch
+    Examples:
+
+      longleaf cluster
+      longleaf cluster --watch
     """
     if watch:
         _watch(server, interval, as_json)
@@ -60,12 +64,12 @@ def _watch(server: ServerOptions, interval: float, as_json: bool) -> None:
 
 
 def is_hidden(found: Cluster) -> bool:
-    """Whether a service with tenants told a user nothing by which others could be seen: no process has the number 0."""
+    """Whether the service hides the load from this caller, as from users of a service with tenants: pids are then 0."""
     return any(worker.pid == 0 for worker in found.workers)
 
 
 def shown(found: Cluster) -> object:
-    """For programs: null where the service hides it."""
+    """The JSON output, with null for hidden values."""
     if not is_hidden(found):
         return found
     reported: dict[str, Any] = msgspec.to_builtins(found)
@@ -80,7 +84,7 @@ def shown(found: Cluster) -> object:
 
 
 def lines_of(found: Cluster, now: float) -> list[str]:
-    """All that stands above the table; `now` in seconds since the epoch."""
+    """The lines above the table; `now` in seconds since the epoch."""
     return [
         *headlines(found),
         *storage_lines(found.storage),
@@ -90,24 +94,24 @@ def lines_of(found: Cluster, now: float) -> list[str]:
 
 
 def headlines(found: Cluster) -> list[str]:
-    """The model, the group and the load."""
+    """The model, the process group and the load."""
     model = found.model
-    dtypes = dtypes_told(model)
+    dtypes = dtype_names(model)
     return [
         f"{model.name} ({model.architecture}, {dtypes}), up to {model.max_context_tokens:,} tokens of context"
-        + (" and more, by --allow-long" if model.is_long_allowed else ""),
+        + (" and more, with --allow-long" if model.is_long_allowed else ""),
         *position_lines(model),
         f"world size {found.world_size} by {found.launcher}, epoch {found.epoch}",
         *merge_lines(found),
         *window_lines(found),
-        f"answers are {exactness_told(found)}",
+        f"answers are {exactness_line(found)}",
         *([] if is_hidden(found) else [f"{found.running} running, {found.waiting} waiting"]),
         *drafting_lines(found.drafting),
     ]
 
 
 def position_lines(model: ModelInfo) -> list[str]:
-    """Which rotary positions the model has, and how exact they are."""
+    """The kind of rotary positions, and their precision."""
     if not model.rope:
         return []
     errors = f"{human_angle(model.float32_phase_error)} in float32, {human_angle(model.float64_phase_error)} in float64"
@@ -115,7 +119,7 @@ def position_lines(model: ModelInfo) -> list[str]:
 
 
 def merge_lines(found: Cluster) -> list[str]:
-    """How partials are merged, and why so."""
+    """The merge of partials, with its measurements."""
     if found.world_size == 1:
         return []
     lines = [f"merge {found.merge} over {found.transport}", *tier_lines(found)]
@@ -126,7 +130,7 @@ def merge_lines(found: Cluster) -> list[str]:
 
 
 def tier_lines(found: Cluster) -> list[str]:
-    """What happens inside the nodes and between them, where there are several."""
+    """The merges inside and between nodes, if there are several."""
     if not found.between_transport:
         return []
     inside = f"{found.inside_transport} inside nodes, " if found.inside_transport else ""
@@ -139,12 +143,12 @@ def tier_lines(found: Cluster) -> list[str]:
 
 
 def nodes_of(found: Cluster) -> tuple[str, ...]:
-    """The machine of each rank."""
+    """The node of each rank."""
     return tuple(worker.node for worker in found.workers)
 
 
 def window_lines(found: Cluster) -> list[str]:
-    """What lies on every rank."""
+    """The use of the pool of replicated windows."""
     if not found.max_window_tokens:
         return []
     resident = "" if is_hidden(found) else f"{found.window_tokens:,} of "
@@ -152,7 +156,7 @@ def window_lines(found: Cluster) -> list[str]:
 
 
 def drafting_lines(drafting: Drafting | None) -> list[str]:
-    """What drafts have brought, where there were any."""
+    """The acceptance rate of drafts, if there were any."""
     if drafting is None or not drafting.drafted_tokens:
         return []
     accepted = f"{drafting.accepted_tokens:,} of {drafting.drafted_tokens:,} drafted tokens accepted"
@@ -160,26 +164,26 @@ def drafting_lines(drafting: Drafting | None) -> list[str]:
 
 
 def storage_lines(storage: Storage | None) -> list[str]:
-    """Where contexts lie beside the ranks, and what is wrong there."""
+    """The storage of contexts, and its current error."""
     if storage is None:
-        return ["contexts end with the service: it has no --data-dir"]
-    outage = [f"  nothing can be written there now: {storage.trouble}"] if storage.trouble else []
+        return ["contexts are lost when the service ends: it has no --data-dir"]
+    outage = [f"  storage cannot be written: {storage.trouble}"] if storage.trouble else []
     return [f"snapshots {storage.snapshots}" + (f", storage {storage.url}" if storage.url else ""), *outage]
 
 
 def recovery_lines(recovery: Recovery | None) -> list[str]:
-    """How far the recovery is, or how the last one ended."""
+    """The progress of the recovery, or the result of the last one."""
     if recovery is None:
         return []
     tokens = f"{recovery.recovered_tokens:,} of {recovery.lost_tokens:,}" if recovery.lost_tokens else "all"
     taken = human_seconds(recovery.seconds)
     under_way = f"recovering: {tokens} tokens, {taken}" if recovery.lost_tokens else f"recovering: {taken}"
     message = f"recovered {tokens} lost tokens in {taken}" if recovery.is_over else under_way
-    return [message, *([f"  given up for want of room: {', '.join(recovery.given_up)}"] if recovery.given_up else [])]
+    return [message, *([f"  dropped for lack of space: {', '.join(recovery.given_up)}"] if recovery.given_up else [])]
 
 
 def loss_lines(losses: Sequence[Loss], now: float) -> list[str]:
-    """A line for each loss. Why a place stays empty is said of the last one there."""
+    """A line for each loss. The reason for an empty slot is in the line of its last loss."""
     lines = list[str]()
     for loss, follower in zip_longest(losses, losses[1:]):
         is_said_later = follower is not None and follower.slot_reason == loss.slot_reason
@@ -188,16 +192,16 @@ def loss_lines(losses: Sequence[Loss], now: float) -> list[str]:
 
 
 def loss_line(loss: Loss, now: float) -> str:
-    """Who was lost, when and why, and what became of its place."""
+    """The lost rank, the time, the reason, and the state of its slot."""
     who = f"member {loss.member}" if loss.rank is None else f"rank {loss.rank} of epoch {loss.epoch}"
     node = f" on node {loss.node}" if loss.node else ""
-    place = slot_told(loss, now)
+    place = slot_summary(loss, now)
     since = human_seconds(round(max(0.0, now - loss.time)))
-    return f"{who}{node} was lost {since} ago: {loss.reason}" + (f"; its place {place}" if place else "")
+    return f"{who}{node} was lost {since} ago: {loss.reason}" + (f"; its slot {place}" if place else "")
 
 
-def slot_told(loss: Loss, now: float) -> str:
-    """What became of the place of a lost rank; empty where this client does not know."""
+def slot_summary(loss: Loss, now: float) -> str:
+    """The state of the slot of a lost rank; empty if this client does not know it."""
     match loss.slot:
         case "waiting":
             wait = 0.0 if loss.refill_time is None else max(0.0, loss.refill_time - now)
@@ -213,10 +217,10 @@ def slot_told(loss: Loss, now: float) -> str:
 
 
 def workers_table(found: Cluster) -> Table:
-    """A row per rank; addresses only where there are several nodes, for elsewhere it is the loopback."""
+    """A row per rank. Addresses are shown only for several nodes; on one node they are the loopback address."""
     has_several = len(set(nodes_of(found))) > 1
     place = ("rank", "node", *(("address",) if has_several else ()), "pid", "device", "kernels")
-    table = Table(*place, "tokens held", "of", "keys and values")
+    table = Table(*place, "tokens", "of", "keys and values")
     for worker in found.workers:
         address = (worker.address,) if has_several else ()
         pid, *resident = map(str, (worker.pid, f"{worker.tokens:,}", human_bytes(worker.kv_bytes)))

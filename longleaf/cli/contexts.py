@@ -10,18 +10,21 @@ from rich.table import Table
 
 from longleaf.cli import transfer
 from longleaf.cli.flags import takes_server
+from longleaf.cli.help import CommandGroup
 from longleaf.cli.ingest import summary
 from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
 from longleaf.cli.rebuild import rebuild
-from longleaf.cli.recompute import reread
+from longleaf.cli.recompute import recompute
 from longleaf.errors import InvalidArgument
 from longleaf.formatting import human_angle, human_bytes
 from longleaf.types import Context, ContextOptions, ContextText, PositionInfo
 
-app = typer.Typer(no_args_is_help=True, help="List, show, fork, change, move and delete contexts.")
+app = CommandGroup(help="List, show, fork, change, export, import and delete contexts.")
+FIRST_TOKENS = 256
+"""Tokens that `contexts text` shows by default."""
 Name = Annotated[str, typer.Argument(help="Name of the context.")]
 app.command("rebuild")(rebuild)
-app.command("reread")(reread)
+app.command("reread")(recompute)
 
 
 @app.command("list")
@@ -37,9 +40,9 @@ def list_contexts(server: ServerOptions, as_json: AsJson = False) -> None:
         print_json({"contexts": contexts})
         return
     if not contexts:
-        print("no contexts; `longleaf ingest FILE --name NAME` makes one")
+        print("no contexts; `longleaf ingest FILE --name NAME` creates one")
         return
-    table = Table("name", "tokens", "state", "on ranks", "kept", "last use", "hits", "expires")
+    table = Table("name", "tokens", "state", "memory", "storage", "last use", "requests", "expires")
     for context in contexts:
         expires = "never" if context.expires is None else _date(context.expires)
         sizes = (human_bytes(context.kv_bytes), human_bytes(context.storage_bytes))
@@ -51,7 +54,7 @@ def list_contexts(server: ServerOptions, as_json: AsJson = False) -> None:
 @app.command("show")
 @takes_server
 def show_context(name: Name, server: ServerOptions, as_json: AsJson = False) -> None:
-    """Show one context, and where its tokens lie.
+    """Show one context, and the tokens that each rank holds.
 
     Example: longleaf contexts show book
     """
@@ -74,25 +77,35 @@ def show_text(
     name: Name,
     server: ServerOptions,
     tokens: Annotated[
-        str | None, typer.Option(help="The text of tokens A to B-1, from 0 on.", metavar="A-B", show_default="")
+        str | None,
+        typer.Option(
+            help="Tokens A to B - 1, counted from 0.", metavar="A-B", show_default=f"the first {FIRST_TOKENS} tokens"
+        ),
     ] = None,
     of_bytes: Annotated[
         str | None,
         typer.Option(
-            "--bytes", help="Bytes A to B-1 of all that was ingested, from 0 on.", metavar="A-B", show_default=""
+            "--bytes", help="Bytes A to B - 1 of the ingested text, counted from 0.", metavar="A-B", show_default=""
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show some of a context's text, and where it is. The service makes it of the tokens: it keeps no text.
+    """Show a part of the text of a context, and its position.
 
-    Example: longleaf contexts text book --tokens 4096-4160
+    The service stores no text: it decodes the tokens.
+
+    Examples:
+
+      longleaf contexts text book
+      longleaf contexts text book --tokens 4096-4160
     """
-    if (tokens is None) == (of_bytes is None):
-        raise InvalidArgument("text", "give --tokens A-B or --bytes A-B")
+    if tokens is not None and of_bytes is not None:
+        raise InvalidArgument("text", "give --tokens or --bytes, not both")
     token_start, token_end = _range("--tokens", tokens)
     byte_start, byte_end = _range("--bytes", of_bytes)
     with connect(server) as client:
+        if tokens is None and of_bytes is None:
+            token_start, token_end = 0, min(FIRST_TOKENS, client.get_context(name).tokens)
         text = client.get_context_text(name, token_start, token_end, byte_start=byte_start, byte_end=byte_end)
     if as_json:
         print_json(text)
@@ -106,12 +119,12 @@ def _range(option: str, value: str | None) -> tuple[int | None, int | None]:
         return None, None
     start, _, end = value.partition("-")
     if not (start.isdecimal() and end.isdecimal()):
-        raise InvalidArgument(option, f"{value!r} is not A-B with two whole numbers")
+        raise InvalidArgument(option, f"{value!r} is not A-B with two integers")
     return int(start), int(end)
 
 
 def _place(text: ContextText) -> str:
-    """Where a text is."""
+    """The position of a text."""
     where = f"tokens {text.token_start:,} to {text.token_end:,}"
     if text.byte_start is not None and text.byte_end is not None:
         where += f", bytes {text.byte_start:,} to {text.byte_end:,}"
@@ -126,11 +139,13 @@ def fork_context(
     new_name: Annotated[str, typer.Argument(help="Name of the new context.")],
     server: ServerOptions,
     tokens: Annotated[
-        int | None, typer.Option(help="Tokens that the new context begins with.", show_default="all")
+        int | None, typer.Option(help="Length of the new context.", show_default="all tokens", metavar="TOKENS")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a new context of another one, or of its beginning. Nothing is copied: both share what they have in common.
+    """Create a context from another one, or from its beginning.
+
+    Nothing is copied: both contexts share the keys and values of the common tokens.
 
     Example: longleaf contexts fork book draft --tokens 5000
     """
@@ -144,22 +159,27 @@ def fork_context(
 def update_context(
     name: Name,
     server: ServerOptions,
-    display_name: Annotated[str | None, typer.Option(help="A name for people.", show_default="unchanged")] = None,
-    ttl: Annotated[
-        float | None, typer.Option(help="Seconds from now until the service deletes it.", show_default="unchanged")
+    display_name: Annotated[
+        str | None, typer.Option(help="Free text shown beside the name.", show_default="unchanged")
     ] = None,
-    forever: Annotated[bool, typer.Option("--forever", help="Never delete it.")] = False,
+    ttl: Annotated[
+        float | None,
+        typer.Option(
+            help="Time from now until the service deletes the context.", show_default="unchanged", metavar="SECONDS"
+        ),
+    ] = None,
+    forever: Annotated[bool, typer.Option("--forever", help="Remove the expiry time.")] = False,
     pin: Annotated[
         bool | None,
         typer.Option(
             "--pin/--unpin",
-            help="A pinned context does not expire, and is not parked to make room.",
+            help="A pinned context is never expired or evicted.",
             show_default="unchanged",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change what people call a context, when it expires, and whether it is pinned. What is not named stays as it is.
+    """Change the display name, the expiry time or the pin of a context.
 
     Example: longleaf contexts update book --ttl 86400 --display-name "Moby-Dick"
     """
@@ -185,38 +205,38 @@ def _show(context: Context, as_json: bool) -> None:
 
 
 def lifetime(context: Context) -> str:
-    """When a context was made and will go."""
+    """The creation time, the last change and the expiry time."""
     end = "never expires" if context.expires is None else f"expires {_date(context.expires)}"
     pin = ", pinned" if context.is_pinned else ""
     return f"created {_date(context.created)}, updated {_date(context.updated)}, {end}{pin}"
 
 
 def use(context: Context) -> str:
-    """Where a context is, and how often it was asked."""
+    """The state of a context, its size in storage, and its uses."""
     where = {
-        "held": "held by the ranks",
-        "parked": "parked: it comes back when it is asked",
-        "restoring": "coming back to the ranks",
-        "unspecified": "in a state that this version does not know",
+        "held": "in memory",
+        "parked": "parked: reloaded on the next request",
+        "restoring": "being reloaded",
+        "unspecified": "in a state that this version does not support",
     }
-    retained = f", {human_bytes(context.storage_bytes)} kept on disk" if context.storage_bytes else ""
+    retained = f", {human_bytes(context.storage_bytes)} in storage" if context.storage_bytes else ""
     return f"{where[context.state]}{retained}; last used {_date(context.used)}, asked {context.hits:,} times"
 
 
 def positions(info: PositionInfo) -> str:
-    """How far a context may grow, and how its positions are told to the model."""
+    """The capacity of a context, and its rotary positions."""
     scaling = f" scaled for {info.scaled_for:,}" if info.scaled_for else ""
     rope = f"{info.rope} rotary positions{scaling}" if info.rope else "no rotary positions"
     precision = "another numeric type" if info.precision == "unspecified" else info.precision
     error = f", phases in {precision}, off by at most {human_angle(info.phase_error)}" if info.rope else ""
-    beyond = "; beyond the length that the model was trained for" if info.is_beyond_trained else ""
+    beyond = "; longer than the model was trained for" if info.is_beyond_trained else ""
     return f"up to {info.capacity:,} tokens, {rope}{error}{beyond}"
 
 
 @app.command("delete")
 @takes_server
 def delete_context(name: Name, server: ServerOptions, as_json: AsJson = False) -> None:
-    """Delete a context; answers that are being generated from it finish first.
+    """Delete a context. Running answers finish first.
 
     Example: longleaf contexts delete book
     """
@@ -225,7 +245,7 @@ def delete_context(name: Name, server: ServerOptions, as_json: AsJson = False) -
     if as_json:
         print_json({"deleted": name})
     else:
-        print(f"{name} is deleted")
+        print(f"deleted {name}")
 
 
 app.command("export")(transfer.export_context)
@@ -233,7 +253,7 @@ app.command("import")(transfer.import_context)
 
 
 def shares_table(context: Context) -> Table:
-    """Where the keys and values of a context lie."""
+    """A row per rank with its part of a context."""
     table = Table("rank", "tokens", "keys and values")
     for share in context.shares:
         table.add_row(str(share.rank), f"{share.tokens:,}", human_bytes(share.kv_bytes))

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from longleaf.cli.help import CommandGroup
 from longleaf.cli.options import AsJson, print_json
 from longleaf.credentials import (
     CredentialEntry,
@@ -21,22 +22,22 @@ from longleaf.credentials import (
 from longleaf.errors import InvalidArgument
 from longleaf.read_limited import read_small
 
-app = typer.Typer(no_args_is_help=True, help="Make credentials for a service, and check their file.")
+app = CommandGroup(help="Create credentials for a service, and check the file of credentials.")
 
 
 @app.command("new")
 def new(
-    tenant: Annotated[str, typer.Argument(help="Whose it is: 1 to 63 of a-z 0-9 -.")],
+    tenant: Annotated[str, typer.Argument(help="The tenant: 1 to 63 characters of a-z, 0-9 and -.")],
     role: Annotated[
-        Role, typer.Option("--role", help="What it opens; an admin may also drain, verify and refill.")
+        Role, typer.Option("--role", help="Permissions; an admin may also drain, verify and refill.")
     ] = "user",
     as_json: AsJson = False,
 ) -> None:
-    """Make a credential, and the line with which a service knows it.
+    """Create a credential, and the line for the service's file of credentials.
 
-    The credential is shown once, and kept nowhere: give it to clients in a file (--credential-file) or in
-    LONGLEAF_CREDENTIAL. The line, which is no secret, goes into the file that the service has as --credentials; quotas
-    may be added to it, such as contexts=20 tokens=2000000 generations=8. The service reads the file again in a second.
+    The credential is printed once and not stored: give it to clients in a file (--credential-file) or in
+    LONGLEAF_CREDENTIAL. The line contains no secret. Add it to the file of `longleaf serve --credentials`, with quotas
+    if you like, such as contexts=20 tokens=2000000 generations=8. The service reloads the file within a second.
 
     Example: longleaf credentials new acme
     """
@@ -52,7 +53,7 @@ def new(
 def check(
     file: Annotated[Path, typer.Argument(help="The file of a service's --credentials.")], as_json: AsJson = False
 ) -> None:
-    """Check a file of credentials, and list who may come in.
+    """Check a file of credentials, and list its tenants.
 
     Example: longleaf credentials check credentials.txt
     """
@@ -62,7 +63,7 @@ def check(
     except InvalidArgument as error:
         raise InvalidArgument(str(file), error.description) from None
     if as_json:
-        print_json([_told(entry) for entry in entries])
+        print_json([_entry_json(entry) for entry in entries])
         return
     table = Table("tenant", "role", "credentials", "certificates", "quotas")
     for entry in entries:
@@ -76,6 +77,6 @@ def _quotas(entry: CredentialEntry) -> dict[str, int]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _told(entry: CredentialEntry) -> dict[str, object]:
+def _entry_json(entry: CredentialEntry) -> dict[str, object]:
     reported: dict[str, object] = {"tenant": entry.tenant, "role": entry.role, "credentials": len(entry.digests)}
     return reported | {"certificates": entry.names, "quotas": _quotas(entry)}

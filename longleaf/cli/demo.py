@@ -29,21 +29,26 @@ def demo(
     tokens: Annotated[
         int | None,
         typer.Option(
-            help="Length of the document, in tokens of the embedded model (bytes).",
-            show_default=f"{DEFAULT_TOKENS}, or the whole --file",
+            help="Length of the document in tokens of the packaged model, which are bytes.",
+            show_default=f"{DEFAULT_TOKENS:,}, or the whole --file",
         ),
     ] = None,
     world_size: Annotated[int, typer.Option(help="Number of ranks (worker processes).")] = 4,
-    seed: Annotated[int, typer.Option(help="Chooses the document and the facts.")] = 0,
-    file: Annotated[Path | None, typer.Option(help="Plant the facts in this text.", show_default="built-in")] = None,
-    launcher: Annotated[Launcher, typer.Option(help="What starts the ranks.")] = "ray",
-    model: Annotated[Path | None, typer.Option(help="Folder of a checkpoint.", show_default="embedded")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the document and the facts.")] = 0,
+    file: Annotated[
+        Path | None, typer.Option(help="Text file to plant the facts in.", show_default="a generated text")
+    ] = None,
+    launcher: Annotated[Launcher, typer.Option(help="How ranks are started.")] = "ray",
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a checkpoint.", show_default="the packaged model", metavar="DIR")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """See it work: start a fleet, ingest a long document with facts planted in it, ask for them, check the answers, and
-    ask again after a restart.
+    """Run a demonstration on this machine.
 
-    Exits with 0 only if at least 80 % of the answers are right, and the one after the restart is the same.
+    The demo starts a service, ingests a long document with planted facts, asks for the facts, checks the answers, and
+    asks one question again after a restart. The exit code is 0 if at least 80 % of the answers are right and the answer
+    after the restart is the same.
 
     Example: longleaf demo --tokens 32000 --world-size 2
     """
@@ -61,7 +66,7 @@ def demo(
 
 @contextmanager
 def _terminable() -> Generator[None, None, None]:
-    """A SIGTERM or a closed terminal unwinds like an interrupt, so that the service is ended on the way out."""
+    """SIGTERM and SIGHUP raise SystemExit in the body, so that the service is stopped."""
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
@@ -75,7 +80,7 @@ def _terminable() -> Generator[None, None, None]:
 
 
 class _Silent:
-    """Shows nothing: the report says it all."""
+    """Shows nothing, for --json."""
 
     def say(self, line: str) -> None: ...
 
@@ -91,7 +96,7 @@ class _Silent:
 
 
 class _Screen:
-    """Draws for people."""
+    """Shows the progress in the terminal."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)
@@ -130,13 +135,13 @@ class _Screen:
             found = excerpt(client, CONTEXT, source, client.get_context(CONTEXT).tokens)
             if found is None:
                 continue
-            for line in _told(source, found).wrap(self._console, self._console.width - len(INDENT)):
+            for line in _source_text(source, found).wrap(self._console, self._console.width - len(INDENT)):
                 line.rstrip()
                 self._console.print(INDENT, line, sep="")
 
 
-def _told(source: Source, found: Excerpt) -> Text:
-    """Where a source is, its share, and its text, all in one line."""
+def _source_text(source: Source, found: Excerpt) -> Text:
+    """The line number, the share and the text of a source, on one line."""
     place = "" if found.own.line is None else f" on line {found.own.line:,}"
     reported = Text.assemble((f"{source.share:.1%} of the attention{place}: ", "cyan"), ("…", "dim"))
     for part, style in found.parts:
@@ -147,7 +152,7 @@ def _told(source: Source, found: Excerpt) -> Text:
 
 def _print_report(report: Report) -> None:
     console = Console(highlight=False)
-    table = Table("rank", "node", "pid", "tokens", "keys and values", title="Where the keys live")
+    table = Table("rank", "node", "pid", "tokens", "keys and values", title="Placement of the keys")
     for rank in report.ranks:
         table.add_row(str(rank.rank), rank.node, str(rank.pid), f"{rank.tokens:,}", human_bytes(rank.kv_bytes))
     console.print()
@@ -160,4 +165,4 @@ def _print_report(report: Report) -> None:
     console.print(f"ingesting                {report.ingest_tokens_per_s:8,.1f} tokens/s")
     if (restart := report.restart) is not None:
         console.print(f"starting again           {restart.start_s:8.2f} s")
-        console.print(f"time to the first token  {restart.first_token_s:8.2f} s after that, the document brought back")
+        console.print(f"time to the first token  {restart.first_token_s:8.2f} s after that, with the document reloaded")

@@ -1,4 +1,4 @@
-"""Files of a document: which of them is no text."""
+"""Detection of files that are not UTF-8 text."""
 
 import stat
 from codecs import getincrementaldecoder
@@ -9,20 +9,23 @@ from longleaf.errors import InvalidArgument
 
 PIECE_BYTES = 1 << 18
 KINDS = (
-    (b"%PDF", "is a PDF: convert it to plain text first"),
-    (b"PK\x03\x04", "is an archive or an office document: convert it to plain text first"),
-    (b"\xff\xfe", "is UTF-16: save it as UTF-8"),
-    (b"\xfe\xff", "is UTF-16: save it as UTF-8"),
+    (b"%PDF", "is a PDF, but must be plain text (UTF-8): convert it, for example with pdftotext"),
+    (
+        b"PK\x03\x04",
+        "is an Office document or an archive, but must be plain text (UTF-8): convert it, for example with pandoc",
+    ),
+    (b"\xff\xfe", "is UTF-16, but must be UTF-8: convert it, for example with iconv -f UTF-16 -t UTF-8"),
+    (b"\xfe\xff", "is UTF-16, but must be UTF-8: convert it, for example with iconv -f UTF-16 -t UTF-8"),
 )
-"""How files begin that are often taken for text, and what is said of them."""
+"""First bytes of common binary formats, and the error message for each."""
 
 
 def objection(files: Sequence[str]) -> InvalidArgument | None:
-    """Names the first file that keeps these from being one UTF-8 text, and the byte in that file. None where there is
-    none, or where a file cannot be read again, such as `-`."""
+    """An error that names the first file that is not UTF-8, and the offset in that file. None if there is none, or if a
+    file cannot be read again, such as `-`."""
     decoder, start, path = getincrementaldecoder("utf-8")(), 0, Path()
     resident = 0
-    """Bytes of a character that the last piece has cut."""
+    """Bytes of an incomplete character at the end of the last piece."""
     try:
         for path in map(Path, files):
             if not path.is_file():
@@ -53,7 +56,7 @@ def _reason(head: bytes, place: int, reason: str) -> str:
 
 
 def empty_files(files: Sequence[str]) -> list[str]:
-    """Those that are on a disk and have no bytes. Files that the kernel makes up say so of themselves, too."""
+    """The regular files without content. Files of /proc also have size 0, so the first byte is read."""
     return [file for file in files if _is_empty(Path(file))]
 
 

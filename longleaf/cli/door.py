@@ -1,4 +1,4 @@
-"""`longleaf door`: becomes `python -m door` with the same options."""
+"""`longleaf door`: replaces itself by `python -m door` with the same options."""
 
 import os
 import sys
@@ -11,68 +11,102 @@ from longleaf.cli.flags import takes_flags
 from longleaf.cli.options import AsJson, option
 from longleaf.service_settings import LogFormat, LogLevel, TelemetryConfig
 
-SERVICE = "The service behind it"
-DOOR = "Where it listens"
-SECURITY = "Who may come in"
-TELEMETRY = "What it tells of itself"
+SERVICE = "Service"
+DOOR = "Address"
+SECURITY = "Security"
+TELEMETRY = "Metrics and logs"
 _TELEMETRY = TelemetryConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoorFlags:
-    """What was typed; the names are those of the door's settings."""
+    """The parsed options. The names are those of `door.settings`."""
 
     server: Annotated[
-        str | None, option(SERVICE, "Its address, HOST:PORT.", default="LONGLEAF_SERVER, else localhost:50051")
+        str | None,
+        option(
+            SERVICE,
+            "Address of the service.",
+            default="LONGLEAF_SERVER, else localhost:50051",
+            metavar="HOST:PORT",
+        ),
     ] = None
     tls_ca: Annotated[
         Path | None,
-        option(SERVICE, "Authorities of its certificate, in PEM; encrypts.", default="LONGLEAF_TLS_CA, else plain"),
+        option(
+            SERVICE,
+            "Encrypt, and trust the certificate authorities in this PEM file.",
+            default="LONGLEAF_TLS_CA, else no TLS",
+        ),
     ] = None
     server_tls_cert: Annotated[
-        Path | None, option(SERVICE, "The door's own certificate, if it asks for one.", default="LONGLEAF_TLS_CERT")
+        Path | None, option(SERVICE, "Client certificate, if the service requires one.", default="LONGLEAF_TLS_CERT")
     ] = None
-    server_tls_key: Annotated[Path | None, option(SERVICE, "Its private key.", default="LONGLEAF_TLS_KEY")] = None
-    host: Annotated[str, option(DOOR, "Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
-    port: Annotated[int, option(DOOR, "Port to listen on; 0 lets the system choose.")] = 8000
+    server_tls_key: Annotated[
+        Path | None, option(SERVICE, "Private key of the client certificate.", default="LONGLEAF_TLS_KEY")
+    ] = None
+    host: Annotated[str, option(DOOR, "Address to listen on; 0.0.0.0: all interfaces.", metavar="ADDRESS")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, option(DOOR, "HTTP port; 0: any free port.", metavar="PORT")] = 8000
     allow_host: Annotated[
         list[str] | None,
-        option(DOOR, "A name under which it is called; may be given several times.", default="addresses, localhost"),
+        option(
+            DOOR,
+            "Accepted host name; may be repeated. IP addresses are always accepted.",
+            default="localhost",
+            metavar="NAME",
+        ),
     ] = None
     public_url: Annotated[
-        str | None, option(DOOR, "What callers see of it behind a proxy, such as https://books.example.", default="own")
+        str | None,
+        option(
+            DOOR,
+            "URL of the gateway behind a proxy, such as https://books.example.",
+            default="its own address",
+            metavar="URL",
+        ),
     ] = None
-    max_connections: Annotated[int, option(DOOR, "Connections that may be open; of more each is refused.")] = 1024
+    max_connections: Annotated[int, option(DOOR, "Maximum number of open connections; further ones are refused.")] = (
+        1024
+    )
     tls_cert: Annotated[
         Path | None,
-        option(SECURITY, "Certificate chain of the door, in PEM; read again when it changes.", default="no TLS"),
+        option(SECURITY, "Certificate chain of the gateway, in PEM; reloaded when it changes.", default="no TLS"),
     ] = None
-    tls_key: Annotated[Path | None, option(SECURITY, "Its private key, without a passphrase.", default="none")] = None
+    tls_key: Annotated[
+        Path | None, option(SECURITY, "Private key of the certificate, without a passphrase.", default="none")
+    ] = None
     insecure: Annotated[
         bool,
         option(
             SECURITY,
-            "Listen beyond this machine without TLS, and let credentials go on to the service in plain text.",
+            "Allow other addresses than loopback without TLS, and send credentials to the service in plain text.",
             "--insecure",
         ),
     ] = False
-    drain_seconds: Annotated[float, option(DOOR, "How long answers and uploads that run may go on after a signal.")] = (
-        3.0
-    )
+    drain_seconds: Annotated[
+        float, option(DOOR, "How long running answers and uploads may continue after a signal.", metavar="SECONDS")
+    ] = 3.0
     metrics_port: Annotated[
         int | None,
-        option(TELEMETRY, "Port of metrics for Prometheus, which asks nobody who they are; 0: any.", default="none"),
+        option(
+            TELEMETRY,
+            "Port of Prometheus metrics, without authentication; 0: any free port.",
+            default="none",
+            metavar="PORT",
+        ),
     ] = None
-    metrics_host: Annotated[str, option(TELEMETRY, "Address of that port.")] = "127.0.0.1"
-    log_format: Annotated[LogFormat, option(TELEMETRY, "Lines for people, or a JSON object per line.")] = (
+    metrics_host: Annotated[str, option(TELEMETRY, "Address of the metrics port.", metavar="ADDRESS")] = "127.0.0.1"
+    log_format: Annotated[LogFormat, option(TELEMETRY, "Log lines as text, or as JSON objects.")] = (
         _TELEMETRY.log_format
     )
-    log_level: Annotated[
-        LogLevel, option(TELEMETRY, "What is less important is not logged; info has a line for every call.")
-    ] = _TELEMETRY.log_level
+    log_level: Annotated[LogLevel, option(TELEMETRY, "Minimum severity to log; info includes every call.")] = (
+        _TELEMETRY.log_level
+    )
 
     def options(self) -> list[str]:
-        """For the door."""
+        """The command-line options of `python -m door`."""
         reported = list[str]()
         for field in fields(self):
             value = getattr(self, field.name)
@@ -83,12 +117,12 @@ class DoorFlags:
 
 @takes_flags(DoorFlags)
 def door(flags: DoorFlags, as_json: AsJson = False) -> None:
-    """Open a door for HTTP in front of a service: OpenAI's dialect, contexts, and a page for readers.
+    """Run an HTTP gateway in front of a service.
 
-    Prints `listening on http://HOST:PORT`; with --json, {"http": "http://HOST:PORT"}. It holds nothing: it may be
-    ended, started again and copied while the service goes on. Callers say who they are to the service, by
-    `Authorization: Bearer CREDENTIAL`, and the door passes that on. `longleaf serve --http PORT` opens one beside a
-    service.
+    The gateway has the OpenAI-compatible API, the API of contexts, and a web page. It prints
+    `listening on http://HOST:PORT`; with --json, {"http": "http://HOST:PORT"}. It has no state: it may be restarted or
+    replicated while the service runs. It forwards the header `Authorization: Bearer CREDENTIAL` to the service, which
+    checks the credential. `longleaf serve --http PORT` starts a gateway together with the service.
 
     Example: longleaf door --server localhost:50051 --port 8000
     """

@@ -9,17 +9,18 @@ from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
 from longleaf.formatting import human_seconds
 from longleaf.types import Draining
 
-Wait = Annotated[bool, typer.Option("--wait", help="Return when all that ran has ended, or was told why it could not.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Return when all running calls have ended.")]
 
 
 @takes_server
 def drain(server: ServerOptions, wait: Wait = False, as_json: AsJson = False) -> None:
-    """End a running service. Answers that run get the --drain-seconds of its start (2 by default).
+    """Stop a service after its running calls.
 
-    From now on it is not healthy and takes no new calls. Calls that run for longer than that end with UNAVAILABLE, and
-    the service leaves with exit code 0: give serve a larger --drain-seconds to let long answers end. It listens to this
-    on its own machine only, or in its pod; one with credentials listens to those of an admin, from any machine. With
-    --wait this is the hook to run before a container is stopped.
+    The service becomes unhealthy and refuses new calls. Running calls get the --drain-seconds of `longleaf serve`
+    (default 2) to finish; after that they end with UNAVAILABLE, and the service exits with code 0. A larger
+    --drain-seconds lets long answers finish. Without credentials, the call is allowed only from the machine or the pod
+    of the service; with credentials, to admins on any machine. With --wait, the command suits a container's preStop
+    hook.
 
     Example: longleaf drain --wait
     """
@@ -32,11 +33,11 @@ def drain(server: ServerOptions, wait: Wait = False, as_json: AsJson = False) ->
 
 
 def described(found: Draining, has_waited: bool) -> str:
-    """How far the end is."""
+    """The number of calls that are running, or that were ended."""
     calls = "1 call" if found.open_calls == 1 else f"{found.open_calls:,} calls"
     if not has_waited:
-        return f"draining: {calls} may run for {human_seconds(found.limit)}, and are ended then"
+        return f"draining: {calls} running, with {human_seconds(found.limit)} to finish"
     if not found.open_calls:
         return "drained"
     was = "was" if found.open_calls == 1 else "were"
-    return f"drained: {calls} ran for longer than {human_seconds(found.limit)} and {was} ended (serve --drain-seconds)"
+    return f"drained: {calls} {was} cut off after {human_seconds(found.limit)} (serve --drain-seconds)"

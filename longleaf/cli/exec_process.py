@@ -1,11 +1,11 @@
-"""A command that goes on as another program."""
+"""Replacement of this process by another program."""
 
 import os
 import signal
 
 
 def become(command: list[str]) -> None:
-    """Goes on as another program, which lets an interrupt in once it is ready for one."""
+    """Replaces this process by another program. SIGINT stays blocked until that program unblocks it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         os.execv(command[0], command)

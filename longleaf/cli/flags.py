@@ -1,5 +1,4 @@
-"""Commands with many options: those are the fields of a dataclass. Here are the ones that `longleaf ask` and
-`longleaf generate` share."""
+"""Options as fields of a dataclass, and the options that `longleaf ask` and `longleaf generate` share."""
 
 import inspect
 from collections.abc import Callable
@@ -11,86 +10,99 @@ from longleaf.cli.options import ServerOptions, option
 from longleaf.errors import InvalidArgument
 from longleaf.types import GenerateOptions
 
-CHOICE = "How tokens are chosen"
-ANSWER = "What is answered"
-SERVICE = "How the service treats it"
+CHOICE = "Sampling"
+ANSWER = "Answer"
+SERVICE = "Scheduling and retries"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Values of the flags, as they were typed."""
+    """The parsed options."""
 
-    max_tokens: Annotated[int, option(ANSWER, "Most tokens to generate.")] = 128
+    max_tokens: Annotated[int, option(ANSWER, "Maximum number of tokens to generate.")] = 128
     temperature: Annotated[
-        float | None, option(CHOICE, "0 is greedy; higher is livelier.", default="the service's, 0")
+        float | None, option(CHOICE, "Sampling temperature; 0 is greedy.", default="set by the service, usually 0")
     ] = None
     top_k: Annotated[
-        int | None, option(CHOICE, "Keep the k most likely tokens; 0 keeps all.", default="the service's, 0")
+        int | None,
+        option(CHOICE, "Sample from the N most likely tokens; 0: from all.", default="set by the service, usually 0"),
     ] = None
     top_p: Annotated[
         float | None,
-        option(CHOICE, "Keep the likeliest tokens up to this share of probability.", default="the service's, 1"),
+        option(
+            CHOICE,
+            "Sample from the most likely tokens with this total probability.",
+            default="set by the service, usually 1",
+        ),
     ] = None
     min_p: Annotated[
         float | None,
-        option(CHOICE, "Drop tokens less likely than this share of the likeliest one.", default="the service's, 0"),
+        option(
+            CHOICE,
+            "Drop tokens less likely than this fraction of the most likely one.",
+            default="set by the service, usually 0",
+        ),
     ] = None
     repetition_penalty: Annotated[
-        float | None, option(CHOICE, "Above 1 avoids all tokens seen so far.", default="the service's, 1")
+        float | None, option(CHOICE, "Above 1: penalize all previous tokens.", default="set by the service, usually 1")
     ] = None
-    presence_penalty: Annotated[float, option(CHOICE, "Above 0 avoids tokens that the answer has already.")] = 0.0
-    frequency_penalty: Annotated[float, option(CHOICE, "As before, for each time that it has them.")] = 0.0
+    presence_penalty: Annotated[float, option(CHOICE, "Above 0: penalize tokens that are in the answer.")] = 0.0
+    frequency_penalty: Annotated[float, option(CHOICE, "Above 0: penalize tokens per occurrence in the answer.")] = 0.0
     logit_bias: Annotated[
         list[str] | None,
-        option(CHOICE, "Make a token more or less likely, as ID=BIAS; may be given several times.", default=False),
+        option(CHOICE, "Add BIAS to the logit of token ID; may be repeated.", default=False, metavar="ID=BIAS"),
     ] = None
     seed: Annotated[
-        int | None, option(CHOICE, "Same seed, same tokens, up to rounding under load.", default="random")
+        int | None, option(CHOICE, "Seed of the sampling; results repeat up to rounding under load.", default="random")
     ] = None
-    stop: Annotated[
-        list[str] | None, option(ANSWER, "Text that ends the answer; may be given several times.", default=False)
-    ] = None
+    stop: Annotated[list[str] | None, option(ANSWER, "Text that ends the answer; may be repeated.", default=False)] = (
+        None
+    )
     stop_token: Annotated[
-        list[int] | None, option(ANSWER, "Token id that ends the answer; may be given several times.", default=False)
+        list[int] | None, option(ANSWER, "Token id that ends the answer; may be repeated.", default=False, metavar="ID")
     ] = None
-    ignore_end_token: Annotated[bool, option(ANSWER, "Go on past the model's end token.", "--ignore-end-token")] = False
-    samples: Annotated[int, option(ANSWER, "Answers to the same prompt, which is read once.")] = 1
+    ignore_end_token: Annotated[bool, option(ANSWER, "Continue after the model's end token.", "--ignore-end-token")] = (
+        False
+    )
+    samples: Annotated[int, option(ANSWER, "Number of answers to the prompt, which is processed once.")] = 1
     logprobs: Annotated[
         int | None,
-        option(ANSWER, "With --json: tell how likely each token was, and so many others.", default=False),
+        option(ANSWER, "With --json: print the log probability of each token and of N alternatives.", default=False),
     ] = None
     token_bytes: Annotated[
-        bool, option(ANSWER, "With --logprobs: tell the bytes of each token, too, in base64.", "--token-bytes")
+        bool, option(ANSWER, "With --logprobs: also print the bytes of each token, in base64.", "--token-bytes")
     ] = False
     max_draft_tokens: Annotated[
         int | None,
         option(
             SERVICE,
-            "Tokens that a step may try ahead at most, guessed from what was said before; 0: none.",
-            default="the service's",
+            "Maximum number of tokens drafted per step by n-gram lookup; 0: no drafts.",
+            default="set by the service",
         ),
     ] = None
-    priority: Annotated[int, option(SERVICE, "Higher goes first.")] = 0
-    client: Annotated[str, option(SERVICE, "Whom a fair share is counted for.", default="this machine")] = ""
-    resumable: Annotated[
-        bool, option(SERVICE, "Go on where the answer broke off when the connection is lost.", "--resumable")
-    ] = False
+    priority: Annotated[int, option(SERVICE, "Requests of higher priority run first.")] = 0
+    client: Annotated[str, option(SERVICE, "Client id for fair scheduling.", default="this machine", metavar="ID")] = ""
+    resumable: Annotated[bool, option(SERVICE, "Resume the answer after a lost connection.", "--resumable")] = False
     request_id: Annotated[
         str,
         option(
             SERVICE,
-            "Names the answer; with --resumable the same command again, for a minute, reads it from its begin.",
+            "Id of the answer; with --resumable, repeating the command within a minute replays the answer from its "
+            "beginning.",
             default="random",
+            metavar="ID",
         ),
     ] = ""
-    timeout: Annotated[float | None, option(SERVICE, "Seconds for the whole answer.", default="no limit")] = None
+    timeout: Annotated[
+        float | None, option(SERVICE, "Time limit for the whole answer.", default="no limit", metavar="SECONDS")
+    ] = None
 
     def options(self, as_json: bool) -> GenerateOptions:
-        """The flags in the client's words. Raises InvalidArgument."""
+        """Options for the client. Raises InvalidArgument."""
         if self.logprobs is not None and not as_json:
-            raise InvalidArgument("--logprobs", "are shown with --json alone")
+            raise InvalidArgument("--logprobs", "needs --json")
         if self.token_bytes and self.logprobs is None:
-            raise InvalidArgument("--token-bytes", "are told with --logprobs alone")
+            raise InvalidArgument("--token-bytes", "needs --logprobs")
         if self.timeout is not None and not self.timeout > 0:
             raise InvalidArgument("--timeout", "must be above 0 seconds")
         named = {"stop_token": "stop_tokens", "samples": "num_samples", "logprobs": "num_logprobs"}
@@ -109,7 +121,7 @@ def _biases(typed: list[str]) -> dict[int, float]:
 
 
 def takes_flags(kind: type[Any], taken: str = "flags") -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command with an option for each field of the dataclass `kind`, which it gets together as `taken`."""
+    """Decorates a command: adds an option for each field of the dataclass `kind`, and passes an instance as `taken`."""
     hints = get_type_hints(kind, include_extras=True)
     added = {
         field.name: inspect.Parameter(
@@ -138,4 +150,4 @@ def takes_flags(kind: type[Any], taken: str = "flags") -> Callable[[Callable[...
 
 
 takes_server = takes_flags(ServerOptions, "server")
-"""A command that calls a service, with the options of where it is and how to come in."""
+"""Decorates a command that calls a service: adds the options of the connection."""

@@ -9,20 +9,20 @@ from typing import Annotated, TextIO
 import typer
 
 from longleaf.cli.flags import Flags, takes_flags, takes_server
-from longleaf.cli.options import AsJson, ServerOptions, connect, exactness_told, print_json, read_input
+from longleaf.cli.options import AsJson, ServerOptions, connect, exactness_line, print_json, read_input
 from longleaf.cli.provenance_output import SourceFlags, SourceList
 from longleaf.errors import Unavailable
-from longleaf.formatting import human_seconds
+from longleaf.formatting import human_count, human_seconds
 from longleaf.types import Delta, Event, Finished, Recovering, Started
 
 Under = Callable[[Finished], None]
-"""Prints what comes under an answer."""
+"""Prints additional output below an answer."""
 MAKE_ROOM = "\x1bD\x1bM"
-"""For terminals: there is a line below the cursor, which stays where it is."""
+"""Terminal sequence that ensures a line below the cursor, and keeps the cursor."""
 SAVE, RESTORE = "\x1b7", "\x1b8"
-"""For terminals: the cursor goes back to where it was saved."""
+"""Terminal sequences that save and restore the cursor."""
 BELOW = "\r\n\x1b[K"
-"""For terminals: to the line below, which is erased."""
+"""Terminal sequence that moves to the next line and erases it."""
 
 
 @takes_flags(SourceFlags, "traced")
@@ -36,9 +36,14 @@ def ask(
     traced: SourceFlags,
     as_json: AsJson = False,
 ) -> None:
-    """Ask about a context. The context stays as it is, so any number may ask at the same time.
+    """Ask a question about a context.
 
-    Example: longleaf ask book "Who did it?" --max-tokens 200
+    The context does not change, so any number of questions can run at the same time.
+
+    Examples:
+
+      longleaf ask book "Who is the captain?"
+      longleaf ask book "Summarize chapter 3." --max-tokens 500 --sources
     """
     options = flags.options(as_json) | traced.options()
     with connect(server) as client:
@@ -52,12 +57,15 @@ def generate(
     prompt: Annotated[str, typer.Option("--prompt", help="The prompt; - reads standard input.")],
     server: ServerOptions,
     flags: Flags,
-    raw: Annotated[bool, typer.Option("--raw", help="Do not put the model's chat template around the prompt.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template of the model.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Generate from a prompt, without a context.
+    """Generate text from a prompt, without a context.
 
-    Example: longleaf generate --prompt "Once upon a time" --max-tokens 50 --temperature 0.8 --samples 3
+    Examples:
+
+      longleaf generate --prompt "Write a haiku about a whale." --max-tokens 50
+      longleaf generate --raw --prompt "Call me" --temperature 0.8 --samples 3
     """
     options = flags.options(as_json)
     if raw:
@@ -67,16 +75,16 @@ def generate(
 
 
 def nothing_more(_: Finished) -> None:
-    """Under an answer."""
+    """Prints nothing."""
 
 
 def show(
     answer: Generator[Event, None, None], as_json: bool, num_samples: int = 1, under: Under = nothing_more
 ) -> None:
-    """Prints an answer while it streams: text, and what is `under` it, or one JSON object per delta and one at the end.
-    Of several samples the text of each is printed when it is whole."""
+    """Prints an answer while it streams: its text followed by the output of `under`, or one JSON object per delta and
+    one at the end. The text of several samples is printed when each is complete."""
     with closing(answer):
-        events = _noted(answer)
+        events = _note_line(answer)
         if as_json:
             _print_json(events, num_samples)
         elif num_samples > 1:
@@ -85,14 +93,14 @@ def show(
             _print_text(events, under)
 
 
-def _noted(answer: Iterable[Event]) -> Generator[Event, None, None]:
-    """The events. Says on stderr that they may lead beyond what the model was trained for, once, and while they wait
-    for a recovery how far that is."""
+def _note_line(answer: Iterable[Event]) -> Generator[Event, None, None]:
+    """The events. Prints to stderr a note if the answer may exceed the length that the model was trained for, and the
+    progress of a recovery."""
     is_reported, line = False, RecoveryLine(sys.stderr)
     try:
         for event in answer:
             if isinstance(event, Started) and event.is_beyond_trained and not is_reported:
-                print("note: this may go beyond the length that the model was trained for", file=sys.stderr)
+                print("note: the answer may be longer than the model was trained for", file=sys.stderr)
                 is_reported = True
             if isinstance(event, Recovering):
                 line.show(event)
@@ -104,8 +112,7 @@ def _noted(answer: Iterable[Event]) -> Generator[Event, None, None]:
 
 
 class RecoveryLine:
-    """How far a recovery is, on a terminal in the line below an answer, which goes on where it was. Elsewhere it is
-    said once that there is one."""
+    """The progress of a recovery: in the line below the answer on a terminal, and printed once elsewhere."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -114,11 +121,11 @@ class RecoveryLine:
 
     def show(self, recovering: Recovering) -> None:
         counts = list[str]()
-        if recovering.total_tokens:  # users of a service with credentials are not told
+        if recovering.total_tokens:  # 0: hidden from users of a service with credentials
             counts.append(f"{recovering.recovered_tokens:,} of {recovering.total_tokens:,} tokens")
         if recovering.lost_tokens:
-            counts.append(f"{recovering.lost_tokens:,} to go for this answer")
-        message = f"recovering: {', '.join(counts)}"
+            counts.append(f"{recovering.lost_tokens:,} left for this answer")
+        message = f"restoring keys and values: {', '.join(counts)}"
         if self._is_terminal:
             width = shutil.get_terminal_size().columns - 1
             self._out.write(f"{MAKE_ROOM}{SAVE}{BELOW}{message[:width]}{RESTORE}")
@@ -151,7 +158,7 @@ def _print_json(answer: Iterable[Event], num_samples: int) -> None:
         print_json(reported | ({"sample": event.sample} if num_samples > 1 else {}))
         if not num_open:
             return
-    raise Unavailable("the answer broke off")
+    raise Unavailable("the answer ended before its last event")
 
 
 def _print_text(answer: Iterable[Event], under: Under) -> None:
@@ -163,7 +170,7 @@ def _print_text(answer: Iterable[Event], under: Under) -> None:
             under(event)
             print(footnote(event), file=sys.stderr)
             return
-    raise Unavailable("the answer broke off")
+    raise Unavailable("the answer ended before its last event")
 
 
 def _print_samples(answer: Iterable[Event], num_samples: int, under: Under) -> None:
@@ -179,23 +186,36 @@ def _print_samples(answer: Iterable[Event], num_samples: int, under: Under) -> N
             num_open -= 1
             if not num_open:
                 return
-    raise Unavailable("the answer broke off")
+    raise Unavailable("the answer ended before its last event")
 
 
 def footnote(event: Finished) -> str:
-    """What an answer took."""
+    """The length, times and exactness of an answer."""
     usage, timings = event.usage, event.timings
     speed = decode_speed(event)
     rate = f", {speed:,.1f} tokens/s" if speed else ""
-    prompt = f"{usage.prompt_tokens:,} tokens before, {usage.cached_tokens:,} of them held"
-    first = f"first after {human_seconds(timings.first_token_seconds)}"
+    prompt = f"{usage.cached_tokens:,} of {usage.prompt_tokens:,} prompt tokens were in memory"
+    first = f"first token after {human_seconds(timings.first_token_seconds)}"
     drafts = f"; {usage.accepted_tokens:,} of {usage.drafted_tokens:,} drafted tokens accepted"
     drafts = drafts if usage.drafted_tokens else ""
-    reason = "for a reason that this client does not know" if event.reason == "unspecified" else event.reason
-    return f"[{usage.completion_tokens:,} tokens ({reason}); {first}{rate}{drafts}; {prompt}; {exactness_told(event)}]"
+    return f"[{_length(event)}; {first}{rate}{drafts}; {prompt}; {exactness_line(event)}]"
+
+
+def _length(event: Finished) -> str:
+    """The number of tokens of an answer, and the reason for its end unless it is the model's end token."""
+    tokens = human_count(event.usage.completion_tokens, "token")
+    match event.reason:
+        case "length":
+            return f"cut off after {tokens} (--max-tokens)"
+        case "stop" | "stop_token":
+            return f"{tokens}, ended by a stop {'string' if event.reason == 'stop' else 'token'}"
+        case "end_token":
+            return tokens
+        case "unspecified":
+            return f"{tokens}, ended for an unknown reason"
 
 
 def decode_speed(event: Finished) -> float | None:
-    """Tokens per second after the first token; None when there was no second."""
+    """Tokens per second after the first token; None if there is only one."""
     after_first, seconds = event.usage.completion_tokens - 1, event.timings.decode_seconds
     return after_first / seconds if after_first > 0 and seconds > 0 else None

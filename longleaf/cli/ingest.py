@@ -22,7 +22,7 @@ from longleaf.topology import count_ranks
 from longleaf.types import Context, IngestOptions, IngestProgress
 
 PATIENT = 8
-"""Retries of an upload, which may have taken long, while it gets no further."""
+"""Maximum number of retries of an upload without progress."""
 
 
 @takes_server
@@ -30,7 +30,7 @@ def ingest(
     files: Annotated[
         list[str],
         typer.Argument(
-            help="UTF-8 text files, read as one with nothing between; - is standard input.", metavar="FILE..."
+            help="UTF-8 text files, which are joined without a separator; - is standard input.", metavar="FILE..."
         ),
     ],
     name: Annotated[str, typer.Option("--name", help="Name of the context.")],
@@ -39,8 +39,8 @@ def ingest(
     system: Annotated[
         str,
         typer.Option(
-            help="What the model is told before it reads the document, such as how to answer. It stays in the context, "
-            "and goes where the model's chat template puts a system's message.",
+            help="Instructions for the model, such as how to answer. They become the system message before the "
+            "document, and stay in the context.",
             metavar="TEXT",
             show_default="",
         ),
@@ -48,40 +48,56 @@ def ingest(
     token_ids: Annotated[
         TokenFormat | None,
         typer.Option(
-            help="The files hold token ids: a JSON list, or little-endian numbers. They are used as they are.",
+            help="The files contain token ids: a JSON list, or little-endian numbers.",
             show_default="text",
         ),
     ] = None,
     upload_id: Annotated[
-        str, typer.Option(help="Makes the ingest resumable: the same command goes on where it broke.", show_default="")
+        str,
+        typer.Option(
+            help="Make the ingest resumable: after an interruption, the same command continues it.",
+            show_default="",
+            metavar="ID",
+        ),
     ] = "",
     ttl: Annotated[
-        float | None, typer.Option(help="Seconds until the service deletes the context.", show_default="never")
+        float | None,
+        typer.Option(help="Time until the service deletes the context.", show_default="never", metavar="SECONDS"),
     ] = None,
-    display_name: Annotated[str, typer.Option(help="A name for people.", show_default="")] = "",
-    pin: Annotated[bool, typer.Option("--pin", help="Do not let it expire, nor be parked to make room.")] = False,
-    priority: Annotated[int, typer.Option(help="Higher goes first.")] = 0,
-    client: Annotated[str, typer.Option(help="Whom a fair share is counted for.", show_default="this machine")] = "",
-    timeout: Annotated[float | None, typer.Option(help="Seconds for all of it.", show_default="no limit")] = None,
+    display_name: Annotated[str, typer.Option(help="Free text shown beside the name.", show_default="")] = "",
+    pin: Annotated[bool, typer.Option("--pin", help="Never expire or evict the context.")] = False,
+    priority: Annotated[int, typer.Option(help="Requests of higher priority run first.")] = 0,
+    client: Annotated[
+        str, typer.Option(help="Client id for fair scheduling.", show_default="this machine", metavar="ID")
+    ] = "",
+    timeout: Annotated[
+        float | None, typer.Option(help="Time limit for the whole ingest.", show_default="no limit", metavar="SECONDS")
+    ] = None,
     capacity: Annotated[
         int | None,
         typer.Option(
-            help="Most tokens that the context will ever have, with what is appended, asked and answered.",
-            show_default="131072, or all that the model can for long documents",
+            help="Maximum length of the context, including appended text, questions and answers.",
+            show_default="131,072 tokens, or the model's limit if the document is longer",
+            metavar="TOKENS",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ingest a document: its keys and values stay spread over the ranks, ready for any number of questions.
+    """Ingest text files as a context.
 
-    Example: longleaf ingest book.txt appendix.txt --name book
+    The keys and values of the document stay on the ranks, so that any number of questions can follow.
+
+    Examples:
+
+      longleaf ingest book.txt --name book
+      pdftotext report.pdf - | longleaf ingest - --name report
     """
     given = {"ttl": ttl, "display_name": display_name or None, "is_pinned": pin or None, "capacity": capacity}
     given |= {"append": append, "upload_id": upload_id, "priority": priority, "client": client, "timeout": timeout}
     given |= {"system": system}
     options = cast(IngestOptions, {key: value for key, value in given.items() if value is not None})
     texts = [sys.stdin.buffer if file == "-" else Path(file) for file in files]
-    total = size_of(texts)  # whatever they hold: a file that is not there is told before anything is sent
+    total = size_of(texts)  # reports a missing file before the upload
     document = read_ids(files, token_ids) if token_ids else texts
     if len(files) > 1:
         for file in empty_files(files):
@@ -100,7 +116,7 @@ def ingest(
 
 @contextmanager
 def _files_named(files: list[str]) -> Generator[None, None, None]:
-    """What is wrong with the document is said of the files."""
+    """Replaces the field in errors about the document by the names of the files."""
     try:
         yield
     except InvalidArgument as error:
@@ -113,6 +129,7 @@ def _files_named(files: list[str]) -> Generator[None, None, None]:
 
 
 def summary(context: Context) -> str:
+    """The name, the length and the memory of a context."""
     resident = human_bytes(context.kv_bytes)
     ranks = f" on {count_ranks(sum(share.tokens > 0 for share in context.shares))}" if context.shares else ""
     called = f" ({context.display_name})" if context.display_name else ""
@@ -121,7 +138,7 @@ def summary(context: Context) -> str:
 
 @contextmanager
 def progress_bar(total_bytes: int | None, is_shown: bool = True) -> Generator[OnProgress, None, None]:
-    """A bar on stderr that follows an ingest: bytes going up, then tokens with their speed and the time left."""
+    """A progress bar on stderr: bytes of the upload, then tokens with their rate and the remaining time."""
     progress = Progress(
         TextColumn("{task.description:<12}"),
         BarColumn(),
@@ -134,13 +151,13 @@ def progress_bar(total_bytes: int | None, is_shown: bool = True) -> Generator[On
     task = progress.add_task("sending", total=total_bytes, note="")
 
     def show(report: IngestProgress) -> None:
-        progress.start()  # not before: what is refused at once needs no bar
+        progress.start()  # not earlier: an ingest that is refused shows no bar
         _show(progress, task, report)
 
     try:
         yield show
     except BaseException:
-        progress.live.transient = True  # an error is not told below a bar that stands still
+        progress.live.transient = True  # the error replaces the bar
         progress.live.stop()
         raise
     finally:
@@ -160,10 +177,10 @@ def _show(progress: Progress, task: TaskID, report: IngestProgress) -> None:
             progress.update(task, description="working", note=received)
         case "recovering" if report.recovering is not None:
             recovered, total = report.recovering.recovered_tokens, report.recovering.total_tokens
-            note = f"{recovered:,} of {total:,} tokens" if total else f"{report.recovering.lost_tokens:,} tokens to go"
-            progress.update(task, description="recovering", note=note)
+            note = f"{recovered:,} of {total:,} tokens" if total else f"{report.recovering.lost_tokens:,} tokens left"
+            progress.update(task, description="restoring", note=note)
         case "prefilling" if report.processed == 0:
-            # A new measure: the estimate of the time left must forget the bytes.
+            # The unit changes from bytes to tokens: the estimate of the remaining time starts again.
             progress.reset(task, description="reading", total=report.total, note=f"{report.total:,} tokens")
         case _:
             note = f"{report.processed:,} of {report.total:,} tokens, {report.tokens_per_second:,.0f}/s"

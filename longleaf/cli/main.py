@@ -1,15 +1,15 @@
-"""The `longleaf` command from its first moment on; all else is in longleaf.cli, which takes a while to import."""
+"""Entry point of the `longleaf` command. The import of longleaf.cli takes a noticeable part of a second."""
 
 import os
 import signal
 
 
 def main() -> None:
-    """Runs the command. An interrupt ends it without a word, also while it is being imported."""
+    """Runs the command. An interrupt ends it without output, even during the imports."""
     usual = signal.getsignal(signal.SIGINT)
-    if usual is signal.default_int_handler:  # else interrupts are ignored, and stay so
+    if usual is signal.default_int_handler:  # otherwise interrupts are ignored, and stay ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors of connections are told once, by the command
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the command reports connection errors itself
     from longleaf.cli import app
 
     signal.signal(signal.SIGINT, usual)

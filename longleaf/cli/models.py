@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from longleaf.cli.fetch import fetch
-from longleaf.cli.options import KV_DTYPE_TOLD, AsJson, ServerOptions, connect, dtypes_told, print_json
+from longleaf.cli.help import CommandGroup
+from longleaf.cli.options import KV_DTYPE_HELP, AsJson, ServerOptions, connect, dtype_names, print_json
 from longleaf.config import DtypeName, EngineConfig, KvDtypeName
 from longleaf.errors import InvalidArgument, LongleafError, ModelRefused
 from longleaf.fingerprint import Fingerprint, read_fingerprint
@@ -22,16 +23,16 @@ from longleaf.topology import count_ranks
 from longleaf.types import Cluster
 
 REFUSED = 2
-"""Exit code for a checkpoint that is not supported: it must change."""
+"""Exit code for an unsupported checkpoint."""
 Report = TypeVar("Report", TextReport, AttentionReport)
 _DEFAULTS = EngineConfig(model="")
 
-app = typer.Typer(no_args_is_help=True, help="Tell whether a checkpoint can be served, and bring it.")
+app = CommandGroup(help="Fetch a checkpoint, and check whether it can be served.")
 
 
 @app.callback()
 def options() -> None:
-    """Tell whether a checkpoint can be served, and what it takes; bring one from storage."""
+    """Fetch a checkpoint, and check whether it can be served."""
 
 
 app.command("fetch")(fetch)
@@ -40,42 +41,55 @@ app.command("fetch")(fetch)
 @app.command("check")
 def check(
     folder: Annotated[Path, typer.Argument(help="Folder of the checkpoint.", metavar="DIR")],
-    world_size: Annotated[int, typer.Option(help="Ranks of the fleet to plan.")] = 1,
+    world_size: Annotated[int, typer.Option(help="Number of ranks to plan for.")] = 1,
     kv_bytes: Annotated[
         int | None,
         typer.Option(
-            help="Bytes of keys and values per rank.",
-            show_default="40 % of what is free here beside the weights, over the ranks; on GPUs most of it",
+            help="Memory for keys and values per rank.",
+            show_default="40 % of this machine's free memory beside the weights, divided among the ranks; on GPUs most",
+            metavar="BYTES",
         ),
     ] = None,
     window_bytes: Annotated[
         int | None,
         typer.Option(
-            help="With --window-keys replicated: the part of --kv-bytes for windowed layers.",
-            show_default="what --max-sequences generations need, at most half",
+            help="Plan for --window-keys replicated: the part of --kv-bytes for sliding-window layers.",
+            show_default="enough for --max-sequences, at most half",
+            metavar="BYTES",
         ),
     ] = None,
-    max_sequences: Annotated[int, typer.Option(help="Generations that run at once.")] = _DEFAULTS.max_sequences,
-    block_size: Annotated[int, typer.Option(help="Tokens per block of the pool.")] = _DEFAULTS.block_size,
-    dtype: Annotated[DtypeName, typer.Option(help="Numeric type; auto takes the checkpoint's.")] = _DEFAULTS.dtype,
-    kv_dtype: Annotated[KvDtypeName, typer.Option(help=KV_DTYPE_TOLD)] = _DEFAULTS.kv_dtype,
+    max_sequences: Annotated[
+        int, typer.Option(help="Maximum number of concurrent generations.")
+    ] = _DEFAULTS.max_sequences,
+    block_size: Annotated[
+        int, typer.Option(help="Tokens per block of the pool.", metavar="TOKENS")
+    ] = _DEFAULTS.block_size,
+    dtype: Annotated[
+        DtypeName, typer.Option(help="Type of weights and activations; auto: that of the checkpoint.")
+    ] = _DEFAULTS.dtype,
+    kv_dtype: Annotated[KvDtypeName, typer.Option(help=KV_DTYPE_HELP)] = _DEFAULTS.kv_dtype,
     server: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Plan for the pools of this running fleet.", show_default="none"),
+        typer.Option(metavar="HOST:PORT", help="Plan for the pools of this running service.", show_default="none"),
     ] = None,
-    load: Annotated[bool, typer.Option("--load", help="Load the weights too, as a rank does.")] = False,
+    load: Annotated[bool, typer.Option("--load", help="Load the weights, and compare with plain attention.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tell whether a checkpoint can be served, what its attention is like, and how many tokens fit.
+    """Check whether a checkpoint can be served, and how many tokens fit.
 
-    No service is needed, and no weights are read: the model is built from its config and run over a few tokens, as a
-    rank does before it serves. Whether answers are exact is unknown then. --load reads the weights as well, which alone
-    shows that all are there, and compares logits with those of transformers' own attention. The fingerprint
-    is the same wherever the same model lies; machines whose models differ do not serve together. It covers config,
-    tokenizer and template whole, and of every tensor name, shape, type and three pieces of 4 KiB: what was damaged
-    elsewhere in a tensor it does not see. Exit code 2: the checkpoint is refused, for the reason that is told.
+    The command needs no service and reads no weights: it builds the model from its config and runs a few tokens, as a
+    rank does at its start. It prints the layers, the attention, and the number of tokens that fit. --load also reads
+    the weights, which detects missing ones, and compares the logits with those of transformers' own attention: this
+    shows whether answers are exact.
 
-    Example: longleaf models check ./Qwen3-0.6B --world-size 4 --kv-bytes 8000000000
+    It also prints the fingerprint of the model: a hash of the config, the tokenizer, the chat template, and the name,
+    shape, type and three 4 KiB samples of every tensor. Damage elsewhere in a tensor does not change it. Machines whose
+    fingerprints differ do not serve together. Exit code 2: the checkpoint is not supported, and the reason is printed.
+
+    Examples:
+
+      longleaf models check ./Qwen3-0.6B
+      longleaf models check ./Qwen3-0.6B --world-size 4 --kv-bytes 8000000000
     """
     config = EngineConfig(
         model=str(folder),
@@ -109,7 +123,7 @@ def _fleet(server: str) -> Cluster:
 
 
 def report(config: EngineConfig, fleet: Cluster | None, *, has_weights: bool) -> ModelReport:
-    """Asks both roles, each in a process of its own: the command line loads neither tokenizers nor torch."""
+    """Runs the checks of both roles as subprocesses, because the command imports neither tokenizers nor torch."""
     text = _ask("coordinator.text.compat_check", [config.model], TextReport)
     attention = AttentionReport()
     if not text.reason:
@@ -129,7 +143,7 @@ def report(config: EngineConfig, fleet: Cluster | None, *, has_weights: bool) ->
 
 
 def _fingerprint(folder: Path) -> tuple[Fingerprint | None, str]:
-    """That of the model there, or why there is none."""
+    """The fingerprint of the model in a folder, or the reason why it has none."""
     try:
         return read_fingerprint(folder), ""
     except ModelRefused as error:
@@ -137,7 +151,7 @@ def _fingerprint(folder: Path) -> tuple[Fingerprint | None, str]:
 
 
 def _ask(module: str, arguments: list[str], kind: type[Report]) -> Report:
-    """What `module` says of a checkpoint. Raises LongleafError when it fails to say anything."""
+    """The report of `module` about a checkpoint. Raises LongleafError if the subprocess fails."""
     # -P: a folder named `tokenizers` where the command was typed must not shadow the library.
     command = [sys.executable, "-P", "-m", module, *arguments]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
@@ -147,46 +161,47 @@ def _ask(module: str, arguments: list[str], kind: type[Report]) -> Report:
     try:
         return msgspec.json.decode("".join(done.stdout.strip().splitlines()[-1:]), type=kind)
     except msgspec.DecodeError as error:
-        raise LongleafError(f"{module} did not answer with a report: {error}") from None
+        raise LongleafError(f"{module} printed no valid report: {error}") from None
 
 
 def show(found: ModelReport, *, is_running: bool) -> None:
-    """The verdict first, then the figures."""
+    """Prints the verdict, then the figures."""
     if not found.is_supported:
         for reason in found.reasons:
             print(f"{found.model} is not supported: {reason}")
         return
     text, attention = found.text, found.attention
-    print(f"{found.model} is supported ({text.architecture}, {dtypes_told(attention)}){exactness_of(attention)}")
+    print(f"{found.model} is supported ({text.architecture}, {dtype_names(attention)}){exactness_of(attention)}")
     console = Console(highlight=False)
     console.print(kinds_table(attention.kinds))
     sizes = Table(box=None, show_header=False, pad_edge=False)
     trained = attention.trained or text.max_positions
-    sizes.add_row("trained for", f"{trained:,} tokens" if trained else "the config does not tell")
+    sizes.add_row("trained for", f"{trained:,} tokens" if trained else "not in the config")
     sizes.add_row("keys and values", f"{human_bytes(attention.bytes_per_token)} per token")
     if attention.replicated is not None:
         per_token, per_window = map(human_bytes, msgspec.structs.astuple(attention.replicated))
         message = f"{per_token} per token, and {per_window} on each rank for each end of a context"
         sizes.add_row("", f"{message}, with --window-keys replicated")
-    read = "" if attention.has_weights else "; not read, --load does"
+    read = "" if attention.has_weights else "; not read without --load"
     sizes.add_row("weights", f"{human_bytes(attention.weight_bytes)} on each rank{read}")
     for number, plan in enumerate(found.plans):
         mode = f", with --window-keys {plan.window_keys}" if len(found.plans) > 1 else ""
-        sizes.add_row("" if number else "fits", _told(plan, is_running) + mode)
+        sizes.add_row("" if number else "fits", _plan_summary(plan, is_running) + mode)
     console.print(sizes)
-    print("fingerprint:", found.fingerprint.digest if found.fingerprint else f"none, for {found.unread}")
+    print("fingerprint:", found.fingerprint.digest if found.fingerprint else f"none: {found.unread}")
 
 
 def exactness_of(attention: AttentionReport) -> str:
-    """What is known of it, behind the verdict."""
+    """The known exactness, for the end of the verdict."""
     if attention.is_exact:
         return " and exact"
     more = "" if attention.has_weights else "; --load compares it with plain attention"
-    return f" if it is exact, which is unknown: {attention.exactness_note}{more}"
+    return f"; exactness unknown: {attention.exactness_note}{more}"
 
 
 def kinds_table(kinds: tuple[AttentionKind, ...]) -> Table:
-    table = Table("layers", "which", "heads", "key heads", "dim", "sees")
+    """A row per kind of layer."""
+    table = Table("layers", "numbers", "heads", "key heads", "dim", "attends to")
     for kind in kinds:
         dims = f"{kind.head_dim}" if kind.value_dim is None else f"{kind.head_dim}, values {kind.value_dim}"
         sizes = (str(kind.num_heads), str(kind.num_kv_heads), dims)
@@ -195,13 +210,13 @@ def kinds_table(kinds: tuple[AttentionKind, ...]) -> Table:
 
 
 def sight(kind: AttentionKind) -> str:
-    """What a query sees."""
+    """The tokens that a query attends to."""
     if kind.section is not None:
         return f"its section of {kind.section:,} tokens"
-    return "everything before" if kind.window is None else f"{kind.window:,} tokens"
+    return "all previous tokens" if kind.window is None else f"{kind.window:,} tokens"
 
 
-def _told(plan: CapacityPlan, is_running: bool) -> str:
+def _plan_summary(plan: CapacityPlan, is_running: bool) -> str:
     if plan.reason:
         return f"nothing: {plan.reason}"
     ranks = count_ranks(len(plan.rooms))
@@ -220,7 +235,7 @@ def _told(plan: CapacityPlan, is_running: bool) -> str:
 
 
 def spans(layers: tuple[int, ...]) -> str:
-    """Layers in short: 0-3, or 0 2 4 … 30 where they are many and apart."""
+    """Abbreviated layer numbers: 0-3, or 0 2 4 … 30 for many separate ones."""
     joined = join((layer, layer + 1) for layer in layers)
     reported = [str(low) if low + 1 == end else f"{low}-{end - 1}" for low, end in joined]
     return " ".join(reported if len(reported) <= 6 else [*reported[:3], "…", reported[-1]])

@@ -1,5 +1,6 @@
-"""Options that several commands share, and the ways to print."""
+"""Options that several commands share, and output functions."""
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,53 +12,61 @@ import typer
 from longleaf.client import Client, Retry
 from longleaf.client.channels import Access
 from longleaf.credentials import looks_secret
-from longleaf.errors import InvalidArgument
+from longleaf.errors import InvalidArgument, LongleafError
 from longleaf.formatting import human_seconds
 from longleaf.model_report import AttentionReport
 from longleaf.types import Cluster, Finished, ModelInfo
 
-KV_DTYPE_TOLD = "Type of kept keys and values; int8 takes a quarter of float32, and answers are not exact."
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text for people.")]
+KV_DTYPE_HELP = (
+    "Storage type of keys and values; int8 takes a quarter of the memory of float32, and answers are not exact."
+)
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
-def option(panel: str, told: str, *names: str, default: bool | str = True) -> Any:
-    """An option under a heading of the help page."""
-    return typer.Option(*names, help=told, rich_help_panel=panel, show_default=default)
+def option(panel: str, description: str, *names: str, default: bool | str = True, metavar: str | None = None) -> Any:
+    """An option under a heading of the help page. `default` may describe a default that is computed."""
+    return typer.Option(*names, help=description, rich_help_panel=panel, show_default=default, metavar=metavar)
 
 
-SERVICE = "The service to talk to"
+SERVICE = "Connection"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Where a service is, and how to come in: options of every command that calls one (`takes_server`)."""
+    """Address, TLS and credential of a service: options of every command that calls one (`takes_server`)."""
 
     server: Annotated[
         str | None,
         typer.Option(
             "--server",
             metavar="HOST:PORT",
-            help="Its address.",
+            help="Address of the service.",
             rich_help_panel=SERVICE,
             show_default="LONGLEAF_SERVER, else localhost:50051",
         ),
     ] = None
     tls_ca: Annotated[
         Path | None,
-        option(SERVICE, "Authorities of its certificate, in PEM; encrypts.", default="LONGLEAF_TLS_CA, else plain"),
+        option(
+            SERVICE,
+            "Encrypt, and trust the certificate authorities in this PEM file.",
+            default="LONGLEAF_TLS_CA, else no TLS",
+        ),
     ] = None
     tls_cert: Annotated[
-        Path | None, option(SERVICE, "Your own certificate, if it asks for one.", default="LONGLEAF_TLS_CERT")
+        Path | None, option(SERVICE, "Client certificate, if the service requires one.", default="LONGLEAF_TLS_CERT")
     ] = None
-    tls_key: Annotated[Path | None, option(SERVICE, "Its private key.", default="LONGLEAF_TLS_KEY")] = None
+    tls_key: Annotated[
+        Path | None, option(SERVICE, "Private key of the client certificate.", default="LONGLEAF_TLS_KEY")
+    ] = None
     credential_file: Annotated[
         Path | None,
-        option(SERVICE, "File with your credential, if it asks for one.", default="that in LONGLEAF_CREDENTIAL"),
+        option(SERVICE, "File that contains your credential.", default="the credential in LONGLEAF_CREDENTIAL"),
     ] = None
 
     @property
     def credential(self) -> str | None:
-        """What the file says. Raises InvalidArgument."""
+        """The content of the credential file. Raises InvalidArgument."""
         if self.credential_file is None:
             return None
         try:
@@ -65,34 +74,54 @@ class ServerOptions:
         except (OSError, UnicodeDecodeError) as error:
             message = error.strerror if isinstance(error, OSError) else "is not UTF-8"
             if looks_secret(str(self.credential_file)):
-                message = "that looks like a credential itself: put it in a file, and name the file"
+                message = "this looks like a credential: put it in a file, and give the name of the file"
                 raise InvalidArgument("credential", message) from None
             raise InvalidArgument("credential", f"{self.credential_file}: {message}") from None
         if not text:
             raise InvalidArgument("credential", f"{self.credential_file} is empty")
         if text.startswith("{") or len(text.split()) > 1:
-            raise InvalidArgument("credential", f"{self.credential_file} must have the credential alone")
+            raise InvalidArgument("credential", f"{self.credential_file} must contain only the credential")
         return text
 
 
 IMPATIENT = 3
-"""Retries of commands that somebody waits for."""
+"""Maximum number of retries of interactive commands."""
 
 
 def connect(server: ServerOptions, retries: int = IMPATIENT) -> Client:
-    """A client that says on stderr when it tries again."""
+    """A client that reports retries on stderr, each reason once."""
     access = Access(
         tls_ca=server.tls_ca, tls_cert=server.tls_cert, tls_key=server.tls_key, credential=server.credential
     )
-    return Client(server.server, retries=retries, on_retry=_say_retry, **access)
+    return Client(server.server, retries=retries, on_retry=RetryReporter().report, **access)
 
 
-def _say_retry(retry: Retry) -> None:
-    print(f"trying again in {human_seconds(retry.delay)}: {retry.error}", file=sys.stderr, flush=True)
+_REFUSED = re.compile(r"the server at (\S+) does not answer \(.*Connection refused.*", re.DOTALL)
+
+
+def message_of(error: LongleafError) -> str:
+    """The error message, with advice if no process listens on the address."""
+    refused = _REFUSED.match(str(error))
+    if refused is None:
+        return str(error)
+    return f"nothing listens on {refused[1]}: start `longleaf serve`, or give another --server"
+
+
+class RetryReporter:
+    """Reports retries on stderr. A reason is printed once, until another one follows."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def report(self, retry: Retry) -> None:
+        reason = message_of(retry.error)
+        if reason != self._last:
+            self._last = reason
+            print(f"retrying in {human_seconds(retry.delay)}: {reason}", file=sys.stderr, flush=True)
 
 
 def read_input(given: str, field: str) -> str:
-    """What was typed, or standard input for `-`. Raises InvalidArgument when that is not UTF-8."""
+    """The argument, or standard input for `-`. Raises InvalidArgument if the input is not UTF-8."""
     if given != "-":
         return given
     try:
@@ -102,15 +131,15 @@ def read_input(given: str, field: str) -> str:
 
 
 def print_json(value: object) -> None:
-    """One object on one line, at once."""
+    """Prints one JSON object on one line, and flushes."""
     print(msgspec.json.encode(value).decode(), flush=True)
 
 
-def dtypes_told(model: ModelInfo | AttentionReport) -> str:
-    """The numeric type of the weights, and that of keys and values where it is another."""
+def dtype_names(model: ModelInfo | AttentionReport) -> str:
+    """The type of the weights, and the type of keys and values if it differs."""
     return model.dtype if model.kv_dtype in ("", model.dtype) else f"{model.dtype}, keys in {model.kv_dtype}"
 
 
-def exactness_told(found: Finished | Cluster) -> str:
-    """Whether answers are exact, and if not, why."""
+def exactness_line(found: Finished | Cluster) -> str:
+    """Whether answers are exact, and the reason if they are not."""
     return "exact" if found.is_exact else f"not exact ({found.exactness_note or 'the service gives no reason'})"

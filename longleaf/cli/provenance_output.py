@@ -1,4 +1,4 @@
-"""What `longleaf ask --sources` asks, and prints under an answer: where it comes from."""
+"""Options and output of `longleaf ask --sources`: the spans of the context that an answer attended to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,38 +13,41 @@ from longleaf.client import Client
 from longleaf.errors import InvalidArgument
 from longleaf.types import ContextText, Finished, GenerateOptions, Provenance, Source
 
-SOURCES = "Where it comes from"
+SOURCES = "Sources"
 MARGIN = 24
-"""Tokens that are shown before a source and behind it."""
+"""Tokens shown before and after a source."""
 CONTROLS = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
-"""What terminals would obey, for `str.translate`."""
+"""Control characters, with their replacement for `str.translate`."""
+
+
+NATS = "[percent: share of the attention; nats: decrease of the answer's log probability without the source]"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFlags:
-    """Values of the flags, as they were typed."""
+    """The parsed options."""
 
     sources: Annotated[
-        bool, option(SOURCES, "Print under the answer which text its tokens attended to most.", "--sources")
+        bool, option(SOURCES, "Print the spans of the context that the answer attended to most.", "--sources")
     ] = False
-    source_count: Annotated[int, option(SOURCES, "Spans of the context to tell with --sources, 1 to 64.")] = 8
+    source_count: Annotated[int, option(SOURCES, "Number of spans to print, 1 to 64.")] = 8
     confirm: Annotated[
         bool,
-        option(SOURCES, "Tell how much less likely the answer is without each source, in nats.", "--confirm"),
+        option(SOURCES, "Measure how much less likely the answer is without each source, in nats.", "--confirm"),
     ] = False
     contrast: Annotated[
-        bool, option(SOURCES, "Rank by attention less that of tokens before the question.", "--contrast")
+        bool, option(SOURCES, "Rank by the attention minus that of the tokens before the question.", "--contrast")
     ] = False
     hide: Annotated[
         list[str] | None,
-        option(SOURCES, "Tokens A-B of the context that are not read; may be given several times.", default=False),
+        option(SOURCES, "Ignore tokens A to B - 1 of the context; may be repeated.", default=False, metavar="A-B"),
     ] = None
 
     def options(self) -> GenerateOptions:
-        """The flags in the client's words. Raises InvalidArgument."""
+        """Options for the client. Raises InvalidArgument."""
         for name, is_given in (("--confirm", self.confirm), ("--contrast", self.contrast)):
             if is_given and not self.sources:
-                raise InvalidArgument(name, "is of sources: give --sources, too")
+                raise InvalidArgument(name, "needs --sources")
         options = GenerateOptions(hidden=sorted(map(_range, self.hide or ())))
         if self.sources:
             ranking = "contrast" if self.contrast else "raw"
@@ -55,13 +58,12 @@ class SourceFlags:
 def _range(typed: str) -> tuple[int, int]:
     start, _, end = typed.partition("-")
     if not (start.isdecimal() and end.isdecimal()):
-        raise InvalidArgument("--hide", f"{typed} is not A-B, tokens from A on and before B")
+        raise InvalidArgument("--hide", f"{typed} is not A-B (tokens A to B - 1)")
     return int(start), int(end)
 
 
 def joined(sources: Sequence[Source]) -> list[Source]:
-    """Sources, of which those are one that follow one another in the context. Their shares add up. Drops do not, for
-    each was measured by itself: it is the largest."""
+    """Joins adjacent sources. Shares are added. The drop is the largest one, because each was measured separately."""
     found = list[tuple[int, Source]]()
     for rank, source in sorted(enumerate(sources), key=lambda each: each[1].token_start):
         if found and found[-1][1].token_end == source.token_start:
@@ -89,7 +91,7 @@ def _join(one: Source, two: Source) -> Source:
 
 
 class Excerpt(NamedTuple):
-    """The text of a source, where it is, and what stands around it."""
+    """The text of a source, its position, and the surrounding text."""
 
     own: ContextText
     before: str
@@ -98,12 +100,12 @@ class Excerpt(NamedTuple):
 
     @property
     def parts(self) -> tuple[tuple[str, str], ...]:
-        """What is read one after the other, each with its style."""
+        """The three parts in order, each with its style."""
         return (self.before, "dim"), (self.text, "bold"), (self.behind, "dim")
 
 
 def excerpt(client: Client, context: str, source: Source, num_tokens: int) -> Excerpt | None:
-    """The text of a source of a context of so many tokens; None where it ends before: it is another one by now."""
+    """The text of a source in a context of `num_tokens` tokens; None if a replaced context is shorter."""
     start, end = source.token_start, min(source.token_end, num_tokens)
     if start >= end:
         return None
@@ -113,7 +115,7 @@ def excerpt(client: Client, context: str, source: Source, num_tokens: int) -> Ex
 
 
 class SourceList:
-    """Prints where an answer about a context comes from."""
+    """Prints the sources of an answer about a context."""
 
     def __init__(self, client: Client, context: str) -> None:
         self._client = client
@@ -121,18 +123,20 @@ class SourceList:
         self._console = Console(highlight=False, soft_wrap=True)
 
     def print(self, finished: Finished) -> None:
-        """Under the answer that has ended, if it tells."""
+        """Prints the sources of a finished answer, if it has any."""
         attribution = finished.attribution
         if attribution is None:
             return
         num_tokens = self._client.get_context(self._context).tokens
         for source in joined(attribution.sources):
-            self._console.print(self._told(source, num_tokens))
+            self._console.print(self._source_text(source, num_tokens))
         message = f"{attribution.context_share:.1%} on the context, {attribution.prompt_share:.1%} on the prompt, "
-        message += f"{attribution.answer_share:.1%} on the answer, {attribution.sink_share:.1%} on sinks"
+        message += f"{attribution.answer_share:.1%} on the answer, {attribution.sink_share:.1%} on learned sinks"
         self._console.print(Text(f"[attention: {message}]", style="dim"))
+        if any(source.drop is not None for source in attribution.sources):
+            self._console.print(Text(NATS, style="dim"))
 
-    def _told(self, source: Source, num_tokens: int) -> Text:
+    def _source_text(self, source: Source, num_tokens: int) -> Text:
         found = excerpt(self._client, self._context, source, num_tokens)
         if found is None:
             return Text(f"{_place(source, None)}  {_numbers(source)}")
@@ -148,7 +152,7 @@ class SourceList:
 
 
 def _place(source: Source, text: ContextText | None) -> str:
-    """The file and the line, if they are known."""
+    """The file and line if known, otherwise the tokens."""
     if text is not None and text.file and text.line is not None:
         return f"{text.file.translate(CONTROLS)}:{text.line}"
     return f"tokens {source.token_start:,}-{source.token_end:,}"
@@ -159,7 +163,7 @@ def _numbers(source: Source) -> str:
 
 
 def _parts(own: ContextText, around: ContextText) -> tuple[str, str, str]:
-    """What is before a text, the text, and what is behind it."""
+    """The text before a source, the source, and the text after it."""
     if None not in (own.byte_start, own.byte_end, around.byte_start, around.byte_end):
         first, all_bytes = (own.byte_start or 0) - (around.byte_start or 0), around.text.encode()
         last = first + len(own.text.encode())

@@ -22,33 +22,39 @@ def rebuild(
     url: Annotated[
         str,
         typer.Option(
-            "--from", metavar="URL", help="The storage: what --snapshot-url was, else DIR/FINGERPRINT/snapshots."
+            "--from",
+            metavar="URL",
+            help="The storage: the --snapshot-url of the service, else DIR/FINGERPRINT/snapshots.",
         ),
     ],
-    data_dir: Annotated[Path, typer.Option(help="Folder in which the service keeps contexts.")],
+    data_dir: Annotated[Path, typer.Option(help="The --data-dir of the service.", metavar="DIR")],
     model: Annotated[
-        Path | None, typer.Option(help="Folder of the checkpoint.", show_default="the small model in the package")
+        Path | None,
+        typer.Option(help="Folder of the checkpoint.", show_default="the packaged look-up model", metavar="DIR"),
     ] = None,
-    dtype: Annotated[DtypeName, typer.Option(help="Numeric type in which it is served.")] = "auto",
+    dtype: Annotated[DtypeName, typer.Option(help="The --dtype of the service.")] = "auto",
     service: Annotated[
         str | None,
         typer.Option(
-            metavar="ID", help="Whose contexts, where several services keep theirs there.", show_default="the only one"
+            metavar="ID",
+            help="Service whose contexts to restore, if several services used the storage.",
+            show_default="the only one",
         ),
     ] = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Move a catalog aside that is sound and has contexts.")
+        bool, typer.Option("--replace", help="Allow replacing a valid catalog that has contexts.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a catalog anew that was lost or damaged, from what the service wrote to storage.
+    """Rebuild a lost or damaged catalog from storage.
 
-    The service must not run. Contexts are there as they were when they were last written to storage, and parked: keys
-    and values come from there when they are asked. What was deleted stays so; what is damaged, or not there as a whole,
-    is left out, and told. A catalog that is there is not written into, but moved aside, with the answers that were
-    held.
+    The service must not run. Contexts are restored as they were last written to storage. They are parked: their keys
+    and values are loaded on the next request. Deleted contexts stay deleted. Damaged or incomplete contexts are skipped
+    and listed with the reason. An existing catalog is moved aside, together with its resumable answers.
 
-    Example: longleaf contexts rebuild --from s3://bucket/longleaf --data-dir ~/.longleaf --model ./Qwen3-0.6B
+    Example:
+
+      longleaf contexts rebuild --from s3://bucket/longleaf --data-dir ~/.longleaf
     """
     requested = Rebuild(
         url=url,
@@ -63,29 +69,29 @@ def rebuild(
         print_json(report)
     else:
         _show(report)
-        print(f"start the service over it: longleaf serve {_serve_options(requested, report)}")
+        print(f"start the service: longleaf serve {_serve_options(requested, report)}")
 
 
-def _serve_options(asked: Rebuild, report: RebuildReport) -> str:
-    """Those without which it would not find contexts, or their keys and values."""
-    options = ["--model", asked.model, "--data-dir", asked.data_dir]
-    if asked.dtype != "auto":
-        options += ["--dtype", asked.dtype]
-    url = asked.url if "://" in asked.url else os.path.abspath(asked.url)
+def _serve_options(request: Rebuild, report: RebuildReport) -> str:
+    """The options that the service needs to find the contexts, and their keys and values."""
+    options = ["--model", request.model, "--data-dir", request.data_dir]
+    if request.dtype != "auto":
+        options += ["--dtype", request.dtype]
+    url = request.url if "://" in request.url else os.path.abspath(request.url)
     if url != os.path.join(report.folder, "snapshots"):
         options += ["--snapshot-url", url]
     return shlex.join(options)
 
 
-def _run(asked: Rebuild) -> RebuildReport:
-    """Has the coordinator do it, which says itself why it cannot."""
+def _run(options: Rebuild) -> RebuildReport:
+    """Runs the coordinator's command, which prints its own errors."""
     # -P: a folder named `tokenizers` where the command was typed must not shadow the library.
     command = [
         sys.executable,
         "-P",
         "-m",
         "coordinator.persistence.catalog.rebuild_command",
-        msgspec.json.encode(asked).decode(),
+        msgspec.json.encode(options).decode(),
     ]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
     if done.returncode:
@@ -102,8 +108,8 @@ def _show(report: RebuildReport) -> None:
             table.add_row(context.name, f"{context.tokens:,}")
         Console().print(table)
     for left in report.left_out:
-        print(f"left out: {left.name}: {left.reason}")
+        print(f"skipped: {left.name}: {left.reason}")
     if report.other_manifests:
-        print(f"passed over: {report.other_manifests:,} manifests of another checkpoint")
+        print(f"ignored: {report.other_manifests:,} manifests of other checkpoints")
     contexts = human_count(len(report.contexts), "context")
-    print(f"{report.folder} keeps {contexts} of service {report.service}")
+    print(f"{report.folder} has {contexts} of service {report.service}")

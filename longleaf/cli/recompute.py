@@ -1,4 +1,4 @@
-"""`longleaf contexts reread`."""
+"""`longleaf contexts recompute`."""
 
 from typing import Annotated
 
@@ -11,44 +11,45 @@ from longleaf.errors import InvalidArgument
 
 
 @takes_server
-def reread(
+def recompute(
     server: ServerOptions,
     name: Annotated[str | None, typer.Argument(help="Name of the context.", show_default=False)] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="All contexts that another checkpoint has read, and whose names are free.")
+        bool, typer.Option("--all", help="All contexts of previous checkpoints whose names are not in use.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Have a context read by this checkpoint, which another one has read that lay in the same folder before.
+    """Recompute contexts of a previous checkpoint for the current one.
 
-    Where weights, settings or numeric type of a checkpoint change, its contexts are not taken for those of the new one.
-    This makes them anew of their token ids; each is parked, and read when it is first asked. It is refused where the
-    tokenizer changed, for the same ids would be another text: then ingest the text anew. What was kept before stays.
+    If the weights, the settings or the type of a checkpoint change, contexts computed before do not appear in the
+    service. This command creates them again from their token ids. They are parked, and computed on the next request.
+    It is refused if the tokenizer changed, because the ids would mean another text: ingest the text again. The data of
+    the previous checkpoint stays.
 
     Example: longleaf contexts reread book
     """
     if (name is None) != everything:
         raise InvalidArgument("reread", "give the name of a context, or --all")
     if name is None:
-        _reread_all(server, as_json)
+        _recompute_all(server, as_json)
         return
     with connect(server) as client:
-        context = client.reread_context(name)
+        context = client.recompute_context(name)
     if as_json:
         print_json(context)
     else:
         print(summary(context))
 
 
-def _reread_all(server: ServerOptions, as_json: bool) -> None:
+def _recompute_all(server: ServerOptions, as_json: bool) -> None:
     with connect(server) as client:
-        found = client.reread_contexts()
+        found = client.recompute_contexts()
     if as_json:
         print_json(found)
         return
     for context in found.contexts:
         print(summary(context))
     for left in found.left_out:
-        print(f"left out: {left.reason}")
+        print(f"skipped: {left.reason}")
     if not found.contexts and not found.left_out:
-        print("no context was read by another checkpoint")
+        print("there are no contexts of previous checkpoints")

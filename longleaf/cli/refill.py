@@ -2,16 +2,17 @@
 
 from longleaf.cli.flags import takes_server
 from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
+from longleaf.formatting import human_count
 
 
 @takes_server
 def refill(server: ServerOptions, as_json: AsJson = False) -> None:
-    """Start ranks again in the places that a service has given up.
+    """Start ranks in slots whose replacements failed.
 
-    A lost rank is replaced without being asked. When three replacements in a row were lost before they had loaded the
-    model, its place stays empty, and the others do its work: see `longleaf cluster`. Ask for it here once the reason is
-    mended. The service listens to this on its own machine only, or in its pod; one with credentials listens to those of
-    an admin, from any machine.
+    A lost rank is replaced automatically. After three replacements in a row that were lost before they had loaded the
+    model, the slot stays empty, and the other ranks take over its work: see `longleaf cluster`. Run this command once
+    the cause is fixed. Without credentials, the call is allowed only from the machine or the pod of the service; with
+    credentials, to admins on any machine.
 
     Example: longleaf refill
     """
@@ -20,11 +21,11 @@ def refill(server: ServerOptions, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"slots": num_slots})
     else:
-        print(told(num_slots))
+        print(summary(num_slots))
 
 
-def told(num_slots: int) -> str:
-    """What is done now."""
+def summary(num_slots: int) -> str:
+    """The number of slots in which ranks are started."""
     if not num_slots:
-        return "no place was given up"
-    return "a rank is started in 1 place" if num_slots == 1 else f"ranks are started in {num_slots:,} places"
+        return "the service has given up no slot"
+    return f"starting ranks in {human_count(num_slots, 'slot')}"

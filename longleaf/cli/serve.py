@@ -1,4 +1,4 @@
-"""`longleaf serve`: becomes `python -m coordinator` with the same options."""
+"""`longleaf serve`: replaces itself by `python -m coordinator` with the same options."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ import msgspec
 
 from longleaf.cli.exec_process import become
 from longleaf.cli.flags import takes_flags
-from longleaf.cli.options import KV_DTYPE_TOLD, AsJson, option
+from longleaf.cli.options import KV_DTYPE_HELP, AsJson, option
 from longleaf.config import (
     DEFAULT_PORT,
     DRAIN_SECONDS,
@@ -34,229 +34,296 @@ from longleaf.launch import coordinator_command
 from longleaf.service_settings import HttpConfig, LogFormat, LogLevel, SecurityConfig, TelemetryConfig
 from longleaf.topology import count_ranks
 
-SERVICE = "What is served, and where"
-RANKS = "Ranks, and how they work together"
+SERVICE = "Model and address"
+RANKS = "Ranks"
 KEYS = "Keys and values"
-KEEPING = "What is kept"
-REQUESTS = "Requests and times"
-LOSSES = "Ranks that are lost"
-SECURITY = "Who may come in"
-HTTP = "A door for HTTP"
-TELEMETRY = "What the service tells of itself"
+STORAGE = "Persistence"
+REQUESTS = "Requests and time limits"
+LOSSES = "Lost ranks"
+SECURITY = "Security"
+HTTP = "HTTP"
+TELEMETRY = "Metrics, logs and traces"
 _DEFAULTS = EngineConfig(model="")
 _TELEMETRY = TelemetryConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeFlags:
-    """What was typed."""
+    """The parsed options."""
 
     model: Annotated[
-        Path | None, option(SERVICE, "Folder of the checkpoint.", default="the small model in the package")
+        Path | None, option(SERVICE, "Folder of the checkpoint.", default="the packaged look-up model", metavar="DIR")
     ] = None
     model_name: Annotated[
         str | None,
-        option(SERVICE, "What clients see of the model, whatever its folder is called.", default="its folder's"),
+        option(SERVICE, "Name of the model for clients.", default="the name of the folder", metavar="NAME"),
     ] = None
     sampling_defaults: Annotated[
         SamplingDefaults,
         option(
             SERVICE,
-            "Sampling parameters of requests that leave them out: greedy decoding, or those of the model's "
+            "Sampling parameters for requests that omit them: greedy decoding, or those in the model's "
             "generation_config.json.",
         ),
     ] = "greedy"
     http: Annotated[
         int | None,
-        option(HTTP, "Port of a door for HTTP beside the service: OpenAI's dialect, and a page.", default="no door"),
+        option(
+            HTTP,
+            "Port of the HTTP gateway: OpenAI-compatible API and web page; 0: any free port.",
+            default="off",
+            metavar="PORT",
+        ),
     ] = None
     allow_host: Annotated[
         str | None,
         option(
-            HTTP, "Names under which it is called, beside addresses; with commas between them.", default="localhost"
+            HTTP,
+            "Accepted host names, separated by commas. IP addresses are always accepted.",
+            default="localhost",
+            metavar="NAMES",
         ),
     ] = None
     public_url: Annotated[
-        str | None, option(HTTP, "What callers see of it behind a proxy, such as https://books.example.", default="own")
+        str | None,
+        option(
+            HTTP,
+            "URL of the gateway behind a proxy, such as https://books.example.",
+            default="its own address",
+            metavar="URL",
+        ),
     ] = None
-    host: Annotated[str, option(SERVICE, "Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
-    port: Annotated[int, option(SERVICE, "Port to listen on; 0 lets the system choose.")] = DEFAULT_PORT
-    dtype: Annotated[DtypeName, option(SERVICE, "Numeric type; auto takes the checkpoint's.")] = _DEFAULTS.dtype
+    host: Annotated[str, option(SERVICE, "Address to listen on; 0.0.0.0: all interfaces.", metavar="ADDRESS")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, option(SERVICE, "gRPC port; 0: any free port.", metavar="PORT")] = DEFAULT_PORT
+    dtype: Annotated[DtypeName, option(SERVICE, "Type of weights and activations; auto: that of the checkpoint.")] = (
+        _DEFAULTS.dtype
+    )
     verify_model: Annotated[
         bool,
         option(
             SERVICE,
-            "Compare the model with plain attention before it serves, once for each checkpoint. A model that differs "
-            "is refused; without the comparison answers are not marked exact.",
+            "Compare the model with plain attention at the first start of each checkpoint. A model that differs is "
+            "refused. Without the comparison, answers are not marked exact.",
             "--verify-model/--no-verify-model",
         ),
     ] = _DEFAULTS.verify_model
     allow_long: Annotated[
-        bool, option(SERVICE, "Take what goes beyond the positions that the model was trained for.", "--allow-long")
+        bool,
+        option(SERVICE, "Accept more tokens than the model was trained for; answers may get worse.", "--allow-long"),
     ] = _DEFAULTS.allow_long
     data_dir: Annotated[
         Path | None,
         option(
-            KEEPING,
-            "Folder in which contexts outlive the service; one service at a time may have it.",
-            default="in memory alone",
+            STORAGE,
+            "Folder for durable contexts; used by one service at a time.",
+            default="contexts are lost when the service ends",
+            metavar="DIR",
         ),
     ] = None
     warm: Annotated[
         bool,
         option(
-            KEEPING,
-            "Have kept contexts come back at the start, not when they are first asked: as many as fit.",
+            STORAGE,
+            "Load stored contexts at the start, as many as fit, instead of on first use.",
             "--warm",
         ),
     ] = False
     snapshots: Annotated[
         SnapshotsChoice,
         option(
-            KEEPING,
-            "When keys and values go to storage, so that they need not be computed again: seal, once a document has "
-            "been read; demand, when it is exported; off, never.",
+            STORAGE,
+            "When keys and values are written to storage, so that they need not be computed again; seal: after each "
+            "ingest; demand: on export; off: never.",
         ),
     ] = DataConfig().snapshots
     snapshot_url: Annotated[
         str | None,
         option(
-            KEEPING,
-            "Where they lie: a folder that all machines share, or a URL such as s3://bucket/longleaf.",
+            STORAGE,
+            "Storage of snapshots: a folder that all machines share, or a URL such as s3://bucket/longleaf.",
             default="in the data folder",
+            metavar="URL",
         ),
     ] = None
     snapshot_quota: Annotated[
         int | None,
-        option(KEEPING, "Bytes that they may take; of contexts used least recently they go first.", default="no limit"),
+        option(
+            STORAGE,
+            "Limit of all snapshots; those of the least recently used contexts are deleted first.",
+            default="no limit",
+            metavar="BYTES",
+        ),
     ] = None
     snapshot_expiry: Annotated[
         float | None,
-        option(KEEPING, "Seconds without a use after which those of a context go.", default="never"),
+        option(
+            STORAGE, "Delete the snapshots of a context that is unused for so long.", default="never", metavar="SECONDS"
+        ),
     ] = None
     world_size: Annotated[int, option(RANKS, "Number of ranks (worker processes).")] = 1
-    launcher: Annotated[Launcher, option(RANKS, "What starts the ranks.")] = "ray"
+    launcher: Annotated[
+        Launcher,
+        option(RANKS, "How ranks are started: local is fastest on one machine; ray also uses several machines."),
+    ] = "ray"
     ray_address: Annotated[
-        str | None, option(RANKS, "A running Ray cluster to join, such as auto.", default="start one here")
+        str | None,
+        option(
+            RANKS,
+            "Ray cluster to join, such as auto.",
+            default="a new one on this machine",
+            metavar="ADDRESS",
+        ),
     ] = None
     wait_for_ranks: Annotated[
-        float, option(RANKS, "Seconds to wait for a Ray cluster to have a slot for every rank; 0 refuses at once.")
+        float,
+        option(
+            RANKS,
+            "How long to wait until the Ray cluster has a slot for every rank; 0: fail immediately.",
+            metavar="SECONDS",
+        ),
     ] = 0.0
     device: Annotated[
         DeviceName,
         option(
             RANKS,
-            "Where ranks compute; auto: each on its own GPU where there are any, else on CPUs; cuda: on GPUs, "
-            "which those of the local launcher may share.",
+            "Device of the ranks; auto: one GPU per rank if there are GPUs, else CPUs; cuda: GPUs, which ranks of "
+            "the local launcher may share.",
         ),
     ] = _DEFAULTS.device
-    kernels: Annotated[
-        KernelsChoice, option(RANKS, "What computes attention there; auto: the fastest that can be had.")
-    ] = _DEFAULTS.kernels
+    kernels: Annotated[KernelsChoice, option(RANKS, "Attention kernels; auto: the fastest available.")] = (
+        _DEFAULTS.kernels
+    )
     graphs: Annotated[
         GraphsChoice,
-        option(RANKS, "Whether decode steps on GPUs are captured and replayed; auto: where it can be done."),
+        option(RANKS, "CUDA graphs for decode steps; auto: where possible."),
     ] = _DEFAULTS.graphs
     threads: Annotated[int, option(RANKS, "CPU threads of each rank.")] = _DEFAULTS.threads_per_rank
-    merge: Annotated[MergeChoice, option(RANKS, "How partial attention is merged; auto measures at the start.")] = (
-        _DEFAULTS.merge
-    )
+    merge: Annotated[
+        MergeChoice, option(RANKS, "Merge of partial attention; auto: the fastest, measured at the start.")
+    ] = _DEFAULTS.merge
     partials: Annotated[
-        PartialDtype, option(RANKS, "Type in which partials travel; bfloat16 rounds them by 2^-8 per hop.")
+        PartialDtype, option(RANKS, "Type of partials on the wire; bfloat16 rounds them by 2^-8 per hop.")
     ] = _DEFAULTS.partials
-    prefill: Annotated[PrefillName, option(RANKS, "What ranks gather while they read; auto: what has fewer bytes.")] = (
-        _DEFAULTS.prefill
-    )
+    prefill: Annotated[
+        PrefillName, option(RANKS, "Tensors that ranks gather during prefill; auto: those with fewer bytes.")
+    ] = _DEFAULTS.prefill
     kv_bytes: Annotated[
         int | None,
         option(
             KEYS,
-            "Bytes of keys and values per rank.",
-            default="40 % of what a machine has free, over its ranks; of a GPU, most",
+            "Memory for keys and values per rank.",
+            default="40 % of the free memory, divided among the ranks of a machine; on GPUs most of it",
+            metavar="BYTES",
         ),
     ] = None
-    kv_dtype: Annotated[KvDtypeName, option(KEYS, KV_DTYPE_TOLD)] = _DEFAULTS.kv_dtype
-    block_size: Annotated[int, option(KEYS, "Tokens per block of the pool.")] = _DEFAULTS.block_size
+    kv_dtype: Annotated[KvDtypeName, option(KEYS, KV_DTYPE_HELP)] = _DEFAULTS.kv_dtype
+    block_size: Annotated[int, option(KEYS, "Tokens per block of the pool.", metavar="TOKENS")] = _DEFAULTS.block_size
     window_keys: Annotated[
         WindowKeys,
         option(
             KEYS,
-            "Where keys of windowed layers lie: all of them, each on its rank, or the last ones on every rank, "
-            "which then exchange nothing in these layers.",
+            "Keys of sliding-window layers; sharded: all keys, each on one rank; replicated: the last ones on every "
+            "rank, so that these layers need no exchange.",
         ),
     ] = _DEFAULTS.window_keys
     window_bytes: Annotated[
         int | None,
         option(
             KEYS,
-            "With --window-keys replicated: the part of --kv-bytes for windowed layers.",
-            default="by --max-sequences, at most half",
+            "With --window-keys replicated: the part of --kv-bytes for sliding-window layers.",
+            default="enough for --max-sequences, at most half",
+            metavar="BYTES",
         ),
     ] = None
-    max_sequences: Annotated[int, option(REQUESTS, "Generations that run at once.")] = _DEFAULTS.max_sequences
+    max_sequences: Annotated[int, option(REQUESTS, "Maximum number of concurrent generations.")] = (
+        _DEFAULTS.max_sequences
+    )
     max_waiting: Annotated[
-        int, option(REQUESTS, "Generations and ingests that wait; more are refused, and told when to come again.")
+        int, option(REQUESTS, "Maximum number of waiting generations and ingests; more are refused with a retry delay.")
     ] = _DEFAULTS.max_waiting
-    unread_timeout: Annotated[float, option(REQUESTS, "Seconds after which a stream that nobody reads is ended.")] = (
+    unread_timeout: Annotated[float, option(REQUESTS, "How long an unread stream stays open.", metavar="SECONDS")] = (
         _DEFAULTS.unread_timeout
     )
-    chunk_size: Annotated[int, option(REQUESTS, "Prompt tokens read per step.")] = _DEFAULTS.chunk_size
+    chunk_size: Annotated[int, option(REQUESTS, "Prompt tokens per step.", metavar="TOKENS")] = _DEFAULTS.chunk_size
     target_itl_ms: Annotated[
-        float, option(REQUESTS, "Milliseconds between tokens that running streams should keep while prompts are read.")
+        float,
+        option(REQUESTS, "Target time between the tokens of running streams during prefill.", metavar="MILLISECONDS"),
     ] = _DEFAULTS.target_itl_ms
     max_draft_tokens: Annotated[
         int,
         option(
             REQUESTS,
-            "Tokens of an answer that a step may try ahead, as the context, the question or the answer has gone on "
-            "before. Right ones are kept, wrong ones are dropped, and the answer stays the same: it comes faster where "
-            "it quotes. 0: none.",
+            "Maximum number of tokens drafted per step by n-gram lookup in the context, the question and the answer. "
+            "Drafts make quotations faster and do not change the answer. 0: no drafts.",
         ),
     ] = _DEFAULTS.max_draft_tokens
     start_timeout: Annotated[
-        float, option(REQUESTS, "Seconds that ranks may take to load the model; a large one needs more.")
+        float, option(REQUESTS, "Time limit for loading the model; large models need more.", metavar="SECONDS")
     ] = _DEFAULTS.start_timeout
     drain_seconds: Annotated[
-        float, option(REQUESTS, "Seconds that running calls may take to end once the service is told to.")
+        float, option(REQUESTS, "How long running calls may continue after a shutdown request.", metavar="SECONDS")
     ] = DRAIN_SECONDS
     step_timeout: Annotated[
-        float, option(REQUESTS, "Seconds a step of few tokens may take before the rank that holds it up is killed.")
+        float,
+        option(
+            REQUESTS,
+            "Time limit of a step of few tokens; then the rank that delays it is killed.",
+            metavar="SECONDS",
+        ),
     ] = _DEFAULTS.step_timeout
     form_timeout: Annotated[
-        float, option(LOSSES, "Seconds that ranks may take to form a new group (twice the first one's if longer).")
+        float,
+        option(
+            LOSSES,
+            "Time limit for forming a new group, or twice the time of the first group if that is longer.",
+            metavar="SECONDS",
+        ),
     ] = _DEFAULTS.form_timeout
     lost_after: Annotated[
-        float, option(LOSSES, "Seconds without a sign of life after which a rank is killed and counts as lost.")
+        float,
+        option(
+            LOSSES, "How long a rank may send no heartbeat before it is killed and counts as lost.", metavar="SECONDS"
+        ),
     ] = _DEFAULTS.lost_after
     max_losses_per_minute: Annotated[
-        int, option(LOSSES, "Losses of ranks in a minute beyond which further ones are not replaced at once.")
+        int, option(LOSSES, "Losses per minute above which further ranks are not replaced immediately.")
     ] = _DEFAULTS.max_losses_per_minute
     tls_cert: Annotated[
         Path | None,
-        option(SECURITY, "Certificate chain of this service, in PEM; read again when it changes.", default="no TLS"),
+        option(SECURITY, "Certificate chain of the service, in PEM; reloaded when it changes.", default="no TLS"),
     ] = None
-    tls_key: Annotated[Path | None, option(SECURITY, "Its private key, without a passphrase.", default="none")] = None
+    tls_key: Annotated[
+        Path | None, option(SECURITY, "Private key of the certificate, without a passphrase.", default="none")
+    ] = None
     tls_client_ca: Annotated[
         Path | None,
-        option(SECURITY, "Authorities whose certificates clients must show.", default="clients need none"),
+        option(
+            SECURITY,
+            "Certificate authorities of clients, in PEM; every client must present a certificate.",
+            default="no client certificates",
+        ),
     ] = None
     credentials: Annotated[
         Path | None,
         option(
             SECURITY,
-            "Who may come in, as which tenant and role: lines of longleaf credentials new. Read again when it changes.",
-            default="everybody, as admin",
+            "File of accepted credentials with their tenants and roles, made of lines of `longleaf credentials new`; "
+            "reloaded when it changes.",
+            default="every caller is admin",
         ),
     ] = None
     health_port: Annotated[
-        int | None, option(SECURITY, "With TLS: a port for health checks alone, in plain text.", default="none")
+        int | None,
+        option(SECURITY, "With TLS: port for health checks in plain text.", default="none", metavar="PORT"),
     ] = None
     insecure: Annotated[
         bool,
         option(
             SECURITY,
-            "Listen beyond this machine without TLS or without credentials: a proxy has them, "
-            "or nobody else can reach it.",
+            "Allow other addresses than loopback without TLS or without credentials, for services behind a proxy or "
+            "in a private network.",
             "--insecure",
         ),
     ] = False
@@ -264,27 +331,35 @@ class ServeFlags:
         bool,
         option(
             SECURITY,
-            "Let tenants reuse keys of each other's prompts; how long one waits then tells what another has asked.",
+            "Share the prefix cache between tenants. Response times then reveal prompts of other tenants.",
             "--share-prefixes",
         ),
     ] = False
     metrics_port: Annotated[
-        int | None, option(TELEMETRY, "Port of metrics for Prometheus; 0 lets the system choose.", default="none")
+        int | None,
+        option(TELEMETRY, "Port of Prometheus metrics; 0: any free port.", default="none", metavar="PORT"),
     ] = _TELEMETRY.metrics_port
-    metrics_host: Annotated[str, option(TELEMETRY, "Address of that port.")] = _TELEMETRY.metrics_host
-    log_format: Annotated[LogFormat, option(TELEMETRY, "Lines for people, or a JSON object per line.")] = (
+    metrics_host: Annotated[str, option(TELEMETRY, "Address of the metrics port.", metavar="ADDRESS")] = (
+        _TELEMETRY.metrics_host
+    )
+    log_format: Annotated[LogFormat, option(TELEMETRY, "Log lines as text, or as JSON objects.")] = (
         _TELEMETRY.log_format
     )
     log_level: Annotated[
-        LogLevel, option(TELEMETRY, "What is less important is not logged; info has a line for every call.")
+        LogLevel,
+        option(TELEMETRY, "Minimum severity to log; info includes every call and the choice of kernels and merges."),
     ] = _TELEMETRY.log_level
     traces: Annotated[
         bool,
-        option(TELEMETRY, "Send traces over OTLP, as the variables OTEL_* say; needs 'longleaf\\[otel]'.", "--traces"),
+        option(
+            TELEMETRY,
+            "Send traces over OTLP, configured by the variables OTEL_*; needs 'longleaf[otel]'.",
+            "--traces",
+        ),
     ] = _TELEMETRY.traces
 
     def config(self) -> EngineConfig:
-        """What ranks are told of it."""
+        """The settings of the ranks."""
         shared = {name: value for name, value in asdict(self).items() if name in EngineConfig.__struct_fields__}
         shared |= {"model": str(self.model or embedded_model()), "threads_per_rank": self.threads}
         if self.snapshot_url is not None and "://" not in self.snapshot_url:
@@ -292,7 +367,7 @@ class ServeFlags:
         return EngineConfig(**shared)
 
     def data(self) -> DataConfig:
-        """What of it outlives the service."""
+        """The settings of persistence."""
         return DataConfig(
             data_dir=os.path.abspath(self.data_dir) if self.data_dir else self.data_dir,
             warm=self.warm,
@@ -302,19 +377,19 @@ class ServeFlags:
         )
 
     def security(self) -> SecurityConfig:
-        """Whom it lets in."""
+        """The settings of security."""
         return SecurityConfig(**self._of(SecurityConfig))
 
     def door(self) -> HttpConfig:
-        """Its door for HTTP."""
+        """The settings of the HTTP gateway."""
         return HttpConfig(**self._of(HttpConfig))
 
     def telemetry(self) -> TelemetryConfig:
-        """What it tells of itself."""
+        """The settings of metrics, logs and traces."""
         return TelemetryConfig(**self._of(TelemetryConfig))
 
     def _of(self, struct: type[msgspec.Struct]) -> dict[str, Any]:
-        """The options that are fields of `struct`; paths from the root, for the service may run in another folder."""
+        """The options that are fields of `struct`. Paths become absolute: the service may run in another folder."""
         found = {name: getattr(self, name) for name in struct.__struct_fields__}
         return {name: os.path.abspath(value) if isinstance(value, Path) else value for name, value in found.items()}
 
@@ -323,14 +398,18 @@ class ServeFlags:
 def serve(flags: ServeFlags, as_json: AsJson = False) -> None:
     """Serve a model until interrupted.
 
-    Prints `listening on HOST:PORT` once it is ready; with --json, {"address": "HOST:PORT"}. The port is open earlier:
-    until the model is there calls are told how far that is. After an interrupt, or SIGTERM, no new calls are taken, and
-    those that run may end within --drain-seconds; a second one ends them at once.
+    Once it is ready, the service prints a summary and `listening on HOST:PORT`; with --json, {"address": "HOST:PORT"}.
+    The port opens earlier: while the model is loading, calls are refused with the progress. After an interrupt or
+    SIGTERM, new calls are refused, and running calls get --drain-seconds to finish. A second interrupt ends them
+    immediately.
 
-    With --http PORT a door for HTTP is opened beside it on the same host, with the same certificate and credentials,
-    and the second line tells its address, http://HOST:PORT; with --json, {"http": "http://HOST:PORT"}.
+    With --http PORT, an HTTP gateway listens on the same host, with the same certificate and credentials. Its address
+    follows the first one; with --json, as {"http": "http://HOST:PORT"}.
 
-    Example: longleaf serve --model ./Qwen3-0.6B --world-size 4 --data-dir ~/.longleaf
+    Examples:
+
+      longleaf serve --launcher local --http 8000
+      longleaf serve --model ./Qwen3-0.6B --world-size 4 --data-dir ~/.longleaf
     """
     command = coordinator_command(
         flags.config(),

@@ -17,21 +17,21 @@ PIECE_BYTES = 1 << 18
 
 
 class _Tokens(msgspec.Struct):
-    """What `longleaf tokenize --json` prints."""
+    """The output of `longleaf tokenize --json`."""
 
     token_ids: list[int]
 
 
 def read_ids(files: Sequence[str], format: TokenFormat) -> Iterator[Sequence[int]]:
     """The ids in files, or in standard input for `-`: a JSON list, an object with the list `token_ids`, or
-    little-endian numbers. Raises InvalidArgument naming the file when it holds something else, or cannot be read."""
+    little-endian numbers. Raises InvalidArgument that names the file if it is invalid or cannot be read."""
     for file in files:
         name = "standard input" if file == "-" else file
         try:
             with nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as opened:
                 yield from [_from_json(opened.read())] if format == "json" else _from_numbers(opened, format)
         except msgspec.DecodeError as error:
-            raise InvalidArgument(name, f"is no JSON list of token ids: {error}") from None
+            raise InvalidArgument(name, f"is not a JSON list of token ids: {error}") from None
         except ValueError as error:
             raise InvalidArgument(name, str(error)) from None
         except OSError as error:
@@ -44,7 +44,7 @@ def _from_json(data: bytes) -> Sequence[int]:
 
 
 def _from_numbers(file: BinaryIO, format: str) -> Iterator[Sequence[int]]:
-    """Raises ValueError when the file ends inside a number."""
+    """Raises ValueError if the file ends inside a number."""
     type_code = TYPE_CODES[format]
     size, resident = array(type_code).itemsize, b""
     while data := file.read(PIECE_BYTES):
@@ -55,4 +55,4 @@ def _from_numbers(file: BinaryIO, format: str) -> Iterator[Sequence[int]]:
             numbers.byteswap()
         yield numbers
     if resident:
-        raise ValueError(f"ends inside a token id: {format} takes {size} bytes each")
+        raise ValueError(f"ends inside a token id: each {format} has {size} bytes")

@@ -15,11 +15,13 @@ from longleaf.cli.options import AsJson, ServerOptions, connect, print_json, rea
 def tokenize(
     text: Annotated[str, typer.Argument(help="The text; - reads standard input.")],
     server: ServerOptions,
-    special: Annotated[bool, typer.Option("--special", help="Begin with the special tokens of a prompt.")] = False,
-    spans: Annotated[bool, typer.Option("--spans", help="Show which characters each token stands for.")] = False,
+    special: Annotated[bool, typer.Option("--special", help="Add the special tokens that begin a prompt.")] = False,
+    spans: Annotated[bool, typer.Option("--spans", help="Show the characters of each token.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the token ids of a text, as the served model counts them. What looks like a special token is plain text.
+    """Show the token ids of a text.
+
+    Special tokens in the text are encoded as plain text.
 
     Example: longleaf tokenize "Call me Ishmael." --spans
     """
@@ -41,7 +43,9 @@ def tokenize(
 def detokenize(
     token_ids: Annotated[list[int], typer.Argument(help="Token ids.", metavar="ID...")],
     server: ServerOptions,
-    special: Annotated[bool, typer.Option("--special", help="Show special tokens, which else have no text.")] = False,
+    special: Annotated[
+        bool, typer.Option("--special", help="Keep special tokens, which are omitted by default.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the text of token ids.

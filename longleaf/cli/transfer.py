@@ -20,9 +20,9 @@ from longleaf.formatting import human_bytes
 from longleaf.types import Context, ExportProgress, ImportProgress
 
 STANDARD = "-"
-"""What stands for standard input or output."""
+"""Argument for standard input or output."""
 OnBytes = Callable[[int, int | None], None]
-"""Is told how many bytes have gone, and of how many."""
+"""Called with the number of transferred bytes, and the total."""
 
 
 @takes_server
@@ -32,25 +32,31 @@ def export_context(
     server: ServerOptions,
     without_keys: Annotated[
         bool,
-        typer.Option("--without-keys", help="Token ids and settings alone: it is read again where it arrives."),
+        typer.Option(
+            "--without-keys", help="Export only token ids and settings; keys and values are computed after the import."
+        ),
     ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with FILE.part, where an export broke off.")] = False,
-    timeout: Annotated[float | None, typer.Option(help="Seconds for all of it.", show_default="no limit")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted export from FILE.part.")] = False,
+    timeout: Annotated[
+        float | None, typer.Option(help="Time limit for the whole export.", show_default="no limit", metavar="SECONDS")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a context to a file, with its keys and values where they are on storage: for another service with the same
-    model, whatever its ranks.
+    """Export a context to a file.
+
+    The file contains the keys and values that are in storage. Any other service with the same model can import it; the
+    number of ranks may differ.
 
     Example: longleaf contexts export book book.context
     """
     is_piped = file == STANDARD
     if is_piped and (resume or as_json):
         option = "--resume" if resume else "--json"
-        raise InvalidArgument(option, "cannot be given together with -")
+        raise InvalidArgument(option, "cannot be combined with -")
     with connect(server, retries=PATIENT) as client, bytes_bar("exporting", is_shown=not as_json) as show:
 
         def on_progress(progress: ExportProgress) -> None:
-            show(progress.received_bytes, progress.parcel.num_bytes)
+            show(progress.received_bytes, progress.archive.num_bytes)
 
         target = sys.stdout.buffer if is_piped else Path(file)
         archive = client.export_context(
@@ -67,16 +73,24 @@ def import_context(
     file: Annotated[str, typer.Argument(help="A file of `contexts export`; - is standard input.", metavar="FILE")],
     server: ServerOptions,
     name: Annotated[
-        str | None, typer.Option("--name", help="Name of the new context.", show_default="the one that it had")
+        str | None, typer.Option("--name", help="Name of the new context.", show_default="the exported name")
     ] = None,
     upload_id: Annotated[
-        str, typer.Option(help="Makes the import resumable: the same command goes on where it broke.", show_default="")
+        str,
+        typer.Option(
+            help="Make the import resumable: after an interruption, the same command continues it.",
+            show_default="",
+            metavar="ID",
+        ),
     ] = "",
-    timeout: Annotated[float | None, typer.Option(help="Seconds for all of it.", show_default="no limit")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Time limit for the whole import.", show_default="no limit", metavar="SECONDS")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take in a context that a service with the same model has exported. It comes back to the ranks when it is first
-    asked.
+    """Import a context from a file.
+
+    The file was exported by a service with the same model. The keys and values are loaded on the first request.
 
     Example: longleaf contexts import book.context --name book
     """
@@ -96,12 +110,12 @@ def import_context(
     if as_json:
         print_json({"context": context, "key_tokens": reports[-1].key_tokens})
     else:
-        print(told(context, reports[-1].key_tokens))
+        print(summary(context, reports[-1].key_tokens))
 
 
 @contextmanager
 def _file_named(file: str) -> Generator[None, None, None]:
-    """What is wrong with the parcel is said of the file."""
+    """Replaces the field in errors about the archive by the name of the file."""
     try:
         yield
     except InvalidArgument as error:
@@ -110,36 +124,36 @@ def _file_named(file: str) -> Generator[None, None, None]:
         raise
 
 
-def told(context: Context, num_keys: int | None) -> str:
-    """What has arrived, and what will happen when it is asked."""
+def summary(context: Context, num_keys: int | None) -> str:
+    """The size of an imported context, and the origin of its keys and values."""
     if num_keys is None:
-        how = "it was there already, from this import"
+        how = "already imported"
     elif num_keys == context.tokens:
-        how = "its keys and values came along, and are brought back when it is first asked"
+        how = "keys and values are loaded on the first request"
     elif num_keys == 0:
-        how = "it is read again when it is first asked"
+        how = "keys and values are computed on the first request"
     else:
         rest = context.tokens - num_keys
-        how = f"when it is first asked {num_keys:,} of them are brought back, and {rest:,} read again"
+        how = f"on the first request, {num_keys:,} of them are loaded and {rest:,} computed"
     return f"{context.id}: {context.tokens:,} tokens; {how}"
 
 
 @contextmanager
 def bytes_bar(description: str, is_shown: bool) -> Generator[OnBytes, None, None]:
-    """A bar on stderr that follows bytes."""
+    """A progress bar on stderr for bytes."""
     columns = ("{task.description:<12}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     progress = Progress(*columns, console=console, disable=not is_shown, redirect_stdout=False)
     task = progress.add_task(description, total=None)
 
     def show(num_bytes: int, total: int | None) -> None:
-        progress.start()  # not before: what is refused at once needs no bar
+        progress.start()  # not earlier: a call that is refused shows no bar
         progress.update(task, completed=num_bytes, total=total)
 
     try:
         yield show
     except BaseException:
-        progress.live.transient = True  # an error is not told below a bar that stands still
+        progress.live.transient = True  # the error replaces the bar
         progress.live.stop()
         raise
     finally:

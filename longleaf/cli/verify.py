@@ -13,9 +13,9 @@ from longleaf.topology import count_ranks
 from longleaf.types import Verification
 
 FAILED = 3
-"""Exit code when the logits are too far apart."""
+"""Exit code if the logits differ too much."""
 NOT_CONCLUSIVE = 4
-"""Exit code when they are not, but might be so on wrong ranks."""
+"""Exit code if the logits are close, but rounding could hide wrong ranks."""
 
 
 @takes_server
@@ -23,30 +23,40 @@ def verify(
     server: ServerOptions,
     text: Annotated[
         str | None,
-        typer.Option(help="The prompt, read as it is; - reads standard input.", show_default="random token ids"),
+        typer.Option(
+            help="The prompt, without chat template; - reads standard input.", show_default="random token ids"
+        ),
     ] = None,
     prompt_tokens: Annotated[
         int | None,
-        typer.Option(help="How many ids to draw, at most 1024.", show_default="a block for every rank, at least 256"),
+        typer.Option(
+            help="Number of random token ids, at most 1024.", show_default="a block for every rank, at least 256"
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the ids that are drawn.")] = 0,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens to decode, at most 64.", show_default="8")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds to wait.", show_default="no limit")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random token ids.")] = 0,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Number of tokens to decode, at most 64.", show_default="8")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Time limit.", show_default="no limit", metavar="SECONDS")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a running service against plain attention.
+    """Compare a running service with plain attention.
 
-    A short prompt goes through all ranks: chunks, merges and decoded tokens, as any other. Then rank 0 computes it
-    once more, alone, with the same weights and transformers' own attention, in float32. In float32 the largest
-    difference between two logits must be within 0.01 % of the largest logit. In a coarser type plain attention is
-    computed in that type too: the ranks may be twice as far from float32 as it is, four times with --kv-dtype int8. So
-    in coarse types only gross errors show; serve with --dtype float32 --kv-dtype auto to see small ones.
+    All ranks process a short prompt and decode tokens, as for any request. Then rank 0 computes the same tokens with
+    the same weights and transformers' own attention, in float32. In float32, no logit may differ by more than 0.01 % of
+    the largest logit. For other types, plain attention is also computed in that type, and the ranks may be twice as far
+    from float32 as plain attention, or four times with --kv-dtype int8. Such types therefore reveal only large errors;
+    serve with --dtype float32 --kv-dtype auto to find small ones.
 
-    Other streams go on meanwhile, but for the moment that rank 0 computes alone. Exit code 3: the check has failed; 4:
-    it is not conclusive, for rounding explains so much that wrong ranks might pass. A service with credentials does
-    this for those of an admin alone.
+    Other streams pause while rank 0 computes plain attention. Exit code 3: the comparison failed; 4: it is not
+    conclusive, because rounding could hide wrong ranks. On a service with credentials, only admins may verify.
 
-    Example: longleaf verify --prompt-tokens 600
+    Examples:
+
+      longleaf verify
+      longleaf verify --prompt-tokens 600
     """
     given = None if text is None else read_input(text, "--text")
     with connect(server) as client:
@@ -60,7 +70,7 @@ def verify(
 
 
 def show(found: Verification) -> None:
-    """The verdict, and what it rests on."""
+    """Prints the verdict and the measurements."""
     verdict = "passed" if found.passed else "FAILED" if found.failure or found.is_conclusive else "not conclusive"
     print(f"{verdict}: {found.failure or measured(found)}")
     if found.failure:
@@ -68,24 +78,24 @@ def show(found: Verification) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_row("numeric type", f"{found.dtype}; the largest logit is {human_rounded(found.max_logit, 4)}")
     table.add_row(
-        "farthest apart", f"by {human_rounded(found.max_difference)}, token {found.worst_index} of the answer"
+        "largest difference", f"{human_rounded(found.max_difference)}, token {found.worst_index} of the answer"
     )
     table.add_row("greedy choice", f"the same for {found.equal_tokens} of {found.compared_tokens} tokens")
     resident = f"keys on {found.holding_ranks} of {count_ranks(found.world_size)}"
     table.add_row("prompt", f"{found.prompt_tokens:,} tokens; {resident}")
-    table.add_row("plain attention", f"{human_seconds(found.plain_seconds)}, in which other streams waited")
+    table.add_row("plain attention", f"{human_seconds(found.plain_seconds)}, during which other streams paused")
     Console(highlight=False).print(table)
 
 
 def measured(found: Verification) -> str:
-    """What was judged, and what is allowed."""
-    if not found.plain_distance:  # nothing is rounded, and every logit counts
+    """The measured distance, and the allowed one."""
+    if not found.plain_distance:  # float32: every logit counts
         furthest, allowed = human_rounded(found.max_difference), human_rounded(found.tolerance)
         return f"the logits differ by at most {furthest}, {allowed} is allowed"
     message = (
-        f"the logits are {found.distance:.2%} of their spread off float32, {found.tolerance:.2%} is allowed, "
-        f"as plain attention in {found.plain_dtype} is {found.plain_distance:.2%} off"
+        f"the logits differ from float32 by {found.distance:.2%} of their spread, {found.tolerance:.2%} is allowed, "
+        f"because plain attention in {found.plain_dtype} differs by {found.plain_distance:.2%}"
     )
     if found.is_conclusive:
         return message
-    return f"{message}: wrong ranks might pass too; serve with --dtype float32 --kv-dtype auto to be sure"
+    return f"{message}: wrong ranks could pass; serve with --dtype float32 --kv-dtype auto to be sure"

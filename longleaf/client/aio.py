@@ -9,12 +9,12 @@ from typing import Any, Self, Unpack
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
 
 from longleaf import codec
-from longleaf.client.callbacks import Callback, tell
+from longleaf.client.callbacks import Callback, notify
 from longleaf.client.calls import Calls, nothing
 from longleaf.client.channels import Access
 from longleaf.client.contexts import ContextMethods
 from longleaf.client.documents import Document, UploadSource
-from longleaf.client.generation_stream import GenerationStream, may_go_on
+from longleaf.client.generation_stream import GenerationStream, can_resume
 from longleaf.client.retries import Retries, Retry, log_retry, was_refused
 from longleaf.client.upload import header_of, ingest_of, reach_of, upload
 from longleaf.codec import BytesLike
@@ -146,7 +146,7 @@ class AsyncClient(ContextMethods):
                             yield event
                 return
             except LongleafError as error:
-                if not (reception.is_resumable and may_go_on(error)):
+                if not (reception.is_resumable and can_resume(error)):
                     raise
                 await attempts.wait(error, is_repeatable=True)
 
@@ -198,7 +198,7 @@ class AsyncClient(ContextMethods):
         async with aclosing(self.ingest_steps(context, document, **options)) as steps:
             async for progress in steps:
                 if on_progress is not None:
-                    await tell(on_progress, progress)
+                    await notify(on_progress, progress)
                 result = progress.context or result
         if result is None:
             raise Unavailable(f"{self.server} ended the ingest before acknowledging it")
@@ -227,14 +227,14 @@ class AsyncClient(ContextMethods):
                             yield progress
                     return
                 except LongleafError as error:
-                    is_retained = header.upload_id and (may_go_on(error) or was_refused(error))
+                    is_retained = header.upload_id and (can_resume(error) or was_refused(error))
                     if source.error or (furthest >= 0 and not is_retained):
                         raise
                     await attempts.wait(error, is_repeatable=True)
 
     async def count_tokens(self, text: str | BytesLike, *, timeout: float | None = None) -> int:
         """The number of tokens of `text` as a document, without the opening of the chat template."""
-        request = tokenizer_pb.CountTokensRequest(text=codec.as_text(text, "text"))
+        request = tokenizer_pb.CountTokensRequest(text=codec.to_text(text, "text"))
         return await self._calls.read(
             self._tokenizer.CountTokens, "CountTokens", request, attrgetter("token_count"), timeout
         )
@@ -250,7 +250,7 @@ class AsyncClient(ContextMethods):
         """The token ids of a text. `add_special_tokens` adds those that begin a prompt; `with_spans` adds the character
         range of each token."""
         request = tokenizer_pb.TokenizeRequest(
-            text=codec.as_text(text, "text"), add_special_tokens=add_special_tokens, return_spans=with_spans
+            text=codec.to_text(text, "text"), add_special_tokens=add_special_tokens, return_spans=with_spans
         )
         return await self._calls.read(self._tokenizer.Tokenize, "Tokenize", request, codec.decode_tokenized, timeout)
 
@@ -305,7 +305,7 @@ class AsyncClient(ContextMethods):
         return await self._calls.once(self._cluster.Drain, "Drain", request, codec.decode_draining, timeout)
 
     async def refill(self, *, timeout: float | None = None) -> int:
-        """Starts ranks in the slots that the service had given up, and returns the number of slots; permitted only from
+        """Starts ranks in slots whose replacements failed, and returns the number of slots; permitted only from
         its own machine. Raises PermissionDenied."""
         request, count = cluster_pb.RefillSlotsRequest(), attrgetter("slot_count")
         return await self._calls.once(self._cluster.RefillSlots, "RefillSlots", request, count, timeout)

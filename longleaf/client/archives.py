@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from longleaf import codec
 from longleaf.client.calls import Calls
 from longleaf.client.documents import Readable, UploadSource, in_thread, size_of
-from longleaf.client.generation_stream import may_go_on
+from longleaf.client.generation_stream import can_resume
 from longleaf.client.retries import was_refused
 from longleaf.client.upload import UploadStream, upload
 from longleaf.errors import InvalidArgument, LongleafError, ResourceExhausted, Unavailable
@@ -29,7 +29,7 @@ from longleaf.types import (
 
 T = TypeVar("T")
 PART, DIGEST = ".part", ".part.digest"
-"""Suffixes of the incomplete file, and of the file that records the digest of its archive."""
+"""Suffixes of the incomplete file, and of the file with the digest of the archive."""
 
 
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -50,18 +50,18 @@ class ArchiveTarget:
         self.num_bytes = 0
         self.digest = ""
 
-    async def begin(self, parcel: ExportedArchive) -> None:
+    async def begin(self, archive: ExportedArchive) -> None:
         """Starts or continues this archive. Raises InvalidArgument."""
-        self.digest = parcel.digest
+        self.digest = archive.digest
 
     async def write(self, data: bytes) -> None:
         """Raises InvalidArgument if the write fails."""
-        await _told(self._file.write, data)
+        await _with_file_errors(self._file.write, data)
         self.num_bytes += len(data)
 
     async def finish(self) -> None:
         """Flushes the target after the last byte."""
-        await _told(self._file.flush)
+        await _with_file_errors(self._file.flush)
 
     async def close(self) -> None:
         """Releases the target."""
@@ -77,18 +77,18 @@ class FileTarget(ArchiveTarget):
     @classmethod
     async def open(cls, path: Path, *, resume: bool) -> "FileTarget":
         """Raises InvalidArgument if the file exists, is not writable, or cannot be resumed."""
-        return await _told(cls._open, path, resume)
+        return await _with_file_errors(cls._open, path, resume)
 
     @classmethod
     def _open(cls, path: Path, resume: bool) -> "FileTarget":
         if path.exists():
-            raise InvalidArgument("file", f"{path} is there already; move it away, or name another one")
+            raise InvalidArgument("file", f"{path} exists; move it, or give another name")
         part, recorded = _beside(path, PART), _beside(path, DIGEST)
         if resume and not (part.exists() and recorded.exists()):
-            raise InvalidArgument("resume", f"there is no {part} to go on with")
+            raise InvalidArgument("resume", f"there is no {part} to continue")
         digest = recorded.read_text().strip() if resume else ""
         if resume and not _DIGEST.fullmatch(digest):
-            raise InvalidArgument("resume", f"{recorded} does not say what {part} is of; export it anew, without it")
+            raise InvalidArgument("resume", f"{recorded} has no digest of {part}: export again without resume")
         target = cls(path, part.open("ab" if resume else "wb"))
         if resume:
             target.num_bytes, target.digest = part.stat().st_size, digest
@@ -96,13 +96,13 @@ class FileTarget(ArchiveTarget):
             recorded.unlink(missing_ok=True)
         return target
 
-    async def begin(self, parcel: ExportedArchive) -> None:
+    async def begin(self, archive: ExportedArchive) -> None:
         if not self.digest:
-            await _told(_beside(self._path, DIGEST).write_text, parcel.digest)
-        await super().begin(parcel)
+            await _with_file_errors(_beside(self._path, DIGEST).write_text, archive.digest)
+        await super().begin(archive)
 
     async def finish(self) -> None:
-        await _told(self._finish)
+        await _with_file_errors(self._finish)
 
     def _finish(self) -> None:
         self._part.flush()
@@ -112,7 +112,7 @@ class FileTarget(ArchiveTarget):
         _beside(self._path, DIGEST).unlink(missing_ok=True)
 
     async def close(self) -> None:
-        await _told(self._close)
+        await _with_file_errors(self._close)
 
     def _close(self) -> None:
         self._part.close()
@@ -124,7 +124,7 @@ def _beside(path: Path, ending: str) -> Path:
     return path.with_name(path.name + ending)
 
 
-async def _told(function: Callable[..., T], *arguments: object) -> T:
+async def _with_file_errors(function: Callable[..., T], *arguments: object) -> T:
     """Calls a function that may block. Raises InvalidArgument for file errors, except BrokenPipeError."""
     try:
         return await in_thread(function, *arguments)
@@ -155,7 +155,7 @@ async def export(
                         await target.begin(updates)
                     elif archive is not None and updates:
                         if target.num_bytes + len(updates) > archive.num_bytes:
-                            raise LongleafError(f"{calls.server} sends more than it said")
+                            raise LongleafError(f"{calls.server} sent more bytes than it announced")
                         await target.write(updates)
                         attempts.renew()
                         yield ExportProgress(target.num_bytes, archive)
@@ -166,14 +166,14 @@ async def export(
         except LongleafError as error:
             if _was_slow(error) and target.num_bytes > begun:
                 continue
-            if not (archive is not None and may_go_on(error)):
+            if not (archive is not None and can_resume(error)):
                 raise
             await attempts.wait(error, is_repeatable=True)
 
 
 def _checked(updates: ExportedArchive, before: ExportedArchive | None, server: str) -> ExportedArchive:
     if before not in (None, updates):
-        raise LongleafError(f"{server} goes on with another parcel than it began with")
+        raise LongleafError(f"{server} sent another archive than before")
     return updates
 
 
@@ -182,7 +182,7 @@ def _was_slow(error: LongleafError) -> bool:
     return isinstance(error, ResourceExhausted) and error.subject == "stream"
 
 
-async def import_parcel(
+async def import_archive(
     calls: Calls, method: Any, header: ImportHeader, source: UploadSource, timeout: float | None
 ) -> AsyncGenerator[ImportProgress, None]:
     """Sends an archive, over as many streams as needed."""
@@ -199,7 +199,7 @@ async def import_parcel(
                     yield progress
             return
         except LongleafError as error:
-            if source.error or not (furthest < 0 or may_go_on(error) or was_refused(error)):
+            if source.error or not (furthest < 0 or can_resume(error) or was_refused(error)):
                 raise
             await attempts.wait(error, is_repeatable=True)
 

@@ -12,7 +12,7 @@ Callback = Callable[[T], Awaitable[None] | None]
 OnProgress = Callable[[IngestProgress], None]
 
 
-async def tell(callback: Callback[T], updates: T) -> None:
+async def notify(callback: Callback[T], updates: T) -> None:
     """Calls the callback, and awaits its result if there is one. Its exceptions propagate."""
     answer = callback(updates)
     if inspect.isawaitable(answer):

@@ -39,7 +39,7 @@ class Calls:
         """Set once the service has answered a call."""
         self._is_closed = False
 
-    def bearing(self, credential: str) -> "Calls":
+    def with_credential(self, credential: str) -> "Calls":
         """A view that shares the channel and sends another credential. Raises InvalidArgument."""
         check_credential(credential, self.server, self._access)
         view = copy(self)
@@ -60,9 +60,9 @@ class Calls:
         if not is_cut_off(error):
             return error
         if not self._is_plain:
-            return Unavailable(f"{error}: it may ask for a client certificate, of an authority that it accepts: {OWN}")
+            return Unavailable(f"{error}: the service may require a client certificate: {OWN}")
         if await speaks_tls(self.server):
-            message = f"{self.called} serves encrypted connections alone: name its authority here or in LONGLEAF_TLS_CA"
+            message = f"{self.called} requires TLS: give its certificate authority here or in LONGLEAF_TLS_CA"
             return InvalidArgument("tls_ca", message)
         return error
 
@@ -85,10 +85,10 @@ class Calls:
         """The decoded response. Raises LongleafError if this client cannot decode it."""
         try:
             if response is None:  # gRPC's result for bytes that do not parse as the message
-                raise ValueError("the bytes are no message of its type")
+                raise ValueError("the bytes are not a message of the expected type")
             found = decode(response)
         except Exception as error:  # any decoding error is the server's fault
-            raise LongleafError(f"{self.called} answered what this client cannot read: {error}") from error
+            raise LongleafError(f"{self.called} sent a response that this client cannot decode: {error}") from error
         self._answered.set()
         return found
 

@@ -50,9 +50,9 @@ def open_channel(server: str, access: Access) -> Any:
     credential = _given(access, "credential")
     for name, value, other in (("tls_cert", tls_cert, tls_key), ("tls_key", tls_key, tls_cert)):
         if value and not other:
-            raise InvalidArgument(name, f"needs {'tls_key' if name == 'tls_cert' else 'tls_cert'} beside it")
+            raise InvalidArgument(name, f"needs {'tls_key' if name == 'tls_cert' else 'tls_cert'}")
         if value and not tls_ca:
-            raise InvalidArgument(name, "needs tls_ca: without the service's authority nothing is encrypted")
+            raise InvalidArgument(name, "needs tls_ca: the connection is not encrypted without it")
     if credential:
         check_credential(credential, server, access)
     channel = _encrypted(server, tls_ca, tls_cert, tls_key) if tls_ca else _plain(server)
@@ -78,7 +78,7 @@ def check_credential(credential: str, server: str, access: Access) -> None:
     is_safe = bool(_given(access, "tls_ca")) or access.get("insecure", False)
     host = server.rpartition(":")[0].strip("[]")
     if not (is_safe or is_loopback(host) or server.startswith("unix:")):
-        raise InvalidArgument("credential", f"would go to {host} in plain text: give tls_ca, too")
+        raise InvalidArgument("credential", f"would be sent to {host} in plain text: give tls_ca")
 
 
 def _plain(server: str) -> grpc.aio.Channel:
@@ -111,11 +111,11 @@ class BearerChannel:
         self._channel = channel
         self._metadata: Sequence[tuple[str, str]] = (("authorization", f"Bearer {credential}"),)
 
-    def _bearing(self, make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def _with_credential(self, make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         return partial(make(*arguments, **options), metadata=self._metadata)
 
     def __getattr__(self, name: str) -> Any:
         """Methods that create calls add the credential; all others are those of the channel."""
         found = getattr(self._channel, name)
         is_maker = name in ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
-        return partial(self._bearing, found) if is_maker else found
+        return partial(self._with_credential, found) if is_maker else found

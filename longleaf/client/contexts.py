@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from longleaf import codec
-from longleaf.client.archives import ArchiveTarget, FileTarget, Writable, export, header_of, import_parcel
-from longleaf.client.callbacks import Callback, tell
+from longleaf.client.archives import ArchiveTarget, FileTarget, Writable, export, header_of, import_archive
+from longleaf.client.callbacks import Callback, notify
 from longleaf.client.calls import Calls, nothing
 from longleaf.client.documents import Readable, UploadSource
 from longleaf.errors import InvalidArgument, LongleafError, Unavailable
@@ -92,7 +92,7 @@ class ContextMethods:
         request = codec.encode_fork(ForkContext(context, new_context, num_tokens))
         return await self._calls.once(self._contexts.ForkContext, "ForkContext", request, codec.decode_context, timeout)
 
-    async def reread_context(self, context: str, *, timeout: float | None = None) -> Context:
+    async def recompute_context(self, context: str, *, timeout: float | None = None) -> Context:
         """Recomputes, with the current checkpoint, a context that another checkpoint in the same folder ingested. The
         context stays evicted until its first request. Raises NotFound, AlreadyExists, and CheckpointChanged if the
         tokenizer differs."""
@@ -101,11 +101,11 @@ class ContextMethods:
             self._contexts.RereadContext, "RereadContext", request, codec.decode_context, timeout
         )
 
-    async def reread_contexts(self, *, timeout: float | None = None) -> RecomputeResult:
+    async def recompute_contexts(self, *, timeout: float | None = None) -> RecomputeResult:
         """Does the same for all contexts that another checkpoint ingested, and reports the skipped ones."""
         request = ingest_pb.RereadContextsRequest()
         return await self._calls.once(
-            self._contexts.RereadContexts, "RereadContexts", request, codec.decode_reread, timeout
+            self._contexts.RereadContexts, "RereadContexts", request, codec.decode_recompute, timeout
         )
 
     async def delete_context(self, context: str, *, timeout: float | None = None) -> None:
@@ -116,7 +116,7 @@ class ContextMethods:
     async def cancel_ingest(self, context: str, upload_id: str, *, timeout: float | None = None) -> None:
         """Cancels an ingest by its upload id and discards its data; a pending ingest call raises Cancelled. Raises
         NotFound, including when the context already exists."""
-        upload_id = codec.encodable(upload_id, "upload_id")
+        upload_id = codec.check_utf8(upload_id, "upload_id")
         request = ingest_pb.CancelIngestRequest(name=codec.context_name(context), upload_id=upload_id)
         await self._calls.once(self._contexts.CancelIngest, "CancelIngest", request, nothing, timeout)
 
@@ -144,7 +144,7 @@ class ContextMethods:
             async with aclosing(steps):
                 async for progress in steps:
                     if on_progress is not None:
-                        await tell(on_progress, progress)
+                        await notify(on_progress, progress)
         finally:
             await target.close()
         return ExportedArchive(target.num_bytes, target.digest)
@@ -167,11 +167,11 @@ class ContextMethods:
         """
         header, result = header_of(file, name, upload_id), None
         async with aclosing(UploadSource(file)) as source:
-            steps = import_parcel(self._calls, self._contexts.ImportContext, header, source, timeout)
+            steps = import_archive(self._calls, self._contexts.ImportContext, header, source, timeout)
             async with aclosing(steps):
                 async for progress in steps:
                     if on_progress is not None:
-                        await tell(on_progress, progress)
+                        await notify(on_progress, progress)
                     result = progress.context or result
         if result is None:
             raise Unavailable(f"{self._calls.called} ended the import before its context was there")

@@ -1,8 +1,6 @@
 """Document sources: text, bytes, files and streams are read as pieces of bounded size."""
 
 import asyncio
-import errno
-import os
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
@@ -10,7 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, SupportsIndex, TypeVar, cast, runtime_checkable
 
-from longleaf.codec import BytesLike, as_bytes, encodable, is_series
+from longleaf.codec import BytesLike, as_bytes, check_utf8, is_sequence
 from longleaf.errors import InvalidArgument, Unavailable
 from longleaf.types import IngestHeader, IngestPiece
 
@@ -46,7 +44,7 @@ Document = Part | Iterable[Part] | AsyncIterable[Part]
 
 async def pieces_of(document: Document) -> AsyncGenerator[IngestPiece, None]:
     """Raises InvalidArgument if a file cannot be read, or for an unsupported part."""
-    are_parts = not is_part(document) and (is_series(document) or isinstance(document, AsyncIterable))
+    are_parts = not is_part(document) and (is_sequence(document) or isinstance(document, AsyncIterable))
     parts = cast(Iterable[Part] | AsyncIterable[Part], document) if are_parts else (document,)
     if isinstance(parts, AsyncIterable):
         async for part in parts:
@@ -66,7 +64,7 @@ def is_part(document: object) -> bool:
     return bool(parts) and isinstance(parts[0], SupportsIndex) and not isinstance(parts[0], IdArray)
 
 
-def _is_lasting(document: object) -> bool:
+def _is_reusable(document: object) -> bool:
     """Whether it can be read again: open files, pipes and iterators cannot."""
     if isinstance(document, Readable):
         return False
@@ -74,13 +72,13 @@ def _is_lasting(document: object) -> bool:
         return document.is_file()
     if is_part(document):
         return True
-    return isinstance(document, Sequence) and all(_is_lasting(part) for part in cast(Sequence[object], document))
+    return isinstance(document, Sequence) and all(_is_reusable(part) for part in cast(Sequence[object], document))
 
 
 async def _pieces_of_part(part: object) -> AsyncGenerator[IngestPiece, None]:
     match part:
         case str():
-            source = _cut(encodable(part, "text").encode(), PIECE_BYTES)
+            source = _cut(check_utf8(part, "text").encode(), PIECE_BYTES)
         case bytes() | bytearray() | memoryview():
             source = map(bytes, _cut(as_bytes(cast(BytesLike, part), "text"), PIECE_BYTES))
         case Path():
@@ -112,18 +110,18 @@ class UploadSource:
 
     def __init__(self, document: Document) -> None:
         self.error: Exception | None = None
-        self._document = document if _is_lasting(document) else None
+        self._document = document if _is_reusable(document) else None
         self._pieces = pieces_of(document)
         self._next: asyncio.Task[IngestPiece | None] | None = None
-        self._kept: deque[bytes | Sequence[int]] = deque()
+        self._retained: deque[bytes | Sequence[int]] = deque()
         self._start = 0
         """Offset of the first piece kept."""
         self._num_readers = 0
 
     def acknowledge(self, offset: int) -> None:
         """Records that the service has all data before `offset`."""
-        while self._kept and self._start + len(self._kept[0]) <= offset:
-            self._start += len(self._kept.popleft())
+        while self._retained and self._start + len(self._retained[0]) <= offset:
+            self._start += len(self._retained.popleft())
 
     async def pieces_from(self, offset: int) -> AsyncIterator[IngestPiece]:
         """The pieces from `offset` on. Ends when another reader starts. Raises Unavailable if data that was already
@@ -131,9 +129,9 @@ class UploadSource:
         self._num_readers += 1
         reader = self._num_readers
         if offset < self._start:
-            await self._begin_anew()
+            await self._restart()
         start = self._start
-        for piece in tuple(self._kept):
+        for piece in tuple(self._retained):
             if start + len(piece) > offset:
                 yield piece[max(0, offset - start) :]
             start += len(piece)
@@ -144,16 +142,14 @@ class UploadSource:
             else:
                 self.acknowledge(offset)
 
-    async def _begin_anew(self) -> None:
+    async def _restart(self) -> None:
         """Restarts reading from the beginning. Raises Unavailable."""
         if self._document is None:
-            message = (
-                "the service does not hold any more what it had acknowledged, and the document cannot be read again"
-            )
+            message = "the service has lost acknowledged parts of the document, and the document cannot be read again"
             self.error = Unavailable(message)
             raise self.error
         await self._close()
-        self._kept.clear()
+        self._retained.clear()
         self._pieces, self._next, self._start = pieces_of(self._document), None, 0
 
     async def _read(self, reader: int) -> "bytes | Sequence[int] | None":
@@ -170,7 +166,7 @@ class UploadSource:
             return None
         assert not isinstance(piece, IngestHeader)
         self._next = None
-        self._kept.append(piece)
+        self._retained.append(piece)
         return piece
 
     async def _take(self) -> IngestPiece | None:
@@ -205,7 +201,7 @@ async def _read_path(path: Path) -> AsyncIterator[bytes]:
 async def _read(read: Callable[[int], bytes | str]) -> AsyncIterator[bytes]:
     try:
         while piece := await in_thread(read, PIECE_BYTES):
-            yield encodable(piece, "text").encode() if isinstance(piece, str) else piece
+            yield check_utf8(piece, "text").encode() if isinstance(piece, str) else piece
     except OSError as error:
         raise InvalidArgument("file", f"cannot be read: {error.strerror}") from error
 
@@ -227,7 +223,7 @@ async def in_thread(function: Callable[..., T], *arguments: object) -> T:
 
 def off_the_loop(document: Document) -> Document:
     """The document, with an iterator advanced in threads: it may block, or call the client that reads it."""
-    is_iterator = is_series(document) and not isinstance(document, Sequence | Readable | Path | IdArray)
+    is_iterator = is_sequence(document) and not isinstance(document, Sequence | Readable | Path | IdArray)
     return _advanced_in_threads(cast(Iterable[Part], document)) if is_iterator else document
 
 
@@ -242,7 +238,7 @@ def size_of(document: Document) -> int | None:
     file."""
     match document:
         case str():
-            return len(encodable(document, "text").encode())
+            return len(check_utf8(document, "text").encode())
         case bytes() | bytearray() | memoryview():
             return len(as_bytes(cast(BytesLike, document), "text"))
         case Path():
@@ -259,8 +255,8 @@ def _size_on_disk(path: Path) -> int | None:
     size."""
     try:
         status = path.stat()
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     except OSError as error:
         raise InvalidArgument("file", f"{path} cannot be read: {error.strerror}") from error
+    if path.is_dir():
+        raise InvalidArgument("file", f"{path} is a folder: give its files, such as {path / '*.txt'}")
     return status.st_size or None if path.is_file() else None

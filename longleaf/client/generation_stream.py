@@ -91,6 +91,6 @@ class GenerationStream:
         self._has_started, self._first = True, None
 
 
-def may_go_on(error: LongleafError) -> bool:
+def can_resume(error: LongleafError) -> bool:
     """Whether the service may still hold the state of a call that broke with `error`."""
     return isinstance(error, Unavailable) and not isinstance(error, RankLost | GroupFailed)

@@ -17,7 +17,7 @@ CLOSED = "the client was closed, or belongs to the process that this one was for
 SIGNAL_SECONDS = 1.0
 """A signal that arrives just before a thread blocks does not interrupt it; this bounds the delay until it is handled.
 """
-SETTLE_SECONDS = 1.0
+STOP_SECONDS = 1.0
 """Longest wait for the tasks of grpc.aio that process the end of a call. After the loop is closed, they report it as an
 error on another client's loop."""
 
@@ -95,7 +95,7 @@ class LoopThread:
             with suppress(Cancelled):
                 self.run(function)
 
-    async def tell(self, callback: Callable[[T], None], updates: T) -> None:
+    async def notify(self, callback: Callable[[T], None], updates: T) -> None:
         """Makes the thread that waits for the running task call `callback`. Does nothing in background tasks."""
         task = asyncio.current_task()
         if task is None or task not in self._calls:
@@ -127,7 +127,7 @@ class LoopThread:
         me = asyncio.current_task()
         await _cancelled(set(self._calls) - {me})
         if left := asyncio.all_tasks() - {me}:
-            await asyncio.wait(left, timeout=SETTLE_SECONDS)
+            await asyncio.wait(left, timeout=STOP_SECONDS)
         await _cancelled(asyncio.all_tasks() - {me})
         await self._loop.shutdown_asyncgens()
 

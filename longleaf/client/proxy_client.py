@@ -14,11 +14,11 @@ class ProxyClient(AsyncClient):
     """Calls on behalf of many callers over one connection, and keeps no state about them. Its errors omit the service's
     address, because callers see them."""
 
-    def bearing(self, credential: str) -> "ProxyClient":
+    def with_credential(self, credential: str) -> "ProxyClient":
         """A view that sends another credential over the same connection. It is cheap, valid while this client is open,
         and closing it closes nothing. Raises InvalidArgument for a malformed credential, and for one that would be sent
         in plain text."""
-        return _View(self.server, self._calls.bearing(credential))
+        return _View(self.server, self._calls.with_credential(credential))
 
     def _attach(self, calls: Calls) -> None:
         calls.called = "the service"

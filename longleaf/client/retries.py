@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from longleaf.client.callbacks import Callback, tell
+from longleaf.client.callbacks import Callback, notify
 from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
 from longleaf.formatting import human_seconds
 
@@ -104,7 +104,7 @@ class Attempts:
         is_last = limit is not None and self._number > limit
         if not may_help or is_last or self._is_too_late(delay):
             raise error
-        await tell(self._on_retry, Retry(self._call, self._number, delay, error))
+        await notify(self._on_retry, Retry(self._call, self._number, delay, error))
         await asyncio.sleep(delay)
 
     def _is_too_late(self, delay: float) -> bool:

@@ -55,7 +55,7 @@ class Client:
     ) -> None:
         self._loop = LoopThread("longleaf-client")
         try:
-            self._client = self._loop.run(_connect, server, access, retries, partial(self._loop.tell, on_retry))
+            self._client = self._loop.run(_connect, server, access, retries, partial(self._loop.notify, on_retry))
         except BaseException:
             self._loop.end(_nothing)
             raise
@@ -114,7 +114,7 @@ class Client:
         on_progress: OnProgress | None = None,
         **options: Unpack[IngestOptions],
     ) -> Context:
-        tell = None if on_progress is None else partial(self._loop.tell, on_progress)
+        tell = None if on_progress is None else partial(self._loop.notify, on_progress)
         return self._loop.run(self._client.ingest, context, off_the_loop(document), on_progress=tell, **options)
 
     def ingest_steps(
@@ -151,11 +151,11 @@ class Client:
     ) -> Context:
         return self._loop.run(self._client.fork_context, context, new_context, num_tokens=num_tokens, timeout=timeout)
 
-    def reread_context(self, context: str, *, timeout: float | None = None) -> Context:
-        return self._loop.run(self._client.reread_context, context, timeout=timeout)
+    def recompute_context(self, context: str, *, timeout: float | None = None) -> Context:
+        return self._loop.run(self._client.recompute_context, context, timeout=timeout)
 
-    def reread_contexts(self, *, timeout: float | None = None) -> RecomputeResult:
-        return self._loop.run(self._client.reread_contexts, timeout=timeout)
+    def recompute_contexts(self, *, timeout: float | None = None) -> RecomputeResult:
+        return self._loop.run(self._client.recompute_contexts, timeout=timeout)
 
     def delete_context(self, context: str, *, timeout: float | None = None) -> None:
         self._loop.run(self._client.delete_context, context, timeout=timeout)
@@ -173,7 +173,7 @@ class Client:
         on_progress: Callable[[ExportProgress], None] | None = None,
         timeout: float | None = None,
     ) -> ExportedArchive:
-        tell = None if on_progress is None else partial(self._loop.tell, on_progress)
+        tell = None if on_progress is None else partial(self._loop.notify, on_progress)
         options: dict[str, Any] = {"with_keys": with_keys, "resume": resume, "timeout": timeout}
         return self._loop.run(self._client.export_context, context, file, on_progress=tell, **options)
 
@@ -186,7 +186,7 @@ class Client:
         on_progress: Callable[[ImportProgress], None] | None = None,
         timeout: float | None = None,
     ) -> Context:
-        tell = None if on_progress is None else partial(self._loop.tell, on_progress)
+        tell = None if on_progress is None else partial(self._loop.notify, on_progress)
         return self._loop.run(
             self._client.import_context, file, name, upload_id=upload_id, on_progress=tell, timeout=timeout
         )

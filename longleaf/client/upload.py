@@ -20,7 +20,7 @@ from longleaf.types import (
     IngestProgress,
 )
 
-Told = TypeVar("Told")
+ProgressT = TypeVar("ProgressT")
 
 
 class Pieces(Protocol):
@@ -80,7 +80,7 @@ def reach_of(progress: IngestProgress) -> int:
     return progress.received_bytes + progress.received_tokens + progress.processed
 
 
-class UploadStream(Generic[Told]):
+class UploadStream(Generic[ProgressT]):
     """Sends the first request and, after the service's first response, the document from the requested offset."""
 
     def __init__(
@@ -88,7 +88,7 @@ class UploadStream(Generic[Told]):
         first: object,
         source: Pieces,
         encode: Callable[[IngestPiece, int], object],
-        place_of: Callable[[Told], tuple[int, bool]],
+        place_of: Callable[[ProgressT], tuple[int, bool]],
     ) -> None:
         """`encode` makes a request of a piece at an offset. `place_of` returns the offset up to which the service has
         the document, and whether it accepts more."""
@@ -97,7 +97,7 @@ class UploadStream(Generic[Told]):
         self._encode = encode
         self._place_of = place_of
         self._offset: int | None = None
-        self._is_welcome = asyncio.Event()
+        self._may_send = asyncio.Event()
         self._is_over = False
 
     @property
@@ -105,22 +105,22 @@ class UploadStream(Generic[Told]):
         """The error of the document's source."""
         return self._source.error
 
-    def take(self, told: Told) -> None:
+    def on_progress(self, progress: ProgressT) -> None:
         """Processes a response of the service, and releases the acknowledged pieces."""
-        place, takes_more = self._place_of(told)
+        place, takes_more = self._place_of(progress)
         if self._offset is None:
             self._offset, self._is_over = place, not takes_more
-            self._is_welcome.set()
+            self._may_send.set()
         self._source.acknowledge(place)
 
     def stop(self) -> None:
         """Ends a sender that waits, after the call has ended."""
         self._is_over = True
-        self._is_welcome.set()
+        self._may_send.set()
 
     async def requests(self) -> AsyncIterator[object]:
         yield self._first
-        await self._is_welcome.wait()  # nothing is uploaded if the name or the size is refused
+        await self._may_send.wait()  # nothing is uploaded if the name or the size is refused
         if self._is_over:
             return
         offset = self._offset or 0
@@ -137,8 +137,12 @@ class UploadStream(Generic[Told]):
 
 
 async def upload(
-    calls: Calls, method: Any, sending: UploadStream[Told], decode: Callable[[Any], Told], timeout: float | None
-) -> AsyncGenerator[Told, None]:
+    calls: Calls,
+    method: Any,
+    sending: UploadStream[ProgressT],
+    decode: Callable[[Any], ProgressT],
+    timeout: float | None,
+) -> AsyncGenerator[ProgressT, None]:
     """One stream to `method`, sending from the requested offset; yields the responses."""
     with calls.typed():
         call = method(sending.requests(), timeout=timeout)
@@ -148,7 +152,7 @@ async def upload(
             try:
                 async for response in call:
                     reported = calls.decoded(decode, response)
-                    sending.take(reported)
+                    sending.on_progress(reported)
                     yield reported
             except grpc.RpcError as error:
                 raise await ending.error(error) from None

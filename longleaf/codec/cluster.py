@@ -2,7 +2,7 @@
 
 from typing import get_args
 
-from longleaf.codec.names import as_text, context_name, enum_value
+from longleaf.codec.names import context_name, enum_value, to_text
 from longleaf.codec.times import decode_seconds, encode_measured, encode_time
 from longleaf.errors import InvalidArgument
 from longleaf.formatting import human_number, human_seconds
@@ -221,7 +221,7 @@ def encode_verify(verify: Verify) -> cluster_pb.VerifyClusterRequest:
         if count is not None and not 1 <= count < 2**31:
             raise InvalidArgument(field, f"{count} is not 1 or more")
     return cluster_pb.VerifyClusterRequest(
-        text=None if verify.text is None else as_text(verify.text, "text"),
+        text=None if verify.text is None else to_text(verify.text, "text"),
         seed=verify.seed,
         prompt_token_count=verify.num_tokens,
         max_token_count=verify.max_tokens,

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from longleaf.codec.context_text import decode_files, encode_files
 from longleaf.codec.generation import decode_recovering, encode_recovering
-from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids, enum_value
+from longleaf.codec.names import check_utf8, context_id, context_name, decode_ids, encode_ids, enum_value
 from longleaf.codec.scheduling_options import decode_claim, encode_claim
 from longleaf.codec.times import decode_seconds, encode_lifetime, encode_time
 from longleaf.errors import InvalidArgument
@@ -137,14 +137,14 @@ def decode_fork(message: ingest_pb.ForkContextRequest) -> ForkContext:
     )
 
 
-def encode_reread(recomputed: RecomputeResult) -> ingest_pb.RereadContextsResponse:
+def encode_recompute(recomputed: RecomputeResult) -> ingest_pb.RereadContextsResponse:
     left_out = (
         ingest_pb.LeftOutContext(name=context_name(each.name), reason=each.reason) for each in recomputed.left_out
     )
     return ingest_pb.RereadContextsResponse(contexts=map(encode_context, recomputed.contexts), left_out=left_out)
 
 
-def decode_reread(message: ingest_pb.RereadContextsResponse) -> RecomputeResult:
+def decode_recompute(message: ingest_pb.RereadContextsResponse) -> RecomputeResult:
     return RecomputeResult(
         contexts=tuple(map(decode_context, message.contexts)),
         left_out=tuple(SkippedContext(each.name.removeprefix("contexts/"), each.reason) for each in message.left_out),
@@ -166,7 +166,7 @@ def _encode_settings(settings: ContextSettings, message: context_pb.Context | in
     paths: list[str] = []
     try:
         if settings.display_name is not UNSET:
-            message.display_name = encodable(settings.display_name, "display_name")
+            message.display_name = check_utf8(settings.display_name, "display_name")
             paths.append("display_name")
         if settings.is_pinned is not UNSET:
             message.pinned = settings.is_pinned
@@ -189,11 +189,11 @@ def decode_update(message: ingest_pb.UpdateContextRequest) -> tuple[str, Context
     """The context's id and what to change. Raises InvalidArgument naming the field."""
     paths = message.update_mask.paths
     if len(paths) > MAX_PATHS:
-        raise InvalidArgument("update_mask", f"has {len(paths):,} paths, at most {MAX_PATHS} are taken")
+        raise InvalidArgument("update_mask", f"has {len(paths):,} paths; the limit is {MAX_PATHS}")
     wanted = list(paths) or _given(message.context)
     unknown = next((path for path in wanted if path not in (*_PATHS, "*")), None)
     if unknown is not None:
-        raise InvalidArgument("update_mask", f"{unknown[:100]!r} is none of {', '.join(_PATHS)}, *")
+        raise InvalidArgument("update_mask", f"{unknown[:100]!r} is not one of {', '.join(_PATHS)}, *")
     if "*" in wanted:
         is_ttl = message.context.HasField("ttl") and not message.context.HasField("expire_time")
         wanted = [*_given(message.context), "display_name", "pinned", "ttl" if is_ttl else "expire_time"]
@@ -211,7 +211,7 @@ def _decode_settings(
     message: context_pb.Context | ingest_pb.IngestConfig, paths: list[str], parent: str
 ) -> ContextSettings:
     if len(message.display_name) > MAX_DISPLAY_NAME:
-        text = f"has {len(message.display_name):,} characters, at most {MAX_DISPLAY_NAME} are allowed"
+        text = f"has {len(message.display_name):,} characters; the limit is {MAX_DISPLAY_NAME}"
         raise InvalidArgument(f"{parent}.display_name", text)
     if {"ttl", "expire_time"} <= set(paths):
         raise InvalidArgument(f"{parent}.ttl", "cannot be given together with expire_time")
@@ -231,14 +231,16 @@ def _decode_expiry(
         return None if {"ttl", "expire_time"} & set(paths) else UNSET
     time = message.expire_time
     if not (0 <= time.nanos < 10**9 and 0 <= time.seconds <= MAX_TIME):
-        raise InvalidArgument(f"{parent}.expire_time", "is no time from 1970 to 9999")
+        raise InvalidArgument(f"{parent}.expire_time", "must be between the years 1970 and 9999")
     return decode_seconds(time)
 
 
 def _decode_ttl(ttl: Duration, field: str) -> float:
     seconds = decode_seconds(ttl)
     if not 0 < seconds <= MAX_TIME or abs(ttl.nanos) >= 10**9:
-        raise InvalidArgument(field, f"{human_number(seconds)} s is not a positive time, or too long")
+        raise InvalidArgument(
+            field, f"{human_number(seconds)} s must be positive, and is too long if it ends after the year 9999"
+        )
     return seconds
 
 
@@ -248,7 +250,7 @@ def encode_ingest_piece(piece: IngestPiece) -> ingest_pb.IngestContextRequest:
             config = _encode_header(piece)
             if not piece.system:
                 return ingest_pb.IngestContextRequest(config=config)
-            system = encodable(piece.system, "system")
+            system = check_utf8(piece.system, "system")
             prefaced = ingest_pb.PrefacedIngestConfig(config=config, system=system)
             return ingest_pb.IngestContextRequest(prefaced_config=prefaced)
         case bytes():
@@ -262,7 +264,7 @@ def _encode_header(header: IngestHeader) -> ingest_pb.IngestConfig:
         name=context_name(header.context),
         append=header.append,
         total_size_bytes=header.total_bytes,
-        upload_id=encodable(header.upload_id, "upload_id"),
+        upload_id=check_utf8(header.upload_id, "upload_id"),
     )
     encode_claim(header.priority, header.client, config)
     _encode_settings(header.settings, config)
@@ -288,9 +290,9 @@ def decode_ingest_piece(message: ingest_pb.IngestContextRequest) -> IngestPiece:
 def _decode_prefaced(prefaced: ingest_pb.PrefacedIngestConfig) -> IngestHeader:
     header = _decode_header(prefaced.config)
     if header.append:
-        raise InvalidArgument("prefaced_config.system", "is for new contexts: it comes before all that they hold")
+        raise InvalidArgument("prefaced_config.system", "is only for new contexts: it precedes the document")
     if (size := len(prefaced.system.encode())) > MAX_SYSTEM_BYTES:
-        message = f"has {size:,} bytes, at most {MAX_SYSTEM_BYTES:,} are taken"
+        message = f"has {size:,} bytes; the limit is {MAX_SYSTEM_BYTES:,}"
         raise InvalidArgument("prefaced_config.system", message)
     return replace(header, system=prefaced.system)
 
@@ -299,10 +301,10 @@ def _decode_header(config: ingest_pb.IngestConfig) -> IngestHeader:
     capacity = config.capacity_token_count if config.HasField("capacity_token_count") else UNSET
     given = [*_given(config), *(["capacity_token_count"] if capacity is not UNSET else [])]
     if config.append and given:
-        raise InvalidArgument(f"config.{given[0]}", "is for new contexts: UpdateContext changes those that exist")
+        raise InvalidArgument(f"config.{given[0]}", "is only for new contexts: use UpdateContext for an existing one")
     if len(config.upload_id) > MAX_UPLOAD_ID:
         raise InvalidArgument(
-            "config.upload_id", f"has {len(config.upload_id):,} characters, at most {MAX_UPLOAD_ID} are allowed"
+            "config.upload_id", f"has {len(config.upload_id):,} characters; the limit is {MAX_UPLOAD_ID}"
         )
     priority, client = decode_claim(config, "config.")
     if capacity is not UNSET and capacity < 1:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from longleaf.codec.names import context_id, context_name, encodable
+from longleaf.codec.names import check_utf8, context_id, context_name
 from longleaf.document_text import MAX_FILES, TextFile, check_files
 from longleaf.errors import InvalidArgument
 from longleaf.types import ContextText, GetContextText, TextUnit
@@ -15,7 +15,7 @@ def encode_files(files: Sequence[TextFile], config: ingest_pb.IngestConfig) -> N
     """Raises InvalidArgument when a value does not fit its field."""
     try:
         for file in files:
-            config.files.add(name=encodable(file.name, "files"), byte_start=file.start)
+            config.files.add(name=check_utf8(file.name, "files"), byte_start=file.start)
     except (ValueError, TypeError) as error:
         raise InvalidArgument("files", str(error)) from None
 
@@ -23,7 +23,7 @@ def encode_files(files: Sequence[TextFile], config: ingest_pb.IngestConfig) -> N
 def decode_files(config: ingest_pb.IngestConfig) -> tuple[TextFile, ...]:
     """Raises InvalidArgument naming the field."""
     if len(config.files) > MAX_FILES:  # before iterating over all
-        raise InvalidArgument("config.files", f"are {len(config.files):,}, at most {MAX_FILES:,} are taken")
+        raise InvalidArgument("config.files", f"has {len(config.files):,} entries; the limit is {MAX_FILES:,}")
     files = tuple(TextFile(file.name, file.byte_start) for file in config.files)
     check_files(files, "config.files")
     return files

@@ -10,14 +10,14 @@ from google.protobuf.struct_pb2 import Struct
 from longleaf.codec.conversation import decode_conversation, encode_conversation
 from longleaf.codec.names import (
     BytesLike,
-    as_text,
+    check_range,
     context_id,
     context_name,
     decode_ids,
     encode_ids,
     enum_value,
-    is_series,
-    within,
+    is_sequence,
+    to_text,
 )
 from longleaf.codec.provenance import (
     decode_attribution,
@@ -92,10 +92,10 @@ def encode_generate(
     if chat_template_kwargs:
         message.chat_template_kwargs.CopyFrom(_encode_template_kwargs(chat_template_kwargs))
     if isinstance(input, str | BytesLike):
-        message.text = as_text(input, "text")
+        message.text = to_text(input, "text")
     elif isinstance(input, Conversation):
         message.conversation.CopyFrom(encode_conversation(input))
-    elif is_series(input):
+    elif is_sequence(input):
         message.token_ids.CopyFrom(encode_ids(input))
     else:
         raise InvalidArgument(
@@ -103,7 +103,7 @@ def encode_generate(
         )
     message.return_token_bytes = with_token_bytes
     message.until_full = until_full
-    message.sample_count = within("sample_count", num_samples, 1, MAX_SAMPLES)
+    message.sample_count = check_range("sample_count", num_samples, 1, MAX_SAMPLES)
     if provenance is not None:
         message.provenance.CopyFrom(encode_provenance(provenance))
     message.hidden.extend(encode_hidden(hidden))
@@ -111,7 +111,7 @@ def encode_generate(
         message.max_draft_token_count = _draft_count(max_draft_tokens)
     message.request_id = _request_id(request_id) if request_id else ""
     if resume_seconds:
-        seconds = within("resume_duration", resume_seconds, 0.0, MAX_RESUME_SECONDS, " seconds")
+        seconds = check_range("resume_duration", resume_seconds, 0.0, MAX_RESUME_SECONDS, " seconds")
         message.resume_duration.CopyFrom(encode_duration(seconds))
     encode_claim(priority, client, message)
     return message
@@ -119,7 +119,7 @@ def encode_generate(
 
 def encode_resume(resume: Resume) -> service_pb.GenerateRequest:
     """Raises InvalidArgument when a value does not fit its field."""
-    index = within("resume_token_index", resume.token_index, 0, 2**63 - 1)
+    index = check_range("resume_token_index", resume.token_index, 0, 2**63 - 1)
     return service_pb.GenerateRequest(request_id=_request_id(resume.request_id), resume_token_index=index)
 
 
@@ -138,7 +138,7 @@ def decode_generate(
 ) -> Generate | Resume:
     """`random_seed` and `defaults` replace missing sampling parameters. Raises InvalidArgument naming the field."""
     if message.HasField("resume_token_index"):
-        index = within("resume_token_index", message.resume_token_index, 0, 2**63 - 1)
+        index = check_range("resume_token_index", message.resume_token_index, 0, 2**63 - 1)
         return Resume(_request_id(message.request_id), index)
     priority, client = decode_claim(message)
     if message.return_token_bytes and not message.sampling.HasField("logprob_count"):
@@ -159,7 +159,7 @@ def decode_generate(
         hidden=decode_hidden(message),
         max_draft_tokens=_max_draft_tokens(message),
         request_id=_request_id(message.request_id) if message.request_id else "",
-        resume_seconds=within("resume_duration", duration, 0.0, MAX_RESUME_SECONDS, " seconds"),
+        resume_seconds=check_range("resume_duration", duration, 0.0, MAX_RESUME_SECONDS, " seconds"),
         priority=priority,
         client=client,
     )
@@ -179,18 +179,18 @@ def _decode_template_kwargs(message: service_pb.GenerateRequest) -> dict[str, An
     if not message.HasField(TEMPLATE_KWARGS):
         return {}
     if (size := message.chat_template_kwargs.ByteSize()) > MAX_TEMPLATE_KWARGS:
-        raise InvalidArgument(TEMPLATE_KWARGS, f"have {size:,} bytes, at most {MAX_TEMPLATE_KWARGS:,}")
+        raise InvalidArgument(TEMPLATE_KWARGS, f"has {size:,} bytes; the limit is {MAX_TEMPLATE_KWARGS:,}")
     if message.WhichOneof("input") == "token_ids" or (
         message.HasField("use_chat_template") and not message.use_chat_template
     ):
-        raise InvalidArgument(TEMPLATE_KWARGS, "are given, but the input does not go through the chat template")
+        raise InvalidArgument(TEMPLATE_KWARGS, "requires an input that uses the chat template")
     for name in message.chat_template_kwargs.fields:
         if not name.isidentifier() or name in TEMPLATE_NAMES:
-            raise InvalidArgument(TEMPLATE_KWARGS, f"has {name!r}, which cannot be set")
+            raise InvalidArgument(TEMPLATE_KWARGS, f"has {name!r}, which is reserved")
     try:
         return _with_integers(MessageToDict(message.chat_template_kwargs))
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument(TEMPLATE_KWARGS, f"are no JSON: {error}") from None
+        raise InvalidArgument(TEMPLATE_KWARGS, f"is not valid JSON: {error}") from None
 
 
 def _with_integers(value: Any) -> Any:
@@ -216,12 +216,12 @@ def _decode_input(message: service_pb.GenerateRequest) -> str | Sequence[int] | 
 
 def _decode_conversation(message: service_pb.GenerateRequest) -> Conversation:
     if message.HasField("use_chat_template") and not message.use_chat_template:
-        raise InvalidArgument("use_chat_template", "a conversation is nothing without the template")
+        raise InvalidArgument("use_chat_template", "must be on for a conversation")
     return decode_conversation(message.conversation)
 
 
 def _sample_count(message: service_pb.GenerateRequest) -> int:
-    return within("sample_count", message.sample_count, 1, MAX_SAMPLES) if message.HasField("sample_count") else 1
+    return check_range("sample_count", message.sample_count, 1, MAX_SAMPLES) if message.HasField("sample_count") else 1
 
 
 def _max_draft_tokens(message: service_pb.GenerateRequest) -> int | None:
@@ -229,12 +229,12 @@ def _max_draft_tokens(message: service_pb.GenerateRequest) -> int | None:
 
 
 def _draft_count(count: int) -> int:
-    return within("max_draft_token_count", count, 0, MAX_DRAFT_TOKENS)
+    return check_range("max_draft_token_count", count, 0, MAX_DRAFT_TOKENS)
 
 
 def _request_id(text: str) -> str:
     if _REQUEST_ID.fullmatch(text) is None:
-        raise InvalidArgument("request_id", "must be 1 to 128 of a-z A-Z 0-9 . _ -")
+        raise InvalidArgument("request_id", "must be 1 to 128 characters of a-z, A-Z, 0-9, '.', '_', '-'")
     return text
 
 

@@ -25,20 +25,21 @@ _CONTEXT_NAME = re.compile(rf"contexts/({CONTEXT_ID.pattern})")
 def context_name(context: str) -> str:
     """Resource name of the context with this id; a full resource name is returned unchanged."""
     name = context if context.startswith("contexts/") else f"contexts/{context}"
-    return encodable(name, "context")
+    return check_utf8(name, "context")
 
 
 def context_id(name: str, field: str = "name") -> str:
     """Id in the resource name `name`, the value of `field`. Raises InvalidArgument for an invalid name."""
     match = _CONTEXT_NAME.fullmatch(name)
     if match is None:
-        shown = name if len(name) <= 100 else name[:100] + "…"
-        rule = "1 to 63 of a-z 0-9 . _ -, a letter or digit first and last"
-        raise InvalidArgument(field, f"{shown!r} is not contexts/ID with ID of {rule}")
+        shown = name.removeprefix("contexts/") if name.startswith("contexts/") else name
+        shown = shown if len(shown) <= 100 else shown[:100] + "…"
+        rule = "1 to 63 characters of a-z, 0-9, '.', '_' and '-', the first and the last a letter or digit"
+        raise InvalidArgument(field, f"{shown!r} is not a valid context name: {rule}")
     return match[1]
 
 
-def encodable(text: str, field: str) -> str:
+def check_utf8(text: str, field: str) -> str:
     """Returns `text`. Raises InvalidArgument naming `field` for lone surrogates, which UTF-8 cannot represent."""
     try:
         text.encode()
@@ -47,7 +48,7 @@ def encodable(text: str, field: str) -> str:
     return text
 
 
-def within(field: str, value: Number, low: float, high: float, unit: str = "") -> Number:
+def check_range(field: str, value: Number, low: float, high: float, unit: str = "") -> Number:
     """Returns `value`. Raises InvalidArgument naming `field` unless it is between `low` and `high`, inclusive."""
     if not low <= value <= high:
         raise InvalidArgument(field, f"must be between {human_number(low)} and {human_number(high)}{unit}")
@@ -59,11 +60,11 @@ def enum_value(values: Sequence[Value], number: int) -> Value:
     return values[number] if 0 <= number < len(values) else values[0]
 
 
-def as_text(value: str | BytesLike, field: str) -> str:
+def to_text(value: str | BytesLike, field: str) -> str:
     """A text, or decoded UTF-8 bytes. Raises InvalidArgument naming `field` for other types."""
     match value:
         case str():
-            return encodable(value, field)
+            return check_utf8(value, field)
         case bytes() | bytearray() | memoryview():
             try:
                 return as_bytes(value, field).tobytes().decode()
@@ -78,20 +79,20 @@ def as_bytes(value: BytesLike, field: str) -> memoryview:
     dimensions."""
     view = memoryview(value)
     if view.itemsize != 1 or view.ndim != 1:
-        message = f"memoryview of shape {view.shape} with items of {view.itemsize} bytes is no text"
+        message = f"memoryview of shape {view.shape} with items of {view.itemsize} bytes is not text"
         raise InvalidArgument(field, message)
     return view
 
 
-def is_series(value: object) -> bool:
+def is_sequence(value: object) -> bool:
     """Whether it is an ordered iterable and not a text: mappings and sets are not."""
     return isinstance(value, Iterable) and not isinstance(value, str | BytesLike | Mapping | AnySet)
 
 
 def encode_ids(token_ids: Iterable[int]) -> generation_pb.TokenIds:
     """Raises InvalidArgument for anything but a sequence of ids, naming the first invalid one."""
-    if not is_series(token_ids):
-        raise InvalidArgument("token_ids", f"{type(token_ids).__name__} is no sequence of token ids")
+    if not is_sequence(token_ids):
+        raise InvalidArgument("token_ids", f"{type(token_ids).__name__} is not a sequence of token ids")
     given = token_ids if isinstance(token_ids, Sequence) else list(token_ids)
     try:
         return generation_pb.TokenIds(ids=given)
@@ -101,7 +102,7 @@ def encode_ids(token_ids: Iterable[int]) -> generation_pb.TokenIds:
             raise InvalidArgument("token_ids", str(error)) from None
         wrong = given[place]
         message = str(wrong) if type(wrong) is int else type(wrong).__name__
-        raise InvalidArgument(f"token_ids.ids[{place}]", f"{message} is no token id") from None
+        raise InvalidArgument(f"token_ids.ids[{place}]", f"{message} is not a token id") from None
 
 
 def _is_id(value: object) -> bool:
@@ -117,7 +118,7 @@ def decode_ids(message: generation_pb.TokenIds, max_ids: int | None = None) -> "
     Raises InvalidArgument for more than `max_ids`, and naming the first negative one.
     """
     if max_ids is not None and len(message.ids) > max_ids:
-        raise InvalidArgument("token_ids", f"are {len(message.ids):,}, at most {max_ids:,} are taken at once")
+        raise InvalidArgument("token_ids", f"has {len(message.ids):,} ids; the limit is {max_ids:,}")
     token_ids = array("I")
     try:
         for start in range(0, len(message.ids), STEP_IDS):

@@ -1,7 +1,7 @@
 """Conversion of export and import messages."""
 
 from longleaf.codec.context import MAX_UPLOAD_ID, decode_context, encode_context
-from longleaf.codec.names import context_id, context_name, encodable
+from longleaf.codec.names import check_utf8, context_id, context_name
 from longleaf.errors import InvalidArgument
 from longleaf.types import ArchiveChunk, ExportContext, ExportedArchive, ImportHeader, ImportProgress
 from longleaf.v1 import context_service_pb2 as context_pb
@@ -24,7 +24,7 @@ def decode_export(message: context_pb.ExportContextRequest) -> ExportContext:
     if message.offset < 0:
         raise InvalidArgument("offset", f"{message.offset} is negative")
     if len(message.digest) > MAX_DIGEST or (message.offset and not message.digest):
-        raise InvalidArgument("digest", "is not that of a parcel, which is needed to go on at an offset")
+        raise InvalidArgument("digest", "is missing or invalid; it is required with an offset")
     return ExportContext(
         context=context_id(message.name),
         offset=message.offset,
@@ -53,7 +53,7 @@ def encode_import_piece(piece: ImportHeader | ArchiveChunk) -> context_pb.Import
         return context_pb.ImportContextRequest(piece=reported)
     config = context_pb.ImportConfig(
         name="" if piece.context is None else context_name(piece.context),
-        upload_id=encodable(piece.upload_id, "upload_id"),
+        upload_id=check_utf8(piece.upload_id, "upload_id"),
         total_size_bytes=piece.total_bytes,
     )
     return context_pb.ImportContextRequest(config=config)
@@ -72,7 +72,7 @@ def decode_import_piece(message: context_pb.ImportContextRequest) -> ImportHeade
 
 def _decode_header(config: context_pb.ImportConfig) -> ImportHeader:
     if len(config.upload_id) > MAX_UPLOAD_ID:
-        message = f"has {len(config.upload_id):,} characters, at most {MAX_UPLOAD_ID} are allowed"
+        message = f"has {len(config.upload_id):,} characters; the limit is {MAX_UPLOAD_ID}"
         raise InvalidArgument("config.upload_id", message)
     if config.total_size_bytes < 0:
         raise InvalidArgument("config.total_size_bytes", f"{config.total_size_bytes} is negative")

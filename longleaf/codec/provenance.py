@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import get_args
 
-from longleaf.codec.names import within
+from longleaf.codec.names import check_range
 from longleaf.errors import InvalidArgument
 from longleaf.types import MIN_SPAN_TOKENS, Attribution, Provenance, Ranking, Source, TokenRange
 from longleaf.v1 import generation_pb2 as generation_pb
@@ -23,14 +23,14 @@ def encode_provenance(provenance: Provenance) -> generation_pb.Provenance:
         raise InvalidArgument("provenance.ranking", f"{provenance.ranking!r} is neither raw nor contrast")
     message = generation_pb.Provenance(
         ranking=generation_pb.Ranking.Name(RANKINGS.index(provenance.ranking, 1)),
-        span_count=within("provenance.span_count", provenance.num_spans, 1, MAX_SPANS),
+        span_count=check_range("provenance.span_count", provenance.num_spans, 1, MAX_SPANS),
         per_token=provenance.per_token,
         confirm=provenance.confirm,
     )
     if provenance.span_tokens is not None:
-        message.span_token_count = within("provenance.span_token_count", provenance.span_tokens, 1, 2**31 - 1)
+        message.span_token_count = check_range("provenance.span_token_count", provenance.span_tokens, 1, 2**31 - 1)
     message.layers.extend(
-        within(f"provenance.layers[{i}]", layer, 0, 2**31 - 1) for i, layer in enumerate(provenance.layers)
+        check_range(f"provenance.layers[{i}]", layer, 0, 2**31 - 1) for i, layer in enumerate(provenance.layers)
     )
     return message
 
@@ -40,14 +40,16 @@ def decode_provenance(message: generation_pb.Provenance) -> Provenance:
     if len(message.layers) > MAX_LAYERS:
         raise InvalidArgument("provenance.layers", f"must be at most {MAX_LAYERS:,}")
     if not 0 <= message.ranking < len(RANKINGS):
-        raise InvalidArgument("provenance.ranking", f"{message.ranking} is no ranking that this service knows")
+        raise InvalidArgument("provenance.ranking", f"{message.ranking} is not a ranking of this service")
     given = message.span_token_count if message.HasField("span_token_count") else None
     if given is not None and (given < MIN_SPAN_TOKENS or given & (given - 1)):
-        raise InvalidArgument("provenance.span_token_count", f"{given:,} is no power of two from {MIN_SPAN_TOKENS} on")
+        raise InvalidArgument(
+            "provenance.span_token_count", f"{given:,} must be a power of two, at least {MIN_SPAN_TOKENS}"
+        )
     count = message.span_count if message.HasField("span_count") else Provenance().num_spans
     return Provenance(
         span_tokens=given,
-        num_spans=within("provenance.span_count", count, 1, MAX_SPANS),
+        num_spans=check_range("provenance.span_count", count, 1, MAX_SPANS),
         layers=tuple(message.layers),
         per_token=message.per_token,
         ranking=RANKINGS[message.ranking],
@@ -61,7 +63,8 @@ def encode_hidden(hidden: Sequence[TokenRange]) -> list[generation_pb.TokenRange
         raise InvalidArgument("hidden", f"must be at most {MAX_HIDDEN:,} ranges")
     return [
         generation_pb.TokenRange(
-            token_start=within(f"hidden[{i}]", start, 0, 2**63 - 1), token_end=within(f"hidden[{i}]", end, 0, 2**63 - 1)
+            token_start=check_range(f"hidden[{i}]", start, 0, 2**63 - 1),
+            token_end=check_range(f"hidden[{i}]", end, 0, 2**63 - 1),
         )
         for i, (start, end) in enumerate(hidden)
     ]
@@ -76,9 +79,9 @@ def decode_hidden(message: service_pb.GenerateRequest) -> tuple[TokenRange, ...]
     for i, (start, end) in enumerate(found):
         text = f"tokens {start:,} to {end:,}"
         if not 0 <= start < end:
-            raise InvalidArgument(f"hidden[{i}]", f"{text} are none")
+            raise InvalidArgument(f"hidden[{i}]", f"{text} is not a valid range")
         if start < last:
-            raise InvalidArgument(f"hidden[{i}]", f"{text} begin before those of the range before it end")
+            raise InvalidArgument(f"hidden[{i}]", f"{text} overlaps the previous range, or is out of order")
         last = end
     return found
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from longleaf.codec.names import BytesLike, encodable
+from longleaf.codec.names import BytesLike, check_utf8
 from longleaf.errors import InvalidArgument
 from longleaf.sampling import GREEDY, MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS, Sampling
 from longleaf.types import SamplingOptions
@@ -31,10 +31,10 @@ def _set(message: generation_pb.SamplingParams, name: str, value: Any) -> None:
     field = _WIRE_NAMES.get(name, name)
     if name in ("stop", "stop_tokens") and _is_text(value):  # a single string, not a sequence of strings
         kind = "strings" if name == "stop" else "token ids"
-        raise InvalidArgument(f"sampling.{field}", f"{type(value).__name__} is no sequence of {kind}")
+        raise InvalidArgument(f"sampling.{field}", f"{type(value).__name__} is not a sequence of {kind}")
     try:
         if name == "stop":
-            message.stop.extend(encodable(stop, "sampling.stop") for stop in value)
+            message.stop.extend(check_utf8(stop, "sampling.stop") for stop in value)
         elif name == "stop_tokens":
             message.stop_token_ids.extend(value)
         elif name == "logit_bias":

@@ -48,13 +48,13 @@ BROKEN_SEND = "Internal error from Core"
 TOO_LARGE = re.compile(r"(?:CLIENT: Sent|SERVER: Received) message larger than max \((\d+) vs\. (\d+)\)")
 """gRPC's message, on either side, for a request that exceeds the message size limit."""
 NO_CONNECTION = "failed to connect to all addresses"
-UNTRUSTED = "has a certificate for which no authority given here or in LONGLEAF_TLS_CA vouches"
+UNTRUSTED = "has a certificate that is not signed by an authority in --tls-ca or LONGLEAF_TLS_CA"
 MISTAKES = (
     (
         "WRONG_VERSION_NUMBER",
         "serves plain connections; those with an authority, here or in LONGLEAF_TLS_CA, are not",
     ),
-    ("Hostname Verification", "has a certificate that is not for that name"),
+    ("Hostname Verification", "has a certificate for another name"),
     ("CERTIFICATE_VERIFY_FAILED", UNTRUSTED),
     ("certificate signature failure", UNTRUSTED),
 )
@@ -126,7 +126,7 @@ def _of_library(status: status_pb2.Status, server: str) -> LongleafError | None:
     is_reported = _find(status, error_details_pb2.ErrorInfo) is not None
     match grpc_code(status):
         case StatusCode.RESOURCE_EXHAUSTED if sizes := TOO_LARGE.search(status.message):
-            message = f"has {int(sizes[1]):,} bytes, at most {int(sizes[2]):,} fit in one message"
+            message = f"has {int(sizes[1]):,} bytes; the limit for one message is {int(sizes[2]):,}"
             return InvalidArgument("request", message)
         case StatusCode.UNAVAILABLE if not is_reported:
             return _of_connection(status.message, server)
@@ -135,9 +135,9 @@ def _of_library(status: status_pb2.Status, server: str) -> LongleafError | None:
         case StatusCode.CANCELLED:  # not by this client: that would be a CancelledError
             return Unavailable(f"{server} ended the call")
         case StatusCode.INTERNAL if status.message == BROKEN_SEND:
-            return Unavailable(f"the connection to {server} broke while it was being sent to")
+            return Unavailable(f"the connection to {server} broke while the request was being sent")
         case StatusCode.UNIMPLEMENTED:
-            return LongleafError(f"{server} does not serve this call of longleaf.v1: {status.message}")
+            return LongleafError(f"{server} does not implement this call of longleaf.v1: {status.message}")
         case _:
             return None
 

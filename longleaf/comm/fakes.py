@@ -79,7 +79,7 @@ class FakeStore:
         self._prefix = prefix
 
     def set(self, key: str, value: str) -> None:
-        self._owner.tell(lambda: self._values.update({self._prefix + key: value.encode()}))
+        self._owner.update(lambda: self._values.update({self._prefix + key: value.encode()}))
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
         del timeout  # no timeouts here: a rank arrives, or all wait
@@ -255,7 +255,7 @@ class FakeDistributed:
         with self._changed:
             self._wait(is_done, what)
 
-    def tell(self, change: Callable[[], None]) -> None:
+    def update(self, change: Callable[[], None]) -> None:
         """Applies a change, and notifies the waiting ranks."""
         with self._changed:
             change()
@@ -338,7 +338,7 @@ class FakeDistributed:
 
 
 class FakeDefault:
-    """What torch calls `group`."""
+    """`group` in torch's calls."""
 
     def __init__(self, owner: FakeDistributed) -> None:
         self._owner = owner

@@ -25,7 +25,7 @@ class LoopbackComm:
         self.transport: Transport = "loopback"
         self.rank = rank
         self.world_size = world_size
-        self._meeting = rendezvous
+        self._rendezvous = rendezvous
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return self._exchange(tensor, lambda tensors: torch.stack(tensors))
@@ -49,7 +49,7 @@ class LoopbackComm:
         return Transfer(())
 
     def _exchange(self, tensor: Tensor, read: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        rendezvous = self._meeting
+        rendezvous = self._rendezvous
         rendezvous.tensors[self.rank] = tensor
         rendezvous.barrier.wait()
         result = read([t for t in rendezvous.tensors if t is not None])
@@ -58,7 +58,7 @@ class LoopbackComm:
 
     def abort(self) -> None:
         """Makes all waiting threads raise BrokenBarrierError."""
-        self._meeting.barrier.abort()
+        self._rendezvous.barrier.abort()
 
 
 def loopback(world_size: int) -> list[LoopbackComm]:

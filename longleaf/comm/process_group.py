@@ -116,7 +116,7 @@ def agree_on_carrier(rank: int, world_size: int, store: Store, device: str, *, t
     store.wait(keys, timedelta(seconds=timeout))
     transport = fastest_transport([place.decode() for place in store.multi_get(keys)])
     if transport == "gloo" and rank == 0:
-        log.warning("ranks share a GPU or have none, so tensors travel through the host's memory, over gloo (slower)")
+        log.warning("ranks share a GPU or have none: tensors are sent through host memory with gloo (slower)")
     return TransportChoice(transport, device)
 
 
@@ -156,7 +156,7 @@ class ProcessGroups:
         device must be the current one.
         """
         self._is_nccl = carrier.transport == "nccl"
-        self._leaving = threading.Lock()
+        self._closing = threading.Lock()
         self._has_left = False
         self._shared: SharedMemoryComm | None = None
         _init(
@@ -178,7 +178,7 @@ class ProcessGroups:
         nodes = topology.node_groups
         if carrier.transport == "shared_memory" and len(nodes) < topology.world_size:
             own = next(ranks for ranks in nodes if rank in ranks)
-            self._shared = share_memory(own, rank, _tell_all, epoch=epoch, timeout=timeout)
+            self._shared = share_memory(own, rank, _broadcast_choice, epoch=epoch, timeout=timeout)
         groups = make_groups(rank, topology, self._shared, timeout=timeout)
         comms = dict.fromkeys((groups.world, groups.node, groups.rail))
         self._counting = [comm for comm in comms if isinstance(comm, ProcessGroupComm | SharedMemoryComm)]
@@ -212,7 +212,7 @@ class ProcessGroups:
         self._leave(dist.distributed_c10d._abort_process_group if self._is_nccl else dist.destroy_process_group)
 
     def _leave(self, leave: Callable[[], None]) -> None:
-        with self._leaving:
+        with self._closing:
             if self._has_left:
                 return
             self._has_left = True
@@ -265,7 +265,9 @@ def connect(groups: Groups, device: str) -> None:
         number = torch.tensor([rank], device=device)
         received = comm.permute(number, (rank + 1) % size, (rank - 1) % size)
         if (total := int(comm.all_reduce(received, "sum"))) != sum(range(size)):
-            raise StartError(f"device: between the GPUs of {size} ranks numbers get lost: their sum is {total}")
+            raise StartError(
+                f"device: data is corrupted between the GPUs of {size} ranks: the sum of their numbers is {total}"
+            )
 
 
 def _own(rank: int, groups: Sequence[Sequence[int]], timeout: float) -> ProcessGroupComm | None:
@@ -274,7 +276,7 @@ def _own(rank: int, groups: Sequence[Sequence[int]], timeout: float) -> ProcessG
     return next((ProcessGroupComm(g) for g, ranks in zip(made, groups, strict=True) if rank in ranks), None)
 
 
-def _tell_all(word: JoinMessage) -> Sequence[JoinMessage]:
+def _broadcast_choice(word: JoinMessage) -> Sequence[JoinMessage]:
     """The messages of all ranks of the world. Encoded as msgpack, because torch's own exchange of objects uses pickle,
     which allows a rank to run code on another."""
     world = ProcessGroupComm(dist.group.WORLD)

@@ -132,7 +132,7 @@ class SharedMemoryComm:
     def _exchange(self, tensor: Tensor, route: Route, shape: Sequence[int]) -> Tensor:
         """Writes and reads according to the route. Returns a view of the board, or a new tensor for a large message."""
         if not tensor.is_cpu:
-            raise ValueError(f"a tensor on {tensor.device} cannot be sent through the CPU's memory")
+            raise ValueError(f"a tensor on {tensor.device} cannot be sent through CPU memory")
         tensor = tensor.contiguous()
         part_bytes = tensor.nbytes // route.num_parts
         largest = CAPACITY // route.num_parts
@@ -156,10 +156,10 @@ class SharedMemoryComm:
         deed = num_bytes << KIND_BITS | route.kind
         status = self._library.exchange(place, tensor.data_ptr() + start, written, stride, length, deed)
         if status != Status.MET:
-            self._settle(status, deed)
+            self._finish(status, deed)
         return place.step & 1
 
-    def _settle(self, status: int, deed: int) -> None:
+    def _finish(self, status: int, deed: int) -> None:
         """Waits for the other ranks. Raises RankLost, CollectiveMismatch for messages that differ, or ExchangeAborted.
 
         A rank that fails here leaves, so that the others do not wait for it.
@@ -184,19 +184,21 @@ class SharedMemoryComm:
         others = (rank for rank in range(self.world_size) if rank != self.rank)
         gone = next((rank for rank in others if self._library.is_there(self._file, rank) == 0), -1)
         if gone >= 0 or not is_late:
-            return gone, "died or left the group"
-        return self._library.missing(self._place), f"did not come to an exchange in {human_seconds(self._timeout)}"
+            return gone, "exited or left the group"
+        return self._library.missing(self._place), f"did not join an exchange within {human_seconds(self._timeout)}"
 
     def _worker_lost(self, rank: int, reason: str) -> RankLost:
         """The error that all ranks raise for the rank that the first of them found missing."""
-        blamed: int = self._library.blame(self._place, rank)
-        return RankLost(self._members[blamed], reason if blamed == rank else "others waited for it in vain")
+        blamed: int = self._library.find_missing(self._place, rank)
+        return RankLost(self._members[blamed], reason if blamed == rank else "another rank timed out waiting for it")
 
     def _disagreement(self, deed: int) -> CollectiveMismatch:
         theirs = ctypes.c_int64()
         odd: int = self._library.odd(self._place, theirs)
         own, other = (f"rank {self._members[rank]} sends" for rank in (self.rank, odd))
-        return CollectiveMismatch(f"messages differ: {own} {Kind.told(deed)}, {other} {Kind.told(theirs.value)}")
+        return CollectiveMismatch(
+            f"messages differ: {own} {Kind.description(deed)}, {other} {Kind.description(theirs.value)}"
+        )
 
 
 def _view(
@@ -268,7 +270,7 @@ def share_memory(
     if entrance.comm is not None:
         entrance.comm.close()
     if rank == 0:
-        log.warning("ranks of one machine do not meet in shared memory but over gloo (slower): %s", problem)
+        log.warning("ranks on one machine use gloo instead of shared memory (slower): %s", problem)
     return None
 
 

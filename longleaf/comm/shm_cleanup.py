@@ -32,7 +32,7 @@ class ProcessIdentity(NamedTuple):
         pid = os.getpid()
         started = started_at(pid)
         if started is None:
-            raise OSError("/proc does not tell of this process")
+            raise OSError("/proc has no entry for this process")
         return ProcessIdentity(os.stat("/proc/self/ns/pid").st_ino, pid, started)
 
     @staticmethod

@@ -34,7 +34,7 @@ class Kind(IntEnum):
     PERMUTE = 6
 
     @staticmethod
-    def told(deed: int) -> str:
+    def description(deed: int) -> str:
         """Size and kind of a message, for error messages."""
         name = Kind(deed & (1 << KIND_BITS) - 1).name.lower()
         return f"{deed >> KIND_BITS:,} bytes to {name.replace('_of_', ' of ')}"
@@ -71,8 +71,8 @@ class Library:
         self.wait.argtypes = self.missing.argtypes = [place]
         self.odd = library.longleaf_meet_odd
         self.odd.argtypes = [place, ctypes.POINTER(size)]
-        self.blame = library.longleaf_meet_blame
-        self.blame.argtypes = [place, number]
+        self.find_missing = library.longleaf_meet_blame
+        self.find_missing.argtypes = [place, number]
         self.enter = library.longleaf_meet_enter
         self.leave = library.longleaf_meet_leave
         self.is_there = library.longleaf_meet_is_there

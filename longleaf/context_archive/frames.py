@@ -45,7 +45,7 @@ class Frame(NamedTuple):
         """Raises InvalidArgument for a damaged frame, or other data."""
         reported, check = data[:-CHECK_BYTES], data[-CHECK_BYTES:]
         if len(data) != FRAME_BYTES or _check(reported) != check:
-            raise InvalidArgument(FIELD, "what begins a record is damaged")
+            raise InvalidArgument(FIELD, "the header of a record is damaged")
         kind = reported[:KIND_BYTES].rstrip(b"\0").decode(errors="replace")
         length = int.from_bytes(reported[KIND_BYTES:][:LENGTH_BYTES], "little")
         return cls(kind, length, reported[-DIGEST_BYTES:].hex())
@@ -54,11 +54,11 @@ class Frame(NamedTuple):
 def check_preamble(data: bytes) -> None:
     """Raises InvalidArgument if the data is not the start of an archive, or has a later version."""
     if data[: len(MAGIC)] != MAGIC:
-        raise InvalidArgument(FIELD, "this is no exported context")
+        raise InvalidArgument(FIELD, "this is not an exported context")
     version = int.from_bytes(data[len(MAGIC) :], "little")
     if version != VERSION:
         raise InvalidArgument(FIELD, f"it is of version {version}, and this service reads version {VERSION}")
 
 
-def _check(told: bytes) -> bytes:
-    return blake3(told).digest()[:CHECK_BYTES]
+def _check(payload: bytes) -> bytes:
+    return blake3(payload).digest()[:CHECK_BYTES]

@@ -29,7 +29,7 @@ class IdsSection(NamedTuple):
     token_ids: "array[int]"
 
 
-Told = ContextHead | SegmentHead | IdsSection | bytearray
+Section = ContextHead | SegmentHead | IdsSection | bytearray
 """A head; a segment; a part of its token ids; the bytes of its next piece. The end record follows the last of them."""
 
 
@@ -66,7 +66,7 @@ class ArchiveReader:
         self._form, self._block_size = form, block_size
 
     @property
-    def num_held_bytes(self) -> int:
+    def num_buffered_bytes(self) -> int:
         """Buffered bytes of the current record."""
         return len(self._content)
 
@@ -75,13 +75,13 @@ class ArchiveReader:
         """Whether the current record is the head or a segment description, which may take long to decode."""
         return self._frame is not None and self._frame.kind in ("head", "segment")
 
-    def take(self, data: memoryview) -> tuple[int, Told | None]:
+    def take(self, data: memoryview) -> tuple[int, Section | None]:
         """Consumes bytes up to the end of the current part; returns their number and the decoded record, if any. Raises
         InvalidArgument for invalid data, and on every later call."""
         if self._error is not None:
             raise self._error
         if self.is_complete:
-            raise self._wrong("there are bytes after its end")
+            raise self._fail("it has extra bytes after its end")
         count = min(len(data), self._num_wanted - len(self._content))
         self._content += data[:count]
         if self._frame is not None:
@@ -93,7 +93,7 @@ class ArchiveReader:
     def check_complete(self) -> None:
         """Raises InvalidArgument if the end record is missing."""
         if not self.is_complete:
-            raise self._wrong("it was cut: its end is missing")
+            raise self._fail("it is truncated: its end is missing")
 
     @property
     def _num_wanted(self) -> int:
@@ -101,7 +101,7 @@ class ArchiveReader:
             return len(PREAMBLE)
         return FRAME_BYTES if self._frame is None else self._frame.num_bytes
 
-    def _complete(self) -> Told | None:
+    def _complete(self) -> Section | None:
         content, self._content = self._content, bytearray()
         try:
             if not self._has_begun:
@@ -112,18 +112,20 @@ class ArchiveReader:
             else:
                 return self._record(content)
         except InvalidArgument as error:
-            raise self._wrong(error.description) from None
+            raise self._fail(error.description) from None
         return None
 
     def _begin(self, data: bytes) -> None:
         """Checks that the frame may follow."""
         frame, (kind, shortest, longest) = Frame.decode(data), self._next()
         if frame.kind != kind:
-            raise InvalidArgument(FIELD, f"{frame.kind!r} comes where {kind!r} should")
+            raise InvalidArgument(FIELD, f"found {frame.kind!r} where {kind!r} is expected")
         if not shortest <= frame.num_bytes <= longest:
-            raise InvalidArgument(FIELD, f"{kind!r} has {frame.num_bytes:,} bytes, not {shortest:,} to {longest:,}")
+            raise InvalidArgument(
+                FIELD, f"{kind!r} has {frame.num_bytes:,} bytes; allowed are {shortest:,} to {longest:,}"
+            )
         if self._part is not None and self._num_ids_left == 0 and frame.digest != self._part.digest:
-            raise InvalidArgument(FIELD, "a piece is another one than was told")
+            raise InvalidArgument(FIELD, "a piece does not match its digest")
         if kind != "end":
             self._all.update(data)
         self._frame, self._content_digest = frame, blake3()
@@ -141,11 +143,11 @@ class ArchiveReader:
             return "segment", 1, max_segment_bytes(self._num_tokens_left)
         return "end", DIGEST_BYTES, DIGEST_BYTES
 
-    def _record(self, content: bytearray) -> Told | None:
+    def _record(self, content: bytearray) -> Section | None:
         assert self._frame is not None
         frame, self._frame = self._frame, None
         if self._content_digest.hexdigest() != frame.digest:
-            raise InvalidArgument(FIELD, f"what {frame.kind!r} contains is damaged")
+            raise InvalidArgument(FIELD, f"the content of {frame.kind!r} is damaged")
         match frame.kind:
             case "head":
                 return self._take_head(decode(content, ContextHead))
@@ -178,11 +180,11 @@ class ArchiveReader:
 
     def _end(self, content: bytearray) -> None:
         if bytes(content) != self._all.digest():
-            raise InvalidArgument(FIELD, "its end is that of another one")
+            raise InvalidArgument(FIELD, "its end belongs to another archive")
         self.is_complete = True
 
-    def _wrong(self, told: str) -> InvalidArgument:
-        self._error = InvalidArgument(FIELD, f"{told} (after {self.num_bytes:,} bytes)")
+    def _fail(self, message: str) -> InvalidArgument:
+        self._error = InvalidArgument(FIELD, f"{message} (after {self.num_bytes:,} bytes)")
         return self._error
 
 

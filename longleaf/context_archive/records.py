@@ -38,7 +38,7 @@ MAX_NAME = 256
 """In characters."""
 MAX_WINDOW_RUNS = 8
 """Runs of windows, which may start anywhere, in addition to one per block."""
-Told = TypeVar("Told")
+RecordT = TypeVar("RecordT")
 
 
 class ContextHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class ContextHead(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 < self.num_tokens <= self.capacity <= MAX_TOKENS:
             raise InvalidArgument(FIELD, f"it has {self.num_tokens} tokens, and a capacity of {self.capacity}")
         if sound_ends(self.ends, self.num_tokens) is None:
-            message = f"its ends do not rise up to {self.num_tokens:,}, or are more than {MAX_ENDS}"
+            message = f"its ends must increase up to {self.num_tokens:,}, with at most {MAX_ENDS} entries"
             raise InvalidArgument(FIELD, message)
         if len(self.fingerprint.files) > MAX_FINGERPRINT_FILES:
             raise InvalidArgument(FIELD, f"its checkpoint has more than {MAX_FINGERPRINT_FILES:,} files")
@@ -124,7 +124,7 @@ class SegmentHead(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidArgument(FIELD, "a piece has no digest")
 
     @property
-    def num_held_bytes(self) -> int:
+    def num_buffered_bytes(self) -> int:
         """Approximate memory."""
         parts = () if self.keys is None else self.keys.parts
         resident = SEGMENT_BYTES + PIECE_BYTES * len(parts) + RUN_BYTES * sum(len(part.runs) for part in parts)
@@ -180,7 +180,7 @@ def decode_segment(content: bytes | bytearray, num_left: int, form: str | None, 
     limits = {"keys": (raw.keys, _max_keys_bytes(num_tokens)), "text": (raw.text, _max_text_bytes(num_tokens))}
     for name, (part, most) in limits.items():
         if (num_bytes := memoryview(part).nbytes) > most:
-            message = f"{num_bytes:,} bytes tell of its {name}, and at most {most:,} do of {num_tokens:,} tokens"
+            message = f"its {name} has {num_bytes:,} bytes; the limit for {num_tokens:,} tokens is {most:,}"
             raise InvalidArgument(FIELD, message)
     num_blocks = -(-num_tokens // block_size)
     return SegmentHead(
@@ -224,16 +224,16 @@ def _count(runs: msgspec.Raw) -> int:
         return data[0] & 0x0F
     if data[0] in (0xDC, 0xDD):
         return int.from_bytes(data[1 : 3 if data[0] == 0xDC else 5], "big")
-    raise InvalidArgument(FIELD, "it makes no sense: runs are no array")
+    raise InvalidArgument(FIELD, "it is invalid: runs is not an array")
 
 
-def encode(told: ContextHead | SegmentHead) -> bytes:
-    return msgspec.msgpack.encode(told, order="deterministic")
+def encode(record: ContextHead | SegmentHead) -> bytes:
+    return msgspec.msgpack.encode(record, order="deterministic")
 
 
-def decode(content: bytes | bytearray | msgspec.Raw, kind: type[Told]) -> Told:
+def decode(content: bytes | bytearray | msgspec.Raw, kind: type[RecordT]) -> RecordT:
     """Raises InvalidArgument for invalid content."""
     try:
         return msgspec.msgpack.decode(content, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidArgument(FIELD, f"it makes no sense: {error}") from error
+        raise InvalidArgument(FIELD, f"it is invalid: {error}") from error

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 
 NOT_FOUND = "not found"
-"""What the model answers in place of a value when the document does not hold the key."""
+"""The model's answer if the key is not in the document."""
 
 ATTRIBUTES = (
     "access code;account number;alarm code;badge number;batch number;booking code;cabinet number;case number;"
@@ -25,8 +25,8 @@ TEMPLATES = (
     ("One of the special magic values for {key} is: {value}.", "What is the special magic value for {key}?"),
     ("It was agreed that the {attribute} for {key} would be {value}.", "Can you give me the {attribute} for {key}?"),
 )
-"""Sentence to plant and question to ask; the model's training has other wording. The value follows its key closely: so
-small a model ties only neighbours."""
+"""Sentence to plant and question to ask, in other words than the model's training. The value is close to its key,
+because so small a model associates only nearby words."""
 
 WORDS = """
 acorn agate alder almond alpine amber anchor antler anvil apple apricot arch arrow ash aspen aster atlas autumn
@@ -56,19 +56,19 @@ zinc
 """.split()
 
 TRAIN_WORDS = tuple(word for i, word in enumerate(WORDS) if i % 10 != 3)
-HELD_OUT_WORDS = tuple(word for i, word in enumerate(WORDS) if i % 10 == 3)
+EVALUATION_WORDS = tuple(word for i, word in enumerate(WORDS) if i % 10 == 3)
 """Words that training never uses in keys or values; the demo uses only these."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Something a document says about a key, and the question that asks for it."""
+    """A statement about a key, and the question that asks for it."""
 
     key: str
     value: str
-    """Empty when no document holds the key."""
+    """Empty if no document contains the key."""
     sentence: str
-    """What to plant; empty when no document holds the key."""
+    """The sentence to plant; empty if no document contains the key."""
     question: str
     expected: str
     """The model's right answer."""
@@ -109,24 +109,24 @@ def make_fact(rng: random.Random, key: str, value: str) -> Fact:
     return Fact(key, value, sentence.format(**names), question.format(**names), f"{key} is {value}")
 
 
-def held_out_fact(rng: random.Random) -> Fact:
+def evaluation_fact(rng: random.Random) -> Fact:
     """A fact whose words training never used."""
-    return make_fact(rng, make_key(rng, HELD_OUT_WORDS), make_value(rng, HELD_OUT_WORDS))
+    return make_fact(rng, make_key(rng, EVALUATION_WORDS), make_value(rng, EVALUATION_WORDS))
 
 
 def absent_fact(rng: random.Random) -> Fact:
-    """A question about a key that no document holds."""
-    fact = held_out_fact(rng)
+    """A question about a key that is in no document."""
+    fact = evaluation_fact(rng)
     return without_value(fact)
 
 
 def without_value(fact: Fact) -> Fact:
-    """The question, for a document that does not hold the key."""
+    """The question, for a document without the key."""
     return Fact(fact.key, "", "", fact.question, f"{fact.key} is {NOT_FOUND}")
 
 
 def is_correct(answer: str, fact: Fact) -> bool:
-    """Whether the answer holds the fact's value as a whole, or says "not found" for an absent key."""
+    """Whether the answer contains the fact's whole value, or "not found" for an absent key."""
     if not fact.value:
         return NOT_FOUND in answer.lower()
     pattern = rf"(?<![\w-]){re.escape(fact.value)}(?![\w-])"

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longleaf.demo.facts import Fact, absent_fact, held_out_fact
+from longleaf.demo.facts import Fact, absent_fact, evaluation_fact
 
 Split = Literal["all", "train", "held_out"]
 
 SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings"})
-"""Folders of the standard library that hold no prose or code worth reading, or are no part of it."""
+"""Folders that contain no useful text, or do not belong to the standard library."""
 
 DISTRACTOR_EVERY = 5000
 """Tokens of document per distractor fact."""
@@ -23,7 +23,7 @@ DISTRACTOR_EVERY = 5000
 
 @dataclass(frozen=True)
 class Haystack:
-    """A document and what to ask about it."""
+    """A document and questions about it."""
 
     text: str
     facts: tuple[Fact, ...]
@@ -51,7 +51,7 @@ def library_files(split: Split = "all") -> list[Path]:
 
 
 def library_texts(rng: random.Random, split: Split = "all") -> Iterator[str]:
-    """Texts of the standard library's files in a random order, without end; undecodable files are left out."""
+    """Texts of the standard library's files in a random order, without end; undecodable files are skipped."""
     files = library_files(split)
     if not files:
         raise FileNotFoundError("this Python has no source files of its standard library")
@@ -84,9 +84,9 @@ def library_text(rng: random.Random, size: int, split: Split = "all") -> str:
 
 
 def places(text: str, count: int) -> list[int]:
-    """Character offsets where a sentence may stand, the text's own beginning included.
+    """Character offsets at which a sentence may be inserted, including 0.
 
-    Beginnings of lines; where the text has fewer than `count`, of words as well; at last, any place.
+    Beginnings of lines; if there are fewer than `count`, beginnings of words; otherwise any offset.
     """
     for pattern in (r"(?<=\n)", r"(?<=\s)(?=\S)"):
         found = [0, *(match.start() for match in re.finditer(pattern, text))]
@@ -102,7 +102,7 @@ def spread(rng: random.Random, starts: Sequence[int], count: int) -> list[int]:
 
 
 def plant(rng: random.Random, text: str, sentences: Sequence[str]) -> str:
-    """The text with each sentence, in the given order, as a line of its own; depths are spread over the whole text."""
+    """The text with each sentence as a separate line, in the given order, spread over the whole text."""
     parts: list[str] = []
     last = 0
     chosen = spread(rng, places(text, len(sentences)), len(sentences)) if sentences else []
@@ -119,7 +119,7 @@ def room(sentences: Iterable[str], size: int) -> int:
 
 
 def canonical(key: str) -> str:
-    """The key without what spellings differ in: capitals and what joins its parts."""
+    """The key in lower case and without separators."""
     return re.sub(r"[ _-]", "", key.lower())
 
 
@@ -128,7 +128,7 @@ def distinct_facts(rng: random.Random, count: int) -> list[Fact]:
     chosen: dict[str, Fact] = {}
     values: set[str] = set()
     while len(chosen) < count:
-        fact = held_out_fact(rng)
+        fact = evaluation_fact(rng)
         if fact.value not in values and canonical(fact.key) not in chosen:
             chosen[canonical(fact.key)] = fact
             values.add(fact.value)
@@ -140,12 +140,14 @@ def make_haystack(seed: int, tokens: int, facts: int = 5, absent: int = 1, split
     rng = random.Random(seed)
     everything = distinct_facts(rng, facts + tokens // DISTRACTOR_EVERY)
     filler = room([fact.sentence for fact in everything], tokens)
-    return hide(rng, library_text(rng, filler, split), everything, facts, absent)
+    return build_haystack(rng, library_text(rng, filler, split), everything, facts, absent)
 
 
-def hide(rng: random.Random, text: str, everything: Sequence[Fact], asked: int, absent: int) -> Haystack:
-    """`text` with all the facts in it, of which `asked` are asked for, and `absent` keys that it does not hold."""
-    wanted = [everything[i] for i in sorted(rng.sample(range(len(everything)), asked))]
+def build_haystack(
+    rng: random.Random, text: str, everything: Sequence[Fact], num_questions: int, absent: int
+) -> Haystack:
+    """`text` with all facts, questions for `asked` of them, and `absent` keys that are not in the text."""
+    wanted = [everything[i] for i in sorted(rng.sample(range(len(everything)), num_questions))]
     planted = plant(rng, text, [fact.sentence for fact in everything])
     missing: list[Fact] = []
     while len(missing) < absent:

@@ -1,7 +1,5 @@
-"""The demo: serve the embedded model, ingest a long document with facts planted in it, ask for them, check, and ask
-again after a restart.
-
-What happens is told to a `Show`, so that the same run can draw for people or stay silent for machines.
+"""The demo: serves the embedded model, ingests a long document with planted facts, asks for the facts, checks the
+answers, and asks again after a restart. Its progress goes to a `Show`.
 """
 
 import random
@@ -18,7 +16,7 @@ import msgspec
 from longleaf.client import Client
 from longleaf.config import DataConfig, EngineConfig, Launcher, embedded_model
 from longleaf.demo.facts import Fact, is_correct
-from longleaf.demo.haystack import Haystack, cut, distinct_facts, hide, make_haystack
+from longleaf.demo.haystack import Haystack, build_haystack, cut, distinct_facts, make_haystack
 from longleaf.errors import InvalidArgument, Unavailable
 from longleaf.launch import ServiceProcess, coordinator_command
 from longleaf.topology import count_ranks
@@ -28,14 +26,14 @@ CONTEXT = "demo"
 NUM_FACTS, NUM_ABSENT = 5, 1
 MAX_ANSWER_TOKENS = 96
 NUM_SPANS = 2
-"""That are told of an answer: a fact may begin in one and end in the next."""
+"""Spans per answer: a fact may begin in one and end in the next."""
 PASS_ACCURACY = 0.8
 MIN_TOKENS = 1000
 DEFAULT_TOKENS = 200_000
 
 
 class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run. `file` is a text to plant the facts in, instead of the Python library's sources.
+    """Settings of the demo. `file` is a text to plant the facts in, instead of the Python library's sources.
 
     `tokens` None: the whole file, or DEFAULT_TOKENS of the library.
     """
@@ -57,15 +55,17 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Question(msgspec.Struct, frozen=True):
+    """A question with the expected and the given answer."""
+
     expected: str
     answer: str
     correct: bool
     sources: tuple[Source, ...] = ()
-    """What the answer's tokens attended to most; none where no layer of the model sees all keys."""
+    """Spans that the answer attended to most; empty if no layer of the model attends to all keys."""
 
 
 class RankPlacement(msgspec.Struct, frozen=True):
-    """Where a rank runs, and what it holds of the document."""
+    """The process of a rank, and its part of the document."""
 
     rank: int
     node: str
@@ -75,17 +75,17 @@ class RankPlacement(msgspec.Struct, frozen=True):
 
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True):
-    """What a second service over the same folder made of a question. Times in seconds."""
+    """The answer of a second service over the same data folder. Times in seconds."""
 
     question: Question
     start_s: float
     """Until it was ready."""
     first_token_s: float
-    """From the question on; the document comes back in that time."""
+    """From the question to the first token, including the reload of the document."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What the demo found. Times in seconds, medians and totals over the questions."""
+    """Results of the demo. Times in seconds; medians and totals over the questions."""
 
     document_tokens: int
     world_size: int
@@ -104,10 +104,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Show(Protocol):
-    """Who watches the demo."""
+    """Output of the demo's progress."""
 
     def say(self, line: str) -> None:
-        """Something happens."""
+        """Shows a line of progress."""
         ...
 
     def ingest(self, progress: IngestProgress) -> None: ...
@@ -115,20 +115,20 @@ class Show(Protocol):
     def ask(self, question: str) -> None: ...
 
     def answer(self, text: str) -> None:
-        """The next piece of the answer."""
+        """Shows the next piece of the answer."""
         ...
 
     def check(self, question: Question) -> None:
-        """The answer is complete."""
+        """Shows the verdict on a complete answer."""
         ...
 
     def trace(self, client: Client, sources: Sequence[Source]) -> None:
-        """Where the answer comes from; `client` has the text."""
+        """Shows the sources of the answer; their text is read from `client`."""
         ...
 
 
 def run(settings: DemoSettings, show: Show) -> Report:
-    """Runs the demo; the service has ended when this returns or raises."""
+    """Runs the demo. The service is stopped when this returns or raises."""
     settings.check()
     haystack = build(settings)
     size = len(haystack.text.encode())
@@ -142,7 +142,7 @@ def run(settings: DemoSettings, show: Show) -> Report:
         show.say(f"starting {count_ranks(settings.world_size)} ({settings.launcher}) …")
         with _serving(command, settings, show) as client:
             report = _examine(client, haystack, show)
-        show.say("\nthe service was stopped, with all its ranks; another one starts over the same folder …")
+        show.say("\nstopped the service and its ranks; starting another one over the same data folder …")
         began = time.monotonic()
         with _serving(command, settings, show) as client:
             start_s = time.monotonic() - began
@@ -153,7 +153,7 @@ def run(settings: DemoSettings, show: Show) -> Report:
 
 @contextmanager
 def _serving(command: list[str], settings: DemoSettings, show: Show) -> Generator[Client, None, None]:
-    """A service, as long as the block."""
+    """Runs a service during the `with` block, and yields a client."""
     with ServiceProcess(command) as service:
         address = service.wait_ready(settings.start_timeout)
         show.say(f"serving on {address}")
@@ -162,7 +162,7 @@ def _serving(command: list[str], settings: DemoSettings, show: Show) -> Generato
 
 
 def build(settings: DemoSettings) -> Haystack:
-    """The document and its questions. Raises InvalidArgument for a file that is no text."""
+    """The document and its questions. Raises InvalidArgument for a file that is not UTF-8 text."""
     if settings.file is None:
         return make_haystack(settings.seed, settings.tokens or DEFAULT_TOKENS, NUM_FACTS, NUM_ABSENT)
     try:
@@ -174,7 +174,7 @@ def build(settings: DemoSettings) -> Haystack:
     if settings.tokens is not None:
         text = cut(text, settings.tokens)
     rng = random.Random(settings.seed)
-    return hide(rng, text, distinct_facts(rng, NUM_FACTS), NUM_FACTS, NUM_ABSENT)
+    return build_haystack(rng, text, distinct_facts(rng, NUM_FACTS), NUM_FACTS, NUM_ABSENT)
 
 
 def _examine(client: Client, haystack: Haystack, show: Show) -> Report:
@@ -217,11 +217,11 @@ def _ask(client: Client, fact: Fact, show: Show) -> tuple[Question, Finished]:
                 show.check(question)
                 show.trace(client, sources)
                 return question, event
-    raise Unavailable("the answer broke off")
+    raise Unavailable("the answer ended before its last event")
 
 
 def _events(client: Client, question: str) -> Generator[Event, None, None]:
-    """An answer that tells where it comes from, or one of a model that cannot tell."""
+    """An answer with provenance, or without it if the model does not support it."""
     try:
         yield from client.ask(
             CONTEXT, question, max_tokens=MAX_ANSWER_TOKENS, provenance=Provenance(num_spans=NUM_SPANS)

@@ -74,18 +74,18 @@ class Backend(Protocol):
         ...
 
     def attend_int8(
-        self, q_THD: Tensor, kept: Int8Layer, reads: Sequence[Read], scale: float, softcap: float | None = None
+        self, q_THD: Tensor, layer: Int8Layer, reads: Sequence[Read], scale: float, softcap: float | None = None
     ) -> Partial:
         """The partial of queries over keys and values in 8 bits, otherwise like `attend`."""
         ...
 
-    def store(self, kept: Sequence[Tensor], slots_T: Tensor, tokens: Sequence[Tensor]) -> None:
+    def store(self, pool: Sequence[Tensor], slots_T: Tensor, tokens: Sequence[Tensor]) -> None:
         """Writes T tokens into their slots, int64, of a layer's pools: keys [K, S, D] and values [K, S, V], or only
         keys if the values are part of them. `tokens` are keys [K, T, D] and values [K, T, V] in the pool's type, of any
         strides; values are omitted if they have no pool. For repeated slots, any of the tokens is stored."""
         ...
 
-    def store_int8(self, kept: Int8Layer, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> None:
+    def store_int8(self, layer: Int8Layer, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> None:
         """Quantizes T keys and values into their slots. A slot at a multiple of the block size resets its block."""
         ...
 
@@ -102,7 +102,7 @@ class Backend(Protocol):
 @runtime_checkable
 class AttributionBackend(Backend, Protocol):
     """A backend whose kernels report the attention share of each block of keys per row, if `Reads.told` requests it.
-    Partials are bitwise the same with and without the report."""
+    Partials are bitwise identical with and without the report."""
 
     def add_shares(
         self,

@@ -38,26 +38,26 @@ class Dense:
         return attend(q_THD, k_KSD, v_KSV, reads, scale, dense, softcap)
 
     def attend_int8(
-        self, q_THD: Tensor, kept: Int8Layer, reads: Sequence[Read], scale: float, softcap: float | None = None
+        self, q_THD: Tensor, layer: Int8Layer, reads: Sequence[Read], scale: float, softcap: float | None = None
     ) -> Partial:
         """Converts keys and values to float32 tile by tile, for `attend`."""
         total = Partial.identity(*q_THD.shape, device=str(q_THD.device))
         for read in int8.tiles(reads):
             rows = slice(read.row_start, read.row_end)
             slots = torch.arange(read.slot_start, read.slot_end, device=q_THD.device)
-            keys, values = int8.read(kept, slots, torch.float32)
+            keys, values = int8.read(layer, slots, torch.float32)
             local = read._replace(row_start=0, row_end=rows.stop - rows.start, slot_start=0, slot_end=keys.shape[1])
             part = self.attend(q_THD[rows], keys, values, [local], scale, softcap)
             joined = merge(total.rows(rows.start, rows.stop), part)
             total.out_THD[rows], total.lse_TH[rows] = joined.out_THD, joined.lse_TH
         return total
 
-    def store(self, kept: Sequence[Tensor], slots_T: Tensor, tokens: Sequence[Tensor]) -> None:
-        for pool_KSD, tokens_KTD in zip(kept, tokens, strict=False):
+    def store(self, pool: Sequence[Tensor], slots_T: Tensor, tokens: Sequence[Tensor]) -> None:
+        for pool_KSD, tokens_KTD in zip(pool, tokens, strict=False):
             pool_KSD.index_copy_(1, slots_T, tokens_KTD)
 
-    def store_int8(self, kept: Int8Layer, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> None:
-        int8.write(kept, slots_T, k_KTD, v_KTD)
+    def store_int8(self, layer: Int8Layer, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> None:
+        int8.write(layer, slots_T, k_KTD, v_KTD)
 
     def fold(self, packed_NTHC: Tensor) -> Partial:
         stacked = unpack(packed_NTHC)

@@ -40,7 +40,7 @@ def bytes_per_block(num_kv_heads: int, block_size: int, dim: int) -> int:
     return num_kv_heads * (block_size * (2 * dim + torch.float32.itemsize) + dim)
 
 
-def write(kept: Int8Layer, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> None:
+def write(layer: Int8Layer, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> None:
     """Quantizes the keys and values of T tokens into their slots. Slots at multiples of the block size reset their
     block."""
     scales_KT = (v_KTD.abs().amax(dim=-1).float() / 127).clamp(min=torch.finfo(torch.float32).tiny)
@@ -48,23 +48,23 @@ def write(kept: Int8Layer, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> Non
     scales_KT += largest_KT - largest_KT  # 0, unless a key is not finite: then NaN
     k_KTD = k_KTD.nan_to_num(0, posinf=0, neginf=0)
     values_KTD = (v_KTD.float() / scales_KT.unsqueeze(-1)).round_().clamp_(-127, 127).nan_to_num_(0)
-    kept.values_KSD.index_copy_(1, slots_T, values_KTD.to(torch.int8))
-    kept.scales_KS.index_copy_(1, slots_T, scales_KT)
-    blocks_T = slots_T // kept.block_size
+    layer.values_KSD.index_copy_(1, slots_T, values_KTD.to(torch.int8))
+    layer.scales_KS.index_copy_(1, slots_T, scales_KT)
+    blocks_T = slots_T // layer.block_size
     blocks_U = torch.bincount(blocks_T).nonzero().flatten()
     index_T = torch.searchsorted(blocks_U, blocks_T)
-    exponents_KUD = _grow(kept, blocks_U, index_T, slots_T, _exponents(k_KTD))
+    exponents_KUD = _grow(layer, blocks_U, index_T, slots_T, _exponents(k_KTD))
     keys_KTD = (k_KTD * powers(-exponents_KUD)[:, index_T]).floor_().clamp_(-128, 127)
-    kept.keys_KSD.index_copy_(1, slots_T, keys_KTD.to(torch.int8))
+    layer.keys_KSD.index_copy_(1, slots_T, keys_KTD.to(torch.int8))
 
 
-def _grow(kept: Int8Layer, blocks_U: Tensor, index_T: Tensor, slots_T: Tensor, needed_KTD: Tensor) -> Tensor:
+def _grow(layer: Int8Layer, blocks_U: Tensor, index_T: Tensor, slots_T: Tensor, needed_KTD: Tensor) -> Tensor:
     """Raises the exponents of some blocks as needed for their new tokens, and returns them, [K, U, D]."""
-    is_new_U = torch.isin(blocks_U * kept.block_size, slots_T)
-    before_KUD = kept.exponents_KBD[:, blocks_U].masked_fill_(is_new_U[:, None], LOWEST)
+    is_new_U = torch.isin(blocks_U * layer.block_size, slots_T)
+    before_KUD = layer.exponents_KBD[:, blocks_U].masked_fill_(is_new_U[:, None], LOWEST)
     after_KUD = before_KUD.scatter_reduce(1, index_T[:, None].expand_as(needed_KTD), needed_KTD, "amax")
-    kept.exponents_KBD.index_copy_(1, blocks_U, after_KUD)
-    blocks_KBSD = kept.keys_KSD.view(len(kept.keys_KSD), -1, kept.block_size, kept.keys_KSD.shape[2])
+    layer.exponents_KBD.index_copy_(1, blocks_U, after_KUD)
+    blocks_KBSD = layer.keys_KSD.view(len(layer.keys_KSD), -1, layer.block_size, layer.keys_KSD.shape[2])
     grown = ((after_KUD > before_KUD).any(dim=2).any(dim=0) & ~is_new_U).nonzero().flatten()
     # beyond 7 bits only the sign is left, and shifting by the width of a number is undefined
     shifts_KGD = (after_KUD.short() - before_KUD)[:, grown].clamp_(max=BITS).to(torch.int8)
@@ -72,21 +72,21 @@ def _grow(kept: Int8Layer, blocks_U: Tensor, index_T: Tensor, slots_T: Tensor, n
     return after_KUD
 
 
-def read(kept: Int8Layer, slots_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def read(layer: Int8Layer, slots_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values of some slots, [K, T, D] each, in a floating-point type."""
-    blocks_T = slots_T // kept.block_size
-    k_KTD = kept.keys_KSD[:, slots_T].float().add_(0.5).mul_(powers(kept.exponents_KBD[:, blocks_T]))
-    v_KTD = kept.values_KSD[:, slots_T] * kept.scales_KS[:, slots_T, None]
+    blocks_T = slots_T // layer.block_size
+    k_KTD = layer.keys_KSD[:, slots_T].float().add_(0.5).mul_(powers(layer.exponents_KBD[:, blocks_T]))
+    v_KTD = layer.values_KSD[:, slots_T] * layer.scales_KS[:, slots_T, None]
     return k_KTD.to(dtype), v_KTD.to(dtype)
 
 
-def keys_between(kept: Int8Layer, start: int, end: int) -> Tensor:
+def keys_between(layer: Int8Layer, start: int, end: int) -> Tensor:
     """Keys [K, S, D] in slots [start, end), float32."""
-    first, last = start // kept.block_size, (end - 1) // kept.block_size
-    powers_KBD = powers(kept.exponents_KBD[:, first : last + 1])
-    before = start - first * kept.block_size
-    powers_KSD = powers_KBD.repeat_interleave(kept.block_size, dim=1)[:, before : before + end - start]
-    return kept.keys_KSD[:, start:end].float().add_(0.5).mul_(powers_KSD)
+    first, last = start // layer.block_size, (end - 1) // layer.block_size
+    powers_KBD = powers(layer.exponents_KBD[:, first : last + 1])
+    before = start - first * layer.block_size
+    powers_KSD = powers_KBD.repeat_interleave(layer.block_size, dim=1)[:, before : before + end - start]
+    return layer.keys_KSD[:, start:end].float().add_(0.5).mul_(powers_KSD)
 
 
 def powers(exponents: Tensor) -> Tensor:

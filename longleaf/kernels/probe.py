@@ -69,14 +69,14 @@ def _attend(bench: ProbeCase) -> Iterator[str]:
         q, k, v = _drawn(bench, num_rows)
         for cap in (None, CAP):
             what = f"attend of {num_rows} rows" + (" with a soft cap" if cap else "")
-            yield from _held_against_reference(bench, what, q, k, v, _reads(num_rows), cap)
+            yield from _compare_with_reference(bench, what, q, k, v, _reads(num_rows), cap)
         nothing = Reads([Read(0, num_rows, 0, 8, offset=-num_rows)])
-        yield from _held_against_reference(bench, f"attend of {num_rows} rows that see nothing", q, k, v, nothing, None)
+        yield from _compare_with_reference(bench, f"attend of {num_rows} rows that see nothing", q, k, v, nothing, None)
 
 
 def _attend_latents(bench: ProbeCase) -> Iterator[str]:
     q, pool = bench.draw(FEW, KEY_HEADS * GROUP, LATENT + ROTARY), bench.draw(1, NUM_SLOTS, LATENT + ROTARY)
-    yield from _held_against_reference(bench, "attend over latents", q, pool, None, _reads(FEW), None)
+    yield from _compare_with_reference(bench, "attend over latents", q, pool, None, _reads(FEW), None)
 
 
 def _attend_broken(bench: ProbeCase) -> Iterator[str]:
@@ -120,7 +120,7 @@ def _seen(reads: Reads, num_rows: int) -> Tensor:
     return seen_TS
 
 
-def _held_against_reference(
+def _compare_with_reference(
     bench: ProbeCase, what: str, q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor | None, reads: Reads, cap: float | None
 ) -> Iterator[str]:
     """`v_KSD` is None for values that are part of the keys."""
@@ -144,7 +144,7 @@ def _store(bench: ProbeCase) -> Iterator[str]:
             wanted = before.clone()
             wanted[:, slots] = stored
             if not torch.equal(pool.cpu(), wanted):
-                yield "store does not keep what it is given where it is told to"
+                yield "store does not write its input to the given slots"
 
 
 def _int8(bench: ProbeCase) -> Iterator[str]:
@@ -160,7 +160,7 @@ def _int8(bench: ProbeCase) -> Iterator[str]:
     steps = ((keys - k).abs() / (largest / 128), (values - v).abs() / (v.float().abs().amax(2, keepdim=True) / 254))
     for name, step in zip(("keys", "values"), steps, strict=True):
         if not step.max() <= 1.001:
-            yield f"store_int8 rounds {name} by {human_rounded(step.max().item(), 2)} times what 8 bits explain"
+            yield f"store_int8 rounds {name} by {human_rounded(step.max().item(), 2)} times the rounding of 8 bits"
     reads, keys, values = _reads(FEW), keys.transpose(0, 1), values.transpose(0, 1)
     wanted = reference.attend(q, keys, values, _seen(reads, FEW), _scale(q), softcap=CAP)
     found = bench.backend.attend_int8(q.to(bench.device), retained, reads, _scale(q), CAP)

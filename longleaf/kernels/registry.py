@@ -62,11 +62,11 @@ def choose(name: KernelsChoice, device: str, dtype: torch.dtype) -> Backend:
 def _make(name: KernelsName, device: str) -> Backend:
     entry = TABLE[name]
     if entry.device not in (None, torch.device(device).type):
-        raise StartError(f"kernels: {name} computes on {entry.device}, and this rank on {device}")
+        raise StartError(f"kernels: {name} runs on {entry.device}, but this rank is on {device}")
     try:
         return entry.make()
     except (OSError, ImportError, RuntimeError) as error:
-        raise StartError(f"kernels: {name} cannot be had on {device}: {error}") from error
+        raise StartError(f"kernels: {name} is not available on {device}: {error}") from error
 
 
 def _fastest(device: str) -> Backend:
@@ -78,5 +78,5 @@ def _fastest(device: str) -> Backend:
         try:
             return _make(name, device)
         except StartError as error:
-            log.warning("%s; those of %s serve instead (slower)", error, following)
+            log.warning("%s; using %s instead (slower)", error, following)
     return _make(names[-1], device)

@@ -47,12 +47,12 @@ def tiers(name: str, topology: Topology, rows: int = 0) -> TierMerge:
 
 
 def choose_merge(
-    groups: Groups, wire: PartialCodec, num_heads: int, dim: int, device: str, told: Sequence[MergeTiming] = ()
+    groups: Groups, wire: PartialCodec, num_heads: int, dim: int, device: str, timings: Sequence[MergeTiming] = ()
 ) -> AutotunedMerge:
     """The fastest merge for partials of this size, according to the measurements `told` of another group, or else by
     measurement. On one machine `hierarchy` equals `exchange`."""
     is_tiered = bool(groups.topology.full_rails)
     merges = {name: merge(groups, wire) for name, merge in MERGES.items() if is_tiered or name != "hierarchy"}
-    if told:
-        return reuse(told, merges, groups, num_heads, dim, device)
+    if timings:
+        return reuse(timings, merges, groups, num_heads, dim, device)
     return choose(merges, groups, num_heads, dim, device)

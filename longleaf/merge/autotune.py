@@ -65,12 +65,12 @@ def choose(merges: Mapping[str, Merge], groups: Groups, num_heads: int, dim: int
 
 
 def reuse(
-    told: Sequence[MergeTiming], merges: Mapping[str, Merge], groups: Groups, num_heads: int, dim: int, device: str
+    timings: Sequence[MergeTiming], merges: Mapping[str, Merge], groups: Groups, num_heads: int, dim: int, device: str
 ) -> AutotunedMerge:
     """Reuses measurements of other groups: their choice for each number of rows, or the next best one if these groups
     lack it. Each chosen merge is run once, which compiles kernels and opens connections. All ranks call it at the same
     time, with the same measurements."""
-    timings = tuple(msgspec.structs.replace(timing, merge=_next_best(timing, merges)) for timing in told)
+    timings = tuple(msgspec.structs.replace(timing, merge=_next_best(timing, merges)) for timing in timings)
     for name in dict.fromkeys(timing.merge for timing in timings):
         merges[name].to_all(Partial.identity(1, num_heads, dim, device=device))
     return AutotunedMerge(merges, timings, merges[_of_owners(groups)])

@@ -90,7 +90,9 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     tiers: tuple[TierMerge, ...] = ()
     """The merge in use, per tier; empty at world size 1."""
     notes: tuple[str, ...] = ()
-    """Log messages of loading and joining, for people."""
+    """Warnings that were logged while the model was loaded and the group was joined."""
+    details: tuple[str, ...] = ()
+    """Informational log messages of the same time, such as the choice of the merge."""
     rotary: Rotary = Rotary()
     full_layers: tuple[int, ...] = ()
     """The full-attention layers."""

@@ -13,42 +13,42 @@ class RowState:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._told: dict[int, Row] = {}
+        self._sent: dict[int, Row] = {}
         """By sequence, a row with the fields that later rows omit."""
 
     def complete(self, plan: StepPlan) -> StepPlan:
         """The plan with complete rows, except the sampling terms. Plans must be passed in order of execution. Raises
         ValueError for a row that continues an unknown sequence."""
         for sequence in plan.release_sequences:
-            self._told.pop(sequence, None)
+            self._sent.pop(sequence, None)
         if not isinstance(plan.work, Decode):
             return plan
-        rows = [self._begin(row) if row.path else self._go_on(row) for row in plan.work.rows]
+        rows = [self._begin(row) if row.path else self._resume(row) for row in plan.work.rows]
         return replace(plan, work=Decode(tuple(rows)))
 
     def cut_back(self, sequence: int, end: int) -> None:
         """Truncates the last row of a sequence at `end`, after the drafts behind it were rejected."""
-        reported = self._told[sequence]
+        reported = self._sent[sequence]
         window_runs = tuple(until(run, end, self._block_size) for run in reported.window_runs)
-        self._told[sequence] = replace(reported, window_runs=window_runs)
+        self._sent[sequence] = replace(reported, window_runs=window_runs)
 
     def _begin(self, row: Row) -> Row:
-        self._told[row.sequence] = replace(row, token_ids=(), terms=None)  # which may be many, and are sent once
+        self._sent[row.sequence] = replace(row, token_ids=(), terms=None)  # which may be many, and are sent once
         return row
 
-    def _go_on(self, row: Row) -> Row:
-        reported = self._told.get(row.sequence)
+    def _resume(self, row: Row) -> Row:
+        reported = self._sent.get(row.sequence)
         if reported is None:
-            raise ValueError(f"a row goes on with sequence {row.sequence}, of which nothing was told")
+            raise ValueError(f"a row continues unknown sequence {row.sequence}")
         if not row.window_runs:
             return replace(row, path=reported.path, rope=reported.rope, spans=reported.spans, hidden=reported.hidden)
         window_runs = _grown(reported.window_runs, row.window_runs, self._block_size)
         row = replace(row, path=reported.path, rope=reported.rope, spans=reported.spans, hidden=reported.hidden)
-        self._told[row.sequence] = row = replace(row, window_runs=window_runs)
+        self._sent[row.sequence] = row = replace(row, window_runs=window_runs)
         return row
 
 
-def growth(known: Sequence[Run], runs: Sequence[Run], block_size: int) -> tuple[Run, ...]:
+def row_delta(known: Sequence[Run], runs: Sequence[Run], block_size: int) -> tuple[Run, ...]:
     """Encodes the single run of a window relative to its known state. It has grown at the end and may have lost blocks
     at the start; only its new blocks are sent."""
     [last], [run] = known, runs

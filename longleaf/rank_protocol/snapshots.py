@@ -14,7 +14,7 @@ MAX_PIECE_BYTES = 64 << 20
 """Limit of keys and values per piece, unless a single block is larger; windows are always one piece."""
 Range = tuple[int, int]
 """Positions [start, end)."""
-Trouble = Literal["unavailable", "damaged", "dropped"]
+FailureKind = Literal["unavailable", "damaged", "dropped"]
 
 
 def max_header_bytes(num_tensors: int, num_ranges: int) -> int:
@@ -25,7 +25,7 @@ def max_header_bytes(num_tensors: int, num_ranges: int) -> int:
 class Failure(msgspec.Struct, frozen=True, array_like=True):
     """Reason why a piece was not written or read."""
 
-    trouble: Trouble
+    trouble: FailureKind
     """The storage is unavailable; the data is damaged or missing; or the operation was dropped because the epoch ended
     or it was discarded."""
     reason: str

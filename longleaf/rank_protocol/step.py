@@ -272,7 +272,7 @@ class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
 
 NUM_OTHER_SHARES = 3
 """Shares besides the spans: prompt, answer, sinks."""
-MAX_TOLD_SPANS = 1 << 19
+MAX_ATTRIBUTED_SPANS = 1 << 19
 """Maximum number of spans in the results of a step, over all rows."""
 SPAN_BYTES = 12
 """Size of one span in the result."""

@@ -11,7 +11,7 @@ TIMES_PLAIN = {"float16": 2.0, "bfloat16": 2.0, "int8": 4.0}
 """Tolerated distance from float32, as a multiple of that of plain attention. On 16 families of small random
 checkpoints, correct implementations reached 1.4 in float16 and bfloat16, and 1.6 in int8 (2.8 once, with experts);
 without the partials of one of three ranks it was 7.6 or more."""
-TELLING = 1 / 3
+CONCLUSIVE_RATIO = 1 / 3
 """Share of the logits' spread from which an error is detectable: without the partials of one of three ranks, the error
 was at least 0.38."""
 
@@ -35,5 +35,5 @@ def judge(found: ComparisonRow) -> Verdict:
         return Verdict(tolerance, is_conclusive=True, passed=found.max_difference <= tolerance)
     tolerance = TIMES_PLAIN[found.dtype] * found.plain_distance
     is_within = found.distance <= tolerance
-    is_conclusive = not is_within or tolerance <= TELLING
+    is_conclusive = not is_within or tolerance <= CONCLUSIVE_RATIO
     return Verdict(tolerance, is_conclusive=is_conclusive, passed=is_within and is_conclusive)

@@ -5,7 +5,7 @@ from itertools import pairwise
 import msgspec
 
 from longleaf.errors import DataLoss
-from longleaf.storage.envelope import seal, unseal
+from longleaf.storage.envelope import unwrap, wrap
 from longleaf.storage.names import NotePlace
 
 KIND = b"note"
@@ -55,17 +55,17 @@ def sound_ends(ends: tuple[int, ...], num_tokens: int) -> tuple[int, ...] | None
 
 
 def encode_note(note: ContextNote) -> bytes:
-    return seal(KIND, VERSION, msgspec.msgpack.encode(note))
+    return wrap(KIND, VERSION, msgspec.msgpack.encode(note))
 
 
 def decode_note(data: bytes, place: NotePlace) -> ContextNote:
     """The note stored at `place`. Raises DataLoss if it is damaged, belongs to another place, or has a later
     version."""
-    content = unseal(data, KIND, VERSION, place.name)
+    content = unwrap(data, KIND, VERSION, place.name)
     try:
         note = msgspec.msgpack.decode(content, type=ContextNote)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise DataLoss(place.name, f"it makes no sense: {error}") from error
+        raise DataLoss(place.name, f"it is invalid: {error}") from error
     if note.place != place:
         raise DataLoss(place.name, f"it was written as {note.place.name}")
     return note

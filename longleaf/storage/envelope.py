@@ -15,22 +15,22 @@ _HEAD_BYTES = len(MAGIC) + KIND_BYTES + VERSION_BYTES
 _FULL_BYTES = _HEAD_BYTES + DIGEST_BYTES
 
 
-def seal(kind: bytes, version: int, content: bytes) -> bytes:
+def wrap(kind: bytes, version: int, content: bytes) -> bytes:
     head = MAGIC + kind.ljust(KIND_BYTES, b"\0") + version.to_bytes(VERSION_BYTES, "little")
     return head + _digest(head, content) + content
 
 
-def unseal(data: bytes, kind: bytes, version: int, name: str) -> bytes:
+def unwrap(data: bytes, kind: bytes, version: int, name: str) -> bytes:
     """The content of the object `name`. Raises DataLoss if it is damaged, of another kind, or of a later version."""
     if len(data) < _FULL_BYTES:
-        raise DataLoss(name, f"it has {len(data)} bytes, fewer than any that was written to its end")
+        raise DataLoss(name, f"it is truncated to {len(data)} bytes")
     head, digest, content = data[:_HEAD_BYTES], data[_HEAD_BYTES:_FULL_BYTES], data[_FULL_BYTES:]
     if not head.startswith(MAGIC):
-        raise DataLoss(name, "this service does not write what begins so")
+        raise DataLoss(name, "it has an unknown header")
     if _digest(head, content) != digest:
         raise DataLoss(name, "its checksum is wrong")
     if head[len(MAGIC) :][:KIND_BYTES] != kind.ljust(KIND_BYTES, b"\0"):
-        raise DataLoss(name, f"it is no {kind.decode()}")
+        raise DataLoss(name, f"it is not a {kind.decode()}")
     if (written := int.from_bytes(head[-VERSION_BYTES:], "little")) > version:
         raise DataLoss(name, f"it is of version {written}, and this service reads up to {version}: use a later one")
     return content

@@ -55,4 +55,4 @@ def is_name(name: str) -> bool:
 def check_name(name: str) -> None:
     """Raises InvalidArgument for a name that could escape the storage, or that some storage does not support."""
     if not is_name(name):
-        raise InvalidArgument("name", f"{name[:100]!r} is not made of parts of a-z A-Z 0-9 . _ % - between slashes")
+        raise InvalidArgument("name", f"{name[:100]!r} must consist of parts of a-z A-Z 0-9 . _ % - between slashes")

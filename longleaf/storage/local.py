@@ -65,7 +65,7 @@ class LocalFiles:
         yield from _walk(self._root / folder, f"{folder}/" if folder else "")
 
     def remove(self, name: str) -> None:
-        """Also removes folders that become empty. A folder in place of the object is ignored."""
+        """Removes empty folders as well. A folder in place of the object is ignored."""
         path = self._root / name
         with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             path.unlink()
@@ -87,13 +87,13 @@ class LocalFiles:
                 self._check_root()
                 with suppress(FileNotFoundError):
                     _make_folders(path.parent)
-        raise OSError(errno.EBUSY, "its folder vanishes as often as it is made")
+        raise OSError(errno.EBUSY, "its folder was deleted each time it was created")
 
     def _check_root(self) -> None:
         """Without its folder the storage is unavailable, for instance an unmounted disk, and objects must not be
         reported as missing."""
         if not self._root.is_dir():
-            raise OSError(errno.ENXIO, "the folder is not there any more")
+            raise OSError(errno.ENXIO, "the folder no longer exists")
 
 
 def _walk(folder: Path, prefix: str) -> Iterator[ObjectInfo]:

@@ -10,7 +10,7 @@ import msgspec
 
 from longleaf.errors import DataLoss, InvalidArgument
 from longleaf.positions import Rope
-from longleaf.storage.envelope import seal, unseal
+from longleaf.storage.envelope import unwrap, wrap
 from longleaf.storage.names import attempt_of_piece, is_id
 
 KIND = b"manifest"
@@ -66,7 +66,7 @@ class SegmentManifest(msgspec.Struct, frozen=True, kw_only=True):
         or occurs twice."""
         for field, value in (("service", self.service), ("segment", self.segment)):
             if not is_id(value):
-                raise InvalidArgument(field, f"{value[:100]!r} is not made of a-z 0-9 -")
+                raise InvalidArgument(field, f"{value[:100]!r} must consist of a-z 0-9 -")
         if self.start < 0 or self.num_tokens <= 0 or (self.parent is None) != (self.start == 0):
             raise InvalidArgument("start", f"{self.num_tokens} tokens from {self.start} on, after {self.parent}")
         if len(self.token_ids) != ID_BYTES * self.num_tokens:
@@ -75,7 +75,7 @@ class SegmentManifest(msgspec.Struct, frozen=True, kw_only=True):
         for piece in self._all_pieces():
             attempt = attempt_of_piece(piece.name)
             if attempt is None or (attempt.service, attempt.segment) != (self.service, self.segment):
-                raise InvalidArgument("pieces", f"{piece.name[:200]!r} is no object of {self.segment}")
+                raise InvalidArgument("pieces", f"{piece.name[:200]!r} is not an object of {self.segment}")
         if len(set(self.objects)) < len([*self.objects]):
             raise InvalidArgument("pieces", "an object is named twice")
 
@@ -116,15 +116,15 @@ def _check_rising(piece: PieceRef, field: str) -> None:
 def encode_manifest(manifest: SegmentManifest) -> bytes:
     """Raises InvalidArgument like `check`."""
     manifest.check()
-    return seal(KIND, VERSION, msgspec.msgpack.encode(manifest))
+    return wrap(KIND, VERSION, msgspec.msgpack.encode(manifest))
 
 
 def decode_manifest(data: bytes, name: str) -> SegmentManifest:
     """The manifest stored as `name`. Raises DataLoss if it is damaged, inconsistent, or of a later version."""
-    content = unseal(data, KIND, VERSION, name)
+    content = unwrap(data, KIND, VERSION, name)
     try:
         manifest = msgspec.msgpack.decode(content, type=SegmentManifest)
         manifest.check()
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidArgument) as error:
-        raise DataLoss(name, f"it makes no sense: {error}") from error
+        raise DataLoss(name, f"it is invalid: {error}") from error
     return manifest

@@ -83,9 +83,11 @@ def _code(error: OSError) -> str:
     return response.get("Error", {}).get("Code", "")
 
 
-def _entry(name: str, told: Mapping[str, Any]) -> ObjectInfo:
+def _entry(name: str, attributes: Mapping[str, Any]) -> ObjectInfo:
     return ObjectInfo(
-        name, told["size"], next((_seconds(told[key]) for key in _TIMES if told.get(key) is not None), inf)
+        name,
+        attributes["size"],
+        next((_seconds(attributes[key]) for key in _TIMES if attributes.get(key) is not None), inf),
     )
 
 

@@ -57,7 +57,7 @@ class Store:
         or writing is forbidden, and StorageUnavailable if it is unreachable.
         """
         with _refusing():
-            with _telling(shown(url), "opened"):
+            with _translated_errors(shown(url), "opened"):
                 calls = TimedCalls(timeout)
                 store = cls(calls.end(calls.begin(partial(connect, url))), url, timeout)
             if is_tried:
@@ -72,7 +72,7 @@ class Store:
         check_name(name)
         views = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
         try:
-            with _telling(self.url, "written", *([FileExistsError] if is_new else [])):
+            with _translated_errors(self.url, "written", *([FileExistsError] if is_new else [])):
                 call = self._calls.begin(partial(self._files.write, name, views, is_new))
                 digest = blake3()
                 for view in views:  # while they are written
@@ -90,7 +90,7 @@ class Store:
         except FileNotFoundError:
             raise NotFound(name) from None
         if digest is not None and blake3(content).hexdigest() != digest:
-            raise DataLoss(name, f"its {len(content):,} bytes are not those that were written to {self.url}")
+            raise DataLoss(name, f"its {len(content):,} bytes differ from those written to {self.url}")
         return content
 
     def size(self, name: str) -> int:
@@ -121,7 +121,7 @@ class Store:
         return self._call("read", partial(self._files.find, name))
 
     def _call(self, verb: str, work: Callable[[], Found], *passed: type[Exception]) -> Found:
-        with _telling(self.url, verb, *passed):
+        with _translated_errors(self.url, verb, *passed):
             call: TimedCall[Found] = self._calls.begin(work)
             return self._calls.end(call)
 
@@ -136,7 +136,7 @@ class Store:
 
 
 @contextmanager
-def _telling(url: str, verb: str, *passed: type[Exception]) -> Generator[None, None, None]:
+def _translated_errors(url: str, verb: str, *passed: type[Exception]) -> Generator[None, None, None]:
     """Converts any driver exception to StorageUnavailable, except `passed`."""
     try:
         yield
@@ -149,16 +149,16 @@ def _telling(url: str, verb: str, *passed: type[Exception]) -> Generator[None, N
 def _reason(error: Exception) -> str:
     """The cause, and the remedy."""
     if _is_full(error):
-        return "it is full; make room there"
+        return "it is full; free space there"
     if isinstance(error, OSError) and error.errno == errno.EROFS:
         return "it is read-only; mount it for writing"
     if isinstance(error, PermissionError):
-        return "it is denied; check the credentials, and what they allow"
+        return "access is denied; check the credentials and their permissions"
     reported = (error.strerror if isinstance(error, OSError) else "") or f"{error}" or type(error).__name__
     reported = re.sub(r"://[^/\s@]*@", "://", reported)  # drivers include passwords in URLs
     if isinstance(error, StorageTimeout):
         return f"{reported}; check that it can be reached from this machine"
-    return f"{reported}; check that it is there, and can be reached from this machine"
+    return f"{reported}; check that it exists and can be reached from this machine"
 
 
 def _is_full(error: BaseException | None) -> bool:

@@ -44,9 +44,9 @@ def _check(url: str) -> None:
     """Raises InvalidArgument for URLs that a driver would misinterpret."""
     match = _SCHEME.match(url)
     if not url or "\0" in url:
-        raise InvalidArgument(FIELD, "is empty or not a path: give a folder, or a URL such as s3://bucket/folder")
+        raise InvalidArgument(FIELD, "is not a path: give a folder, or a URL such as s3://bucket/folder")
     if "::" in url:
-        raise InvalidArgument(FIELD, f"{shown(url)} chains drivers: give the storage itself, whose listings are fresh")
+        raise InvalidArgument(FIELD, f"{shown(url)} chains drivers: give the URL of the storage itself")
     if match is None:
         return
     if match[2] != "://":
@@ -63,7 +63,7 @@ def _remote(url: str, scheme: str) -> Files:
     try:
         fsspec.get_filesystem_class(scheme)
     except ValueError:
-        raise InvalidArgument(FIELD, f"{shown(url)}: nothing is known of {scheme}://") from None
+        raise InvalidArgument(FIELD, f"{shown(url)}: unknown scheme {scheme}://") from None
     except ImportError as error:
         package = _EXTRAS.get(scheme)
         hint = f"pip install {package}" if package else str(error)

@@ -59,4 +59,4 @@ class ExportProgress(msgspec.Struct, frozen=True):
 
     received_bytes: int
     """Includes the bytes before the offset."""
-    parcel: ExportedArchive
+    archive: ExportedArchive

@@ -109,7 +109,7 @@ UNCHANGED = ContextSettings()
 
 def expired() -> InvalidArgument:
     """The error of an ingest whose context would expire before it exists."""
-    return InvalidArgument("config.expire_time", "has passed before the context was there")
+    return InvalidArgument("config.expire_time", "passed before the context was created")
 
 
 class ContextOptions(TypedDict, total=False):

@@ -1,6 +1,6 @@
-"""A service that can be hurt: `python -m tests.chaos FOLDER --model DIR ...`, as `python -m coordinator`, with probes
-in the folder. It drafts what the folder says that answers are, and is mostly right. See tests.chaos.soak for what hurts
-it."""
+"""Coordinator with fault injection: `python -m tests.chaos FOLDER --model DIR ...` takes the options of `python -m
+coordinator` and puts probe sockets into FOLDER. The drafter proposes the known answers from FOLDER and is mostly right.
+The faults are in tests.chaos.faults, the runner in tests.chaos.soak."""
 
 import asyncio
 import json
@@ -16,38 +16,38 @@ import coordinator.service
 from coordinator.engine.engine import Engine
 from coordinator.engine_messages import Tokens
 from longleaf.rank_protocol.group_messages import SegmentLayout
-from tests.chaos.entry import live_as_rank
-from tests.chaos.points import CALL, COMMIT, KEEP, KEPT, PARK, PUBLISH, Points, Probe
+from tests.chaos.entry import run_rank
+from tests.chaos.points import AFTER_KEEP, BEFORE_KEEP, CALL, COMMIT, PARK, PUBLISH, Points, Probe
 from tests.chaos.snapshots import SnapshotProbe
 from tests.chaos.views import Look
 from tests.support.golden.knowing import KnowingDrafter
 
 LOOK_SECONDS = 0.02
 IDLE_SECONDS = 120.0
-"""After a fault is healed, and clients have gone."""
+"""Limit for reaching the idle state after recovery, once all clients are gone."""
 ANSWERS = "answers.json"
-"""In the folder: the tokens of each answer that is known."""
+"""File in FOLDER with the tokens of each known answer."""
 RIGHT = 0.7
-"""Of the tokens that are drafted."""
+"""Share of drafted tokens that are correct."""
 
 
 def main(arguments: list[str]) -> int:
     for number in command.SIGNALS:
         signal.signal(number, command.leave)
     folder = Path(arguments[0])
-    coordinator.scheduling.scheduler.Drafter = partial(drafter_of, folder)  # type: ignore[misc]
-    command.worker_main = partial(live_as_rank, folder)
+    coordinator.scheduling.scheduler.Drafter = partial(make_drafter, folder)  # type: ignore[misc]
+    command.worker_main = partial(run_rank, folder)
     coordinator.service.Engine = partial(ProbedEngine, folder)  # type: ignore[misc]
     return command.main(arguments[1:])
 
 
-def drafter_of(folder: Path, _max_rows: int, _max_drafts: int, block_size: int) -> KnowingDrafter:
-    """Of models as small as these no step is long enough for the real one to draft."""
+def make_drafter(folder: Path, _max_rows: int, _max_drafts: int, block_size: int) -> KnowingDrafter:
+    """Steps of models this small are too short for the real drafter to draft."""
     return KnowingDrafter(block_size, json.loads((folder / ANSWERS).read_bytes()), RIGHT)
 
 
 class ProbedEngine(Engine):
-    """An engine with points, and a probe in a folder."""
+    """An engine with fault points and a probe socket."""
 
     def __init__(self, folder: Path, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -64,9 +64,9 @@ class ProbedEngine(Engine):
         segments = scheduler.segments
         segments._begin_parking = partial(self._pass, PARK, segments._begin_parking)
         segments.call = partial(self._pass, CALL, segments.call)
-        persistence: Any = self._keeping
+        persistence: Any = self._persistence
         persistence._commit = partial(self._keep, persistence._commit)
-        look = partial(self._look_on, asyncio.get_running_loop())
+        look = partial(self._wait_idle, asyncio.get_running_loop())
         Probe(self._folder, {"arm": self._points.arm, "look": look}).start()
         return readies
 
@@ -80,31 +80,32 @@ class ProbedEngine(Engine):
         return outcomes
 
     async def _keep(self, keep: Any, change: object) -> None:
-        self._points.reach(KEEP)
+        self._points.reach(BEFORE_KEEP)
         await keep(change)
-        self._points.reach(KEPT)
+        self._points.reach(AFTER_KEEP)
 
     def _tell(self, scheduler: Any, outcomes: Any = ()) -> None:
         if any(isinstance(outcome, Tokens) for _, outcome in outcomes):
             self._points.reach(PUBLISH)
-        super()._tell(scheduler, outcomes)
+        super()._publish(scheduler, outcomes)
 
-    def _look_on(self, loop: asyncio.AbstractEventLoop) -> Look:
-        """Asked by another thread. Raises TimeoutError, with what there is to do, when that does not end."""
+    def _wait_idle(self, loop: asyncio.AbstractEventLoop) -> Look:
+        """Returns the idle engine's state to another thread. Raises TimeoutError, listing the pending work, if the
+        engine does not become idle."""
 
         async def look() -> Look:
             try:
                 async with asyncio.timeout(IDLE_SECONDS):
-                    while self._busy():  # noqa: ASYNC110, what is done on storage changes nothing that is told
+                    while self._pending_work():  # noqa: ASYNC110, storage work sends no notification
                         await asyncio.sleep(LOOK_SECONDS)
             except TimeoutError:
-                raise TimeoutError(f"still to do: {self._busy()}") from None
+                raise TimeoutError(f"still to do: {self._pending_work()}") from None
             return self._look()
 
         return asyncio.run_coroutine_threadsafe(look(), loop).result()
 
-    def _busy(self) -> dict[str, object]:
-        """What there is to do."""
+    def _pending_work(self) -> dict[str, object]:
+        """Pending work by name."""
         scheduler: Any = self._scheduler
         found: dict[str, object] = {
             "steps": len(self._steps),

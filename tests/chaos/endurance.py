@@ -1,4 +1,4 @@
-"""What a process has, before and after many epochs."""
+"""Resource usage of processes before and after many epochs."""
 
 from pathlib import Path
 from statistics import median
@@ -10,7 +10,8 @@ GROWTH = 1.05
 
 
 class Size(NamedTuple):
-    """`memory` in bytes that no other process shares, and numbers of files, threads and pieces of shared memory."""
+    """`memory` is the unshared memory in bytes; the other fields count open files, threads and shared-memory
+    segments."""
 
     memory: int
     files: int
@@ -26,8 +27,8 @@ def size_of(pid: int) -> Size:
 
 
 def check_growth(sizes: list[dict[int, Size]], warm_up: int) -> None:
-    """Of the processes that were there all the time: what they have at the end is what they had after `warm_up` looks.
-    What a library keeps for the next time comes and goes, so memory is the median of a fifth of all looks."""
+    """Checks that processes present in all samples use no more at the end than after `warm_up` samples. Memory is
+    compared by the median over a fifth of the samples, because libraries cache and release some."""
     count = len(sizes) // 5
     for pid in set.intersection(*(set(found) for found in sizes)):
         early, late = ([found[pid] for found in part] for part in (sizes[warm_up:][:count], sizes[-count:]))

@@ -1,4 +1,4 @@
-"""Where the process of a rank that can be hurt begins. Imports no torch before its environment is complete."""
+"""Entry point of a rank process with fault injection. Imports no torch before its environment is complete."""
 
 from functools import partial
 from pathlib import Path
@@ -8,14 +8,14 @@ from longleaf.network_interfaces import interface_of
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.service_settings import TelemetryConfig
 from workers.__main__ import live
-from workers.imports import for_good
+from workers.imports import frozen_imports
 
 
-def live_as_rank(folder: Path, spec: RankSpec, telemetry: TelemetryConfig) -> None:
-    """As workers.__main__.main, with a probe in `folder`; its log is that of the default settings."""
+def run_rank(folder: Path, spec: RankSpec, telemetry: TelemetryConfig) -> None:
+    """Runs workers.__main__.main with a probe in `folder`, logging with default settings."""
     assert telemetry.has_plain_log
     apply_environment(network_environment(interface_of(spec.host)))
-    with for_good():
+    with frozen_imports():
         from tests.chaos.member import ChaosRank
 
     live(spec, partial(ChaosRank, folder))

@@ -1,4 +1,4 @@
-"""What is done to a service, by name. Each is done once under load, and the service must be whole again after it."""
+"""Faults by name. Each is injected once under load, and the service must recover completely afterwards."""
 
 import asyncio
 import os
@@ -15,7 +15,9 @@ import psutil
 from longleaf.errors import Unavailable
 from tests.chaos.load import Load, ask_poison
 from tests.chaos.points import (
+    AFTER_KEEP,
     ANSWER,
+    BEFORE_KEEP,
     BROADCAST,
     CALL,
     CHUNK,
@@ -23,8 +25,6 @@ from tests.chaos.points import (
     DELETE,
     FETCH,
     JOINING,
-    KEEP,
-    KEPT,
     LAYOUT,
     MANIFEST,
     MOVE,
@@ -39,37 +39,37 @@ from tests.chaos.points import (
     WRITTEN,
     Fault,
 )
-from tests.chaos.reference import CROWD, DEADLY, POISON, VISITOR
+from tests.chaos.reference import DEADLY, FILLER, POISON, VISITOR
 from tests.chaos.service import Service
 from tests.chaos.snapshots import Harm, cut_pieces, flip_bits, folder_of, lose_all, lose_files
 
 SHORT_SECONDS = 1.0
-"""How long a rank is stopped that is not to be given up."""
+"""Duration of a stop that is too short for the rank to be declared lost."""
 GONE_SECONDS = 120.0
 LOOK_SECONDS = 0.05
 MOST_DELAY = 2.0
-"""Seconds between two losses that are not at once."""
+"""Maximum seconds between two consecutive losses."""
 
 
 class Outcome(NamedTuple):
-    """What must have come of a fault: processes that are gone, and how many epochs there were at least."""
+    """Expected effects of a fault: processes that must be gone, and the minimum number of new epochs."""
 
     gone: frozenset[int] = frozenset()
     num_epochs: int = 0
 
 
 class Scene(NamedTuple):
-    """Where it happens. `pids` are the ranks'."""
+    """Target of a fault. `pids` are those of the ranks."""
 
     service: Service
     pids: list[int]
     random: Random
     load: Load | None = None
-    """Who asks meanwhile."""
+    """Running clients."""
 
     @property
     def turn(self) -> int:
-        """At which time something happens at a point."""
+        """A fault fires when its point is reached for this (random) time."""
         return self.random.randint(1, 6)
 
 
@@ -77,7 +77,7 @@ Do = Callable[[Scene], Awaitable[Outcome]]
 
 
 async def kill(scene: Scene, count: int, *, is_first: bool = False) -> Outcome:
-    """Kills ranks at once; rank 0 with others if it `is_first`."""
+    """Kills ranks at once, including rank 0 if `is_first`."""
     victims = scene.pids[:count] if is_first else scene.random.sample(scene.pids, count)
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
@@ -85,7 +85,7 @@ async def kill(scene: Scene, count: int, *, is_first: bool = False) -> Outcome:
 
 
 async def kill_later(scene: Scene) -> Outcome:
-    """Kills a second rank while the first one is being recovered, whatever that is at."""
+    """Kills a second rank after a random delay, during the recovery of the first."""
     first, second = scene.random.sample(scene.pids, 2)
     os.kill(first, signal.SIGKILL)
     await asyncio.sleep(scene.random.uniform(0.0, MOST_DELAY))
@@ -93,36 +93,36 @@ async def kill_later(scene: Scene) -> Outcome:
     return Outcome(frozenset((first, second)), 2)
 
 
-async def hurt(scene: Scene, point: str, act: str, *, is_first: bool = False) -> Outcome:
-    """Has something happen to a rank at a point, for good; to rank 0 if that alone comes there."""
+async def inject(scene: Scene, point: str, act: str, *, is_first: bool = False) -> Outcome:
+    """Arms a permanent fault at a point of a random rank, or of rank 0 if `is_first`."""
     pid = scene.pids[0] if is_first else scene.random.choice(scene.pids)
     scene.service.arm(pid, Fault(point, act, scene.turn))
     return Outcome(frozenset((pid,)), 2)
 
 
-async def hurt_later(scene: Scene, point: str) -> Outcome:
-    """Kills a rank, and another one when it comes to a point in what follows."""
+async def inject_during_recovery(scene: Scene, point: str) -> Outcome:
+    """Kills a rank, and another one when it reaches a point during the recovery."""
     first, second = scene.random.sample(scene.pids, 2)
     scene.service.arm(second, Fault(point, "kill"))
     os.kill(first, signal.SIGKILL)
     return Outcome(frozenset((first, second)), 2)
 
 
-async def hurt_committed(scene: Scene, point: str) -> Outcome:
-    """Kills a rank while the coordinator is at a point."""
+async def kill_at_coordinator_point(scene: Scene, point: str) -> Outcome:
+    """Kills a rank when the coordinator reaches a point."""
     pid = scene.random.choice(scene.pids)
     scene.service.arm_coordinator(Fault(point, "kill", scene.turn, pid))
     return Outcome(frozenset((pid,)), 2)
 
 
 async def fail(scene: Scene) -> Outcome:
-    """A rank raises, and lives."""
+    """A rank raises an error and stays alive."""
     scene.service.arm(scene.random.choice(scene.pids), Fault(STEP, "fail", scene.turn))
     return Outcome(num_epochs=1)
 
 
 async def exhaust(scene: Scene) -> Outcome:
-    """A rank may have no more memory than it has."""
+    """Limits the address space of a rank to its current size."""
     pid = scene.random.choice(scene.pids)
     resource.prlimit(pid, resource.RLIMIT_AS, (psutil.Process(pid).memory_info().vms,) * 2)
     scene.service.arm(pid, Fault(STEP, "allocate", scene.turn))
@@ -130,7 +130,7 @@ async def exhaust(scene: Scene) -> Outcome:
 
 
 async def stop(scene: Scene, seconds: float | None) -> Outcome:
-    """Stops a rank: for good, or for a time in which nobody gives it up."""
+    """Stops a rank permanently, or for `seconds`, which are too short for it to be declared lost."""
     pid = scene.random.choice(scene.pids)
     os.kill(pid, signal.SIGSTOP)
     if seconds is None:
@@ -140,15 +140,15 @@ async def stop(scene: Scene, seconds: float | None) -> Outcome:
     return Outcome()
 
 
-async def crowd_out(scene: Scene, point: str, *, by_coordinator: bool = False) -> Outcome:
-    """Kills a rank when it comes to a point, or when the coordinator does, while contexts are parked for others that
-    nobody asks, and come back for those who do."""
+async def evict_under_load(scene: Scene, point: str, *, by_coordinator: bool = False) -> Outcome:
+    """Kills a rank when it or the coordinator reaches a point, while new contexts cause constant evictions and
+    restores."""
     pid = scene.random.choice(scene.pids)
     if by_coordinator:
         scene.service.arm_coordinator(Fault(point, "kill", scene.random.randint(1, 3), pid))
     else:
         scene.service.arm(pid, Fault(point, "kill", scene.random.randint(1, 3)))
-    async with scene.service.crowd():
+    async with scene.service.evicting():
         await wait_gone(pid)
     return Outcome(frozenset((pid,)), 2)
 
@@ -159,8 +159,8 @@ async def wait_gone(pid: int) -> None:
             await asyncio.sleep(LOOK_SECONDS)
 
 
-async def take_storage_away(scene: Scene) -> Outcome:
-    """Kills a rank while its storage is not there; later it is again."""
+async def remove_storage(scene: Scene) -> Outcome:
+    """Kills a rank while its storage folder is missing; the folder returns later."""
     folder, pid = folder_of(scene.service.data), scene.random.choice(scene.pids)
     away = folder.with_name("away")
     folder.rename(away)
@@ -172,39 +172,39 @@ async def take_storage_away(scene: Scene) -> Outcome:
     return Outcome(frozenset((pid,)), 2)
 
 
-async def end_everything(
+async def restart_service(
     scene: Scene, point: str = "", *, crowds: bool = False, harm: Harm | None = None, again: str = ""
 ) -> Outcome:
-    """Kills all processes at once, or the coordinator when it comes to a point, and starts another service over the
-    same folder: what was acknowledged is there, what was deleted is not, and all answers are as before.
+    """Kills all processes at once, or the coordinator at a point, and starts another service with the same data folder.
+    Acknowledged contexts must exist, deleted ones must not, and all answers must be unchanged.
 
-    With `crowds` contexts are parked meanwhile; `harm` is done to what is on storage before the other service begins,
-    and a rank of that is killed when it comes to the point `again`.
+    With `crowds`, contexts are evicted meanwhile. `harm` damages the storage before the next service starts; a rank of
+    that service is killed when it reaches the point `again`.
     """
     service, load = scene.service, scene.load
     assert load is not None
-    load.may_break = True
-    service.note_family()
+    load.may_lose_service = True
+    service.record_processes()
     if point:
         service.arm_coordinator(Fault(point, "kill", scene.random.randint(1, 2)))
         if crowds:
             with suppress(Unavailable):
-                async with service.crowd():
+                async with service.evicting():
                     await asyncio.to_thread(service.process.wait, GONE_SECONDS)
     else:
         await asyncio.sleep(scene.random.uniform(0.0, MOST_DELAY))
-        service.note_family()
-        service.kill_everything()
+        service.record_processes()
+        service.kill_processes()
     await load.wait_broken()
     if harm is not None:
         harm(folder_of(service.data), scene.random)
-    await service.begin_again()
+    await service.restart()
     found = {context.id for context in await service.client.list_contexts()}
     retained = {known.context for known in service.reference.known if known.context != VISITOR}
     missing, wrong = (retained | load.made) - load.unsure - found, found - retained - load.made - load.unsure
-    wrong = {name for name in wrong if not name.startswith(CROWD)}
-    assert not missing, f"acknowledged, and gone: {missing}"
-    assert not wrong, f"deleted, or never there: {wrong}"
+    wrong = {name for name in wrong if not name.startswith(FILLER)}
+    assert not missing, f"acknowledged but missing: {missing}"
+    assert not wrong, f"deleted or never created: {wrong}"
     for name in found - retained:
         await service.client.delete_context(name)
     gone = set(scene.pids)
@@ -212,7 +212,7 @@ async def end_everything(
         pid = scene.random.choice(await service.pids())
         service.arm(pid, Fault(again, "kill"))
         gone.add(pid)
-    await service.bring_back()
+    await service.load_contexts()
     return Outcome(frozenset(gone), 1)
 
 
@@ -227,52 +227,52 @@ FAULTS: dict[str, Do] = {
     "kill two": partial(kill, count=2),
     "kill all": partial(kill, count=3),
     "kill later": kill_later,
-    "kill before a step": partial(hurt, point=STEP, act="kill"),
-    "kill at half of a run": partial(hurt, point=CHUNK, act="kill"),
-    "kill rank 0 before broadcast": partial(hurt, point=BROADCAST, act="kill", is_first=True),
-    "kill before broadcast": partial(hurt, point=BROADCAST, act="kill"),
-    "kill rank 0 before the answer": partial(hurt, point=ANSWER, act="kill", is_first=True),
-    "kill after the step": partial(hurt, point=ANSWER, act="kill"),
-    "kill after commit": partial(hurt_committed, point=COMMIT),
-    "kill before publishing": partial(hurt_committed, point=PUBLISH),
-    "kill again while joining": partial(hurt_later, point=JOINING),
-    "kill again before the layout": partial(hurt_later, point=LAYOUT),
-    "kill again at half of a run": partial(hurt_later, point=CHUNK),
-    "kill again in a move": partial(hurt_later, point=MOVE),
+    "kill before a step": partial(inject, point=STEP, act="kill"),
+    "kill at half of a run": partial(inject, point=CHUNK, act="kill"),
+    "kill rank 0 before broadcast": partial(inject, point=BROADCAST, act="kill", is_first=True),
+    "kill before broadcast": partial(inject, point=BROADCAST, act="kill"),
+    "kill rank 0 before the answer": partial(inject, point=ANSWER, act="kill", is_first=True),
+    "kill after the step": partial(inject, point=ANSWER, act="kill"),
+    "kill after commit": partial(kill_at_coordinator_point, point=COMMIT),
+    "kill before publishing": partial(kill_at_coordinator_point, point=PUBLISH),
+    "kill again while joining": partial(inject_during_recovery, point=JOINING),
+    "kill again before the layout": partial(inject_during_recovery, point=LAYOUT),
+    "kill again at half of a run": partial(inject_during_recovery, point=CHUNK),
+    "kill again in a move": partial(inject_during_recovery, point=MOVE),
     "fail": fail,
     "poison": partial(poison, poison=POISON, num_epochs=2),
     "deadly poison": partial(poison, poison=DEADLY, num_epochs=4),
-    "spin": partial(hurt, point=STEP, act="spin"),
-    "sleep": partial(hurt, point=STEP, act="sleep"),
-    "hold": partial(hurt, point=STEP, act="hold"),
+    "spin": partial(inject, point=STEP, act="spin"),
+    "sleep": partial(inject, point=STEP, act="sleep"),
+    "hold": partial(inject, point=STEP, act="hold"),
     "stop": partial(stop, seconds=None),
     "stop shortly": partial(stop, seconds=SHORT_SECONDS),
     "no memory": exhaust,
-    "kill everything": end_everything,
-    "kill the coordinator before it keeps": partial(end_everything, point=KEEP),
-    "kill the coordinator when it has kept": partial(end_everything, point=KEPT),
-    "kill the coordinator after commit": partial(end_everything, point=COMMIT),
-    "kill before a piece is written": partial(hurt, point=SAVE, act="kill"),
-    "kill when a piece is written": partial(hurt, point=SAVED, act="kill"),
-    "kill before a piece is read": partial(crowd_out, point=FETCH),
-    "kill before what was read is held": partial(crowd_out, point=RESTORE),
-    "kill when a segment is parked": partial(crowd_out, point=PARK, by_coordinator=True),
-    "kill when a parked segment is needed": partial(crowd_out, point=CALL, by_coordinator=True),
-    "kill while a manifest is written": partial(hurt_committed, point=MANIFEST),
-    "take storage away": take_storage_away,
-    "kill the coordinator before a manifest": partial(end_everything, point=MANIFEST),
-    "kill the coordinator after a manifest": partial(end_everything, point=WRITTEN),
-    "kill the coordinator after a snapshot": partial(end_everything, point=RECORDED),
-    "kill the coordinator before a note": partial(end_everything, point=NOTE),
-    "kill the coordinator before it deletes": partial(end_everything, point=DELETE),
-    "kill the coordinator as it parks": partial(end_everything, point=PARK, crowds=True),
-    "kill the coordinator as it calls": partial(end_everything, point=CALL, crowds=True),
-    "kill everything, and a reader": partial(end_everything, again=FETCH),
-    "kill everything, and a holder": partial(end_everything, again=RESTORE),
-    "kill everything, and cut pieces": partial(end_everything, harm=cut_pieces),
-    "kill everything, and flip bits": partial(end_everything, harm=flip_bits),
-    "kill everything, and lose files": partial(end_everything, harm=lose_files),
-    "kill everything, and lose storage": partial(end_everything, harm=lose_all),
+    "kill everything": restart_service,
+    "kill the coordinator before it keeps": partial(restart_service, point=BEFORE_KEEP),
+    "kill the coordinator when it has kept": partial(restart_service, point=AFTER_KEEP),
+    "kill the coordinator after commit": partial(restart_service, point=COMMIT),
+    "kill before a piece is written": partial(inject, point=SAVE, act="kill"),
+    "kill when a piece is written": partial(inject, point=SAVED, act="kill"),
+    "kill before a piece is read": partial(evict_under_load, point=FETCH),
+    "kill before a fetched piece is restored": partial(evict_under_load, point=RESTORE),
+    "kill when a segment is parked": partial(evict_under_load, point=PARK, by_coordinator=True),
+    "kill when a parked segment is needed": partial(evict_under_load, point=CALL, by_coordinator=True),
+    "kill while a manifest is written": partial(kill_at_coordinator_point, point=MANIFEST),
+    "take storage away": remove_storage,
+    "kill the coordinator before a manifest": partial(restart_service, point=MANIFEST),
+    "kill the coordinator after a manifest": partial(restart_service, point=WRITTEN),
+    "kill the coordinator after a snapshot": partial(restart_service, point=RECORDED),
+    "kill the coordinator before a note": partial(restart_service, point=NOTE),
+    "kill the coordinator before it deletes": partial(restart_service, point=DELETE),
+    "kill the coordinator as it parks": partial(restart_service, point=PARK, crowds=True),
+    "kill the coordinator as it calls": partial(restart_service, point=CALL, crowds=True),
+    "kill everything, and a reader": partial(restart_service, again=FETCH),
+    "kill everything, and a holder": partial(restart_service, again=RESTORE),
+    "kill everything, and cut pieces": partial(restart_service, harm=cut_pieces),
+    "kill everything, and flip bits": partial(restart_service, harm=flip_bits),
+    "kill everything, and lose files": partial(restart_service, harm=lose_files),
+    "kill everything, and lose storage": partial(restart_service, harm=lose_all),
 }
 NO_LOSS = ("stop shortly",)
-"""After which the epoch is the same."""
+"""Faults that must not start a new epoch."""

@@ -1,5 +1,5 @@
-"""Clients of a service whose answers are known: they ask, leave in the middle, ingest and delete, and check all that
-they are told."""
+"""Clients of a service with known answers: they query, disconnect midway, ingest and delete, and check every
+response."""
 
 import asyncio
 from collections import Counter
@@ -13,23 +13,23 @@ from longleaf.types import Delta, Recovering
 from tests.chaos.reference import NEW, VISITOR, Known, Reference
 
 CLIENTS = 3
-BROKE_AGAIN = "the ranks broke there, again and again"
-"""What a job is told that ends one epoch after the other."""
+BROKE_AGAIN = "the ranks failed there repeatedly"
+"""Part of the error of a job that has broken several epochs in a row."""
 
 
 class Wrong(AssertionError):
-    """What a client was told is not so."""
+    """A response to a client is wrong."""
 
 
-async def answer(client: AsyncClient, known: Known, told: Counter[str], leave_after: int = NEW) -> Known:
-    """Asks, and reads the answer to its end or up to some token; as it came."""
+async def answer(client: AsyncClient, known: Known, counts: Counter[str], leave_after: int = NEW) -> Known:
+    """Reads an answer to its end or up to `leave_after` tokens, and returns it as received."""
     tokens, logprobs = list[int](), list[float]()
     options = {"max_tokens": NEW, "ignore_end_token": True, "num_logprobs": 1, **known.options}
     events = client.generate(known.question, context=known.context, **options)
     async with aclosing(events):
         async for event in events:
             if isinstance(event, Recovering):
-                told["waits"] += 1
+                counts["waits"] += 1
             if isinstance(event, Delta):
                 if event.index != len(tokens):
                     raise Wrong(f"{known.context}: index {event.index} after {len(tokens)} tokens")
@@ -37,13 +37,13 @@ async def answer(client: AsyncClient, known: Known, told: Counter[str], leave_af
                 logprobs += [one.logprob for one in event.logprobs]
                 if len(tokens) >= leave_after:
                     break
-    told["tokens"] += len(tokens)
+    counts["tokens"] += len(tokens)
     return replace(known, tokens=tuple(tokens), logprobs=tuple(logprobs))
 
 
 def check(found: Known, known: Known, at_least: int = NEW) -> float:
-    """Tokens are those of the reference, and how likely they were; the largest difference of that, as a share of what
-    is allowed. An answer that was not read to its end has `at_least` so many."""
+    """Compares tokens and logprobs with the reference. Returns the largest logprob difference as a share of the
+    tolerance. An interrupted answer must have `at_least` that many tokens."""
     count = len(found.tokens)
     what = f"{known.context}, question of {len(known.question)} ({'sampled' if known.options else 'greedy'})"
     if count < at_least or found.tokens != known.tokens[:count]:
@@ -55,37 +55,37 @@ def check(found: Known, known: Known, at_least: int = NEW) -> float:
 
 
 async def ask_poison(client: AsyncClient, poison: tuple[int, ...]) -> None:
-    """The job that ends every epoch that it has a step in fails, and says so."""
+    """Checks that a job that breaks every epoch it runs in fails with that reason."""
     try:
         async for _ in client.generate(poison, max_tokens=4, ignore_end_token=True):
             pass
     except LongleafError as error:
         if BROKE_AGAIN not in str(error):
-            raise Wrong(f"the poison was told: {error}") from error
+            raise Wrong(f"the poison request failed with another error: {error}") from error
     else:
-        raise Wrong("the poison was answered")
+        raise Wrong("the poison request was answered")
 
 
 class Load:
-    """Clients that go on until they are told to end."""
+    """Clients that run until `end` is called."""
 
     def __init__(self, client: AsyncClient, reference: Reference, random: Random) -> None:
-        self.told = Counter[str]()
+        self.counts = Counter[str]()
         self._client = client
         self._reference = reference
         self._is_ending = False
-        self.may_break = False
-        """The service may go away: then clients leave."""
+        self.may_lose_service = False
+        """If set, clients stop when the service becomes unavailable."""
         self.made = set[str]()
-        """Contexts that were acknowledged, and nobody has deleted."""
+        """Acknowledged contexts that are not deleted."""
         self.unsure = set[str]()
-        """Contexts of which clients were not told what became."""
+        """Contexts whose creation or deletion was not acknowledged."""
         self.deleted = set[str]()
         self._begun = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._be_client(number, random.random())) for number in range(CLIENTS)]
+        self._tasks = [asyncio.create_task(self._run_client(number, random.random())) for number in range(CLIENTS)]
 
-    async def wait_begun(self) -> None:
-        """Returns when tokens come. Raises what a client found wrong."""
+    async def wait_started(self) -> None:
+        """Returns when the first answer has been read. Raises the error of a client."""
         begun = asyncio.create_task(self._begun.wait())
         done, _ = await asyncio.wait([begun, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
         begun.cancel()
@@ -93,11 +93,11 @@ class Load:
             task.result()
 
     async def wait_broken(self) -> None:
-        """Returns when all have left, for the service is gone. Raises what one of them found wrong."""
+        """Returns when all clients have stopped because the service is unavailable. Raises the error of a client."""
         await asyncio.gather(*self._tasks)
 
     async def end(self) -> None:
-        """Returns when all have read what they asked for. Raises what one of them found wrong."""
+        """Returns when all clients have read their answers. Raises the error of a client."""
         self._is_ending = True
         await asyncio.gather(*self._tasks)
 
@@ -106,38 +106,38 @@ class Load:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _be_client(self, number: int, seed: float) -> None:
+    async def _run_client(self, number: int, seed: float) -> None:
         random = Random(seed)
         while not self._is_ending:
             try:
                 if number == 0:
-                    await self._visit(f"{VISITOR}-{random.getrandbits(32)}")
+                    await self._ingest_and_delete(f"{VISITOR}-{random.getrandbits(32)}")
                 else:
                     await self._ask(random)
             except ResourceExhausted:  # until a lost rank is replaced
-                self.told["refused"] += 1
+                self.counts["refused"] += 1
             except Unavailable:
-                if not self.may_break:
+                if not self.may_lose_service:
                     raise
                 return
 
     async def _ask(self, random: Random) -> None:
         known = random.choice([one for one in self._reference.known if one.context != VISITOR])
         leave_after = random.randrange(1, NEW) if random.random() < 0.25 else NEW
-        found = await answer(self._client, known, self.told, leave_after)
+        found = await answer(self._client, known, self.counts, leave_after)
         check(found, known, leave_after)
-        self.told["left" if leave_after < NEW else "streams"] += 1
+        self.counts["left" if leave_after < NEW else "streams"] += 1
         self._begun.set()
 
-    async def _visit(self, name: str) -> None:
-        """Reads a document that nobody holds, asks, and has it forgotten."""
+    async def _ingest_and_delete(self, name: str) -> None:
+        """Ingests a new document, queries it and deletes it."""
         try:
             self.unsure.add(name)
             await self._client.ingest(name, self._reference.documents[VISITOR])
             self.unsure.remove(name)
             self.made.add(name)
             for known in self._reference.asks(VISITOR):
-                check(await answer(self._client, replace(known, context=name), self.told), known)
+                check(await answer(self._client, replace(known, context=name), self.counts), known)
         finally:
             with suppress(LongleafError):
                 self.unsure.add(name)
@@ -145,4 +145,4 @@ class Load:
                 self.unsure.remove(name)
                 self.deleted.add(name)
                 self.made.discard(name)
-        self.told["ingests"] += 1
+        self.counts["ingests"] += 1

@@ -1,4 +1,4 @@
-"""A rank with points at which it can be hurt, and that tells what it holds."""
+"""A rank with fault points that reports its block table and keys."""
 
 import os
 import signal
@@ -42,14 +42,14 @@ from workers.step import kv_transfer
 
 
 class ChaosRank(Rank):
-    """As a rank, with a probe in `folder`."""
+    """A rank with a probe in `folder`."""
 
     def __init__(self, folder: Path, spec: RankSpec) -> None:
         self._points = Points()
         super().__init__(spec, lambda url: ProbedStore(Storage.open(url), self._points))
         self._is_chunk = False
-        kv_transfer.settle = partial(self._settle, kv_transfer.settle)
-        Probe(folder, {"arm": self._points.arm, "book": self._book, "keys": self._keys}).start()
+        kv_transfer.confirm = partial(self._commit_transfer, kv_transfer.confirm)
+        Probe(folder, {"arm": self._points.arm, "book": self._block_table, "keys": self._keys}).start()
 
     def lay_out(self, model: Model, backend: Backend | None = None) -> None:
         super().lay_out(model, backend)
@@ -65,14 +65,16 @@ class ChaosRank(Rank):
         self._number = join.rank
         ready = super().join(join)
         assert self.epoch is not None
-        self.epoch._tell = partial(self._tell, WeakMethod(self.epoch._tell))  # the epoch must end when it is left
+        self.epoch._report = partial(
+            self._broadcast, WeakMethod(self.epoch._report)
+        )  # a strong reference would keep the epoch alive
         return ready
 
-    def _tell(self, tell: Any, ids_T: Tensor) -> Tensor:
+    def _broadcast(self, broadcast: Any, ids_T: Tensor) -> Tensor:
         self._points.reach(BROADCAST)
-        return tell()(ids_T)
+        return broadcast()(ids_T)
 
-    def _settle(self, commit: Any, *arguments: object) -> None:
+    def _commit_transfer(self, commit: Any, *arguments: object) -> None:
         self._points.reach(MOVE)
         commit(*arguments)
 
@@ -98,10 +100,10 @@ class ChaosRank(Rank):
 
         return StepHandle(lambda: pending.is_done, answer)
 
-    # --- what it holds ---
+    # --- its contents ---
 
-    def _book(self) -> dict[int, tuple[int, dict[int, list[tuple[int, int, int]]]]]:
-        """Of each segment where it starts, and what each rank holds of it."""
+    def _block_table(self) -> dict[int, tuple[int, dict[int, list[tuple[int, int, int]]]]]:
+        """The start of each segment and the extents that each rank stores of it."""
         ledger: Any = self._joined._ledger
         return {
             segment: (
@@ -113,7 +115,8 @@ class ChaosRank(Rank):
 
     @torch.inference_mode()
     def _keys(self, runs: Sequence[Run]) -> dict[int, Tensor]:
-        """What is kept of runs, one after the other, [S, K, D + V] of each layer that is dealt over the ranks."""
+        """The keys and values of runs, concatenated, as [S, K, D + V] by layer. Only layers that are sharded over the
+        ranks."""
         size = self.config.block_size
         slots = [run.blocks[i // size] * size + i % size for run in runs for i in range(len(run))]
         layers = sharded_layers(self.model, self.config)
@@ -121,7 +124,7 @@ class ChaosRank(Rank):
 
 
 class ProbedStore:
-    """A storage with points at which a member can be hurt."""
+    """A store with fault points."""
 
     def __init__(self, store: PieceStore, points: Points) -> None:
         self._store = store

@@ -1,5 +1,5 @@
-"""Places in a process where a test has something happen. Only services that these tests start have them: what they
-replace is what the product leaves to be replaced, so that nothing in it looks whether a test is there."""
+"""Fault points in a process. Only services that these tests start have them: the tests replace functions from outside,
+and product code never checks for tests."""
 
 import ctypes
 import os
@@ -20,12 +20,12 @@ ANSWER = "before the answer"
 MOVE = "in a move"
 COMMIT = "after commit"
 PUBLISH = "before publishing"
-KEEP = "before a change of contexts is kept"
-KEPT = "after a change of contexts is kept"
+BEFORE_KEEP = "before a change of contexts is kept"
+AFTER_KEEP = "after a change of contexts is kept"
 SAVE = "before a piece is written"
 SAVED = "a piece is written"
 FETCH = "before a piece is read"
-RESTORE = "before what was read is held"
+RESTORE = "before a fetched piece is restored"
 MANIFEST = "before a manifest is written"
 WRITTEN = "a manifest is written"
 RECORDED = "a snapshot is kept"
@@ -35,17 +35,17 @@ PARK = "when a segment is parked"
 CALL = "when a parked segment is needed"
 FOREVER = 100_000
 HUGE = 1 << 40
-"""Bytes that no process gets that has a limit."""
+"""More bytes than any limited process can allocate."""
 
 
 class Fault(NamedTuple):
-    """What happens when a process comes to a point for the given time."""
+    """A fault that fires when its point is reached for the given time."""
 
     point: str
     act: str
     turn: int = 1
     pid: int = 0
-    """Whom it is done to; 0: the process itself."""
+    """Process to kill; 0: the process itself."""
 
 
 def kill(fault: Fault) -> None:
@@ -53,18 +53,18 @@ def kill(fault: Fault) -> None:
 
 
 def spin(fault: Fault) -> None:
-    """Keeps the interpreter busy, which lets other threads have their turn."""
+    """Keeps the interpreter busy; other threads still run."""
     while True:
         pass
 
 
 def sleep(fault: Fault) -> None:
-    """Waits in C without the interpreter, as in a library that hangs: the pulse goes on."""
+    """Blocks in C without the GIL, like a hanging library: heartbeats continue."""
     time.sleep(FOREVER)
 
 
 def hold(fault: Fault) -> None:
-    """Waits in C with the interpreter: the pulse stops."""
+    """Blocks in C with the GIL: heartbeats stop."""
     ctypes.PyDLL(None).sleep(FOREVER)
 
 
@@ -73,7 +73,7 @@ def fail(fault: Fault) -> None:
 
 
 def allocate(fault: Fault) -> None:
-    """Asks torch for more memory than there may be."""
+    """Allocates more memory in torch than available."""
     import torch
 
     torch.empty(HUGE, dtype=torch.uint8)
@@ -90,21 +90,21 @@ ACTS: dict[str, Callable[[Fault], None]] = {
 
 
 class Points:
-    """The points of a process; nothing happens there until a fault is armed, and then once."""
+    """The fault points of a process. They do nothing until a fault is armed, which fires once."""
 
     def __init__(self) -> None:
         self._armed: Fault | None = None
         self._num_left = 0
 
     def arm(self, fault: Fault | None) -> None:
-        """In place of the one that was armed before."""
+        """Replaces the armed fault; None disarms."""
         self._armed = None
         if fault is not None:
             self._num_left = fault.turn
             self._armed = fault
 
     def reach(self, point: str) -> None:
-        """The process is there."""
+        """Called when the process reaches a point."""
         fault = self._armed
         if fault is None or fault.point != point:
             return
@@ -115,7 +115,7 @@ class Points:
 
 
 class Probe(threading.Thread):
-    """Answers what a test asks this process, in a thread of its own, at a socket in a folder."""
+    """Thread that serves requests of a test at a Unix socket in a folder."""
 
     def __init__(self, folder: Path, answers: dict[str, Callable[..., Any]]) -> None:
         super().__init__(name="probe", daemon=True)
@@ -133,7 +133,8 @@ class Probe(threading.Thread):
 
 
 def ask(folder: Path, pid: int, name: str, *arguments: object) -> Any:
-    """What the probe of a process answers. Raises what it raised, and OSError or EOFError when the process is gone."""
+    """Returns the response of a process's probe. Raises the exception of the call, and OSError or EOFError if the
+    process is gone."""
     with Client(str(folder / str(pid)), family="AF_UNIX") as connection:
         connection.send((name, arguments))
         found = connection.recv()

@@ -1,4 +1,4 @@
-"""Questions whose answers are known: what transformers' own `generate` says, and an undisturbed service."""
+"""Questions with known answers, from transformers' `generate` and from an undisturbed service."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -6,24 +6,24 @@ from pathlib import Path
 from typing import Any
 
 POISON = (511, 3, 511, 3, 511)
-"""Ids that no text has: a rank that is told to read them raises."""
+"""Ids that no document contains: a rank that reads them raises."""
 DEADLY = (511, 4, 511, 4, 511)
-"""Ids of which rank 0 dies."""
+"""Ids that kill rank 0."""
 BOOK, FORKED, LONG, VISITOR = "book", "forked", "long", "visitor"
-CROWD = "crowd"
-"""How contexts are called that take the room of others."""
+FILLER = "crowd"
+"""Name prefix of the contexts that cause evictions."""
 TEMPERATURE = 0.8
 TOP_P = [0.95 - 0.001 * i for i in range(100)]
 CLEAR = 3e-6
-"""How far, in probability, what draws a token stays from what would draw another one. Logits that are computed again in
-other parts move these borders by some 1e-7."""
+"""Minimum distance, in probability, of a draw from the border of another token. Logits that are computed in other parts
+move these borders by about 1e-7."""
 LOGPROB_TOLERANCE = 2e-4
-"""Of a token's logprob, in standard deviations of the logits: twice what a logit may be off."""
+"""Tolerance of a token's logprob, in standard deviations of the logits: twice the tolerance of a logit."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """A question to a context, and its answer: tokens and their logprobs."""
+    """A question to a context and its answer: tokens and logprobs."""
 
     context: str
     question: tuple[int, ...]
@@ -35,13 +35,13 @@ class Known:
 
 @dataclass(frozen=True)
 class Reference:
-    """A checkpoint, the documents of its contexts, and what is known of them."""
+    """A checkpoint, the documents of its contexts, and the known answers."""
 
     folder: Path
     documents: dict[str, tuple[int, ...]]
     known: list[Known]
     drawn: tuple[Known, ...]
-    """Some of the questions with answers that are drawn; how likely these are an undisturbed service says."""
+    """Questions with sampled answers; their logprobs are taken from an undisturbed service."""
 
     def asks(self, context: str) -> list[Known]:
         return [one for one in self.known if one.context == context]
@@ -49,11 +49,11 @@ class Reference:
 
 NEW = 40
 CUT = 410
-"""Where the forked context leaves the other one."""
+"""Fork position of the forked context."""
 
 
 def make_reference(folder: Path, family: Any, seed: int) -> Reference:
-    """Small random weights; every token of the known answers is chosen by a clear distance."""
+    """Creates a checkpoint with small random weights and answers whose tokens all win by a clear margin."""
     from transformers.utils.logging import disable_progress_bar
 
     from tests.support.golden.plain import draw_ids
@@ -84,7 +84,7 @@ def _ask(folder: Path, context: str, document: tuple[int, ...], size: int, seed:
 
 
 def _draw(folder: Path, document: tuple[int, ...], known: Known) -> Known:
-    """The same question, with a seed and a share that draw every token clearly."""
+    """The same question with a seed and a `top_p` for which no draw is close to a border."""
     from tests.support.golden.plain import load_plain
 
     model: Any = load_plain(folder)
@@ -96,7 +96,7 @@ def _draw(folder: Path, document: tuple[int, ...], known: Known) -> Known:
 
 
 def _drawn(model: Any, prompt: Sequence[int], options: dict[str, Any]) -> tuple[int, ...] | None:
-    """What transformers' logits draw; None where another token was nearly drawn."""
+    """Samples an answer from transformers' logits. None if another token was nearly drawn."""
     import torch
 
     from longleaf.sampling import Sampling

@@ -1,4 +1,4 @@
-"""A service of processes that can be hurt, and what must be true of it whenever it is whole again."""
+"""A service in separate processes with fault injection, and the checks that must pass after each recovery."""
 
 import asyncio
 import json
@@ -27,9 +27,9 @@ from longleaf.types import Cluster
 from tests.chaos.__main__ import ANSWERS
 from tests.chaos.load import Wrong, answer, check
 from tests.chaos.points import Fault, ask
-from tests.chaos.reference import BOOK, CROWD, CUT, FORKED, LONG, VISITOR, Reference
+from tests.chaos.reference import BOOK, CUT, FILLER, FORKED, LONG, VISITOR, Reference
 from tests.chaos.snapshots import GRACE_SECONDS, check_snapshots, contents, orphans
-from tests.chaos.views import Keys, Look, check_books, check_keys, keys_of
+from tests.chaos.views import Keys, Look, check_block_tables, check_keys, keys_of
 from tests.support.command_line import end
 
 WORLD_SIZE = 3
@@ -48,11 +48,11 @@ HEAL_SECONDS = 150.0
 LOOK_SECONDS = 0.05
 STOP_SECONDS = 30.0
 SHOWN = 6000
-"""Characters of a failed service's log."""
+"""Length of a log excerpt, in characters."""
 
 
 class Service:
-    """To be entered; nothing of it is left afterwards, whatever happens."""
+    """Context manager that always removes all processes."""
 
     def __init__(self, folder: Path, reference: Reference, **settings: Any) -> None:
         self._folder = folder
@@ -63,7 +63,7 @@ class Service:
         self._sizes: list[tuple[int, int, int]] = []
         self._family: list[psutil.Process] = []
         self._started = set[int]()
-        """Ids of all processes that were ranks."""
+        """Ids of all processes that have been ranks."""
 
     async def __aenter__(self) -> "Service":
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -76,7 +76,7 @@ class Service:
 
     @property
     def data(self) -> Path:
-        """The folder of all that is kept."""
+        """The data folder."""
         return self._folder / "data"
 
     async def _begin(self) -> None:
@@ -87,7 +87,7 @@ class Service:
         assert line.startswith(LISTENING), self.log
 
     def _start(self, command: list[str]) -> str:
-        """What it says first."""
+        """Returns the first line of output."""
         with self._log.open("a") as log:
             pipes = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
             self.process = subprocess.Popen(command, **pipes, start_new_session=True)
@@ -102,13 +102,15 @@ class Service:
     def log(self) -> str:
         return self._log.read_text()[-SHOWN:]
 
-    # --- what is done to it ---
+    # --- actions ---
 
     async def prepare(self) -> None:
-        """Ingests the documents, and learns what an undisturbed service holds and says."""
+        """Ingests the documents and records the keys and answers of the undisturbed service."""
         documents, client = self.reference.documents, self.client
         await client.ingest(LONG, documents[LONG])
-        await client.ingest(BOOK, documents[BOOK][:CUT])  # where windows are replicated forks begin where one ended
+        await client.ingest(
+            BOOK, documents[BOOK][:CUT]
+        )  # with replicated windows a fork can only start where an ingest ended
         await client.ingest(BOOK, documents[BOOK][CUT:], append=True)
         await client.fork_context(BOOK, FORKED, num_tokens=CUT)
         await client.ingest(FORKED, documents[FORKED][CUT:], append=True)
@@ -123,7 +125,7 @@ class Service:
             self._keys[name] = keys_of(self._folder, look, name, pids)
 
     async def pids(self) -> list[int]:
-        """Of the ranks, in order."""
+        """Process ids of the ranks, in rank order."""
         found = [worker.pid for worker in (await self.client.cluster()).workers]
         self._started.update(found)
         return found
@@ -134,60 +136,60 @@ class Service:
     def arm_coordinator(self, fault: Fault | None) -> None:
         self.arm(self.process.pid, fault)
 
-    def note_family(self) -> None:
-        """Takes note of all its processes, which are about to end."""
+    def record_processes(self) -> None:
+        """Records all processes of the service before they end."""
         main = psutil.Process(self.process.pid)
         self._family = [main, *main.children(recursive=True)]
 
-    def kill_everything(self) -> None:
-        """Nothing of it is left but its folder."""
+    def kill_processes(self) -> None:
+        """Kills all processes; only the data folder remains."""
         for process in self._family:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
-    async def begin_again(self) -> None:
-        """Another service over the same folder, once the first one is dead; all of its contexts are asked once."""
+    async def restart(self) -> None:
+        """Starts another service with the same data folder after the first one is dead."""
         await asyncio.to_thread(self.process.wait, STOP_SECONDS)
         left = await asyncio.to_thread(psutil.wait_procs, self._family, STOP_SECONDS)
-        assert not left[1], "ranks end with the coordinator"
+        assert not left[1], "ranks exit with the coordinator"
         self._sizes.clear()
         self._started.clear()
         await self._begin()
         await self.pids()
 
-    async def bring_back(self) -> float:
-        """Has all that is kept held by the ranks. The largest difference of a logprob, as a share of what is
-        allowed."""
+    async def load_contexts(self) -> float:
+        """Queries every context so that the ranks load it. Returns the largest logprob difference as a share of the
+        tolerance."""
         retained = [known for known in self.reference.known if known.context in self._keys]
         return max([check(await answer(self.client, known, Counter()), known) for known in retained])
 
     @asynccontextmanager
-    async def crowd(self) -> AsyncGenerator[None, None]:
-        """Contexts come and go meanwhile that take the room of all others."""
+    async def evicting(self) -> AsyncGenerator[None, None]:
+        """Creates and deletes large contexts meanwhile, which causes evictions of all others."""
         is_over = asyncio.Event()
-        task = asyncio.create_task(self._crowd(is_over))
+        task = asyncio.create_task(self._fill_pool(is_over))
         try:
             yield
         finally:
             is_over.set()
             await task
             for context in await self.client.list_contexts():
-                if context.id.startswith(CROWD):
+                if context.id.startswith(FILLER):
                     await self.client.delete_context(context.id)
 
-    async def _crowd(self, is_over: asyncio.Event) -> None:
+    async def _fill_pool(self, is_over: asyncio.Event) -> None:
         document, numbers = self.reference.documents[LONG], count()
         while not is_over.is_set():
             number = next(numbers)
             with suppress(ResourceExhausted):
-                await self.client.ingest(f"{CROWD}-{number}", (number % 500 + 3, *document))
+                await self.client.ingest(f"{FILLER}-{number}", (number % 500 + 3, *document))
             with suppress(NotFound):
-                await self.client.delete_context(f"{CROWD}-{number - 2}")
+                await self.client.delete_context(f"{FILLER}-{number - 2}")
 
-    # --- what must be so ---
+    # --- checks ---
 
     async def wait_healed(self, gone: set[int], epoch: int) -> Cluster:
-        """Returns when the world is whole, without the processes that must be gone, in this epoch or a later one."""
+        """Returns when the world is complete in this epoch or a later one, without the processes in `gone`."""
 
         def is_healed(found: Cluster) -> bool:
             pids = {worker.pid for worker in found.workers}
@@ -207,39 +209,39 @@ class Service:
         return found
 
     async def check(self) -> tuple[float, float]:
-        """Everything that a whole service must be, while nobody asks it. The largest difference of a key, and that of
-        a logprob as a share of what is allowed."""
+        """Checks every invariant of an idle service. Returns the largest key difference, and the largest logprob
+        difference as a share of the tolerance."""
         for pid in await self.pids():
             self.arm(pid, None)
         self.arm_coordinator(None)
-        logits = await self.bring_back()
+        logits = await self.load_contexts()
         drafting = (await self.client.cluster()).drafting
         assert drafting is not None
         assert 0 < drafting.accepted_tokens < drafting.drafted_tokens, drafting
-        keys = await self._check_held()
+        keys = await self._check_stored()
         found = await self.client.verify(num_tokens=3 * 16 + 40)
         assert found.passed, found
         self._check_size()
         return keys, logits
 
-    async def _check_held(self) -> float:
+    async def _check_stored(self) -> float:
         look, pids = await self._idle(), await self.pids()
         assert sorted(look.paths) == sorted(self._keys)
-        check_books(self._folder, look, pids, self.config.block_size)
+        check_block_tables(self._folder, look, pids, self.config.block_size)
         check_snapshots(self.data, look)
         return max(
             check_keys(keys_of(self._folder, look, name, pids), wanted, name) for name, wanted in self._keys.items()
         )
 
     async def _idle(self) -> Look:
-        """Looks when there is nothing to do, and nobody is to join."""
+        """State of the engine once it has no work and no member is joining."""
         return await asyncio.to_thread(ask, self._folder, self.process.pid, "look")
 
     def _changes(self) -> AsyncGenerator[Cluster, None]:
         return self.client.watch_cluster(min_interval=LOOK_SECONDS)
 
     def _check_size(self) -> None:
-        """No more descriptors, threads, children or shared memory than after the first fault."""
+        """Descriptors, threads, children and shared memory must not grow after the first fault."""
         process = psutil.Process(self.process.pid)
         children = process.children(recursive=True)
         assert all(child.status() != psutil.STATUS_ZOMBIE for child in children), children
@@ -247,16 +249,16 @@ class Service:
         first = self._sizes[0]
         assert all(now <= then + 2 for now, then in zip(self._sizes[-1], first, strict=True)), self._sizes
 
-    # --- its end ---
+    # --- shutdown ---
 
     async def check_swept(self) -> None:
-        """Whatever happened before: another service over the same folder leaves nothing on storage that contexts do
-        not need, and what was deleted is nowhere on the disk."""
-        self.note_family()
+        """Checks that the next service with the same folder leaves only required objects on storage, and that deleted
+        data is erased from the disk."""
+        self.record_processes()
         await self.stop()
         await asyncio.sleep(GRACE_SECONDS)
-        await self.begin_again()
-        await self.bring_back()
+        await self.restart()
+        await self.load_contexts()
         look = await self._idle()
         deleted = np.array(self.reference.documents[VISITOR][:40], "<u4").tobytes()
         async with asyncio.timeout(LOOK_SECONDS * 1000):
@@ -265,7 +267,7 @@ class Service:
         check_snapshots(self.data, look)
 
     async def stop(self) -> None:
-        """Ends it as a user would, and sees that nothing of it is left."""
+        """Stops the service like a user and checks that nothing remains."""
         family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
         began = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
@@ -278,6 +280,6 @@ class Service:
 
 
 def is_of(name: str, pids: set[int]) -> bool:
-    """Whether one of these processes made a file of shared memory."""
+    """Whether one of these processes created a shared-memory file."""
     maker = ProcessIdentity.of(name)
     return maker is not None and maker.pid in pids

@@ -1,4 +1,4 @@
-"""The snapshots of a service that can be hurt: points where they are kept, and what is kept of which segment."""
+"""Snapshots of a service under fault injection: fault points in their writes, and checks of their contents."""
 
 import os
 import shutil
@@ -19,11 +19,11 @@ from tests.chaos.points import DELETE, MANIFEST, NOTE, RECORDED, WRITTEN, Points
 from tests.chaos.views import Look
 
 GRACE_SECONDS = 8.0
-"""After which what nobody needs is swept, at the start of a service."""
+"""Age from which a new service collects unreferenced objects."""
 
 
 class SnapshotProbe:
-    """Looks into the snapshots of an engine that has not begun."""
+    """Reads the snapshots of an engine before it starts."""
 
     def __init__(self, snapshots: Snapshots, points: Points) -> None:
         self._snapshots: Any = snapshots
@@ -60,25 +60,25 @@ class SnapshotProbe:
 
     @property
     def busy(self) -> dict[str, object]:
-        """What there is to do; nothing of it is where a value is false."""
+        """Pending work by name; false values mean none."""
         inside = self._snapshots
         is_sent = self._is_sent and not inside._sender._there_is_more.is_set()
         return {"to save": list(inside._wanted), "attempts": len(inside._attempts), "to send": not is_sent}
 
     @property
     def records(self) -> dict[int, str]:
-        """The manifest of each segment that is on storage."""
+        """The manifest of each segment on storage."""
         return {record.segment: record.manifest for record in self._snapshots._records.all}
 
 
 def folder_of(data: Path) -> Path:
-    """Where the only model of a data folder has its snapshots."""
+    """Snapshot folder of the only model in a data folder."""
     (found,) = data.glob("*/snapshots")
     return found
 
 
 def check_snapshots(data: Path, look: Look) -> None:
-    """All that contexts are made of is on storage, as it was written."""
+    """Checks that storage holds all segments of all contexts, unchanged."""
     needed = {segment for path in look.paths.values() for segment, _, _ in path}
     missing = needed - look.snapshots.keys()
     assert not missing, f"segments {sorted(missing)} are not on storage"
@@ -90,7 +90,7 @@ def check_snapshots(data: Path, look: Look) -> None:
 
 
 def orphans(data: Path, look: Look) -> set[str]:
-    """Folders of attempts that nothing tells of."""
+    """Folders of attempts without a reference."""
     folder = folder_of(data)
     reported = {name.rpartition("/")[0] for name in look.snapshots.values()}
     service = next(iter(look.snapshots.values())).split("/")[1]
@@ -98,13 +98,13 @@ def orphans(data: Path, look: Look) -> set[str]:
     return found - reported
 
 
-# --- what is done to it while no service is there ---
+# --- damage while no service runs ---
 
 Harm = Callable[[Path, Random], None]
 
 
 def _some(folder: Path, pattern: str, random: Random) -> list[Path]:
-    """About half of these files, one at least."""
+    """About half of these files, at least one."""
     found = sorted(folder.rglob(pattern))
     return random.sample(found, max(1, len(found) // 2))
 
@@ -115,7 +115,7 @@ def cut_pieces(folder: Path, random: Random) -> None:
 
 
 def flip_bits(folder: Path, random: Random) -> None:
-    """Of pieces and manifests."""
+    """Flips bits in pieces and manifests."""
     for path in [*_some(folder, "*.safetensors", random), *_some(folder, "manifest", random)]:
         content = bytearray(path.read_bytes())
         content[random.randrange(len(content))] ^= 1 << random.randrange(8)
@@ -128,13 +128,13 @@ def lose_files(folder: Path, random: Random) -> None:
 
 
 def lose_all(folder: Path, random: Random) -> None:
-    """As a disk that was replaced by an empty one."""
+    """Like a disk that was replaced by an empty one."""
     del random
     shutil.rmtree(folder)
 
 
 def contents(folder: Path) -> bytes:
-    """Of all files below it that are there when they are read."""
+    """Contents of all files below `folder`; skips those that vanish meanwhile."""
     found = b""
     for path in sorted(folder.rglob("*")):
         with suppress(FileNotFoundError, IsADirectoryError):

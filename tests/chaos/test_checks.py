@@ -1,4 +1,4 @@
-"""What is checked after a fault would show what it is checked for."""
+"""The checks of the chaos tests detect the errors that they are written for."""
 
 from collections import Counter
 from typing import Any
@@ -13,15 +13,15 @@ from longleaf.types import Delta
 from tests.chaos.load import Wrong, answer, check
 from tests.chaos.points import ACTS, STEP, Fault, Points
 from tests.chaos.reference import Known
-from tests.chaos.views import KEY_TOLERANCE, Look, check_book, check_keys
+from tests.chaos.views import KEY_TOLERANCE, Look, check_block_table, check_keys
 
 KNOWN = Known("book", (7, 8), (3, 4, 5), (-1.0, -2.0, -3.0), 1e-3)
 LOOK = Look((SegmentLayout(1, 0, (Run(0, 0, 4, (2,)), Run(1, 4, 8, (0,)))),), frozenset({9}), {}, {})
 BOOK = {1: (0, {0: [(0, 4, 8)], 1: [(4, 6, 0), (6, 8, 2)]})}
 
 
-class Says:
-    """A client whose service answers with these indices."""
+class ScriptedClient:
+    """A client whose service sends these token indices."""
 
     def __init__(self, *indices: int) -> None:
         self._indices = indices
@@ -31,30 +31,30 @@ class Says:
             yield Delta(index, (KNOWN.tokens[index],), "", (Logprobs(KNOWN.logprobs[index], ()),))
 
 
-def asked(*indices: int) -> Any:
-    return answer(Says(*indices), KNOWN, Counter())  # type: ignore[arg-type]
+def read_answer(*indices: int) -> Any:
+    return answer(ScriptedClient(*indices), KNOWN, Counter())  # type: ignore[arg-type]
 
 
-async def test_an_answer_as_it_is_known_is_taken():
-    assert check(await asked(0, 1, 2), KNOWN, 3) == 0.0
+async def test_known_answer_passes_the_check():
+    assert check(await read_answer(0, 1, 2), KNOWN, 3) == 0.0
 
 
 @pytest.mark.parametrize("indices", [(0, 0), (0, 2), (1,), (0, 1, 1)])
-async def test_an_index_that_is_missing_or_comes_twice_is_found(indices):
+async def test_missing_or_repeated_token_index_is_detected(indices):
     with pytest.raises(Wrong, match="index"):
-        await asked(*indices)
+        await read_answer(*indices)
 
 
 @pytest.mark.parametrize(
     ("tokens", "logprobs"),
     [((3, 4, 6), (-1.0, -2.0, -3.0)), ((3, 4), (-1.0, -2.0)), ((3, 4, 5), (-1.0, -2.0, -3.01)), ((), ())],
 )
-def test_an_answer_that_is_another_is_found(tokens, logprobs):
+def test_different_answer_is_detected(tokens, logprobs):
     with pytest.raises(Wrong):
         check(Known("book", (7, 8), tokens, logprobs, 1e-3), KNOWN, 3)
 
 
-def test_a_key_that_is_another_is_found():
+def test_different_key_is_detected():
     wanted = {0: np.ones((5, 2, 1, 4), np.float32), 1: np.ones((5, 2, 1, 4), np.float32)}
     found = {layer: keys.copy() for layer, keys in wanted.items()}
     found[1][3, 1, 0, 2] += KEY_TOLERANCE / 2
@@ -74,16 +74,16 @@ def test_a_key_that_is_another_is_found():
         {**BOOK, 2: (0, {})},
     ],
 )
-def test_a_book_that_differs_is_found(book):
+def test_different_block_table_is_detected(book):
     with pytest.raises(AssertionError, match="segment"):
-        check_book(1, book, LOOK, 4)
+        check_block_table(1, book, LOOK, 4)
 
 
-def test_a_book_is_the_same_that_is_cut_otherwise_or_has_what_is_to_be_forgotten():
-    check_book(1, {**BOOK, 9: (0, {})}, LOOK, 4)
+def test_block_tables_that_differ_in_layout_or_pending_deletions_are_equal():
+    check_block_table(1, {**BOOK, 9: (0, {})}, LOOK, 4)
 
 
-def test_a_fault_happens_once_and_at_its_turn(monkeypatch):
+def test_fault_is_injected_once_at_its_turn(monkeypatch):
     met = list[Fault]()
     monkeypatch.setitem(ACTS, "kill", met.append)
     points, fault = Points(), Fault(STEP, "kill", turn=3)

@@ -1,4 +1,4 @@
-"""Many losses, and many epochs, in a row: nothing adds up."""
+"""Many consecutive losses and epochs accumulate neither errors nor resources."""
 
 import asyncio
 from collections import Counter
@@ -16,18 +16,19 @@ from tests.chaos.service import Service
 pytestmark = pytest.mark.timeout(2400)
 LOSSES, EPOCHS, WARM_UP = 50, 100, 10
 KV_BYTES = 8 << 20
-"""Small beside all that a rank has: it grows while blocks are used for the first time."""
+"""Small compared to the memory of a rank: the pool grows while its blocks are first used."""
 
 
 async def kill_another(scene: Scene, spared: int) -> Outcome:
-    """Kills a rank, but never the process `spared`."""
+    """Kills a random rank other than the process `spared`."""
     others = [pid for pid in scene.pids if pid != spared]
     return await kill(scene._replace(pids=others), 1)
 
 
-async def go_through(service: Service, turns: int, spared: int | None, random: Random) -> list[dict[int, Size]]:
-    """Has one fault after the other under a stream, which goes on each time: a loss of any other than the process
-    `spared`, or with None an exception that nobody dies of. What each process had after each of them."""
+async def inject_faults(service: Service, turns: int, spared: int | None, random: Random) -> list[dict[int, Size]]:
+    """Injects consecutive faults under a stream, which must complete each time: a loss of a process other than
+    `spared`, or an exception in a rank if `spared` is None. Returns the resource usage of each process after each
+    fault."""
     sizes = list[dict[int, Size]]()
     known = [one for one in service.reference.asks(LONG) if not one.options]
     for turn in range(turns):
@@ -43,13 +44,13 @@ async def go_through(service: Service, turns: int, spared: int | None, random: R
 
 
 @pytest.mark.slow
-async def test_fifty_losses_in_a_row_leave_the_service_within_the_tolerance(tmp_path: Path):
-    """Also in memory: a rank that is never lost goes through a hundred epochs."""
+async def test_service_stays_within_tolerance_after_fifty_consecutive_losses(tmp_path: Path):
+    """Includes memory: the spared rank takes part in all epochs."""
     reference = make_reference(tmp_path / "model", "llama", 1)
     async with Service(tmp_path, reference, kv_bytes=KV_BYTES) as service:
         await service.prepare()
         spared = (await service.pids())[1]
-        sizes = await go_through(service, LOSSES, spared, Random(1))
+        sizes = await inject_faults(service, LOSSES, spared, Random(1))
         assert spared in sizes[-1]
         check_growth(sizes, WARM_UP // 2)
         await service.check()
@@ -57,12 +58,12 @@ async def test_fifty_losses_in_a_row_leave_the_service_within_the_tolerance(tmp_
 
 
 @pytest.mark.slow
-async def test_a_hundred_epochs_leave_nothing_behind(tmp_path: Path):
-    """In which nobody dies: a rank raises, and all meet again."""
+async def test_hundred_epochs_leak_no_resources(tmp_path: Path):
+    """No process is lost: a rank raises, and all ranks rejoin."""
     reference = make_reference(tmp_path / "model", "gemma3", 2)
     async with Service(tmp_path, reference, kv_bytes=KV_BYTES) as service:
         await service.prepare()
-        sizes = await go_through(service, EPOCHS, None, Random(2))
+        sizes = await inject_faults(service, EPOCHS, None, Random(2))
         assert len(set(sizes[0]) & set(sizes[-1])) == 4
         check_growth(sizes, WARM_UP)
         await service.check()

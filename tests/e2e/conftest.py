@@ -1,4 +1,4 @@
-"""The service as users meet it: `longleaf serve` in a process of its own, and the other commands against it."""
+"""The service as a user runs it: `longleaf serve` in a separate process, and the other commands as its clients."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from zoo.checkpoints import make_checkpoint
 
 @pytest.fixture
 def started() -> Iterator[ExitStack]:
-    """Takes services and processes that a test starts; what is left of them ends with the test, however it ends."""
+    """Collects processes that a test starts; remaining ones are ended after the test."""
     with ExitStack() as stack:
         yield stack
 
@@ -28,14 +28,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def nodes() -> Iterator[RayNodes]:
-    """One Ray on two hosts for all tests; who ends a node starts it again."""
+    """One Ray cluster on two hosts for all tests; a test that ends a node restarts it."""
     with ray_nodes(4) as nodes:
         yield nodes
 
 
 @pytest.fixture(scope="session")
 def served(checkpoint: Path) -> Iterator[Served]:
-    """One service of two ranks for all tests that do not hurt it."""
+    """One service of two ranks for all tests without fault injection."""
     os.environ.setdefault("COLUMNS", "100")
     options = ("--model", str(checkpoint), "--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000")
     with Served(*options, "--json", "--model-name", NAME) as service:

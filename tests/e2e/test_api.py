@@ -1,4 +1,4 @@
-"""docs/api.md: its examples run, in their order, against a service; and nothing of the API is missing."""
+"""docs/api.md: its examples run in order against a service, and it covers the whole API."""
 
 import doctest
 import re
@@ -24,14 +24,14 @@ HEADING = re.compile(r"^### (\w+\.\w+)$", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """`longleaf serve` with the model in the package."""
+    """`longleaf serve` with the embedded model."""
     data = str(tmp_path_factory.mktemp("data"))
     with Served("--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000", "--data-dir", data) as service:
         yield service
         assert service.stop() == 0
 
 
-def test_the_examples_run(embedded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_run(embedded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGLEAF_SERVER", embedded.address)
     reported: list[str] = []
     runner = doctest.DocTestRunner()
@@ -50,7 +50,7 @@ def test_the_examples_run(embedded: Served, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def call_as_grpcurl(command: str, address: str) -> None:
-    """Makes the call of a line for grpcurl, which is not installed here: JSON in, and an answer that JSON can say."""
+    """Makes the call of a grpcurl command line, which is not installed here, with JSON in and out."""
     program, *options, _, path = shlex.split(command)
     assert (program, options[0]) == ("grpcurl", "-plaintext")
     method = next(method for method in methods() if f"{method.containing_service.full_name}/{method.name}" == path)
@@ -70,7 +70,7 @@ def serialized(message: Any) -> bytes:
     return message.SerializeToString()
 
 
-def test_every_call_has_a_section_with_an_example() -> None:
+def test_every_method_has_a_section_with_an_example() -> None:
     _, *parts = HEADING.split(API.read_text())
     sections = dict(zip(parts[::2], parts[1::2], strict=True))
     assert sorted(sections) == sorted(map(title, methods()))
@@ -89,6 +89,6 @@ def test_links_lead_to_messages() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_of_messages_is_current() -> None:
-    """As `make check` sees to it as well."""
+def test_message_reference_is_current() -> None:
+    """`make check` checks this as well."""
     assert PAGE.read_text() == page(read()), "run `make proto`"

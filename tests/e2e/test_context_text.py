@@ -1,4 +1,4 @@
-"""Where the text of contexts is, over services that are killed, forked, appended to and moved from."""
+"""The text of contexts in services that are killed, and across forks, appends and transfers."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def longleaf(*arguments: str) -> str:
 
 
 def check(client: Client, name: str, text: bytes, file: str, begins: int) -> None:
-    """Some text in a file that begins at this byte."""
+    """Checks the text of a file from this byte."""
     for start, end in ((begins, begins + 20), (begins + 7, len(text)), (len(text) - 3, len(text))):
         found = client.get_context_text(name, byte_start=start, byte_end=end)
         assert found.byte_start is not None and found.byte_end is not None
@@ -31,7 +31,7 @@ def check(client: Client, name: str, text: bytes, file: str, begins: int) -> Non
 
 
 @pytest.mark.extended
-def test_text_lasts_and_moves_with_its_context(tmp_path: Path) -> None:
+def test_text_survives_restart_and_export_with_its_context(tmp_path: Path) -> None:
     book, notes, archive = tmp_path / "book.txt", tmp_path / "notes.txt", tmp_path / "twig.parcel"
     book.write_bytes(PROSE)
     notes.write_bytes(NOTES)

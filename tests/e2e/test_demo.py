@@ -1,4 +1,4 @@
-"""The demo and the evaluation with the model in the package, as users run them."""
+"""The demo and the evaluation with the embedded model, run as commands."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def demo(*options: str) -> dict:
 
 
 @pytest.mark.extended
-def test_the_demo_finds_its_facts():
+def test_demo_finds_its_facts():
     report = demo("--tokens", "16000", "--world-size", "2", "--launcher", "local")
     assert report["document_tokens"] == pytest.approx(16_000, rel=0.01)
     assert len(report["questions"]) == 6
@@ -41,7 +41,7 @@ def test_the_demo_finds_its_facts():
 
 
 @pytest.mark.extended
-def test_the_demo_shows_the_text_that_answers_come_from() -> None:
+def test_demo_shows_the_source_text_of_answers() -> None:
     found = run("--tokens", "2000", "--world-size", "1", "--launcher", "local")
     requested = re.split(r"^\? ", found, flags=re.MULTILINE)[1:]
     shown = re.compile(
@@ -56,7 +56,7 @@ def test_the_demo_shows_the_text_that_answers_come_from() -> None:
 
 
 @pytest.mark.extended
-def test_the_demo_goes_without_sources_where_no_layer_sees_all_keys(tmp_path: Path) -> None:
+def test_demo_omits_sources_without_a_full_attention_layer(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, "mistral")
     options = ("--model", str(model), "--tokens", "1000", "--world-size", "1", "--launcher", "local")
     report = json.loads(run("--json", *options, code=1))
@@ -65,7 +65,7 @@ def test_the_demo_goes_without_sources_where_no_layer_sees_all_keys(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_the_demo_as_it_is_by_default():
+def test_demo_runs_with_default_settings():
     report = demo()
     assert report["document_tokens"] >= 199_000
     assert report["world_size"] == 4
@@ -73,9 +73,7 @@ def test_the_demo_as_it_is_by_default():
 
 
 @pytest.mark.bench
-def test_sources_are_measured_on_any_served_model_beside_what_was_measured_before(
-    served: Served, tmp_path: Path
-) -> None:
+def test_source_evaluation_of_a_served_model_keeps_earlier_results(served: Served, tmp_path: Path) -> None:
     file = tmp_path / "provenance.json"
     command = [sys.executable, "-m", "bench.provenance", "--server", served.address, "--into", str(file)]
     options = ["--questions", "1", "--repeats", "1", "--lengths"]
@@ -91,7 +89,7 @@ def test_sources_are_measured_on_any_served_model_beside_what_was_measured_befor
 
 
 @pytest.mark.bench
-def test_needles_are_measured_on_any_served_model_and_go_on_where_they_stopped(served: Served, tmp_path: Path):
+def test_needle_evaluation_of_a_served_model_resumes_where_it_stopped(served: Served, tmp_path: Path):
     command = [sys.executable, "-m", "bench.needle", "--json", "--server", served.address, "--out", str(tmp_path)]
     options = ["--lengths", "3000", "--questions", "2", "--max-tokens", "4"]
     first = subprocess.run(

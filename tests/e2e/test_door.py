@@ -1,4 +1,4 @@
-"""A service with a door for HTTP beside it."""
+"""A service with an HTTP gateway."""
 
 import json
 import os
@@ -26,7 +26,7 @@ BOOK = "The door of the house is green. " * 40
 QUESTION = "What colour is the door?"
 
 
-def doors_of(served: Served) -> list[psutil.Process]:
+def gateways_of(served: Served) -> list[psutil.Process]:
     everybody = psutil.Process(served.process.pid).children(recursive=True)
     return [each for each in everybody if "--with-parent=True" in each.cmdline()]
 
@@ -49,7 +49,9 @@ def url(served: Served) -> str:
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}], ids=str)
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_answers_are_those_of_ask(served: Served, url: str, options: dict[str, Any], is_streamed: bool) -> None:
+def test_gateway_answers_equal_those_of_ask(
+    served: Served, url: str, options: dict[str, Any], is_streamed: bool
+) -> None:
     with Client(served.address) as client:
         reported = client.ask("book", QUESTION, max_tokens=24, **options)
         requested = "".join(event.text for event in reported if isinstance(event, Delta))
@@ -66,9 +68,9 @@ def test_answers_are_those_of_ask(served: Served, url: str, options: dict[str, A
     assert text == requested
 
 
-def test_a_door_that_dies_is_started_again(served: Served, url: str) -> None:
-    (door,) = doors_of(served)
-    door.kill()
+def test_crashed_gateway_is_restarted(served: Served, url: str) -> None:
+    (gateway,) = gateways_of(served)
+    gateway.kill()
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         time.sleep(0.2)
@@ -77,12 +79,12 @@ def test_a_door_that_dies_is_started_again(served: Served, url: str) -> None:
             break
         except httpx2.TransportError:
             continue
-    (other,) = doors_of(served)
-    assert other.pid != door.pid
+    (other,) = gateways_of(served)
+    assert other.pid != gateway.pid
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_door_ends_with_its_service(launcher: Literal["local", "ray"]) -> None:
+def test_gateway_exits_with_its_service(launcher: Literal["local", "ray"]) -> None:
     with Served("--launcher", launcher, "--http", "0", "--kv-bytes", "8000000") as service:
         url = url_of(service)
         assert httpx2.get(f"{url}/readyz").status_code == 200
@@ -100,7 +102,7 @@ def _listens(process: psutil.Process, url: str) -> bool:
     return any(each.laddr.port == port for each in process.net_connections() if each.status == psutil.CONN_LISTEN)
 
 
-def test_a_service_that_is_gone_and_comes_back_is_asked_again() -> None:
+def test_gateway_reconnects_after_its_service_restarts() -> None:
     with Behind("--kv-bytes", "60000000") as behind, httpx2.Client(base_url=behind.url, timeout=60) as client:
 
         def ask() -> httpx2.Response:
@@ -126,14 +128,14 @@ def test_a_service_that_is_gone_and_comes_back_is_asked_again() -> None:
         assert client.get("/readyz").status_code == 200
 
 
-def test_a_taken_port_is_an_error() -> None:
+def test_taken_port_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         reported = forked.run([*CLI, "serve", "--port", "0", "--launcher", "local", "--http", port])
     assert reported.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in reported.stderr
 
 
-def test_the_door_alone_tells_its_address_and_ends_with_a_signal() -> None:
+def test_standalone_gateway_prints_its_address_and_exits_on_a_signal() -> None:
     process = forked.popen([*CLI, "door", "--port", "0", "--json"], stdout=subprocess.PIPE)
     with process:
         assert process.stdout is not None
@@ -148,9 +150,9 @@ def test_the_door_alone_tells_its_address_and_ends_with_a_signal() -> None:
 MAX_TOKENS = 4000
 
 
-def test_who_leaves_ends_the_generation_after_few_tokens() -> None:
-    """Counted, not timed: what the service generated beyond what had been read, until its row was free. One token a
-    step: with drafts as many come in the same time as are accepted."""
+def test_disconnected_client_ends_the_generation_within_few_tokens() -> None:
+    """Counts the tokens that are generated after the last read one until the row is free. One token per step: drafts
+    would add accepted tokens."""
     options = ("--launcher", "local", "--http", "0", "--kv-bytes", "60000000", "--metrics-port", "0")
     options += ("--max-draft-tokens", "0")
     with Served(*options) as service, Client(service.address) as client:
@@ -163,7 +165,7 @@ def test_who_leaves_ends_the_generation_after_few_tokens() -> None:
             return int(float(line.split()[-1]))
 
         requested = {"model": "lookup", "prompt": "a", "stream": True, "max_tokens": MAX_TOKENS, "logprobs": 0}
-        requested["logit_bias"] = {str(token): -100 for token in range(256, 264)}  # it does not end of itself
+        requested["logit_bias"] = {str(token): -100 for token in range(256, 264)}  # it does not exit without a signal
         with httpx2.stream("POST", f"{url_of(service)}/v1/completions", json=requested, timeout=60) as stream:
             lines, num_read = stream.iter_lines(), 0
             while num_read < 20:

@@ -1,4 +1,4 @@
-"""Other clients that people have, each in its own words: `make clients` installs them."""
+"""Third-party clients with their own APIs; `make clients` installs them."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -15,18 +15,18 @@ from tests.support.tools import lacks
 pytestmark = pytest.mark.slow
 QUESTION = "Who is called?"
 DRAWN: dict[str, Any] = {"temperature": 1.5, "seed": 7}
-"""With the small model of the package it is not what is answered greedily."""
+"""Other settings than greedy sampling."""
 
 
 class Book(NamedTuple):
-    """A context behind a door."""
+    """A context behind a gateway."""
 
     url: str
     model: str
-    """The book's, as the door names it."""
+    """Name of the book at the gateway."""
     greedy: str
     drawn: str
-    """What `ask` answers, at temperature 0, and with `DRAWN`."""
+    """The answers of `ask` at temperature 0 and with `DRAWN`."""
 
 
 def need(package: str) -> None:

@@ -1,4 +1,4 @@
-"""Answers through a door that go on until there is no room, of a service that says itself where that is."""
+"""Answers through a gateway that use all remaining capacity."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ BOOK = "The door of the house is green. " * 8
 CAPACITY = 400
 QUESTION: Any = [{"role": "user", "content": "What colour?"}]
 NEVER_ENDS = {"logit_bias": {str(token): -100 for token in range(256, 264)}}
-"""All tokens of the model in the package that are no bytes."""
+"""All tokens of the embedded model that are not bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +43,11 @@ def create(openai: OpenAI) -> Any:
 
 @pytest.fixture
 def models(openai: OpenAI) -> list[str]:
-    """The model, and the book."""
+    """The model and the book."""
     return [each.id for each in openai.models.list()]
 
 
-def test_an_answer_that_fills_its_context_ends_with_length(create: Any, models: list[str]) -> None:
+def test_answer_that_fills_its_context_ends_with_length(create: Any, models: list[str]) -> None:
     answer = create(model=models[1], messages=QUESTION, **NEVER_ENDS)
     assert (answer.choices[0].finish_reason, answer.usage.total_tokens) == ("length", CAPACITY)
     stream = create(
@@ -59,7 +59,7 @@ def test_an_answer_that_fills_its_context_ends_with_length(create: Any, models: 
     assert text == answer.choices[0].message.content
 
 
-def test_a_client_that_asks_for_what_is_left_gets_it(served: Served, create: Any) -> None:
+def test_client_that_requests_the_remaining_length_gets_it(served: Served, create: Any) -> None:
     with Client(served.address) as client:
         *_, end = client.ask("book", "What colour?", until_full=True, ignore_end_token=True)
     assert isinstance(end, Finished) and end.reason == "length"
@@ -67,7 +67,7 @@ def test_a_client_that_asks_for_what_is_left_gets_it(served: Served, create: Any
 
 
 @pytest.mark.parametrize("num_answers", [1, 3])
-def test_all_answers_together_take_an_eighth_of_the_pools(
+def test_concurrent_answers_use_at_most_an_eighth_of_the_pools(
     served: Served, create: Any, models: list[str], num_answers: int
 ) -> None:
     with Client(served.address) as client:
@@ -77,7 +77,7 @@ def test_all_answers_together_take_an_eighth_of_the_pools(
     assert answer.usage.completion_tokens == room // num_answers * num_answers
 
 
-def test_answers_that_have_no_room_beside_each_other_wait(create: Any, models: list[str]) -> None:
+def test_answers_that_do_not_fit_together_are_queued(create: Any, models: list[str]) -> None:
     def ask(number: int) -> str:
         return create(model=models[number % 2], messages=QUESTION, **NEVER_ENDS).choices[0].finish_reason
 
@@ -85,7 +85,7 @@ def test_answers_that_have_no_room_beside_each_other_wait(create: Any, models: l
         assert list(threads.map(ask, range(12))) == ["length"] * 12
 
 
-def test_a_question_that_leaves_no_room_is_told_so(openai: OpenAI, models: list[str]) -> None:
+def test_question_that_leaves_no_capacity_for_an_answer_is_refused(openai: OpenAI, models: list[str]) -> None:
     body = {"model": models[1], "messages": [{"role": "user", "content": "What colour? " * 40}]}
     answer = httpx2.post(f"{openai.base_url}chat/completions", json=body)
     error = answer.json()["error"]

@@ -1,7 +1,5 @@
-"""A pod of the door, as the manifests have it, in front of a service on another host that is a namespace, too.
-
-The service is the head's container `serve` with ranks of its own, since Ray is not what this is about.
-"""
+"""A gateway pod from the manifests in front of a service on another host; hosts are network namespaces. The service is
+the head's container `serve` with local ranks, without Ray."""
 
 import json
 import sys
@@ -21,14 +19,14 @@ from tests.support.manifests.secrets import closed
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 SERVICES = {"longleaf": 0, DOOR: 1}
-"""On which host the pods of each are."""
+"""Host of each kind of pod."""
 SECONDS = 60.0
 OF_SECURITY = ("--tls-cert=", "--tls-key=", "--credentials=", "--insecure")
 PROBE = """
 import ssl, sys, urllib.error, urllib.request
-nobody = ssl._create_unverified_context()  # as a kubelet
+unverified = ssl._create_unverified_context()  # as a kubelet
 try:
-    print(urllib.request.urlopen(sys.argv[1], timeout=5, context=nobody).status)
+    print(urllib.request.urlopen(sys.argv[1], timeout=5, context=unverified).status)
 except urllib.error.HTTPError as error:
     print(error.code)
 except OSError:
@@ -72,21 +70,21 @@ while True:
 there.send(half)
 print(answer.read().decode(), flush=True)
 """
-"""Sends the second half of a document when the door takes no new callers any more."""
+"""Sends the second half of a document once the gateway accepts no new callers."""
 
 
 @dataclass
 class Running:
-    """The pods of a head and a door, and what callers need; nothing runs in the first yet."""
+    """The pods of a head and a gateway, and the settings of callers. The head pod starts empty."""
 
     head: RunningPod
-    door: RunningPod
+    gateway: RunningPod
     url: str
     credential: str = ""
 
-    def start_door(self) -> None:
-        process = self.door.start("door")
-        assert any(line.startswith("listening on ") for line in process.stdout)  # reads no further than to that line
+    def start_gateway(self) -> None:
+        process = self.gateway.start("door")
+        assert any(line.startswith("listening on ") for line in process.stdout)  # reads up to that line
 
     def start_service(self) -> None:
         given = [word for word in self.head.pod.container("serve")["args"] if word.startswith(OF_SECURITY)]
@@ -95,13 +93,13 @@ class Running:
         assert any(line.startswith("listening on ") for line in process.stdout)
 
     def probe(self, name: str) -> int:
-        """The status that a kubelet sees, 0 for none."""
-        container = self.door.pod.container("door")
+        """The HTTP status that a kubelet gets; 0 if none."""
+        container = self.gateway.pod.container("door")
         requested = container[name]["httpGet"]
         (port,) = [one["containerPort"] for one in container["ports"] if one["name"] == requested["port"]]
         scheme = requested.get("scheme", "HTTP").lower()
-        url = f"{scheme}://{self.door.address}:{port}{requested['path']}"
-        return int(_told(self.door.execute("door", [sys.executable, "-c", PROBE, url])))
+        url = f"{scheme}://{self.gateway.address}:{port}{requested['path']}"
+        return int(_output_of(self.gateway.execute("door", [sys.executable, "-c", PROBE, url])))
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + SECONDS
@@ -110,20 +108,20 @@ class Running:
             time.sleep(0.2)
 
     def ask(self, path: str, body: str = "", credential: str | None = None) -> tuple[int, dict]:
-        """What a client on the head's host is answered."""
+        """Response to a client on the head's host."""
         shown = self.credential if credential is None else credential
         command = [sys.executable, "-c", CLIENT, f"{self.url}{path}", shown, body]
-        status, answer = json.loads(_told(self.head.execute("serve", command)))
+        status, answer = json.loads(_output_of(self.head.execute("serve", command)))
         return status, answer
 
     def metrics(self) -> str:
         reader = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=10).read().decode())"
-        port = options(self.door.pod.container("door"))["metrics-port"]
+        port = options(self.gateway.pod.container("door"))["metrics-port"]
         url = f"http://{DOOR}:{port}/metrics"
-        return _told(self.head.execute("serve", [sys.executable, "-c", reader, url]))
+        return _output_of(self.head.execute("serve", [sys.executable, "-c", reader, url]))
 
 
-def _told(process) -> str:
+def _output_of(process) -> str:
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     return output.strip()
@@ -137,7 +135,7 @@ def place() -> Iterator[Place]:
 
 @pytest.fixture(params=["open", "closed"])
 def running(request: pytest.FixtureRequest, place: Place, tmp_path: Path) -> Running:
-    """Both pods, as the smallest overlay has them, and as it is closed and watched."""
+    """Both pods, from the smallest overlay and with authentication and metrics."""
     (tmp_path / "mine").mkdir()
     secrets: Secrets = NO_SECRETS
     if request.param == "open":
@@ -153,8 +151,8 @@ def running(request: pytest.FixtureRequest, place: Place, tmp_path: Path) -> Run
     return Running(place(by_owner["head"], 0, secrets), place(by_owner[DOOR], 1, secrets), url, credential)
 
 
-def test_a_pod_of_the_door_answers_for_its_service_and_lets_what_runs_end(running: Running):
-    running.start_door()  # it may come before the service
+def test_gateway_pod_serves_requests_and_drains_running_streams(running: Running):
+    running.start_gateway()  # the gateway may start before the service
     assert (running.probe("livenessProbe"), running.probe("readinessProbe")) == (200, 503)
     running.start_service()
     running.wait_ready()
@@ -165,16 +163,16 @@ def test_a_pod_of_the_door_answers_for_its_service_and_lets_what_runs_end(runnin
     assert "\nlongleaf_door_streams 1.0\n" in running.metrics()
     began = time.monotonic()
     with ThreadPoolExecutor(1) as kubelet:
-        stopped = kubelet.submit(running.door.stop, "door")
+        stopped = kubelet.submit(running.gateway.stop, "door")
         reported = uploader.stdout.read()
         assert stopped.result() == (0, 0)
     assert uploader.wait(timeout=60) == 0 and '"phase":"ready"' in reported, reported
-    drain = float(options(running.door.pod.container("door"))["drain-seconds"])
-    assert time.monotonic() - began < drain  # it ended with its last stream, not by its own clock
+    drain = float(options(running.gateway.pod.container("door"))["drain-seconds"])
+    assert time.monotonic() - began < drain  # it ended with its last stream, not at its time limit
 
 
 def check_who_comes_in(running: Running) -> None:
-    """Whom the service knows, with what they show to the door."""
+    """Checks which credentials the service accepts through the gateway."""
     if running.credential:
         for shown in ("", new_credential()):
             status, answer = running.ask("/v1/models", credential=shown)

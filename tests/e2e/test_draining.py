@@ -1,4 +1,4 @@
-"""The end of a service: what runs may finish, nothing new begins, and the exit code is 0."""
+"""Shutdown of a service: running calls may finish, new calls are refused, and the exit code is 0."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ runpy.run_module("coordinator", run_name="__main__", alter_sys=True)
 
 @asynccontextmanager
 async def served(checkpoint: Path, launcher: str, seconds: float) -> AsyncIterator[tuple[Served, AsyncClient]]:
-    """A service with so many seconds to drain, and a client of it that tries once."""
+    """A service with this drain time, and a client without retries."""
     options = ("--model", str(checkpoint), "--launcher", launcher, "--kv-bytes", "80000000")
     with Served(*options, "--drain-seconds", str(seconds)) as service:
         async with AsyncClient(service.address, retries=0) as client:
@@ -37,17 +37,17 @@ async def served(checkpoint: Path, launcher: str, seconds: float) -> AsyncIterat
 
 
 async def wait_draining(client: AsyncClient) -> None:
-    """Returns when no new calls are taken; only the health tells when."""
+    """Returns when new calls are refused, as reported by the health service."""
     while await client.is_healthy():
         pass
     assert await client.is_healthy("liveness")
-    with pytest.raises(Unavailable, match="takes no new calls") as caught:
+    with pytest.raises(Unavailable, match="accepts no new calls") as caught:
         await client.cluster()
     assert caught.value.retry_seconds
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-async def test_an_ingest_under_way_is_finished_after_sigterm(checkpoint: Path, launcher: str):
+async def test_running_ingest_finishes_after_sigterm(checkpoint: Path, launcher: str):
     async with served(checkpoint, launcher, 120) as (service, client):
         left = Left(service.process)
         upload = await Upload(client, "book").begin()
@@ -60,8 +60,8 @@ async def test_an_ingest_under_way_is_finished_after_sigterm(checkpoint: Path, l
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-async def test_what_reaches_the_whole_terminal_breaks_nothing_off(checkpoint: Path, launcher: str):
-    """Ctrl-C, and that the terminal is closed."""
+async def test_signals_to_the_whole_terminal_group_interrupt_no_call(checkpoint: Path, launcher: str):
+    """SIGINT from Ctrl-C, and SIGHUP when the terminal closes."""
     async with served(checkpoint, launcher, 120) as (service, client):
         upload = await Upload(client, "book").begin()
         os.killpg(service.process.pid, signal.SIGHUP)
@@ -72,7 +72,7 @@ async def test_what_reaches_the_whole_terminal_breaks_nothing_off(checkpoint: Pa
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-async def test_a_second_signal_ends_at_once(checkpoint: Path, launcher: str):
+async def test_second_signal_exits_immediately(checkpoint: Path, launcher: str):
     async with served(checkpoint, launcher, 600) as (service, client):
         upload = await Upload(client, "book").begin()
         service.process.send_signal(signal.SIGTERM)
@@ -83,7 +83,7 @@ async def test_a_second_signal_ends_at_once(checkpoint: Path, launcher: str):
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-async def test_longleaf_drain_waits_for_what_runs(checkpoint: Path, launcher: str):
+async def test_drain_command_waits_for_running_calls(checkpoint: Path, launcher: str):
     async with served(checkpoint, launcher, 120) as (service, client):
         left = Left(service.process)
         upload = await Upload(client, "book").begin()
@@ -98,8 +98,8 @@ async def test_longleaf_drain_waits_for_what_runs(checkpoint: Path, launcher: st
         left.audit()
 
 
-def test_a_signal_that_comes_last_does_not_change_how_it_ended(tmp_path: Path):
-    """Python gives up the handlers of its program before the process ends."""
+def test_late_signal_does_not_change_the_exit_code(tmp_path: Path):
+    """Python removes signal handlers before the process exits."""
     command = [sys.executable, "-c", LAST_SIGNAL, "--launcher=local", f"--model={tmp_path / 'nothing'}"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr.startswith("error: ")) == (2, True), ended.stderr

@@ -1,4 +1,4 @@
-"""A checkpoint whose chat template never ends: whoever serves it is told, or stops it, and nothing is left behind."""
+"""A checkpoint whose chat template never ends is refused or interrupted, and leaves nothing."""
 
 import shutil
 import signal
@@ -26,7 +26,7 @@ def endless(checkpoint: Path, tmp_path: Path) -> Path:
 
 
 def until_rendering(process: subprocess.Popen) -> list[psutil.Process]:
-    """All processes of the service, once the template is being rendered."""
+    """All processes of the service once it renders the template."""
     while process.poll() is None:
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         for member in family:
@@ -48,7 +48,7 @@ def until_rendering(process: subprocess.Popen) -> list[psutil.Process]:
         pytest.param(signal.SIGINT, "ray", marks=[pytest.mark.ray, pytest.mark.extended]),
     ],
 )
-def test_a_signal_ends_a_service_that_loads_it(
+def test_signal_stops_a_service_whose_template_never_ends(
     endless: Path, started: ExitStack, launcher: str, number: signal.Signals
 ) -> None:
     command = [*CLI, "serve", "--port", "0", "--model", str(endless), "--launcher", launcher, "--kv-bytes", "8000000"]
@@ -62,9 +62,9 @@ def test_a_signal_ends_a_service_that_loads_it(
 
 
 @pytest.mark.extended
-def test_without_a_signal_it_is_refused(endless: Path) -> None:
+def test_template_that_never_ends_is_refused(endless: Path) -> None:
     for command in (("serve", "--port", "0", "--launcher", "local", "--model"), ("models", "check")):
         found = forked.run([*CLI, *command, str(endless)])
         assert found.returncode == 2
-        message = "the chat template takes more than 5 s of processor time"
+        message = "the chat template did not finish within 5 s of processor time"
         assert message in " ".join((found.stdout + found.stderr).split())

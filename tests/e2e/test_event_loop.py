@@ -1,4 +1,4 @@
-"""No callback of the coordinator's event loop computes for long, whatever clients send."""
+"""No callback of the coordinator's event loop computes for long, for any client input."""
 
 import pytest
 
@@ -16,13 +16,13 @@ ATTACKS = (
     "context_ends",
     "earlier_contexts",
 )
-"""Those that are as large as a service takes them: of others it sees the beginning alone."""
+"""Inputs of the largest accepted size; larger ones are refused after their beginning."""
 
 
 @pytest.mark.extended
 @pytest.mark.timeout(1200)
-def test_of_a_thousand_callbacks_one_at_most_computes_for_five_milliseconds() -> None:
-    """Seconds of the loop's thread: other processes, and threads, may compute meanwhile."""
+def test_at_most_one_callback_in_a_thousand_computes_for_five_milliseconds() -> None:
+    """CPU time of the loop's thread; other processes and threads do not count."""
     arguments = ("--repeats", "1", "--seconds", "0.5", "--attacks", *ATTACKS)
     rows = run_benchmark("bench.hostile", *arguments, timeout_s=1100)  # two minutes on an idle machine
     assert [row["attack"] for row in rows] == list(ATTACKS)

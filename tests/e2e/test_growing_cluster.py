@@ -1,4 +1,4 @@
-"""A service whose Ray cluster is not complete yet waits, says so, and starts when the last slot comes."""
+"""A service whose Ray cluster is incomplete waits, reports that, and starts with the last slot."""
 
 import os
 import shutil
@@ -26,28 +26,28 @@ def free_ports(count: int) -> list[int]:
 
 
 def start(started: ExitStack, command: list[str], first: str) -> tuple[subprocess.Popen, list[str]]:
-    """A process that has printed a line with `first`, and what it printed till then."""
+    """A process that has printed a line with `first`, and its output so far."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, **pipes, start_new_session=True)
     started.callback(end, process)
     return process, read_to(process, first)
 
 
-def read_to(process: subprocess.Popen, told: str) -> list[str]:
+def read_to(process: subprocess.Popen, text: str) -> list[str]:
     lines: list[str] = []
     assert process.stdout is not None
     for line in process.stdout:
         lines.append(line)
-        if told in line:
+        if text in line:
             return lines
     raise AssertionError("".join(lines))
 
 
-def test_the_cluster_and_its_last_slot_are_waited_for(
+def test_service_waits_for_the_cluster_and_its_last_slot(
     checkpoint: Path, started: ExitStack, monkeypatch: pytest.MonkeyPatch
 ):
     for name in [name for name in os.environ if name.startswith("RAY_")]:
-        monkeypatch.delenv(name)  # a Ray that another test started has left what it needs
+        monkeypatch.delenv(name)  # the Ray of an earlier test has released its resources
     folder = tempfile.mkdtemp(prefix="ll-", dir="/tmp")
     started.callback(shutil.rmtree, folder, ignore_errors=True)
     ray_port, port = free_ports(2)

@@ -1,5 +1,5 @@
-"""A host is lost. While a service runs, it goes on without it and takes it back; while it starts, who it was is said,
-and nobody is left."""
+"""Loss of a host: a running service continues and takes it back; a starting service names it and leaves no
+processes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
 @pytest.fixture
 def hurt(nodes: RayNodes) -> Iterator[RayNodes]:
-    """The cluster, whose second node begins anew after the test."""
+    """The cluster; its second node is restarted after the test."""
     yield nodes
     nodes.start(1)
 
@@ -33,42 +33,40 @@ def kill_raylet(nodes: RayNodes) -> None:
 
 
 @pytest.mark.parametrize("hurting", [kill_raylet, cut])
-def test_a_service_goes_on_without_a_host_and_takes_it_back(
+def test_service_continues_without_a_lost_host_and_takes_it_back(
     hurt: RayNodes, checkpoint: Path, hurting: Callable[[RayNodes], None]
 ):
     with serve(hurt, checkpoint, 2 * SLOTS, "--lost-after", "3") as service:
         num_processes, [here, away] = len(hurt.service()), hurt.network.addresses
-        with Witness(service.address, hurt.on(0)) as score_sum:
+        with Witness(service.address, hurt.on(0)) as observer:
             [node] = {one["node"] for one in service.json("cluster")["workers"] if one["address"] == away}
-            score_sum.under_way()
+            observer.under_way()
             hurting(hurt)
-            found = score_sum.cluster(lambda found: found["world_size"] == SLOTS)
+            found = observer.cluster(lambda found: found["world_size"] == SLOTS)
             assert {worker["address"] for worker in found["workers"]} == {here}
             for _ in range(2):
-                score_sum.under_way()
+                observer.under_way()
             hurt.mend() if hurting is cut else hurt.start(1)
-            found = score_sum.healed(2 * SLOTS, SLOTS)
+            found = observer.healed(2 * SLOTS, SLOTS)
             assert {worker["address"] for worker in found["workers"]} == {here, away}
             assert [(loss["rank"] in (2, 3), loss["node"]) for loss in found["losses"]] == [(True, node)] * SLOTS
-            score_sum.under_way()
-            score_sum.check()
+            observer.under_way()
+            observer.check()
         processes = hurt.service()
-        assert len(processes) == num_processes, "of those that were lost nobody is left"
+        assert len(processes) == num_processes, "processes of the lost ranks remain"
         assert service.stop() == 0
         assert psutil.wait_procs(processes, timeout=20)[1] == []
 
 
-def check_named(nodes: RayNodes, told: str) -> None:
-    """One of the second host's ranks, and where it was."""
-    assert told.startswith(("error: rank 2 was lost: ", "error: rank 3 was lost: "))
-    assert ", on node " in told and f"({nodes.network.addresses[1]})" in told
+def check_named(nodes: RayNodes, message: str) -> None:
+    """One of the second host's ranks is named with its node."""
+    assert message.startswith(("error: rank 2 was lost: ", "error: rank 3 was lost: "))
+    assert ", on node " in message and f"({nodes.network.addresses[1]})" in message
 
 
 @pytest.mark.parametrize("name", ["ray::IDLE", "ray::WorkerActo"])
-def test_a_host_that_is_lost_while_its_ranks_begin_is_named(
-    hurt: RayNodes, checkpoint: Path, started: ExitStack, name: str
-):
-    """Ray would look for another place for those that had not begun."""
+def test_host_lost_while_its_ranks_start_is_named(hurt: RayNodes, checkpoint: Path, started: ExitStack, name: str):
+    """Ray would place ranks that have not started elsewhere."""
     options = ["--model", str(checkpoint), *OPTIONS, "--world-size", str(2 * SLOTS), "--ray-address", hurt.address]
     service, _ = start(started, [*hurt.on(0), *CLI, "serve", "--port", "0", *options], "starting ")
     while not hurt.runs(1, name):
@@ -82,9 +80,7 @@ def test_a_host_that_is_lost_while_its_ranks_begin_is_named(
     assert psutil.wait_procs(processes, timeout=60)[1] == []
 
 
-def test_a_host_that_is_lost_before_the_last_has_come_is_waited_for(
-    hurt: RayNodes, checkpoint: Path, started: ExitStack
-):
+def test_host_lost_before_the_last_rank_arrives_is_waited_for(hurt: RayNodes, checkpoint: Path, started: ExitStack):
     options = ["--model", str(checkpoint), *OPTIONS, "--world-size", str(2 * SLOTS + 1), "--ray-address", hurt.address]
     command = [*hurt.on(0), *CLI, "serve", "--port", "0", *options, "--wait-for-ranks", "300"]
     service, _ = start(started, command, "waiting for 1 of 5 slots")

@@ -1,4 +1,4 @@
-"""docs/http.md: its examples run, in their order, against a service."""
+"""docs/http.md: its examples run in order against a service."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 EXAMPLES = re.findall(r"```(sh|python)\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_the_examples_of_the_page_run(
+def test_examples_of_the_page_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What a whole service writes while it is used: JSON, line by line, and nothing of what clients ask, or show."""
+"""The log of a whole service: JSON lines without content or credentials of clients."""
 
 import json
 import signal
@@ -18,21 +18,21 @@ from tests.support.command_line import Left, end
 from tests.support.tenants import METHODS, request_of
 
 TEXT = "Kestrelmoor"
-"""In every text that is asked, ingested or counted."""
+"""Part of every text that is sent."""
 CREDENTIAL = "Quillfeather-0123456789"
 WRONG = "Wrenhollow-0123456789"
 
 
 @dataclass
 class Written:
-    """What a service wrote until its end."""
+    """The output of a service until its exit."""
 
     stdout: str
     stderr: str
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """Those of standard error."""
+        """Lines of standard error."""
         return [json.loads(line) for line in self.stderr.splitlines()]
 
     def of(self, logger: str) -> list[dict[str, Any]]:
@@ -40,7 +40,7 @@ class Written:
 
 
 def call(address: str, name: str, credential: str, *fields: dict[str, Any], leaves: bool = False) -> str:
-    """The code of a call; one that `leaves` hears the first response alone."""
+    """The code of a call; with `leaves` the client disconnects after the first response."""
     method = METHODS[name]
     requests: list[Message] = [request_of(name, **each) for each in fields]
     with grpc.insecure_channel(address) as channel:
@@ -62,7 +62,7 @@ def call(address: str, name: str, credential: str, *fields: dict[str, Any], leav
 
 
 def use(address: str) -> dict[str, str]:
-    """Calls that answer, are left, and are refused, for every reason; their codes."""
+    """Makes calls that succeed, are cancelled, and are refused for every reason; returns their codes."""
     long = {"max_token_count": 1000, "ignore_end_token": True}
     prompt = {"text": f"who is {TEXT}?", "sampling": {"max_token_count": 4}}
     document = {"config": {"name": "contexts/book"}}, {"text": f"{TEXT} is a bird. ".encode() * 20}
@@ -83,7 +83,7 @@ def use(address: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def used(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Written]:
-    """The codes of the calls, and what a service wrote that has served them and lost a rank."""
+    """The codes of the calls, and the output of a service that has handled them and lost a rank."""
     folder = tmp_path_factory.mktemp("logs")
     (folder / "credentials").write_text(
         line_of(CredentialEntry(tenant="acme", role="admin", digests=(digest_of(CREDENTIAL),)))
@@ -114,7 +114,7 @@ def used(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
     return codes, Written(stdout + rest[0], stderr + rest[1])
 
 
-def test_the_calls_end_as_they_should(used: tuple[dict[str, str], Written]) -> None:
+def test_calls_end_with_their_expected_codes(used: tuple[dict[str, str], Written]) -> None:
     assert used[0] == {
         "ingest": "OK",
         "ask": "OK",
@@ -130,13 +130,13 @@ def test_the_calls_end_as_they_should(used: tuple[dict[str, str], Written]) -> N
     }
 
 
-def test_nothing_that_clients_said_or_showed_is_written(used: tuple[dict[str, str], Written]) -> None:
+def test_client_content_and_credentials_are_not_logged(used: tuple[dict[str, str], Written]) -> None:
     written = used[1].stdout + used[1].stderr
     for secret in (TEXT, CREDENTIAL, WRONG, digest_of(CREDENTIAL).hex(), digest_of(WRONG).hex(), "Bearer"):
         assert secret.lower() not in written.lower(), secret
 
 
-def test_every_line_is_an_object_and_every_call_has_one(used: tuple[dict[str, str], Written]) -> None:
+def test_every_line_is_a_json_object_and_every_call_has_one(used: tuple[dict[str, str], Written]) -> None:
     codes, written = used
     for line in written.lines:
         assert {"ts", "level", "logger", "message"} <= set(line), line
@@ -146,13 +146,13 @@ def test_every_line_is_an_object_and_every_call_has_one(used: tuple[dict[str, st
     assert audited == ["call refused", "deletion of a context"]
 
 
-def test_what_becomes_of_a_lost_rank_is_told_once(used: tuple[dict[str, str], Written]) -> None:
+def test_recovery_of_a_lost_rank_is_logged_once(used: tuple[dict[str, str], Written]) -> None:
     reported = [line["message"] for line in used[1].lines if "was lost" in line["message"]]
     assert len(reported) == 1, reported
     assert [line["level"] for line in used[1].of("coordinator.notes")], "notes on the start"
 
 
-def test_a_service_that_cannot_start_says_so_in_its_format(checkpoint: Path, tmp_path: Path) -> None:
+def test_failed_start_is_logged_in_the_configured_format(checkpoint: Path, tmp_path: Path) -> None:
     options = ["--model", str(checkpoint), "--log-format", "json", "--launcher", "local"]
     found = forked.run([*forked.COORDINATOR, *options, "--credentials", str(tmp_path / "none")])
     (line,) = map(json.loads, found.stderr.splitlines())

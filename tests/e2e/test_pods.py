@@ -1,4 +1,4 @@
-"""The commands, variables and hooks of the manifests start a service and stop it, on hosts that are namespaces."""
+"""The commands, variables and hooks of the manifests start and stop a service on hosts that are namespaces."""
 
 import json
 import shlex
@@ -23,7 +23,7 @@ OVERLAY = Path(__file__).resolve().parents[2] / "k8s" / "overlays" / "cpu"
 DOCUMENTS = render(OVERLAY)
 HEAD, RANKS, *_ = pods(DOCUMENTS)
 NUM_PODS = groups(DOCUMENTS)["ranks"]["replicas"]
-"""Of ranks."""
+"""Number of rank pods."""
 START_SECONDS = 150.0
 PROBE = """
 import sys, grpc
@@ -39,20 +39,20 @@ import asyncio, json, sys
 from longleaf.client import AsyncClient
 from longleaf.errors import LongleafError
 
-def tell(what, **facts):
+def report(what, **facts):
     print(json.dumps({"what": what, **facts}), flush=True)
 
 async def talk(client, max_tokens):
     while True:
-        begun, told = False, []
+        begun, last = False, []
         try:
             async for event in client.generate("x", max_tokens=max_tokens, ignore_end_token=True):
                 if not begun:
-                    tell("begun")
-                begun, told = True, event
+                    report("begun")
+                begun, last = True, event
         except LongleafError as error:
-            return tell("broken" if begun else "refused", error=str(error))
-        tell(type(told).__name__, reason=told.reason, is_whole=told.usage.completion_tokens == max_tokens)
+            return report("broken" if begun else "refused", error=str(error))
+        report(type(last).__name__, reason=last.reason, is_whole=last.usage.completion_tokens == max_tokens)
 
 async def main():
     async with AsyncClient(sys.argv[1], retries=0) as client:
@@ -60,8 +60,8 @@ async def main():
 
 asyncio.run(main())
 """
-"""Clients that ask again and again until they are refused. Their answers end at different times, so that some are under
-way whenever a drain begins; and are so short that they end within its time on a slow machine, too."""
+"""Clients that query repeatedly until they are refused. Their answers have different lengths, so that some are running
+whenever a drain starts, and are short enough to end within the drain time on a slow machine."""
 
 
 Running = tuple[RunningPod, list[RunningPod]]
@@ -69,35 +69,35 @@ Running = tuple[RunningPod, list[RunningPod]]
 
 @pytest.fixture
 def place() -> Iterator[Place]:
-    """Makes a pod on one of as many hosts as the manifests ask for."""
+    """Creates a pod on one of the hosts that the manifests ask for."""
     with placing(1 + NUM_PODS) as place:
         yield place
 
 
 @pytest.fixture
 def running(place: Place) -> Running:
-    """The pods of a service that is ready: the head, and those of ranks."""
+    """The pods of a ready service: the head and the rank pods."""
     return bring_up(place(HEAD, 0), place)
 
 
 def bring_up(head: RunningPod, place: Place, credential: str = "") -> Running:
-    """Starts the containers of a head, and pods of ranks; `credential` is that of an admin."""
+    """Starts the containers of a head and of rank pods; `credential` is that of an admin."""
     members = [place(RANKS, host) for host in range(1, 1 + NUM_PODS)]
-    serve = head.start("serve")  # all containers of a pod start at once: Ray is not there yet
+    serve = head.start("serve")  # all containers of a pod start at once: Ray is not running yet
     start_ray(head, None)
     wait_until(head, "livenessProbe")
     assert probe(head, "readinessProbe") == "NOT_SERVING"
     for member in members:
         start_ray(member, head)
     wait_until(head, "startupProbe")
-    assert f"listening on 0.0.0.0:{DEFAULT_PORT}\n" in serve.stdout  # reads no further than to that line
+    assert f"listening on 0.0.0.0:{DEFAULT_PORT}\n" in serve.stdout  # reads up to that line
     workers = json.loads(run(head, *known(credential), "longleaf", "cluster", "--json"))["workers"]
     assert len(workers) == 4 and len({worker["node"] for worker in workers}) == len(members)
     return head, members
 
 
 def start_ray(pod: RunningPod, head: RunningPod | None) -> None:
-    """Starts a pod's first container, and returns when its node has joined."""
+    """Starts a pod's first container and returns when its node has joined."""
     name = pod.pod.containers()[0]["name"]
     command = ray_command(pod.pod, groups(DOCUMENTS)[pod.pod.owner]["rayStartParams"], head and head.address)
     process, output = pod.start(name, command), ""
@@ -109,7 +109,7 @@ def start_ray(pod: RunningPod, head: RunningPod | None) -> None:
 
 
 def probe(head: RunningPod, name: str) -> str:
-    """What a probe of `serve` is answered, empty when it is not."""
+    """Output of a probe of `serve`; empty if it fails."""
     requested = head.pod.container("serve")[name]["grpc"]
     command = [sys.executable, "-c", PROBE, f"{head.address}:{requested['port']}", requested["service"]]
     output, _ = head.execute("serve", command).communicate(timeout=60)
@@ -126,56 +126,56 @@ def wait_until(head: RunningPod, name: str) -> None:
 
 
 def known(credential: str) -> list[str]:
-    """Goes before a command that is to come in with a credential."""
+    """Prefix of a command that needs a credential."""
     return ["env", f"LONGLEAF_CREDENTIAL={credential}"]
 
 
 def run(head: RunningPod, *command: str) -> str:
-    """What a command in the container `serve` prints, when it succeeds."""
+    """Output of a command in the container `serve`, which must succeed."""
     process = head.execute("serve", command)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     return output
 
 
-def check_told(told: list[dict]) -> None:
-    """That every answer that had begun has ended whole, and some of them after the first client was refused."""
-    what = [one["what"] for one in told]
-    assert what.count("begun") == what.count("Finished") and "broken" not in what, told[-20:]
-    assert all((one["reason"], one["is_whole"]) == ("length", True) for one in told if one["what"] == "Finished")
+def check_streams_complete(reports: list[dict]) -> None:
+    """Checks that every started answer is complete, and that some ended after the first client was refused."""
+    what = [one["what"] for one in reports]
+    assert what.count("begun") == what.count("Finished") and "broken" not in what, reports[-20:]
+    assert all((one["reason"], one["is_whole"]) == ("length", True) for one in reports if one["what"] == "Finished")
     first = what.index("refused")
-    assert "takes no new calls" in told[first]["error"]  # later ones may find nobody
-    assert "Finished" in what[first:], "no answer was under way when the drain began"
+    assert "accepts no new calls" in reports[first]["error"]  # later clients may be refused
+    assert "Finished" in what[first:], "no answer was running when the drain started"
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_stream_ends_whole_when_all_pods_are_stopped_at_once(running: Running):
+def test_streams_complete_when_all_pods_stop_at_once(running: Running):
     head, members = running
     talkers = head.execute("serve", [sys.executable, "-c", TALKERS, f"{head.address}:{DEFAULT_PORT}"])
-    lines = [talkers.stdout.readline()]  # the first has begun
+    lines = [talkers.stdout.readline()]  # the first answer has started
     containers = [(pod, name) for pod in (head, *members) for name in pod.containers]
     with ThreadPoolExecutor(len(containers)) as kubelets:
         stopped = {(pod.pod.owner, name): kubelets.submit(pod.stop, name) for pod, name in containers}
         lines += talkers.stdout.readlines()
         codes = {container: stop.result() for container, stop in stopped.items()}
     assert talkers.wait(timeout=60) == 0, lines
-    check_told([json.loads(line) for line in lines])
+    check_streams_complete([json.loads(line) for line in lines])
     assert 0 in {codes["head", "serve"][0], codes["head", "ray-head"][0]}
     assert codes["head", "serve"][1] == 0
 
 
 @pytest.fixture
 def secrets(tmp_path: Path) -> tuple[Secrets, dict[Role, str]]:
-    """The Secrets of a closed service, and a credential of each role."""
+    """The Secrets of a secured service, and a credential of each role."""
     return closed(tmp_path / "authority")
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_closed_pods_let_in_whom_they_know_are_watched_and_end_by_their_own_hooks(
+def test_secured_pods_authenticate_clients_export_metrics_and_stop_by_their_hooks(
     place: Place, secrets: tuple[Secrets, dict[Role, str]], tmp_path: Path
 ):
     (tmp_path / "closed").mkdir()
@@ -198,7 +198,7 @@ def test_closed_pods_let_in_whom_they_know_are_watched_and_end_by_their_own_hook
         lines += talkers.stdout.readlines()
         codes = {name: stop.result() for name, stop in zip(head.containers, stops, strict=True)}
     assert talkers.wait(timeout=60) == 0, lines
-    check_told([json.loads(line) for line in lines])
+    check_streams_complete([json.loads(line) for line in lines])
     assert 0 in {codes["serve"][0], codes["ray-head"][0]}
     assert codes["serve"][1] == 0
 
@@ -206,26 +206,26 @@ def test_closed_pods_let_in_whom_they_know_are_watched_and_end_by_their_own_hook
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_service_heals_when_a_pod_of_ranks_is_lost_and_made_again(running: Running, place: Place):
+def test_service_recovers_when_a_rank_pod_is_lost_and_recreated(running: Running, place: Place):
     head, members = running
-    with Witness(f"{head.address}:{DEFAULT_PORT}", head.inside) as score_sum:
-        score_sum.under_way()
+    with Witness(f"{head.address}:{DEFAULT_PORT}", head.inside) as observer:
+        observer.under_way()
         members[0].delete()
         num_lost = 4 // NUM_PODS
-        score_sum.cluster(lambda found: found["world_size"] == 4 - num_lost)
-        score_sum.under_way()
+        observer.cluster(lambda found: found["world_size"] == 4 - num_lost)
+        observer.under_way()
         start_ray(place(RANKS, 1), head)
-        found = score_sum.healed(4, num_lost)
+        found = observer.healed(4, num_lost)
         assert len({worker["node"] for worker in found["workers"]}) == NUM_PODS
-        score_sum.under_way()
-        score_sum.check()
+        observer.under_way()
+        observer.check()
     assert probe(head, "readinessProbe") == probe(head, "livenessProbe") == "SERVING"
     hook, code = head.stop("serve")
     assert (hook, code) == (0, 0)
 
 
-def test_the_hook_of_a_pod_of_ranks_returns_when_they_have_left(tmp_path):
-    """What it takes for a rank is the name that Ray gives its process."""
+def test_pre_stop_hook_of_a_rank_pod_returns_after_its_ranks_exit(tmp_path):
+    """The hook recognises ranks by the process name that Ray sets."""
     *shell, text = RANKS.containers()[0]["lifecycle"]["preStop"]["exec"]["command"]
     (tmp_path / "17").mkdir()
     (name := tmp_path / "17" / "cmdline").write_bytes(b"ray::WorkerActor.run\0")

@@ -1,4 +1,4 @@
-"""A Ray cluster that is joined, with a token or without, and what a service is told that has another idea of it."""
+"""An existing Ray cluster with or without a token, and the errors of a service with a different setting."""
 
 import os
 import shutil
@@ -27,10 +27,10 @@ class Head(NamedTuple):
     process: subprocess.Popen[str]
     address: str
     home: Path
-    """Of whoever joins it: no token lies there."""
+    """Home folder of services that join: it contains no token."""
 
     def environment(self, **variables: str) -> dict[str, str]:
-        """Of a process that has these variables of Ray's alone."""
+        """An environment with only these variables of Ray."""
         return environment(self.home) | variables
 
 
@@ -68,7 +68,7 @@ def head(home: Path, **variables: str) -> Iterator[Head]:
 
 @contextmanager
 def short_folder() -> Iterator[Path]:
-    """A short path: the sockets of Ray lie in it, and their names have a limit."""
+    """A short path: Ray's sockets are in it, and their names are limited."""
     folder = Path(tempfile.mkdtemp(prefix="ll-", dir="/tmp"))
     try:
         yield folder
@@ -77,7 +77,7 @@ def short_folder() -> Iterator[Path]:
 
 
 def refused(cluster: Head, checkpoint: Path, **variables: str) -> str:
-    """Why a service with these variables does not start."""
+    """The error of a service with these variables."""
     options = ["--model", str(checkpoint), "--port", "0", "--kv-bytes", "8000000", "--ray-address", cluster.address]
     found = subprocess.run(
         [*CLI, "serve", *options],
@@ -89,14 +89,14 @@ def refused(cluster: Head, checkpoint: Path, **variables: str) -> str:
     )
     assert (found.returncode, found.stdout) == (2, "")
     *others, reported = found.stderr.splitlines()
-    assert others == ["starting 1 rank (ray) …"], "neither a traceback nor what Ray says"
+    assert others == ["starting 1 rank (ray) …"], "neither a traceback nor output of Ray"
     prefix = f"error: --ray-address: the Ray cluster at {cluster.address} cannot be joined: "
     assert reported.startswith(prefix)
     return reported.removeprefix(prefix)
 
 
 def check_serves(cluster: Head, checkpoint: Path, started: ExitStack, **variables: str) -> list[dict[str, str]]:
-    """A service with these variables has a rank; the environments of what Ray runs for it."""
+    """Starts a service with these variables and one rank; returns the environments of its processes in Ray."""
     before = ("env", "-i", *(f"{name}={value}" for name, value in cluster.environment(**variables).items()))
     options = ("--model", str(checkpoint), "--kv-bytes", "8000000", "--ray-address", cluster.address)
     service = started.enter_context(Served(*options, before=before))
@@ -117,9 +117,9 @@ def with_a_token() -> Iterator[Head]:
         yield cluster
 
 
-ASKS = f"it asks for a token: set RAY_AUTH_MODE=token, with the cluster's token in {PLACES}"
-MISSING = f"RAY_AUTH_MODE=token, and there is no token: put the cluster's in {PLACES}"
-WRONG = f"it refuses the token: with RAY_AUTH_MODE=token there must be the cluster's token in {PLACES}"
+ASKS = f"it requires a token: set RAY_AUTH_MODE=token, and put the cluster's token in {PLACES}"
+MISSING = f"RAY_AUTH_MODE=token is set, but no token was found: put the cluster's token in {PLACES}"
+WRONG = f"it rejects the token: put the cluster's token in {PLACES}"
 
 
 @pytest.mark.parametrize(
@@ -133,13 +133,13 @@ WRONG = f"it refuses the token: with RAY_AUTH_MODE=token there must be the clust
     ],
     ids=["none", "disabled", "missing", "no file", "another"],
 )
-def test_a_cluster_with_a_token_lets_nobody_in_without(
+def test_cluster_with_a_token_refuses_a_service_without_it(
     with_a_token: Head, checkpoint: Path, variables: dict[str, str], why: str
 ) -> None:
     assert refused(with_a_token, checkpoint, **variables) == why
 
 
-def test_a_token_from_a_file_is_known_to_all_that_serves(
+def test_token_from_a_file_reaches_all_processes_of_the_service(
     with_a_token: Head, checkpoint: Path, started: ExitStack
 ) -> None:
     (token_file := with_a_token.home / "token").write_text(TOKEN)
@@ -149,12 +149,12 @@ def test_a_token_from_a_file_is_known_to_all_that_serves(
 
 
 @pytest.mark.slow
-def test_a_cluster_without_a_token_is_joined_without(checkpoint: Path, started: ExitStack) -> None:
-    """With one, Ray lets this process in, and what it starts there dies."""
+def test_cluster_without_a_token_is_joined_without_one(checkpoint: Path, started: ExitStack) -> None:
+    """With a token, Ray accepts this process, but the processes that it starts there die."""
     with short_folder() as home, head(home, RAY_AUTH_MODE="disabled") as cluster:
-        unasked = "it asks for no token, and RAY_AUTH_MODE=token does here: start it with RAY_AUTH_MODE=token"
+        unasked = "the cluster requires no token, but RAY_AUTH_MODE=token is set here"
         for token in ({}, {"RAY_AUTH_TOKEN": "another"}):
             reported = refused(cluster, checkpoint, RAY_AUTH_MODE="token", **token)
-            assert reported == f"{unasked}, or unset RAY_AUTH_MODE"
+            assert reported == f"{unasked}: start the cluster with RAY_AUTH_MODE=token, or unset RAY_AUTH_MODE"
         for found in check_serves(cluster, checkpoint, started):
             assert found.get("RAY_AUTH_MODE") != "token"

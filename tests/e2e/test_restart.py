@@ -1,4 +1,4 @@
-"""Services over one data folder: killed at once with all their processes, and started again."""
+"""Services with one data folder: killed with all their processes and restarted."""
 
 import json
 import os
@@ -29,13 +29,13 @@ pytestmark = pytest.mark.timeout(300)
 
 
 class Service(ServiceProcess):
-    """Can be killed with all its processes."""
+    """A service that can be killed with all its processes."""
 
     def kill(self) -> None:
         main = psutil.Process(self._process.pid)
         everybody = [main, *main.children(recursive=True)]
         for process in everybody:
-            with suppress(psutil.NoSuchProcess):  # ranks end with the process that they were forked from
+            with suppress(psutil.NoSuchProcess):  # ranks exit with the process that they were forked from
                 process.kill()
         psutil.wait_procs(everybody, timeout=30)
         assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in everybody)
@@ -60,7 +60,7 @@ def serving(
 
 
 def ask(client: Client, context: str, question: str) -> tuple[tuple[int, ...], bool]:
-    """The ids of an answer, and whether the context came back for it."""
+    """The ids of an answer, and whether the context was restored for it."""
     ids: tuple[int, ...] = ()
     came_back = False
     for event in client.ask(context, question, max_tokens=24):
@@ -82,7 +82,7 @@ def contents(folder: Path) -> bytes:
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float = 180.0) -> None:
-    """What follows an acknowledgement on a storage comes soon, and not with it."""
+    """Waits for an effect on storage that follows an acknowledgement with a delay."""
     ends = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < ends
@@ -90,7 +90,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 180.0) -> None:
 
 
 @pytest.mark.parametrize("after", [3, pytest.param(1, marks=pytest.mark.extended)])
-def test_acknowledged_contexts_are_there_and_answer_alike(tmp_path: Path, after: int) -> None:
+def test_acknowledged_contexts_survive_a_restart_with_the_same_answers(tmp_path: Path, after: int) -> None:
     haystack = make_haystack(7, 9_000, 2, 0)
     question = haystack.facts[0].question
     with serving(tmp_path / "data") as (service, client):
@@ -117,11 +117,11 @@ def test_acknowledged_contexts_are_there_and_answer_alike(tmp_path: Path, after:
         assert ask(client, "twig", question)[0] == answers["twig"]
 
 
-def test_a_folder_is_for_one_service_and_one_user(tmp_path: Path) -> None:
+def test_data_folder_accepts_one_service_and_one_user(tmp_path: Path) -> None:
     data_dir = tmp_path / "some" / "data"
     with serving(data_dir, 1) as (service, client):
         client.ingest("book", "a short text")
-        message = f"used by process {service._process.pid} on .*, serving 127.0.0.1:"
+        message = f"in use by process {service._process.pid} on .*, serving 127.0.0.1:"
         with pytest.raises(StartError, match=message), serving(data_dir, 1):
             pass
         modes = {path: path.stat().st_mode & 0o777 for path in [data_dir, *data_dir.rglob("*")]}
@@ -132,7 +132,7 @@ def test_a_folder_is_for_one_service_and_one_user(tmp_path: Path) -> None:
         assert [context.id for context in client.list_contexts()] == ["book"]
 
 
-def test_what_is_deleted_is_gone_from_the_disk(tmp_path: Path) -> None:
+def test_deleted_text_is_erased_from_the_disk(tmp_path: Path) -> None:
     ids = [random.Random(5).randrange(3, 200) for _ in range(3_000)]
     needle = struct.pack("<40I", *ids[1_000:1_040])
     text = "What is deleted must not be found by anybody who looks at the disk."
@@ -149,7 +149,7 @@ def test_what_is_deleted_is_gone_from_the_disk(tmp_path: Path) -> None:
     assert needle not in contents(tmp_path)
 
 
-def test_a_held_answer_goes_on_in_another_service(tmp_path: Path) -> None:
+def test_resumable_answer_continues_in_the_next_service(tmp_path: Path) -> None:
     options = {"max_tokens": 200, "temperature": 0.8, "seed": 11, "ignore_end_token": True}
     question, reported = "How was it?", list[Delta]()
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -173,7 +173,7 @@ def test_a_held_answer_goes_on_in_another_service(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_a_document_on_its_way_goes_on_in_another_service(tmp_path: Path) -> None:
+def test_interrupted_upload_continues_in_the_next_service(tmp_path: Path) -> None:
     text = make_haystack(3, 180_000, 1, 0).text.encode()
     sent = threading.Event()
 
@@ -202,7 +202,7 @@ def _ignore(ingest: Callable[..., Context], name: str, document: Iterator[bytes]
         ingest(name, document, upload_id="mine")
 
 
-def test_contexts_of_another_checkpoint_are_told_as_such(tmp_path: Path) -> None:
+def test_contexts_of_another_checkpoint_are_reported_as_stale(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(embedded_model(), model)
     data_dir = tmp_path / "data"
@@ -214,10 +214,10 @@ def test_contexts_of_another_checkpoint_are_told_as_such(tmp_path: Path) -> None
         assert client.list_contexts() == []
         with pytest.raises(CheckpointChanged, match=r"tokenizer_config\.json in .* changed since"):
             ask(client, "book", "?")
-        with pytest.raises(CheckpointChanged, match=r"tokenizer_config\.json in .* ingest the text anew"):
-            client.reread_context("book")
+        with pytest.raises(CheckpointChanged, match=r"tokenizer_config\.json in .* ingest the text again"):
+            client.recompute_context("book")
         with pytest.raises(NotFound):
-            client.reread_context("other")
+            client.recompute_context("other")
         with pytest.raises(NotFound):
             client.get_context("other")
         client.ingest("book", "another text")
@@ -233,7 +233,7 @@ def change_weights(model: Path) -> None:
     save_file(changed, model / "model.safetensors", {"format": "pt"})
 
 
-def test_contexts_are_read_anew_by_other_weights(tmp_path: Path) -> None:
+def test_stale_contexts_are_recomputed_with_the_new_weights(tmp_path: Path) -> None:
     model, data_dir = tmp_path / "model", tmp_path / "data"
     shutil.copytree(embedded_model(), model)
     haystack = make_haystack(7, 4_000, 2, 0)
@@ -248,10 +248,10 @@ def test_contexts_are_read_anew_by_other_weights(tmp_path: Path) -> None:
         for call in (lambda: ask(client, "book", question), lambda: client.get_context("book")):
             with pytest.raises(CheckpointChanged, match=r"model\.safetensors in .* changed since.*contexts reread"):
                 call()
-        context = client.reread_context("book")
+        context = client.recompute_context("book")
         assert (context.tokens, context.state, context.display_name) == (tokens, "parked", "a book")
         with pytest.raises(AlreadyExists):
-            client.reread_context("book")
+            client.recompute_context("book")
         client.ingest("fresh", haystack.text)
         answer, came_back = ask(client, "book", question)
         assert came_back
@@ -260,18 +260,18 @@ def test_contexts_are_read_anew_by_other_weights(tmp_path: Path) -> None:
         service.kill()
     with serving(data_dir, 3, model=model, dtype="float32") as (_, client):
         assert ask(client, "book", question) == (answer, True)
-        found = client.reread_contexts()
+        found = client.recompute_contexts()
         assert [each.id for each in found.contexts] == ["twig"]
         assert [each.name for each in found.left_out] == ["book"]
         assert ask(client, "twig", "?")[1]
     shutil.copy(embedded_model() / "model.safetensors", model)
     with serving(data_dir, model=model, dtype="float32") as (_, client):
-        assert ask(client, "book", question) == (before, True), "what was kept for it is as it was"
+        assert ask(client, "book", question) == (before, True), "the data for these weights is unchanged"
 
 
 @pytest.mark.extended
 @pytest.mark.ray
-def test_a_coordinator_that_dies_alone_ends_the_service_which_says_how_to_go_on(tmp_path: Path) -> None:
+def test_lost_coordinator_ends_the_service_with_advice_to_resume(tmp_path: Path) -> None:
     haystack = make_haystack(7, 9_000, 2, 0)
     with serving(tmp_path, launcher="ray") as (service, client):
         client.ingest("book", haystack.text)
@@ -285,7 +285,7 @@ def test_a_coordinator_that_dies_alone_ends_the_service_which_says_how_to_go_on(
         assert ask(client, "book", haystack.facts[0].question) == (answer, True)
 
 
-def test_a_service_that_ends_says_what_it_keeps(tmp_path: Path) -> None:
+def test_stopping_service_lists_what_it_persisted(tmp_path: Path) -> None:
     reports: list[IngestProgress] = []
     with serving(tmp_path, 1) as (_, client):
         client.ingest("book", "a short text", on_progress=reports.append)

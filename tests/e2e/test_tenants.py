@@ -1,4 +1,4 @@
-"""Tenants on whole services: each comes in by its credential over TLS, and sees what is its own alone."""
+"""Tenants of a whole service: each authenticates over TLS and sees only its own objects."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ LAUNCHERS = ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.ex
 def service(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Tenanted]:
-    """Of two ranks, in which acme and bolt have another `book` each."""
+    """A service of two ranks in which acme and bolt each have a `book`."""
     folder = tmp_path_factory.mktemp("tenants")
     options = ("--model", str(checkpoint), "--world-size", "2", "--launcher", request.param)
     options += ("--kv-bytes", "8000000", "--data-dir", str(folder / "data"), "--drain-seconds", "20")
@@ -43,8 +43,8 @@ def service(
         assert not [secret for secret in service.secrets() if secret in written]
 
 
-def test_each_is_answered_of_its_own_book(service: Tenanted, checkpoint: Path) -> None:
-    """As one device would, by ids that transformers' generate gives for that tenant's own text."""
+def test_each_tenant_gets_answers_from_its_own_book(service: Tenanted, checkpoint: Path) -> None:
+    """Equals the answer of a single device: ids of transformers' generate for that tenant's text."""
     answers = {tenant: service.ask(tenant, "book", QUESTION, 24) for tenant in TEXTS}
     for tenant, text in TEXTS.items():
         assert answers[tenant] == expected(checkpoint, f"{text}\n\n{QUESTION}", 24), tenant
@@ -52,8 +52,8 @@ def test_each_is_answered_of_its_own_book(service: Tenanted, checkpoint: Path) -
 
 
 @pytest.mark.extended
-def test_each_lists_its_own_and_an_admin_has_no_more(service: Tenanted) -> None:
-    service.ingest(BOLT, "play", "of bolt alone")
+def test_each_tenant_lists_its_own_contexts_and_an_admin_sees_no_more(service: Tenanted) -> None:
+    service.ingest(BOLT, "play", "only for bolt")
     assert (service.names(ACME), service.names(BOLT), service.names(OPS)) == (["book"], ["book", "play"], [])
     reported = service.run_as(ACME, "contexts", "show", "play")
     missing = service.run_as(ACME, "contexts", "show", "none")
@@ -62,7 +62,7 @@ def test_each_lists_its_own_and_an_admin_has_no_more(service: Tenanted) -> None:
     service.run_as(BOLT, "contexts", "delete", "play")
 
 
-def test_a_credential_in_the_environment_says_who_calls(service: Tenanted) -> None:
+def test_credential_in_the_environment_identifies_the_caller(service: Tenanted) -> None:
     access = {"LONGLEAF_TLS_CA": str(service.authority.file), "LONGLEAF_CREDENTIAL": credential_of(BOLT)}
     found = service.run("contexts", "show", "book", "--json", **access)
     assert found.returncode == 0, found.stderr
@@ -70,12 +70,12 @@ def test_a_credential_in_the_environment_says_who_calls(service: Tenanted) -> No
     assert json.loads(found.stdout)["tokens"] != service.json_as(ACME, "contexts", "show", "book")["tokens"]
 
 
-def test_who_has_no_right_credential_learns_so_in_one_line(service: Tenanted, tmp_path: Path) -> None:
+def test_wrong_credential_is_reported_in_one_line(service: Tenanted, tmp_path: Path) -> None:
     ca = str(service.authority.file)
     wrong = {"LONGLEAF_CREDENTIAL": "longleaf-another"}
     for environment, reported in (
-        (wrong, "nobody has these credentials"),
-        ({}, "no credentials came: --credential-file"),
+        (wrong, "unknown credential"),
+        ({}, "this service requires a credential: give --credential-file"),
     ):
         found = service.run("contexts", "list", "--tls-ca", ca, **environment)
         check_line(found, 2, reported)
@@ -83,31 +83,31 @@ def test_who_has_no_right_credential_learns_so_in_one_line(service: Tenanted, tm
     check_line(service.run("contexts", "list", "--tls-ca", ca, "--credential-file", str(tmp_path / "none")), 2, "none")
 
 
-def test_who_speaks_plainly_learns_so(service: Tenanted) -> None:
+def test_plaintext_client_of_a_tls_service_gets_an_error(service: Tenanted) -> None:
     found = service.run("contexts", "list", LONGLEAF_CREDENTIAL=credential_of(ACME))
     check_line(found, 2, "--tls-ca: ")
-    assert "serves encrypted connections alone: name its authority here or in LONGLEAF_TLS_CA" in found.stderr
+    assert "requires TLS: give its certificate authority here or in LONGLEAF_TLS_CA" in found.stderr
 
 
-def test_who_trusts_another_authority_learns_so(service: Tenanted, tmp_path: Path) -> None:
+def test_client_with_another_authority_gets_an_error(service: Tenanted, tmp_path: Path) -> None:
     other = Authority(tmp_path / "other")
     found = service.run("contexts", "list", "--tls-ca", str(other.file), LONGLEAF_CREDENTIAL=credential_of(ACME))
-    check_line(found, 2, "has a certificate for which no authority given here or in LONGLEAF_TLS_CA vouches")
+    check_line(found, 2, "has a certificate that is not signed by an authority in --tls-ca or LONGLEAF_TLS_CA")
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("tenant", [ACME, BOLT])
 @pytest.mark.parametrize("command", [["drain"], ["drain", "--wait"], ["verify"], ["refill"]])
-def test_what_is_for_admins_is_refused_to_users(service: Tenanted, tenant: str, command: list[str]) -> None:
-    check_line(service.run_as(tenant, *command), 2, "is for the role admin")
+def test_admin_calls_are_refused_to_users(service: Tenanted, tenant: str, command: list[str]) -> None:
+    check_line(service.run_as(tenant, *command), 2, "requires the role admin")
     assert service.names(tenant) == ["book"]
 
 
-def check_line(found: subprocess.CompletedProcess[str], code: int, told: str) -> None:
+def check_line(found: subprocess.CompletedProcess[str], code: int, message: str) -> None:
     assert (found.returncode, found.stdout) == (code, "")
     [line] = found.stderr.splitlines()
     assert line.startswith("error: ")
-    assert told in line
+    assert message in line
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def check_line(found: subprocess.CompletedProcess[str], code: int, told: str) ->
         ("expired", "--tls-cert: expired"),
     ],
 )
-def test_keys_that_cannot_serve_are_named_by_their_option(
+def test_unusable_tls_keys_are_reported_by_their_option(
     checkpoint: Path, tmp_path: Path, made: str, message: str
 ) -> None:
     authority = Authority(tmp_path)
@@ -132,23 +132,21 @@ def test_keys_that_cannot_serve_are_named_by_their_option(
         secret = ec.generate_private_key(ec.SECP256R1())
         cert, key = authority.write("server", (authority.make(key=secret)[0], pem_of(secret, b"passphrase")))
     else:
-        cert, key = authority.write("server", authority.make(life=-DAY))
+        cert, key = authority.write("server", authority.make(validity=-DAY))
     check_does_not_start(checkpoint, message, "--tls-cert", str(cert), "--tls-key", str(key))
 
 
 @pytest.mark.parametrize("has_credentials", [False, True])
-def test_beyond_this_machine_nothing_is_served_without_tls(
-    checkpoint: Path, tmp_path: Path, has_credentials: bool
-) -> None:
+def test_service_beyond_the_loopback_requires_tls(checkpoint: Path, tmp_path: Path, has_credentials: bool) -> None:
     given = ("--credentials", str(tmp_path / "credentials")) if has_credentials else ()
     check_does_not_start(checkpoint, "--insecure", "--host", "0.0.0.0", *given)
 
 
-def check_does_not_start(checkpoint: Path, told: str, *options: str) -> None:
+def check_does_not_start(checkpoint: Path, message: str, *options: str) -> None:
     command = [*CLI, "serve", "--model", str(checkpoint), "--port", "0", "--launcher", "local", *options]
     found = forked.run(command)
     assert (found.returncode, found.stdout) == (2, "")
     *others, line = found.stderr.splitlines()
     assert others in ([], ["starting 1 rank (local) …"])
     assert line.startswith("error: ")
-    assert told in line
+    assert message in line

@@ -1,4 +1,4 @@
-"""Spans of a whole service as a collector gets them, and a collector that is not there."""
+"""Spans of a whole service as a collector receives them, and a collector that is unreachable."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ TEXT = "Kestrelmoor"
 
 
 class Collector(TraceServiceServicer):
-    """Keeps the spans that it gets."""
+    """Stores the received spans."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []
@@ -54,7 +54,7 @@ def collecting() -> Iterator[tuple[Collector, str]]:
 
 
 def serve_and_ask(checkpoint: Path, collector: str) -> str:
-    """Has a service answer once, and ends it; what it wrote to standard error."""
+    """Runs a service for one answer; returns its standard error."""
     options = ("--model", str(checkpoint), "--world-size", "1", "--launcher", "local", "--kv-bytes", "8000000")
     process = forked.popen(
         [*forked.COORDINATOR, *options, "--model-name", "small", "--traces", "true"],
@@ -78,7 +78,7 @@ def serve_and_ask(checkpoint: Path, collector: str) -> str:
         process.communicate()
 
 
-def test_a_collector_gets_all_spans_before_a_service_has_ended(checkpoint: Path) -> None:
+def test_collector_receives_all_spans_before_the_service_exits(checkpoint: Path) -> None:
     with collecting() as (collector, address):
         serve_and_ask(checkpoint, address)
     names = [span.name for span in collector.spans if not span.name.endswith("/GetCluster")]
@@ -99,7 +99,7 @@ def test_a_collector_gets_all_spans_before_a_service_has_ended(checkpoint: Path)
 
 @pytest.mark.extended
 @pytest.mark.timeout(120)
-def test_a_collector_that_is_not_there_is_one_line_and_ends_nothing(checkpoint: Path) -> None:
+def test_unreachable_collector_is_logged_once_and_stops_nothing(checkpoint: Path) -> None:
     with collecting() as (_, address):
         pass
     errors = serve_and_ask(checkpoint, address)

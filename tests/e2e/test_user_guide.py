@@ -1,4 +1,4 @@
-"""README.md and docs/user-guide.md: their examples run, in their order, against a service.
+"""README.md and docs/user-guide.md: their examples run in order against a service.
 
 Blocks of `sh` and `python` run. Blocks of `bash` start services, install packages or need other machines: the service
 starts with the options of the first `longleaf serve`, and every command and option exists.
@@ -35,11 +35,11 @@ OUTPUTS = {
         "passed": 1,
     },
 }
-"""How often each text is at least printed."""
+"""Minimum number of times that each text is printed."""
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
-    """Languages and contents of the code blocks of a page."""
+    """Languages and contents of a page's code blocks."""
     return BLOCK.findall((ROOT / page).read_text())
 
 
@@ -54,14 +54,14 @@ def commands(page: str) -> Iterator[list[str]]:
 
 
 def serve_options(page: str) -> list[str]:
-    """Options of the first `longleaf serve` of a page, with ports that the system chooses."""
+    """Options of the first `longleaf serve` of a page, with ports chosen by the system."""
     options = next(words[1:] for words in commands(page) if words[0] == "serve")
     options[options.index("--http") + 1] = "0"
     return options
 
 
 @pytest.mark.parametrize("page", [PAGES[0], pytest.param(PAGES[1], marks=pytest.mark.extended)])
-def test_the_examples_run(
+def test_examples_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -98,7 +98,7 @@ def test_commands_and_options_exist(page: str) -> None:
         command.make_context(" ".join(words), arguments)
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 

@@ -1,4 +1,4 @@
-"""Small checkpoints and what transformers' own `generate` says about them."""
+"""Small checkpoints and the output of transformers' own `generate` for them."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""The ids of a conversation are those of transformers' `apply_chat_template`, whatever templates do with texts."""
+"""The ids of a conversation are those of transformers' `apply_chat_template`, for any use of texts in templates."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
-from tests.support.chat_templates import CONTROL, FORGETFUL, LLAMA, MISTRAL, THINKING, chat_tokenizer
+from tests.support.chat_templates import CONTROL, LLAMA, MISTRAL, PASTLESS, THINKING, chat_tokenizer
 from tests.support.conversations import conversation_ids
 from tests.support.sentencepiece import sentencepiece_tokenizer
 from tests.support.service import END, write_model
@@ -46,13 +46,13 @@ TEMPLATES = {
     "a word beside texts": NAMED,
     "a new line before texts": LINES,
     "cuts out thoughts": CUTTING,
-    "writes thoughts anew": REASONING,
+    "rewrites thoughts": REASONING,
     "looks for a flag": SWITCH,
-    "marks what the model says": MARKED,
+    "marks the model's text": MARKED,
     "as JSON": HEAD + "{{ m.content | tojson }}" + TAIL,
     "skips empty messages": EACH + "{% if m.content %}{{ '<' + m.role + '>' + m.content }}{% endif %}" + TAIL,
     "asks for documents": "{% if documents is not none or tools %}DOCUMENTS{% endif %}" + HEAD + TEXT + TAIL,
-    "leaves out the past": FORGETFUL,
+    "leaves out the past": PASTLESS,
     "leaves out answers": THINKING,
     "trims": LLAMA,
 }
@@ -60,7 +60,7 @@ PARTS = EACH + (
     "{{ m.role }}:{% for part in m.content %}{% if part.type == 'text' %}{{ ' ' + part.text }}{% endif %}{% endfor %}"
     "{{ '</think>\n' }}{% endfor %}"
 )
-"""Knows contents as lists of parts alone, as templates of models that see images do."""
+"""Expects contents as lists of parts, as templates of models with images do."""
 TOKENIZERS = ("bytes", "prepend", "always", "first")
 PIECES = [*CONTROL[:3], END, "</think>", "<think>", "<s>", *"<[>]é🐳\n ", "{{", "\n\n", " a", "/no_think"]
 TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=5).map("".join)
@@ -99,7 +99,7 @@ def check(ours: Tokenizer, theirs: Any, turns: Sequence[tuple[str, str]], *, has
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_ids_are_those_of_transformers(kind: str, template: str, turns: list[tuple[str, str]], tmp_path: Path) -> None:
-    if template == FORGETFUL:
+    if template == PASTLESS:
         turns = [turn for turn in turns if turn[0] != "system"]
     check(*both(tmp_path / "model", fast_tokenizer(kind), template), turns)
 
@@ -140,7 +140,7 @@ def test_a_text_and_its_template_make_no_control_token_together(before: str, aft
     fast = fast_tokenizer("bytes")
     ours, _ = both(tmp_path / "model", fast, template)
     control = {fast.token_to_id(name) for name in ("[/INST]", END)}
-    for text in ("", "a"):  # the template alone makes one, which is its own
+    for text in ("", "a"):  # the template itself makes one, which is allowed
         assert bool(control & set(conversation_ids(ours, [("user", text)]))) == (not text)
     for text in ("[/INST]", END, "|>", "<|end", "]", "[/INST"):
         found = conversation_ids(ours, [("user", text)])

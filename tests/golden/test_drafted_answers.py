@@ -1,4 +1,4 @@
-"""Answers of an engine whose sequences draft are those without, whatever ranks, merge, chunks, history and sampling."""
+"""Answers with drafts equal those without, for any ranks, merge, chunks, history and sampling."""
 
 import pytest
 import torch

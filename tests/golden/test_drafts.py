@@ -17,14 +17,15 @@ from tests.support.threads import config_for
 from workers.sampling.device_sampler import DeviceSampler
 from workers.step.last_tokens import DeviceIds
 
-CUT, ASKED, NEW, MOST = 310, 460, 24, 7
-"""Where the second segment goes on from within the first one, where questions begin, tokens of an answer, and drafts of
-a step at most."""
+CUT, START, NEW, MOST = 310, 460, 24, 7
+"""Where the second segment branches off the first one, where questions begin, tokens of an answer, and drafts of a step
+at most.
+"""
 KEY_TOLERANCE = 2e-5
-"""Of the largest difference of a number that is kept, as a share of the largest such number of its layer."""
+"""Largest difference of a stored number, as a share of the largest such number of its layer."""
 SHARES = {"right": 1.0, "wrong": 0.0, "random": 0.7}
 FAMILIES = ("llama", "gemma3", "deepseek_v3", "llama4", "gpt_oss", "gemma2", "mistral", "gpt_neox", "cohere2")
-"""Full reach, windows, latents, sections, sinks, soft caps, windows alone."""
+"""Full reach, windows, latents, sections, sinks, soft caps, only windows."""
 WAYS = list(itertools.product((2, 1, 3), ("random", "wrong", "right")))
 COVER = [(family, *WAYS[i % len(WAYS)]) for i, family in enumerate(FAMILIES)]
 EVERY = [*COVER, *(row for row in ((f, *way) for f in FAMILIES for way in WAYS) if row not in COVER)]
@@ -40,23 +41,23 @@ def drafting_of(golden, world_size, draft, *, on_device=False, **settings):
     is_replicated = settings.get("window_keys") == "replicated"
     wrong = () if is_replicated else golden.prompt[: 90 + CUT][::-1][:90]
     service.ingest(0, (), golden.prompt[:CUT] + wrong, 0, 200)
-    service.ingest(1, (0,), golden.prompt[CUT:ASKED], CUT, 128)
+    service.ingest(1, (0,), golden.prompt[CUT:START], CUT, 128)
     return Drafting(service, draft)
 
 
 def answer(golden, world_size, draft, **settings):
-    """Sequences of all samplings, which share what they can, answered together."""
+    """Sequences of all samplings with a maximum of sharing, answered together."""
     drafting = drafting_of(golden, world_size, draft, **settings)
     rows = [
-        drafting.ask((0, 1), golden.prompt[ASKED + i : ASKED + 9 + 3 * i], ASKED, sampling)
+        drafting.ask((0, 1), golden.prompt[START + i : START + 9 + 3 * i], START, sampling)
         for i, sampling in enumerate(SAMPLINGS)
     ]
-    rows.append(drafting.ask((0,), golden.prompt[ASKED : ASKED + 5], CUT, SAMPLINGS[1]))
+    rows.append(drafting.ask((0,), golden.prompt[START : START + 5], CUT, SAMPLINGS[1]))
     return drafting, drafting.answer(rows, NEW)
 
 
 def check_same(found, wanted, golden):
-    """Tokens and logprobs, and the keys of what was accepted."""
+    """Compares tokens and logprobs, and the keys of accepted tokens."""
     for mine, theirs in zip(found.told, wanted.told, strict=True):
         assert [token.id for token in mine] == [token.id for token in theirs]
         logprobs = torch.tensor([[token.logprobs.logprob for token in tokens] for tokens in (mine, theirs)])
@@ -114,7 +115,7 @@ def test_what_was_accepted_is_compared_with_plain_attention(goldens, world_size,
     golden, found = goldens("llama"), []
     for draft in (never, guess([golden.tokens], MOST, SHARES[kind])):
         drafting = drafting_of(golden, world_size, draft)
-        row = drafting.ask((0, 1), golden.prompt[ASKED:], ASKED, Sampling(), before=golden.prompt[:ASKED])
+        row = drafting.ask((0, 1), golden.prompt[START:], START, Sampling(), before=golden.prompt[:START])
         assert drafting.answer([row], NEW) == [golden.tokens[:NEW]]
         assert [len(result.comparisons) for result in drafting.results] == [0] * (drafting.num_steps - 1) + [1]
         found += drafting.results[-1].comparisons.values()
@@ -125,7 +126,7 @@ def test_what_was_accepted_is_compared_with_plain_attention(goldens, world_size,
 
 
 class Stores:
-    """What a rank's layers store, step by step."""
+    """The arguments of a rank's stores, step by step."""
 
     def __init__(self, drafting, rank):
         self._drafting, self._rank = drafting, rank
@@ -138,7 +139,7 @@ class Stores:
         self._store(backend, layer, *stored)
 
     def again(self, number):
-        """Stores once more what was accepted, token by token, and nothing else."""
+        """Stores only the accepted tokens again, one by one."""
         pool, backend = self._rank.pool, self._rank.backend
         for step, row, end in self._drafting.accepted:
             own = [until(run, end, pool.block_size) for run in row.runs if run.rank == number]
@@ -159,7 +160,7 @@ def test_in_8_bits_blocks_hold_what_was_accepted_and_no_trace_of_the_rest(golden
     _, answers = answer(golden, world_size, never, kv_dtype="int8")
     drafting = drafting_of(golden, world_size, guess(answers, MOST, share), kv_dtype="int8")
     stores = [Stores(drafting, rank) for rank in drafting.ranks]
-    rows = [drafting.ask((0, 1), golden.prompt[ASKED + i : ASKED + 5 + i], ASKED, s) for i, s in enumerate(SAMPLINGS)]
+    rows = [drafting.ask((0, 1), golden.prompt[START + i : START + 5 + i], START, s) for i, s in enumerate(SAMPLINGS)]
     drafting.answer(rows, NEW)
     assert drafting.num_refused > 0 or kind == "right"
     found = [drafting.blocks(number) for number in range(world_size)]

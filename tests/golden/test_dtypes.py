@@ -1,4 +1,4 @@
-"""Weights of every numeric type: never further from float32 than twice what the plain model of that type is."""
+"""Weights of every numeric type: the distance from float32 is at most twice that of the plain model in that type."""
 
 import pytest
 

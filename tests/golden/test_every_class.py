@@ -1,6 +1,6 @@
 """Every class of transformers that counts as a causal language model is exact, or refused: none is accepted and wrong.
 
-The table in docs/models.md says so, too: `python -m bench.classes --write` writes it from the same walk.
+`python -m bench.classes --write` writes the table in docs/models.md from the same walk.
 """
 
 from pathlib import Path
@@ -18,4 +18,4 @@ async def test_a_causal_class_is_exact_or_refused(model_type: str, tmp_path: Pat
     found = await walk(model_type, tmp_path)
     assert found.result in ALLOWED, found.reason
     [published] = [one for one in read().findings if one.model_type == model_type]
-    assert found.result == published.result, "docs/models.md says otherwise"
+    assert found.result == published.result, "docs/models.md differs"

@@ -1,4 +1,4 @@
-"""Greedy text equals transformers' `generate` token for token, whatever the ranks, merge, chunks and history."""
+"""Greedy text equals transformers' `generate` token for token, for any ranks, merge, chunks and history."""
 
 import asyncio
 import itertools
@@ -108,14 +108,14 @@ def test_the_cover_covers():
 
 @pytest.mark.parametrize("world_size", [1, 3])
 async def test_penalties_and_logprobs_are_those_of_generate(goldens, world_size):
-    """Penalties count the tokens of context, question and answer; logprobs are told of the plain logits."""
+    """Penalties count the tokens of context, question and answer; logprobs are those of the plain logits."""
     golden = goldens("llama")
     prompt = golden.prompt[:150]
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": NEW_TOKENS}
     penalties = {"repetition_penalty": 1.5, "sequence_bias": {(7,): 1.5}}
     model = load_plain(golden.folder)
-    tell = {"return_dict_in_generate": True, "output_logits": True}
-    found = model.generate(torch.tensor([prompt]), **options, **penalties, **tell)
+    output_options = {"return_dict_in_generate": True, "output_logits": True}
+    found = model.generate(torch.tensor([prompt]), **options, **penalties, **output_options)
     wanted = tuple(found.sequences[0, len(prompt) :].tolist())
     assert wanted != tuple(model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist())
     sampling = Sampling(
@@ -185,7 +185,7 @@ async def test_a_wrong_cap_or_sink_is_noticed(goldens, monkeypatch, error):
 
 
 async def test_samples_are_what_their_seeds_give_alone(goldens):
-    """Penalties, too, count each sample's own tokens, and nothing depends on what else is in the batch."""
+    """Penalties count each sample's own tokens, and nothing depends on the rest of the batch."""
     golden = goldens("llama")
     sampling = Sampling(max_tokens=20, temperature=1.5, seed=11, frequency_penalty=1.0, ignore_end_token=True)
     prompt = Prompt(context=None, token_ids=golden.prompt[:100], sampling=sampling, num_samples=3)

@@ -1,4 +1,4 @@
-"""An answer that was cut off and goes on in another engine is the undisturbed one, token for token."""
+"""An answer that was interrupted and resumed in another engine equals the uninterrupted one, token for token."""
 
 import pytest
 
@@ -10,10 +10,10 @@ from tests.support.golden.states import running
 from tests.support.thinned import thinned
 from tests.support.threads import config_for
 
-KEPT = 900
+CONTEXT_TOKENS = 900
 """Tokens of the prompt that a context holds, where there is one."""
 CUTS = ((0, 1), (1, 9), (14, None), (NEW_TOKENS - 1, 3))
-"""Tokens of each of two samples that were told; None: all of them."""
+"""Delivered tokens of each of two samples; None: all of them."""
 SAMPLINGS = {
     "greedy": {},
     "penalised": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
@@ -25,7 +25,7 @@ COVER = [(*WAYS[i % 4], list(SAMPLINGS)[i % 3]) for i in range(12)]
 
 
 async def read(engine, prompt):
-    """Tokens by sample; the indices go on from what was told."""
+    """Tokens by sample; the indices continue after the delivered ones."""
     reported = dict.fromkeys(range(prompt.num_samples), ()) if prompt.generated is None else prompt.generated
     found = {sample: [] for sample in reported}
     async for event in engine.submit(prompt):
@@ -38,8 +38,8 @@ async def read(engine, prompt):
 async def prompt_in(engine, golden, state, options):
     context = None if state == "plain" else "book"
     if context is not None:
-        await ingest(engine, context, golden.prompt[:KEPT])
-    requested = golden.prompt if context is None else golden.prompt[KEPT:]
+        await ingest(engine, context, golden.prompt[:CONTEXT_TOKENS])
+    requested = golden.prompt if context is None else golden.prompt[CONTEXT_TOKENS:]
     sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True, num_logprobs=2, **options)
     return Prompt(context=context, token_ids=requested, sampling=sampling, num_samples=2)
 

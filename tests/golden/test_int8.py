@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits through the service: how far its answers are off, whatever the ranks and the history."""
+"""Keys and values in 8 bits through the service: the error of its answers, for any ranks and history."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ async def test_logits_are_off_by_at_most_twice_what_bfloat16_weights_bring(golde
 
 
 async def test_ranks_and_ways_to_read_a_prompt_do_not_show(goldens):
-    """What is rounded away is the same: only where a last bit crosses the edge between two steps does it differ."""
+    """The rounding error is the same, except where the last bit of a value crosses the edge between two steps."""
     golden = goldens("llama")
     alone = await served_logits(golden, kv_dtype="int8")
     for way in ("queries", "keys"):

@@ -152,14 +152,14 @@ def test_every_class_of_transformers_with_latents_is_recognised():
         assert latent.is_latent(made) or hasattr(made, "indexer"), layer
 
 
-def test_latents_are_not_kept_in_8_bits(goldens):
+def test_latents_are_not_stored_in_8_bits(goldens):
     rank = Rank(make_spec(0, config_for(goldens(FAMILY).folder, kv_dtype="int8")))
     with pytest.raises(ModelRefused, match="kv_dtype: int8 .* latent attention"):
         rank.load()
 
 
 def test_under_another_attention_function_the_model_is_the_plain_one(goldens):
-    """So that answers can be compared with what transformers makes of the same weights."""
+    """Answers can then be compared with those of transformers for the same weights."""
     golden = goldens(FAMILY)
     ids = torch.tensor([golden.prompt[:40]])
     plain = AutoModelForCausalLM.from_pretrained(golden.folder, dtype=torch.float32, attn_implementation="eager")

@@ -16,7 +16,7 @@ from tests.support.thinned import thinned
 from tests.support.threads import config_for
 
 PARTIALS_TOLERANCE = 0.05
-"""Of the largest logit: 2^-8 for each of 3 hops in 4 layers."""
+"""Share of the largest logit: 2^-8 for each of 3 hops in 4 layers."""
 
 
 async def answers(golden, machines, spoil=None, **settings):
@@ -28,7 +28,7 @@ async def answers(golden, machines, spoil=None, **settings):
 
 
 UNEVEN = ("hierarchy", "aab")
-"""The one merge that tells whole machines from those with fewer ranks."""
+"""Only this merge treats full machines differently from machines with fewer ranks."""
 WAYS = [UNEVEN, *((merge, "aabb") for merge in MERGES), *((merge, "aab") for merge in MERGES if merge != UNEVEN[0])]
 
 

@@ -1,5 +1,6 @@
-"""Contexts move to services with other ranks: the same bits of keys where nothing is computed anew, and right answers
-where it must be."""
+"""Contexts move to services with other ranks: the same bits of keys where nothing is recomputed, and right answers
+where recomputation is needed.
+"""
 
 from collections.abc import AsyncIterator, Sequence
 
@@ -12,29 +13,29 @@ from coordinator.handlers.transfer.imports import ImportSessions
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.types import ArchiveChunk, ExportContext, ExportedArchive, ImportHeader, ImportProgress
 from tests.support.golden.asking import answer, ingest
-from tests.support.golden.lasting import Lasting, kept, serving
-from tests.support.golden.states import KEPT
+from tests.support.golden.lasting import DurableEngine, serving, stored_keys
+from tests.support.golden.states import CONTEXT_LEN
 from tests.support.threads import config_for
 
 CUT = 300
 """Where the second document of the context begins."""
 
 
-async def leave(found: Lasting, threads: TokenizerPool) -> bytes:
+async def leave(found: DurableEngine, threads: TokenizerPool) -> bytes:
     """The parcel of the context."""
     archive = bytearray()
-    async for part in Exports(found.engine.house, threads, found.engine.cluster).run(ExportContext(context="book")):
+    async for part in Exports(found.engine.transfers, threads, found.engine.cluster).run(ExportContext(context="book")):
         archive += b"" if isinstance(part, ExportedArchive) else part
     return bytes(archive)
 
 
-async def arrive(found: Lasting, parcel: bytes) -> ImportProgress:
+async def arrive(found: DurableEngine, archive: bytes) -> ImportProgress:
     async def sent() -> AsyncIterator[ImportHeader | ArchiveChunk]:
         yield ImportHeader()
-        for at in range(0, len(parcel), 100_000):
-            yield ArchiveChunk(at, parcel[at : at + 100_000])
+        for at in range(0, len(archive), 100_000):
+            yield ArchiveChunk(at, archive[at : at + 100_000])
 
-    imports = ImportSessions(found.engine.house, 1 << 20)
+    imports = ImportSessions(found.engine.transfers, 1 << 20)
     reports = [report async for report in imports.run(sent())]
     await imports.close()
     return reports[-1]
@@ -63,24 +64,27 @@ async def test_what_arrives_is_what_left(goldens, tmp_path, family, here, there,
     config = config_for(golden.folder, chunk_size=200, merge="gather", kv_bytes=8 << 20)
     async with serving(tmp_path / "here", replace(config, world_size=2, **here)) as first:
         await ingest(first.engine, "book", golden.prompt[:CUT])
-        await ingest(first.engine, "book", golden.prompt[CUT:KEPT])
-        before = await answer(first.engine, golden.prompt[KEPT:], "book")
+        await ingest(first.engine, "book", golden.prompt[CUT:CONTEXT_LEN])
+        before = await answer(first.engine, golden.prompt[CONTEXT_LEN:], "book")
         archive = await leave(first, threads)
     async with serving(tmp_path / "there", replace(config, world_size=3, **there)) as second:
         arrived = await arrive(second, archive)
         assert arrived.context is not None
-        assert (arrived.context.tokens, arrived.context.state) == (KEPT, "parked")
-        assert arrived.key_tokens == (KEPT if is_same else 0)
-        after = await answer(second.engine, golden.prompt[KEPT:], "book")
-        assert second.num_restored == (KEPT if is_same else 0)
+        assert (arrived.context.tokens, arrived.context.state) == (CONTEXT_LEN, "parked")
+        assert arrived.key_tokens == (CONTEXT_LEN if is_same else 0)
+        after = await answer(second.engine, golden.prompt[CONTEXT_LEN:], "book")
+        assert second.num_restored == (CONTEXT_LEN if is_same else 0)
         if is_same:
-            await second.save_anew()
+            await second.rewrite()
     await threads.close()
     if "kv_dtype" not in {**here, **there}:
         assert after == before == golden.tokens
     if is_same:
         assert after == before
-        found, wanted = kept(tmp_path / "there", config.block_size), kept(tmp_path / "here", config.block_size)
+        found, wanted = (
+            stored_keys(tmp_path / "there", config.block_size),
+            stored_keys(tmp_path / "here", config.block_size),
+        )
         names, others = ids_of(list(found)), ids_of(list(wanted))
         found = {(names[segment], name, start): bits for (segment, name, start), bits in found.items()}
         wanted = {(others[segment], name, start): bits for (segment, name, start), bits in wanted.items()}

@@ -1,4 +1,4 @@
-"""What is NaN or infinite ends what depends on it, with an error that names the tokens, and nothing else."""
+"""NaN or infinity ends only the work that depends on it, with an error that names the tokens."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 async def ask(engine, prompt, context=None, **options):
-    """The ids by sample, the samples that ended, and what the stream ended with."""
+    """The ids by sample, the samples that ended, and the error of the stream."""
     sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True)
     ids, ended = {}, []
     with contextlib.suppress(NotFound):
@@ -134,7 +134,7 @@ class Projection:
     ],
 )
 async def test_a_document_of_which_a_key_is_not_finite_is_not_acknowledged(goldens, family, value, settings):
-    """And what was held before answers as before."""
+    """Earlier contexts still give the same answers."""
     golden, projection = goldens(family), Projection(settings["world_size"] - 1, value)
     config = config_for(golden.folder, chunk_size=256, **settings)
     async with running(config, projection.watch) as engine:
@@ -162,7 +162,7 @@ async def test_a_document_of_which_a_key_is_not_finite_is_not_acknowledged(golde
         ("values", INF, 981, "token 0 of the answer"),
     ],
 )
-async def test_what_spoils_a_held_context_ends_the_answers_over_it_alone(goldens, stored, value, retained, tokens):
+async def test_a_non_finite_value_in_a_context_ends_only_the_answers_over_it(goldens, stored, value, retained, tokens):
     golden, pools = goldens("llama"), {}
 
     def watch(index, rank):

@@ -1,4 +1,4 @@
-"""Scaled and far positions: greedy text equals transformers' `generate`; what has another rope is not shared."""
+"""Scaled and far positions: greedy text equals transformers' `generate`; keys with another rope are not shared."""
 
 import asyncio
 from typing import Any
@@ -68,7 +68,7 @@ def ids_of(count, seed=7):
 
 
 def generate(folder, prompt, longest=None, num_tokens=NEW_TOKENS, **options):
-    """What transformers says, after it has seen the position `longest`, if given: dynamic keeps that scaling."""
+    """The answer of transformers, after a pass at the position `longest`: dynamic scaling keeps that length."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if longest:
         model(torch.tensor([[3]]), position_ids=torch.tensor([[longest - 1]]))
@@ -164,7 +164,7 @@ CROSSING = [BORDER - NEW_TOKENS + 1, BORDER - NEW_TOKENS + 2, BORDER - 12, BORDE
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("is_drafted", [False, True])
 async def test_answers_cross_the_border_like_generate(phi, monkeypatch, world_size, is_drafted):
-    """All in one batch: each is computed anew with the other factors when its own text becomes too long."""
+    """All in one batch: each is recomputed with the other factors when its own text becomes too long."""
     prompts = [ids_of(length, seed=length) for length in CROSSING]
     wanted = [generate_with_logprobs(phi, prompt) for prompt in prompts]
     drafter = KnowingDrafter(16, [answer for answer, _ in wanted], 0.8)
@@ -204,7 +204,7 @@ SHORT, LONG = None, 400
     ],
 )
 async def test_questions_have_the_factors_of_their_length(phi, capacity, num_resident, num_requested, cached):
-    """What a context holds with the other factors is computed anew: at once, or when the answer becomes too long."""
+    """Keys with the other factors are recomputed: immediately, or when the answer becomes too long."""
     prompt = ids_of(num_resident + num_requested)
     settings = ContextSettings() if capacity is None else ContextSettings(capacity=capacity)
     async with running(config_for(phi, world_size=2, block_size=8, chunk_size=32)) as engine:
@@ -220,7 +220,7 @@ async def test_questions_have_the_factors_of_their_length(phi, capacity, num_res
 @pytest.mark.extended
 @pytest.mark.parametrize("capacity", [SHORT, LONG])
 async def test_questions_have_the_factors_of_their_length_after_a_restore(phi, tmp_path, capacity):
-    """Below the border, across it and behind it, by other ranks, about a context that came back from storage."""
+    """Below the border, across it and behind it, by other ranks, for a context that was restored from storage."""
     prompt, settings = ids_of(120), ContextSettings() if capacity is None else ContextSettings(capacity=capacity)
     config = config_for(phi, block_size=8, chunk_size=32, kv_bytes=8 << 20)
     async with serving(tmp_path, replace(config, world_size=2)) as first:
@@ -246,7 +246,9 @@ async def test_a_text_that_is_not_copied_keeps_the_factors_of_the_context(phi):
 
 
 async def test_max_tokens_does_not_change_what_comes_first(scaled):
-    """Also where `generate` would go on with the keys of the other factors (Llama): as without its cache."""
+    """This holds even where `generate` would continue with the keys of the other factors (Llama): the reference has no
+    cache.
+    """
     prompt = ids_of(ORIGINAL - 12)
     async with running(config_for(scaled("longrope"), world_size=2)) as engine:
         found = {most: (await ask(engine, prompt, num_tokens=most))[0] for most in (8, 13, 14, 24)}
@@ -267,8 +269,8 @@ async def test_contexts_of_both_scalings_answer_in_one_batch_like_generate(scale
         for _ in range(2):
             answers = await asyncio.gather(ask(engine, near), ask(engine, far))
             assert [tokens for tokens, _ in answers] == wanted
-        assert [cached for _, cached in answers] == [len(near) - 1, len(far) - 1], "each found what was held of it"
-        assert (await ask(engine, far[:400]))[1] == 299, "shorter prompts share what has the short scaling"
+        assert [cached for _, cached in answers] == [len(near) - 1, len(far) - 1], "each found its resident prefix"
+        assert (await ask(engine, far[:400]))[1] == 299, "shorter prompts share the keys with the short scaling"
 
 
 async def test_a_context_keeps_its_rope_and_ends_at_its_capacity(scaled):
@@ -283,7 +285,7 @@ async def test_a_context_keeps_its_rope_and_ends_at_its_capacity(scaled):
             engine.ingest(DocumentPrompt(context="short", token_ids=prompt[400:1000], append=True))
         requested = [await ask(engine, prompt[400:450], name) for name in ("short", "long")]
         expected = generate(scaled("longrope"), prompt[:450])
-        assert requested == [(expected, 400), (expected, 400)], "the second finds what is kept of the first"
+        assert requested == [(expected, 400), (expected, 400)], "the second finds the resident prefix of the first"
         await ingest(engine, "long", prompt[400:-20], append=True)
         assert (await ask(engine, prompt[-20:], "long"))[0] == generate(scaled("longrope"), prompt)
         assert (await engine.fork_context("long", "twig", 300)).positions.scaled_for == 513
@@ -323,12 +325,12 @@ async def test_float64_is_for_what_is_declared_long(scaled):
         assert far.phase_error < 1e-11 < 1e-5 < near.phase_error
         requested = await asyncio.gather(*(ask(engine, prompt[-20:], name) for name in ("far", "near", "far")))
         assert [tokens for tokens, _ in requested] == [generate(scaled("llama3"), prompt)] * 3
-        assert (await ask(engine, prompt))[1] == len(prompt) - 20, "prompts that are short share what has their rope"
+        assert (await ask(engine, prompt))[1] == len(prompt) - 20, "short prompts share the keys with their rope"
         await engine.delete_context("near")
 
 
 @torch.inference_mode()
-def test_far_queries_meet_their_neighbours_only_in_float64(scaled):
+def test_far_queries_match_adjacent_keys_only_in_float64(scaled):
     """A rotation is relative: the scores of a query and the keys just before it are the same wherever they lie."""
     model = AutoModelForCausalLM.from_pretrained(scaled("llama3"), dtype=torch.float32)
     ids = torch.tensor([ids_of(64)])

@@ -1,4 +1,4 @@
-"""Ranks as processes that pretend to be on machines of their own: what they exchange goes through gloo."""
+"""Ranks as processes on separate simulated machines: their exchanges go through gloo."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from coordinator.engine.engine import Engine
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.rank_spec import RankSpec
 from tests.support.golden.asking import answer, ingest
-from tests.support.golden.states import KEPT
+from tests.support.golden.states import CONTEXT_LEN
 from tests.support.running import running_on
 from tests.support.threads import config_for
 from workers.__main__ import main
@@ -38,6 +38,6 @@ async def test_tokens_equal_generate(goldens, window_keys):
     golden = goldens("gemma3")
     config = config_for(golden.folder, world_size=3, chunk_size=300, merge="gather", window_keys=window_keys)
     async with running(config) as engine:
-        await ingest(engine, "book", golden.prompt[:KEPT])
-        requested = answer(engine, golden.prompt[KEPT:], "book"), answer(engine, golden.prompt)
+        await ingest(engine, "book", golden.prompt[:CONTEXT_LEN])
+        requested = answer(engine, golden.prompt[CONTEXT_LEN:], "book"), answer(engine, golden.prompt)
         assert await asyncio.gather(*requested) == [golden.tokens] * 2

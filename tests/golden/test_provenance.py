@@ -1,7 +1,6 @@
-"""Where rows say that they attended, what they give with something hidden, and how tokens are scored: against dense
-attention of float64.
+"""Attribution of rows, results with hidden positions, and scores of tokens: compared with dense attention in float64.
 
-The context's path leads through a part of its first segment only, as after a fork.
+The context's path uses only a part of its first segment, as after a fork.
 """
 
 import itertools
@@ -12,21 +11,20 @@ from msgspec.structs import replace
 
 from longleaf.rank_protocol.step import Decode, Spans
 from longleaf.runs import ceil_div
-from tests.support.golden.attended import Dense, expected, told
+from tests.support.golden.attended import Dense, expected, unpack_attention
 from tests.support.golden.epochs import Service
 from tests.support.golden.plain import LOGIT_TOLERANCE, draw_ids
 from tests.support.golden.states import Logits
 from tests.support.thinned import thinned
 from tests.support.threads import config_for
 
-CUT, ASKED, SIZE, STEPS = 610, 960, 32, 3
-"""Where the second segment goes on from within the first one, where the question begins, tokens of a span and of an
-answer."""
+CUT, START, SIZE, STEPS = 610, 960, 32, 3
+"""Where the second segment branches off the first one, where the question begins, tokens of a span and of an answer."""
 TOLERANCE = 2e-5
 """Of a share: the model itself is float32."""
 FAMILIES = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "llama4", "gemma3", "qwen2", "cohere2", "olmo2")
 """Grouped heads, soft caps, sinks, latents, sections, windows."""
-HIDDEN = ((3, 70), (300, 301), (596, 640), (930, ASKED))
+HIDDEN = ((3, 70), (300, 301), (596, 640), (930, START))
 """Over the ends of blocks, spans and segments."""
 COVER = [(family, 1 + i % 4) for i, family in enumerate(FAMILIES)]
 EVERY = [*COVER, *(pair for pair in itertools.product(FAMILIES, (1, 2, 3, 4)) if pair not in COVER)]
@@ -40,7 +38,7 @@ def service_of(golden, world_size, **settings):
     is_replicated = settings.get("window_keys") == "replicated"
     wrong = () if is_replicated else draw_ids(90, seed=8)
     service.ingest(0, (), golden.prompt[:CUT] + wrong, 0, 192)
-    service.ingest(1, (0,), golden.prompt[CUT:ASKED], CUT, 128)
+    service.ingest(1, (0,), golden.prompt[CUT:START], CUT, 128)
     return service
 
 
@@ -58,12 +56,12 @@ def steps(service, rows, count=STEPS):
     logits.watch(0, rank)
     for _ in range(count):
         results.append(service.epoch.execute(Decode(tuple(rows))))
-        rows = [service.go_on(row) for row in rows if row.token_index >= 0]
+        rows = [service.next_row(row) for row in rows if row.token_index >= 0]
     return results, logits.first(count)
 
 
 def check(attention, wanted):
-    found = told(attention)
+    found = unpack_attention(attention)
     assert abs(float(found.means.double().sum()) - 1) <= 1e-5
     assert (found.means - wanted.means).abs().max() <= TOLERANCE
     assert (found.largest - wanted.largest).abs().max() <= 10 * TOLERANCE
@@ -76,15 +74,15 @@ def check(attention, wanted):
 def test_shares_are_those_of_dense_attention(goldens, family, world_size):
     golden = goldens(family)
     service = service_of(golden, world_size)
-    question = golden.prompt[ASKED:]
+    question = golden.prompt[START:]
     spans = Spans(SIZE, 2, len(golden.prompt))
     one_layer = Spans(SIZE, 2, len(golden.prompt), full_layers(service)[-1:])
-    last_ids = golden.prompt[ASKED - 8 : ASKED]
+    last_ids = golden.prompt[START - 8 : START]
     rows = [
-        service.begin((0, 1), question, ASKED, 0, spans=spans),
-        service.begin((0, 1), question, ASKED, 0),
-        service.begin((0, 1), question, ASKED, 0, spans=one_layer),
-        service.begin((0, 1), last_ids, ASKED - 8, -1, spans=replace(spans, of_all_rows=True)),
+        service.begin((0, 1), question, START, 0, spans=spans),
+        service.begin((0, 1), question, START, 0),
+        service.begin((0, 1), question, START, 0, spans=one_layer),
+        service.begin((0, 1), last_ids, START - 8, -1, spans=replace(spans, of_all_rows=True)),
     ]
     first, plain, other, before = (row.sequence for row in rows)
     results, _ = steps(service, rows)
@@ -94,10 +92,10 @@ def test_shares_are_those_of_dense_attention(goldens, family, world_size):
     for i, result in enumerate(results):
         assert result.attention.keys() == ({first, other, before} if i == 0 else {first, other})
         last = len(golden.prompt) - 1 + i
-        check(result.attention[first], expected(weights, [last], (0, CUT), ASKED, spans))
-        check(result.attention[other], expected(weights, [last], (0, CUT), ASKED, one_layer))
-    rows_before = range(ASKED - 8, ASKED)
-    check(results[0].attention[before], expected(weights, rows_before, (0, CUT), ASKED - 8, spans))
+        check(result.attention[first], expected(weights, [last], (0, CUT), START, spans))
+        check(result.attention[other], expected(weights, [last], (0, CUT), START, one_layer))
+    rows_before = range(START - 8, START)
+    check(results[0].attention[before], expected(weights, rows_before, (0, CUT), START - 8, spans))
 
 
 @pytest.mark.sampled(3)
@@ -112,7 +110,7 @@ def test_compiled_kernels_leave_no_key_to_look_at_again(goldens, monkeypatch, fa
     service = service_of(golden, world_size, kv_dtype=kv_dtype)
     spans = Spans(SIZE, 2, len(golden.prompt))
     asking = [
-        service.begin((0, 1), golden.prompt[ASKED:], ASKED, 0, spans=spans, hidden=hidden) for hidden in ((), HIDDEN)
+        service.begin((0, 1), golden.prompt[START:], START, 0, spans=spans, hidden=hidden) for hidden in ((), HIDDEN)
     ]
     results, _ = steps(service, [*asking, service.begin((0,), golden.prompt[:9], CUT, 0)])
     assert all(len(result.attention) == len(asking) for result in results)
@@ -126,9 +124,9 @@ def test_keys_are_looked_at_in_tiles_of_any_size(goldens, monkeypatch, world_siz
         monkeypatch.setattr("workers.step.attention_attribution.TILE_KEYS", tile)
         service = service_of(golden, world_size, kernels="torch")
         spans = Spans(SIZE, 2, len(golden.prompt), of_all_rows=True)
-        row = service.begin((0, 1), golden.prompt[ASKED:], ASKED, 0, spans=spans)
+        row = service.begin((0, 1), golden.prompt[START:], START, 0, spans=spans)
         [result], _ = steps(service, [row], 1)
-        found.append(told(result.attention[row.sequence]))
+        found.append(unpack_attention(result.attention[row.sequence]))
     whole, tiled = found
     torch.testing.assert_close(tiled.means, whole.means, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(tiled.largest, whole.largest, atol=1e-6, rtol=1e-5)
@@ -142,18 +140,18 @@ def test_shares_add_up_to_one_and_to_ask_changes_no_bit(goldens, family, world_s
     found = []
     for spans in (None, Spans(SIZE, 2, len(golden.prompt))):
         service = service_of(golden, world_size, **settings)
-        row = service.begin((0, 1), golden.prompt[ASKED:], ASKED, 0, spans=spans)
+        row = service.begin((0, 1), golden.prompt[START:], START, 0, spans=spans)
         results, logits = steps(service, [row, service.begin((0,), golden.prompt[:9], CUT, 0)])
         found.append(([result.tokens for result in results], logits))
         for result in results:
             assert len(result.attention) == (spans is not None)
             for attention in result.attention.values():
-                means = told(attention).means
-                assert len(means) == ceil_div(CUT, SIZE) + ceil_div(ASKED - CUT, SIZE) + 3
+                means = unpack_attention(attention).means
+                assert len(means) == ceil_div(CUT, SIZE) + ceil_div(START - CUT, SIZE) + 3
                 assert abs(float(means.double().sum()) - 1) <= 1e-5
-    (tokens, logits), (asked_tokens, asked_logits) = found
-    assert tokens == asked_tokens
-    assert torch.equal(logits, asked_logits)
+    (tokens, logits), (attributed_tokens, attributed_logits) = found
+    assert tokens == attributed_tokens
+    assert torch.equal(logits, attributed_logits)
 
 
 @pytest.mark.sampled(4)
@@ -162,18 +160,18 @@ def test_what_is_hidden_is_read_by_no_layer(goldens, family, world_size, window_
     """Of rows that hide different things, in a batch."""
     golden = goldens(family)
     service = service_of(golden, world_size, window_keys=window_keys)
-    question, end = golden.prompt[ASKED:], len(golden.prompt)
-    hidden = [HIDDEN, (), HIDDEN[1:3], ((0, ASKED),)]
+    question, end = golden.prompt[START:], len(golden.prompt)
+    hidden = [HIDDEN, (), HIDDEN[1:3], ((0, START),)]
     spans = Spans(SIZE, 2, end)
-    rows = [service.begin((0, 1), question, ASKED, 0, hidden=ranges, spans=spans) for ranges in hidden]
-    scored = [service.begin((0, 1), question, ASKED, num_scored=9, hidden=ranges) for ranges in hidden]
+    rows = [service.begin((0, 1), question, START, 0, hidden=ranges, spans=spans) for ranges in hidden]
+    scored = [service.begin((0, 1), question, START, num_scored=9, hidden=ranges) for ranges in hidden]
     logits, rank = [], service.epoch.ranks[0]
     start = rank.sampler.start
     rank.sampler.start = lambda rows, logits_RV: logits.append(logits_RV.double()) or start(rows, logits_RV)
     result = service.epoch.execute(Decode((*rows, *scored)))
     dense = dense_of(golden, service)
     for i, (ranges, row, other) in enumerate(zip(hidden, rows, scored, strict=True)):
-        wanted, weights = dense(golden.prompt, ranges, ASKED)
+        wanted, weights = dense(golden.prompt, ranges, START)
         assert (logits[0][i] - wanted[-1]).abs().max() <= LOGIT_TOLERANCE * wanted.std()
         logprobs = torch.log_softmax(wanted[-10:-1], dim=-1).gather(1, torch.tensor(question[-9:])[:, None])[:, 0]
         scores = torch.tensor(result.scores[other.sequence], dtype=torch.float64)
@@ -181,9 +179,9 @@ def test_what_is_hidden_is_read_by_no_layer(goldens, family, world_size, window_
         assert other.sequence not in result.tokens
         if weights:
             attention = result.attention[row.sequence]
-            check(attention, expected(weights, [-1], (0, CUT), ASKED, spans))
+            check(attention, expected(weights, [-1], (0, CUT), START, spans))
     if family != "mistral":
-        means = told(result.attention[rows[-1].sequence]).means
+        means = unpack_attention(result.attention[rows[-1].sequence]).means
         assert means[:-3].abs().max() == 0
 
 
@@ -194,8 +192,8 @@ def test_what_is_hidden_from_a_chunk_is_read_by_no_layer(goldens, family, world_
     golden = goldens(family)
     service = service_of(golden, world_size, window_keys=window_keys, prefill=way)
     prompt = (*golden.prompt, *draw_ids(200, seed=9))
-    service.ingest(2, (0, 1), prompt[ASKED:-1], ASKED, 128, HIDDEN)
+    service.ingest(2, (0, 1), prompt[START:-1], START, 128, HIDDEN)
     row = service.begin((0, 1, 2), prompt[-1:], len(prompt) - 1, 0, hidden=HIDDEN)
     _, logits = steps(service, [row], 1)
-    wanted, _ = dense_of(golden, service)(prompt, HIDDEN, ASKED)
+    wanted, _ = dense_of(golden, service)(prompt, HIDDEN, START)
     assert (logits[0] - wanted[-1]).abs().max() <= LOGIT_TOLERANCE * wanted.std()

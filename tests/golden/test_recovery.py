@@ -1,6 +1,6 @@
-"""Runs that were lost are read again by other ranks: keys and logits are those of a fresh reading up to rounding.
+"""Other ranks recompute lost runs: keys and logits are those of a fresh prefill up to rounding.
 
-Text alone does not tell: with the keys of a segment's beginning overlooked, many tokens stay the same.
+Text is not a sufficient check: if the keys of a segment's beginning are missing, many tokens stay the same.
 """
 
 import itertools
@@ -15,32 +15,32 @@ from tests.support.thinned import thinned
 from tests.support.threads import config_for
 
 KEY_TOLERANCE = 2e-5
-"""Of the largest difference of a number that is kept, as a share of the largest such number of its layer."""
-CUT, ASKED, NEW = 610, 960, 12
-"""Where the second segment goes on from within the first one, where the question begins, tokens of an answer."""
+"""Largest difference of a stored number, as a share of the largest such number of its layer."""
+CUT, START, NEW = 610, 960, 12
+"""Where the second segment branches off the first one, where the question begins, tokens of an answer."""
 FAMILIES = ("llama", "gemma3", "llama4", "deepseek_v3", "gpt_oss", "gemma2", "mistral")
-"""Full reach, windows, sections, latents, sinks, soft caps, and windows alone."""
+"""Full reach, windows, sections, latents, sinks, soft caps, and only windows."""
 WAYS = ("queries", "keys", "auto")
 SIZES = (2, 3, 4)
 CUTS = ("stripes", "dealt")
 EVERY_WAY = list(itertools.product(SIZES, WAYS, CUTS))
 COVER = [(family, *EVERY_WAY[(7 * i) % len(EVERY_WAY)]) for i, family in enumerate(FAMILIES * 3)]
-"""Every family three times; of the first time, two of three world sizes, ways and cuts are met."""
+"""Every family three times; the first round covers two of three world sizes, ways and cuts."""
 
 
 def service_of(golden, world_size, **settings):
-    """Holds the prompt in two segments, of which the first goes on with what is wrong."""
+    """Holds the prompt in two segments; the first one continues with wrong tokens."""
     settings = {"block_size": 16, "merge": "gather", "kv_bytes": 8 << 20, **settings}
     service = Service(config_for(golden.folder, world_size=world_size, **settings))
     is_replicated = settings.get("window_keys") == "replicated"
     wrong = () if is_replicated else golden.prompt[: 90 + CUT][::-1][:90]
     service.ingest(0, (), golden.prompt[:CUT] + wrong, 0, 200)
-    service.ingest(1, (0,), golden.prompt[CUT:ASKED], CUT, 128)
+    service.ingest(1, (0,), golden.prompt[CUT:START], CUT, 128)
     return service
 
 
 def ask(service, golden):
-    return service.ask((0, 1), golden.prompt[ASKED:], ASKED, NEW)
+    return service.ask((0, 1), golden.prompt[START:], START, NEW)
 
 
 def check_keys(service, fresh):
@@ -134,7 +134,7 @@ def test_losses_in_a_row_leave_keys_and_logits_within_the_tolerance(goldens, cou
 
 
 def check_same_bits(service, number, runs):
-    """What is given up and read by the same plan, over the same keys, has the same bytes."""
+    """Runs that are dropped and recomputed by the same plan, over the same keys, have the same bytes."""
     before = [service.content(run) for run in runs]
     service.drop(number, runs)
     pieces = [(run.rank, run.start, run.end) for run in runs]
@@ -145,7 +145,7 @@ def check_same_bits(service, number, runs):
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_what_was_cut_alike_has_the_same_bits(goldens, family):
-    """A chunk at the end of a segment, as it was ingested; then stripes among what is held."""
+    """A chunk at the end of a segment, as it was ingested; then stripes between resident runs."""
     service = service_of(goldens(family), 3)
     check_same_bits(service, 1, service.segments[1].runs[-3:])
     lost = service.lose(1)
@@ -185,19 +185,19 @@ def test_with_windows_on_every_rank_a_segment_is_read_again_from_where_it_begins
     windows = service.segments[0].window_runs
     assert {run.rank for run in windows} == {EVERY_RANK}
     service.move(0, [], windows)
-    service.ingest(1, (0,), golden.prompt[CUT:ASKED], CUT, 300)
+    service.ingest(1, (0,), golden.prompt[CUT:START], CUT, 300)
     check_keys(service, fresh)
     check_answer(service, golden, logits)
 
 
-def test_with_windows_on_every_rank_pieces_that_are_no_neighbours_are_refused(goldens):
+def test_with_replicated_windows_pieces_must_be_adjacent(goldens):
     service = service_of(goldens("gemma3"), 2, window_keys="replicated", kv_bytes=24 << 20, window_bytes=6 << 20)
     with pytest.raises(ValueError, match="must follow one another"):
         service.read(1, [(0, CUT, CUT + 16), (1, CUT + 32, CUT + 48)])
 
 
 def test_a_start_that_is_guessed_shows_in_keys_where_the_text_is_the_same(goldens):
-    """Ranks that hear of the kept runs alone take the first of these for the beginning of the segment."""
+    """Ranks that know only the remaining runs take the first of them for the beginning of the segment."""
     golden = goldens("llama")
     service = service_of(golden, 2)
     fresh, (_, logits) = fresh_of(service), ask(service, golden)

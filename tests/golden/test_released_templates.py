@@ -40,7 +40,7 @@ CONVERSATIONS: dict[str, Turns] = {
     "letters": [("user", "  Ünï 🐳 \t東京\r\n\n x"), ("assistant", "é\u2028"), ("user", "{{ bos_token }}{% x %}")],
 }
 WITH_PARTS = re.compile(":(idefics3|llava_next|smolvlm)")
-"""Templates that know contents as lists of parts alone."""
+"""Templates that expect contents as lists of parts."""
 CONTROL_TOKEN = re.compile(r"<\|?/?[A-Za-z_]+\|?>|\[/?[A-Z_]+\]")
 TEKKEN_SPECIAL = (
     "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] "
@@ -50,7 +50,7 @@ TEKKEN_SPECIAL = (
 
 
 def sentencepiece(name: str, legacy: bool = True) -> Callable[[Path], Any]:
-    """`legacy` puts a space before each piece of text, not before the first alone."""
+    """`legacy` puts a space before each piece of text, instead of only before the first one."""
 
     def load(folder: Path) -> Any:
         (folder / "tokenizer.model").write_bytes(wheel("mistral-common").read(f"mistral_common/data/{name}"))
@@ -132,7 +132,7 @@ def vocabularies(tmp_path_factory: pytest.TempPathFactory, templates: dict[str, 
 
 
 class Outcome(NamedTuple):
-    """What became of a conversation."""
+    """The result of a conversation."""
 
     tokens: list[str] | None
     """None where it is refused."""
@@ -145,7 +145,7 @@ def outcomes(ours: Tokenizer, theirs: Any, turns: Turns, *, has_parts: bool = Fa
     kinds = {"add_generation_prompt": True, "return_dict": False, "sanitize_control_tokens": True}
     try:
         wanted = Outcome(theirs.convert_ids_to_tokens(theirs.apply_chat_template(messages, **kinds)))
-    except Exception as error:  # whatever a template raises
+    except Exception as error:  # templates raise arbitrary errors
         wanted = Outcome(None, str(error))
     try:
         found = Outcome(theirs.convert_ids_to_tokens(conversation_ids(ours, turns)))

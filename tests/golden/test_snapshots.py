@@ -1,12 +1,12 @@
-"""Contexts come back from storage to other ranks: the same bits of keys, the answers of transformers' `generate`."""
+"""Other ranks restore contexts from storage: the same bits of keys, and the answers of transformers' `generate`."""
 
 import pytest
 import torch
 from msgspec.structs import replace
 
 from tests.support.golden.asking import answer, ingest
-from tests.support.golden.lasting import kept, serving
-from tests.support.golden.states import KEPT
+from tests.support.golden.lasting import serving, stored_keys
+from tests.support.golden.states import CONTEXT_LEN
 from tests.support.threads import config_for
 
 CUT = 300
@@ -24,25 +24,25 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "sizes", "settings"), CASES)
-async def test_what_comes_back_is_what_was_kept(goldens, tmp_path, family, sizes, settings):
+async def test_restored_contexts_equal_the_stored_ones(goldens, tmp_path, family, sizes, settings):
     golden = goldens(family)
     config = config_for(golden.folder, chunk_size=200, merge="gather", kv_bytes=8 << 20, **settings)
     async with serving(tmp_path, replace(config, world_size=sizes[0])) as first:
         await ingest(first.engine, "book", golden.prompt[:CUT])
-        await ingest(first.engine, "book", golden.prompt[CUT:KEPT])
-        before = await answer(first.engine, golden.prompt[KEPT:], "book")
+        await ingest(first.engine, "book", golden.prompt[CUT:CONTEXT_LEN])
+        before = await answer(first.engine, golden.prompt[CONTEXT_LEN:], "book")
         await first.save()
         assert len(first.segments) == 2
-    saved = kept(tmp_path, config.block_size)
+    saved = stored_keys(tmp_path, config.block_size)
     async with serving(tmp_path, replace(config, world_size=sizes[1])) as second:
         assert second.engine.get_context("book").state == "parked"
-        after = await answer(second.engine, golden.prompt[KEPT:], "book")
+        after = await answer(second.engine, golden.prompt[CONTEXT_LEN:], "book")
         if not {"kv_dtype", "dtype"} & settings.keys():
             assert before == after == golden.tokens
-        assert second.num_restored == KEPT
-        assert second.num_read <= len(golden.prompt) - KEPT
-        await second.save_anew()
-    again = kept(tmp_path, config.block_size)
+        assert second.num_restored == CONTEXT_LEN
+        assert second.num_read <= len(golden.prompt) - CONTEXT_LEN
+        await second.rewrite()
+    again = stored_keys(tmp_path, config.block_size)
     assert again
     assert {key for key in saved if "windows." not in key[1]} == {key for key in again if "windows." not in key[1]}
     for key, tensor in again.items():
@@ -54,7 +54,7 @@ async def test_what_is_damaged_is_read_again_and_the_rest_comes_back(goldens, tm
     golden = goldens("llama")
     config = config_for(golden.folder, chunk_size=200, merge="gather", world_size=2, kv_bytes=8 << 20)
     async with serving(tmp_path, config) as first:
-        await ingest(first.engine, "book", golden.prompt[:KEPT])
+        await ingest(first.engine, "book", golden.prompt[:CONTEXT_LEN])
         await first.save()
     pieces = sorted(tmp_path.rglob("piece-*.safetensors"))
     assert len(pieces) > 1
@@ -62,12 +62,12 @@ async def test_what_is_damaged_is_read_again_and_the_rest_comes_back(goldens, tm
     content[-100] ^= 1
     pieces[0].write_bytes(content)
     async with serving(tmp_path, config) as second:
-        assert await answer(second.engine, golden.prompt[KEPT:], "book") == golden.tokens
-        assert 0 < second.num_restored < KEPT
-        assert second.num_restored + second.num_read >= KEPT
-        assert "is damaged, and its tokens are read again" in caplog.text
+        assert await answer(second.engine, golden.prompt[CONTEXT_LEN:], "book") == golden.tokens
+        assert 0 < second.num_restored < CONTEXT_LEN
+        assert second.num_restored + second.num_read >= CONTEXT_LEN
+        assert "is damaged; recomputing the tokens" in caplog.text
         assert not second.durability.snapshots.is_usable(second.segments[0]), "it is never believed again"
         await second.save()
     async with serving(tmp_path, config) as third:
-        assert await answer(third.engine, golden.prompt[KEPT:], "book") == golden.tokens
-        assert third.num_restored == KEPT
+        assert await answer(third.engine, golden.prompt[CONTEXT_LEN:], "book") == golden.tokens
+        assert third.num_restored == CONTEXT_LEN

@@ -1,4 +1,6 @@
-"""Tenants who call their things alike, on one engine that computes: each has what it would have alone, exactly."""
+"""Tenants with equal names for their contexts and requests, on one engine that computes: each gets exactly the results
+of an exclusive service.
+"""
 
 import asyncio
 import itertools
@@ -18,7 +20,7 @@ from coordinator.handlers.application import Application
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.credentials import Quotas
-from tests.support.apart import SCRIPT, Said, Step, play
+from tests.support.apart import SCRIPT, Responses, Step, play
 from tests.support.golden.plain import ask_plain, draw_ids
 from tests.support.running import running
 from tests.support.tenants import ACME, BOLT, Caller, credentials, request_of
@@ -26,10 +28,10 @@ from tests.support.threads import ThreadRanks, config_for
 from zoo.checkpoints import make_checkpoint
 
 LEAST_GAP = 1e-3
-"""Of the first logit over the second, at every step: what rounds otherwise chooses the same."""
+"""Gap between the first and the second logit at every step: other rounding then chooses the same token."""
 NUM_NEW = 24
 NUM_QUESTION = 21
-HELD = (310, 150)
+CONTEXT_LENGTHS = (310, 150)
 """Tokens of the contexts of a tenant."""
 NAMES = ("book", "play")
 Ids = tuple[int, ...]
@@ -57,7 +59,7 @@ async def serving(checkpoint: Path, folder: Path, **quotas: Quotas) -> AsyncGene
 
 
 def clear_prompt(checkpoint: Path, num_tokens: int, seeds: "itertools.count[int]") -> tuple[Ids, Ids]:
-    """A prompt of random ids, and what `generate` answers, nowhere close to a tie."""
+    """A prompt of random ids, and the answer of `generate`, nowhere close to a tie."""
     for seed in seeds:
         prompt = draw_ids(num_tokens, seed)
         golden, least_gap = ask_plain(checkpoint, prompt, NUM_NEW)
@@ -67,7 +69,7 @@ def clear_prompt(checkpoint: Path, num_tokens: int, seeds: "itertools.count[int]
 
 
 class Reader:
-    """A tenant at work, with a connection of its own."""
+    """A tenant at work, with a separate connection."""
 
     def __init__(self, channel: grpc.aio.Channel, tenant: str, goldens: dict[str, tuple[Ids, Ids]]) -> None:
         self._caller = Caller(channel, tenant)
@@ -91,12 +93,12 @@ class Reader:
         return tuple(token_id for each in responses for token_id in each.delta.token_ids)
 
     async def work(self) -> dict[str, Ids]:
-        """Reads and asks, of both contexts at once, and the same again over what is held; by request."""
+        """Ingests and asks about both contexts at once, then resumes the same requests; answers by request."""
         await asyncio.gather(*map(self.ingest, NAMES))
         requests = {f"{name}-{turn}": name for name in NAMES for turn in range(2)}
         answers = await asyncio.gather(*(self.ask(name, request_id) for request_id, name in requests.items()))
-        told_again = await asyncio.gather(*(self.ask(name, request_id) for request_id, name in requests.items()))
-        assert told_again == answers
+        replayed = await asyncio.gather(*(self.ask(name, request_id) for request_id, name in requests.items()))
+        assert replayed == answers
         return dict(zip(requests, answers, strict=True))
 
 
@@ -105,7 +107,7 @@ async def test_each_tenants_tokens_equal_generate_of_its_own_text(checkpoint: Pa
     goldens = {
         tenant: {
             name: clear_prompt(checkpoint, resident + NUM_QUESTION, seeds)
-            for name, resident in zip(NAMES, HELD, strict=True)
+            for name, resident in zip(NAMES, CONTEXT_LENGTHS, strict=True)
         }
         for tenant in (ACME, BOLT)
     }
@@ -125,8 +127,8 @@ async def test_each_tenants_tokens_equal_generate_of_its_own_text(checkpoint: Pa
         assert answers == {request_id: expected[request_id.partition("-")[0]] for request_id in answers}, tenant
 
 
-async def heard(checkpoint: Path, folder: Path, scripts: dict[str, Sequence[Step]]) -> dict[str, Said]:
-    """What each tenant hears while all play their scripts at the same time."""
+async def heard(checkpoint: Path, folder: Path, scripts: dict[str, Sequence[Step]]) -> dict[str, Responses]:
+    """The responses to each tenant while all play their scripts at the same time."""
     async with serving(checkpoint, folder) as address:
         found = await asyncio.gather(*(play(address, tenant, script) for tenant, script in scripts.items()))
     return dict(zip(scripts, found, strict=True))

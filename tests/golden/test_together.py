@@ -1,4 +1,4 @@
-"""Generations that run together over one context: the same tokens as alone, and its keys read once per step."""
+"""Generations that run together over one context: the same tokens as one by one, and its keys read once per step."""
 
 import asyncio
 

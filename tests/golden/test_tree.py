@@ -1,4 +1,4 @@
-"""What shares segments, or only their beginnings: greedy text equals transformers' `generate` on the same ids."""
+"""Contexts that share segments, or only their beginnings: greedy text equals transformers' `generate`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Verification tells right from wrong: over families and numeric types, and for ranks that err in different ways."""
+"""Verification separates right from wrong: over families and numeric types, and for ranks with different errors."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ async def test_right_ranks_pass(goldens, family):
     ],
 )
 async def test_coarse_types_are_named_and_pass(goldens, family, dtype, settings):
-    """Also where logits differ by much, because experts are swapped or the model amplifies what is rounded."""
+    """Even if logits differ by much, because experts are swapped or the model amplifies rounding errors."""
     golden = goldens(family)
     async with running(config_for(golden.folder, world_size=2, **settings)) as engine:
         found = await compare(engine, golden.prompt[:300])
@@ -60,17 +60,17 @@ async def test_partials_count_only_where_they_travel(goldens, world_size, dtype)
 
 
 def deaf(index, rank):
-    """What rank 2 has to say is lost in the merge of decoded rows."""
+    """The contribution of rank 2 is lost in the merge of decoded rows."""
     merge = rank.epoch.peers.merge.to_all
     if index == 2:
         rank.epoch.peers.merge.to_all = lambda partial: merge(Partial.identity(*partial.out_THD.shape))
 
 
-def forgetful(index, rank):
+def loses_first_key(index, rank):
     """Rank 1 does not keep the first of its keys: it finds zeros there."""
     if index == 1:
         for retained in (*rank.pool.keys.values(), *rank.pool.values.values()):
-            retained[:, 0].zero_()  # what memory holds before anything is stored may be anything
+            retained[:, 0].zero_()  # memory has arbitrary content before the first store
         store = rank.pool.store
         rank.pool.store = lambda backend, layer, slots_T, *kv: store(
             backend, layer, torch.where(slots_T == 0, 1, slots_T), *kv
@@ -92,7 +92,7 @@ def uncapped(index, rank):
 
 @pytest.mark.parametrize(
     ("family", "spoil"),
-    [("llama", deaf), ("mistral", forgetful), ("gpt_oss", steep), ("gemma2", uncapped)],
+    [("llama", deaf), ("mistral", loses_first_key), ("gpt_oss", steep), ("gemma2", uncapped)],
 )
 async def test_wrong_ranks_fail(goldens, family, spoil):
     golden = goldens(family)
@@ -119,7 +119,7 @@ async def test_a_lost_rank_shows_beside_rounding(goldens, family, settings):
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "gpt_oss", "llama4", "deepseek_v3"])
 def test_weights_in_bfloat16_compute_in_float32_and_stay_what_they_are(goldens, family):
-    """To the last bit what all of them converted at once compute."""
+    """To the last bit equal to a model whose weights were all converted at load."""
     golden = goldens(family)
     loaded, plain = model.load(str(golden.folder), "bfloat16", "cpu"), load_plain(golden.folder, torch.bfloat16).float()
     before = dict(loaded.module.named_parameters())
@@ -143,7 +143,7 @@ def test_a_distance_is_a_share_of_the_spread_and_a_median():
     assert distance(found_NV, exact_NV) != distance(found_NV, exact_NV), "NaN, wherever it is"
 
 
-async def test_what_cannot_be_compared_is_told_and_the_ranks_live_on(goldens):
+async def test_a_failed_comparison_is_reported_and_the_ranks_continue(goldens):
     def lame(index, rank):
         rank.epoch._verifier._model = None
 

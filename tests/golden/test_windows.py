@@ -14,7 +14,7 @@ from tests.support.golden.asking import MAX_TOKENS, answer, ask, compare, ingest
 from tests.support.golden.holding import BOUNDS, holding
 from tests.support.golden.plain import LOGIT_TOLERANCE, NEW_TOKENS
 from tests.support.golden.rounding import plain_logits, served_logits
-from tests.support.golden.states import KEPT, STATES, Logits, running
+from tests.support.golden.states import CONTEXT_LEN, STATES, Logits, running
 from tests.support.thinned import thinned
 from tests.support.threads import ThreadRanks, config_for
 from workers.kv_cache import pools
@@ -38,7 +38,9 @@ CHUNK_SIZES = (64, 300, 4096)
 
 
 async def forked(engine, prompt):
-    """At ends of segments: within them the windows are gone. What comes after is wrong, and other owners go away."""
+    """Forks at the ends of segments, because the windows within them are gone. The later tokens are wrong, and other
+    owners are deleted.
+    """
     wrong = prompt[::-1]
     await ingest(engine, "trunk", prompt[:411])
     await ingest(engine, "trunk", wrong[:150])
@@ -48,8 +50,8 @@ async def forked(engine, prompt):
     await engine.fork_context("branch", "twig", 650)
     await engine.delete_context("trunk")
     await engine.delete_context("branch")
-    await ingest(engine, "twig", prompt[650:KEPT])
-    return [await answer(engine, prompt[KEPT:], "twig")]
+    await ingest(engine, "twig", prompt[650:CONTEXT_LEN])
+    return [await answer(engine, prompt[CONTEXT_LEN:], "twig")]
 
 
 REPLICATED = {**STATES, "forked": forked}
@@ -93,17 +95,17 @@ async def test_tokens_equal_generate_in_the_full_product(goldens, family, world_
 
 @pytest.mark.parametrize("number", [0, 1])
 async def test_a_rank_that_keeps_other_keys_is_noticed(goldens, number):
-    """Each rank's own copy counts: what one of them computes from it goes into the keys and partials of all layers."""
+    """Each rank's own copy counts: its results enter the keys and partials of all layers."""
     golden = goldens("gemma3")
 
-    def forgetful(index, rank):
+    def drop_values(index, rank):
         store = rank.pool.store
         if index == number:
             rank.pool.store = lambda backend, layer, slots_T, k, v: store(
                 backend, layer, slots_T, k, v if layer else 0 * v
             )
 
-    async with running(replicated(golden, world_size=2), forgetful) as engine:
+    async with running(replicated(golden, world_size=2), drop_values) as engine:
         assert await answer(engine, golden.prompt) != golden.tokens
 
 
@@ -160,16 +162,16 @@ async def test_a_document_of_tiny_pieces_answers_like_generate(goldens, family, 
     settings = {"world_size": world_size, "window_bytes": 110 * BLOCK_BYTES[family], "kv_bytes": 96 << 20}
     async with running(replicated(golden, **settings)) as engine:
         await ingest(engine, "book", golden.prompt[:400])
-        for number, start in enumerate(range(400, KEPT, 4)):
+        for number, start in enumerate(range(400, CONTEXT_LEN, 4)):
             await ingest(engine, "book", golden.prompt[start : start + 4])
             if number % 25 == 24:
                 await ingest(engine, "wrong", golden.prompt[::-1])
                 await engine.delete_context("wrong")
-        await engine.fork_context("book", "twig", KEPT - 8)
-        assert await answer(engine, golden.prompt[KEPT:], "book") == golden.tokens
+        await engine.fork_context("book", "twig", CONTEXT_LEN - 8)
+        assert await answer(engine, golden.prompt[CONTEXT_LEN:], "book") == golden.tokens
         await engine.delete_context("book")
         await ingest(engine, "wrong", golden.prompt[::-1])
-        assert await answer(engine, golden.prompt[KEPT - 8 :], "twig") == golden.tokens
+        assert await answer(engine, golden.prompt[CONTEXT_LEN - 8 :], "twig") == golden.tokens
 
 
 async def test_a_fork_within_a_segment_is_refused(goldens):

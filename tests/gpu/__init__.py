@@ -1,6 +1,7 @@
-"""The kernels of GPUs on a GPU: `make test-gpu PYTHON=python3`, with nothing but torch and Triton, and with
-transformers whole steps, too.
+"""GPU kernels on a GPU: `make test-gpu PYTHON=python3`, with only torch and Triton, and with transformers also whole
+steps.
 
-Each check is a function that is given a place and raises AssertionError. They are no tests of pytest's, which need not
-be there; `tests/triton` runs those that can in Triton's interpreter, so that they are known to run before the day.
+Each check is a function that takes a place and raises AssertionError. The checks do not use pytest, which may be
+missing; `tests/triton` runs the possible ones in Triton's interpreter, so that they are known to run before a GPU is
+available.
 """

@@ -1,9 +1,10 @@
-"""Runs the checks on the GPU and says of each how it went; the exit status is 1 if one failed.
+"""Runs the checks on the GPU and prints the result of each; the exit status is 1 if one failed.
 
-Each has a process of its own: once a kernel has read where nothing is, CUDA refuses whatever its process asks. Usage:
+Each check runs in a separate process, because CUDA refuses all calls of a process after an invalid read of a kernel.
+Usage:
 
-    python -m tests.gpu                 all of them, some at a time
-    python -m tests.gpu captured        those whose name holds this
+    python -m tests.gpu                 all checks, several at a time
+    python -m tests.gpu captured        those whose name contains this
 """
 
 import argparse
@@ -68,14 +69,14 @@ def name_of(check: Check) -> str:
 
 
 def passed(check: Check, place: "Place") -> bool:
-    """Whether a check did not fail; says how it went."""
+    """Runs a check and prints its result. Returns whether it did not fail."""
     begin = time.monotonic()
     try:
         check(place)
     except ground.LeftOut as reason:
         print(f"left out  {name_of(check)}: {reason}", flush=True)
         return True
-    except Exception:  # whatever it is, the others shall run
+    except Exception:  # any error; the other checks still run
         print(f"FAILED    {name_of(check)}\n{traceback.format_exc()}", flush=True)
         return False
     print(f"passed    {name_of(check)}  {time.monotonic() - begin:.1f} s", flush=True)
@@ -83,7 +84,7 @@ def passed(check: Check, place: "Place") -> bool:
 
 
 def passed_apart(name: str) -> bool:
-    """Whether a process ended well that was told to make checks of this name; says what it said."""
+    """Runs the checks of this name in a separate process and prints its output. Returns whether it succeeded."""
     command = [sys.executable, "-m", "tests.gpu", name, "--here"]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from longleaf.attention.block_attribution import BLOCK, AttributedRead, BlockSums, told_read
+from longleaf.attention.block_attribution import BLOCK, AttributedRead, BlockSums, attributed_read
 from longleaf.attention.masks import Read, Reads
 from longleaf.kernels import int8
 from longleaf.kernels.probe import probe
@@ -70,7 +70,7 @@ def every_type_and_dim(place: Place) -> None:
 
 
 def few_rows(place: Place) -> None:
-    """One row, and rows of one key head, of one query head."""
+    """One query row: with one query head, and with several heads per key head."""
     for key_heads, group in ((1, 1), (1, 8), (8, 1), (4, 4)):
         q = place.drawn(1, 1, key_heads * group, 128, dtype=torch.bfloat16)
         k, v = (place.drawn(i, key_heads, place.num_keys, 128, dtype=torch.bfloat16) for i in (2, 3))
@@ -90,7 +90,7 @@ def latents(place: Place) -> None:
 
 
 def keys_in_8_bits(place: Place) -> None:
-    """What is stored in 8 bits is attended to as what it stands for."""
+    """Keys and values in 8 bits give the attention of their dequantized values."""
     num_slots = place.num_keys // BLOCK_SIZE * BLOCK_SIZE
     slots = torch.arange(num_slots, device=place.device)
     reads = [read._replace(slot_end=min(read.slot_end, num_slots)) for read in mixed(place)]
@@ -105,36 +105,36 @@ def keys_in_8_bits(place: Place) -> None:
             assert_close(place.kernels.attend_int8(q, retained, Reads(reads), scale_of(q)), right, 2 * tolerance)
 
 
-def blocks_are_told_of(place: Place) -> None:
-    """Shares of blocks of keys; partials have the bits that they have when nobody asks."""
+def blocks_are_attributed(place: Place) -> None:
+    """Shares of blocks of keys; partials have the same bits as without attribution."""
     reads = mixed(place)
     for dtype in TOLERANCES:
         for dim in (64, 128):
             q, k, v = tensors(place, dim, dtype)
-            plain, asking = place.kernels.attend(q, k, v, Reads(reads), scale_of(q)), asked(reads)
-            found = place.kernels.attend(q, k, v, asking, scale_of(q))
+            plain, attributed = place.kernels.attend(q, k, v, Reads(reads), scale_of(q)), attributed_reads(reads)
+            found = place.kernels.attend(q, k, v, attributed, scale_of(q))
             assert_same_bits(found.out_THD, plain.out_THD)
             assert_same_bits(found.lse_TH, plain.lse_TH)
-            assert asking.told is not None
-            reported_KE2 = asking.told.take()
+            assert attributed.attributed is not None
+            reported_KE2 = attributed.attributed.take()
             assert reported_KE2 is not None
-            for read, each in zip(reads, asking.told.reads, strict=True):
+            for read, each in zip(reads, attributed.attributed.reads, strict=True):
                 reported_KRGE2 = reported_KE2[:, each.start * GROUPS[dim] : each.end * GROUPS[dim]]
                 reported_KRGE2 = reported_KRGE2.unflatten(1, (-1, GROUPS[dim], each.num_entries)).double()
                 check_shares(read, reported_KRGE2, q, k, found.lse_TH)
 
 
-def asked(reads: list[Read]) -> Reads:
-    """All rows of some reads are told of."""
+def attributed_reads(reads: list[Read]) -> Reads:
+    """All rows of some reads are attributed."""
     found, reported = Reads(reads), list[AttributedRead]()
     for read in reads:
-        reported.append(told_read(read[2:4], reported[-1].end if reported else 0, read[:2]))
-    found.told = BlockSums(reported)
+        reported.append(attributed_read(read[2:4], reported[-1].end if reported else 0, read[:2]))
+    found.attributed = BlockSums(reported)
     return found
 
 
 def check_shares(read: Read, reported_KRGE2: Tensor, q_THD: Tensor, k_KSD: Tensor, lse_TH: Tensor) -> None:
-    """What is told of a read, [K, rows, G, entries, 2] in float64."""
+    """Compares the attribution of a read, [K, rows, G, entries, 2], in float64."""
     rows, slots = slice(read.row_start, read.row_end), slice(read.slot_start, read.slot_end)
     sizes, ends = (KEY_HEADS, -1), (read.slot_start % BLOCK, -read.slot_end % BLOCK)
     lse_KRG1 = lse_TH[rows].double().unflatten(1, sizes).transpose(0, 1)[..., None]
@@ -161,7 +161,7 @@ def many_rows(place: Place) -> None:
 
 
 def many_rows_by_flash_kernels(place: Place) -> None:
-    """The same chunks, and the self-test of a rank, where flash kernels take what they can."""
+    """The same chunks, and the self-test of a rank, with flash kernels where they apply."""
     there = flash_on(place)
     for dtype in (torch.float16, torch.bfloat16):
         complaint = probe(there.kernels, there.device, dtype)

@@ -1,7 +1,7 @@
 """Decode steps of a small random model: captured ones against those that are launched one by one, steps that begin
 before the last one's tokens are known, and ranks that share the device.
 
-Off a GPU graphs are recorded ones, of the same steps over the same kernels.
+Without a GPU graphs are recorded ones, with the same steps over the same kernels.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ STEADY_STEPS = 4
 
 
 class Watched(NamedTuple):
-    """A rank, and what passes through it."""
+    """A rank, its logits and its graphs."""
 
     rank: "Rank"
     logits: list[Tensor]
@@ -44,7 +44,7 @@ def captured_steps_have_the_bits_of_eager_ones(place: Place) -> None:
         num_rows = len(plan.work.rows) if isinstance(plan.work, Decode) else 0
         num_steps += num_rows > 0
         assert_same_bits(captured.logits[0][:num_rows], eager.logits[0][:num_rows])
-    keys, others = held(captured.rank), held(eager.rank)
+    keys, others = slots_of(captured.rank), slots_of(eager.rank)
     for layer in keys:
         assert_same_bits(keys[layer], others[layer])
     graphs = captured.graphs
@@ -61,7 +61,7 @@ def steps_one_behind_say_the_same(place: Place) -> None:
     assert in_turns == [*one_behind(other.rank, work(place))]
 
 
-def steady_steps_wait_for_nobody(place: Place) -> None:
+def steady_steps_do_not_synchronize(place: Place) -> None:
     """Nor do those that are not captured."""
     ground.need(ground.NEEDED_BY_RANKS)
     from bench.gpu import plans
@@ -69,11 +69,11 @@ def steady_steps_wait_for_nobody(place: Place) -> None:
     for is_captured in (True, False):
         rank = watched(place, is_captured=is_captured).rank
         steady = plans.over_keys(BLOCK_SIZE + 5, 1, MAX_SEQUENCES, BLOCK_SIZE)
-        for _ in range(3):  # the keys are told of, and what is made at the first use is made
+        for _ in range(3):  # the first steps announce the layout and make the first allocations
             rank.execute(next(steady))
         for _ in range(STEADY_STEPS):
             plan = next(steady)
-            with place.waiting_for_nobody():
+            with place.without_synchronization():
                 pending = rank.start(plan)
             assert len(pending.result().tokens) == MAX_SEQUENCES
 
@@ -108,7 +108,7 @@ def work(place: Place) -> "Iterator[StepPlan]":
 
 
 def one_behind(rank: "Rank", work: "Iterable[StepPlan]") -> "Iterator[StepResult | None]":
-    """What a rank answers that begins a step before it has answered the last one, where it may."""
+    """The results of a rank that begins a step before the result of the last one, where the plan permits."""
     pending: Any = None
     for plan in work:
         if pending and not plan.may_overlap:
@@ -154,7 +154,7 @@ def watched(place: Place, *, is_captured: bool) -> Watched:
 
 
 def as_on_a_gpu(rank: "Rank", place: Place, *, is_captured: bool) -> None:
-    """Has a rank on a CPU do what it would do on a GPU: with tensors of fixed address, and graphs that are recorded."""
+    """Makes a rank on a CPU use the paths of a GPU: tensors at fixed addresses, and recorded graphs."""
     from longleaf.kernels.gpu.launch import launch
     from workers.cuda_graphs.fakes import RecordedGraphs
     from workers.step.last_tokens import DeviceIds
@@ -182,7 +182,7 @@ def watch(rank: "Rank", place: Place) -> list[Tensor]:
     return found
 
 
-def held(rank: "Rank") -> dict[tuple[int, str], Tensor]:
-    """Keys and values of all slots but those that nobody needs."""
+def slots_of(rank: "Rank") -> dict[tuple[int, str], Tensor]:
+    """Keys and values of all slots except the trash slots."""
     kinds = {"keys": rank.pool.keys, "values": rank.pool.values}
     return {(layer, kind): pools[layer][:, : rank.pool.trash_slot] for kind, pools in kinds.items() for layer in pools}

@@ -1,4 +1,4 @@
-"""Flash kernels on a GPU: which are there and right, and what a chunk makes of them."""
+"""Flash kernels on a GPU: which are available and right, and their results for a chunk."""
 
 import torch
 
@@ -9,7 +9,7 @@ from tests.gpu.place import TOLERANCES, LeftOut, Place, assert_close, scale_of, 
 
 KEY_HEADS, GROUP, NUM_ROWS, NUM_KEYS = 2, 16, 1024, 12_000
 FLASH_TOLERANCES = {dtype: 2 * TOLERANCES[dtype] for dtype in varlen.TYPES}
-"""What flash kernels give is rounded once more."""
+"""The output of flash kernels is rounded one more time."""
 
 
 def torchs_own_is_right(place: Place) -> None:
@@ -18,12 +18,12 @@ def torchs_own_is_right(place: Place) -> None:
 
 
 def torchs_public_one_is_right(place: Place) -> None:
-    """By its public name, too, where that takes what it must."""
+    """The same function by its public name, where it accepts the necessary arguments."""
     is_right(place, "torch's varlen_attn")
 
 
 def flash_attn_is_right(place: Place) -> None:
-    """flash-attn 2 passes it, too, where it is installed."""
+    """flash-attn 2, where it is installed."""
     is_right(place, "flash-attn")
 
 
@@ -59,7 +59,7 @@ def chunks_of_every_dim(place: Place) -> None:
 
 
 def chunks_have_the_same_bits_each_time(place: Place) -> None:
-    """Whatever has run before, and without a wait for the device."""
+    """After any other work, and without a wait for the device."""
     place.needs_gpu()
     kernels, reads = FlashKernels.load(), [Read(0, NUM_ROWS, 0, 9000), Read(0, NUM_ROWS, 9000, 9000 + NUM_ROWS, 0)]
     q = place.drawn(0, NUM_ROWS, KEY_HEADS * GROUP, 128, dtype=torch.bfloat16)

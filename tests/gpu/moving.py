@@ -15,7 +15,7 @@ HEADS, DIM, BLOCK_SIZE = 4, 128, 64
 
 def probes(place: Place) -> None:
     """The self-test that a rank makes at its start, in every type."""
-    place.needs_gpu()  # Triton's interpreter cuts off what a GPU rounds to bfloat16
+    place.needs_gpu()  # Triton's interpreter truncates where a GPU rounds to bfloat16
     for dtype in TOLERANCES:
         complaint = probe(place.kernels, place.device, dtype)
         assert not complaint, f"{dtype}: {complaint}"
@@ -67,7 +67,7 @@ def parts(place: Place, num_partials: int, num_rows: int) -> list[Partial]:
 
 
 def packed_bits(place: Place) -> None:
-    """A packed partial has the same bits on every device. Triton's interpreter cuts off what a GPU rounds."""
+    """A packed partial has the same bits on every device. Triton's interpreter truncates where a GPU rounds."""
     for dtype in (torch.float32, torch.bfloat16) if place.is_gpu else (torch.float32,):
         for part in parts(place, 2, place.num_rows):
             found, on_cpu = place.kernels.pack(part, dtype), Partial(part.out_THD.cpu(), part.lse_TH.cpu())
@@ -75,7 +75,7 @@ def packed_bits(place: Place) -> None:
 
 
 def folds_to_the_same_bits(place: Place) -> None:
-    """The fold is right, and gives a row the same bits each time, whatever rows come with it."""
+    """The fold is right, and gives a row the same bits each time, for any other rows beside it."""
     for dtype in (torch.float32, torch.bfloat16):
         stacked = torch.stack([place.kernels.pack(part, dtype) for part in parts(place, 5, place.num_rows)])
         found = place.kernels.fold(stacked)

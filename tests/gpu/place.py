@@ -50,7 +50,7 @@ class Place:
         return torch.device(self.device).type == "cuda"
 
     @contextmanager
-    def waiting_for_nobody(self) -> Generator[None]:
+    def without_synchronization(self) -> Generator[None]:
         """On a GPU it is an error to wait for it in here."""
         if not self.is_gpu:
             yield
@@ -86,7 +86,7 @@ def on_gpu(device: str) -> Place:
 
 
 def scale_of(q_THD: Tensor) -> float:
-    """With which scores spread alike, whatever the dim."""
+    """A scale with the same spread of scores for every dim."""
     return SCORE_SPREAD * q_THD.shape[2] ** -0.5
 
 
@@ -104,7 +104,7 @@ def seen_through(reads: list[Read], num_rows: int, num_slots: int, device: str) 
 
 
 def wanted(q_THD: Tensor, k_KSD: Tensor, v_KSV: Tensor, reads: list[Read], softcap: float | None = None) -> Partial:
-    """The partial in float64, a key head at a time; what no row sees may be anything."""
+    """The partial in float64, a key head at a time; rows that see no key may have any value."""
     seen_TS = seen_through(reads, len(q_THD), k_KSD.shape[1], str(q_THD.device))
     unseen_S11 = ~seen_TS.any(dim=0)[:, None, None]
     group = q_THD.shape[1] // len(k_KSD)

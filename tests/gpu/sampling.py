@@ -14,7 +14,7 @@ TOLERANCE = 1e-9
 
 
 def tokens_of_the_cpu(place: Place) -> None:
-    """Of rows of all kinds together, one of which breaks; and once begun nothing waits until tokens are asked for."""
+    """Of rows of all kinds together, one of which breaks; the host waits for the device only when it reads tokens."""
     ground.need(ground.NEEDED_BY_RANKS)
     from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
     from longleaf.sampling import Sampling
@@ -39,7 +39,7 @@ def tokens_of_the_cpu(place: Place) -> None:
         rows = [Row(i, (0,), step, (), (), step, terms[i]) for i in range(num_rows)]
         logits = place.drawn(step, num_rows, size, dtype=torch.float32)
         logits[7] = float("nan") if step == 3 else logits[7]
-        with place.waiting_for_nobody() if step else nullcontext():
+        with place.without_synchronization() if step else nullcontext():
             choice = here.start(rows, logits)
         assert_same(choice.tokens(), there.start(rows, logits.cpu()).tokens())
     assert here.broken == there.broken == {7}

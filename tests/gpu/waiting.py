@@ -1,4 +1,4 @@
-"""What the host does around kernels on a GPU: it waits for nothing, and a graph of its launches serves other work."""
+"""The host's work around kernels on a GPU: it does not wait, and a graph of its launches serves other work."""
 
 import torch
 
@@ -7,7 +7,7 @@ from longleaf.attention.block_attribution import NO_EDGE, AttributionColumns
 from longleaf.attention.masks import Read, Reads
 from longleaf.attention.partial import Partial
 from longleaf.kernels import int8
-from tests.gpu.attention import CAP, asked
+from tests.gpu.attention import CAP, attributed_reads
 from tests.gpu.place import TOLERANCES, Place, assert_close, scale_of, wanted
 
 KEY_HEADS, GROUP, DIM, BLOCK_SIZE = 8, 4, 128, 128
@@ -24,7 +24,7 @@ def no_call_waits(place: Place) -> None:
     slots, kernels, scale = torch.arange(num_slots, device=place.device), place.kernels, scale_of(q)
 
     def step() -> None:
-        reads = asked([Read(0, 8, 0, num_slots - 8), Read(3, 4, num_slots - 8, num_slots)])
+        reads = attributed_reads([Read(0, 8, 0, num_slots - 8), Read(3, 4, num_slots - 8, num_slots)])
         kernels.store((k, v), slots[:8], (k[:, -8:], v[:, -8:]))
         kernels.store_int8(retained, slots, k, v)
         for softcap in (None, CAP):
@@ -34,14 +34,14 @@ def no_call_waits(place: Place) -> None:
         kernels.fold(torch.stack([kernels.pack(partial, torch.bfloat16)] * 4))
 
     step()  # compiles
-    with place.waiting_for_nobody():
+    with place.without_synchronization():
         step()
 
 
 def add_shares(place: Place, reads: Reads, partial: Partial) -> None:
-    """Of what the first row told of the last layer, in two columns."""
-    assert reads.told is not None
-    reported_KE2, num_entries = reads.told.take(), reads.told.reads[0].num_entries
+    """Adds the first row's attribution of the last layer to two columns."""
+    assert reads.attributed is not None
+    reported_KE2, num_entries = reads.attributed.take(), reads.attributed.reads[0].num_entries
     assert reported_KE2 is not None
     bounds = ((0, num_entries - 1, 0), (num_entries - 1, num_entries, 1))
     runs = [(0, 0, num_entries, *bound, 0, NO_EDGE) for bound in bounds]
@@ -65,7 +65,7 @@ def a_graph_serves_any_mix(place: Place) -> None:
     made = [Reads(reads) for reads in mixes]
     eager = [place.kernels.attend(q, k, v, reads, scale_of(q)) for reads in made]
     torch.cuda.synchronize(place.device)
-    (captured,), *others = ([*reads.kept.values()] for reads in made)
+    (captured,), *others = ([*reads.cache.values()] for reads in made)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = place.kernels.attend(q, k, v, made[0], scale_of(q))

@@ -1,4 +1,4 @@
-"""The service over real sockets, on an engine that says what it is told."""
+"""The service over real sockets, with a scripted engine."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,5 +1,6 @@
-"""Ranks are lost, replaced and numbered anew between any two events: no token is wrong, none comes twice, none is
-missing, and what was lost is held again."""
+"""Ranks are lost, replaced and renumbered between any two events: no token is wrong, duplicate or missing, and all lost
+keys are recovered.
+"""
 
 import pytest
 

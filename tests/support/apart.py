@@ -1,4 +1,4 @@
-"""Scripts of calls that tenants play, and what they hear: with all in it that does not differ from run to run."""
+"""Scripts of calls of tenants, and their responses without the parts that differ from run to run."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,13 +15,13 @@ NAMES = ("book", "play")
 TEXTS = ("call me ishmael, some years ago", "call me ishmael, never mind how long", "it was the best of times")
 NAME = st.sampled_from(NAMES).map(lambda name: f"contexts/{name}")
 WRONG = st.sampled_from(["contexts/acme/book", "contexts/bolt/play", "acme/book", "contexts/..", "contexts/bücher", ""])
-"""Names that nobody has, and that might lead to another's."""
+"""Names that do not exist, and that might lead to another tenant's."""
 SAMPLING = {"max_token_count": 5, "seed": 1}
 TEXT = st.sampled_from(TEXTS)
 PRIORITY = st.sampled_from([-100, 0, 100])
 REQUEST = st.sampled_from(["one", "two"])
 HIDDEN = ("Time", "time", "Timings", "Duration", "duration", "seed", "decode", "tokensPerSecond", "positions")
-"""What differs from run to run."""
+"""Parts of fields that differ from run to run."""
 
 
 def generate(name: str | None, text: str, request_id: str, priority: int = 0) -> Step:
@@ -52,20 +52,20 @@ STEPS = st.one_of(
     st.just(("GetCluster", [{}])),
 )
 SCRIPT = st.lists(STEPS, min_size=1, max_size=8)
-Said = list[tuple[str, StatusCode, list[Any], str]]
+Responses = list[tuple[str, StatusCode, list[Any], str]]
 
 
 def _plain(value: Any) -> Any:
-    """Without what differs from run to run."""
+    """The value without the parts that differ from run to run."""
     if isinstance(value, dict):
         found = {key: _plain(each) for key, each in value.items() if not any(word in key for word in HIDDEN)}
         return {key: each for key, each in found.items() if each not in ({}, [])}
     return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
-async def play(address: str, tenant: str, script: Sequence[Step]) -> Said:
-    """What the tenant hears of its script."""
-    output: Said = []
+async def play(address: str, tenant: str, script: Sequence[Step]) -> Responses:
+    """The responses to the tenant's script."""
+    output: Responses = []
     async with grpc.aio.insecure_channel(address) as channel:
         caller = Caller(channel, tenant)
         for name, requests in script:
@@ -78,8 +78,9 @@ async def play(address: str, tenant: str, script: Sequence[Step]) -> Said:
 
 
 def _steady(found: list[Any]) -> list[Any]:
-    """Without progress, since how it is cut depends on steps, and whether the tenant, which asks one thing at a time,
-    had to wait: then it was the next one, however many others waited, and is told once more when it is admitted."""
+    """Removes progress, whose chunks depend on steps, and the wait for admission. A tenant sends one request at a time,
+    so it is at most the next in the queue, however many others wait, and gets `started` again on admission.
+    """
     reported = [each for each in found if each and (not {"progress", "phase"} & set(each) or "context" in each)]
     places = [each["started"].pop("queuePosition", 0) for each in reported if "started" in each]
     assert set(places) <= {0, 1}, places
@@ -88,13 +89,13 @@ def _steady(found: list[Any]) -> list[Any]:
 
 
 def _totals(found: list[Any]) -> list[int]:
-    """All that progress was told to be of."""
+    """All totals that progress events reported."""
     reported = [each.get("progress", each) for each in found]
     return sorted({int(each["totalTokenCount"]) for each in reported if "totalTokenCount" in each})
 
 
 def _joined(found: list[Any]) -> list[Any]:
-    """With the tokens and the text of deltas in one: who reads late is told several tokens at once."""
+    """Joins the tokens and the text of deltas: a slow reader gets several tokens in one event."""
     deltas = [each["delta"] for each in found if "delta" in each]
     if not deltas:
         return found

@@ -26,7 +26,7 @@ Key = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey
 
 
 class Authority:
-    """Makes certificates that are valid for a day, into a folder of its own."""
+    """Makes certificates that are valid for a day, in a separate folder."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,9 @@ class Authority:
         self.file = folder / "ca.pem"
         self.file.write_bytes(own.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM))
 
-    def _builder(self, name: x509.Name, key: Key, life: timedelta, age: timedelta = 2 * DAY) -> x509.CertificateBuilder:
+    def _builder(
+        self, name: x509.Name, key: Key, validity: timedelta, age: timedelta = 2 * DAY
+    ) -> x509.CertificateBuilder:
         now = datetime.now(UTC)
         return (
             x509.CertificateBuilder()
@@ -46,14 +48,14 @@ class Authority:
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - age)
-            .not_valid_after(now + life)
+            .not_valid_after(now + validity)
         )
 
     def make(
         self,
         *uris: str,
         key: Key | None = None,
-        life: timedelta = DAY,
+        validity: timedelta = DAY,
         age: timedelta = 2 * DAY,
         others: Sequence[x509.GeneralName] = (),
     ) -> tuple[bytes, bytes]:
@@ -66,7 +68,7 @@ class Authority:
             *others,
         ]
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "someone")])
-        builder = self._builder(name, key, life, age).add_extension(x509.SubjectAlternativeName(names), False)
+        builder = self._builder(name, key, validity, age).add_extension(x509.SubjectAlternativeName(names), False)
         return builder.sign(self._key, hashes.SHA256()).public_bytes(Encoding.PEM), pem_of(key)
 
     def write(self, name: str, pair: tuple[bytes, bytes] | None = None) -> tuple[Path, Path]:
@@ -77,7 +79,7 @@ class Authority:
         return files
 
     def access(self, name: str = "", *uris: str, credential: str = "") -> Access:
-        """How a client comes in that trusts this authority; with a certificate of its own where it has a name."""
+        """The access options of a client that trusts this authority; `name` adds a client certificate."""
         access = Access(tls_ca=self.file, tls_cert="", tls_key="", credential=credential)
         if name:
             access["tls_cert"], access["tls_key"] = self.write(name, self.make(*uris))

@@ -1,4 +1,4 @@
-"""A service with the embedded model, and a door in front of it in a process of its own, at an address that stays."""
+"""A service with the embedded model, and a door in front of it in a separate process, at an address that stays."""
 
 import json
 import os
@@ -20,8 +20,9 @@ ROOM = "1200000000"
 
 
 class Behind:
-    """Both, to be entered; `url` is the page's, and the methods are what others do behind a reader's back. Options are
-    those of the service; `credential` is what it lets this in by, where it asks for one."""
+    """Both processes as a context manager. `url` is that of the page, and the methods act as other clients. Options are
+    those of the service; `credential` is used by those clients if the service requires one.
+    """
 
     def __init__(self, *options: str, credential: str | None = None) -> None:
         self._options = ("--world-size", "2", "--launcher", "local", "--kv-bytes", ROOM, *options)
@@ -94,7 +95,7 @@ class Behind:
             time.sleep(0.05)
 
     @contextmanager
-    def standing_still(self) -> Iterator[None]:
+    def frozen_ranks(self) -> Iterator[None]:
         """Ranks compute nothing meanwhile."""
         pids = [worker.pid for worker in self.cluster().workers]
         for pid in pids:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from tests.support.tools import lacks, tool
 
 PATIENCE_MS = 120_000
-# Chromium logs this for each response with an error status, whatever the page does with it
+# Chromium logs this for each response with an error status, even if the page handles it
 OF_A_STATUS = r"Failed to load resource: the server responded with a status of {}"
 GONE = r"Failed to load resource: net::ERR_|WebSocket|net::ERR_"
 VIOLATIONS = (
@@ -81,7 +81,7 @@ class Reader:
     def add(self, *files: tuple[str, str]) -> None:
         """And has them go under the names that the page proposes."""
         self.choose(*files)
-        self.page.get_by_role("button", name="Add to the shelf").click()
+        self.page.get_by_role("button", name="Upload").click()
 
     def ask(self, question: str) -> str:
         """The whole answer."""
@@ -99,10 +99,10 @@ class Reader:
         self._context.grant_permissions(list(permissions))
 
     @contextmanager
-    def held_back(self, pattern: str) -> Iterator[None]:
+    def delayed(self, pattern: str) -> Iterator[None]:
         """Requests to these addresses wait meanwhile."""
         waiting: list[Any] = []
-        self.page.route(pattern, lambda route: waiting.append(route))  # Playwright marks what it is given
+        self.page.route(pattern, lambda route: waiting.append(route))  # Playwright modifies its argument
         yield
         self.page.unroute(pattern)
         for route in waiting:

@@ -1,4 +1,4 @@
-"""Records for tests of the catalog, and what lies on the disk of them.
+"""Records for tests of the catalog, and their bytes on disk.
 
 `python -m tests.support.catalog PATH` makes the database in tests/fixtures/catalog.
 """

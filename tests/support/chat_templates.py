@@ -22,7 +22,7 @@ CHATML = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
-"""Qwen 2.5: a system's message of its own, unless there is one."""
+"""Qwen 2.5: a default system message, unless there is one."""
 GEMMA = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
     "{{ raise_exception('System role not supported') }}{% endif %}"
@@ -53,7 +53,7 @@ MISTRAL = (
     "{{- message['content'] + '<|end|>' }}{%- endif %}{%- endfor %}"
 )
 """Mistral v3: puts a system's message into the last turn."""
-FORGETFUL = (
+PASTLESS = (
     "{{ bos_token }}{% for message in messages[-2:] %}{{ '<|im_start|>' + message.role + '\n' + message.content + "
     "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -64,7 +64,7 @@ THINKING = (
     "{{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
-"""Rewrites the past: drops what the model has said."""
+"""Rewrites the past: drops the model's earlier messages."""
 CONTROL = (
     "<|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> "
     "<start_of_turn> <end_of_turn> [INST] [/INST]"

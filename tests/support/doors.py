@@ -32,9 +32,10 @@ async def opened(server: str, **settings: Any) -> AsyncGenerator[str, None]:
         await asyncio.wait([serving])
 
 
-class Standing:
-    """A service on a fake engine, a door in front of it, and a client of that, which stay for many examples. Between
-    what is run nothing happens."""
+class SharedService:
+    """A service on a fake engine, a door in front of it, and a client of the door, shared by many examples. Nothing
+    runs between the examples.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, engine: FakeEngine, client: httpx2.AsyncClient) -> None:
         self._loop, self.engine, self.client = loop, engine, client
@@ -44,7 +45,7 @@ class Standing:
 
 
 @contextmanager
-def standing(folder: Path) -> Generator[Standing, None, None]:
+def shared_service(folder: Path) -> Generator[SharedService, None, None]:
     loop, engine = asyncio.new_event_loop(), FakeEngine()
 
     @asynccontextmanager
@@ -58,7 +59,7 @@ def standing(folder: Path) -> Generator[Standing, None, None]:
 
     it = entered()
     try:
-        yield Standing(loop, engine, loop.run_until_complete(it.__aenter__()))
+        yield SharedService(loop, engine, loop.run_until_complete(it.__aenter__()))
         loop.run_until_complete(it.__aexit__(None, None, None))
         loop.run_until_complete(loop.shutdown_default_executor())
     finally:

@@ -5,9 +5,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from coordinator.engine_messages import NO_CLAIM, Outcome, Sealed
-from coordinator.kv_cache.block_placer import BlockPlacer
+from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
 from coordinator.kv_cache.contexts import NamedContext
+from coordinator.kv_cache.segment_placement import count_all
 from coordinator.kv_cache.token_paths import Segment, TokenPath
+from coordinator.scheduling.jobs import IngestJob, Job
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.errors import LongleafError, StorageUnavailable
 from longleaf.rank_protocol.row_delta import RowState
@@ -28,11 +30,11 @@ class DurableMachine(RecoveringMachine):
         return [job for job in self.documents if job in self.open and self.scheduler.sealed(job) is not None]
 
     @precondition(lambda self: self.sealed)
-    @rule(data=st.data(), is_kept=st.booleans())
-    def keep(self, data: st.DataObject, is_kept: bool) -> None:
+    @rule(data=st.data(), is_saved=st.booleans())
+    def keep(self, data: st.DataObject, is_saved: bool) -> None:
         """Saving a document succeeds or fails."""
         job = data.draw(st.sampled_from(self.sealed), label="document")
-        if is_kept:
+        if is_saved:
             self._acknowledge(job)
         else:
             self.scheduler.fail(job, StorageUnavailable("the disk is full"))
@@ -52,14 +54,22 @@ class DurableMachine(RecoveringMachine):
     def _schedule(self) -> bool:
         return super()._schedule() or (bool(self.sealed) and not self._keep_all() and super()._schedule())
 
-    def _nobody_is_stuck(self) -> None:
+    def _no_job_is_stuck(self) -> None:
         if not self.sealed:
-            super()._nobody_is_stuck()
+            super()._no_job_is_stuck()
 
-    def _nobody_waits_for_those_behind(self) -> None:
-        """Contexts in use are exempt: they cannot be evicted, whichever job releases room."""
-        if not any(self.scheduler.contexts.find(name) for name in self.scheduler._requests.contexts if name):
-            super()._nobody_waits_for_those_behind()
+    def _is_kept_out(self, job: Job) -> bool:
+        """Whether the contexts in use and the documents leave too few blocks for a waiting job. A request references
+        the path that it continues from its admission to its end, whether it runs or waits, and even if the context is
+        deleted. So these blocks do not become free when the jobs that overtook the waiting one are preempted."""
+        scheduler = self.scheduler
+        paths = [request.origin for request in scheduler._requests]
+        paths += [context.path for context in scheduler.contexts.bound(scheduler._requests.contexts)]
+        holdings = scheduler.segments.holdings.of({segment: None for path in paths for segment in path.segments})
+        tails = [other.tail for other in scheduler._running.values() if isinstance(other, IngestJob)]
+        reserved = sum((tail.reservation.left for tail in tails), BlockCount())
+        held = count_all([*holdings, *(tail.holding for tail in tails)]) + reserved
+        return not (held + job.num_blocks).fits(self.placer.num_blocks)
 
     def _is_right(self, job: int, error: LongleafError) -> None:
         if not isinstance(error, StorageUnavailable):
@@ -69,7 +79,9 @@ class DurableMachine(RecoveringMachine):
         super()._see([(job, outcome) for job, outcome in outcomes if not isinstance(outcome, Sealed)])
 
     def _is_needed(self, job: int, error: LongleafError) -> bool:
-        return job in self.paused and not self.scheduler.num_running and "others need the room" in str(error)
+        return (
+            job in self.paused and not self.scheduler.num_running and "memory is needed by other requests" in str(error)
+        )
 
     # --- eviction ---
 
@@ -77,8 +89,8 @@ class DurableMachine(RecoveringMachine):
     def rest(self, context: str) -> None:
         """As when room is needed."""
         found = self.scheduler.contexts.find(context)
-        if found is not None and not found.is_resting and context not in self.scheduler._requests.contexts:
-            self.scheduler.contexts.rest(found)
+        if found is not None and not found.is_evicted and context not in self.scheduler._requests.contexts:
+            self.scheduler.contexts.evict(found)
 
     @rule(context=NAMES, question=st.integers(1, 12), steps=st.integers(0, 3))
     def rest_and_ask(self, context: str, question: int, steps: int) -> None:

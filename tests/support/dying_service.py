@@ -1,5 +1,6 @@
-"""A service of its own process, which answers one request, tells what its client is told, and is killed meanwhile:
-`python -m tests.support.dying_service JOURNAL MODEL REQUEST`, the request in base64 of MessagePack."""
+"""A service in a separate process that answers one request, prints the events of its client, and is killed meanwhile:
+`python -m tests.support.dying_service JOURNAL MODEL REQUEST`, the request in base64 of MessagePack.
+"""
 
 import asyncio
 import sys

@@ -1,7 +1,7 @@
 """Segments of every kind as the first version of snapshots wrote them, by ranks with known bits.
 
-`python -m tests.support.first_snapshots FOLDER` makes what lies in tests/fixtures/snapshots/first. That never changes:
-whoever changes how snapshots are written adds another folder, and later versions open all of them.
+`python -m tests.support.first_snapshots FOLDER` makes the files in tests/fixtures/snapshots/first. These never change:
+a change of the snapshot format adds another folder, and later versions open all of them.
 """
 
 import sys
@@ -48,7 +48,7 @@ def attempt(name: str) -> Attempt:
 
 
 def form(name: str) -> str:
-    """As ranks with such a pool tell it."""
+    """The form that ranks with such a pool report."""
     pool = POOLS[name]()
     return "|".join([form_of(pool, of_windows=False), form_of(pool, of_windows=True)])
 

@@ -1,8 +1,8 @@
 """Starts the project's commands by forking a process that has imported them.
 
 A service and its ranks start in a fraction of a second instead of five. A forked process has the arguments,
-environment, folder and files that a real one would have, and its descendants are its own. Tests of startup, of the
-interpreter's options and of Ray use real commands.
+environment, folder and files of a real one, and it is the parent of its descendants. Tests of startup, the
+interpreter's options and Ray use real commands.
 """
 
 import inspect
@@ -158,7 +158,7 @@ def _run_command(command: list[str]) -> None:
 
 
 def _serve(arguments: list[str]) -> NoReturn:
-    """What `python -m coordinator` does, with a fork server of its own for its ranks."""
+    """Runs `python -m coordinator`, with a separate fork server for its ranks."""
     from coordinator.__main__ import main
 
     sys.argv = ["coordinator", *arguments]

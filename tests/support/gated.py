@@ -1,4 +1,6 @@
-"""A service on a real engine, behind a real socket, whose ranks answer by arithmetic and only when they are let."""
+"""A service on a real engine, behind a real socket, whose ranks compute arithmetic results and run only permitted
+steps.
+"""
 
 import asyncio
 import time
@@ -22,24 +24,24 @@ from tests.support.running import running
 from tests.support.service import write_model
 
 VOCAB = 128
-"""Single bytes of ASCII: each token is a character of its own."""
+"""Single bytes of ASCII: each token is one character."""
 
 
 class GatedRanks(FakeRanks):
-    """Ranks that do as many steps as they are let, and say that each token takes `seconds_per_token`."""
+    """Ranks that execute as many steps as `allow` permits, and report `seconds_per_token` per token."""
 
     def __init__(self, seconds_per_token: float = 1e-6) -> None:
         super().__init__(num_blocks=256, vocab=VOCAB)
         self._seconds_per_token = seconds_per_token
         self._steps = asyncio.Semaphore(0)
-        self.are_asked = asyncio.Event()
+        self.has_step = asyncio.Event()
 
     def allow(self, steps: int) -> None:
         for _ in range(steps):
             self._steps.release()
 
     async def step(self, plan: StepPlan) -> StepResult:
-        self.are_asked.set()
+        self.has_step.set()
         await self._steps.acquire()
         result = await super().step(plan)
         return msgspec.structs.replace(result, seconds=self._seconds_per_token * plan.num_tokens)

@@ -1,4 +1,4 @@
-"""Segments and notes as services keep them, with whatever bytes."""
+"""Segments and notes in the format of services, with arbitrary bytes."""
 
 from longleaf.positions import Rope
 from longleaf.storage.context_note import ContextNote, encode_note

@@ -1,7 +1,7 @@
 """The key in each slot of a group's members. Members are lost and join; each member keeps its slots.
 
 A key stands for its token, the token's rotation, and all tokens before it, because attention computes the key from
-these. So a recomputed key is right only if its inputs were.
+its inputs. A recomputed key is therefore right only if the inputs were.
 """
 
 from collections.abc import Iterable, Sequence
@@ -130,7 +130,7 @@ class KeyLedger:
         return {row.sequence: self._row(row) for row in work.rows}
 
     def _row(self, row: Row) -> tuple[Token, ...]:
-        assert (row.terms is None) == (row.sequence in self._last), "terms are told once, with the first row"
+        assert (row.terms is None) == (row.sequence in self._last), "terms are sent once, with the first row"
         token_ids = row.token_ids or (self._last[row.sequence],)
         self._store(row, (*token_ids, *row.draft_ids), row.runs)
         sampled = echo_tokens(token_ids[-1], row.token_index, row.draft_ids)
@@ -307,7 +307,7 @@ class KeyLedger:
 
     def _read(self, path: tuple[int, ...], position: int) -> Key:
         found = [run for run in self._book_of(path, position).runs if run.start <= position < run.end]
-        assert found, "a key that nobody holds is read"
+        assert found, "a key that no member holds is read"
         (run,) = found
         key = self._keys[self.members[run.rank], False, self._slot(run, position)]
         assert key is not None, "a key of a broken step is read, or of a refused draft"

@@ -1,4 +1,4 @@
-"""What outlives an engine, in memory: a catalog, and a journal that notes what it must forget."""
+"""The state that survives an engine, in memory: a catalog, and a journal that records removals."""
 
 from coordinator.persistence.catalog.fakes import FakeCatalog
 from coordinator.persistence.catalog.records import CatalogContents
@@ -7,8 +7,8 @@ from coordinator.persistence.snapshots.snapshots import Snapshots
 from longleaf.errors import LongleafError
 
 
-class NotedJournal:
-    """Notes which contexts are forgotten. It may be told to fail."""
+class RecordingJournal:
+    """Records the contexts whose entries are removed. Its failures can be set."""
 
     def __init__(self) -> None:
         self.forgotten: list[str] = []
@@ -26,7 +26,7 @@ class MemoryLasting:
 
     def __init__(self) -> None:
         self.catalog = FakeCatalog()
-        self.journal = NotedJournal()
+        self.journal = RecordingJournal()
         self.snapshots: Snapshots | None = None
         self.earlier: dict[str, StaleContext] = {}
         """Contexts that an earlier checkpoint has read."""
@@ -36,15 +36,15 @@ class MemoryLasting:
     def changed(self) -> dict[str, str]:
         return {name: each.changes for name, each in self.earlier.items()}
 
-    def read_earlier(self) -> dict[str, StaleContext]:
+    def read_stale(self) -> dict[str, StaleContext]:
         self.num_readings += 1
         return self.earlier
 
     @property
-    def kept(self) -> CatalogContents:
-        return self.catalog.kept
+    def contents(self) -> CatalogContents:
+        return self.catalog.contents
 
     @property
     def contexts(self) -> dict[str, int]:
         """Tokens of those that are kept, by id."""
-        return {context.id: context.num_tokens for context in self.kept.contexts}
+        return {context.id: context.num_tokens for context in self.contents.contexts}

@@ -118,7 +118,7 @@ class Members:
             self._invitations.append(invitation)
             self._processes.append(context.Process(target=live, args=(spec,), daemon=True))
             self._processes[-1].start()
-        self._said: list[FromRank] = []
+        self._received: list[FromRank] = []
         self.beats: dict[int, Heartbeat] = {}
         """The last of each member."""
 
@@ -138,20 +138,20 @@ class Members:
         """The next message of a type from a member; only rank 0 sends results."""
         deadline = time.monotonic() + SECONDS
         while True:
-            for message in self._said:
+            for message in self._received:
                 if isinstance(message, kind) and getattr(message, "member", member) == member:
-                    self._said.remove(message)
+                    self._received.remove(message)
                     return message
             self._listen(deadline)
 
     def _listen(self, deadline: float) -> None:
         left = deadline - time.monotonic()
-        assert left > 0 and self._socket.poll(1 + int(left * 1000)), f"it is not said; what else was said: {self._said}"
+        assert left > 0 and self._socket.poll(1 + int(left * 1000)), f"no such message; got {self._received}"
         message = decode_from_rank(self._socket.recv_multipart()[1])
         if isinstance(message, Heartbeat):
             self.beats[message.member] = message
         else:
-            self._said.append(message)
+            self._received.append(message)
 
     def wait_for_step(self, member: int, epoch: int, step: int) -> None:
         """Returns once a heartbeat reports this step. Heartbeats come once a second, and earlier ones may be queued."""
@@ -201,7 +201,7 @@ class Members:
     def is_alive(self, member: int) -> bool:
         return self._processes[member].is_alive()
 
-    def held(self, member: int) -> dict[str, int]:
+    def open_resources(self, member: int) -> dict[str, int]:
         """Files, threads and pieces of shared memory of a member."""
         process = psutil.Process(self._processes[member].pid)
         maps = Path(f"/proc/{process.pid}/maps").read_text()

@@ -19,7 +19,7 @@ from tests.support.tenants import ACME, BOLT, OPS, Caller, credentials, request_
 from workers.fakes import EchoMain
 
 CONTEXT, REQUEST_ID, TEXT = "war-and-peace", "who-is-pierre", "Natasha danced at the ball until the morning"
-"""What metrics must not tell."""
+"""Values that must not appear in metrics."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Measured:
     service: Service
     channel: grpc.aio.Channel
     url: str
-    """Of its metrics."""
+    """URL of its metrics."""
 
     async def scrape(self) -> Scraped:
         return await scrape(self.url)

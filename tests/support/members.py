@@ -51,7 +51,7 @@ class ScriptedMember:
         self.number = number
         self.deaf_to = deaf_to
         self.fails_to_load = False
-        self.dies_loading = False
+        self.crashes_at_load = False
         self.merges: tuple[MergeTiming, ...] = ()
         self.progress = MemberProgress()
         self.joins: list[Join] = []
@@ -81,7 +81,7 @@ class ScriptedMember:
 
     def _answer(self, message: ToRank) -> FromRank | None:
         match message:
-            case Load() if self.dies_loading:
+            case Load() if self.crashes_at_load:
                 os._exit(3)
             case Load():
                 return Died(self.number, "no memory") if self.fails_to_load else Loaded(self.number)
@@ -157,7 +157,7 @@ class ScriptedMember:
 async def live(spec: RankSpec, num_good: int) -> int:
     """The life of a process. Members from number `num_good` on die while they load the model."""
     member = ScriptedMember(spec.invitation, spec.member, spec.node)
-    member.dies_loading = spec.member >= num_good
+    member.crashes_at_load = spec.member >= num_good
     return await member.live()
 
 

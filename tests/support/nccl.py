@@ -23,9 +23,10 @@ class Fleet:
         self.calls = FakeDistributed(len(machines))
 
     def run(self, work: Callable[[int, Groups], T], *, num_epochs: int = 2) -> list[T]:
-        """What `work(rank, groups)` returns for each rank in the last epoch. All leave the first ones in order, and
-        give up the last one. Raises what the first to fail raised, and CollectiveMismatch for calls that some
-        missed."""
+        """The results of `work(rank, groups)` for each rank in the last epoch. All ranks close the earlier epochs in
+        order, and abort the last one. Raises the first error of a rank, and CollectiveMismatch for calls that some
+        ranks missed.
+        """
 
         def one_epoch(rank: int, epoch: int) -> T:
             store, size = self.calls.store, self.topology.world_size

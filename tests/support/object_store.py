@@ -31,7 +31,7 @@ class ObjectStore:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What a process must have to find it at `url`."""
+        """Environment variables with which a process finds it at `url`."""
         return {**CREDENTIALS, "AWS_ENDPOINT_URL_S3": self.endpoint}
 
     def make_bucket(self) -> None:
@@ -49,7 +49,7 @@ _APPLICATION = DomainDispatcherApplication(create_backend_app)
 
 
 def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-    """What moto answers, whose `Server` is told by werkzeug, too: clients refuse headers that are told twice."""
+    """The response of moto without its `Server` header, because werkzeug adds one: clients refuse duplicate headers."""
 
     def start(status: str, headers: list[tuple[str, str]], *more: Any) -> Any:
         return start_response(status, [header for header in headers if header[0].lower() != "server"], *more)

@@ -12,19 +12,21 @@ T = TypeVar("T")
 
 
 def on_groups(topology: Topology, work: Callable[[int, Groups], T]) -> list[T]:
-    """What `work(rank, groups)` returns for each rank, as if the ranks ran on the machines of `topology`."""
+    """The results of `work(rank, groups)` for each rank, as if the ranks ran on the machines of `topology`."""
     groups = loopback_groups(topology)
     comms = [comm for each in groups for comm in (each.world, each.node, each.rail) if comm is not None]
     return _on_threads([lambda rank=rank: work(rank, groups[rank]) for rank in range(len(groups))], comms)
 
 
 def on_ends(ends: Sequence[LoopbackComm], work: Callable[[LoopbackComm], T]) -> list[T]:
-    """What `work(comm)` returns for each rank of a group."""
+    """The results of `work(comm)` for each rank of a group."""
     return _on_threads([lambda end=end: work(end) for end in ends], ends)
 
 
 def _on_threads(works: Sequence[Callable[[], T]], comms: Iterable[Comm]) -> list[T]:
-    """Raises what the first to fail raised. The others' meetings are broken then, so that nobody waits for it."""
+    """Raises the first error of a rank. It aborts the collectives of the other ranks, so that none waits for the failed
+    one.
+    """
     errors: list[Exception] = []
 
     def run(work: Callable[[], T]) -> T:

@@ -1,15 +1,17 @@
-"""Waits until calls have ended on the server's side, too, which a client that leaves does not see."""
+"""Waits until calls have ended on the server, which is later than the client's disconnect."""
 
 import asyncio
 from collections.abc import Generator
 from contextlib import contextmanager
 
 from coordinator.engine_messages import Event
-from coordinator.telemetry.observers import CallRecord, Saw
+from coordinator.telemetry.observers import CallRecord, EventSink
 
 
 class OpenCalls:
-    """An observer that counts what is open. The first of several, so that the others were told when it is."""
+    """An observer that counts open calls and generations. It is the first of several, so that the others have run
+    before it.
+    """
 
     def __init__(self) -> None:
         self._num_open = 0
@@ -26,7 +28,7 @@ class OpenCalls:
             yield
 
     @contextmanager
-    def generation(self, request_id: str, tenant: str) -> Generator[Saw, None, None]:
+    def generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
         with self._open():
             yield _ignore
 

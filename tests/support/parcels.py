@@ -9,7 +9,7 @@ from blake3 import blake3
 
 from coordinator.persistence.catalog.records import SegmentRecord
 from longleaf.context_archive.frames import PREAMBLE, Frame, Kind
-from longleaf.context_archive.reader import ArchiveReader, Told
+from longleaf.context_archive.reader import ArchiveReader, Section
 from longleaf.context_archive.records import ContextHead, SegmentHead, encode
 from longleaf.context_archive.writer import ArchiveWriter, keys_of
 from longleaf.document_text import STRIDE, DocumentText, TextFile, packed
@@ -26,7 +26,7 @@ SERVICE = "0123"
 
 @dataclass
 class Packable:
-    """A context: its head, its path, and what lies on storage of it."""
+    """A context: its head, its path, and its stored pieces."""
 
     head: ContextHead
     path: Sequence[SegmentRecord]
@@ -144,13 +144,13 @@ def _keep(
     )
 
 
-def unpack(parcel: bytes, cuts: Sequence[int] = ()) -> list[Told]:
-    """What a parcel tells that comes cut at these offsets. Raises InvalidArgument."""
-    unpacking, found = ArchiveReader(), list[Told]()
+def unpack(archive: bytes, cuts: Sequence[int] = ()) -> list[Section]:
+    """The records of a parcel that arrives cut at these offsets. Raises InvalidArgument."""
+    unpacking, found = ArchiveReader(), list[Section]()
     unpacking.expect(FORM, BLOCK_SIZE)
-    bounds = [0, *sorted(cuts), len(parcel)]
+    bounds = [0, *sorted(cuts), len(archive)]
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
-        data = memoryview(parcel)[start:end]
+        data = memoryview(archive)[start:end]
         while data:
             count, reported = unpacking.take(data)
             data = data[count:]

@@ -1,8 +1,8 @@
 """Modules preloaded for test processes."""
 
-from workers.imports import for_good
+from workers.imports import frozen_imports
 
-with for_good():
+with frozen_imports():
     import coordinator.__main__
     import longleaf.cli.app
     import workers.rank

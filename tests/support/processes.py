@@ -41,13 +41,13 @@ class RankProcess:
 
     def result(self) -> Any:
         """The return value or exception of the work; the exit code of a process that sent neither."""
-        assert self._pipe.poll(2 * TIMEOUT), "the rank says nothing"
+        assert self._pipe.poll(2 * TIMEOUT), "no message from the rank"
         try:
             return self._pipe.recv()
         except EOFError:
             return None
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Sends something to the rank that waits in `owner.pipe.recv()`."""
         self._pipe.send(message)
 
@@ -83,10 +83,10 @@ def live(pipe: Connection, rank: int, ranks: Ranks, port: int, work: Work, prepa
 def start_ranks(
     machines: str, work: Work, prepare: Work | None = None, method: str = "forkserver", **options: Any
 ) -> list[RankProcess]:
-    """A process per letter of `machines`, the machine it pretends to run on.
+    """One process per letter of `machines`, which names its simulated machine.
 
     Each calls `prepare(rank)`, joins the groups with `options`, and calls `work(rank, owner)`. With the method `spawn`
-    they are this process's own children, which nobody reaps before `end`.
+    they are this process's own children, which are not reaped before `end`.
     """
     store = open_store("127.0.0.1")
     ranks = Ranks(machines)

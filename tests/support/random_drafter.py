@@ -1,4 +1,4 @@
-"""A drafter whose drafts are right, wrong or anything, and paid for whatever they cost."""
+"""A drafter whose drafts are right, wrong or random, at any cost."""
 
 import random
 from collections.abc import Sequence as Several
@@ -15,7 +15,7 @@ class RandomDrafter(Drafter):
     """Drafts for ranks that echo. Whether steps wait for drafts, and how long these are, is drawn."""
 
     KINDS = ("found", "right", "wrong", "anything")
-    """`found`: what the real one finds in the texts."""
+    """`found`: drafts of the real drafter."""
 
     def __init__(self, config: EngineConfig, kind: str, seed: int = 0) -> None:
         super().__init__(config.max_sequences, config.max_draft_tokens, config.block_size)
@@ -25,7 +25,7 @@ class RandomDrafter(Drafter):
 
     def _look(self, job: Sequence) -> Draft:
         most = min(self._max_drafts, job.most_drafts(self._block_size))
-        if most <= 0 or self._guesses_of(job) is None:
+        if most <= 0 or self._drafter_of(job) is None:
             return NO_DRAFT
         if self._kind == "found":
             return super()._look(job)
@@ -38,7 +38,7 @@ class RandomDrafter(Drafter):
 
 
 class RandomPolicy(DraftLengthPolicy):
-    """Draws what others work out."""
+    """Makes random decisions."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

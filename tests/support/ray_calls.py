@@ -1,4 +1,4 @@
-"""Counts what a process has Ray do."""
+"""Counts the calls of a process to Ray's core."""
 
 from pathlib import Path
 from typing import Any

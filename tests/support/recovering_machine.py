@@ -48,15 +48,15 @@ class RecoveringMachine(SchedulerMachine):
     @property
     def is_calm(self) -> bool:
         """The ranks and the coordinator agree on the stored keys."""
-        return not self.is_between and not self.plans and not self.scheduler._recovery.is_bare
+        return not self.is_between and not self.plans and not self.scheduler._recovery.needs_windows
 
     @property
     def is_disturbed(self) -> bool:
-        return self.is_between or self.may_grow or not self.scheduler._healing.is_over
+        return self.is_between or self.may_grow or not self.scheduler._job_recovery.is_over
 
-    def _nobody_is_stuck(self) -> None:
+    def _no_job_is_stuck(self) -> None:
         if not (self.is_between or self.may_grow):
-            super()._nobody_is_stuck()
+            super()._no_job_is_stuck()
 
     # --- the end of an epoch ---
 
@@ -115,8 +115,8 @@ class RecoveringMachine(SchedulerMachine):
 
     @precondition(lambda self: self.may_grow and not self.is_between)
     @rule()
-    def settle(self) -> None:
-        self.scheduler.settle()
+    def finish_growth(self) -> None:
+        self.scheduler.confirm()
         self.may_grow = False
         self.waited.clear()
         self._look()
@@ -197,7 +197,7 @@ class RecoveringMachine(SchedulerMachine):
             return
         holdings = self.scheduler.segments.holdings
         for holding in holdings:
-            if holding.segment.token_ids and holding.is_told:
+            if holding.segment.token_ids and holding.is_reported:
                 assert self.keys.books[holding.segment.id].runs == holding.runs
                 assert self.keys.books[holding.segment.id].start == holding.segment.start
         for context in self.scheduler.contexts.list():
@@ -212,7 +212,7 @@ class RecoveringMachine(SchedulerMachine):
             if self.is_between:
                 self._form(list(range(len(self.num_blocks))), False)
             if self.may_grow:
-                self.settle()
+                self.finish_growth()
             self._recovers()
         super().teardown()
 
@@ -221,6 +221,6 @@ class RecoveringMachine(SchedulerMachine):
         for job in sorted(self.paused):
             self._pause(job, False)
         self._run_until(lambda: not (self.open or self.scheduler.recovering))
-        contexts = [context for context in self.scheduler.contexts.list() if not context.is_resting]
+        contexts = [context for context in self.scheduler.contexts.list() if not context.is_evicted]
         assert all(self.scheduler.segments.holdings.holds(context.path) for context in contexts)
         self.adds_up()

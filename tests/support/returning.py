@@ -10,7 +10,7 @@ from coordinator.kv_cache.block_placer import BlockPlacer
 from coordinator.kv_cache.rank_mapping import RankMapping
 from coordinator.kv_cache.segment_placement import SegmentPlacement
 from coordinator.kv_cache.segments import SegmentStore
-from coordinator.kv_cache.token_paths import NOWHERE, Segment
+from coordinator.kv_cache.token_paths import EMPTY_PATH, Segment
 from coordinator.recovery.fault_score import LOSS
 from coordinator.recovery.recovery import RecoveryManager
 from longleaf.errors import LongleafError, StorageUnavailable
@@ -100,7 +100,7 @@ class Returning:
 
     def keep(self, number: int, num_pieces: int = 2) -> Segment:
         """Storage has a segment, in pieces of so many blocks each that together have all of it."""
-        segment = Segment(number, NOWHERE)
+        segment = Segment(number, EMPTY_PATH)
         segment.extend(range(TOKENS))
         place, size = Attempt("service", f"service-{number}", "a"), TOKENS // num_pieces
         runs = [(start, start + size) for start in range(0, TOKENS, size)]

@@ -19,7 +19,7 @@ from longleaf.rank_protocol.rank_spec import ConnectInfo
 
 @dataclass(frozen=True)
 class Running:
-    """A started engine, what its ranks said of themselves, and its loop, which ends with what ends the engine."""
+    """A started engine, the ready messages of its ranks, and its loop, which ends with the engine's error."""
 
     engine: Engine
     readies: tuple[Ready, ...]

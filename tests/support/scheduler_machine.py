@@ -28,6 +28,7 @@ from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
 from coordinator.kv_cache.contexts import LAST_ENDS
 from coordinator.kv_cache.positions import Positions
 from coordinator.kv_cache.token_paths import TokenPath
+from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.speculation_stats import DraftCounts
 from longleaf.config import EngineConfig
@@ -53,7 +54,7 @@ from workers.fakes import EchoBlockTable
 MOST_STEPS = 2000
 """The maximum number of steps until any job ends."""
 NAMES = st.sampled_from(["a", "b", "c"])
-ASKED = st.sampled_from([None, None, None, "a", "b", "c"])
+CONTEXTS = st.sampled_from([None, None, None, "a", "b", "c"])
 SAMPLES = st.sampled_from([1, 1, 1, 2, 3])
 CLAIMS = st.builds(
     SchedulingClaim,
@@ -190,8 +191,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return self.ledger.token_ids(path)
 
     def _check_end(self, path: TokenPath) -> None:
-        """Checks that a path can be continued: the tokens within its windows are where they were stored, whatever was
-        evicted."""
+        """Checks that a path can be continued: the tokens within its windows are in their slots after any eviction."""
         if self.window_ledger:
             self.window_ledger.check_place(path.ids, path.end)
 
@@ -205,7 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         tokens=TEXTS,
         max_tokens=st.integers(1, 12),
-        context=ASKED,
+        context=CONTEXTS,
         num_samples=SAMPLES,
         claim=CLAIMS,
         ends=st.booleans(),
@@ -244,24 +244,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         tokens=TEXTS,
         max_tokens=st.integers(1, 12),
-        context=ASKED,
-        told=st.lists(st.none() | st.integers(0, 11), min_size=1, max_size=3),
+        context=CONTEXTS,
+        counts=st.lists(st.none() | st.integers(0, 11), min_size=1, max_size=3),
         claim=CLAIMS,
     )
-    def go_on(
-        self, tokens: list[int], max_tokens: int, context: str | None, told: list[int | None], claim: SchedulingClaim
+    def resume(
+        self, tokens: list[int], max_tokens: int, context: str | None, counts: list[int | None], claim: SchedulingClaim
     ) -> None:
         """The number of tokens that each sample has already reported; None: all of them."""
         claim = self._now(claim)
         answer = expected_answer(tokens[-1] if tokens else 0, max_tokens)
-        generated = {i: answer[:count] for i, count in enumerate(told) if count is not None and count < max_tokens}
+        generated = {i: answer[:count] for i, count in enumerate(counts) if count is not None and count < max_tokens}
         if not generated:
             return
         prompt = Prompt(
             context=context,
             token_ids=tuple(tokens),
             sampling=Sampling(max_tokens=max_tokens),
-            num_samples=len(told),
+            num_samples=len(counts),
             claim=claim,
             max_draft_tokens=max_tokens % 5,
             generated=generated,
@@ -277,7 +277,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ]
             self.expected[self.num_jobs] = self.expected[self.num_jobs + sample] = answer
             self.answers[self.num_jobs + sample] = list(ids)
-        self._opened(len(told), claim.deadline, generated)
+        self._opened(len(counts), claim.deadline, generated)
 
     @rule(
         tokens=TEXTS,
@@ -369,7 +369,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         except Unavailable:
             assert self.windows and num_tokens not in self.ends[source]
-            assert self.is_disturbed, "what windows show there is held again when all is"
+            assert self.is_disturbed, "the keys within windows are restored with the others"
             return
         except (AlreadyExists, NotFound):
             return
@@ -398,21 +398,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.scheduler.schedule(self.now)
         self._see(self.scheduler.drain())
         if not is_full and not self.is_disturbed:
-            self._nobody_waits_for_those_behind()
+            self._no_job_waits_for_later_ones()
         self.plans.extend([plan] if plan else [])
-        self._nobody_is_stuck()
+        self._no_job_is_stuck()
         return plan is not None
 
-    def _nobody_is_stuck(self) -> None:
+    def _no_job_is_stuck(self) -> None:
         """Every job that runs or waits for room has something to do, except those with slow readers."""
         assert self.plans or self.open.keys() <= self.paused
 
-    def _nobody_waits_for_those_behind(self) -> None:
+    def _no_job_waits_for_later_ones(self) -> None:
         """A job without room waits for at least one job that did not overtake it."""
         running = {job.id: job for job in self.scheduler._running.values()}
         waiting = self.scheduler._queue.order()
         for job in waiting:
-            assert any(job.id not in other.passed for other in running.values())
+            assert any(job.id not in other.passed for other in running.values()) or self._is_kept_out(job)
         stayed = [job for job in waiting if self.waited.get(job.id) == job.num_begins]
         for other in (running[job_id] for job_id in running.keys() - self.ran):
             request = other.request
@@ -421,6 +421,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             before = {job.id for job in stayed if job.request.claim == request.claim and job.id < request.id}
             assert before <= other.passed
         self.ran, self.waited = set(running), {job.id: job.num_begins for job in waiting}
+
+    def _is_kept_out(self, job: Job) -> bool:
+        """Whether a waiting job would have no room even if all that overtook it were preempted."""
+        del job
+        return False
 
     @rule(row=st.integers(0, 8))
     def spoil(self, row: int) -> None:
@@ -576,7 +581,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             self._see(self.scheduler.drain())
             self.scheduler.audit()
-            self._contexts_go_on_at_their_ends()
+            self._contexts_continue_at_their_ends()
             assert self.placer.num_reserved == BlockCount() or self.open or self.is_disturbed
             waiting, running = self.scheduler.num_waiting, self.scheduler.num_running
             assert waiting + running == len(self.open)
@@ -584,7 +589,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert set(self.scheduler.positions()) <= self.open.keys()
             assert self.scheduler.num_unread == len(self.paused) <= self.max_unread
 
-    def _contexts_go_on_at_their_ends(self) -> None:
+    def _contexts_continue_at_their_ends(self) -> None:
         for context in self.scheduler.contexts.list():
             for end in self.ends[context.id]:
                 self._check_end(context.path.cut(end))

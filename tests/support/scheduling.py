@@ -121,7 +121,7 @@ class Bench:
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult | None = None) -> None:
-        """With what ranks say of it, if there are any."""
+        """Commits with `result`, or with a computed result."""
         self._see(self.scheduler.commit(plan, result or self._result(plan), now=9.0))
         self._check()
 

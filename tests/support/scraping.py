@@ -33,7 +33,7 @@ class Scraped:
         return found
 
     def value(self, name: str, **labels: str) -> float:
-        """Of one series. Raises KeyError."""
+        """The value of one series. Raises KeyError."""
         return self.samples[name, tuple(sorted(labels.items()))]
 
     @property

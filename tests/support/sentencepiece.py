@@ -8,8 +8,10 @@ SPECIAL = ("<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|end|>")
 
 
 def sentencepiece_tokenizer(space: str) -> FastTokenizer:
-    """As Llama 2 has it. `space` says where a space is put: `prepend` (by the normalizer, before each piece of text
-    between special tokens), `always` (the same by Metaspace), `first` (by Metaspace, at the start of a text)."""
+    """The tokenizer of Llama 2. `space` selects the position of the added space: `prepend` (by the normalizer, before
+    each piece of text between special tokens), `always` (the same by Metaspace), `first` (by Metaspace, at the start of
+    a text).
+    """
     names = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     merges: list[tuple[str, str]] = []
     characters = [*"▁abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ[]/<>.,:!?"]

@@ -19,7 +19,7 @@ from coordinator.grpc_server.server import GrpcServer
 from coordinator.handlers.application import Application
 from coordinator.handlers.transfer.ports import TransferEngine
 from coordinator.kv_cache.positions import Positions
-from coordinator.telemetry.observers import NOBODY
+from coordinator.telemetry.observers import NO_OBSERVERS
 from coordinator.text.encoder import Encoder
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
@@ -122,7 +122,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.max_positions = 4096
-        self.limit_name = "those that it was trained for"
+        self.limit_name = "the length that it was trained for"
         self.exactness_note = self.scaling = ""
         self.max_draft_tokens = 7
         self.total_tokens = 1 << 20
@@ -220,7 +220,7 @@ class FakeEngine:
     def scaling_note(self, context: str | None, num_tokens: int, max_tokens: int, *, is_whole: bool = True) -> str:
         return self.scaling
 
-    def grounds(self, context_id: str) -> engine_messages.AttributionContext:
+    def attribution_context(self, context_id: str) -> engine_messages.AttributionContext:
         token_ids = self.get_context(context_id) and self.contexts[context_id]
         return engine_messages.AttributionContext(
             segments=(1,),
@@ -285,7 +285,7 @@ class FakeEngine:
         self.contexts[context_id] = self.contexts[source][:num_tokens]
         return self.get_context(context_id)
 
-    async def reread_context(self, context_id: str, vocabulary_size: int, room: Room) -> Context:
+    async def recompute_context(self, context_id: str, vocabulary_size: int, room: Room) -> Context:
         assert vocabulary_size == BYTES.get_vocab_size()
         if context_id in self.contexts:
             raise AlreadyExists(f"contexts/{context_id}")
@@ -297,11 +297,11 @@ class FakeEngine:
             self.contexts[context_id] = found
         return self.get_context(context_id)
 
-    async def reread_contexts(self, vocabulary_size: int, tenant: str, room: Room) -> RecomputeResult:
+    async def recompute_contexts(self, vocabulary_size: int, tenant: str, room: Room) -> RecomputeResult:
         contexts, left_out = list[Context](), list[SkippedContext]()
         for name in sorted(name for name in self.earlier if tenant_of(name) == tenant):
             try:
-                contexts.append(await self.reread_context(name, vocabulary_size, room))
+                contexts.append(await self.recompute_context(name, vocabulary_size, room))
             except LongleafError as error:
                 left_out.append(SkippedContext(name, str(error)))
         return RecomputeResult(contexts=tuple(contexts), left_out=tuple(left_out))
@@ -369,12 +369,13 @@ async def serving(
     template: str = TEMPLATE,
     **options: Any,
 ) -> AsyncGenerator[tuple[GrpcServer, str], None]:
-    """The service on a port of its own; gives the server and its address. `options` are the server's; its
-    observers are told of generations, too."""
+    """The service on its own port; gives the server and its address. `options` are the server's; its observers also
+    observe generations.
+    """
     tokenizer = Tokenizer.load(write_model(folder, template=template), DirectRenderer())
-    observers = options.get("observers", NOBODY)
+    observers = options.get("observers", NO_OBSERVERS)
     use_cases = Application(
-        engine, tokenizer, engine.describe, house=house, observers=observers, sampling_defaults=sampling_defaults
+        engine, tokenizer, engine.describe, transfers=house, observers=observers, sampling_defaults=sampling_defaults
     )
     server = GrpcServer(use_cases, **options)
     port = await server.start(host, 0)

@@ -42,7 +42,7 @@ class SnapshotMachine(DurableMachine):
 
     def _make_scheduler(self, epoch: int) -> Scheduler:
         scheduler = super()._make_scheduler(epoch)
-        scheduler.restoring.is_kept = lambda segment: segment in self.storage
+        scheduler.restoring.is_stored = lambda segment: segment in self.storage
         return scheduler
 
     # --- saving ---
@@ -60,7 +60,7 @@ class SnapshotMachine(DurableMachine):
         contexts = self.scheduler.contexts.list()
         retained = dict.fromkeys(segment for context in contexts for segment in context.path.segments)
         holdings = self.scheduler.segments.holdings.of(retained)
-        return [one for one in holdings if one.loss is None and not one.is_parked]
+        return [one for one in holdings if one.loss is None and not one.is_stored_only]
 
     def _saved(self, holding: SegmentPlacement, size: int) -> Snapshot:
         found = Snapshot([], {}, [], [(run.start, run.end) for run in holding.window_runs])
@@ -96,7 +96,7 @@ class SnapshotMachine(DurableMachine):
             else:
                 restoring.offer(segment.id, found.ranges, found.window_ranges)
         if not self.is_between:
-            self.scheduler._healing.go_on()
+            self.scheduler._job_recovery.resume()
         self.fetching += restoring.take_ordered()
         discarded = set(restoring.take_discarded())
         self.fetching = [part for part in self.fetching if part.ticket not in discarded]
@@ -124,7 +124,7 @@ class SnapshotMachine(DurableMachine):
             members = self.keys.members if part.rank == EVERY_RANK else [self.keys.members[part.rank]]
             content = found.windows if part.piece == OF_WINDOWS else found.pieces[part.piece]
             self.keys.fetched |= {(member, part.ticket): content for member in members}
-        self.scheduler.restoring.tell(part.ticket, is_there=is_there)
+        self.scheduler.restoring.on_fetched(part.ticket, is_there=is_there)
 
     def _fetch_all(self) -> bool:
         """Whether there was something."""
@@ -137,9 +137,9 @@ class SnapshotMachine(DurableMachine):
     def _schedule(self) -> bool:
         return super()._schedule() or (self._fetch_all() and super()._schedule())
 
-    def _nobody_is_stuck(self) -> None:
+    def _no_job_is_stuck(self) -> None:
         if not any(map(self.scheduler.restoring.has, self.scheduler.segments.holdings)):
-            super()._nobody_is_stuck()
+            super()._no_job_is_stuck()
 
     @rule(data=st.data(), steps=st.integers(1, 9))
     def save_and_die(self, data: st.DataObject, steps: int) -> None:

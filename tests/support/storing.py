@@ -38,7 +38,7 @@ class Gate(asyncio.Event):
 
 
 class StoringRanks(FakeRanks):
-    """What they save lies in `store`, and is known by its positions in `pieces`."""
+    """Their pieces are in `store`, and their positions in `pieces`."""
 
     def __init__(self, store: Store, world_size: int = 2, windows: WindowSpec | None = None, form: str = FORM) -> None:
         super().__init__(world_size, 100, windows=windows)
@@ -95,8 +95,8 @@ class Storage:
 
     @property
     def names(self) -> list[str]:
-        """Of all objects of segments, sorted."""
-        folder = segments_folder(self.lasting.kept.service_id)
+        """All objects of segments, sorted."""
+        folder = segments_folder(self.lasting.contents.service_id)
         return sorted(entry.name for entry in self.store.list(folder))
 
 
@@ -122,7 +122,7 @@ async def serving(
     snapshots = Snapshots(
         storage.store,
         persistence.catalog,
-        persistence.kept,
+        persistence.contents,
         "checkpoint",
         policy or RetentionPolicy(grace=NOW),
         lambda: NOW,

@@ -48,13 +48,13 @@ async def serving(
     later: CallLater = call_later,
     wall_clock: Callable[[], float] = time.time,
 ) -> AsyncGenerator[Served, None]:
-    """A service that has taken up what the journal in `folder` holds."""
+    """A service that has replayed the journal in `folder`."""
     ranks = ranks or FakeRanks(num_blocks=1024, vocab=VOCAB)
     engine, threads, journal = Engine(ranks, config, max_positions=4096), TokenizerPool(), Journal(folder)
     try:
         async with running(engine):
             generation = Generation(engine, tokenizer, threads, later=later, journal=journal, wall_clock=wall_clock)
-            await generation.take_up()
+            await generation.resume_all()
             yield Served(engine, ranks, generation, journal)
     finally:
         await threads.close()
@@ -82,8 +82,9 @@ def num_tokens(events: Sequence[Event]) -> int:
 
 
 def whole(events: Sequence[Event], sample: int = 0) -> tuple[list[int], str, list[object], list[tuple[str, str, int]]]:
-    """Ids, text, logprobs and end of one sample. Its indices are 0, 1, 2 and so on, each once; its end may be told
-    again to a client that comes back, with other times."""
+    """Ids, text, logprobs and end of one sample. Its indices are 0, 1, 2 and so on, each once; a client that reconnects
+    may get the end a second time, with other times.
+    """
     deltas = [event for event in events if isinstance(event, Delta) and event.sample == sample]
     ids: list[int] = []
     for delta in deltas:

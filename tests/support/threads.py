@@ -69,7 +69,7 @@ class ThreadRanks:
         return Formation(epoch, hellos, tuple(sorted(readies, key=lambda ready: ready.member)), self)
 
     async def form(self, epoch: int) -> Formation:
-        """Raises what ended the only epoch."""
+        """Raises the error that ended the only epoch."""
         raise self._ended.result().error
 
     async def lay_out(self, layout: KvLayout) -> None:
@@ -91,8 +91,8 @@ class ThreadRanks:
         """Nor do others come."""
         await asyncio.get_running_loop().create_future()
 
-    async def wait_settled(self) -> None:
-        """Nobody was lost."""
+    async def wait_ready(self) -> None:
+        """No rank is ever lost."""
 
     async def save(self, member: int, order: Save) -> Saved:
         outcome = await self._order(member, order)
@@ -115,7 +115,7 @@ class ThreadRanks:
             raise error_of(order.name, reported.failure)
         return reported
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _deliver(self, outcome: Outcome) -> None:
         self._orders.pop((outcome.member, type(outcome), outcome.ticket)).set_result(outcome)
 
     async def close(self) -> None:
@@ -134,7 +134,7 @@ class ThreadRanks:
             try:
                 plan = decode_to_rank(data)
                 if isinstance(plan, Save | Fetch | Discard):
-                    rank.carry_out(plan, self._tell)
+                    rank.carry_out(plan, self._deliver)
                     continue
                 assert isinstance(plan, StepPlan)
                 if begun is not None and not plan.may_overlap:
@@ -160,7 +160,7 @@ class ThreadRanks:
             waiting.set_result(result)
 
     def _fail(self, error: Exception) -> None:
-        """Gives up what is under way; of the ranks that fail together the first one tells why."""
+        """Fails the steps in flight. If several ranks fail together, the first one reports the reason."""
         lost = RankLost(0, repr(error))
         lost.__cause__ = error
         with contextlib.suppress(InvalidStateError):

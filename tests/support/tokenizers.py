@@ -8,7 +8,7 @@ MERGES = [("Ã", "©"), ("Ġ", "a"), ("ä", "¸"), ("ä¸", "ĸ"), ("ð", "Ł"),
 
 
 def metaspace_tokenizer(has_bytes: bool) -> FastTokenizer:
-    """Pieces that begin with a mark for the space, and bytes for what no piece holds (as Llama 2 has)."""
+    """Pieces that begin with a mark for the space, and byte tokens for other text (as in Llama 2)."""
     words = ["▁", "a", "b", "▁a", "▁b", "ab", "▁ab", "é", "世", "\ufffd", "▁▁"]
     fallback = [f"<0x{byte:02X}>" for byte in (0x0A, 0x41, 0x80, 0xA9, 0xC3, 0xF0, 0x9F, 0xA6, 0x99)]
     names = ["<unk>", *words, *(fallback if has_bytes else [])]

@@ -1,4 +1,4 @@
-"""An ingest that ends when it is told to."""
+"""An ingest that ends on request."""
 
 import asyncio
 from collections.abc import AsyncIterator

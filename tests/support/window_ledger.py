@@ -1,4 +1,4 @@
-"""What a rank's windows' pool holds, from the plans alone."""
+"""The content of a rank's window pool, computed only from the plans."""
 
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ def windows_of(least: int, most: int) -> st.SearchStrategy[WindowSpec]:
 
 
 class WindowLedger:
-    """Stores in each slot whose token lies there. Raises AssertionError when a token does not find what it sees."""
+    """Records the token in each slot. Raises AssertionError if a token within a window is not in its slot."""
 
     def __init__(self, windows: WindowSpec, block_size: int) -> None:
         self._windows = windows
@@ -49,7 +49,7 @@ class WindowLedger:
             self._slots[self._slot(segment, position)] = (segment, position)
 
     def cut_back(self, segment: int, end: int) -> None:
-        """Drafts from there on were refused: nobody may read what is in their slots."""
+        """The drafts from `end` on were refused: their slots must not be read."""
         for position in range(end, self._runs[segment][-1].end):
             del self._slots[self._slot(segment, position)]
         self._runs[segment] = tuple(until(run, end, self._block_size) for run in self._runs[segment])
@@ -58,7 +58,7 @@ class WindowLedger:
         self.check_place(work.path, work.start)
 
     def check_place(self, path: tuple[int, ...], end: int) -> None:
-        """A token at `end` finds what it sees on a path."""
+        """Checks that a token at `end` finds all tokens within its windows on a path."""
         for position in range(self._windows.first(end), end):
             segment = [s for s in path if self._starts[s] <= position][-1]
             assert self._slots[self._slot(segment, position)] == (segment, position)

@@ -97,7 +97,7 @@ class Witness:
 # --- the process ---
 
 
-def tell(**facts: object) -> None:
+def report(**facts: object) -> None:
     print(json.dumps(facts), flush=True)
 
 
@@ -109,20 +109,20 @@ async def ask(client: AsyncClient) -> None:
             had_begun = len(ids) >= BEGUN
             ids += event.token_ids
             if len(ids) >= BEGUN and not had_begun:
-                tell(begun=len(ids))
-    tell(answer=ids)
+                report(begun=len(ids))
+    report(answer=ids)
 
 
 async def watch(client: AsyncClient) -> None:
     async for found in client.watch_cluster(min_interval=0.01):
-        tell(at=time.time(), cluster=msgspec.to_builtins(found))
+        report(at=time.time(), cluster=msgspec.to_builtins(found))
 
 
 async def watch_health(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         async for answer in stub.Watch(health_pb2.HealthCheckRequest(service="")):
-            tell(health=health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+            report(health=health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
 async def main(address: str) -> None:
@@ -143,5 +143,5 @@ if __name__ == "__main__":
     try:
         asyncio.run(main(sys.argv[1]))
     except Exception as _error:
-        tell(error=repr(_error))
+        report(error=repr(_error))
         raise

@@ -1,5 +1,6 @@
-"""Kernels of GPUs, run by Triton's interpreter on the CPU: `make test-triton`. It shows what they compute, and nothing
-of races, of alignment, or of how fast they are."""
+"""GPU kernels in Triton's interpreter on the CPU: `make test-triton`. It shows their results, but no races, no
+alignment errors, and no speed.
+"""
 
 import pytest
 import triton
@@ -11,7 +12,7 @@ assert triton.knobs.runtime.interpret, "these tests need TRITON_INTERPRET=1 befo
 
 @pytest.fixture(scope="module")
 def shorts(tmp_path_factory):
-    """What a family's model says, made at first use."""
+    """The short goldens of a family, made at first use."""
     folder, made = tmp_path_factory.mktemp("shorts"), {}
 
     def get(family):

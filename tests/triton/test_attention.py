@@ -41,7 +41,7 @@ def attend(q, k, v, reads, softcap=None, num_multiprocessors=4, num_programs=Non
 
 
 def check(q, k, v, reads, softcap=None, atol=None):
-    """That the partial is right, and that of what no row sees nothing is looked at."""
+    """Checks that the partial is right, and that slots outside all reads are not loaded."""
     is_named = torch.zeros(k.shape[1], dtype=torch.bool)
     for read in reads:
         is_named[read.slot_start : read.slot_end] = True
@@ -146,7 +146,7 @@ def test_rows_of_more_than_a_tile_read_the_same_keys():
     check(q, k, v, [Read(0, 90, 0, 40), Read(0, 90, 40, 130, 0), Read(0, 90, 200, 260, 20, 33)])
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, which computes what the device would
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy computes the same as the device
 @pytest.mark.parametrize("broken", [NAN, torch.inf, -torch.inf])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("place", ["key", "value", "query"])
@@ -169,7 +169,7 @@ def test_a_key_is_weighed_right_however_far_below_the_best():
 
 
 def test_slots_lie_beyond_2_to_the_31_numbers():
-    """Of the memory only what is touched is there."""
+    """Only the touched part of the memory is allocated."""
     q, k, _ = tensors(0, 2, (2, 2), (128, 128), torch.float16, num_slots=40)
     far = (1 << 24) + 77
     whole_KSD = torch.empty(far + 40, 2, 128, dtype=torch.float16).transpose(0, 1)

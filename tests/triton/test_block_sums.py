@@ -1,43 +1,44 @@
-"""What the attention kernels tell of blocks of keys, against float64, and what is added up of it, against the same of
-CPUs."""
+"""Attribution of the attention kernels to blocks of keys, compared with float64, and its sums, compared with those on
+CPUs.
+"""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longleaf.attention.block_attribution import BLOCK, NO_EDGE, AttributionColumns, BlockSums, table, told_read
+from longleaf.attention.block_attribution import BLOCK, NO_EDGE, AttributionColumns, BlockSums, attributed_read, table
 from longleaf.attention.masks import Read, Reads
 from longleaf.kernels import int8
 from longleaf.kernels.backend import AttributionBackend
 from longleaf.kernels.cpu.block_attribution import NativeBlockAttribution
 from longleaf.kernels.gpu.backend import TritonKernels
 from tests.support.attention.partials import seeds
-from tests.support.attention.told import Dense, check_told, drawn_reads
+from tests.support.attention.told import Dense, check_sums, drawn_reads
 
 SCALE, KEY_HEADS, BLOCK_SIZE = 0.4, 2, 64
 KERNELS = TritonKernels(4)
 
 
 class Layer:
-    """Queries of a type over keys and values of the same, or in 8 bits; what no read names is NaN."""
+    """Queries of a type over keys and values of the same type, or in 8 bits; slots outside all reads are NaN."""
 
     def __init__(self, seed, num_rows, group, dim, kind, dtype, num_slots):
         generator = torch.Generator().manual_seed(seed)
         num_slots = -(-num_slots // BLOCK_SIZE) * BLOCK_SIZE
         self.q = torch.randn(num_rows, KEY_HEADS * group, dim, generator=generator).to(dtype)
         keys, values = (torch.randn(KEY_HEADS, num_slots, dim, generator=generator).to(dtype) for _ in range(2))
-        self.kept, self.keys, self.values = None, keys, values
+        self.layer, self.keys, self.values = None, keys, values
         if kind == "int8":
-            self.kept = int8.empty(KEY_HEADS, num_slots // BLOCK_SIZE, BLOCK_SIZE, dim)
-            int8.write(self.kept, torch.arange(num_slots), keys, values)
-            self.keys = int8.keys_between(self.kept, 0, num_slots)
+            self.layer = int8.empty(KEY_HEADS, num_slots // BLOCK_SIZE, BLOCK_SIZE, dim)
+            int8.write(self.layer, torch.arange(num_slots), keys, values)
+            self.keys = int8.keys_between(self.layer, 0, num_slots)
         if kind == "latent":
             self.values = keys[..., : dim // 2]
 
     def attend(self, reads, cap=None, kernels=KERNELS):
-        if self.kept is not None:
-            return kernels.attend_int8(self.q, self.kept, reads, SCALE, cap)
+        if self.layer is not None:
+            return kernels.attend_int8(self.q, self.layer, reads, SCALE, cap)
         return kernels.attend(self.q, self.keys, self.values, reads, SCALE, cap)
 
 
@@ -64,62 +65,65 @@ def any_cut(monkeypatch):
 def test_blocks_have_the_shares_of_dense_attention_and_change_no_bit(
     kind, dtype, data, seed, num_rows, group, dim, cap, tile_keys, num_multiprocessors
 ):
-    """Of tiles and pieces of any size, and in memory in which another layer was told of."""
+    """With tiles and pieces of any size, and in memory that holds the attribution of another layer."""
     reads, reported, num_slots = drawn_reads(data, num_rows)
     layer, before = (Layer(seed + i, num_rows, group, dim, kind, dtype, num_slots) for i in range(2))
     kernels, sums = TritonKernels(num_multiprocessors), BlockSums(reported)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("longleaf.kernels.gpu.constants.MAX_TILE_KEYS", tile_keys)
         plain, asking = layer.attend(Reads(reads), cap, kernels), Reads(reads)
-        asking.told = sums
+        asking.attributed = sums
         before.attend(asking, cap, kernels)
         partial = layer.attend(asking, cap, kernels)
     assert torch.equal(partial.out_THD, plain.out_THD) and torch.equal(partial.lse_TH, plain.lse_TH)
     reported_KE2 = sums.take()
     assert reported_KE2 is not None and sums.take() is None
-    check_told(Dense(layer.q, layer.keys, SCALE, cap), reads, sums, reported_KE2, partial)
+    check_sums(Dense(layer.q, layer.keys, SCALE, cap), reads, sums, reported_KE2, partial)
 
 
-def asked(*reads):
-    """All rows of some reads are told of."""
+def attributed_reads(*reads):
+    """All rows of some reads are attributed."""
     found, reported = Reads(reads), []
     for read in reads:
-        reported.append(told_read(read[2:4], reported[-1].end if reported else 0, read[:2]))
-    found.told = BlockSums(reported)
+        reported.append(attributed_read(read[2:4], reported[-1].end if reported else 0, read[:2]))
+    found.attributed = BlockSums(reported)
     return found
 
 
 @pytest.mark.usefixtures("any_cut")
 @pytest.mark.parametrize("num_multiprocessors", [1, 3, 40])
-def test_no_slot_that_is_not_read_is_looked_at(num_multiprocessors):
+def test_slots_outside_the_reads_do_not_matter(num_multiprocessors):
     """Before the first key of a block, or behind the last one."""
-    layer, reads = Layer(3, 3, 2, 16, "alike", torch.float32, 700), asked(Read(0, 3, 45, 333), Read(1, 2, 350, 351))
+    layer, reads = (
+        Layer(3, 3, 2, 16, "alike", torch.float32, 700),
+        attributed_reads(Read(0, 3, 45, 333), Read(1, 2, 350, 351)),
+    )
     wanted = layer.attend(reads)
     for tensor in (layer.keys, layer.values):
         for low, high in ((0, 45), (333, 350), (351, 700)):
             tensor[:, low:high] = torch.nan
     found = layer.attend(reads, kernels=TritonKernels(num_multiprocessors))
     torch.testing.assert_close(found.out_THD, wanted.out_THD)
-    assert reads.told.take().isfinite().all()
+    assert reads.attributed.take().isfinite().all()
 
 
-def test_blocks_that_lie_in_no_tile_are_not_told_of(monkeypatch):
+def test_blocks_that_are_larger_than_a_tile_are_not_attributed(monkeypatch):
     monkeypatch.setattr("longleaf.kernels.gpu.constants.MAX_TILE_KEYS", BLOCK // 2)
-    layer, reads = Layer(3, 2, 1, 16, "alike", torch.float32, 100), asked(Read(0, 2, 3, 90))
+    layer, reads = Layer(3, 2, 1, 16, "alike", torch.float32, 100), attributed_reads(Read(0, 2, 3, 90))
     layer.attend(reads)
-    assert reads.told.take() is None
+    assert reads.attributed.take() is None
 
 
-def test_nor_are_blocks_of_keys_in_8_bits_that_begin_elsewhere():
+def test_blocks_of_8_bit_keys_of_another_alignment_are_not_attributed():
     retained = int8.empty(KEY_HEADS, 5, 20, 16)
     int8.write(retained, torch.arange(100), *torch.ones(2, KEY_HEADS, 100, 16))
-    reads = asked(Read(0, 2, 3, 90))
+    reads = attributed_reads(Read(0, 2, 3, 90))
     KERNELS.attend_int8(torch.ones(2, KEY_HEADS, 16), retained, reads, SCALE)
-    assert reads.told.take() is None
+    assert reads.attributed.take() is None
 
 
 def drawn_columns(data, num_rows, num_entries):
-    """Of some tellers, whose rows have some runs of their entries count into some columns."""
+    """Attribution rows, each with runs of entries that count into some columns."""
     runs, attribution_rows, row = [], [], 0
     while row < num_rows:
         end, first_run = data.draw(st.integers(row + 1, num_rows)), len(runs)
@@ -146,12 +150,12 @@ def drawn_columns(data, num_rows, num_entries):
 )
 def test_shares_add_up_as_those_of_the_cpu(data, seed, num_rows, num_entries, group, has_sinks):
     generator, columns = torch.Generator().manual_seed(seed), drawn_columns(data, num_rows, num_entries)
-    sums = BlockSums([told_read((0, num_entries * BLOCK), 0, (0, num_rows))])
+    sums = BlockSums([attributed_read((0, num_entries * BLOCK), 0, (0, num_rows))])
     reported_KE2 = sums.room(KEY_HEADS, group)
     reported_KE2.copy_(torch.rand(reported_KE2.shape, generator=generator))
     lse = torch.randn(KEY_HEADS * group, num_rows, generator=generator).T  # as merges hand it over
     sinks = torch.randn(KEY_HEADS * group, generator=generator) if has_sinks else None
-    shape, found = (len(columns.tellers), 50), []
+    shape, found = (len(columns.rows), 50), []
     for add in (NativeBlockAttribution.load(), KERNELS.add_shares):
         found.append((torch.zeros(shape), torch.full(shape, -1.0), torch.zeros(shape, dtype=torch.int32)))
         for layer in range(2):
@@ -171,5 +175,5 @@ def test_what_was_not_seen_has_no_share_whatever_is_written_there():
     assert found[0].tolist() == found[1].tolist() == [[0.0, 1.0, 0.0]] and found[2].tolist() == [[7, 7, 7]]
 
 
-def test_the_backend_tells():
+def test_the_backend_supports_attribution():
     assert isinstance(KERNELS, AttributionBackend)

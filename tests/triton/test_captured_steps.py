@@ -1,5 +1,6 @@
-"""Decode steps over memory of fixed address: captured once, each serves whatever a scheduler plans, to the same bits as
-when it is launched as it comes."""
+"""Decode steps over memory at fixed addresses: each is captured once, and serves any plan of a scheduler with the same
+bits as in eager mode.
+"""
 
 import asyncio
 
@@ -49,7 +50,7 @@ def drive(folder, settings, launcher, num_steps, seed):
 
 
 def check(made):
-    """What random steps must have had in them."""
+    """Cases that random steps must have covered."""
     seen = made.seen
     assert seen["ahead"] > seen["decode"] // 2
     assert seen["fork"] and seen["several"] and seen["after release"]

@@ -1,5 +1,6 @@
-"""The backend that leaves many rows to flash kernels, with a pretended one of these: what goes where, and how it is
-joined."""
+"""The backend that uses flash kernels for many rows, with a fake one: the distribution of reads, and the merge of
+results.
+"""
 
 import logging
 
@@ -31,7 +32,7 @@ def small(monkeypatch):
 
 
 class Launches:
-    """A launcher that notes what it launches."""
+    """A launcher that records its launches."""
 
     def __init__(self):
         self.names = []
@@ -54,7 +55,7 @@ def kernels(launcher=launch):
 
 
 def check(q, k, v, reads, softcap=None):
-    """That the partial is right, and that of what no row sees nothing is looked at."""
+    """Checks that the partial is right, and that slots outside all reads are not loaded."""
     wanted = expected(q, k, v, reads, SCALE, softcap)
     is_named = torch.zeros(NUM_SLOTS, dtype=torch.bool)
     for read in reads:
@@ -77,7 +78,7 @@ def test_any_rectangles_are_read(data, seed, num_rows, dtype):
 
 
 def launched(q, k, v, reads, softcap=None):
-    """What is launched of ours, and how often flash kernels are; the table is there before."""
+    """The launches of our kernels, and the number of flash launches; the table exists before."""
     names, pretended = Launches(), PretendedFlash()
     backend = FlashKernels(4, pretended, names)
     backend.attend(q, k, v, reads, SCALE, softcap)
@@ -155,7 +156,7 @@ def test_what_is_not_finite_shows_to_those_that_see_it(broken, place):
         assert (~found.lse_TH.isfinite()).nonzero().tolist() == (~is_sound).nonzero().tolist()
 
 
-def test_rows_in_no_round_are_the_identity_or_what_the_rest_says():
+def test_rows_in_no_round_are_the_identity_or_the_remaining_partial():
     q, k, v = tensors(0, 12)
     found = kernels().attend(q, k, v, Reads([Read(2, 7, 0, 50), FEW]), SCALE)
     is_empty = (found.lse_TH == -torch.inf).all(dim=1)
@@ -170,7 +171,7 @@ def whole(monkeypatch):
 
 
 def wrong_by(change):
-    """A flash kernel that gives what `change` makes of out and lse."""
+    """A flash kernel whose out and lse are modified by `change`."""
 
     def run(*args):
         return change(*PretendedFlash()(*args))
@@ -217,8 +218,8 @@ def test_the_first_that_is_there_and_right_is_used(monkeypatch, caplog):
 
 @pytest.mark.usefixtures("whole")
 @pytest.mark.parametrize("name", ["torch", "torch's varlen_attn"])
-def test_torch_takes_what_it_is_given_and_nothing_is_asked_of_the_device(name):
-    """Shapes and types, by what torch knows of its kernels without a device."""
+def test_torch_varlen_does_not_query_the_device(name):
+    """Shapes and types, from torch's metadata of its kernels, without a device."""
     names = []
 
     def note(kernel, *args, **constants):
@@ -245,6 +246,6 @@ def test_what_the_self_test_reads_takes_rounds_of_each_kind():
 
 @pytest.mark.usefixtures("whole")
 def test_a_key_that_hides_is_found_by_the_self_test(monkeypatch):
-    monkeypatch.setattr(FlashKernels, "_betray", lambda *args: None)
+    monkeypatch.setattr(FlashKernels, "_propagate_nonfinite", lambda *args: None)
     wrong = flash.what_is_wrong(kernels(), torch.device("cpu"), torch.bfloat16)
     assert wrong == "a key that is infinite does not show"

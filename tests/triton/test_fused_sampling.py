@@ -118,7 +118,7 @@ def test_rows_that_are_not_finite_have_no_token():
 
 
 @pytest.mark.parametrize("drawn", [0.0, 1 - 2**-53, 1.0])
-def test_at_the_ends_of_what_can_be_asked_a_kept_token_is_drawn(drawn):
+def test_an_eligible_token_is_drawn_at_both_ends_of_the_parameters(drawn):
     samplings = [Sampling(temperature=1.0, **cut) for cut in ({}, {"top_p": 0.0}, {"min_p": 1.0}, {"top_k": 5})]
     logits_RV = logits(2, 4, 50)
     logits_RV[:, -9:] = -torch.inf

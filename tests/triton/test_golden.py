@@ -33,7 +33,7 @@ LONG = 2 * MIN_PIECE + 100
 """Tokens of a prompt whose keys two programs share."""
 ATTENDING = {"store_tokens", "attend_items", "fold_items"}
 MERGING = {"pack_rows", "fold_packed"}
-"""What ranks do with partials, and one rank with those of a window and of a chunk."""
+"""Ranks with partials, and one rank with the partials of a window and of a chunk."""
 
 
 def triton(launcher):
@@ -45,7 +45,7 @@ def flash(launcher):
 
 
 async def served(short, state, make=triton, **settings):
-    """Answers with what they must be, what was sampled from, and what was launched."""
+    """Answers with the expected ones, the sampled logits, and the launches."""
     sampled = Sampled()
     config = config_for(short.folder, **{**SETTINGS, "merge": "exchange", **settings})
     with served_by(make) as launches:
@@ -128,13 +128,13 @@ async def test_keys_that_are_split_say_the_same(shorts, family):
 
 @pytest.fixture
 def small_rounds(monkeypatch):
-    """What flash kernels take begins at a few rows and keys."""
+    """Flash kernels are used from a few rows and keys on."""
     monkeypatch.setattr(varlen_plan, "MIN_ROWS", 3)
     monkeypatch.setattr(varlen_plan, "MIN_KEYS", 3)
 
 
 async def logits(short, make, **settings):
-    """Of a service that is led through the prompt, and what it launched."""
+    """Logits of a service that follows the prompt, and its launches."""
     with served_by(make) as launches:
         found = await served_logits(short.goldens[0], length=LENGTH, **{**SETTINGS, "merge": "exchange", **settings})
     return found, launches.names
@@ -162,7 +162,7 @@ async def test_half_precision_stays_close_to_the_plain_model(shorts, family, mak
     exact, plain = (plain_logits(short.goldens[0], dtype, LENGTH) for dtype in ("float32", settings["dtype"]))
     found, names = await logits(short, make, **settings)
     assert ratio(short.goldens[0], found, plain, exact) <= ALLOWED
-    if family == "llama":  # what others see of these few keys may be nothing for flash kernels
+    if family == "llama":  # the other families may have no reads here that flash kernels accept
         assert ("fold_rounds" in names) == (make is flash)
 
 
@@ -181,7 +181,7 @@ async def test_half_precision_stays_close_to_the_plain_model(shorts, family, mak
     ],
 )
 async def test_keys_in_8_bits_say_what_they_say_to_the_cpu(shorts, family, settings):
-    """What is rounded away is the same, but where a last bit crosses the edge between two steps."""
+    """The rounding error is the same, except where a last bit crosses the edge between two steps."""
     short = shorts(family)
     wanted = await served_logits(short.goldens[0], length=LENGTH, kv_dtype="int8", **{**SETTINGS, **settings})
     found, names = await logits(short, triton, kv_dtype="int8", **settings)

@@ -40,7 +40,7 @@ def small(kernels=None):
 
 @INVALID
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_check_passes_or_says_what_it_needs(check):
+def test_the_check_passes_or_names_its_requirement(check):
     if check.__name__ in ON_GPU:
         with pytest.raises(LeftOut):
             check(small())
@@ -73,7 +73,7 @@ def test_a_name_that_no_check_has_is_refused(monkeypatch):
 
 
 def what_is_installed_with(*names):
-    """Files and folders of some distributions and of what they need."""
+    """Files and folders of some distributions and their dependencies."""
     found, waiting = {}, list(names)
     while waiting:
         name = re.match(r"[\w.-]+", waiting.pop())[0].lower()
@@ -94,7 +94,7 @@ import bench.gpu.choosing, bench.gpu.sharing, bench.gpu.steps, zoo.checkpoints
 
 
 def run_with(folder, script, *names):
-    """Runs a script in an interpreter that has some distributions and what they need, and nothing else."""
+    """Runs a script in an interpreter that has only these distributions and their dependencies."""
     for path in what_is_installed_with(*names):
         (folder / path.name).symlink_to(path)
     environment = os.environ | {"PYTHONPATH": f"{os.getcwd()}:{folder}"}
@@ -109,7 +109,7 @@ def test_nothing_is_needed_but_torch_and_triton(tmp_path):
     assert run.stdout == "needs transformers >= 5.15, safetensors, tokenizers, psutil, blake3\n"
 
 
-def test_ranks_need_no_more_than_what_is_told(tmp_path):
+def test_ranks_import_only_available_packages(tmp_path):
     run = run_with(tmp_path, RANKS, *ground.NEEDED, *ground.NEEDED_BY_RANKS)
     assert (run.returncode, run.stderr) == (0, "")
 

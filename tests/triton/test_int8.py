@@ -16,11 +16,11 @@ from tests.support.attention.rectangles import expected
 HEADS, NUM_BLOCKS, SCALE = 2, 6, 0.4
 KERNELS = TritonKernels(4)
 INVALID = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-"""NumPy's, which computes what the device would."""
+"""Warnings of NumPy, which computes the same result as the device."""
 
 
 def tokens(seed, num_tokens, dim=16, dtype=torch.float32):
-    """Keys and values [K, T, D]; some channels are far larger than others, one is zero, and tokens differ, too."""
+    """Keys and values [K, T, D]; some channels are far larger than others, one is zero, and tokens differ."""
     generator = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(HEADS, num_tokens, dim, generator=generator) for _ in range(2))
     channels = 10 ** torch.empty(HEADS, 1, dim).uniform_(-4, 4, generator=generator)
@@ -71,7 +71,7 @@ def test_so_is_what_is_not_finite(broken, place):
 
 
 def test_tokens_that_another_rank_keeps_spoil_nothing():
-    """They all go into one slot, whose block is nobody's."""
+    """They all go into one slot, whose block is unused."""
     slots = torch.tensor([40, 3, 40, 4, 40])
     k, v = tokens(0, 5)
     found, wanted = layer(8), layer(8)
@@ -105,16 +105,17 @@ def check(block_size, dim, group, dtype, softcap=None, atol=5e-6):
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 5e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-3)])
 @pytest.mark.parametrize(("block_size", "dim", "group"), [(128, 16, 1), (32, 64, 4), (20, 24, 3)])
-def test_attention_is_exact_over_what_is_kept(block_size, dim, group, dtype, atol):
-    """Blocks of many tiles of keys, of one, and such that tiles do not end where they end."""
+def test_attention_is_exact_over_rounded_keys(block_size, dim, group, dtype, atol):
+    """Blocks of many tiles of keys, blocks of one tile, and blocks whose ends are not ends of tiles."""
     check(block_size, dim, group, dtype, 5.0 if group == 4 else None, atol)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e4])
 def test_queries_of_any_size_are_exact(dtype, size):
-    """Queries are scaled before they become float16, which holds neither of these sizes; but keys may grow so little
-    that scores stay what softmax tells apart."""
+    """Queries are scaled before the conversion to float16, which can represent neither of these sizes; keys must be
+    small enough for softmax to distinguish the scores.
+    """
     retained, slots = layer(128), torch.arange(200)
     k, v = tokens(0, 200)
     int8.write(retained, slots, k / k.abs().amax() / max(size, 1.0), v / 100)

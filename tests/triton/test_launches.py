@@ -1,4 +1,4 @@
-"""What the host does around the kernels: it launches few, copies once, and never looks into a tensor."""
+"""The host's work around the kernels: it launches few, copies once, and never reads a tensor."""
 
 import warnings
 
@@ -14,7 +14,7 @@ LAYER_READS = Reads([Read(0, 3, 0, 90), Read(1, 2, 90, 100), Read(2, 3, 95, 100,
 
 
 class Launches:
-    """A launcher that only notes what it is told to launch."""
+    """A launcher that only records its launches."""
 
     def __init__(self):
         self.names = []
@@ -54,10 +54,10 @@ def test_layers_that_see_alike_share_one_table_and_others_have_their_own():
     for num_kv_heads in (2, 2, 4, 2):
         k = torch.randn(num_kv_heads, 100, 64)
         kernels.attend(q, k, k, reads, 0.1)
-    assert len(reads.kept) == 2
+    assert len(reads.cache) == 2
 
 
-def test_nothing_is_asked_of_the_device():
+def test_the_device_is_not_queried():
     launches = Launches()
     kernels = TritonKernels(132, launches)
     with FakeTensorMode(), warnings.catch_warnings():

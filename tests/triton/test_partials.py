@@ -25,7 +25,7 @@ def partial_of(num_rows, heads, dim, empty=(), seed=0):
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("dim", [5, 16, 128])
 def test_a_packed_partial_is_what_torch_packs(dtype, dim):
-    """Values in bfloat16 but for the last bit: Triton's interpreter cuts off what a GPU rounds."""
+    """Values in bfloat16 except for the last bit: Triton's interpreter truncates where a GPU rounds."""
     partial = partial_of(7, 3, dim, empty=[2])
     found, wanted = KERNELS.pack(partial, dtype), packed.pack(partial, dtype)
     assert torch.equal(packed.unpack(found).lse_TH, partial.lse_TH)

@@ -1,11 +1,11 @@
-"""Where rows of small models say that they attended, on the kernels of GPUs: against dense attention of float64."""
+"""Attribution of rows of small models, on the kernels of GPUs, compared with dense attention in float64."""
 
 import pytest
 import torch
 
 from longleaf.kernels.gpu.backend import TritonKernels
 from longleaf.rank_protocol.step import Decode, Spans
-from tests.support.golden.attended import Dense, expected, told
+from tests.support.golden.attended import Dense, expected, unpack_attention
 from tests.support.golden.epochs import Service
 from tests.support.golden.interpreted import Launches
 from tests.support.golden.plain import draw_ids
@@ -15,8 +15,9 @@ from tests.support.threads import config_for
 from zoo.checkpoints import make_checkpoint
 
 CUT, ASKED, END, SIZE, STEPS = 110, 170, 175, 32, 2
-"""Where the second segment goes on from within the first one, where the question begins and ends, tokens of a span and
-of an answer."""
+"""Where the second segment branches off the first one, where the question begins and ends, tokens of a span and of an
+answer.
+"""
 PROMPT = draw_ids(END)
 TOLERANCE = 2e-5
 NUM_MULTIPROCESSORS = 2
@@ -29,8 +30,9 @@ def split_keys(monkeypatch):
 
 
 def answered(folder, world_size, spans, **settings):
-    """Ranks on the kernels of CPUs read a context; on those of GPUs they answer. Whose shares are told, what was said,
-    and the logits."""
+    """Ranks prefill a context with the kernels of CPUs, and answer with those of GPUs. Returns the attributed shares,
+    the tokens and the logits.
+    """
     settings = {"block_size": 2 * SIZE, "merge": "gather", "kv_bytes": 1 << 20, **settings}
     service, launches = Service(config_for(folder, world_size=world_size, **settings)), Launches()
     service.ingest(0, (), PROMPT[:CUT] + draw_ids(20, seed=8), 0, 64)
@@ -46,7 +48,7 @@ def answered(folder, world_size, spans, **settings):
     logits.watch(0, rank)
     for _ in range(STEPS):
         results.append(service.epoch.execute(Decode(tuple(rows))))
-        rows = [service.go_on(row) for row in rows]
+        rows = [service.next_row(row) for row in rows]
     tokens = [result.tokens[asking][0].id for result in results]
     full_layers = service.members[0]._ready.full_layers
     return [result.attention.get(asking) for result in results], tokens, logits.first(STEPS), full_layers, launches
@@ -77,7 +79,7 @@ def test_shares_are_those_of_dense_attention_and_to_ask_changes_no_bit(
     assert "add_shares" in launches.names
     _, weights = Dense(folder, full_layers)((*PROMPT, *tokens[:-1]))
     for i, attention in enumerate(found):
-        shares, wanted = told(attention), expected(weights, [END - 1 + i], (0, CUT), ASKED, spans)
+        shares, wanted = unpack_attention(attention), expected(weights, [END - 1 + i], (0, CUT), ASKED, spans)
         assert abs(float(shares.means.double().sum()) - 1) <= 1e-5
         tolerance = 1e-3 if settings else TOLERANCE  # keys in 8 bits are others
         assert (shares.means - wanted.means).abs().max() <= tolerance

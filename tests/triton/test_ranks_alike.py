@@ -78,7 +78,7 @@ def test_a_step_that_ends_at_once_ends_after_the_one_before(folder_of):
     first, second = made.bench.schedule(), made.bench.schedule()
     rank.start(first)
     assert not ended
-    rank.epoch._verifier.watches = lambda rows: True
+    rank.epoch._verifier.is_tracking = lambda rows: True
     rank.start(second)
     assert [work.rows[0].start for work in ended] == [plan.work.rows[0].start for plan in (first, second)]
 

@@ -51,8 +51,8 @@ def test_decode_launches_few_kernels_per_layer(mix, folder_of):
 
 
 @pytest.mark.parametrize("mix", ["shared and own", "windows", "sinks", "latents", "int8", "4 ranks, exchange"])
-def test_rows_that_tell_of_their_attention_take_a_launch_more_per_layer_and_no_wait(mix, folder_of):
-    """And memory for what is told is cleared once; it comes back in a copy of its own, behind the tokens."""
+def test_attributed_rows_take_one_more_launch_per_layer_and_no_synchronization(mix, folder_of):
+    """The memory for attribution is cleared once; the result is copied separately, after the tokens."""
     case = MIXES[mix]._replace(settings=(*MIXES[mix].settings, ("max_draft_tokens", 0)))
     plain, asking = (decoded(case._replace(cuts=cuts), folder_of, kernels) for cuts in (None, SpanLayout(64)))
     adding = {event.layer for event in asking.of("launch") if event.name == "add_shares"}
@@ -97,7 +97,7 @@ MIXED = (
 @pytest.mark.parametrize("mix", ["shared", "windows", "replicated windows", "int8", "latents", "4 ranks, exchange"])
 @pytest.mark.parametrize("samplings", [MIXED, (Sampling(),)], ids=["mixed", "greedy"])
 def test_a_captured_step_is_one_copy_each_way_three_replays_and_one_wait(mix, samplings, folder_of):
-    """For the model, for choosing tokens, and for telling them; and nothing is set aside."""
+    """One replay for the model, one for sampling, and one for the broadcast of tokens; no allocation."""
     log = decoded(MIXES[mix]._replace(samplings=samplings, is_captured=True), folder_of, kernels)
     assert [event.name for event in log.of("launch")] == ["graph"] * 3
     assert not log.of("allocation", "exchange")
@@ -123,15 +123,15 @@ def test_a_captured_step_with_drafts_asks_for_no_more(mix, samplings, folder_of)
     assert [event.kind for event in log.events] == ["to device", "launch", "launch", "to host", "launch", "wait"]
 
 
-def test_with_keys_in_8_bits_blocks_are_kept_before_it_and_put_back_behind_it(folder_of):
-    """By launches of their own in each layer, and copies that tell what is where; nobody waits once more."""
+def test_with_8_bit_keys_blocks_are_saved_before_and_restored_after_a_replay(folder_of):
+    """Separate launches in each layer, and copies of the tables; no additional wait."""
     log = decoded(MIXES["int8"]._replace(is_captured=True, prompts=SHARED, num_drafts=3), folder_of, kernels)
     assert [event.name for event in log.of("launch")].count("graph") == 3
     assert len(log.of("wait")) == len(log.of("to host")) == 1
     assert len(log.of("to device")) <= 5
 
 
-def test_another_rank_is_told_which_drafts_were_accepted_and_waits_once(folder_of):
+def test_another_rank_receives_the_accepted_drafts_and_waits_once(folder_of):
     case = MIXES["4 ranks, exchange"]._replace(samplings=MIXED, is_captured=True, rank=3, num_drafts=3)
     log = decoded(case, folder_of, kernels)
     assert [event.kind for event in log.events] == ["to device", "launch", "launch", "to host", "wait"]
@@ -166,7 +166,7 @@ def test_a_step_of_too_many_rows_is_launched_as_it_comes(folder_of):
 
 
 def test_memory_of_the_host_is_filled_again_when_what_was_sent_from_it_has_arrived(folder_of):
-    """Also as steps of each size are tried before anybody asks for them: each of the five begins with a copy."""
+    """This includes the warm-up of each step size before the first request: each of the five begins with a copy."""
     events = rank_of(MIXES["shared"], folder_of, kernels).loading.events
     last = [i for i, event in enumerate(events) if event.kind == "to device"][-5:]
     ends = [*last[1:], len(events)]

@@ -15,7 +15,7 @@ from workers.sampling.acceptance import NO_DRAFT
 from workers.sampling.device_sampler import NUM_PARAMETERS
 from workers.step.draft_rollback import StoredKvRecorder
 from workers.step.inputs import InputBuilder, Inputs, RowNumbers
-from workers.step.last_tokens import NOBODY
+from workers.step.last_tokens import PADDING_ROW
 from workers.step.layers import RowLayer
 
 DOUBLE = Rope(is_double=True)
@@ -87,7 +87,7 @@ class BatchBucket:
         self.variants: list[GraphVariant] = []
         self.fields = fields_of(num_rows)
 
-    def try_out(self, backend: CapturableBackend, forward: Forward) -> Tensor | None:
+    def warm_up(self, backend: CapturableBackend, forward: Forward) -> Tensor | None:
         """Runs the model with rows that read nothing, to find the tables that its layers need. Returns the result of
         `forward`.
         """
@@ -95,7 +95,7 @@ class BatchBucket:
         there_N = torch.zeros(self.fields.tables.start, dtype=torch.long, device=self._device)
         for field, slot in zip((self.fields.slots, self.fields.window_slots), self._trash, strict=True):
             there_N[field].fill_(slot)
-        logits_TV = forward(resolved(self.inputs(there_N, reads), there_N[self.fields.token_ids]), None)
+        logits_TV = forward(with_token_ids(self.inputs(there_N, reads), there_N[self.fields.token_ids]), None)
         for is_shared in (False, True):
             tables = {reach: backend.tables(seen, is_shared=is_shared) for reach, seen in reads.items()}
             variant = GraphVariant(tables, {reach: Reads() for reach in reads})
@@ -144,7 +144,7 @@ class BatchBucket:
         fields, window_slots = self.fields, rows.window_slots
         is_double = [rope.is_double for rope in rows.ropes]
         of_rows = (rows.token_ids, rows.positions, rows.slots, window_slots, rows.sample_rows, is_double, *sampled)
-        others = (0, 0, *self._trash, 0, 0, NOBODY, NO_DRAFT, 0)
+        others = (0, 0, *self._trash, 0, 0, PADDING_ROW, NO_DRAFT, 0)
         for field, values, other in zip(fields, of_rows, others, strict=False):
             numbers_T = here_N[field]
             numbers_T[: len(values)] = values
@@ -159,7 +159,7 @@ class BatchBucket:
         return index, num_used
 
 
-def resolved(inputs: Inputs[RowLayer], token_ids_T: Tensor) -> Inputs[RowLayer]:
+def with_token_ids(inputs: Inputs[RowLayer], token_ids_T: Tensor) -> Inputs[RowLayer]:
     """The inputs with other ids, and with the rope numbers as boolean masks."""
     ropes = {rope: None if mask is None else mask != 0 for rope, mask in inputs.ropes.items()}
     return replace(inputs, token_ids_T=token_ids_T, ropes=ropes)

@@ -60,7 +60,7 @@ class CudaGraphs:
     def check_room(self) -> None:
         """See `Graphs`."""
         if self._num_bytes > self._most_bytes:
-            raise CaptureRefused(f"graphs have taken the {human_bytes(self._most_bytes)} that there are for them")
+            raise CaptureRefused(f"graphs have used their limit of {human_bytes(self._most_bytes)}")
 
     def capture(self, work: Work) -> Work:
         """See `Graphs`."""

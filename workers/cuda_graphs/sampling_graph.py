@@ -18,14 +18,14 @@ from workers.sampling.device_sampler import (
     DeviceChoice,
     DeviceSampler,
     ids_of,
-    nobodys,
+    padding_row,
     parameters_of,
     token_indices,
 )
 from workers.sampling.fixed_shape import Needs
 from workers.step.last_tokens import DeviceIds
 
-Tell = Callable[[Tensor], Tensor]
+BroadcastFn = Callable[[Tensor], Tensor]
 """Broadcasts the ids [T] of rank 0 to all ranks; the input of other ranks is ignored."""
 
 
@@ -40,27 +40,27 @@ class TokenBuffer:
 class TokenBroadcast:
     """Broadcasts the sampled ids to all ranks, which store the last ones."""
 
-    def __init__(self, num_rows: int, last_ids: DeviceIds, tell: Tell, device: str) -> None:
+    def __init__(self, num_rows: int, last_ids: DeviceIds, broadcast: BroadcastFn, device: str) -> None:
         self.ids_R = torch.zeros(num_rows, dtype=torch.long, device=device)
         """On rank 0, the sampled ids."""
-        self._told = TokenBuffer(num_rows, 1, torch.long, device)
+        self._buffer = TokenBuffer(num_rows, 1, torch.long, device)
         self._last_ids = last_ids
-        self._tell = tell
+        self._broadcast = broadcast
 
     def work(self, there_N: Tensor, fields: Fields) -> Work:
         places_T, numbers_T = there_N[fields.places], there_N[fields.draft_numbers]
-        ids_T, told_T = self.ids_R[: len(places_T)], self._told.there_RN[: len(places_T), 0]
+        ids_T, told_T = self.ids_R[: len(places_T)], self._buffer.there_RN[: len(places_T), 0]
 
         def tell() -> None:
-            told_T.copy_(self._tell(ids_T))
-            self._last_ids.put(places_T, numbers_T, told_N=told_T)
+            told_T.copy_(self._broadcast(ids_T))
+            self._last_ids.put(places_T, numbers_T, chosen_N=told_T)
 
         return tell
 
-    def told(self, num_positions: int, turn: int) -> AsyncHostCopy:
+    def read(self, num_positions: int, turn: int) -> AsyncHostCopy:
         """The reported ids of `num_positions` positions, being copied to one of two host buffers."""
         return AsyncHostCopy(
-            *(tensor[:num_positions, 0] for tensor in (self._told.there_RN, self._told.hosts_RN[turn]))
+            *(tensor[:num_positions, 0] for tensor in (self._buffer.there_RN, self._buffer.hosts_RN[turn]))
         )
 
 
@@ -73,7 +73,7 @@ class GraphSampler:
         self._ids_R = ids_R
         self.logits_RV = logits_RV
         (num_rows, size), device = logits_RV.shape, str(logits_RV.device)
-        self._others_F = nobodys(size)
+        self._others_F = padding_row(size)
         self._ids = TokenBuffer(num_rows, 1, torch.long, device)
         self._logprobs = TokenBuffer(num_rows, 2 + 2 * min(MAX_LOGPROBS, size), torch.float64, device)
 
@@ -81,7 +81,7 @@ class GraphSampler:
         num_rows = fields.places.stop - fields.places.start
         numbers_FT = there_N[fields.parameters].view(NUM_PARAMETERS, num_rows)
         drafts = DraftRows(there_N[fields.drafts], there_N[fields.draft_numbers])
-        told_TN, logits_TV = self._told(kind).there_RN[:num_rows], self.logits_RV[:num_rows]
+        told_TN, logits_TV = self._tokens(kind).there_RN[:num_rows], self.logits_RV[:num_rows]
 
         def choose() -> None:
             found_TN = told_TN.copy_(self._sampler.choose(logits_TV, parameters_of(numbers_FT), kind, drafts))
@@ -102,9 +102,9 @@ class GraphSampler:
 
     def choice(self, rows: Sequence[Row], batch: Batch, kind: Needs, turn: int) -> DeviceChoice:
         """The sampled tokens, being copied to one of two host buffers."""
-        reported, num_positions = self._told(kind), len(batch.choosers)
+        reported, num_positions = self._tokens(kind), len(batch.choosers)
         reported_RN, host_RN = reported.there_RN[:num_positions], reported.hosts_RN[turn][:num_positions]
         return DeviceChoice(rows, batch.choosers, reported_RN, self._sampler.broken, host_RN)
 
-    def _told(self, kind: Needs) -> TokenBuffer:
+    def _tokens(self, kind: Needs) -> TokenBuffer:
         return self._ids if kind.num_top < 0 else self._logprobs

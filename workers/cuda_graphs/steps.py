@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longleaf.kernels.backend import CapturableBackend
 from longleaf.rank_protocol.step import Row
-from workers.cuda_graphs.bucket import BatchBucket, Forward, Sampled, resolved
+from workers.cuda_graphs.bucket import BatchBucket, Forward, Sampled, with_token_ids
 from workers.cuda_graphs.graphs import Agree, CaptureRefused, Graphs, SharedGraphs, Work
 from workers.cuda_graphs.memory import StepMemory
 from workers.cuda_graphs.sampling_graph import GraphSampler, TokenBroadcast
@@ -49,7 +49,7 @@ class Launched(NamedTuple):
     """The logits of the sampled rows, on rank 0; valid until the next step is begun."""
     scores: AsyncHostCopy | None = None
     """On rank 0, if tokens are scored: their natural-log probabilities, for all rows in the order of the plan."""
-    told: SpanAttention | None = None
+    attention: SpanAttention | None = None
     """On rank 0, if rows request attention attribution."""
     ids: AsyncHostCopy | None = None
     """On other ranks, if rows have drafts: the reported ids of all positions."""
@@ -59,7 +59,7 @@ class Launched(NamedTuple):
 
 def try_out(buckets: Sequence[BatchBucket], backend: CapturableBackend, forward: Forward) -> Tensor | None:
     """Runs each bucket once. Returns the logits of the largest bucket, on rank 0."""
-    return [bucket.try_out(backend, forward) for bucket in buckets][-1]
+    return [bucket.warm_up(backend, forward) for bucket in buckets][-1]
 
 
 class FixedSteps:
@@ -80,7 +80,7 @@ class FixedSteps:
         self._buckets = buckets
         self._memory = StepMemory(max(bucket.fields.tables.stop for bucket in buckets), device)
         self._last_ids = last_ids
-        self._telling = reporting
+        self._broadcast = reporting
         self._choosing = choosing
         self._tokens = tokens
         self._works: dict[Hashable, Work] = {}
@@ -121,14 +121,14 @@ class FixedSteps:
         """The works of a bucket by key, and whether all ranks do them."""
         there_N, fields, num_rows = self._memory.there_N, bucket.fields, bucket.num_rows
         for number, inputs in enumerate(bucket.bind(there_N)):
-            yield (num_rows, number), partial(self._go_through, forward, inputs), True
+            yield (num_rows, number), partial(self._run_model, forward, inputs), True
         if self._choosing is not None:
             for kind in KINDS:
                 yield (num_rows, kind), self._choosing.work(there_N, fields, kind), False
-        yield num_rows, self._telling.work(there_N, fields), True
+        yield num_rows, self._broadcast.work(there_N, fields), True
 
-    def _go_through(self, forward: Forward, inputs: Inputs[RowLayer]) -> None:
-        logits_TV = forward(resolved(inputs, self._last_ids.resolve(inputs.token_ids_T)), self._tokens)
+    def _run_model(self, forward: Forward, inputs: Inputs[RowLayer]) -> None:
+        logits_TV = forward(with_token_ids(inputs, self._last_ids.resolve(inputs.token_ids_T)), self._tokens)
         if self._choosing is not None:
             assert logits_TV is not None
             self._choosing.logits_RV[: len(logits_TV)].copy_(logits_TV)
@@ -148,7 +148,7 @@ class FixedSteps:
         if variant is not None:
             self._works[bucket.num_rows, variant]()
         else:  # eager, with its own tables and the same number of rows
-            self._go_through(self._forward, bucket.inputs(self._memory.there_N, rows.reads))
+            self._run_model(self._forward, bucket.inputs(self._memory.there_N, rows.reads))
         if blocks is not None:
             assert self._tokens is not None, "no drafts were to be expected"
             blocks.stored = self._tokens.of(bucket.num_rows)
@@ -163,7 +163,7 @@ class FixedSteps:
         if sampled:
             self._works[bucket.num_rows]()
             if choice is None and rows.has_drafts:
-                ids = self._telling.told(len(rows.sample_rows), turn)
+                ids = self._broadcast.read(len(rows.sample_rows), turn)
         end = choice.arrival if choice else ids.arrival if ids else DeviceEvent(self._memory.there_N.device)
         self._ends.append(end)
         return Launched(end, choice, logits_RV, ids=ids, blocks=blocks)

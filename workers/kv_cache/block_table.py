@@ -83,7 +83,7 @@ class BlockTable:
     def __init__(self, rank: int, block_size: int) -> None:
         self.rank = rank
         self._block_size = block_size
-        self._held: dict[int, dict[int, SegmentSlots]] = {}
+        self._slots: dict[int, dict[int, SegmentSlots]] = {}
         self._starts: dict[int, int] = {}
 
     def put(self, segment: int, runs: Sequence[Run], window_runs: Sequence[Run] = ()) -> None:
@@ -91,17 +91,17 @@ class BlockTable:
         ones.
         """
         self._starts.setdefault(segment, runs[0].start)
-        resident = self._held.setdefault(segment, {})
+        resident = self._slots.setdefault(segment, {})
         resident.pop(EVERY_RANK, None)
         for run in (*runs, *window_runs):
             resident.setdefault(run.rank, SegmentSlots()).put(run, self._block_size)
 
     def replace(self, segments: Sequence[SegmentLayout]) -> None:
         """Replaces the whole table by a layout."""
-        self.release([*self._held])
+        self.release([*self._slots])
         for segment in segments:
             self._starts[segment.segment] = segment.start
-            resident = self._held[segment.segment] = dict[int, SegmentSlots]()
+            resident = self._slots[segment.segment] = dict[int, SegmentSlots]()
             for run in (*segment.runs, *segment.window_runs):
                 resident.setdefault(run.rank, SegmentSlots()).put(run, self._block_size)
 
@@ -111,7 +111,7 @@ class BlockTable:
         """
         self.check(transfers)
         for transfer in transfers:
-            resident, source, target = self._held[transfer.segment], transfer.source, transfer.target
+            resident, source, target = self._slots[transfer.segment], transfer.source, transfer.target
             resident[source.rank].drop(source.start, source.end)
             resident.setdefault(target.rank, SegmentSlots()).put(target, self._block_size)
 
@@ -120,7 +120,7 @@ class BlockTable:
         for transfer in transfers:
             segment, source = transfer.segment, transfer.source
             if not self.holds(segment, source):
-                raise ValueError(f"a run of segment {segment} is to move that is not there: {source}")
+                raise ValueError(f"segment {segment} has no run to move: {source}")
 
     def restore(self, segment: int, start: int, runs: Sequence[Run], window_runs: Sequence[Run] = ()) -> None:
         """Records restored runs; windows, if there are any, replace earlier ones. Raises as `check_free`, without any
@@ -128,7 +128,7 @@ class BlockTable:
         """
         self.check_free(segment, start, runs)
         self._starts[segment] = start
-        resident = self._held.setdefault(segment, {})
+        resident = self._slots.setdefault(segment, {})
         if window_runs:
             resident.pop(EVERY_RANK, None)
         for run in (*runs, *window_runs):
@@ -140,26 +140,28 @@ class BlockTable:
         """
         if self._starts.get(segment, start) != start:
             raise ValueError(f"segment {segment} does not start at {start}")
-        ranks = self._held.get(segment, {}).keys() - {EVERY_RANK}
-        if any(True for run in runs for rank in ranks for _ in self.held(segment, run.start, run.end, rank)):
-            raise ValueError(f"segment {segment} is held where it is to be restored")
+        ranks = self._slots.get(segment, {}).keys() - {EVERY_RANK}
+        if any(
+            True for run in runs for rank in ranks for _ in self.resident_extents(segment, run.start, run.end, rank)
+        ):
+            raise ValueError(f"segment {segment} already has positions that are to be restored")
         if sum(map(len, runs)) != sum(end - low for low, end in union((run.start, run.end) for run in runs)):
             raise ValueError(f"positions of segment {segment} are restored twice")
 
     def holds(self, segment: int, run: Run) -> bool:
         """Whether a run is held, in these blocks."""
-        there = self.held(segment, run.start, run.end, run.rank) if segment in self._held else ()
+        there = self.resident_extents(segment, run.start, run.end, run.rank) if segment in self._slots else ()
         return slots_of(there) == slots_of(extents(run, self._block_size))
 
     def cut_back(self, segment: int, end: int) -> None:
         """Drops the positions of a segment from `end` on, on all ranks, after drafts were refused."""
-        for resident in self._held[segment].values():
+        for resident in self._slots[segment].values():
             resident.drop(end, max(end, resident.end))
 
     def release(self, segments: Sequence[int]) -> None:
         """Drops segments."""
         for segment in segments:
-            self._held.pop(segment, None)
+            self._slots.pop(segment, None)
             self._starts.pop(segment, None)
 
     def parts(self, path: Sequence[int], end: int) -> list[SlotRun]:
@@ -168,9 +170,9 @@ class BlockTable:
         ends = [*(min(start, end) for start in starts[1:]), end]
         return [SlotRun(*part) for part in zip(path, starts, ends, strict=True) if part[1] < part[2]]
 
-    def held(self, segment: int, start: int, end: int, rank: int | None = None) -> Iterator[Extent]:
+    def resident_extents(self, segment: int, start: int, end: int, rank: int | None = None) -> Iterator[Extent]:
         """The extents of a rank, by default this one, within positions [start, end) of a segment, in position order."""
-        resident = self._held[segment].get(self.rank if rank is None else rank)
+        resident = self._slots[segment].get(self.rank if rank is None else rank)
         return resident.within(start, end) if resident else iter(())
 
     def extents(
@@ -184,7 +186,7 @@ class BlockTable:
         """Extents of a path, without hidden positions."""
         for part in self.parts(path, end):
             for low, high in without(max(part.start, start), part.end, hidden):
-                yield from self.held(part.segment, low, high, rank)
+                yield from self.resident_extents(part.segment, low, high, rank)
 
 
 def slots_of(extents: Iterable[Extent]) -> list[int]:

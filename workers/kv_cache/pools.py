@@ -67,7 +67,7 @@ def share_out(model: models.Model, config: EngineConfig, kv_bytes: int) -> tuple
     num_blocks = (kv_bytes - taken) // needed if needed else ceil_div(UNLIMITED_TOKENS, config.block_size)
     if not num_blocks:
         beside = f" beside {taken:,} for windows" if taken else ""
-        raise StartError(f"kv_bytes: {kv_bytes:,} bytes do not hold one block of {needed:,} bytes{beside}")
+        raise StartError(f"kv_bytes: {kv_bytes:,} bytes are too few for one block of {needed:,} bytes{beside}")
     return num_blocks, windows
 
 
@@ -78,7 +78,7 @@ def make_windows(model: models.Model, config: EngineConfig, kv_bytes: int) -> Wi
     layers = windowed_layers(model, config)
     if not layers:
         if config.window_keys == "replicated":
-            log.info("window_keys: no layer of this model has a window, so all keys are sharded")
+            log.info("window_keys: this model has no windowed layers, so all keys are sharded")
         return None
     windows, block_size = windows_of(layers), config.block_size
     size = bytes_per_block(layers, model.dtype, config)
@@ -87,11 +87,11 @@ def make_windows(model: models.Model, config: EngineConfig, kv_bytes: int) -> Wi
     usual = min(most, max(least, 4 * config.max_sequences * windows.seen_blocks(block_size) * size))
     taken = usual if config.window_bytes is None else config.window_bytes
     if taken > kv_bytes:
-        raise StartError(f"window_bytes: {taken:,} bytes are more than the {kv_bytes:,} for all keys and values")
+        raise StartError(f"window_bytes: {taken:,} bytes exceed the {kv_bytes:,} for all keys and values")
     if taken < least:
         name = "kv_bytes" if config.window_bytes is None else "window_bytes"
-        wanted = f"a context and a generation take {least:,} bytes for windows of {windows.span:,} tokens"
-        raise StartError(f"{name}: {wanted}, and these get {taken:,}")
+        wanted = f"a context and a generation need {least:,} bytes for windows of {windows.span:,} tokens"
+        raise StartError(f"{name}: {wanted}, and {taken:,} are available")
     per_token = kv_bytes_per_token(layers, model.dtype, config)
     return msgspec.structs.replace(windows, num_blocks=taken // size, bytes_per_token=per_token)
 
@@ -131,10 +131,8 @@ def check_kv_bytes(config: EngineConfig, device: str, num_ranks_here: int, ranks
     memory, num_sharing = memory_of(device), sharing(device, num_ranks_here, ranks_per_gpu)
     if config.kv_bytes * num_sharing > memory.total:
         where = "this machine" if device == "cpu" else device
-        there = f"the {memory.total:,} bytes of memory that {where} has for them"
-        raise StartError(
-            f"kv_bytes: {config.kv_bytes:,} for each of {count_ranks(num_sharing)} here is more than {there}"
-        )
+        there = f"the {memory.total:,} bytes of memory of {where}"
+        raise StartError(f"kv_bytes: {config.kv_bytes:,} for each of {count_ranks(num_sharing)} here exceeds {there}")
 
 
 def default_kv_bytes(model: models.Model, config: EngineConfig, num_ranks_here: int, ranks_per_gpu: int) -> int:
@@ -159,7 +157,7 @@ def kv_bytes_within(
         return max(0, int(memory.free * FREE_MEMORY_SHARE / num_ranks_here))
     needed = workspace(model, config, num_ranks_here, memory.total, uses_nccl=not is_shared)
     found = max(0, memory.free - needed.total)
-    of = f"{human_bytes(found)} of {human_bytes(memory.free)} that {device} has free beside the weights"
+    of = f"{human_bytes(found)} of {human_bytes(memory.free)} free on {device} after loading the weights"
     log.info("kv_bytes: %s; the others are %s", of, needed)
     return found
 

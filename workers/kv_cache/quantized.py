@@ -58,10 +58,12 @@ class QuantizedPool:
     @staticmethod
     def _bytes_per_block(spec: LayerSpec, block_size: int) -> int:
         if spec.latent_dim is not None:
-            raise ModelRefused("kv_dtype: int8 rounds keys and values apart, and in latent attention they are the same")
+            raise ModelRefused(
+                "kv_dtype: int8 is not supported for latent attention, where keys and values are the same"
+            )
         if spec.value_dim != spec.head_dim:
             dims = f"{spec.head_dim} and {spec.value_dim}"
-            raise ModelRefused(f"kv_dtype: int8 stores keys and values of one dim, and these have {dims}")
+            raise ModelRefused(f"kv_dtype: int8 requires keys and values of equal dim; these have {dims}")
         return int8.bytes_per_block(spec.num_kv_heads, block_size, spec.head_dim)
 
     def bytes_per_slot(self, layer: int) -> int:
@@ -79,7 +81,7 @@ class QuantizedPool:
         """Rounds the keys and values of T tokens into their slots."""
         backend.store_int8(self._layers[layer], slots_T, k_KTD, v_KTV)
 
-    def kept(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
+    def stored(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
         """The stored, rounded keys and values of T tokens."""
         return int8.read(self._layers[layer], slots_T, self.dtype)
 

@@ -52,7 +52,7 @@ class KvPool(Protocol):
         """Writes the keys and values of T tokens to their slots."""
         ...
 
-    def kept(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
+    def stored(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of T tokens as they are kept in the slots to which they were just stored."""
         ...
 
@@ -128,7 +128,7 @@ class FloatKvPool:
         """Writes the keys and values of T tokens to their slots. Values that lie in the keys are stored with them."""
         backend.store(self._stored[layer], slots_T, (k_KTD, v_KTV))
 
-    def kept(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
+    def stored(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
         """The given keys and values: they are stored unchanged."""
         return k_KTD, v_KTV
 

@@ -11,7 +11,7 @@ from longleaf.errors import DataLoss, NotFound, StorageUnavailable
 from workers.kv_io.store import PieceStore
 
 
-def nowhere(url: str) -> PieceStore:
+def no_store(url: str) -> PieceStore:
     """An OpenStore that always fails."""
     raise StorageUnavailable(f"{url}: nothing is kept here")
 
@@ -30,7 +30,7 @@ class FolderStore:
         self.folder = Path(url)
         self.gate = threading.Event()
         self.gate.set()
-        self.trouble = ""
+        self.error = ""
         self.num_calls = threading.Semaphore(0)
         """The calls that have begun: acquiring the semaphore waits for one."""
 
@@ -54,5 +54,5 @@ class FolderStore:
     def _answer(self) -> None:
         self.num_calls.release()
         self.gate.wait()
-        if self.trouble:
-            raise StorageUnavailable(self.trouble)
+        if self.error:
+            raise StorageUnavailable(self.error)

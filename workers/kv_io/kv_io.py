@@ -37,7 +37,7 @@ MAX_REASON_CHARACTERS = 1024
 Answer = Callable[[Outcome], None]
 """Sends the outcome of an order. Any thread may call it."""
 ENDED = Failure("dropped", "the epoch has ended")
-NOT_HELD = Failure("dropped", "the rank does not hold it")
+NOT_RESIDENT = Failure("dropped", "the rank does not have it")
 DISCARDED = Failure("dropped", "it was discarded")
 log = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class KvIo:
             if failure is None:
                 data = self._opened().get(order.name, order.digest)
                 if len(data) != order.num_bytes:
-                    raise DataLoss(order.name, f"it has {len(data)} bytes instead of {order.num_bytes}")
+                    raise DataLoss(order.name, f"it has {len(data)} bytes, expected {order.num_bytes}")
                 failure = self._keep(order, data, pool)
         except Exception as error:
             failure = failure_of(error)
@@ -202,5 +202,5 @@ def failure_of(error: Exception) -> Failure:
         case LongleafError():
             return Failure("unavailable", str(error)[:MAX_REASON_CHARACTERS])
         case _:
-            log.error("a piece was neither written nor read", exc_info=error)
+            log.error("cannot read or write a piece", exc_info=error)
             return Failure("unavailable", f"{type(error).__name__}: {error}"[:MAX_REASON_CHARACTERS])

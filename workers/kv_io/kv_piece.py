@@ -94,7 +94,7 @@ class KvPiece:
         """
         parts = pool.blocks(of_windows=of_windows)
         if not parts:
-            raise DataLoss(name, "it is of a pool of another form")
+            raise DataLoss(name, "it is from a pool with another layout")
         num_blocks = sum(ceil_div(high - low, pool.block_size) for low, high in ranges)
         size = num_blocks * sum(tensor[:, 0].numel() * tensor.itemsize for _, tensor, _ in parts)
         try:
@@ -103,13 +103,13 @@ class KvPiece:
             described = {name: msgspec.convert(one, _Described) for name, one in header.items()}
             positions = metadata["positions"]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, KeyError) as error:
-            raise DataLoss(name, f"it is no piece of a snapshot: {error}") from error
+            raise DataLoss(name, f"it is not a piece of a snapshot: {error}") from error
         if metadata.get("version") != VERSION:
             raise DataLoss(name, f"its version is {metadata.get('version')}, and this service reads {VERSION}")
         if metadata.get("form") != form_of(pool, of_windows=of_windows):
-            raise DataLoss(name, "it is of a pool of another form")
+            raise DataLoss(name, "it is from a pool with another layout")
         if positions != _format_positions(ranges):
-            raise DataLoss(name, "its positions are not those of its manifest")
+            raise DataLoss(name, "its positions differ from those in its manifest")
         if len(data) - _end_of_header(data) != size:
             message = f"its tensors have {len(data) - _end_of_header(data):,} bytes"
             raise DataLoss(name, f"{message}, and {num_blocks:,} blocks have {size:,}")
@@ -120,7 +120,9 @@ class KvPiece:
             expected[part.name] = _Described(DTYPES[part.tensor.dtype], shape, (start, end))
         if described != expected:
             wrong = next(name for name in (*described, *expected) if described.get(name) != expected.get(name))
-            raise DataLoss(name, f"its tensor {wrong[:100]!r} is not that of {num_blocks:,} blocks of the pool")
+            raise DataLoss(
+                name, f"its tensor {wrong[:100]!r} does not have the shape of {num_blocks:,} blocks of the pool"
+            )
         self.of_windows = of_windows
         self._places = dict(_places(ranges, pool.block_size))
         is_pinned = pool.device.startswith("cuda")  # pinned now, and not while a step waits

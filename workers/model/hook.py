@@ -89,7 +89,7 @@ def attention(
     """Shapes as transformers calls it: query [1, H, T, D], key and value [1, K, T, D or V]; returns [1, T, H, V]."""
     handle = step or getattr(position_ids, "step", None)
     if handle is None:
-        raise TypeError("it hands on neither the step nor the positions to its attention")
+        raise TypeError("it passes neither the step nor the positions to its attention")
     features["attention_mask"] = attention_mask  # no mask is built for this function, so this one was made by the layer
     unsupported = next((name for name in UNSUPPORTED if features.get(name) is not None), None)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5

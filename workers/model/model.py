@@ -48,7 +48,7 @@ LAYER_TYPES = {
     "minimax_m3_sparse": "a learned indexer",
     "compressed_sparse_attention": "compressed keys",
     "heavily_compressed_attention": "compressed keys",
-    "reference_sliding_attention": "a window over the answer alone",
+    "reference_sliding_attention": "a window over the answer only",
 }
 """Types of layers, in the terms of transformers, that do not attend to each visible token's own key, with the mechanism
 they use instead. None of them is supported.
@@ -134,13 +134,15 @@ class Probe:
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: hook.LayerCall) -> Tensor:
         if call.unsupported:
-            raise ModelRefused(f"attention layer {layer} uses `{call.unsupported}`, which is not supported yet")
+            raise ModelRefused(f"attention layer {layer} uses `{call.unsupported}`, which is not supported")
         latent_dim = v_KTV.shape[2] if lies_in(v_KTV, k_KTD) else None
         if k_KTD.shape[:2] != v_KTV.shape[:2]:
-            raise ModelRefused(f"attention layer {layer} has more heads of keys or of values, not supported yet")
+            raise ModelRefused(
+                f"attention layer {layer} has more key or value heads than query heads, which is not supported"
+            )
         has_own_dim = latent_dim is None and k_KTD.shape != v_KTV.shape
         if call.sink_H is not None and call.sink_H.shape != q_THD.shape[1:2]:
-            raise ModelRefused(f"attention layer {layer} has sinks that are not one per head, not supported yet")
+            raise ModelRefused(f"attention layer {layer} has sinks that are not one per head, which is not supported")
         if layer in self.layers:
             raise ModelRefused(f"attention layer {layer} attends twice")
         for name, rows in (("queries", q_THD), ("keys", k_KTD.transpose(0, 1)), ("values", v_KTV.transpose(0, 1))):
@@ -153,7 +155,7 @@ class Probe:
     def _check_rows(self, layer: int, name: str, rows_THD: Tensor) -> None:
         """Raises ModelRefused unless rows of the same token are equal, and rows of different tokens differ."""
         if self._has_weights and not rows_THD.isfinite().all():
-            raise ModelRefused(f"attention layer {layer} computes {name} that are not finite")
+            raise ModelRefused(f"attention layer {layer} computes non-finite {name}")
         first_T = torch.tensor([self._ids.index(i) for i in self._ids], device=rows_THD.device)
         if not _is_alike(rows_THD, rows_THD[first_T]):
             raise ModelRefused(f"attention layer {layer} depends on more of a token than its id and its position")
@@ -178,15 +180,15 @@ def reach_of(config: PreTrainedConfig, layer: int, window: int | None) -> Attent
     kinds: list[str] | None = getattr(config, "layer_types", None)
     kind = kinds[layer] if kinds else None
     if kind is not None and (kind == "sliding_attention") != (window is not None):
-        raise ModelRefused(f"attention layer {layer} is of type {kind}, and asks for a window of {window} tokens")
+        raise ModelRefused(f"attention layer {layer} has type {kind}, but uses a window of {window} tokens")
     stated: int | None = getattr(config, "sliding_window", None)
     if kind is None and window is None and stated and stated < getattr(config, "max_position_embeddings", 0):
-        raise ModelRefused(f"sliding_window is {stated}, and attention layer {layer} asks for no window")
+        raise ModelRefused(f"sliding_window is {stated}, but attention layer {layer} uses no window")
     if kind != "chunked_attention":
         return AttentionSpan(window)
     section: int | None = getattr(config, "attention_chunk_size", None)
     if section is None:
-        raise ModelRefused(f"attention layer {layer} is of type {kind}, and the config has no attention_chunk_size")
+        raise ModelRefused(f"attention layer {layer} has type {kind}, but the config has no attention_chunk_size")
     return AttentionSpan(section=section)
 
 
@@ -206,7 +208,7 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
     if report["missing_keys"]:
         raise ModelRefused(f"{folder} lacks weights of a causal language model: {sorted(report['missing_keys'])[:3]}")
     for name, stored, wanted in sorted(report["mismatched_keys"]):
-        raise ModelRefused(f"{folder}: {name} is {[*stored]}, and the config describes {[*wanted]}")
+        raise ModelRefused(f"{folder}: {name} has shape {[*stored]}, but the config requires {[*wanted]}")
     return prove(module, device)
 
 
@@ -234,7 +236,7 @@ def read_config(folder: str) -> PreTrainedConfig:
     hook.register()
     logging.disable_progress_bar()
     if not (Path(folder) / "config.json").is_file():
-        raise ModelRefused(f"{folder} holds no config.json: not a model folder")
+        raise ModelRefused(f"{folder} is not a model folder: it has no config.json")
     try:
         check_code(folder)
         config = AutoConfig.from_pretrained(folder, **UNTRUSTED)
@@ -276,7 +278,7 @@ def check_code(folder: str) -> None:
     fields, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
     kind = fields.get("model_type")
     if "auto_map" in fields and kind not in CONFIG_MAPPING:
-        raise ModelRefused(f"{folder} is of type {kind} and needs code of its own, which is never run")
+        raise ModelRefused(f"{folder} has type {kind} and requires custom code, which Longleaf never runs")
 
 
 def forget_code(part: Any) -> None:
@@ -332,7 +334,7 @@ def check_config(config: PreTrainedConfig) -> None:
     found = sorted(LAYER_TYPES.keys() & set(getattr(text, "layer_types", None) or ()))
     if found:
         kinds = ", ".join(f"{kind} ({LAYER_TYPES[kind]})" for kind in found)
-        raise ModelRefused(f"layers of type {kinds} are not supported yet")
+        raise ModelRefused(f"layers of type {kinds} are not supported")
     bidirectional = getattr(text, "use_bidirectional_attention", None) or False
     if bidirectional not in (False, "vision"):  # "vision" applies between the tokens of an image, which are not served
         raise ModelRefused(f"use_bidirectional_attention: {bidirectional} is not causal, only vision is supported")
@@ -356,7 +358,7 @@ def check_positions(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if hasattr(part, "create_position_ids_from_input_ids"):
             raise ModelRefused(
-                f"{type(module).__name__}: {name} counts positions from the padding token, which is not supported yet"
+                f"{type(module).__name__}: {name} counts positions from the padding token, which is not supported"
             )
 
 
@@ -384,7 +386,9 @@ def preflight(module: PreTrainedModel, device: str, *, has_weights: bool = True)
                 f"{name}: {len(probe.layers)} of {expected} layers call the attention function that is replaced"
             )
         if found and probe.layers != found:
-            raise ModelRefused(f"{type(module).__name__} attends otherwise over {num_rows} tokens than over fewer")
+            raise ModelRefused(
+                f"{type(module).__name__} computes different attention over {num_rows} tokens than over fewer"
+            )
         found = probe.layers
     return found
 
@@ -408,7 +412,7 @@ def probe_ids(module: PreTrainedModel, count: int, *, has_weights: bool = True) 
                 retained.append(i)
         candidates = [candidates[i] for i in retained]
     if len(candidates) < 2:
-        raise ModelRefused("the embeddings of its tokens are zero, all the same or not finite")
+        raise ModelRefused("the embeddings of its tokens are zero, identical or not finite")
     step = max(1, len(candidates) // count)
     return candidates[::step][:count]
 

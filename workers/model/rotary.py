@@ -193,7 +193,7 @@ def _layout(own: Any, tables: dict[str | None, Tables]) -> tuple[Callable[[Tenso
         found = lay_out(positions[..., None].float() * inv_freq, factor)
         if len(found) == len(single) and all(torch.equal(a, b) for a, b in zip(found, single, strict=True)):
             return lay_out, half[0].dtype if half[0].dtype == single[0].dtype else None
-    raise ModelRefused("it lays its cosines and sines out in a way of its own")
+    raise ModelRefused("it has an unknown layout of cosines and sines")
 
 
 def _own_tables(own: Any, layer: str | None) -> Tables:

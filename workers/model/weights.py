@@ -25,7 +25,7 @@ def check_weights(folder: Path, config: PreTrainedConfig) -> None:
         names = _indexed(index) if index.is_file() else []
     for name in names:
         if not name.endswith(".safetensors"):
-            raise ModelRefused(f"{folder} has weights in {name}, which is not in safetensors, the only form read")
+            raise ModelRefused(f"{folder} has weights in {name}: only safetensors is supported")
 
 
 def _indexed(index: Path) -> list[str]:
@@ -33,7 +33,7 @@ def _indexed(index: Path) -> list[str]:
     found: Any = json.loads(index.read_text())
     entries: Any = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries.values()):
-        raise ModelRefused(f"{index} has no weight_map, the files of its weights by name")
+        raise ModelRefused(f"{index} has no weight_map")
     if not isinstance(found.get("metadata"), dict):
         raise ModelRefused(f"{index} has no metadata, which transformers requires")
     return list(entries.values())

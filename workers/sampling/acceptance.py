@@ -55,10 +55,10 @@ def drafts_of(rows: Sequence[Row]) -> tuple[list[int], list[int]]:
     return ids, [number for row in rows for number in range(1 + len(row.draft_ids))]
 
 
-def reached_ids(rows: Sequence[Row], told: Sequence[int]) -> Iterator[Sequence[int]]:
+def accepted_ids(rows: Sequence[Row], chosen: Sequence[int]) -> Iterator[Sequence[int]]:
     """The ids of each row's reached positions, given the reported ids of all positions."""
     start = 0
     for row in rows:
         end = start + 1 + len(row.draft_ids)
-        yield [token_id for token_id in told[start:end] if token_id != NOT_REACHED]
+        yield [token_id for token_id in chosen[start:end] if token_id != NOT_REACHED]
         start = end

@@ -14,8 +14,8 @@ from workers.host_copies import AsyncHostCopy, DeviceEvent, to_device
 from workers.sampling import fused
 from workers.sampling.acceptance import NOT_REACHED, DraftRows, drafts_of
 from workers.sampling.fixed_shape import Needs, Parameters, choose, note
-from workers.sampling.history import NOBODY, TokenHistories
-from workers.sampling.logprobs import told
+from workers.sampling.history import PADDING_ROW, TokenHistories
+from workers.sampling.logprobs import to_messages
 from workers.sampling.sampler import Choice, Sampler, first_positions
 from workers.sampling.uniforms import uniforms
 
@@ -81,9 +81,9 @@ class Batch:
         return np.concatenate((self._floats_FR.view(np.int64), self._indices_FR))
 
 
-def nobodys(vocabulary_size: int) -> Numbers:
+def padding_row(vocabulary_size: int) -> Numbers:
     """The parameters [F] of padding rows, from which no token is sampled."""
-    return Batch([DeviceSequenceSampler(Sampling(), NOBODY)], vocabulary_size).numbers([0])[:, 0]
+    return Batch([DeviceSequenceSampler(Sampling(), PADDING_ROW)], vocabulary_size).numbers([0])[:, 0]
 
 
 def parameters_of(numbers_FR: Tensor) -> Parameters:
@@ -108,21 +108,21 @@ class DeviceChoice:
         """
         self._rows = rows
         self._choosers = choosers
-        self._told_NC = reported_NC
-        self._arriving = AsyncHostCopy(reported_NC, host_NC)
+        self._chosen_NC = reported_NC
+        self._copy = AsyncHostCopy(reported_NC, host_NC)
         self._broken = broken
 
     @property
     def arrival(self) -> DeviceEvent:
         """The event after which the tokens are on the host."""
-        return self._arriving.arrival
+        return self._copy.arrival
 
     def ids(self) -> Tensor:
-        return ids_of(self._told_NC)
+        return ids_of(self._chosen_NC)
 
     def tokens(self) -> list[tuple[Token, ...]]:
         """The tokens of each row. Waits for the copy to the host."""
-        reported, firsts = self._arriving.wait().tolist(), first_positions(self._rows)
+        reported, firsts = self._copy.wait().tolist(), first_positions(self._rows)
         self._broken.update(row.sequence for row, i in zip(self._rows, firsts, strict=True) if reported[i][0] < 0)
         return [
             ()
@@ -243,9 +243,9 @@ def needs_of(samplings: Sequence[Sampling]) -> Needs:
     )
 
 
-def reached(sampling: Sampling, told: Iterable[Sequence[float]]) -> tuple[Token, ...]:
+def reached(sampling: Sampling, chosen: Iterable[Sequence[float]]) -> tuple[Token, ...]:
     """The tokens of the reached positions of a sequence."""
-    return tuple(token(sampling, *numbers) for numbers in told if numbers[0] != NOT_REACHED)
+    return tuple(token(sampling, *numbers) for numbers in chosen if numbers[0] != NOT_REACHED)
 
 
 def token(sampling: Sampling, token_id: float, *numbers: float) -> Token:
@@ -255,4 +255,4 @@ def token(sampling: Sampling, token_id: float, *numbers: float) -> Token:
         return Token(int(token_id))
     most = len(numbers) // 2
     ids = map(int, numbers[1 + most : 1 + most + num_top])
-    return Token(int(token_id), told([*ids], numbers[: 1 + min(num_top, most)]))
+    return Token(int(token_id), to_messages([*ids], numbers[: 1 + min(num_top, most)]))

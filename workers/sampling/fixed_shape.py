@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longleaf.sampling import MAX_LOGPROBS
 from workers.sampling.acceptance import NOT_FINITE, NOT_REACHED, DraftRows
-from workers.sampling.history import NOBODY, TokenHistories
+from workers.sampling.history import PADDING_ROW, TokenHistories
 from workers.sampling.logprobs import top_logprobs
 
 COLUMNS = (slice(None), None)
@@ -123,7 +123,7 @@ def note(
     if drafts is not None:
         is_reached_R = drafts.reached(ids_R)
         told_RC[:, 0].masked_fill_(~is_reached_R, NOT_REACHED)
-        places_R = torch.where(is_reached_R, places_R, NOBODY)
+        places_R = torch.where(is_reached_R, places_R, PADDING_ROW)
     if needs.counts_tokens:
         histories.add(places_R, ids_R.clamp(min=0))
     return told_RC

@@ -20,7 +20,7 @@ from workers.sampling.fixed_shape import Needs, Parameters
 from workers.sampling.history import TokenHistories
 
 GROUP = 64
-"""Logits whose maximum is kept for the search of the likeliest tokens."""
+"""Logits whose maximum is stored for the search of the likeliest tokens."""
 MAX_LOGITS = 1 << 24
 """Logits that are sampled together, unless a single row has more: they need about 12 bytes each."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -31,7 +31,7 @@ class Tuning(NamedTuple):
 
     block: int = 1024
     """Tokens of a program, a power of two."""
-    warps: int = 8
+    warps: int = 4
     """Of programs of a block."""
     levels: int = 256
     """Steps of the histogram of scores, a power of two."""
@@ -40,7 +40,7 @@ class Tuning(NamedTuple):
     search_warps: int = 8
     """Of programs that search a row's candidates."""
     capacity: int = 8192
-    """Candidates of a row in the buffer; a row with more is read again and again instead."""
+    """Candidates of a row in the buffer; a row with more is read once per search step instead."""
     small: int = 2048
     """Up to so many candidates, all tokens above the threshold are candidates as well, so that one program draws."""
 
@@ -78,7 +78,7 @@ def choose(
 
     maxima, minima, sums, raw_maxima, raw_sums = empty(5, num_rows, num_blocks, dtype=torch.float64).unbind()
     best_ids, is_broken, offsets = empty(3, num_rows, num_blocks, dtype=torch.int32).unbind()
-    above, kept = empty(2, num_rows, num_blocks, dtype=torch.int64).unbind()
+    above, eligible = empty(2, num_rows, num_blocks, dtype=torch.int64).unbind()
     peaks, plans = empty(num_rows, 2, dtype=torch.float64), empty(num_rows, 8, dtype=torch.int64)
     ids = empty(num_rows, dtype=torch.int64)
     scores = empty(num_rows * size if needs.is_adjusted else 1, dtype=torch.float64)
@@ -118,7 +118,7 @@ def choose(
         "peaks": peaks,
         "plans": plans,
         "above": above,
-        "kept_masses": kept,
+        "eligible_mass": eligible,
         "ids": ids,
     }
     others = {
@@ -153,8 +153,8 @@ def choose(
                 "found_scores": empty(num_rows, capacity, dtype=torch.float64),
             }
             run(sampling.gather_candidates, by_block, tuning.warps, **found)
-            masses = empty(num_rows, capacity, dtype=torch.int64)
-            run(sampling.find_thresholds, by_row, tuning.search_warps, **found, found_masses=masses)
+            mass = empty(num_rows, capacity, dtype=torch.int64)
+            run(sampling.find_thresholds, by_row, tuning.search_warps, **found, found_mass=mass)
         run(sampling.weigh_blocks, by_block, tuning.warps)
         run(sampling.draw_rows, by_row, tuning.warps)
     if num_top < 0:

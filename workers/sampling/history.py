@@ -10,7 +10,7 @@ from longleaf.rank_protocol.step import PenaltyHistory, SamplingTerms
 from longleaf.sampling import MAX_BIASES
 from workers.host_copies import to_device
 
-NOBODY = 0
+PADDING_ROW = 0
 """The place of rows without bias and penalties. Writes to it have no effect."""
 
 
@@ -23,7 +23,7 @@ class TokenHistories:
         self._vocabulary_size = vocabulary_size
         self._device = device
         num_places = num_sequences + 1
-        self._free = list(range(num_sequences, NOBODY, -1))
+        self._free = list(range(num_sequences, PADDING_ROW, -1))
         self.is_seen_PV = torch.zeros(num_places, vocabulary_size, dtype=torch.bool, device=device)
         self.counts_PV = torch.zeros(num_places, vocabulary_size, dtype=torch.int32, device=device)
         self.bias_ids_PB = torch.zeros(num_places, MAX_BIASES, dtype=torch.long, device=device)
@@ -35,7 +35,7 @@ class TokenHistories:
         rows than the head.
         """
         if terms.seen is None and not terms.sampling.logit_bias:
-            return NOBODY
+            return PADDING_ROW
         place, seen, size = self._free.pop(), terms.seen or PenaltyHistory((), ()), self._vocabulary_size
         counts = Counter(seen.generated)
         ids = [i for i in {*seen.token_ids, *counts} if i < size]
@@ -48,7 +48,7 @@ class TokenHistories:
 
     def end(self, place: int) -> None:
         """Frees a place."""
-        if place != NOBODY:
+        if place != PADDING_ROW:
             self._free.append(place)
 
     def add(self, places_R: Tensor, ids_R: Tensor) -> None:

@@ -14,12 +14,12 @@ MAX_LOGITS = 1 << 22
 
 
 def logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: int) -> list[Logprobs]:
-    """The natural-log probabilities of each row's token, by the logits [V], and of the `num_top` likeliest tokens."""
+    """The natural-log probabilities of each row's token, from the logits [V], and of the `num_top` likeliest tokens."""
     ids_RN, logprobs_RN = top_logprobs(logits_RV, torch.tensor(token_ids, device=logits_RV.device)[:, None], num_top)
-    return list(map(told, ids_RN.tolist(), logprobs_RN.tolist()))
+    return list(map(to_messages, ids_RN.tolist(), logprobs_RN.tolist()))
 
 
-def told(ids_N: Sequence[int], logprobs_N: Sequence[float]) -> Logprobs:
+def to_messages(ids_N: Sequence[int], logprobs_N: Sequence[float]) -> Logprobs:
     """The reported logprobs of a token: the first value is its own, the others are those of the likeliest tokens
     `ids_N`.
     """

@@ -93,7 +93,7 @@ class Sampler:
         turn = 0
         while left:
             logits_LV = take(logits_RV, [firsts[i] + turn for i in left])
-            chosen = self.choose([ahead(rows[i], turn) for i in left], logits_LV)
+            chosen = self.choose([row_of_draft(rows[i], turn) for i in left], logits_LV)
             for i, token in zip(left, chosen, strict=True):
                 tokens[i] += (token,)
             turn += 1
@@ -140,7 +140,7 @@ def first_positions(rows: Sequence[Row]) -> list[int]:
     return [*accumulate((1 + len(row.draft_ids) for row in rows), initial=0)][:-1]
 
 
-def ahead(row: Row, turn: int) -> Row:
+def row_of_draft(row: Row, turn: int) -> Row:
     """The row that a separate step for draft number `turn`, from 1 on, would have; 0: the row itself."""
     return replace(row, token_index=row.token_index + turn, terms=None) if turn else row
 

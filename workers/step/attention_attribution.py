@@ -34,11 +34,11 @@ TILE_KEYS = 4096
 class SpanSums:
     """Running sums, on one rank, for sequences that are reported together."""
 
-    def __init__(self, asked: AttributionGroup, device: str) -> None:
-        self.asked = asked
-        rows = [row for _, run, _ in asked.tellers for row in range(run.row, run.row + run.end - run.start)]
+    def __init__(self, group: AttributionGroup, device: str) -> None:
+        self.group = group
+        rows = [row for _, run, _ in group.rows for row in range(run.row, run.row + run.end - run.start)]
         self.rows_R = to_device(torch.tensor(rows), device)
-        shape = (len(asked.tellers), asked.num_columns)
+        shape = (len(group.rows), group.num_columns)
         self.means_AN = torch.zeros(shape, device=device)
         """Sums over heads, float32, until all layers are counted."""
         self.largest_AN = torch.full(shape, -1.0, device=device)
@@ -48,7 +48,7 @@ class SpanSums:
     def add(self, layer: int, masses_RHN: Tensor) -> None:
         """Adds the heads of a layer."""
         self.num_heads += masses_RHN.shape[1]
-        sizes = [run.end - run.start for _, run, _ in self.asked.tellers]
+        sizes = [run.end - run.start for _, run, _ in self.group.rows]
         masses_AHN = torch.stack([rows_RHN.mean(dim=0) for rows_RHN in masses_RHN.split(sizes)])
         self.means_AN += masses_AHN.sum(dim=1)
         most_AN, heads_AN = masses_AHN.max(dim=1)
@@ -67,7 +67,7 @@ class SpanSums:
     ) -> None:
         """Adds the heads of a layer from the block sums that kernels reported."""
         self.num_heads += lse_TH.shape[1]
-        found, sink_column = (self.means_AN, self.largest_AN, self.heads_AN), self.asked.view.num_spans + SINK
+        found, sink_column = (self.means_AN, self.largest_AN, self.heads_AN), self.group.view.num_spans + SINK
         place = {"sink_column": sink_column, "first_head": layer * HEADS_PER_LAYER}
         backend.add_shares(reported_KE2, lse_TH, sink_H, columns, found, **place)
 
@@ -82,13 +82,13 @@ class SpanAttention:
 
     def __init__(self, groups: Sequence[AttributionGroup], numbers_3N: Tensor) -> None:
         self._groups = groups
-        self._arriving = AsyncHostCopy(numbers_3N)
+        self._copy = AsyncHostCopy(numbers_3N)
 
     def attention(self) -> dict[int, Attention]:
         """Attention by sequence. Waits for the copy to the host."""
-        rest_3N, found = self._arriving.wait(), dict[int, Attention]()
+        rest_3N, found = self._copy.wait(), dict[int, Attention]()
         for requested in self._groups:
-            for attribution_row in requested.tellers:
+            for attribution_row in requested.rows:
                 num_spans = requested.view.num_spans
                 means_N, largest_N, heads_N = rest_3N[:, : requested.num_columns]
                 rest_3N = rest_3N[:, requested.num_columns :]
@@ -123,7 +123,7 @@ class AttributionAccumulator:
         """
         reported_KE2 = self._blocks.plan.sums.take() if self._blocks else None
         for number, sums in enumerate(self._sums):
-            if layer not in sums.asked.view.layers:
+            if layer not in sums.group.view.layers:
                 continue
             if self._blocks is None or reported_KE2 is None:
                 sums.add(layer, self._of_layer(layer, sums, q_THD, lse_TH, call))
@@ -132,7 +132,7 @@ class AttributionAccumulator:
             columns = self._blocks.plan.columns[number]
             sums.add_blocks(layer, self._blocks.backend, reported_KE2, lse_TH, sinks, columns)
 
-    def told(self) -> SpanAttention | None:
+    def reports(self) -> SpanAttention | None:
         """Combines the sums of all ranks. A collective; only rank 0 returns the result."""
         numbers_3N = torch.cat([sums.numbers() for sums in self._sums], dim=1)
         if self._comm is not None:
@@ -142,11 +142,11 @@ class AttributionAccumulator:
             largest_N, ranks_N = found_W3N[:, 1].max(dim=0)
             heads_N = found_W3N[:, 2].gather(0, ranks_N[None])[0]
             numbers_3N = torch.stack((found_W3N[:, 0].sum(dim=0), largest_N, heads_N))
-        return SpanAttention([sums.asked for sums in self._sums], numbers_3N)
+        return SpanAttention([sums.group for sums in self._sums], numbers_3N)
 
     def _of_layer(self, layer: int, sums: SpanSums, q_THD: Tensor, lse_TH: Tensor, call: LayerCall) -> Tensor:
         """The share of each row and head that falls on the columns, [R, H, N], float32."""
-        requested, num_kv_heads = sums.asked, self._pool.num_kv_heads(layer)
+        requested, num_kv_heads = sums.group, self._pool.num_kv_heads(layer)
         q_RKGD = q_THD[sums.rows_R].unflatten(1, (num_kv_heads, -1)).float() * call.scale
         num_rows, _, group, _ = q_RKGD.shape
         q_KDM = q_RKGD.transpose(0, 1).flatten(1, 2).transpose(1, 2)
@@ -155,7 +155,7 @@ class AttributionAccumulator:
         for keys in _tiles(requested.context):
             _count(masses_KNM, self._weights(layer, keys, q_KDM, lse_K1M, call, 0, group), keys)
         first = 0
-        for _, run, own in requested.tellers:
+        for _, run, own in requested.rows:
             some = slice(first, first + (run.end - run.start) * group)
             for keys in _tiles(own):
                 ahead = keys.position + keys.num_keys - 1 - run.start

@@ -68,14 +68,14 @@ class AttributionGroup(NamedTuple):
 
     view: SpanView
     context: list[SpanKeys]
-    tellers: list[AttributionRow]
+    rows: list[AttributionRow]
 
     @property
     def num_columns(self) -> int:
         return self.view.num_spans + NUM_OTHER_SHARES
 
 
-def asked(
+def attribution_groups(
     ledger: BlockTable, queries: Iterable[tuple[Row, Query]], full_layers: Sequence[int]
 ) -> list[AttributionGroup]:
     """The attributions that rows request, in the same order on all ranks. Layers with a limited reach never count."""
@@ -93,7 +93,7 @@ def asked(
             found[view] = AttributionGroup(view, list(_context_keys(ledger, view)), [])
         behind = [part for part in query.parts if part.segment not in segments]
         own = list(_own_keys(ledger, behind, row.spans, view.num_spans))
-        found[view].tellers.append(AttributionRow(row.sequence, _counted(query.run, row.spans), own))
+        found[view].rows.append(AttributionRow(row.sequence, _counted(query.run, row.spans), own))
     return list(found.values())
 
 
@@ -106,7 +106,7 @@ def _context_keys(ledger: BlockTable, view: SpanView) -> Iterator[SpanKeys]:
     column = 0
     for part in view.parts:
         for low, high in without(part.start, part.end, view.hidden):
-            for resident in joined(ledger.held(part.segment, low, high)):
+            for resident in joined(ledger.resident_extents(part.segment, low, high)):
                 number, before = divmod(resident.start - part.start, view.size)
                 yield SpanKeys(
                     resident.start, resident.slot, resident.end - resident.start, column + number, before, view.size
@@ -118,6 +118,6 @@ def _own_keys(ledger: BlockTable, parts: Iterable[SlotRun], spans: Spans, num_sp
     for part in parts:
         edge = min(max(spans.prompt_end, part.start), part.end)
         for low, high, other in ((part.start, edge, PROMPT), (edge, part.end, ANSWER)):
-            for resident in joined(ledger.held(part.segment, low, high)):
+            for resident in joined(ledger.resident_extents(part.segment, low, high)):
                 count = resident.end - resident.start
                 yield SpanKeys(resident.start, resident.slot, count, num_spans + other, 0, count)

@@ -13,8 +13,8 @@ from longleaf.attention.block_attribution import (
     AttributedRead,
     AttributionColumns,
     BlockSums,
+    attributed_read,
     table,
-    told_read,
 )
 from longleaf.attention.masks import Read
 from longleaf.runs import ceil_div
@@ -48,18 +48,16 @@ def block_plan(reads: Sequence[Read], groups: Sequence[AttributionGroup]) -> Blo
     """
     if any(requested.view.size % BLOCK for requested in groups):
         return None
-    rows = sorted(
-        {row for requested in groups for attribution_row in requested.tellers for row in _rows(attribution_row)}
-    )
+    rows = sorted({row for requested in groups for attribution_row in requested.rows for row in _rows(attribution_row)})
     seen = {row: _read_by(reads, row) for row in rows}
     edges: dict[int, set[int]] = {}
     for requested in groups:
-        for attribution_row in requested.tellers:
+        for attribution_row in requested.rows:
             for row in _rows(attribution_row):
                 for piece in _pieces(reads, seen[row], attribution_row.own):
                     if reads[piece.read].slot_start < piece.low and piece.low % BLOCK:
                         edges.setdefault(piece.read, set()).add(piece.low)
-    reported = list(_told(reads, rows, {read: min(found) for read, found in edges.items()}))
+    reported = list(_attributed(reads, rows, {read: min(found) for read, found in edges.items()}))
     try:
         return BlockPlan(BlockSums(reported), [_columns(reads, reported, seen, requested) for requested in groups])
     except BlockSpansColumns:
@@ -91,41 +89,41 @@ def _pieces(reads: Sequence[Read], numbers: Sequence[int], keys: Iterable[SpanKe
             at += 1
 
 
-def _told(reads: Sequence[Read], rows: Sequence[int], edges: dict[int, int]) -> Iterator[AttributedRead]:
+def _attributed(reads: Sequence[Read], rows: Sequence[int], edges: dict[int, int]) -> Iterator[AttributedRead]:
     start = 0
     for number, read in enumerate(reads):
         asking = [row for row in rows if read.row_start <= row < read.row_end]
         span = (asking[0], asking[-1] + 1) if asking else (0, 0)
-        reported = told_read((read.slot_start, read.slot_end), start, span, edges.get(number, NO_EDGE))
+        reported = attributed_read((read.slot_start, read.slot_end), start, span, edges.get(number, NO_EDGE))
         yield reported
         start = reported.end
 
 
 def _columns(
-    reads: Sequence[Read], told: Sequence[AttributedRead], seen: dict[int, list[int]], asked: AttributionGroup
+    reads: Sequence[Read], attributed: Sequence[AttributedRead], seen: dict[int, list[int]], columns: AttributionGroup
 ) -> AttributionColumns:
     runs, attribution_rows = list[tuple[int, ...]](), list[tuple[int, ...]]()
     context = dict[tuple[int, ...], list[tuple[int, ...]]]()
-    for attribution_row in asked.tellers:
+    for attribution_row in columns.rows:
         first = len(runs)
         for row in _rows(attribution_row):
             alike = tuple(seen[row])
             if alike not in context:
-                context[alike] = [_run(reads, told, piece) for piece in _pieces(reads, alike, asked.context)]
-            own = [_run(reads, told, piece) for piece in _pieces(reads, alike, attribution_row.own)]
+                context[alike] = [_run(reads, attributed, piece) for piece in _pieces(reads, alike, columns.context)]
+            own = [_run(reads, attributed, piece) for piece in _pieces(reads, alike, attribution_row.own)]
             for number, *rest in (*context[alike], *own):
-                read = told[number]
+                read = attributed[number]
                 runs.append((row, read.start + (row - read.first_row) * read.num_entries, read.num_entries, *rest))
         rows = _rows(attribution_row)
         attribution_rows.append((rows.start, rows.stop, first, len(runs)))
     return AttributionColumns(table(runs, 8), table(attribution_rows, 4))
 
 
-def _run(reads: Sequence[Read], told: Sequence[AttributedRead], piece: ReadPiece) -> tuple[int, ...]:
+def _run(reads: Sequence[Read], attributed: Sequence[AttributedRead], piece: ReadPiece) -> tuple[int, ...]:
     """The read's number, then the description of entries and columns for block_attribution.c. Raises
     BlockSpansColumns.
     """
-    read, edge, keys = reads[piece.read], told[piece.read].edge, piece.keys
+    read, edge, keys = reads[piece.read], attributed[piece.read].edge, piece.keys
     if piece.low not in (read.slot_start, edge) and piece.low % BLOCK:
         raise BlockSpansColumns
 

@@ -59,7 +59,7 @@ class SavedBlocks(NamedTuple):
     owners: Sequence[int]
     """The sequence of each block."""
     blocks: Sequence[int]
-    kept: Sequence[tuple[Tensor, Tensor]]
+    layers: Sequence[tuple[Tensor, Tensor]]
     """Each part of the pool [K, B, ...], and the previous content of the blocks."""
 
 

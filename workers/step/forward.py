@@ -81,20 +81,20 @@ class DecodeStep:
         self._layers = inputs.layers
         self._local = LocalAttention(pool, backend, peers)
         self._peers = peers
-        self._masses = accumulator
-        self._keeper = supervisor
+        self._accumulator = accumulator
+        self._recorder = supervisor
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall) -> Tensor:
         work, local = self._layers[layer], self._local
         local.pool.store(local.backend, layer, work.slots_T, k_KTD, v_KTV)
-        if self._keeper is not None:
-            self._keeper.note(layer, StoredKv(work.slots_T, k_KTD, v_KTV))
+        if self._recorder is not None:
+            self._recorder.note(layer, StoredKv(work.slots_T, k_KTD, v_KTV))
         match work:
             case Sharded():
                 partial = local(layer, q_THD, work.reads, call)
                 merged = self._peers.merge.to_all(partial) if self._peers else partial
-                if self._masses is not None:
-                    self._masses.add(layer, q_THD, merged.lse_TH, call)
+                if self._accumulator is not None:
+                    self._accumulator.add(layer, q_THD, merged.lse_TH, call)
                 return merged.out_THD
             case Replicated():
                 return with_sink(local.over_pool(layer, q_THD, work.reads, call), call).out_THD
@@ -122,7 +122,7 @@ class PrefillStep:
                 return self._over_shards(layer, work, q_THD, call)
             case Gathered() as work:
                 self._store(layer, work.slots_T, k_KTD, v_KTV)
-                keys, values = self._local.pool.kept(layer, work.slots_T, k_KTD, v_KTV)
+                keys, values = self._local.pool.stored(layer, work.slots_T, k_KTD, v_KTV)
                 own = self._local.backend.attend(q_THD, keys, values, work.own_reads, call.scale, call.softcap)
                 before = self._over_past(layer, work, q_THD, call)
                 return with_sink(joined(self._local.backend, before, own) if before else own, call).out_THD
@@ -151,7 +151,7 @@ class PrefillStep:
         local = self._local
         packed_SKC = local.pool.pack(layer, k_KTD[:, work.rows_L], v_KTV[:, work.rows_L])
         keys, values = self._gather(layer, packed_SKC)
-        self._store(layer, work.slots_S, keys[:, work.kept_S], values[:, work.kept_S])
+        self._store(layer, work.slots_S, keys[:, work.index_S], values[:, work.index_S])
         past = local.over_pool(layer, q_THD, work.pool_reads, call)
         before = local.backend.attend(q_THD, keys, values, work.gathered_reads, call.scale, call.softcap)
         own = local.backend.attend(q_THD, k_KTD, v_KTV, work.own_reads, call.scale, call.softcap)

@@ -23,7 +23,7 @@ from workers.kv_cache.block_table import BlockTable, stretches
 from workers.kv_cache.slots import KvPool
 from workers.model.model import LayerSpec
 from workers.model.rotary import Rows, row_ropes
-from workers.step.attribution_rows import AttributionGroup, asked
+from workers.step.attribution_rows import AttributionGroup, attribution_groups
 from workers.step.block_plan import BlockPlan, block_plan
 from workers.step.gathered_prefill import PastBuilder
 from workers.step.last_tokens import LastTokens
@@ -70,7 +70,7 @@ class RowNumbers:
     """The maximum number of rows that may read keys together; the same on all ranks."""
     scored_rows: Sequence[int] = ()
     """Rows whose next token is scored, in the order of the plan."""
-    asked: Sequence[AttributionGroup] = ()
+    attributed: Sequence[AttributionGroup] = ()
     """Requested attention attributions."""
     blocks: BlockPlan | None = None
     """The block sums that kernels report for `asked`; None where they report none."""
@@ -86,7 +86,7 @@ class RowNumbers:
 
 class InputBuilder:
     """Builds the inputs of one rank. `windows` is None where no layer's keys are replicated on every rank.
-    `tells_blocks`: whether the kernels can report sums per block of keys.
+    `attributes_blocks`: whether the kernels can report sums per block of keys.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class InputBuilder:
         world_size: int,
         pasts: PastBuilder,
         windows: WindowBuilder | None = None,
-        tells_blocks: bool = False,
+        attributes_blocks: bool = False,
     ) -> None:
         self._ledger = ledger
         self._rank = ledger.rank
@@ -112,7 +112,7 @@ class InputBuilder:
         self._world_size = world_size
         self._pasts = pasts
         self._windows = windows
-        self._tells_blocks = tells_blocks
+        self._attributes_blocks = attributes_blocks
 
     def prefill(self, work: Prefill) -> Inputs[ChunkLayer]:
         """The rank's piece of a chunk, padded with trash tokens to the longest piece, at least one token."""
@@ -169,7 +169,9 @@ class InputBuilder:
         near_rank = EVERY_RANK if self._windows else self._rank
         scored = [last_rows[row.sequence] - i for row in work.rows for i in range(row.num_scored, 0, -1)]
         reads = row_reads(self._ledger, queries, self.reaches, near_rank)
-        reported = asked(self._ledger, zip((row for row, _ in found), queries, strict=True), self._full_layers)
+        reported = attribution_groups(
+            self._ledger, zip((row for row, _ in found), queries, strict=True), self._full_layers
+        )
         return RowNumbers(
             token_ids=ids,
             positions=positions,
@@ -185,17 +187,17 @@ class InputBuilder:
             reads=reads,
             most_together=most_together(queries),
             scored_rows=scored,
-            asked=reported,
+            attributed=reported,
             blocks=self._blocks(reads, reported),
             is_plain=not (reported or scored or any(row.hidden for row in work.rows)),
             has_drafts=any(row.draft_ids for row in work.rows),
         )
 
-    def _blocks(self, reads: dict[AttentionSpan, Reads], told: Sequence[AttributionGroup]) -> BlockPlan | None:
+    def _blocks(self, reads: dict[AttentionSpan, Reads], attributed: Sequence[AttributionGroup]) -> BlockPlan | None:
         """Plans block sums in the kernels for the requested attributions, if the kernels support it."""
-        plan = block_plan(reads[AttentionSpan()], told) if told and self._tells_blocks else None
+        plan = block_plan(reads[AttentionSpan()], attributed) if attributed and self._attributes_blocks else None
         if plan is not None:
-            reads[AttentionSpan()].told = plan.sums
+            reads[AttentionSpan()].attributed = plan.sums
         return plan
 
     def tensors(self, rows: RowNumbers, last_ids: LastTokens) -> Inputs[RowLayer]:
@@ -267,9 +269,7 @@ class InputBuilder:
 def check_drafts(row: Row) -> None:
     """Raises ValueError for drafts where there must be none."""
     if row.draft_ids and (row.token_index < 0 or row.num_scored or row.spans is not None):
-        raise ValueError(
-            f"a row of sequence {row.sequence} has drafts, and is scored, not sampled, or tells of attention"
-        )
+        raise ValueError(f"a row of sequence {row.sequence} has drafts, but is scored or reports attention")
 
 
 def own_piece(work: Prefill, rank: int) -> tuple[Run, Sequence[int]]:

@@ -22,7 +22,7 @@ from workers.kv_cache.slots import KvPool
 PIECE_BYTES = 16 << 20
 """Maximum bytes that a rank sends at once, unless one block is larger. Approximately four copies exist at a time."""
 DIGEST_BYTES = 32
-NOBODY = -1
+NO_RANK = -1
 
 
 class BlockTransfer(NamedTuple):
@@ -50,7 +50,7 @@ def move(work: Move, comm: Comm | None, pool: KvPool, ledger: BlockTable) -> Non
         handing = BlockExchange(comm, Content(pool, of_windows=True))
         for first in range(0, len(blocks), handing.most_blocks):
             handing.hand_out(blocks[first : first + handing.most_blocks])
-        settle(comm, pool.device, max(carriage.damaged_by, handing.damaged_by))
+        confirm(comm, pool.device, max(carriage.damaged_by, handing.damaged_by))
     ledger.move(work.transfers)
 
 
@@ -92,7 +92,7 @@ class BlockExchange:
         self._comm = comm
         self._content = content
         self.most_blocks = max(1, PIECE_BYTES // max(1, content.bytes_per_block))
-        self.damaged_by = NOBODY
+        self.damaged_by = NO_RANK
         """A rank whose content arrived corrupted."""
 
     def exchange(self, archives: Sequence[BlockTransfer]) -> None:
@@ -136,8 +136,8 @@ def digest_of(content: Tensor) -> bytes:
     return blake3(content.cpu().numpy().data).digest()
 
 
-def settle(comm: Comm, device: str, damaged_by: int) -> None:
+def confirm(comm: Comm, device: str, damaged_by: int) -> None:
     """Waits for all ranks. Raises TransferCorrupted if one of them received corrupted content."""
     for target, source in enumerate(comm.all_gather(torch.tensor([damaged_by], device=device)).flatten().tolist()):
-        if source != NOBODY:
+        if source != NO_RANK:
             raise TransferCorrupted(source, target)

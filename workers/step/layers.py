@@ -49,7 +49,7 @@ class Replicating:
     gathered_reads: Reads
     own_reads: Reads
     """Reads of the own piece's rows from the pool, from the gathered keys, and from the keys of the piece."""
-    kept_S: Tensor
+    index_S: Tensor
     """Slots, in the gathered tensor, of the keys that are stored in the pool."""
     slots_S: Tensor
     """The pool slots of these keys."""

@@ -91,11 +91,11 @@ def _full_reads(ledger: BlockTable, queries: Sequence[Query], tree: Sequence[Use
     extents: dict[tuple[int, int], list[Extent]] = {}
     for depth, users in tree:
         for rows, low, high in _bands(users, depth):
-            extents.setdefault(rows, []).extend(ledger.held(users[0].parts[depth].segment, low, high))
+            extents.setdefault(rows, []).extend(ledger.resident_extents(users[0].parts[depth].segment, low, high))
     for rows, found in extents.items():
         yield from (Read(*rows, low, high) for low, high in stretches(found))
     for query in queries:
-        for extent in ledger.held(query.parts[-1].segment, query.run.start + 1, query.run.end):
+        for extent in ledger.resident_extents(query.parts[-1].segment, query.run.start + 1, query.run.end):
             yield from causal_reads(query.run, extent)
 
 
@@ -138,20 +138,22 @@ def _near_reads(ledger: BlockTable, tree: Sequence[Users], reach: AttentionSpan,
             is_shared = len(cluster) > 1
             if is_shared:
                 for rows, start, end in _shown(cluster, low, high):
-                    yield from (Read(*rows, *slots) for slots in stretches(ledger.held(segment, start, end, rank)))
+                    yield from (
+                        Read(*rows, *slots) for slots in stretches(ledger.resident_extents(segment, start, end, rank))
+                    )
             for query in cluster:
                 first, end = reach.first(query.run.start), query.parts[depth].end
                 for bounds in ((first, low), (high, end)) if is_shared else ((first, end),):
-                    for extent in _held(ledger, query, segment, bounds, rank):
+                    for extent in _resident(ledger, query, segment, bounds, rank):
                         yield from reads_within(query.run, extent, reach)
 
 
-def _held(
+def _resident(
     ledger: BlockTable, query: Query, segment: int, bounds: tuple[int, int], rank: int | None
 ) -> Iterator[Extent]:
     """The extents within positions [start, end) of a segment, without the query's hidden positions."""
     for low, high in without(*bounds, query.hidden):
-        yield from ledger.held(segment, low, high, rank)
+        yield from ledger.resident_extents(segment, low, high, rank)
 
 
 def _clusters(users: Sequence[Query], depth: int, reach: AttentionSpan) -> Iterator[tuple[list[Query], int, int]]:

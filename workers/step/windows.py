@@ -48,12 +48,14 @@ class WindowBuilder:
         """Slots of the rows' tokens."""
         slots: list[int] = []
         for row in rows:
-            slots += slots_of(self._ledger.held(row.path[-1], row.start, row.start + row.num_tokens, EVERY_RANK))
+            slots += slots_of(
+                self._ledger.resident_extents(row.path[-1], row.start, row.start + row.num_tokens, EVERY_RANK)
+            )
         return slots
 
     def _replicating(self, work: Prefill, reach: AttentionSpan) -> Replicating:
         end = work.start + len(work.token_ids)
-        retained = list(self._ledger.held(work.path[-1], work.start, end, EVERY_RANK))
+        retained = list(self._ledger.resident_extents(work.path[-1], work.start, end, EVERY_RANK))
         wanted = union([*before_pieces(work.pieces, reach), *((extent.start, extent.end) for extent in retained)])
         shares = [self._share(work.pieces, wanted, rank) for rank in range(self._world_size)]
         longest = max(map(num_tokens, shares))
@@ -69,7 +71,7 @@ class WindowBuilder:
             pool_reads=pool_reads,
             gathered_reads=gathered_reads,
             own_reads=own_reads,
-            kept_S=self._tensor([gathered_at[position] for position in positions_of(retained)]),
+            index_S=self._tensor([gathered_at[position] for position in positions_of(retained)]),
             slots_S=self._tensor(slots_of(retained)),
         )
 

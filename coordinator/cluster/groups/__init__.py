@@ -1,1 +1,1 @@
-"""The life of one group of ranks: how they meet, what they do, and why they part."""
+"""Process groups: how an epoch's members rendezvous, run steps and fail."""

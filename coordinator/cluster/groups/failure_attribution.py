@@ -1,4 +1,4 @@
-"""Which member is to blame when an epoch ends, and several report trouble at once."""
+"""Determines the failed member when an epoch ends and several members report errors at once."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -7,16 +7,16 @@ from coordinator.cluster.ports import EpochEnd
 from longleaf.errors import GroupFailed, LongleafError, RankLost
 
 GRACE_SECONDS = 0.5
-"""How long further reports are gathered after a first one that does not say for sure who is gone. One rank's death
-makes its peers raise, often sooner than the fleet sees the death; and one that raises leaves the group, whereupon its
-peers may believe that it is gone before it has said that it lives."""
+"""Seconds during which further reports are collected after a first report that does not identify the dead rank. When
+one rank dies, its peers raise, often before the fleet sees the death. A rank that raises leaves the group, so its
+peers may consider it dead before its own report arrives."""
 
 
 class FailureCollector:
-    """Gathers what is told of the members of one epoch, in rank order, into a `verdict`, a future that is set once.
+    """Collects reports about the members of one epoch, in rank order, and sets the future `verdict` once.
 
-    `kill(member, reason)` must see to it that the member is gone, and that `died` is called then. `under_way` tells
-    the steps in one of which the ranks are.
+    `kill(member, reason)` must end the member's process and then cause a call of `died`. `under_way` returns the steps
+    in one of which the ranks are.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class FailureCollector:
         """Step and reason."""
         self._blamed: dict[int, str] = {}
         self._accusers = set[int]()
-        """Those that saw another one gone."""
+        """Members that reported another one dead."""
         self._is_gathering = False
         self.step: int | None = None
-        """The step whose deadline has passed, if that is why somebody is killed."""
+        """The step whose deadline has passed, if that is the reason for a kill."""
         self.verdict: asyncio.Future[EpochEnd] = self._loop.create_future()
 
     def died(self, member: int, reason: str) -> None:
-        """Its process has ended. Nobody needs to be heard who may know better, unless it has said itself why."""
+        """The member's process has ended. This report is final, unless the member reported a reason itself."""
         if member not in self.members:
             return
         self._died.setdefault(member, reason)
@@ -47,26 +47,26 @@ class FailureCollector:
             self._conclude_lost(member)
 
     def failed(self, member: int, reason: str, blamed: int | None = None) -> None:
-        """It said itself that it ends, perhaps because it saw the rank `blamed` gone."""
+        """The member reported that it ends, perhaps because it saw rank `blamed` die."""
         if member in self.members:
             self._failed.setdefault(member, reason)
-            self._blame(member, reason, blamed)
+            self._attribute(member, reason, blamed)
 
     def broken(self, member: int, step: int, reason: str, blamed: int | None = None) -> None:
-        """It said that the epoch has ended for it, and it lives."""
+        """The member is alive and reported that the epoch has ended for it."""
         self._broken.setdefault(member, (step, reason))
-        self._blame(member, reason, blamed)
+        self._attribute(member, reason, blamed)
 
     def has_answered(self, member: int) -> bool:
-        """Whether it has said that the epoch has ended for it."""
+        """Whether the member reported that the epoch has ended for it."""
         return member in self._broken
 
     @property
     def is_suspected(self) -> bool:
-        """A report is in; the verdict is there or on its way. Nothing that ranks compute from now on counts."""
+        """A report has arrived, so the verdict exists or follows. Later results of ranks are ignored."""
         return self._is_gathering or self.verdict.done()
 
-    def _blame(self, member: int, reason: str, blamed: int | None) -> None:
+    def _attribute(self, member: int, reason: str, blamed: int | None) -> None:
         if blamed is not None and self.members[blamed] != member:
             self._blamed.setdefault(self.members[blamed], reason)
             self._accusers.add(member)
@@ -75,9 +75,9 @@ class FailureCollector:
             self._loop.call_later(GRACE_SECONDS, self._decide)
 
     def _decide(self) -> None:
-        """Those that others saw gone come first, then those that said that they end, in the order of the reports. Whom
-        others saw gone, and who has said nothing, is gone for the others: it is made sure of. Where all live, the one
-        that accuses nobody knows why."""
+        """Candidates in this order: members that others reported dead, then members that reported their own end, by
+        time of report. A member that others reported dead and that has sent no report is killed, because the others
+        cannot reach it. If all are alive, the cause is the member that blames no other."""
         if self.verdict.done():
             return
         gone = [member for member in self._blamed if member not in self._broken]
@@ -97,11 +97,11 @@ class FailureCollector:
         self.conclude(RankLost(self.members.index(member), reason), steps_of(step) or self._under_way())
 
     def conclude(self, error: LongleafError, steps: tuple[int, ...] = ()) -> None:
-        """Settles the verdict, unless it is settled."""
+        """Sets the verdict, unless it is set."""
         if not self.verdict.done():
             self.verdict.set_result(EpochEnd(error, steps))
 
 
 def steps_of(step: int) -> tuple[int, ...]:
-    """Step 0 is none: ranks tell it before their first one."""
+    """Step 0 means no step: ranks report it before their first one."""
     return (step,) if step else ()

@@ -51,7 +51,7 @@ class RankGroup:
         self.members = tuple(member.number for member in members)
         self._config = config
         self._channel = channel
-        self._roster = registry
+        self._registry = registry
         self._loop = asyncio.get_running_loop()
         self._under_way: dict[int, PendingStep] = {}
         """By step number, in the order of sending. Answers to any other step are dropped."""
@@ -59,7 +59,7 @@ class RankGroup:
         """The timer for the first pending step."""
         self._losses = FailureCollector(self.members, registry.end, self._unanswered)
         self.verdict.add_done_callback(lambda _: self._end_steps())
-        self._meeting = Rendezvous(epoch, self.members)
+        self._rendezvous = Rendezvous(epoch, self.members)
         self._is_fenced = False
         for member in members:
             if member.end:
@@ -85,7 +85,7 @@ class RankGroup:
         epoch.
         """
         hellos = tuple(member.hello for member in members if member.hello is not None)
-        rendezvous, wait = self._meeting, self._roster.wait
+        rendezvous, wait = self._rendezvous, self._registry.wait
         if len(members) > 1:
             self._channel.send(self.members[:1], OpenStore(self.epoch))
             await wait(lambda: rendezvous.port is not None, self.verdict)
@@ -99,14 +99,16 @@ class RankGroup:
 
     def late(self) -> list[int]:
         """Return the members that the others wait for: they are neither ready nor have they aborted the epoch."""
-        requested = self.members if self._meeting.port is not None else self.members[:1]
-        missing = [one for one in requested if one not in self._meeting.readies and not self._losses.has_answered(one)]
-        return [one for one in missing if self._roster.get(one) is not None]
+        requested = self.members if self._rendezvous.port is not None else self.members[:1]
+        missing = [
+            one for one in requested if one not in self._rendezvous.readies and not self._losses.has_answered(one)
+        ]
+        return [one for one in missing if self._registry.get(one) is not None]
 
     @property
-    def num_asked(self) -> int:
+    def num_requested(self) -> int:
         """Members that were sent an order for this epoch."""
-        return len(self.members) if self._meeting.port is not None else 1
+        return len(self.members) if self._rendezvous.port is not None else 1
 
     # --- steps ---
 
@@ -139,7 +141,7 @@ class RankGroup:
         self._deadline = self._loop.call_later(under_way.seconds, self._is_late, step, under_way)
 
     def _is_late(self, step: int, under_way: PendingStep) -> None:
-        self._roster.run(self._blame_slow(step, under_way))
+        self._registry.run(self._attribute_slow(step, under_way))
 
     def _forget(self, step: int) -> None:
         """Remove a step that was answered or cancelled, and start the deadline of the next one."""
@@ -156,21 +158,21 @@ class RankGroup:
             if not result.done():
                 result.set_exception(self.verdict.result().error)
 
-    async def _blame_slow(self, step: int, under_way: PendingStep) -> None:
-        """Kill the member that holds up the others. If there is no single one, end the epoch."""
+    async def _attribute_slow(self, step: int, under_way: PendingStep) -> None:
+        """Kill the member that blocks the others. If there is no single one, end the epoch."""
 
         def is_over() -> bool:
             return under_way.result.done() or self.is_suspected
 
-        behind = await self._roster.find_behind(self.members, is_over)
+        behind = await self._registry.find_behind(self.members, is_over)
         if is_over():
             return
-        reason = f"step {step} took longer than its {human_seconds(under_way.seconds)}"
+        reason = f"step {step} exceeded its limit of {human_seconds(under_way.seconds)}"
         if behind is None:
             self.conclude(GroupFailed(reason), (step,))
         else:
             self._losses.step = step
-            self._roster.end(behind.number, reason)
+            self._registry.end(behind.number, reason)
 
     def _unanswered(self) -> tuple[int, ...]:
         return tuple(step for step, under_way in self._under_way.items() if not under_way.result.done())
@@ -180,14 +182,14 @@ class RankGroup:
     def take_result(self, member: int, message: StepResult) -> None:
         """Handle the result of a step. Raises ValueError if the sender is not rank 0."""
         if member != self.members[0]:
-            raise ValueError(f"member {member} sends what it may not: {type(message).__name__} for rank 0")
+            raise ValueError(f"invalid message from member {member}: {type(message).__name__} is for rank 0")
         under_way = self._under_way.get(message.step)
         if message.epoch == self.epoch and under_way is not None and not (under_way.result.done() or self.is_suspected):
             under_way.result.set_result(message)
 
-    def take_meeting(self, message: StoreOpened | Ready) -> None:
+    def set_rendezvous(self, message: StoreOpened | Ready) -> None:
         """Handle a rendezvous message. Raises ValueError for a message of another epoch, or a repeated one."""
-        self._meeting.take(message)
+        self._rendezvous.take(message)
 
     def take_broken(self, message: GroupFailure) -> None:
         """Handle the failure of the group; that of an earlier epoch is ignored. Raises ValueError for an impossible
@@ -195,7 +197,7 @@ class RankGroup:
         """
         is_ours = message.epoch == self.epoch > 0
         if message.epoch > self.epoch or (message.epoch == self.epoch and not (is_ours and self._has(message))):
-            raise ValueError(f"member {message.member} sends what it may not: Broken of another epoch")
+            raise ValueError(f"invalid message from member {message.member}: Broken of another epoch")
         if is_ours:
             self._check_blamed(message)
             self._losses.broken(message.member, message.step, message.reason, message.blamed)
@@ -206,7 +208,7 @@ class RankGroup:
         self._check_blamed(message)
         if message.refused and self._has(message):
             self._losses.conclude(StartError(message.reason))
-        self._losses.failed(message.member, message.reason + self._roster.where(message.member), message.blamed)
+        self._losses.failed(message.member, message.reason + self._registry.where(message.member), message.blamed)
         self._fence()
 
     def _has(self, message: GroupFailure | Died) -> bool:
@@ -214,13 +216,13 @@ class RankGroup:
 
     def _check_blamed(self, message: GroupFailure | Died) -> None:
         if not 0 <= (message.blamed or 0) < len(self.members):
-            raise ValueError(f"member {message.member} sends what it may not: blame for rank {message.blamed}")
+            raise ValueError(f"invalid message from member {message.member}: it blames rank {message.blamed}")
 
     # --- end ---
 
     def died(self, member: int, reason: str) -> None:
         """Record that the process of a member has ended."""
-        self._losses.died(member, reason + self._roster.where(member))
+        self._losses.died(member, reason + self._registry.where(member))
         self._fence()
 
     def conclude(self, error: LongleafError, steps: tuple[int, ...] = ()) -> None:
@@ -233,4 +235,4 @@ class RankGroup:
         if self.is_suspected and not self._is_fenced and self.epoch:
             self._is_fenced = True
             self._channel.send(self.members, AbortExchanges(self.epoch))
-        self._roster.note_change()
+        self._registry.note_change()

@@ -1,4 +1,4 @@
-"""How the members of an epoch meet: in which order, and what they say until they have."""
+"""Rendezvous of an epoch's members: the order of messages until the group is complete."""
 
 from collections.abc import Sequence
 
@@ -7,26 +7,26 @@ from longleaf.rank_protocol.group_messages import Ready, StoreOpened
 
 
 class Rendezvous:
-    """What members, in rank order, say while they form an epoch."""
+    """State of the messages that members, in rank order, send while an epoch forms."""
 
     def __init__(self, epoch: int, members: Sequence[int]) -> None:
         self._epoch = epoch
         self._members = members
         self.port: int | None = 0 if len(members) == 1 else None
-        """Where rank 0 has opened the store, None before that; 0 where nobody is met."""
+        """Port of rank 0's store; None until it is open, 0 if no rendezvous is needed."""
         self.readies: dict[int, Ready] = {}
 
     def take(self, message: StoreOpened | Ready) -> None:
-        """Raises ValueError for what belongs to another epoch, or was said before."""
+        """Raises ValueError for a message of another epoch or a repeated message."""
         member = message.member
         if message.epoch != self._epoch or member not in self._members:
-            raise ValueError(f"member {member} sends what it may not: {type(message).__name__} of another epoch")
+            raise ValueError(f"invalid message from member {member}: {type(message).__name__} of another epoch")
         if isinstance(message, Ready) and member not in self.readies:
             self.readies[member] = message
         elif isinstance(message, StoreOpened) and member == self._members[0] and self.port is None:
             self.port = message.port
         else:
-            raise ValueError(f"member {member} sends what it may not: {type(message).__name__} out of turn")
+            raise ValueError(f"invalid message from member {member}: {type(message).__name__} out of order")
 
     @property
     def is_complete(self) -> bool:
@@ -34,10 +34,11 @@ class Rendezvous:
 
 
 def in_rank_order(members: Sequence[Member], before: Sequence[int]) -> list[Member]:
-    """The ranks of the next epoch, node by node; `before` are the numbers of the one before, in rank order.
+    """The members of the next epoch in rank order, grouped by node; `before` has the members of the previous epoch in
+    rank order.
 
-    Who was in that keeps its order, and comes before those of its node that were not. The lowest rank that is left is
-    rank 0.
+    Members of the previous epoch keep their order and precede new members of their node. The lowest remaining rank
+    becomes rank 0.
     """
     ranks = {number: rank for rank, number in enumerate(before)}
     ordered = sorted(members, key=lambda member: (ranks.get(member.number, len(ranks)), member.number))

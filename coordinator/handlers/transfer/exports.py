@@ -25,13 +25,13 @@ class Exports:
 
     def __init__(
         self,
-        house: TransferEngine,
+        engine: TransferEngine,
         threads: TokenizerPool,
         cluster: Callable[[], Cluster],
         max_exports: int = MAX_EXPORTS,
         tenant_share: float = 1.0,
     ) -> None:
-        self._house = house
+        self._engine = engine
         self._threads = threads
         self._cluster = cluster
         self._max_exports = max_exports
@@ -47,7 +47,7 @@ class Exports:
         digest, InvalidArgument, ResourceExhausted, DataLoss, StorageUnavailable or Unavailable.
         """
         with self._counted(tenant_of(wanted.context)):
-            exporting = await self._house.open_export(wanted.context, with_keys=wanted.with_keys)
+            exporting = await self._engine.open_export(wanted.context, with_keys=wanted.with_keys)
             try:
                 packing = await self._pack(exporting)
                 _check(wanted, packing)
@@ -62,8 +62,8 @@ class Exports:
     def _counted(self, tenant: str) -> Generator[None, None, None]:
         own, count = self._num_open[tenant], self._num_open.total()
         if count >= self._max_exports or own >= self._max_exports * self._tenant_share:
-            message = f"{own} of the tenant {tenant}" if count < self._max_exports else f"{count}"
-            raise ResourceExhausted("exports", f"{message} are under way, and there may be no more", RETRY_SECONDS)
+            message = f"{own} of tenant {tenant}" if count < self._max_exports else f"{count}"
+            raise ResourceExhausted("exports", f"{message} are running, which is the limit", RETRY_SECONDS)
         self._num_open[tenant] += 1
         try:
             yield
@@ -72,7 +72,7 @@ class Exports:
             self._num_open += Counter()  # removes tenants with a count of zero
 
     async def _pack(self, exporting: ExportHandle) -> ArchiveWriter:
-        head = _head(exporting, await self._house.fingerprint(), self._cluster().model.name)
+        head = _head(exporting, await self._engine.fingerprint(), self._cluster().model.name)
         return await self._threads.run(ArchiveWriter, head, exporting.segments, exporting.manifests)
 
 
@@ -95,10 +95,10 @@ def _head(exporting: ExportHandle, fingerprint: Fingerprint, model: str) -> Cont
 
 def _check(wanted: ExportContext, packing: ArchiveWriter) -> None:
     if wanted.digest and wanted.digest != packing.digest:
-        message = "it has changed since that parcel was begun; export it anew"
+        message = "it has changed since the export started; export it again"
         raise FailedPrecondition(f"contexts/{wanted.context}", message)
     if wanted.offset > packing.num_bytes:
-        raise InvalidArgument("offset", f"{wanted.offset:,} is after the end, at {packing.num_bytes:,}")
+        raise InvalidArgument("offset", f"{wanted.offset:,} is past the end at {packing.num_bytes:,}")
 
 
 async def _bytes_of(exporting: ExportHandle, packing: ArchiveWriter, offset: int) -> AsyncGenerator[bytes, None]:

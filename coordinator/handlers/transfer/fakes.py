@@ -42,14 +42,14 @@ class FakeTransferEngine:
         self.objects: dict[str, bytes] = {}
         self.num_open = 0
         """Contexts that are being exported."""
-        self.num_arriving = 0
+        self.num_imports = 0
         """Imports that were neither adopted nor dropped."""
         self.failures: list[StorageUnavailable] = []
         """Errors that the next storage calls raise."""
         self.is_answering = asyncio.Event()
         """Storage calls wait until it is set."""
         self.is_answering.set()
-        self.is_asked = asyncio.Event()
+        self.is_requested = asyncio.Event()
         """Set by the first storage call."""
         self.num_cancelled = 0
         """Storage calls that were cancelled."""
@@ -79,20 +79,20 @@ class FakeTransferEngine:
     def digest(self) -> str:
         return self._fingerprint.digest
 
-    async def open_export(self, context_id: str, *, with_keys: bool) -> "FakeLeaving":
+    async def open_export(self, context_id: str, *, with_keys: bool) -> "FakeExportHandle":
         stored = self._get(context_id)
         self.num_open += 1
-        return FakeLeaving(self, stored if with_keys else stored._replace(manifests={}))
+        return FakeExportHandle(self, stored if with_keys else stored._replace(manifests={}))
 
-    async def begin_import(self, context: ContextRecord) -> "FakeArriving":
+    async def begin_import(self, context: ContextRecord) -> "FakeImportHandle":
         if not self.is_durable:
             raise FailedPrecondition(f"contexts/{context.id}", "this service keeps nothing: serve with --data-dir")
         if context.id in self.contexts:
             raise AlreadyExists(f"contexts/{context.id}")
         if context.capacity > self.max_positions:
             raise InvalidArgument("capacity", f"{context.capacity:,} is more than {self.max_positions:,}")
-        self.num_arriving += 1
-        return FakeArriving(self)
+        self.num_imports += 1
+        return FakeImportHandle(self)
 
     def _get(self, context_id: str) -> StoredContext:
         if context_id not in self.contexts:
@@ -101,7 +101,7 @@ class FakeTransferEngine:
 
     async def answer(self) -> None:
         """Completes a storage call. Raises the next StorageUnavailable of `failures`."""
-        self.is_asked.set()
+        self.is_requested.set()
         try:
             await self.is_answering.wait()
         except asyncio.CancelledError:
@@ -115,35 +115,35 @@ class FakeTransferEngine:
         return self._next_segment
 
 
-class FakeLeaving:
+class FakeExportHandle:
     """An export of the fake engine."""
 
-    def __init__(self, house: FakeTransferEngine, stored: StoredContext) -> None:
-        self._house, self._is_closed = house, False
+    def __init__(self, engine: FakeTransferEngine, stored: StoredContext) -> None:
+        self._engine, self._is_closed = engine, False
         self.context, self.segments, self.manifests = stored
 
     async def read(self, piece: PieceRef) -> bytes:
         assert not self._is_closed
-        await self._house.answer()
-        if piece.name not in self._house.objects:
+        await self._engine.answer()
+        if piece.name not in self._engine.objects:
             raise DataLoss(piece.name, "it is missing")
-        return self._house.objects[piece.name]
+        return self._engine.objects[piece.name]
 
     async def close(self) -> None:
-        self._house.num_open -= not self._is_closed
+        self._engine.num_open -= not self._is_closed
         self._is_closed = True
 
 
-class FakeArriving:
+class FakeImportHandle:
     """An import of the fake engine."""
 
-    def __init__(self, house: FakeTransferEngine) -> None:
-        self._house, self._is_over = house, False
+    def __init__(self, engine: FakeTransferEngine) -> None:
+        self._engine, self._is_over = engine, False
         self._names: set[str] = set()
 
     @property
     def form(self) -> str | None:
-        return self._house.form
+        return self._engine.form
 
     @property
     def block_size(self) -> int:
@@ -151,28 +151,28 @@ class FakeArriving:
 
     @property
     def fingerprint(self) -> str:
-        return self._house.digest
+        return self._engine.digest
 
     def check(self, manifest: SegmentManifest) -> None:
         manifest.check_blocks(BLOCK_SIZE)
 
     def new_segment(self) -> int:
-        return self._house.next_segment()
+        return self._engine.next_segment()
 
     def new_attempt(self, segment: int) -> Attempt:
         assert self.form is not None
-        return Attempt(self._house.service, f"{self._house.service}-{segment}", "a")
+        return Attempt(self._engine.service, f"{self._engine.service}-{segment}", "a")
 
     async def put(self, name: str, content: bytes | bytearray) -> None:
         assert not self._is_over and name not in self._names, name
-        await self._house.answer()
-        self._house.objects[name] = bytes(content)
+        await self._engine.answer()
+        self._engine.objects[name] = bytes(content)
         self._names.add(name)
 
     async def adopt(
         self, context: ContextRecord, segments: Sequence[SegmentRecord], snapshots: Sequence[SnapshotRecord]
     ) -> Context:
-        transfers = self._house
+        transfers = self._engine
         await transfers.answer()
         if context.id in transfers.contexts:
             raise AlreadyExists(f"contexts/{context.id}")
@@ -187,9 +187,9 @@ class FakeArriving:
     async def drop(self) -> None:
         if not self._is_over:
             for name in self._names:
-                del self._house.objects[name]
+                del self._engine.objects[name]
             self._end()
 
     def _end(self) -> None:
         self._is_over = True
-        self._house.num_arriving -= 1
+        self._engine.num_imports -= 1

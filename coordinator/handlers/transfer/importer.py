@@ -11,7 +11,7 @@ from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
 from coordinator.handlers.transfer.ports import ImportHandle, TransferEngine
 from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord, SnapshotRecord
 from longleaf.context_archive.frames import FIELD
-from longleaf.context_archive.reader import ArchiveReader, IdsSection, Told
+from longleaf.context_archive.reader import ArchiveReader, IdsSection, Section
 from longleaf.context_archive.records import ID_BYTES, ContextHead, KvPart, KvSection, SegmentHead
 from longleaf.context_archive.writer import little_endian
 from longleaf.errors import CheckpointChanged, ContextLost, InvalidArgument, NotFound
@@ -23,7 +23,7 @@ from longleaf.storage.names import Attempt
 from longleaf.tenants import scoped
 from longleaf.types import CONTEXT_ID, MAX_TIME, ImportHeader, ImportProgress
 
-MAX_TOLD = 3
+MAX_LISTED = 3
 """Most file names to list in an error about differing checkpoints."""
 
 
@@ -33,22 +33,22 @@ class ContextImporter:
 
     def __init__(
         self,
-        house: TransferEngine,
+        engine: TransferEngine,
         header: ImportHeader,
         vocabulary_size: int,
         wall_clock: Callable[[], float],
         ledger: QuotaEnforcer = UNLIMITED,
     ) -> None:
         self._ledger = ledger
-        self._house = house
+        self._engine = engine
         self._header = header
         self._vocabulary_size = vocabulary_size
         self._wall_clock = wall_clock
         self._unpacking = ArchiveReader()
-        self._untaken: Told | None = None
+        self._untaken: Section | None = None
         """The last item from the archive reader, until it has been processed."""
         self._context: ContextRecord | None = None
-        self._arriving: ImportHandle | None = None
+        self._import_handle: ImportHandle | None = None
         self._segments: list[SegmentRecord] = []
         self._num_used = 0
         """Tokens of the path up to the end of the last segment."""
@@ -68,19 +68,19 @@ class ContextImporter:
         return self._unpacking.num_bytes
 
     @property
-    def num_held_bytes(self) -> int:
+    def num_buffered_bytes(self) -> int:
         """Approximate bytes of memory held."""
         untaken = len(self._untaken) if isinstance(self._untaken, bytearray) else 0
         coming = [self._coming.token_ids] if self._coming is not None else []
         num_ids = sum(len(ids) for ids in (*(segment.token_ids for segment in self._segments), *coming))
-        return self._unpacking.num_held_bytes + untaken + ID_BYTES * num_ids + self._num_described
+        return self._unpacking.num_buffered_bytes + untaken + ID_BYTES * num_ids + self._num_described
 
     @property
     def _is_long(self) -> bool:
         """Whether parsing the current section may take long, so that it runs in a thread."""
         return self._unpacking.is_description
 
-    async def settle(self) -> None:
+    async def commit(self) -> None:
         """Completes the work that an earlier call left undone. Raises the same errors as `take`."""
         if self._untaken is not None:
             await self._follow(self._untaken)
@@ -90,29 +90,29 @@ class ContextImporter:
         """Processes the next bytes, until the context is created. Raises InvalidArgument, CheckpointChanged,
         AlreadyExists, FailedPrecondition; and StorageUnavailable or Unavailable, after which the import may continue at
         `num_bytes`."""
-        await self.settle()
+        await self.commit()
         rest = memoryview(data)
         while rest and self.made is None:
             unpack = self._unpacking.take
             count, self._untaken = await asyncio.to_thread(unpack, rest) if self._is_long else unpack(rest)
             rest = rest[count:]
-            await self.settle()
+            await self.commit()
 
     async def finish(self) -> None:
         """Creates the context at the end of the archive. Raises the same errors as `take`."""
-        await self.settle()
+        await self.commit()
         if self.made is not None:
             return
         self._unpacking.check_complete()
-        assert self._context is not None and self._arriving is not None
+        assert self._context is not None and self._import_handle is not None
         for number, (attempt, manifest) in self._manifests.items():
             if number not in self._snapshots:
-                await self._arriving.put(attempt.manifest, await asyncio.to_thread(encode_manifest, manifest))
+                await self._import_handle.put(attempt.manifest, await asyncio.to_thread(encode_manifest, manifest))
                 self._snapshots[number] = _snapshot(number, attempt, manifest)
         now, snapshots = self._wall_clock(), tuple(self._snapshots.values())
         record = replace(self._context, segment=self._segments[-1].id, last_used=now)
         with self._ledger.begin_document(1, record.num_tokens):
-            context = await self._arriving.adopt(record, self._segments, snapshots)
+            context = await self._import_handle.adopt(record, self._segments, snapshots)
         self.made = ImportProgress(
             received_bytes=self.num_bytes, context=context, key_tokens=self._num_key_tokens(record.num_tokens)
         )
@@ -120,43 +120,43 @@ class ContextImporter:
 
     async def drop(self) -> None:
         """Drops the import. Idempotent; has no effect on a context that was created."""
-        if self._arriving is not None:
-            await self._arriving.drop()
+        if self._import_handle is not None:
+            await self._import_handle.drop()
 
-    async def _follow(self, told: Told) -> None:
-        match told:
+    async def _follow(self, on_progress: Section) -> None:
+        match on_progress:
             case ContextHead():
-                await self._open(told)
+                await self._open(on_progress)
             case SegmentHead():
-                self._begin(told)
+                self._begin(on_progress)
             case IdsSection():
-                await self._extend(told.token_ids)
+                await self._extend(on_progress.token_ids)
             case _:
-                await self._put(told)
+                await self._put(on_progress)
 
     async def _open(self, head: ContextHead) -> None:
         name = self._header.context or scoped(self._header.tenant, _checked(head.context))
         if self._is_made(name):
-            self.made = ImportProgress(received_bytes=self.num_bytes, context=self._house.get_context(name))
+            self.made = ImportProgress(received_bytes=self.num_bytes, context=self._engine.get_context(name))
             return
-        _check_fingerprint(name, head, await self._house.fingerprint())
+        _check_fingerprint(name, head, await self._engine.fingerprint())
         self._context = _record(name, head, self._header.upload_id, self._wall_clock())
         self._ledger.check_rate_in()
         self._ledger.check_context(1, self._context.num_tokens)
-        self._arriving = await self._house.begin_import(self._context)
-        self._unpacking.expect(self._arriving.form, self._arriving.block_size)
+        self._import_handle = await self._engine.begin_import(self._context)
+        self._unpacking.expect(self._import_handle.form, self._import_handle.block_size)
 
     def _is_made(self, name: str) -> bool:
         """Whether an earlier call with this upload id created the context."""
         try:
-            return bool(self._header.upload_id) and self._house.made_by(name) == self._header.upload_id
+            return bool(self._header.upload_id) and self._engine.made_by(name) == self._header.upload_id
         except (NotFound, ContextLost, CheckpointChanged):
             return False
 
     def _begin(self, head: SegmentHead) -> None:
-        assert self._arriving is not None
-        self._coming = _IncomingSegment(self._arriving.new_segment(), head)
-        self._num_described += head.num_held_bytes
+        assert self._import_handle is not None
+        self._coming = _IncomingSegment(self._import_handle.new_segment(), head)
+        self._num_described += head.num_buffered_bytes
         if head.keys is not None:  # the manifest holds the token ids as well
             self._num_described += ID_BYTES * head.num_tokens
 
@@ -164,17 +164,17 @@ class ContextImporter:
         coming = self._coming
         assert coming is not None
         if max(token_ids) >= self._vocabulary_size:
-            raise InvalidArgument(FIELD, f"it has a token id that is not among {self._vocabulary_size:,}")
+            raise InvalidArgument(FIELD, f"it has a token id outside the vocabulary of {self._vocabulary_size:,}")
         coming.token_ids += token_ids
         if len(coming.token_ids) == coming.head.num_tokens:
             await self._seal(coming)
 
     async def _seal(self, coming: "_IncomingSegment") -> None:
         """Completes a segment once all its token ids have arrived."""
-        assert self._arriving is not None
+        assert self._import_handle is not None
         before = self._segments[-1] if self._segments else None
         keys, text = coming.head.keys, coming.head.text
-        if keys is None or keys.form != self._arriving.form:  # without keys, the unused tail is not needed
+        if keys is None or keys.form != self._import_handle.form:  # without keys, the unused tail is not needed
             del coming.token_ids[coming.head.num_used :]
             keys = None
         if len(coming.token_ids) < coming.head.num_tokens:
@@ -188,8 +188,8 @@ class ContextImporter:
             text=text,
         )
         if keys is not None:
-            attempt = self._arriving.new_attempt(segment.id)
-            parent = before and self._arriving.new_attempt(before.id).segment
+            attempt = self._import_handle.new_attempt(segment.id)
+            parent = before and self._import_handle.new_attempt(before.id).segment
             manifest = await asyncio.to_thread(self._manifest, attempt, segment, keys, parent)
             self._manifests[segment.id], coming.names = (attempt, manifest), [*manifest.objects]
         self._segments.append(segment)
@@ -198,10 +198,10 @@ class ContextImporter:
     def _manifest(
         self, attempt: Attempt, segment: SegmentRecord, keys: KvSection, parent: str | None
     ) -> SegmentManifest:
-        assert self._arriving is not None
+        assert self._import_handle is not None
         manifest = SegmentManifest(
             service=attempt.service,
-            fingerprint=self._arriving.fingerprint,
+            fingerprint=self._import_handle.fingerprint,
             form=keys.form,
             segment=attempt.segment,
             parent=parent,
@@ -214,16 +214,16 @@ class ContextImporter:
         )
         try:
             manifest.check()
-            self._arriving.check(manifest)
+            self._import_handle.check(manifest)
         except InvalidArgument as error:
-            raise InvalidArgument(FIELD, f"the pieces of a segment make no sense: {error}") from error
+            raise InvalidArgument(FIELD, f"the pieces of a segment are invalid: {error}") from error
         return manifest
 
     async def _put(self, content: bytearray) -> None:
         """Stores the next piece of a segment, if this engine accepts its keys."""
-        assert self._arriving is not None and self._coming is not None
+        assert self._import_handle is not None and self._coming is not None
         if self._coming.names:
-            await self._arriving.put(self._coming.names[0], content)
+            await self._import_handle.put(self._coming.names[0], content)
             del self._coming.names[0]
 
     def _num_key_tokens(self, num_tokens: int) -> int:
@@ -257,7 +257,9 @@ def _snapshot(number: int, attempt: Attempt, manifest: SegmentManifest) -> Snaps
 def _checked(name: str) -> str:
     """The name of the context in its original service. Raises InvalidArgument if the name is not valid here."""
     if CONTEXT_ID.fullmatch(name) is None:
-        raise InvalidArgument("config.name", f"the context was called {name[:100]!r}; give it another name")
+        raise InvalidArgument(
+            "config.name", f"the name {name[:100]!r} of the context is not valid here; give another name"
+        )
     return name
 
 
@@ -265,7 +267,7 @@ def _record(name: str, head: ContextHead, upload_id: str, now: float) -> Context
     """The record of the new context. Raises InvalidArgument if the archive's values are invalid."""
     times = (head.created, head.updated, *([] if head.expires is None else [head.expires]))
     if not all(0 <= time <= MAX_TIME for time in times):
-        raise InvalidArgument(FIELD, "it tells times that are none")
+        raise InvalidArgument(FIELD, "it has an invalid time")
     if head.expires is not None and head.expires <= now and not head.is_pinned:
         raise InvalidArgument(FIELD, f"the context expired {human_seconds(now - head.expires)} ago")
     return ContextRecord(
@@ -291,6 +293,8 @@ def _check_fingerprint(name: str, head: ContextHead, served: Fingerprint) -> Non
         return
     names = sorted({*given.files, *served.files}, key=lambda file: (file not in TEXTS, file))
     differing = [file for file in names if given.files.get(file) != served.files.get(file)]
-    files = ", ".join(differing[:MAX_TOLD]) + (f" and {len(differing) - MAX_TOLD} more" if differing[MAX_TOLD:] else "")
-    models = f"{head.model[:100]!r} has fingerprint {given.digest[:16]}, what is served here {served.digest[:16]}"
+    files = ", ".join(differing[:MAX_LISTED]) + (
+        f" and {len(differing) - MAX_LISTED} more" if differing[MAX_LISTED:] else ""
+    )
+    models = f"{head.model[:100]!r} has fingerprint {given.digest[:16]}; the served checkpoint has {served.digest[:16]}"
     raise CheckpointChanged(f"contexts/{name}", f"{models}; they differ in {files or 'their tensors'}")

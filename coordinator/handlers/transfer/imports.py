@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
-from coordinator.handlers.fair_share import loser_of
+from coordinator.handlers.fair_share import eviction_victim
 from coordinator.handlers.resumable_generations import CallLater, Timer, call_later
 from coordinator.handlers.transfer.importer import ContextImporter
 from coordinator.handlers.transfer.ports import TransferEngine
@@ -60,7 +60,7 @@ class ImportSession:
     def check(self, owner: object) -> None:
         """Raises Unavailable if another stream took over."""
         if self.owner is not owner:
-            raise Unavailable("another stream goes on with this import")
+            raise Unavailable("another stream continued this import")
 
     async def work(self, owner: object, begin: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Runs work on the importer, after all earlier work. If the caller is cancelled, the work still completes.
@@ -97,7 +97,7 @@ class ImportSessions:
 
     def __init__(
         self,
-        house: TransferEngine,
+        engine: TransferEngine,
         vocabulary_size: int,
         clock: Callable[[], float] = time.monotonic,
         later: CallLater = call_later,
@@ -111,7 +111,7 @@ class ImportSessions:
         tenant_share: float = 1.0,
     ) -> None:
         self._tenant_share = tenant_share
-        self._house = house
+        self._engine = engine
         self._vocabulary_size = vocabulary_size
         self._ledger = ledger
         self._clock, self._later, self._wall_clock = clock, later, wall_clock
@@ -141,7 +141,7 @@ class ImportSessions:
         self, found: ImportSession, owner: object, pieces: AsyncIterator[ImportHeader | ArchiveChunk]
     ) -> AsyncGenerator[ImportProgress, None]:
         arrival = found.arrival
-        await found.work(owner, arrival.settle)
+        await found.work(owner, arrival.commit)
         reported = arrival.num_bytes
         if arrival.made is None:
             yield ImportProgress(received_bytes=reported)
@@ -176,7 +176,7 @@ class ImportSessions:
         self._trim()
         found = self._by_key.get((header.tenant, header.context, header.upload_id)) if header.upload_id else None
         if found is not None and found.header.total_bytes != header.total_bytes:
-            raise InvalidArgument("config.total_size_bytes", "is not what this upload began with")
+            raise InvalidArgument("config.total_size_bytes", "differs from the start of this upload")
         made = found.arrival.made if found is not None else None
         if found is None or made is None or made.context is None or self._is_there(made.context.id, header.upload_id):
             return found
@@ -190,7 +190,7 @@ class ImportSessions:
 
     def _is_there(self, context: str, upload_id: str) -> bool:
         try:
-            return self._house.made_by(context) == upload_id
+            return self._engine.made_by(context) == upload_id
         except LongleafError:
             return False
 
@@ -200,14 +200,14 @@ class ImportSessions:
         tenant, most = header.tenant, self._max_imports * self._tenant_share
         count = self.num_of(tenant)
         if most < self._max_imports and count >= most and not self._forget_oldest(tenant):
-            message = f"{count} of the tenant {tenant} are under way, at most {int(most)} may be"
+            message = f"{count} of tenant {tenant} are running; the limit is {int(most)}"
             raise ResourceExhausted("imports", message, RETRY_SECONDS)
         resident = Counter(other.header.tenant for other in self._all)
         if len(self._all) >= self._max_imports and not self._make_room(resident, tenant):
-            message = f"{len(self._all)} are under way, and there may be no more"
+            message = f"{len(self._all)} are running, which is the limit"
             raise ResourceExhausted("imports", message, RETRY_SECONDS)
         found = ImportSession(
-            header, ContextImporter(self._house, header, self._vocabulary_size, self._wall_clock, self._ledger)
+            header, ContextImporter(self._engine, header, self._vocabulary_size, self._wall_clock, self._ledger)
         )
         self._all.append(found)
         if header.upload_id:
@@ -219,25 +219,25 @@ class ImportSessions:
         most = self._max_bytes * self._tenant_share
         while self._bytes_by_tenant()[tenant] > most:
             if not self._forget_oldest(tenant):
-                owner = "all together" if most == self._max_bytes else f"those of the tenant {tenant}"
-                message = f"{owner} hold too much, at most {int(most):,} bytes may be held"
+                owner = "all imports" if most == self._max_bytes else f"those of tenant {tenant}"
+                message = f"{owner} use too much memory; the limit is {int(most):,} bytes"
                 raise ResourceExhausted("imports", message, RETRY_SECONDS)
         while (resident := self._bytes_by_tenant()).total() > self._max_bytes:
             if not self._make_room(resident, tenant):
-                message = f"all together hold too much, at most {self._max_bytes:,} bytes may be held"
+                message = f"all imports use too much memory; the limit is {self._max_bytes:,} bytes"
                 raise ResourceExhausted("imports", message, RETRY_SECONDS)
 
     def _bytes_by_tenant(self) -> Counter[str]:
         resident = Counter[str]()
         for found in self._all:
-            resident[found.header.tenant] += found.arrival.num_held_bytes
+            resident[found.header.tenant] += found.arrival.num_buffered_bytes
         return resident
 
-    def _make_room(self, held: Counter[str], tenant: str) -> bool:
-        """Drops the oldest idle import of the tenant that has most by `held`; of a tenant other than `tenant` only if
-        it has more. Returns whether there was one."""
+    def _make_room(self, usage: Counter[str], tenant: str) -> bool:
+        """Drops the oldest idle import of the tenant with the largest amount in `held`; another tenant than `tenant`
+        must hold more than it. Returns whether an import was dropped."""
         idle = {found.header.tenant for found in self._all if found.idle_since is not None}
-        loser = loser_of(held, idle, tenant)
+        loser = eviction_victim(usage, idle, tenant)
         return loser is not None and self._forget_oldest(loser)
 
     def _forget_oldest(self, tenant: str) -> bool:
@@ -302,9 +302,9 @@ async def _take(found: ImportSession, piece: ImportHeader | ArchiveChunk) -> Non
         raise InvalidArgument("config", "must be in the first request, and only there")
     num_bytes, total = found.arrival.num_bytes, found.header.total_bytes
     if not 0 <= piece.offset <= num_bytes:
-        raise InvalidArgument("piece.offset", f"is {piece.offset:,}, and {num_bytes:,} bytes have come")
+        raise InvalidArgument("piece.offset", f"is {piece.offset:,}, but {num_bytes:,} bytes have been received")
     if total is not None and piece.offset + len(piece.data) > total:
-        raise InvalidArgument("config.total_size_bytes", f"more than {total:,} bytes have come")
+        raise InvalidArgument("config.total_size_bytes", f"more than {total:,} bytes have been received")
     await found.arrival.take(piece.data[num_bytes - piece.offset :])
 
 

@@ -1,1 +1,1 @@
-"""What is durable of a service's contexts: their names, paths and token ids, in one SQLite database per model."""
+"""Durable state of a service's contexts: names, paths and token ids, in one SQLite database per model."""

@@ -1,4 +1,4 @@
-"""The catalog: the database behind a thread of its own, which does one thing after the other."""
+"""The catalog: a database with its own thread, which executes one operation at a time."""
 
 import asyncio
 from array import array
@@ -23,22 +23,21 @@ from coordinator.persistence.catalog.records import (
     UploadRecord,
 )
 from coordinator.persistence.catalog.reserve import Reserve
-from coordinator.persistence.catalog.sqlite_errors import at_start, is_full
+from coordinator.persistence.catalog.sqlite_errors import is_full, startup_error
 from longleaf.errors import StorageUnavailable, Unavailable
 
 DATABASE = "catalog.db"
-"""Its name in its folder."""
+"""File name of the reserve."""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
 class Catalog:
-    """Implements the protocols of coordinator.persistence.catalog.ports. Whoever opens it has the lock of its
-    folder."""
+    """Implements the protocols of coordinator.persistence.catalog.ports. The opener holds the lock of the folder."""
 
     def __init__(self, database: Database, thread: ThreadPoolExecutor, reserve: Reserve | None = None) -> None:
-        """`database` and `reserve`, the room that deletions may use, belong to the thread."""
+        """`database` and `reserve`, the space for deletions, belong to the thread."""
         self._database = database
         self._thread = thread
         self._reserve = reserve
@@ -46,7 +45,7 @@ class Catalog:
 
     @classmethod
     async def open(cls, path: Path, busy_seconds: float = BUSY_SECONDS, reserve: Reserve | None = None) -> "Catalog":
-        """The database at `path`, made when it is not there. Raises CatalogError, which says what to do."""
+        """Opens the database at `path`, and creates it if missing. Raises CatalogError with a remedy."""
         database = Database(path, busy_seconds, max_log_bytes=None if reserve is None else reserve.max_log_bytes)
         thread = ThreadPoolExecutor(1, thread_name_prefix="catalog")
         catalog = cls(database, thread, reserve)
@@ -61,7 +60,7 @@ class Catalog:
         return await self._call(self._load)
 
     def _load(self) -> CatalogContents:
-        with self._database.transaction(at_start) as connection:
+        with self._database.transaction(startup_error) as connection:
             return load(self._database.path, connection)
 
     async def commit(self, change: Change) -> CommitResult:
@@ -73,8 +72,8 @@ class Catalog:
             committed = write(writer.write_change, change)
             is_deletion = any(each.content is None for each in change.outgoing)
             if committed.segments or change.dropped_contexts or change.dropped_uploads or is_deletion:
-                self._database.note_remains()
-            self._database.scrub(self._release_room)
+                self._database.mark_deleted()
+            self._database.truncate_wal(self._release_room)
             return committed
         finally:
             self._reserve_room()
@@ -84,11 +83,11 @@ class Catalog:
             self._reserve.make()
 
     def _release_room(self) -> bool:
-        """Whether there is more room now."""
+        """Releases the reserve; returns whether that freed space."""
         return self._reserve is not None and self._reserve.release()
 
     async def note_epoch(self, epoch: int) -> None:
-        await self._call(self._write_and_reserve, writer.write_epoch, epoch)  # a start may have used the room
+        await self._call(self._write_and_reserve, writer.write_epoch, epoch)  # the start may have used the reserve
 
     async def append_upload(
         self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]" = NO_STARTS
@@ -113,7 +112,7 @@ class Catalog:
     async def close(self) -> None:
         if self._closing is None:
             self._closing = asyncio.wrap_future(self._submit(self._database.close))
-            self._thread.shutdown(wait=False)  # what waits is done
+            self._thread.shutdown(wait=False)  # queued operations are finished
         await asyncio.shield(self._closing)
 
     def _write(
@@ -122,7 +121,7 @@ class Catalog:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """Calls it in a transaction."""
+        """Runs the operation in a transaction."""
         with self._database.transaction() as connection:
             return function(connection, *args, **kwargs)
 
@@ -132,7 +131,7 @@ class Catalog:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """As `_write`, but not in the room of a reserve that has made way for deletions."""
+        """As `_write`, but raises if the reserve for deletions was released."""
         if self._reserve is not None:
             self._reserve.check_catalog()
         return self._write(function, *args, **kwargs)
@@ -143,7 +142,7 @@ class Catalog:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """As `_write`, also where the disk is full and there is a reserve."""
+        """As `_write`, and also succeeds on a full disk if there is a reserve."""
         try:
             return self._write(function, *args, **kwargs)
         except StorageUnavailable as error:
@@ -157,7 +156,7 @@ class Catalog:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """As `_write_at_any_rate`; what it leaves of the room is reserved again for the next deletion."""
+        """As `_write_at_any_rate`; the remaining space is reserved again for the next deletion."""
         try:
             return self._write_at_any_rate(function, *args, **kwargs)
         finally:
@@ -166,7 +165,7 @@ class Catalog:
     async def _call(
         self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result:
-        """Calls it in the thread, after all that was called before; also when this is cancelled."""
+        """Runs the operation in the thread, after all earlier ones, even if this call is cancelled."""
         called = self._submit(partial(function, *args, **kwargs))
         return await asyncio.shield(asyncio.wrap_future(called))
 
@@ -177,12 +176,12 @@ class Catalog:
 
 
 def read_only_catalog(folder: Path) -> CatalogContents:
-    """What another folder keeps, whose service may run meanwhile; it is not locked, and nothing in it changes. Takes
-    as long as reading it. Raises CatalogError."""
+    """Reads the contents of another folder, whose service may be running. Takes no lock and changes nothing. Raises
+    CatalogError."""
     database = Database(folder / DATABASE, is_read_only=True)
     database.open()
     try:
-        with database.transaction(at_start) as connection:
+        with database.transaction(startup_error) as connection:
             return load(database.path, connection)
     finally:
         database.close()

@@ -1,4 +1,4 @@
-"""The data folder, with one folder per model, which one service at a time may use."""
+"""The data folder, with one folder per model. Each is used by one service at a time."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ DIGITS = 32
 """Digits of the fingerprint in the name of a folder."""
 LOCK, HOLDER, MODEL = "lock", "holder.json", "model.json"
 JOURNAL = "journal"
-"""The folder of the journals of answers."""
+"""Folder of the journal of generations."""
 
 
 class LockHolder(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ class DataFolder:
             reported = ModelFile(model, fingerprint, facts)
             if _read(path / MODEL, ModelFile) != reported:
                 write_whole(path / MODEL, msgspec.json.encode(reported))
-            folder.tell_address("")
+            folder.record_address("")
         except OSError as error:
             folder.close()
             raise _unusable(path, error) from error
@@ -89,11 +89,11 @@ class DataFolder:
         """The catalog file."""
         return self.path / DATABASE
 
-    def tell_address(self, address: str) -> None:
+    def record_address(self, address: str) -> None:
         """Record the address of this service for other services that want the folder. Raises OSError."""
         write_whole(self.path / HOLDER, msgspec.json.encode(LockHolder(os.getpid(), socket.gethostname(), address)))
 
-    def siblings(self) -> list[tuple[Path, ModelFile]]:
+    def other_models(self) -> list[tuple[Path, ModelFile]]:
         """Return the readable folders of other models in the data folder, sorted by name."""
         others = [folder for folder in sorted(self.path.parent.iterdir()) if folder != self.path]
         return [(folder, reported) for folder in others if (reported := _read(folder / MODEL, ModelFile)) is not None]
@@ -112,24 +112,24 @@ def _make_own(folder: Path) -> None:
         pass
     found = folder.stat()
     if not stat.S_ISDIR(found.st_mode):
-        raise CatalogError(f"{folder} is a file: give a folder to keep contexts in")
+        raise CatalogError(f"{folder} is a file: give a folder")
     if found.st_uid != os.geteuid():
         raise CatalogError(
-            f"{folder} belongs to user {found.st_uid}, and this service runs as user {os.geteuid()}: who owns a folder "
-            f"can read and change what is kept there. Give a folder of its own, or change the owner "
+            f"{folder} belongs to user {found.st_uid}, and this service runs as user {os.geteuid()}: the owner of a "
+            f"folder can read and change its contents. Give another folder, or change the owner "
             f"(chown {os.geteuid()} {folder})"
         )
 
 
 def _locked(folder: Path) -> FileLock:
-    """Acquire the lock of a folder. The system releases it when the process ends, for whatever reason."""
+    """Acquire the lock of a folder. The system releases it when the process ends."""
     lock = FileLock(folder / LOCK, timeout=0, mode=0o600, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire()
     except Timeout as error:
         holder = _read(folder / HOLDER, LockHolder) or "another process"
         raise CatalogError(
-            f"{folder} is used by {holder}: end that service, or give this one another --data-dir"
+            f"{folder} is in use by {holder}: stop that service, or give this one another --data-dir"
         ) from error
     return lock
 
@@ -137,8 +137,8 @@ def _locked(folder: Path) -> FileLock:
 def _unusable(folder: Path, error: OSError) -> CatalogError:
     place = error.filename or folder
     return CatalogError(
-        f"{place} cannot be used: {error.strerror or error}. User {os.geteuid()} needs the permission to read and "
-        f"write {folder} and all that is in it, on a disk that is neither full nor read-only and knows locks"
+        f"{place} cannot be used: {error.strerror or error}. User {os.geteuid()} must be able to read and "
+        f"write {folder} and its contents, on a disk that is not full, is writable, and supports locks"
     )
 
 

@@ -1,4 +1,4 @@
-"""The database file: its one connection, for one thread, and the checks at its start."""
+"""The database file: its single connection, for one thread, and the checks at the start."""
 
 import logging
 import os
@@ -15,11 +15,11 @@ from coordinator.persistence.catalog.sqlite_errors import (
     KEEPS_CONNECTION,
     Errors,
     Turn,
-    at_start,
     code_of,
     damaged,
-    turned,
-    while_running,
+    runtime_error,
+    startup_error,
+    translated_errors,
 )
 from coordinator.persistence.catalog.tables import PAGE_BYTES
 from longleaf.errors import CatalogError
@@ -68,12 +68,12 @@ class Database:
         """Check the file and migrate its schema to the current version, which a read-only file must already have.
         Raises CatalogError.
         """
-        with turned(self.path, at_start):
+        with translated_errors(self.path, startup_error):
             if not self.path.exists() and not self._is_read_only:
                 self._make()
             size = self.path.stat().st_size
         if size < PAGE_BYTES:
-            raise damaged(self.path, f"it was cut to {human_bytes(size)}")
+            raise damaged(self.path, f"it is truncated to {human_bytes(size)}")
         try:
             self._check()
         except BaseException:
@@ -85,8 +85,10 @@ class Database:
         one.
         """
         if _has_log(self.path):
-            reason = f"{self.path} is missing, and {self.path}-wal is there with its last changes"
-            raise CatalogError(f"{reason}: put that back, or move this away to begin anew")
+            reason = f"{self.path} is missing, but {self.path}-wal exists with its latest changes"
+            raise CatalogError(
+                f"{reason}: restore the missing file, or move the other one away to start with an empty catalog"
+            )
         new = self.path.with_suffix(".new")
         for ending in ("", "-wal", "-shm"):
             Path(f"{new}{ending}").unlink(missing_ok=True)
@@ -97,7 +99,7 @@ class Database:
             os.close(descriptor)
         database = Database(new, self._busy_seconds)
         try:
-            with database.transaction(at_start) as connection:
+            with database.transaction(startup_error) as connection:
                 upgrade(self.path, connection)
         finally:
             database.close()
@@ -105,7 +107,7 @@ class Database:
         sync_folder(self.path.parent)
 
     def _check(self) -> None:
-        with self.transaction(at_start) as connection:
+        with self.transaction(startup_error) as connection:
             found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
             if found != "ok":
                 raise damaged(self.path, f"it is damaged ({found})")
@@ -114,11 +116,11 @@ class Database:
             else:
                 upgrade(self.path, connection)
         if not self._is_read_only:
-            self.note_remains()  # of a service that ended before its cleanup, and of tables dropped by migrations
-            self.scrub()
+            self.mark_deleted()  # of a service that ended before its cleanup, and of tables dropped by migrations
+            self.truncate_wal()
 
     @contextmanager
-    def transaction(self, turn: Turn = while_running) -> Generator[Connection, None, None]:
+    def transaction(self, turn: Turn = runtime_error) -> Generator[Connection, None, None]:
         """Commit all operations within, or none. Raises errors converted by `turn`; later transactions may succeed."""
         try:
             connection = self._connected()
@@ -197,11 +199,11 @@ class Database:
             raise
         return raw
 
-    def note_remains(self) -> None:
+    def mark_deleted(self) -> None:
         """Note that content was deleted that must not remain on the disk."""
         self._has_remains = True
 
-    def scrub(self, release_room: Callable[[], bool] = lambda: False) -> None:
+    def truncate_wal(self, release_room: Callable[[], bool] = lambda: False) -> None:
         """Truncate the WAL if it may contain deleted content. On a full disk, retry once if `release_room` returns
         True. After a failure (another process reads, the disk is full) the next call retries.
         """
@@ -209,14 +211,14 @@ class Database:
             return
         try:
             is_busy, *_ = self._raw.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-            self._has_remains, reason = bool(is_busy), "another process reads it"
+            self._has_remains, reason = bool(is_busy), "another process is reading it"
         except sqlite3.Error as error:
             if code_of(error) == sqlite3.SQLITE_FULL and release_room():
-                self.scrub()
+                self.truncate_wal()
                 return
             reason = str(error)
         if self._has_remains:
-            log.warning("what was deleted is still in %s-wal until the next commit: %s", self.path, reason)
+            log.warning("%s-wal contains deleted data until the next commit: %s", self.path, reason)
 
     def close(self) -> None:
         """Close the file. The next transaction opens it again."""

@@ -1,4 +1,4 @@
-"""A catalog in memory, for tests of all that keeps contexts."""
+"""A catalog in memory, for tests."""
 
 import asyncio
 from array import array
@@ -23,15 +23,15 @@ T = TypeVar("T")
 
 
 class FakeCatalog:
-    """Implements the protocols of coordinator.persistence.catalog.ports. It may be told to fail, or to wait before it
-    does what is called; `kept` is all that no crash would undo."""
+    """Implements the protocols of coordinator.persistence.catalog.ports. Tests can make it fail or block; `kept` is the
+    state that survives a crash."""
 
-    def __init__(self, kept: CatalogContents | None = None) -> None:
-        self.kept = kept or CatalogContents(service_id="0" * 32)
+    def __init__(self, contents: CatalogContents | None = None) -> None:
+        self.contents = contents or CatalogContents(service_id="0" * 32)
         self.changes: list[Change] = []
-        """That were committed."""
+        """Committed changes."""
         self.failures: list[LongleafError] = []
-        """Each is raised by one of the next calls that write, in this order."""
+        """Each is raised by one of the next writes, in this order."""
         self.is_closed = False
         self._upload_ids: dict[UploadKey, array[int]] = {}
         self._upload_starts: dict[UploadKey, array[int]] = {}
@@ -41,14 +41,14 @@ class FakeCatalog:
         self._released.set()
 
     def hold(self) -> None:
-        """What is called from now on waits until `release`."""
+        """Blocks later operations until `release`."""
         self._released.clear()
 
     def release(self) -> None:
         self._released.set()
 
     async def load(self) -> CatalogContents:
-        return self.kept
+        return self.contents
 
     async def commit(self, change: Change) -> CommitResult:
         return await self._do(self._commit, change)
@@ -78,11 +78,11 @@ class FakeCatalog:
         await self._do(self._done, keys)
 
     async def close(self) -> None:
-        async with self._turn:  # after all that was called
+        async with self._turn:  # after all earlier calls
             self.is_closed = True
 
     async def _do(self, function: Callable[..., T], *arguments: object) -> T:
-        """Calls are done in their order, also those whose callers are cancelled."""
+        """Runs calls in order, including those of cancelled callers."""
         return await asyncio.shield(asyncio.ensure_future(self._in_turn(function, *arguments)))
 
     async def _in_turn(self, function: Callable[..., T], *arguments: object) -> T:
@@ -96,18 +96,18 @@ class FakeCatalog:
 
     def _commit(self, change: Change) -> CommitResult:
         self.changes.append(change)
-        self.kept, committed = changed(self.kept, change)
-        left = {each.key for each in self.kept.uploads}
+        self.contents, committed = changed(self.contents, change)
+        left = {each.key for each in self.contents.uploads}
         self._upload_ids = {key: ids for key, ids in self._upload_ids.items() if key in left}
         self._upload_starts = {key: starts for key, starts in self._upload_starts.items() if key in left}
         for outgoing in (*change.outgoing, *(OutboxEntry(name, None) for name in committed.manifests)):
             self._outbox = {key: each for key, each in self._outbox.items() if each.name != outgoing.name}
-            self._outbox[self.kept.next_outgoing] = outgoing
-            self.kept = replace(self.kept, next_outgoing=self.kept.next_outgoing + 1)
+            self._outbox[self.contents.next_outgoing] = outgoing
+            self.contents = replace(self.contents, next_outgoing=self.contents.next_outgoing + 1)
         return committed
 
     def _note_epoch(self, epoch: int) -> None:
-        self.kept = replace(self.kept, epoch=max(self.kept.epoch, epoch))
+        self.contents = replace(self.contents, epoch=max(self.contents.epoch, epoch))
 
     def _append_upload(self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]") -> None:
         known = self._upload_ids.get(record.key, array("I"))
@@ -117,36 +117,36 @@ class FakeCatalog:
             raise DataLoss("an upload", f"{len(known)} ids of it are kept, and those behind {start} do not follow them")
         self._upload_ids[record.key] = known + new_ids
         self._upload_starts[record.key] = self._upload_starts.get(record.key, array("Q")) + new_starts
-        uploads = {**{each.key: each for each in self.kept.uploads}, record.key: record}
-        self.kept = replace(self.kept, uploads=tuple(uploads[key] for key in sorted(uploads)))
+        uploads = {**{each.key: each for each in self.contents.uploads}, record.key: record}
+        self.contents = replace(self.contents, uploads=tuple(uploads[key] for key in sorted(uploads)))
 
     def _done(self, keys: Sequence[int]) -> None:
         for key in keys:
             self._outbox.pop(key, None)
 
 
-def changed(kept: CatalogContents, change: Change) -> tuple[CatalogContents, CommitResult]:
-    """What is kept after a change, and what went with it."""
-    contexts = {each.id: each for each in kept.contexts if each.id not in change.dropped_contexts}
+def changed(contents: CatalogContents, change: Change) -> tuple[CatalogContents, CommitResult]:
+    """The state after a change, and the outbox entries that belong to it."""
+    contexts = {each.id: each for each in contents.contexts if each.id not in change.dropped_contexts}
     contexts |= {each.id: each for each in change.contexts}
-    segments = {each.id: each for each in (*kept.segments, *change.segments)}
-    before = {each.segment: each for each in kept.snapshots}
+    segments = {each.id: each for each in (*contents.segments, *change.segments)}
+    before = {each.segment: each for each in contents.snapshots}
     snapshots = {key: each for key, each in before.items() if key not in change.dropped_snapshots}
     snapshots |= {each.segment: each for each in change.snapshots}
     gone = segments.keys() - _reached(segments, {each.segment for each in contexts.values()})
     manifests = {each.manifest for each in (*before.values(), *change.snapshots)}
     after = {key: each for key, each in snapshots.items() if key in segments.keys() - gone}
     after_kept = replace(
-        kept,
+        contents,
         contexts=tuple(contexts[key] for key in sorted(contexts)),
         segments=tuple(segments[key] for key in sorted(segments.keys() - gone)),
         snapshots=tuple(after[key] for key in sorted(after)),
         uploads=tuple(
             each
-            for each in kept.uploads
+            for each in contents.uploads
             if each.key not in change.dropped_uploads and each.context not in change.dropped_contexts
         ),
-        next_segment=max([kept.next_segment, change.next_segment, *(each.id + 1 for each in change.segments)]),
+        next_segment=max([contents.next_segment, change.next_segment, *(each.id + 1 for each in change.segments)]),
     )
     lost = manifests - {each.manifest for each in after.values()}
     return after_kept, CommitResult(tuple(sorted(gone)), tuple(sorted(lost)))

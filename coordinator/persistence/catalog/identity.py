@@ -1,4 +1,4 @@
-"""The identity of a model: what its data folder is named after, and what manifests on storage name."""
+"""Identity of a model, used as the name of its data folder and in manifests on storage."""
 
 import json
 from pathlib import Path
@@ -14,23 +14,23 @@ DTYPE = "dtype"
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """A checkpoint in the numeric type that it is served in: keys of equal ones are equal."""
+    """A checkpoint with the dtype in which it is served: equal identities have equal keys."""
 
     digest: str
-    """Hexadecimal digits."""
+    """Hexadecimal digits of the digest."""
     facts: dict[str, str]
-    """What makes it, for people to see which part differs: files by their names, and the numeric type."""
+    """Parts of the identity, to explain a difference: digests of files by name, and the dtype."""
 
 
 def read_identity(model: Path, dtype: DtypeName) -> Identity:
-    """That of the checkpoint in a folder. Raises ModelRefused."""
+    """The identity of the checkpoint in a folder. Raises ModelRefused."""
     found = read_fingerprint(model)
     facts = found.files | {DTYPE: _own_dtype(model) if dtype == "auto" else dtype}
     return Identity(blake3(f"{found.digest} {facts[DTYPE]}".encode()).hexdigest(), facts)
 
 
 def _own_dtype(folder: Path) -> str:
-    """The numeric type that a checkpoint names; empty where it names none."""
+    """The dtype that a checkpoint's config names; empty if it names none."""
     config = cast(dict[str, Any], json.loads((folder / CONFIG).read_bytes()))
     texts = cast(dict[str, Any], config.get("text_config") or {})
     found = (texts.get(name) or config.get(name) for name in ("dtype", "torch_dtype"))

@@ -1,10 +1,10 @@
 """Protocols of the catalog, each small enough to be faked.
 
 All of them are implemented by coordinator.persistence.catalog.catalog and faked by
-coordinator.persistence.catalog.fakes. What is called is done in the order of the calls, whole or not at all, also when
-the caller is cancelled meanwhile. Every method but `load` and `close` raises StorageUnavailable when nothing can be
-written or read now, and what comes later may succeed; DataLoss when the database is damaged; Unavailable at the end of
-the service."""
+coordinator.persistence.catalog.fakes. Operations are atomic and run in the order of the calls, even if the caller is
+cancelled. Every method except `load` and `close` raises StorageUnavailable when the database cannot be written or read
+now, and a retry may succeed; DataLoss when the database is damaged; Unavailable when the service is stopping.
+"""
 
 from array import array
 from collections.abc import Sequence
@@ -23,59 +23,59 @@ NO_STARTS = array("Q")
 
 
 class ContextCatalog(Protocol):
-    """Keeps contexts."""
+    """Stores contexts."""
 
     async def load(self) -> CatalogContents:
-        """All that is kept. Raises CatalogError, which says what to do, when it cannot be read."""
+        """Reads all records. Raises CatalogError with a remedy when they cannot be read."""
         ...
 
     async def commit(self, change: Change) -> CommitResult:
-        """Keeps a change: once this returns, no crash undoes it, and token ids that went with it are nowhere on the
-        disk (where they still are, because another process reads or the disk is full, that is logged, and the next
-        commit tries again)."""
+        """Stores a change: once this returns, it survives a crash, and deleted token ids are erased from the disk. If
+        they cannot be erased, because another process reads the file or the disk is full, that is logged and the
+        next commit retries."""
         ...
 
     async def note_epoch(self, epoch: int) -> None:
-        """Keeps the number of an epoch, unless a greater one was noted."""
+        """Stores the number of an epoch, unless a greater one is stored."""
         ...
 
     async def close(self) -> None:
-        """Does what waits, and lets go of the database. Idempotent."""
+        """Finishes queued operations and closes the database. Idempotent."""
         ...
 
 
 class UploadCatalog(Protocol):
-    """Keeps documents on their way."""
+    """Stores unfinished uploads."""
 
     async def append_upload(
         self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]" = NO_STARTS
     ) -> None:
-        """Keeps a record, new or instead of that with the same key, and more token ids behind the first `start`, which
-        it has, with where they begin in the text (of each STRIDE-th, or none). Raises NotFound when it was dropped, and
-        DataLoss when it has others, as after a call that failed: nothing is changed then."""
+        """Inserts or replaces a record, and appends token ids to the first `start`, with their offsets in the text (of
+        each STRIDE-th token, or none). Raises NotFound when the upload was dropped, and DataLoss when it has another
+        number of ids, as after a failed call; then nothing changes."""
         ...
 
     async def upload_ids(self, key: UploadKey) -> "array[int]":
-        """The ids of an upload, none when it is not there. Raises DataLoss when they are damaged."""
+        """The ids of an upload; empty if it does not exist. Raises DataLoss when they are damaged."""
         ...
 
     async def upload_starts(self, key: UploadKey) -> "array[int]":
-        """Where they begin in its text, as far as it was told with them. Raises DataLoss when that is damaged."""
+        """Offsets of its tokens in its text, as far as they were stored. Raises DataLoss when they are damaged."""
         ...
 
     async def drop_upload(self, key: UploadKey) -> None:
-        """Drops record and ids, if they are there."""
+        """Deletes record and ids, if they exist."""
         ...
 
 
 class Outbox(Protocol):
-    """Keeps what is to be written to storage until it is there. One task at a time may send it: of several of one name
-    the last one counts, and is handed out after those before it are done with."""
+    """The outbox: keeps objects until they are written to storage. One task at a time may send them. Of several entries
+    with one name only the last counts; it is returned after the earlier ones are completed."""
 
     async def outgoing(self, limit: int, *, only_deletions: bool = False) -> list[tuple[int, OutboxEntry]]:
-        """The oldest ones with their keys, at most `limit`; what is damaged is left out."""
+        """The oldest entries with their keys, at most `limit`; damaged ones are skipped."""
         ...
 
     async def done(self, keys: Sequence[int]) -> None:
-        """Drops those that are on storage."""
+        """Deletes entries that are on storage."""
         ...

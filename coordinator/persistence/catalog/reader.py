@@ -1,4 +1,4 @@
-"""What a database holds, as records, with all that is damaged apart."""
+"""Reads the records of a database and separates damaged ones."""
 
 from array import array
 from collections import defaultdict
@@ -29,13 +29,13 @@ DAMAGED_ROW = "its record is damaged"
 
 
 def load(path: Path, connection: Connection) -> CatalogContents:
-    """All of it. Raises CatalogError when the counters are damaged, without which ids would be given out twice."""
+    """Reads everything. Raises CatalogError when the counters are damaged, because ids could be reused."""
     state = connection.execute(select(service)).mappings().one_or_none()
-    if state is None or not row_codec.is_whole(service, state):
+    if state is None or not row_codec.checksum_matches(service, state):
         raise damaged(path, "its counters are damaged")
     other: list[str] = []
     texts, lost = _split(connection, segment_texts, row_codec.text_of)
-    other += [f"what text segment {row['segment']} is" for row in lost]
+    other += [f"the text of segment {row['segment']}" for row in lost]
     kept_segments, lost_segments = _segments(connection, dict(texts))
     kept_contexts, lost_contexts = _split(connection, contexts, row_codec.context_of)
     kept_snapshots, lost = _split(connection, snapshots, row_codec.snapshot_of)
@@ -43,7 +43,7 @@ def load(path: Path, connection: Connection) -> CatalogContents:
     kept_uploads, lost = _split(connection, uploads, row_codec.upload_of)
     other += [f"upload {row['upload_id']} of contexts/{row['context']}" for row in lost]
     _, lost = _split(connection, outbox, row_codec.outgoing_of)
-    other += [f"what is to be written to storage as {row['name']}" for row in lost]
+    other += [f"the outbox entry {row['name']}" for row in lost]
     return CatalogContents(
         segments=tuple(kept_segments),
         contexts=tuple(kept_contexts),
@@ -64,11 +64,11 @@ def _rows(connection: Connection, table: Table) -> Iterator[Found]:
 
 
 def _split(connection: Connection, table: Table, make: Callable[[Found], T]) -> tuple[list[T], list[Found]]:
-    """Records, and the rows that are damaged."""
+    """Records, and damaged rows."""
     retained: list[T] = []
     lost: list[Found] = []
     for row in _rows(connection, table):
-        if row_codec.is_whole(table, row):
+        if row_codec.checksum_matches(table, row):
             retained.append(make(row))
         else:
             lost.append(row)
@@ -76,7 +76,7 @@ def _split(connection: Connection, table: Table, make: Callable[[Found], T]) -> 
 
 
 def _segments(connection: Connection, texts: Mapping[int, DocumentText]) -> tuple[list[SegmentRecord], dict[int, str]]:
-    """Records, and those whose row or ids are damaged."""
+    """Records, and those with a damaged row or damaged ids."""
     pieces: defaultdict[Any, list[Found]] = defaultdict(list)
     for piece in _rows(connection, segment_ids):
         pieces[piece["segment"]].append(piece)
@@ -92,5 +92,5 @@ def _segments(connection: Connection, texts: Mapping[int, DocumentText]) -> tupl
 
 
 def _take(pieces: "defaultdict[Any, list[Found]]", row: Found) -> "array[int]":
-    """The ids of a segment. Its pieces are let go of. Raises ValueError."""
-    return row_codec.joined(segment_ids, pieces.pop(row["id"], []), row["num_tokens"])
+    """The ids of a segment; removes its pieces. Raises ValueError."""
+    return row_codec.join_chunks(segment_ids, pieces.pop(row["id"], []), row["num_tokens"])

@@ -1,7 +1,8 @@
-"""Makes a catalog anew: `python -m coordinator.persistence.catalog.rebuild_command '{"url": URL, "data_dir": DIR,
-"model": DIR}'` reads a Rebuild, and prints a RebuildReport. `longleaf contexts rebuild` is this with a help page.
+"""Rebuilds a catalog: `python -m coordinator.persistence.catalog.rebuild_command '{"url": URL, "data_dir": DIR,
+"model": DIR}'` reads a Rebuild and prints a RebuildReport. `longleaf contexts rebuild` is the same command with a
+help page.
 
-Exit code 0: it is made; 2: what was asked for cannot be; 1: the storage cannot be reached now.
+Exit code 0: rebuilt; 2: the request is invalid; 1: the storage cannot be reached now.
 """
 
 import sys
@@ -17,7 +18,7 @@ from coordinator.persistence.catalog.database import Database, sync_folder
 from coordinator.persistence.catalog.identity import read_identity
 from coordinator.persistence.catalog.rebuild_plan import Rebuilt, StorageContents, choose_service, rebuild
 from coordinator.persistence.catalog.records import CatalogContents
-from coordinator.persistence.catalog.sqlite_errors import CatalogDamaged, at_start
+from coordinator.persistence.catalog.sqlite_errors import CatalogDamaged, startup_error
 from coordinator.persistence.catalog.writer import write_rebuilt
 from longleaf.errors import CatalogError, DataLoss, InvalidArgument, LongleafError, Unavailable
 from longleaf.formatting import human_count
@@ -30,7 +31,7 @@ from longleaf.storage.urls import FIELD
 from longleaf.types import Rebuild, RebuildReport, RestoredContext
 
 SIDES = ("", "-wal", "-shm")
-"""How the names of a database's files end."""
+"""Suffixes of a database's files."""
 
 
 def main(arguments: list[str]) -> int:
@@ -38,36 +39,36 @@ def main(arguments: list[str]) -> int:
     try:
         report = run(msgspec.json.decode(arguments[0], type=Rebuild))
     except LongleafError as error:
-        print(f"{ERROR}{_told(error)}", file=sys.stderr, flush=True)
+        print(f"{ERROR}{_report(error)}", file=sys.stderr, flush=True)
         return 1 if isinstance(error, Unavailable) else BAD_INPUT
     print(msgspec.json.encode(report).decode(), flush=True)
     return 0
 
 
-def _told(error: LongleafError) -> str:
-    """The error in the words of the command line."""
+def _report(error: LongleafError) -> str:
+    """The error with the flags of the command line."""
     if isinstance(error, InvalidArgument) and error.field == FIELD:
         return f"--from: {error.description}"
     return str(error)
 
 
-def run(asked: Rebuild) -> RebuildReport:
-    """Raises CatalogError when a service uses the folder, or what is there is sound and may not be replaced;
-    ModelRefused; InvalidArgument where nothing fits, or more than one service does; StorageUnavailable."""
-    model = read_identity(Path(asked.model), asked.dtype)
-    store = Store.open(asked.url)
-    folder = DataFolder.open(Path(asked.data_dir), model.digest, asked.model, model.facts)
+def run(options: Rebuild) -> RebuildReport:
+    """Raises CatalogError when a service uses the folder, or when it has an intact catalog that may not be replaced;
+    ModelRefused; InvalidArgument where no service matches, or more than one; StorageUnavailable."""
+    model = read_identity(Path(options.model), options.dtype)
+    store = Store.open(options.url)
+    folder = DataFolder.open(Path(options.data_dir), model.digest, options.model, model.facts)
     try:
-        before = _existing(folder, asked.may_replace)
+        before = _existing(folder, options.may_replace)
         stored = read_stored(store, model.digest)
-        made = rebuild(stored, choose_service(stored, asked.service))
+        made = rebuild(stored, choose_service(stored, options.service))
         moved = _install(folder, _counting_on(made, before))
     finally:
         folder.close()
-    ends = sorted((context.id, context.num_tokens) for context in made.kept.contexts)
+    ends = sorted((context.id, context.num_tokens) for context in made.contents.contexts)
     return RebuildReport(
         folder=str(folder.path),
-        service=made.kept.service_id,
+        service=made.contents.service_id,
         contexts=tuple(RestoredContext(*each) for each in ends),
         left_out=tuple(made.left_out),
         other_manifests=made.num_others,
@@ -76,7 +77,7 @@ def run(asked: Rebuild) -> RebuildReport:
 
 
 def read_stored(store: Store, fingerprint: str) -> StorageContents:
-    """All that matters for a checkpoint. Raises StorageUnavailable."""
+    """Reads everything that belongs to a checkpoint. Raises StorageUnavailable."""
     found, damaged, others = dict[str, SegmentManifest](), dict[str, DataLoss](), list[str]()
     for name, manifest in read_manifests(store):
         if isinstance(manifest, DataLoss):
@@ -86,13 +87,15 @@ def read_stored(store: Store, fingerprint: str) -> StorageContents:
         else:
             found[name] = manifest
     entries = {entry.name: entry for entry in store.list(SERVICES)}
-    known = {name: manifest for name, manifest in found.items() if name in entries}  # else it was swept meanwhile
+    known = {
+        name: manifest for name, manifest in found.items() if name in entries
+    }  # it was garbage-collected meanwhile
     return StorageContents(notes=read_notes(store), manifests=known, damaged=damaged, others=others, entries=entries)
 
 
 def _existing(folder: DataFolder, may_replace: bool) -> CatalogContents | None:
-    """What the folder keeps; None where there is nothing, or nothing that could be used. Raises CatalogError where that
-    may not be replaced."""
+    """The contents of the folder; None if there are none, or none that can be used. Raises CatalogError where the
+    catalog may not be replaced."""
     if not folder.database.exists():
         return None
     try:
@@ -105,21 +108,21 @@ def _existing(folder: DataFolder, may_replace: bool) -> CatalogContents | None:
         return None
     if retained.contexts and not may_replace:
         contexts = human_count(len(retained.contexts), "context")
-        raise CatalogError(f"catalog {folder.database} keeps {contexts}: --replace moves it aside all the same")
+        raise CatalogError(f"catalog {folder.database} has {contexts}; --replace moves it aside")
     return retained
 
 
 def _counting_on(made: Rebuilt, before: CatalogContents | None) -> Rebuilt:
-    """What was counted before is counted on, if it is the same catalog."""
-    if before is None or before.service_id != made.kept.service_id:
+    """Continues the counters of the previous catalog, if it belongs to the same service."""
+    if before is None or before.service_id != made.contents.service_id:
         return made
-    retained = made.kept
+    retained = made.contents
     counted = replace(retained, next_segment=max(retained.next_segment, before.next_segment), epoch=before.epoch)
     return replace(made, kept=counted)
 
 
 def _install(folder: DataFolder, made: Rebuilt) -> list[Path]:
-    """Writes the catalog, whole, before anything else is touched; where that lies which it replaces. Raises
+    """Writes the new catalog completely, then moves the old one aside. Returns the new paths of old files. Raises
     CatalogError."""
     new = folder.path / "rebuilt.db"
     try:
@@ -128,20 +131,21 @@ def _install(folder: DataFolder, made: Rebuilt) -> list[Path]:
         database = Database(new)
         try:
             database.open()
-            with database.transaction(at_start) as connection:
-                write_rebuilt(connection, made.kept, made.next_outgoing)
+            with database.transaction(startup_error) as connection:
+                write_rebuilt(connection, made.contents, made.next_outgoing)
         finally:
-            database.close()  # SQLite then has all of it in the one file
+            database.close()  # SQLite has merged the WAL into the file
         moved = _move_aside(folder)
         new.rename(folder.database)
         sync_folder(folder.path)
     except OSError as error:
-        raise at_start(folder.database, error) from error
+        raise startup_error(folder.database, error) from error
     return moved
 
 
 def _move_aside(folder: DataFolder) -> list[Path]:
-    """The catalog with the files beside it, and the answers that were held: they go on from contexts as these were."""
+    """Renames the catalog, its companion files and the journal, whose generations continue contexts of the old catalog.
+    Returns the new paths."""
     ending = f".damaged-{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}"
     aside = folder.database.with_name(folder.database.name + ending)
     moves = [(Path(f"{folder.database}{side}"), Path(f"{aside}{side}")) for side in SIDES]

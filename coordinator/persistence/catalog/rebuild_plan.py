@@ -36,7 +36,7 @@ class StorageContents(msgspec.Struct, frozen=True, kw_only=True):
 class Rebuilt(msgspec.Struct, frozen=True, kw_only=True):
     """The content of the new catalog."""
 
-    kept: CatalogContents
+    contents: CatalogContents
     next_outgoing: int
     """Greater than the number of every note."""
     left_out: Sequence[SkippedContext]
@@ -45,21 +45,21 @@ class Rebuilt(msgspec.Struct, frozen=True, kw_only=True):
     """Manifests of the service that belong to other checkpoints."""
 
 
-def choose_service(stored: StorageContents, asked: str | None) -> str:
+def choose_service(stored: StorageContents, requested: str | None) -> str:
     """Return the requested service, or else the only one that has contexts of the checkpoint.
 
     Raises InvalidArgument with a list of the services if there are several, or if the requested one is not among them.
     """
     recorded = {service for service, _ in stored.notes.newest} | {_place(error)[0] for error in stored.notes.damaged}
     found = sorted(recorded & {manifest.service for manifest in stored.manifests.values()})
-    if asked is None and len(found) == 1:
+    if requested is None and len(found) == 1:
         return found[0]
-    if asked in found:
-        return asked
+    if requested in found:
+        return requested
     if not found:
-        raise InvalidArgument("--from", "nothing lies there that this checkpoint in this numeric type has read")
+        raise InvalidArgument("--from", "no contexts of this checkpoint and dtype were found")
     message = ", ".join(f"{service} ({_count(stored, service)})" for service in found)
-    raise InvalidArgument(SERVICE, f"one of these kept contexts of this checkpoint there: {message}")
+    raise InvalidArgument(SERVICE, f"give the id of a service that stored contexts of this checkpoint: {message}")
 
 
 def _count(stored: StorageContents, service: str) -> str:
@@ -95,7 +95,7 @@ def rebuild(stored: StorageContents, service: str) -> Rebuilt:
         next_segment=1 + max(_numbers(stored, service), default=-1),
     )
     return Rebuilt(
-        kept=retained,
+        contents=retained,
         next_outgoing=1 + max(_note_numbers(stored, service), default=-1),
         left_out=sorted(left_out, key=lambda each: each.name),
         num_others=sum(name.startswith(segments_folder(service) + "/") for name in stored.others),
@@ -111,9 +111,9 @@ class ManifestIndex:
         self._faults = dict[str, str]()
         """Reasons for the segments without a usable manifest."""
         for name in stored.others:
-            self._blame(name, "it was read by another checkpoint")
+            self._explain(name, "it was read by another checkpoint")
         for name, error in stored.damaged.items():
-            self._blame(name, str(error))
+            self._explain(name, str(error))
         for name in sorted(stored.manifests, key=lambda name: (stored.entries[name].modified, name)):
             manifest = stored.manifests[name]
             if manifest.service != service:
@@ -123,7 +123,7 @@ class ManifestIndex:
             else:  # the newest comes last
                 self._found[manifest.segment] = name, manifest
 
-    def _blame(self, name: str, fault: str) -> None:
+    def _explain(self, name: str, fault: str) -> None:
         attempt = attempt_of_manifest(name)
         if attempt is not None and attempt.service == self._service:
             self._faults[attempt.segment] = fault
@@ -139,7 +139,7 @@ class ManifestIndex:
             if reported is None:
                 raise _lost(note, f"{segment}: {self._faults.get(segment, 'storage has no manifest of it')}")
             if not reported[1].start < end <= reported[1].end or (found and reported[1].rope != found[0][1].rope):
-                raise _lost(note, f"{segment} is not what its path goes on from")
+                raise _lost(note, f"{segment} is not the predecessor in its path")
             self.number(segment)
             found.append(reported)
             segment, end = reported[1].parent, reported[1].start
@@ -151,7 +151,7 @@ class ManifestIndex:
         """Return the id of the segment in its catalog. Raises DataLoss where the name is not one of this service."""
         number = _number(self._service, segment)
         if number is None:
-            raise DataLoss(segment, f"it is no segment of {self._service}")
+            raise DataLoss(segment, f"it is not a segment of {self._service}")
         return number
 
 
@@ -166,7 +166,7 @@ def _fault(manifest: SegmentManifest, entries: Mapping[str, ObjectInfo]) -> str 
         if entry is None:
             return f"{piece.name} is missing"
         if entry.num_bytes != piece.num_bytes:
-            return f"{piece.name} had {piece.num_bytes:,} bytes, and has {entry.num_bytes:,}"
+            return f"{piece.name} has {entry.num_bytes:,} bytes, expected {piece.num_bytes:,}"
     return None
 
 
@@ -204,7 +204,7 @@ def _context(note: ContextNote, segment: int) -> ContextRecord:
     """Raises DataLoss where the note is inconsistent."""
     ends = sound_ends(note.ends, note.num_tokens)
     if ends is None or note.capacity < note.num_tokens:
-        raise _lost(note, "its note contradicts itself")
+        raise _lost(note, "its note is inconsistent")
     return ContextRecord(
         id=note.context,
         segment=segment,

@@ -1,7 +1,7 @@
-"""Room on the disk of a data folder that only deletions and starts may use.
+"""Disk space of a data folder that is reserved for deletions and starts.
 
-SQLite writes what it deletes to its log first, so nothing can be deleted on a disk without any room. A file takes up
-some room while there is enough, and makes way when that is needed.
+SQLite writes deletions to its log first, so a deletion fails on a full disk. A file occupies space while there is
+enough, and is deleted when that space is needed.
 """
 
 import logging
@@ -14,25 +14,25 @@ from longleaf.errors import StorageUnavailable
 from longleaf.formatting import human_bytes
 
 FILE = "reserve"
-"""Its name in its folder."""
+"""Its file name."""
 MAX_BYTES = 16 << 20
-"""Size of the file: what the log takes for the ids of four million tokens."""
+"""Size of the file: the log space for the ids of four million tokens."""
 PART = 32
-"""Of a small disk it is this part."""
+"""The maximum share of a small disk."""
 BLOCK_BYTES = 512
-"""Of st_blocks."""
+"""Bytes per unit of st_blocks."""
 LEAST_FREE = 4
-"""Times its size that must be free for anything but catalog and journal to be written, and for all of the file to be
-made."""
+"""Free space, as a multiple of the size, that is required for writes other than catalog and journal, and to create the
+complete file."""
 LEFT_PART = 8
-"""This part of little room is left to others, and the file grows by no less than this part of its size."""
+"""On a disk with little free space, this share stays free, and the file grows by at least this share of its size."""
 LOG_PART = 4
-"""Of its size this part may wait in SQLite's log."""
+"""The part of the size that may remain in SQLite's log."""
 log = logging.getLogger(__name__)
 
 
 class Reserve:
-    """The file in `folder`."""
+    """The reserve file in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
@@ -40,12 +40,12 @@ class Reserve:
 
     @property
     def max_log_bytes(self) -> int:
-        """What may wait in SQLite's log: the database may have to grow by as much before a deletion is done."""
+        """Maximum size of SQLite's log: the database may have to grow by as much before a deletion completes."""
         return self._size // LOG_PART
 
     def make(self) -> None:
-        """Reserves the room, or most of the free room where that is less: another program that fills the disk between
-        two deletions leaves some for the next one."""
+        """Reserves the space, or most of the free space if that is less. If another program fills the disk between two
+        deletions, the next one still has space."""
         room, free = self._room(), self._free()
         has_enough = free >= LEAST_FREE * self._size
         size = self._size if has_enough else min(self._size, room + free - free // LEFT_PART)
@@ -58,7 +58,7 @@ class Reserve:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            log.debug("no room is kept for deletions: %s", error)
+            log.debug("cannot reserve disk space for deletions: %s", error)
             with suppress(OSError):
                 if room:
                     os.truncate(self._path, room)
@@ -67,44 +67,44 @@ class Reserve:
 
     @property
     def is_there(self) -> bool:
-        """Whether the file takes up its room."""
+        """Whether the file occupies its full size."""
         return self._room() >= self._size
 
     def _room(self) -> int:
-        """Bytes that the file takes up."""
+        """Bytes that the file occupies."""
         try:
             return self._path.stat().st_blocks * BLOCK_BYTES
         except OSError:
             return 0
 
     def release(self) -> bool:
-        """Makes way. Says whether there is more room now."""
+        """Deletes the file. Returns whether that freed space."""
         try:
             self._path.unlink()
         except OSError:
             return False
-        log.warning("the disk of %s is full: the room that is kept for deletions is used", self._path.parent)
+        log.warning("the disk of %s is full: using the space reserved for deletions", self._path.parent)
         return True
 
     def prepare_start(self) -> None:
-        """Makes way where a start would not have the room that it needs."""
+        """Deletes the file if a start would otherwise lack space."""
         if self._free() < self._size:
             self.release()
 
     def check_catalog(self) -> None:
-        """Raises StorageUnavailable where the file has made way, and what makes something would take its room."""
+        """Raises StorageUnavailable if the file was deleted and a write that adds data would use its space."""
         if not self.is_there:
             self.make()
             if not self.is_there:
                 self.check()
 
     def check(self, num_bytes: int = 0) -> None:
-        """Raises StorageUnavailable where `num_bytes` would leave so little room that only deletions may be written."""
+        """Raises StorageUnavailable if writing `num_bytes` would leave too little space for anything but deletions."""
         free, least = self._free(), LEAST_FREE * self._size
         if free - num_bytes < least:
             needed = f", {human_bytes(num_bytes)} are needed" if num_bytes else ""
-            message = f"its disk has {human_bytes(free)} free{needed}, and {human_bytes(least)} are kept for deletions"
-            raise StorageUnavailable(f"{self._path.parent}: {message}; make room there")
+            message = f"its disk has {human_bytes(free)} free{needed}; {human_bytes(least)} are reserved for deletions"
+            raise StorageUnavailable(f"{self._path.parent}: {message}; free disk space")
 
     def _free(self) -> int:
         with suppress(OSError):

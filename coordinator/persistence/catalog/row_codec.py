@@ -1,4 +1,4 @@
-"""Rows: records as the tables hold them, with a checksum each."""
+"""Conversion of records to table rows with a checksum, and back."""
 
 import sys
 from array import array
@@ -21,21 +21,21 @@ from longleaf.document_text import DocumentText
 from longleaf.positions import Rope
 
 PIECE_IDS = 1 << 16
-"""Token ids of a piece, at most: one blob, one checksum."""
+"""Maximum token ids per piece: one blob, one checksum."""
 CHECKSUM_BYTES = 16
 PADDING = bytes(tables.PAGE_BYTES)
 Row = dict[str, Any]
 Found = Mapping[Any, Any]
-"""A row as it is read."""
+"""A row as read."""
 
 
-def signed(table: Table, row: Row) -> Row:
-    """The row with its checksum."""
+def with_checksum(table: Table, row: Row) -> Row:
+    """Adds the checksum to the row."""
     return {**row, "checksum": _checksum(table, row)}
 
 
-def is_whole(table: Table, row: Found) -> bool:
-    """Whether it is the row that was written."""
+def checksum_matches(table: Table, row: Found) -> bool:
+    """Whether the checksum of the row is correct."""
     return row["checksum"] == _checksum(table, row)
 
 
@@ -47,7 +47,7 @@ def _checksum(table: Table, row: Found) -> bytes:
 def segment_row(record: SegmentRecord) -> Row:
     row: Row = {"id": record.id, "parent": record.parent, "start": record.start, "num_tokens": len(record.token_ids)}
     row |= {"scaled_for": record.rope.scaled_for, "is_double": int(record.rope.is_double)}
-    return signed(tables.segments, row)
+    return with_checksum(tables.segments, row)
 
 
 def segment_of(row: Found, token_ids: "array[int]", text: DocumentText | None) -> SegmentRecord:
@@ -58,22 +58,22 @@ def segment_of(row: Found, token_ids: "array[int]", text: DocumentText | None) -
 
 def text_row(segment: int, text: DocumentText) -> Row:
     content = msgspec.msgpack.encode(text)
-    return signed(tables.segment_texts, {"segment": segment, "padding": PADDING, "content": content})
+    return with_checksum(tables.segment_texts, {"segment": segment, "padding": PADDING, "content": content})
 
 
 def text_of(row: Found) -> tuple[int, DocumentText]:
-    """With the id of its segment."""
+    """Includes the id of its segment."""
     return row["segment"], msgspec.msgpack.decode(row["content"], type=DocumentText)
 
 
 def context_row(record: ContextRecord) -> Row:
     row: Row = msgspec.structs.asdict(record)
     row |= {"ends": " ".join(map(str, record.ends)), "is_pinned": int(record.is_pinned)}
-    # SQLite gives back real numbers: the checksum must be that of one
+    # SQLite returns real numbers as floats: the checksum must be that of a float
     row |= {name: float(row[name]) for name in ("created", "updated", "last_used")}
     row["expires"] = None if record.expires is None else float(record.expires)
     row |= _private(record.display_name.encode()) | {"display_name": ""}
-    return signed(tables.contexts, row)
+    return with_checksum(tables.contexts, row)
 
 
 def context_of(row: Found) -> ContextRecord:
@@ -87,7 +87,7 @@ def _private(content: bytes) -> Row:
 
 
 def snapshot_row(record: SnapshotRecord) -> Row:
-    return signed(tables.snapshots, msgspec.structs.asdict(record))
+    return with_checksum(tables.snapshots, msgspec.structs.asdict(record))
 
 
 def snapshot_of(row: Found) -> SnapshotRecord:
@@ -96,7 +96,7 @@ def snapshot_of(row: Found) -> SnapshotRecord:
 
 def upload_row(record: UploadRecord, num_tokens: int) -> Row:
     row = {**msgspec.structs.asdict(record), "updated": float(record.updated), "num_tokens": num_tokens}
-    return signed(tables.uploads, row | _private(record.header) | {"header": b""})
+    return with_checksum(tables.uploads, row | _private(record.header) | {"header": b""})
 
 
 def upload_of(row: Found) -> UploadRecord:
@@ -105,38 +105,40 @@ def upload_of(row: Found) -> UploadRecord:
 
 
 def outgoing_row(key: int, outgoing: OutboxEntry) -> Row:
-    return signed(tables.outbox, {"key": key, "name": outgoing.name, "padding": PADDING, "content": outgoing.content})
+    return with_checksum(
+        tables.outbox, {"key": key, "name": outgoing.name, "padding": PADDING, "content": outgoing.content}
+    )
 
 
 def outgoing_of(row: Found) -> tuple[int, OutboxEntry]:
-    """With its key."""
+    """Includes its key."""
     return row["key"], OutboxEntry(row["name"], row["content"])
 
 
 def piece_rows(table: Table, key: Row, numbers: "array[int]", start: int = 0) -> Iterator[Row]:
-    """The ids of a segment or an upload in pieces, the first of them at position `start`; or where its tokens begin."""
+    """Splits the ids of a segment or an upload, or the offsets of its tokens, into pieces from position `start` on."""
     for first in range(0, len(numbers), PIECE_IDS):
         content = little_endian(numbers[first : first + PIECE_IDS]).tobytes()
-        yield signed(table, {**key, "start": start + first, "padding": PADDING, "content": content})
+        yield with_checksum(table, {**key, "start": start + first, "padding": PADDING, "content": content})
 
 
-def joined(table: Table, rows: Iterable[Found], num_tokens: int) -> "array[int]":
-    """The ids in pieces, which come in their order. Raises ValueError that says what is wrong with them."""
+def join_chunks(table: Table, rows: Iterable[Found], num_tokens: int) -> "array[int]":
+    """The ids of pieces that are in order. Raises ValueError with the reason if they are invalid."""
     found = _joined(table, rows, "I", "token ids")
     if len(found) != num_tokens:
-        raise ValueError(f"it had {num_tokens:,} token ids, and there are {len(found):,}")
+        raise ValueError(f"expected {num_tokens:,} token ids, found {len(found):,}")
     return found
 
 
 def joined_starts(table: Table, rows: Iterable[Found]) -> "array[int]":
-    """The same of where tokens begin: as many as there are, for early versions kept none."""
+    """As `joined`, for token offsets; there may be fewer than tokens, because early versions stored none."""
     return _joined(table, rows, "Q", "places in its text")
 
 
 def _joined(table: Table, rows: Iterable[Found], kind: Literal["I", "Q"], noun: str) -> "array[int]":
     found = array(kind)
     for row in rows:
-        if not is_whole(table, row) or row["start"] != len(found):
+        if not checksum_matches(table, row) or row["start"] != len(found):
             raise ValueError(f"its {noun} from {len(found):,} on are damaged")
         piece = array(kind)
         piece.frombytes(row["content"])
@@ -145,7 +147,7 @@ def _joined(table: Table, rows: Iterable[Found], kind: Literal["I", "Q"], noun: 
 
 
 def little_endian(ids: "array[int]") -> "array[int]":
-    """From the machine's order of bytes, and back: `ids` must be the caller's own."""
+    """Converts between native and little-endian byte order in place: `ids` must be the caller's own array."""
     if sys.byteorder == "big":
         ids.byteswap()
     return ids

@@ -12,19 +12,19 @@ MIGRATIONS = "coordinator.persistence.catalog:migrations"
 
 
 def revision_of(connection: Connection) -> str | None:
-    """What Alembic wrote down; None in a new database."""
+    """The revision that Alembic recorded; None in a new database."""
     if not inspect(connection).has_table("alembic_version"):
         return None
     return connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
 
 
 def upgrade(path: Path, connection: Connection) -> None:
-    """Runs the migrations that are due, in the transaction of the connection. Raises CatalogError when a later version
-    wrote it."""
+    """Runs the pending migrations in the transaction of the connection. Raises CatalogError for the schema of a later
+    version."""
     revision = revision_of(connection)
     if revision == tables.HEAD:
         return
-    from alembic import command  # takes half a second, and is needed only here
+    from alembic import command  # imported here because the import takes half a second
     from alembic.config import Config
     from alembic.script import ScriptDirectory
 
@@ -33,13 +33,13 @@ def upgrade(path: Path, connection: Connection) -> None:
     known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
     if revision is not None and revision not in known:
         raise CatalogError(
-            f"catalog {path}: a later version of longleaf wrote it (schema {revision}, this one knows {tables.HEAD}); "
-            "serve with that version, or move its folder away to begin anew"
+            f"catalog {path}: written by a later version of longleaf (schema {revision}; supported: {tables.HEAD}); "
+            "use that version, or move the folder away to start with an empty catalog"
         )
     command.upgrade(config, tables.HEAD)
     if revision is None:
         row = {"id": 0, "service_id": secrets.token_hex(16), "next_segment": 0, "next_outgoing": 0, "epoch": 0}
-        connection.execute(tables.service.insert(), row_codec.signed(tables.service, row))
+        connection.execute(tables.service.insert(), row_codec.with_checksum(tables.service, row))
 
 
 def check_revision(path: Path, connection: Connection) -> None:
@@ -47,6 +47,6 @@ def check_revision(path: Path, connection: Connection) -> None:
     revision = revision_of(connection)
     if revision != tables.HEAD:
         raise CatalogError(
-            f"catalog {path}: another version of longleaf wrote it (schema {revision}, this one reads {tables.HEAD}); "
-            "an earlier one is brought up to date when its model is served"
+            f"catalog {path}: written by another version of longleaf (schema {revision}; supported: {tables.HEAD}); "
+            "`longleaf serve` upgrades an earlier schema"
         )

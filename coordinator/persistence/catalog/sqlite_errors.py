@@ -12,8 +12,8 @@ from longleaf.errors import CatalogError, DataLoss, LongleafError, StorageUnavai
 
 RETRY_SECONDS = 1.0
 REMEDY = (
-    "restore its folder from a copy, make it anew of what lies on storage (longleaf contexts rebuild), or move the "
-    "folder away to begin anew"
+    "restore its folder from a backup, rebuild it from storage (longleaf contexts rebuild), or move the folder away to "
+    "start with an empty catalog"
 )
 
 
@@ -31,23 +31,23 @@ class SqliteErrorInfo(NamedTuple):
 
 
 DAMAGED = SqliteErrorInfo("it is damaged", REMEDY, is_damage=True)
-LOCKED = SqliteErrorInfo("another process holds it locked", "end what else has it open", retry_seconds=RETRY_SECONDS)
-PERMISSION = "give this user the permission to read and write file and folder"
+LOCKED = SqliteErrorInfo("another process has locked it", "stop the other process", retry_seconds=RETRY_SECONDS)
+PERMISSION = "give this user permission to read and write the file and its folder"
 FAULTS = {
-    sqlite3.SQLITE_FULL: SqliteErrorInfo("the disk is full", "make room there"),
-    sqlite3.SQLITE_READONLY: SqliteErrorInfo("it is read-only, or was moved", f"put it back, and {PERMISSION}"),
+    sqlite3.SQLITE_FULL: SqliteErrorInfo("the disk is full", "free disk space"),
+    sqlite3.SQLITE_READONLY: SqliteErrorInfo("it is read-only or was moved", f"restore it, and {PERMISSION}"),
     sqlite3.SQLITE_IOERR: SqliteErrorInfo(
-        "its disk fails, or a quota is met", "look at disk, quota and the log of the kernel"
+        "its disk failed, or a quota is exceeded", "check the disk, the quota and the kernel log"
     ),
     sqlite3.SQLITE_BUSY: LOCKED,
     sqlite3.SQLITE_LOCKED: LOCKED,
     sqlite3.SQLITE_PROTOCOL: LOCKED,
-    sqlite3.SQLITE_CANTOPEN: SqliteErrorInfo("it cannot be opened", f"put it back, and {PERMISSION}"),
-    sqlite3.SQLITE_PERM: SqliteErrorInfo("it may not be opened", PERMISSION),
-    sqlite3.SQLITE_NOMEM: SqliteErrorInfo("there is too little memory", "give the service more"),
+    sqlite3.SQLITE_CANTOPEN: SqliteErrorInfo("it cannot be opened", f"restore it, and {PERMISSION}"),
+    sqlite3.SQLITE_PERM: SqliteErrorInfo("access is denied", PERMISSION),
+    sqlite3.SQLITE_NOMEM: SqliteErrorInfo("there is too little memory", "give the service more memory"),
     sqlite3.SQLITE_CORRUPT: DAMAGED,
     sqlite3.SQLITE_NOTADB: DAMAGED,
-    sqlite3.SQLITE_CONSTRAINT: SqliteErrorInfo("it does not hold what this builds upon", REMEDY, is_damage=True),
+    sqlite3.SQLITE_CONSTRAINT: SqliteErrorInfo("its contents are inconsistent", REMEDY, is_damage=True),
 }
 """By primary error code."""
 KEEPS_CONNECTION = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CONSTRAINT}
@@ -63,10 +63,10 @@ def code_of(error: Exception) -> int:
     return getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
 
 
-def fault_of(error: Exception) -> SqliteErrorInfo:
+def classify(error: Exception) -> SqliteErrorInfo:
     """Return the meaning of an error, with the message of SQLite or of the system."""
     cause = getattr(error, "orig", None) or error
-    known = FAULTS.get(code_of(error), SqliteErrorInfo("it cannot be used", "look at the disk and at the folder"))
+    known = FAULTS.get(code_of(error), SqliteErrorInfo("it cannot be used", "check the disk and the folder"))
     return known._replace(reason=f"{known.reason} ({cause})")
 
 
@@ -76,17 +76,17 @@ def is_full(error: Exception) -> bool:
     return isinstance(cause, Exception) and code_of(cause) == sqlite3.SQLITE_FULL
 
 
-def while_running(path: Path, error: Exception) -> LongleafError:
+def runtime_error(path: Path, error: Exception) -> LongleafError:
     """DataLoss where the file is damaged, otherwise StorageUnavailable."""
-    fault = fault_of(error)
+    fault = classify(error)
     if fault.is_damage:
         return DataLoss(f"catalog {path}", f"{fault.reason}; {fault.remedy}")
     return StorageUnavailable(f"catalog {path}: {fault.reason}; {fault.remedy}", fault.retry_seconds)
 
 
-def at_start(path: Path, error: Exception) -> LongleafError:
+def startup_error(path: Path, error: Exception) -> LongleafError:
     """CatalogError; CatalogDamaged where the file is damaged."""
-    fault = fault_of(error)
+    fault = classify(error)
     kind = CatalogDamaged if fault.is_damage else CatalogError
     return kind(f"catalog {path}: {fault.reason}; {fault.remedy}")
 
@@ -97,7 +97,7 @@ def damaged(path: Path, reason: str) -> CatalogDamaged:
 
 
 @contextmanager
-def turned(path: Path, turn: Turn) -> Generator[None, None, None]:
+def translated_errors(path: Path, turn: Turn) -> Generator[None, None, None]:
     """Convert each error of SQLite and of the system with `turn`."""
     try:
         yield

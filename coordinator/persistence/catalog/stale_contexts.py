@@ -1,4 +1,4 @@
-"""Contexts that are kept for what lay in a model's folder before: other weights, another numeric type or tokenizer."""
+"""Contexts stored for previous contents of a model folder: other weights, or another dtype or tokenizer."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -11,42 +11,42 @@ from coordinator.persistence.catalog.records import CatalogContents, ContextReco
 from longleaf.errors import CatalogError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-"""Where one of them is another one, the same ids are another text."""
+"""Files that define the meaning of token ids."""
 
 
 class StaleContext(msgspec.Struct, frozen=True, kw_only=True):
     """A context in the folder of an earlier checkpoint."""
 
     record: ContextRecord
-    kept: CatalogContents
-    """All that this folder keeps."""
+    contents: CatalogContents
+    """All records of this folder."""
     model: str
     """The folder of both checkpoints."""
     differing: tuple[str, ...]
-    """Which of its files, or whether the numeric type, are others now; sorted."""
+    """The files that differ, and the dtype if it differs; sorted."""
 
     @property
     def path(self) -> tuple[SegmentRecord, ...]:
-        """Raises DataLoss."""
-        return self.kept.path(self.record)
+        """The path of the context. Raises DataLoss."""
+        return self.contents.path(self.record)
 
     @property
     def changes(self) -> str:
-        """What differs, and what to do."""
+        """The differences, with a remedy."""
         changed = f"{', '.join(self.differing)} in {self.model} changed since"
         if self.has_other_text:
-            return f"{changed}; serve that again, or ingest the text anew"
-        return f"{changed}; serve that again, or have its tokens read anew (longleaf contexts reread)"
+            return f"{changed}; serve the previous checkpoint, or ingest the text again"
+        return f"{changed}; serve the previous checkpoint, or recompute the context (longleaf contexts reread)"
 
     @property
     def has_other_text(self) -> bool:
-        """Its ids may mean another text now."""
+        """Whether its ids may mean another text now."""
         return any(name in self.differing for name in TOKENIZER_FILES)
 
 
-def read_earlier(folder: DataFolder, model: str, facts: Mapping[str, str]) -> dict[str, StaleContext]:
-    """By name, of several the one that was changed last. What cannot be read is left out: those folders are no business
-    of this service."""
+def read_stale(folder: DataFolder, model: str, facts: Mapping[str, str]) -> dict[str, StaleContext]:
+    """By name; of several, the one that was changed last. Unreadable folders are skipped, because they do not belong to
+    this service."""
     found = dict[str, StaleContext]()
     for context in _all(folder, model, facts):
         name = context.record.id
@@ -56,7 +56,7 @@ def read_earlier(folder: DataFolder, model: str, facts: Mapping[str, str]) -> di
 
 
 def _all(folder: DataFolder, model: str, facts: Mapping[str, str]) -> Iterator[StaleContext]:
-    for path, reported in folder.siblings():
+    for path, reported in folder.other_models():
         if reported.model != model:
             continue
         differing = tuple(
@@ -65,4 +65,4 @@ def _all(folder: DataFolder, model: str, facts: Mapping[str, str]) -> Iterator[S
         with suppress(CatalogError):
             retained = read_only_catalog(path)
             for record in retained.contexts:
-                yield StaleContext(record=record, kept=retained, model=model, differing=differing)
+                yield StaleContext(record=record, contents=retained, model=model, differing=differing)

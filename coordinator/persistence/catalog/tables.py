@@ -1,7 +1,8 @@
-"""The tables of the catalog, as the last migration leaves them.
+"""Tables of the catalog after the last migration.
 
-Each row has a checksum over its other columns (coordinator.persistence.catalog.row_codec): SQLite has none, and takes a
-flipped byte for a value. A change of this file needs a migration, which signs the rows of changed tables anew."""
+Each row has a checksum over its other columns (coordinator.persistence.catalog.row_codec), because SQLite does not
+detect a flipped bit. A change of this file needs a migration, which signs the rows of changed tables again.
+"""
 
 from sqlalchemy import (
     Column,
@@ -31,16 +32,16 @@ def _checksum() -> Column[bytes]:
 
 
 def _padding() -> Column[bytes]:
-    """PAGE_BYTES zeros before a content that must be gone when it is deleted.
+    """PAGE_BYTES zeros before content that must be erased when it is deleted.
 
-    SQLite leaves stale copies of what lies in the nodes of its trees when it balances them, also with secure_delete.
-    What lies behind a whole page of a row is on pages of its own, which are never copied, and overwritten when freed.
+    SQLite leaves stale copies of data in tree nodes when it balances them, even with secure_delete. Data behind a whole
+    page of a row is on separate overflow pages, which are never copied, and are overwritten when freed.
     """
     return Column("padding", LargeBinary, nullable=False)
 
 
 def _private() -> tuple[Column[bytes], Column[bytes]]:
-    """A content of a row that holds more, and its padding, in this order behind all others."""
+    """Columns for larger content and its padding, after all others, in this order."""
     padding, content = (
         Column(name, LargeBinary, nullable=False, server_default=text("x''")) for name in ("padding", "content")
     )
@@ -91,7 +92,7 @@ segment_texts = Table(
     _padding(),
     Column("content", LargeBinary, nullable=False),
 )
-"""Which text the tokens of a segment are (longleaf.document_text), where that is known; in MessagePack."""
+"""The text of a segment's tokens (longleaf.document_text), if known; in MessagePack."""
 
 contexts = Table(
     "contexts",
@@ -114,8 +115,8 @@ contexts = Table(
     Index("contexts_segment", "segment"),
     sqlite_with_rowid=False,
 )
-"""The display name is the content; early versions had it in its column, which is empty now. A context without a
-display name has no padding."""
+"""The display name is stored as the padded content; early versions used its own column, which is empty now. A context
+without a display name has no padding."""
 
 snapshots = Table(
     "snapshots",
@@ -140,7 +141,7 @@ uploads = Table(
     *_private(),
     sqlite_with_rowid=False,
 )
-"""The header is the content; early versions had it in its column, which is empty now."""
+"""The header is stored as the padded content; early versions used its own column, which is empty now."""
 
 upload_ids = Table(
     "upload_ids",
@@ -166,7 +167,7 @@ upload_starts = Table(
     Column("content", LargeBinary, nullable=False),
     ForeignKeyConstraint(["context", "upload_id"], ["uploads.context", "uploads.upload_id"], ondelete="CASCADE"),
 )
-"""Where tokens begin in the text of an upload, in pieces of any size, little-endian with 8 bytes each; `start` counts
+"""Offsets of an upload's tokens in its text, in pieces of any size, little-endian with 8 bytes each; `start` counts
 them."""
 
 outbox = Table(
@@ -178,4 +179,4 @@ outbox = Table(
     _padding(),
     Column("content", LargeBinary),
 )
-"""What is to be written to storage; without content, to be deleted there."""
+"""Objects to be written to storage; an entry without content deletes the object."""

@@ -1,4 +1,4 @@
-"""What is written in a transaction: changes of contexts, uploads, what is outgoing."""
+"""Writes of a transaction: changes of contexts, uploads and the outbox."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -33,11 +33,11 @@ from longleaf.document_text import count_starts
 from longleaf.errors import DataLoss, NotFound
 
 AT_ONCE = 500
-"""Keys of one statement, at most."""
+"""Maximum keys per statement."""
 
 
 def write_change(connection: Connection, change: Change) -> CommitResult:
-    """Writes all of it; what comes of it."""
+    """Writes a whole change; returns the new state."""
     again = [record.segment for record in change.snapshots]
     manifests = _manifests(connection, [*change.dropped_snapshots, *again])
     _drop(connection, contexts, change.dropped_contexts)
@@ -60,7 +60,7 @@ def write_change(connection: Connection, change: Change) -> CommitResult:
 
 
 def _put_snapshots(connection: Connection, records: Sequence[SnapshotRecord]) -> set[str]:
-    """Writes them; the manifests of those whose segments are gone."""
+    """Writes the contexts; returns the manifests of segments that were deleted."""
     wanted = segments.c.id.in_([record.segment for record in records])
     known = set(connection.execute(select(segments.c.id).where(wanted)).scalars()) if records else set[int]()
     _put(connection, snapshots, [row_codec.snapshot_row(record) for record in records if record.segment in known])
@@ -72,14 +72,14 @@ def _may_leave_segments(change: Change) -> bool:
 
 
 def _drop(connection: Connection, table: Table, keys: Sequence[Any]) -> None:
-    """Rows by the only column of their primary key."""
+    """Deletes rows by the only column of their primary key."""
     (column,) = table.primary_key.columns
     for first in range(0, len(keys), AT_ONCE):
         connection.execute(delete(table).where(column.in_(keys[first : first + AT_ONCE])))
 
 
 def _put(connection: Connection, table: Table, found: list[row_codec.Row]) -> None:
-    """Rows, new or instead of those of the same key."""
+    """Inserts or replaces rows."""
     if found:
         connection.execute(insert(table).prefix_with("OR REPLACE"), found)
 
@@ -107,12 +107,13 @@ def _raise_next_segment(connection: Connection, number: int) -> None:
 
 
 def _add_pieces(connection: Connection, table: Table, pieces: Iterable[row_codec.Row]) -> None:
-    for piece in pieces:  # one at a time: a document's ids need not be in memory twice
+    for piece in pieces:  # one segment at a time, so that a document's ids are in memory once
         connection.execute(insert(table), piece)
 
 
 def _sweep(connection: Connection) -> tuple[tuple[int, ...], set[str]]:
-    """Drops the segments that no context's path reaches, with ids and snapshots; they, and the manifests of these."""
+    """Deletes the segments that no context's path reaches, with their ids and snapshots; returns them and their
+    manifests."""
     reached = select(contexts.c.segment.label("id")).cte("reached", recursive=True)
     parents = select(segments.c.parent).join(reached, segments.c.id == reached.c.id)
     reached = reached.union(parents.where(segments.c.parent.is_not(None)))
@@ -127,41 +128,43 @@ def _sweep(connection: Connection) -> tuple[tuple[int, ...], set[str]]:
 def _state(connection: Connection) -> row_codec.Row:
     """The row of the service. Raises DataLoss."""
     row = connection.execute(select(service)).mappings().one_or_none()
-    if row is None or not row_codec.is_whole(service, row):
-        raise DataLoss("the catalog", "its counters are; restart the service, which says what to do")
+    if row is None or not row_codec.checksum_matches(service, row):
+        raise DataLoss("the catalog", "its counters are damaged; restart the service and follow its message")
     return dict(row)
 
 
 def _set_state(connection: Connection, row: row_codec.Row) -> None:
-    connection.execute(update(service), row_codec.signed(service, row))
+    connection.execute(update(service), row_codec.with_checksum(service, row))
 
 
-def write_rebuilt(connection: Connection, kept: CatalogContents, next_outgoing: int) -> None:
-    """Writes all that a new database holds."""
-    write_change(connection, Change(segments=kept.segments, contexts=kept.contexts, snapshots=kept.snapshots))
-    counters = {"next_segment": kept.next_segment, "next_outgoing": next_outgoing, "epoch": kept.epoch}
-    _set_state(connection, {**_state(connection), "service_id": kept.service_id, **counters})
+def write_rebuilt(connection: Connection, contents: CatalogContents, next_outgoing: int) -> None:
+    """Writes everything into a new database."""
+    write_change(
+        connection, Change(segments=contents.segments, contexts=contents.contexts, snapshots=contents.snapshots)
+    )
+    counters = {"next_segment": contents.next_segment, "next_outgoing": next_outgoing, "epoch": contents.epoch}
+    _set_state(connection, {**_state(connection), "service_id": contents.service_id, **counters})
 
 
 def write_epoch(connection: Connection, epoch: int) -> None:
-    """Unless a greater one is written."""
+    """Writes the epoch, unless a greater one is stored."""
     state = _state(connection)
     _set_state(connection, {**state, "epoch": max(state["epoch"], epoch)})
 
 
-# --- documents on their way ---
+# --- unfinished uploads ---
 
 
 def append_upload(
     connection: Connection, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]"
 ) -> None:
-    """Its row, the ids behind the first `start`, which it has, and where these begin. Raises NotFound when it was
-    dropped, and DataLoss when it has others, or the row is damaged."""
+    """Writes the upload's row, and appends ids to the first `start`, with their offsets. Raises NotFound when the
+    upload was dropped, and DataLoss when it has another number of ids or a damaged row."""
     row = _upload(connection, record.key)
     if row is None and start:
         raise NotFound(f"upload {record.upload_id} of contexts/{record.context}")
     if (num_tokens := row["num_tokens"] if row else 0) != start:
-        raise _lost_upload(record.key, f"{num_tokens} ids of it are kept, and those behind {start} do not follow them")
+        raise _lost_upload(record.key, f"it has {num_tokens} token ids, and the next ones start at {start}")
     new = row_codec.upload_row(record, start + len(new_ids))
     if row:
         connection.execute(update(uploads).where(_is_upload(uploads, record.key)), new)
@@ -173,18 +176,18 @@ def append_upload(
 
 
 def read_upload(connection: Connection, key: UploadKey) -> "array[int]":
-    """Its ids, none when it is not there. Raises DataLoss."""
+    """The ids of an upload; empty if it does not exist. Raises DataLoss."""
     row = _upload(connection, key)
     if row is None:
         return array("I")
     try:
-        return row_codec.joined(upload_ids, _pieces(connection, upload_ids, key), row["num_tokens"])
+        return row_codec.join_chunks(upload_ids, _pieces(connection, upload_ids, key), row["num_tokens"])
     except ValueError as error:
         raise _lost_upload(key, str(error)) from error
 
 
 def read_upload_starts(connection: Connection, key: UploadKey) -> "array[int]":
-    """Where its tokens begin; none when that is not kept. Raises DataLoss."""
+    """The offsets of its tokens; empty if they are not stored. Raises DataLoss."""
     try:
         return row_codec.joined_starts(upload_starts, _pieces(connection, upload_starts, key))
     except ValueError as error:
@@ -196,7 +199,7 @@ def _pieces(connection: Connection, table: Table, key: UploadKey) -> Iterable[ro
 
 
 def drop_upload(connection: Connection, key: UploadKey) -> None:
-    """Its row and its ids."""
+    """Deletes its row and its ids."""
     connection.execute(delete(uploads).where(_is_upload(uploads, key)))
 
 
@@ -206,17 +209,17 @@ def _is_upload(table: Table, key: UploadKey) -> Any:
 
 def _upload(connection: Connection, key: UploadKey) -> row_codec.Row | None:
     row = connection.execute(select(uploads).where(_is_upload(uploads, key))).mappings().one_or_none()
-    if row is not None and not row_codec.is_whole(uploads, row):
-        raise _lost_upload(key, "its record is")
+    if row is not None and not row_codec.checksum_matches(uploads, row):
+        raise _lost_upload(key, "its record is damaged")
     return None if row is None else dict(row)
 
 
 def _lost_upload(key: UploadKey, reason: str) -> DataLoss:
     context, upload_id = key
-    return DataLoss(f"upload {upload_id} of contexts/{context}", f"{reason}; begin it anew")
+    return DataLoss(f"upload {upload_id} of contexts/{context}", f"{reason}; restart the upload")
 
 
-# --- what is to be written to storage ---
+# --- outbox ---
 
 
 def _send(connection: Connection, outgoing: Sequence[OutboxEntry]) -> None:
@@ -237,7 +240,7 @@ def read_outgoing(connection: Connection, limit: int, only_deletions: bool) -> l
     for row in connection.execute(chosen).mappings():
         if len(found) == limit:
             break
-        if row_codec.is_whole(outbox, row):
+        if row_codec.checksum_matches(outbox, row):
             found.append(row_codec.outgoing_of(row))
     return found
 

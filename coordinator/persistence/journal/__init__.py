@@ -1,1 +1,1 @@
-"""What is kept of generations, so that another service can go on with them."""
+"""Stored state of generations, so that a restarted service can continue them."""

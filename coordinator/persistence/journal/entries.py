@@ -1,4 +1,4 @@
-"""Entries of a journal, as bytes: each with its length and its checksum before it."""
+"""Binary entries of a journal, each preceded by its length and checksum."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -13,33 +13,33 @@ from longleaf.types import Generate
 
 
 class GenerationEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A generation that is held: all that it takes to go on with it, but for what it has said."""
+    """A resumable generation: everything needed to continue it, except its output."""
 
     request_id: str
     request: Generate
-    """Without its input."""
+    """The request without its input."""
     question: bytes
-    """Digest of what was asked, by which a repeated request is known."""
+    """Digest of the input, which identifies a repeated request."""
     prompt: bytes
-    """Ids of what was asked, as unsigned numbers of 32 bits in the machine's order."""
+    """Ids of the input, as unsigned 32-bit numbers in native byte order."""
     deadline: float | None
-    """When nobody waits for it any more, in seconds since the epoch."""
+    """When the generation expires without a reader, in seconds since the Unix epoch."""
     checkpoint: str = ""
-    """What answers it."""
+    """The model that generates the answer."""
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Ids of what was asked."""
+        """Ids of the input."""
         return array("I", self.prompt)
 
 
-Said = Admitted | Tokens | Ended
-"""What is kept of what the engine says."""
-Entry = GenerationEntry | Said
+JournalEvent = Admitted | Tokens | Ended
+"""Stored form of the engine's events."""
+Entry = GenerationEntry | JournalEvent
 _HEAD = Struct("<II")
-"""Bytes that follow, and their CRC-32."""
+"""Length of the entry and its CRC-32."""
 _KINDS: tuple[type[Entry], ...] = (GenerationEntry, Admitted, Tokens, Ended)
-"""The first byte of an entry is the number of its kind: new ones come last."""
+"""The first byte of an entry is the index of its type: new types are appended."""
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 _DECODERS = [msgspec.msgpack.Decoder(kind) for kind in _KINDS]
 _ENCODER = msgspec.msgpack.Encoder()
@@ -51,7 +51,7 @@ def encode_entry(entry: Entry) -> bytes:
 
 
 def read_entries(file: BinaryIO, num_bytes: int) -> Iterator[tuple[Entry, int]]:
-    """The entries of a file of `num_bytes`, each with where it ends, up to the first that is torn or damaged."""
+    """The entries of a file of `num_bytes` with their end offsets, up to the first truncated or damaged one."""
     end = 0
     while end + _HEAD.size < num_bytes:
         size, checksum = _HEAD.unpack(file.read(_HEAD.size))
@@ -64,5 +64,5 @@ def read_entries(file: BinaryIO, num_bytes: int) -> Iterator[tuple[Entry, int]]:
         try:
             entry = _DECODERS[content[0]].decode(memoryview(content)[1:])
         except msgspec.MsgspecError:
-            return  # another version wrote it
+            return  # written by another version
         yield entry, end

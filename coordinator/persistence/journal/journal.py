@@ -11,7 +11,7 @@ import msgspec
 from blake3 import blake3
 
 from coordinator.engine_messages import Admitted, Ended, Event, Tokens
-from coordinator.persistence.journal.entries import Entry, GenerationEntry, Said, encode_entry, read_entries
+from coordinator.persistence.journal.entries import Entry, GenerationEntry, JournalEvent, encode_entry, read_entries
 from longleaf.errors import StorageUnavailable
 
 SUFFIX = ".journal"
@@ -21,7 +21,7 @@ class JournaledGeneration(NamedTuple):
     """A resumable generation and its recorded events, in order."""
 
     held: GenerationEntry
-    said: list[Said]
+    said: list[JournalEvent]
 
 
 class Journal:
@@ -41,21 +41,21 @@ class Journal:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)
 
-    def begin(self, held: GenerationEntry) -> "JournalWriter":
+    def begin(self, entry: GenerationEntry) -> "JournalWriter":
         """Start the record of a new generation, which replaces an earlier one of the same id. Raises
         StorageUnavailable.
         """
-        self.remove(held.request_id)
-        record = JournalWriter(self._path(held.request_id), os.O_CREAT | os.O_EXCL)
-        self._contexts[held.request_id] = held.request.context
+        self.remove(entry.request_id)
+        record = JournalWriter(self._path(entry.request_id), os.O_CREAT | os.O_EXCL)
+        self._contexts[entry.request_id] = entry.request.context
         try:
-            record.write(msgspec.structs.replace(held, checkpoint=self._checkpoint))
+            record.write(msgspec.structs.replace(entry, checkpoint=self._checkpoint))
         except StorageUnavailable:
             record.close()
             raise
         return record
 
-    def go_on(self, request_id: str) -> "JournalWriter":
+    def reopen(self, request_id: str) -> "JournalWriter":
         """Open the record of an existing generation. Raises StorageUnavailable."""
         return JournalWriter(self._path(request_id))
 

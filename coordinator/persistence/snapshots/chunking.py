@@ -1,4 +1,4 @@
-"""Cutting a segment into the pieces in which it lies on storage. Pure."""
+"""Division of a segment into pieces for storage. Pure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,20 +6,19 @@ from longleaf.rank_protocol.snapshots import MAX_PIECE_BYTES
 from longleaf.runs import Run
 
 NUM_PIECES = 64
-"""Of a large segment, at least: so many are dealt evenly over the ranks of any service that brings it back."""
+"""Minimum number of pieces of a large segment: they spread evenly over the ranks of any service that restores it."""
 MIN_PIECE_BYTES = 1 << 20
-"""Smaller ones are not worth an object of their own."""
+"""Minimum bytes of a piece: a smaller object costs more than it saves."""
 
 
 def piece_blocks(num_blocks: int, block_bytes: int) -> int:
-    """Blocks of a piece, at most, of a segment that has so many."""
+    """Maximum number of blocks of a piece, for a segment of this many."""
     target = min(MAX_PIECE_BYTES, max(MIN_PIECE_BYTES, num_blocks * block_bytes // NUM_PIECES))
     return max(1, target // block_bytes)
 
 
 def cut_pieces(runs: Sequence[Run], block_size: int, block_bytes: int) -> list[tuple[Run, ...]]:
-    """Pieces, each of some runs on one rank, in order of position: whole blocks of them, but for what is at the end of
-    a run."""
+    """Pieces of runs on one rank, in order of position. All blocks are whole, except at the end of a run."""
     most = piece_blocks(sum(len(run.blocks) for run in runs), block_bytes)
     found = list[tuple[Run, ...]]()
     for rank in sorted({run.rank for run in runs}):
@@ -28,7 +27,7 @@ def cut_pieces(runs: Sequence[Run], block_size: int, block_bytes: int) -> list[t
 
 
 def _parts(runs: Sequence[Run], block_size: int, most: int) -> Iterator[Run]:
-    """Runs of at most so many blocks."""
+    """Splits runs into runs of at most this many blocks."""
     for run in runs:
         for first in range(0, len(run.blocks), most):
             start, blocks = run.start + first * block_size, run.blocks[first : first + most]

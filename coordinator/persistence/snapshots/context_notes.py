@@ -1,4 +1,4 @@
-"""Notes of contexts: each change makes one, and they go to storage in the order of the changes."""
+"""Notes of contexts: each change creates one, and they are written to storage in the order of the changes."""
 
 from collections.abc import Iterable
 from collections.abc import Set as AnySet
@@ -11,35 +11,35 @@ from longleaf.storage.context_note import ContextNote, encode_note
 
 
 class ContextNotes:
-    """What storage is told, or about to be, of the contexts of a catalog.
+    """Notes of a catalog's contexts that are on storage or in the outbox.
 
-    Changes come one by one: the notes of one are made after the one before it is kept, or has failed.
+    Changes are sequential: the notes of a change are created after the previous change was stored or failed.
     """
 
-    def __init__(self, kept: CatalogContents) -> None:
-        self._service = kept.service_id
-        self._next_number = kept.next_outgoing
-        """What is kept was outgoing, and counts there. What failed counts nowhere: else the numbers of the next service
-        would begin below those that this one has used."""
-        self._told = {context.id: _of_note(context) for context in kept.contexts}
-        """As they were told last."""
+    def __init__(self, contents: CatalogContents) -> None:
+        self._service = contents.service_id
+        self._next_number = contents.next_outgoing
+        """A stored change moves its notes to the outbox, where they count. A failed change must not count: otherwise
+        the numbers of the next service would start below those already used."""
+        self._written = {context.id: _of_note(context) for context in contents.contexts}
+        """The notes as last written."""
 
     def of(self, change: Change) -> tuple[OutboxEntry, ...]:
-        """Those of a change that is to be kept. What only tells of uses makes none."""
-        dropped = [self._deletion(name) for name in change.dropped_contexts if name in self._told]
-        changed = [self._note(one) for one in change.contexts if self._told.get(one.id) != _of_note(one)]
+        """The notes of a change that is to be stored. A change that only records uses has none."""
+        dropped = [self._deletion(name) for name in change.dropped_contexts if name in self._written]
+        changed = [self._note(one) for one in change.contexts if self._written.get(one.id) != _of_note(one)]
         return self._numbered([*dropped, *changed])
 
     def again(self, recorded: AnySet[str]) -> tuple[OutboxEntry, ...]:
-        """Those of all contexts but the ones of which storage has a note."""
-        return self._numbered(self._note(record) for name, record in self._told.items() if name not in recorded)
+        """Notes of all contexts except those with a note on storage."""
+        return self._numbered(self._note(record) for name, record in self._written.items() if name not in recorded)
 
     def note(self, change: Change) -> None:
-        """A change is kept, with its notes."""
+        """Records a stored change with its notes."""
         self._next_number += len(change.outgoing)
         for name in change.dropped_contexts:
-            self._told.pop(name, None)
-        self._told |= {one.id: _of_note(one) for one in change.contexts}
+            self._written.pop(name, None)
+        self._written |= {one.id: _of_note(one) for one in change.contexts}
 
     def _numbered(self, notes: Iterable[ContextNote]) -> tuple[OutboxEntry, ...]:
         return tuple(_outgoing(replace(note, number=number)) for number, note in enumerate(notes, self._next_number))
@@ -69,5 +69,5 @@ def _outgoing(note: ContextNote) -> OutboxEntry:
 
 
 def _of_note(record: ContextRecord) -> ContextRecord:
-    """What of a record notes tell."""
+    """The part of a record that its note contains."""
     return replace(record, last_used=0.0, num_hits=0, upload_id="")

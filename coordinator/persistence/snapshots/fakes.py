@@ -1,10 +1,10 @@
-"""Ranks that hold segments, and write something for each piece that they are asked for."""
+"""Ranks with segments that write a fake object for each requested piece."""
 
 import asyncio
 from collections.abc import Sequence
 
 from coordinator.kv_cache.token_paths import Segment
-from coordinator.persistence.snapshots.ports import ContextUse, HeldSegment
+from coordinator.persistence.snapshots.ports import ContextUse, PlacedSegment
 from longleaf.errors import LongleafError
 from longleaf.rank_protocol.snapshots import Save, Saved
 from longleaf.runs import Run
@@ -12,16 +12,16 @@ from longleaf.storage.store import Store
 
 
 class FakeSnapshotRanks:
-    """Implements ports.Holdings and ports.Savers. What they write goes to `store`."""
+    """Implements ports.Holdings and ports.Savers. Writes go to `store`."""
 
     def __init__(self, store: Store, num_ranks: int = 2) -> None:
         self.store = store
         self.members = tuple(range(10, 10 + num_ranks))
         self.epoch = 1
-        self.segments: dict[int, HeldSegment] = {}
+        self.segments: dict[int, PlacedSegment] = {}
         self.contexts: list[ContextUse] = []
         self.orders: list[tuple[int, Save]] = []
-        """All that were given, with the member."""
+        """All orders, with the member."""
         self.most_at_once = 0
         self.failures: list[LongleafError] = []
         """Each is raised by one of the next saves."""
@@ -30,12 +30,12 @@ class FakeSnapshotRanks:
         self._num_at_once: dict[int, int] = {}
 
     def hold(self, segment: Segment, runs: Sequence[Run], window_runs: Sequence[Run] = (), version: int = 0) -> None:
-        """Has a segment be held so."""
-        self.segments[segment.id] = HeldSegment(
+        """Adds a held segment."""
+        self.segments[segment.id] = PlacedSegment(
             segment, tuple(runs), tuple(window_runs), self.members, self.epoch, version
         )
 
-    def held(self, segment_id: int) -> HeldSegment | None:
+    def placed(self, segment_id: int) -> PlacedSegment | None:
         return self.segments.get(segment_id)
 
     def uses(self) -> Sequence[ContextUse]:

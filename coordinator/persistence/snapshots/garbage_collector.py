@@ -1,4 +1,4 @@
-"""What of a storage must go: snapshots that are too many or too old, and whatever nobody needs."""
+"""Garbage collection on storage: snapshots over the quota or past their age, and unreferenced objects."""
 
 import asyncio
 import logging
@@ -20,82 +20,82 @@ log = logging.getLogger(__name__)
 
 
 class GarbageCollector:
-    """Looks through the storage of one service at the start, and every hour.
+    """Checks the storage of one service at the start and every hour.
 
-    `drop` has snapshots of segments go, and `lose` those that are not there any more; `uses` tells when contexts were
-    used last, `needed` has the folders that stay though no record names them, and `tell_again` has storage be told of
-    all contexts but those of which it has a note.
+    `drop` deletes snapshots of segments, and `lose` records missing ones. `uses` returns when contexts were last used.
+    `needed` returns folders that must stay although no record refers to them. `rewrite_notes` writes the notes of all
+    contexts that have none.
     """
 
     def __init__(
         self,
         store: AsyncStore,
-        kept: CatalogContents,
+        contents: CatalogContents,
         records: SnapshotIndex,
         policy: RetentionPolicy,
         needed: Callable[[], AnySet[str]],
         drop: Callable[[Sequence[int]], Awaitable[None]],
         lose: Callable[[Sequence[int]], Awaitable[None]],
-        tell_again: Callable[[AnySet[str]], Awaitable[None]],
+        rewrite_notes: Callable[[AnySet[str]], Awaitable[None]],
         uses: Callable[[], Sequence[ContextUse]],
         wall_clock: Callable[[], float],
     ) -> None:
         self._store = store
-        self._kept = kept
+        self._retained = contents
         self._records = records
         self._policy = policy
         self._needed = needed
         self._drop = drop
         self._lose = lose
-        self._tell_again = tell_again
+        self._rewrite_notes = rewrite_notes
         self._uses = uses
         self._wall_clock = wall_clock
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs until it is cancelled."""
         is_first = True
         while True:
             try:
                 if is_first:
                     await self._compare()
                     is_first = False
-                await self.trim()
+                await self.enforce_limits()
                 await self._sweep()
             except LongleafError as error:
-                log.warning("storage is not looked through: %s", error)
+                log.warning("garbage collection failed: %s", error)
             await asyncio.sleep(MOST_SECONDS if is_first else SWEEP_SECONDS)
 
-    async def trim(self) -> None:
-        """Has snapshots go that are too many or too old. Raises StorageUnavailable."""
+    async def enforce_limits(self) -> None:
+        """Deletes snapshots that exceed the quota or their age. Raises StorageUnavailable."""
         surplus = self._records.surplus(self._uses(), self._wall_clock())
         if surplus:
-            log.info("snapshots of %d segments go, for want of room or because nobody uses them", len(surplus))
+            log.info("deleting snapshots of %d segments: over the quota, or unused", len(surplus))
             await self._drop(surplus)
 
     async def _compare(self) -> None:
-        """Tells storage of contexts of which it has no note, and believes in no snapshot that is not there: it may be
-        another one than before."""
-        service = self._kept.service_id
+        """Writes missing notes of contexts, and forgets snapshots that are missing on storage, which may have been
+        replaced."""
+        service = self._retained.service_id
         entries = await self._store.list(notes_folder(service))
         recorded = {place.context for entry in entries if (place := place_of_note(entry.name)) is not None}
         names = {entry.name for entry in await self._store.list(segments_folder(service))}
-        retained = {record.segment: record.manifest for record in self._kept.snapshots}
+        retained = {record.segment: record.manifest for record in self._retained.snapshots}
         lost = [segment for segment, manifest in retained.items() if manifest not in names and segment in self._records]
         if lost:
-            log.warning("%d snapshots are not at %s any more", len(lost), self._store.store.url)
+            log.warning("%d snapshots are missing from %s", len(lost), self._store.store.url)
             await self._lose(lost)
-        await self._tell_again(recorded)
+        await self._rewrite_notes(recorded)
 
     async def _sweep(self) -> None:
         live = _Live({record.manifest.rpartition("/")[0] for record in self._records.all} | self._needed())
-        service, now = self._kept.service_id, self._wall_clock()
+        service, now = self._retained.service_id, self._wall_clock()
         swept = await self._store.run(sweep, self._store.store, service, now, self._policy.grace, live)
         if swept.num_objects:
-            log.info("%d objects that nobody needs were deleted from storage", swept.num_objects)
+            log.info("deleted %d unused objects from storage", swept.num_objects)
 
 
 class _Live(AnySet[str]):
-    """All names in some folders."""
+    """The set of all names in some folders."""
 
     def __init__(self, folders: AnySet[str]) -> None:
         self._folders = folders

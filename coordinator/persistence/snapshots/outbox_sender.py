@@ -23,27 +23,27 @@ class OutboxSender:
     def __init__(self, store: AsyncStore, outbox: Outbox) -> None:
         self._store = store
         self._outbox = outbox
-        self.trouble = StorageHealth("telling storage of contexts")
+        self.health = StorageHealth("writing contexts to storage")
         self._there_is_more = asyncio.Event()
-        self._held = Counter[str]()
+        self._pinned = Counter[str]()
         """Held manifests, with the number of holds."""
 
     @property
-    def held(self) -> list[str]:
+    def pinned(self) -> list[str]:
         """Manifests that must not be deleted yet, even if the outbox contains their deletion."""
-        return list(self._held)
+        return list(self._pinned)
 
     def hold(self, manifest: str) -> None:
         """Prevent the deletion of a manifest until it has been released as often as held."""
-        self._held[manifest] += 1
+        self._pinned[manifest] += 1
 
     def release(self, manifest: str) -> None:
-        self._held[manifest] -= 1
-        if not self._held[manifest]:
-            del self._held[manifest]
-        self.wake()
+        self._pinned[manifest] -= 1
+        if not self._pinned[manifest]:
+            del self._pinned[manifest]
+        self.notify()
 
-    def wake(self) -> None:
+    def notify(self) -> None:
         """Resume sending: the outbox may have new entries."""
         self._there_is_more.set()
 
@@ -52,13 +52,13 @@ class OutboxSender:
             self._there_is_more.clear()
             try:
                 if not await self._send_some():
-                    self.trouble.end()
+                    self.health.end()
                     await self._there_is_more.wait()
             except StorageUnavailable as error:
-                self.trouble.begin(str(error))
-                await self.trouble.wait()
+                self.health.begin(str(error))
+                await self.health.wait()
             except LongleafError as error:  # an error of the catalog, which reports it separately as well
-                log.warning("what is outgoing cannot be read: %s", error)
+                log.warning("cannot read the outbox: %s", error)
                 await self._there_is_more.wait()
 
     async def _send_some(self) -> bool:
@@ -74,13 +74,13 @@ class OutboxSender:
 
     async def _send_first(self, *, only_deletions: bool) -> tuple[list[int], StorageUnavailable | None]:
         """Send the oldest entries. Returns the keys of those sent, and the error of the first failed note."""
-        limit = AT_ONCE + len(self._held)  # held entries must not block others
+        limit = AT_ONCE + len(self._pinned)  # held entries must not block others
         found = await self._outbox.outgoing(limit, only_deletions=only_deletions)
         done, failure = list[int](), None
         try:
             for key, outgoing in found:
                 is_deletion = outgoing.content is None
-                if outgoing.name in self._held if is_deletion else failure:
+                if outgoing.name in self._pinned if is_deletion else failure:
                     continue
                 try:
                     await self._send(outgoing)

@@ -1,4 +1,4 @@
-"""What snapshots are made of, as whoever makes them sees it."""
+"""Inputs of snapshots, as seen by the code that writes them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,53 +13,53 @@ from longleaf.runs import Run, ceil_div
 from longleaf.storage.manifest import PieceRef, SegmentManifest
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
-"""Of the types in which keys and values are kept."""
+"""Names of the dtypes in which keys and values are stored."""
 
 
 @dataclass(frozen=True)
-class HeldSegment:
-    """A sealed segment that is wholly held now. It was held all the time between two equal ones."""
+class PlacedSegment:
+    """A sealed segment that is completely on the ranks. Two equal objects mean that it stayed there in between."""
 
     segment: Segment
     runs: tuple[Run, ...]
     """In order of position."""
     window_runs: tuple[Run, ...]
-    """Of EVERY_RANK, where every rank holds windows."""
+    """Runs of EVERY_RANK, if every rank holds windows."""
     members: tuple[int, ...]
-    """Their numbers, by rank."""
+    """Member numbers, by rank."""
     epoch: int
     version: int
-    """Another one whenever it has been parked."""
+    """Changes whenever the segment is evicted."""
 
 
 @dataclass(frozen=True)
 class KvFormat:
-    """How the ranks hold keys and values."""
+    """Layout of keys and values on the ranks."""
 
     text: str
-    """What another service must have the same of to take them in."""
+    """The layout that another service must share to import pieces."""
     block_size: int
 
     @property
     def block_bytes(self) -> int:
-        """Of one block, over all layers, as the text tells them: `blocks of 16; keys.0 F32 8x16x64; ...`."""
+        """Layout of one block over all layers: `blocks of 16; keys.0 F32 8x16x64; ...`."""
         return sum(_part_bytes(self.text.partition("|")[0]))
 
-    def num_bytes(self, held: HeldSegment) -> int:
+    def num_bytes(self, segment: PlacedSegment) -> int:
         """Bytes of all pieces of a segment, without their headers."""
         sharded, _, windows = self.text.partition("|")
         found = 0
-        for runs, text in ((held.runs, sharded), (held.window_runs, windows)):
+        for runs, text in ((segment.runs, sharded), (segment.window_runs, windows)):
             found += _num_blocks([(run.start, run.end) for run in runs], self.block_size) * sum(_part_bytes(text))
         return found
 
     def check(self, manifest: SegmentManifest) -> None:
-        """Raises InvalidArgument, naming the field, where ranks of this form cannot take in what a manifest names: runs
-        that are no whole blocks, windows where there are none, and pieces larger than their blocks."""
+        """Raises InvalidArgument naming the field where ranks with this layout cannot import the pieces of a manifest:
+        runs that are not whole blocks, windows without windowed layers, and pieces larger than their blocks."""
         manifest.check_blocks(self.block_size)
         sharded, _, windows = self.text.partition("|")
         if manifest.windows is not None and not windows:
-            raise InvalidArgument("windows", "these ranks hold none apart")
+            raise InvalidArgument("windows", "these ranks store no windows separately")
         for piece in manifest.pieces:
             _check_size(piece, _part_bytes(sharded), self.block_size, "pieces")
         if manifest.windows is not None:
@@ -80,12 +80,12 @@ def _check_size(piece: PieceRef, parts: Sequence[int], block_size: int, field: s
     num_blocks = _num_blocks(piece.runs, block_size)
     most = num_blocks * sum(parts) + max_header_bytes(len(parts), len(piece.runs))
     if piece.num_bytes > most:
-        raise InvalidArgument(field, f"{num_blocks:,} blocks have at most {most:,} bytes, and not {piece.num_bytes:,}")
+        raise InvalidArgument(field, f"{num_blocks:,} blocks have at most {most:,} bytes, not {piece.num_bytes:,}")
 
 
 @dataclass(frozen=True)
 class ContextUse:
-    """When a context was used last, in seconds since the epoch, and the segments of its path."""
+    """When a context was last used, in seconds since the Unix epoch, and the segments of its path."""
 
     id: str
     last_used: float
@@ -94,19 +94,19 @@ class ContextUse:
 
 
 class SegmentSource(Protocol):
-    """What ranks hold."""
+    """Segments on the ranks."""
 
-    def held(self, segment_id: int) -> HeldSegment | None:
-        """None: it is parked, or something of it is lost or moves, or nobody needs it."""
+    def placed(self, segment_id: int) -> PlacedSegment | None:
+        """None if the segment is evicted, partly lost or moving, or unused."""
         ...
 
     def uses(self) -> Sequence[ContextUse]:
-        """Of all contexts."""
+        """Last uses of all contexts."""
         ...
 
 
 class Savers(Protocol):
-    """Ranks, as far as they save."""
+    """Save requests to the ranks."""
 
     async def save(self, member: int, order: Save) -> Saved:
         """As `coordinator.cluster.ports.Ranks.save`."""
@@ -114,4 +114,4 @@ class Savers(Protocol):
 
 
 class SnapshotCatalog(ContextCatalog, Outbox, Protocol):
-    """Keeps which snapshots there are, and what is to be told to storage."""
+    """Stores the records of snapshots and the outbox."""

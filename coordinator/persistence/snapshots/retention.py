@@ -1,4 +1,4 @@
-"""What of contexts is saved, and how long it stays."""
+"""Which contexts are saved, and how long their snapshots stay."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class RetentionPolicy:
     expiry: float | None = None
     """Seconds without a use."""
     grace: float = GRACE_SECONDS
-    """Seconds after which what nobody counts is swept: longer than anything takes to be saved."""
+    """Seconds after which unreferenced objects are deleted: longer than any save takes."""
 
     @classmethod
     def of(cls, config: DataConfig) -> "RetentionPolicy":

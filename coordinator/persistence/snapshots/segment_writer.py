@@ -1,4 +1,4 @@
-"""Saving one segment: ranks write pieces side by side, and the manifest comes last."""
+"""Saves one segment: ranks write pieces in parallel, then the manifest is written."""
 
 import asyncio
 import secrets
@@ -9,7 +9,7 @@ from typing import Any
 
 from coordinator.persistence.catalog.row_codec import little_endian
 from coordinator.persistence.snapshots.chunking import cut_pieces
-from coordinator.persistence.snapshots.ports import HeldSegment, KvFormat, Savers, SegmentSource
+from coordinator.persistence.snapshots.ports import KvFormat, PlacedSegment, Savers, SegmentSource
 from coordinator.persistence.snapshots.store import AsyncStore
 from longleaf.errors import NotFound, StorageUnavailable, Unavailable
 from longleaf.rank_protocol.snapshots import Save, Saved
@@ -18,18 +18,18 @@ from longleaf.storage.manifest import PieceRef, SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
 
 MAX_ORDERS = 2
-"""That a member has at a time: as many as it has threads."""
+"""Concurrent pieces per member: as many as it has threads."""
 WINDOWS_RANK = 0
-"""Which saves what all ranks hold."""
+"""Saves pieces on all ranks."""
 
 
 def segment_name(service: str, segment_id: int) -> str:
-    """What a segment is called on storage."""
+    """The name of a segment on storage."""
     return f"{service}-{segment_id}"
 
 
 class Saver:
-    """Saves segments of one service, with ranks of one form."""
+    """Saves segments of one service, with ranks of one layout."""
 
     def __init__(
         self, store: AsyncStore, service: str, fingerprint: str, form: KvFormat, holdings: SegmentSource, ranks: Savers
@@ -43,40 +43,40 @@ class Saver:
         self._tickets = count()
 
     def attempt(self, segment_id: int, name: str | None = None) -> Attempt:
-        """Names that nobody has used; `name` is one that no attempt for this segment has had."""
+        """Unused object names; `name` was not used by an earlier attempt for this segment."""
         return Attempt(self._service, segment_name(self._service, segment_id), name or secrets.token_hex(8))
 
-    async def save(self, attempt: Attempt, held: HeldSegment) -> tuple[SegmentManifest, int]:
-        """The manifest, which is on storage, and the bytes of all.
+    async def save(self, attempt: Attempt, segment: PlacedSegment) -> tuple[SegmentManifest, int]:
+        """Writes a segment. Returns the manifest, which is on storage, and the bytes of all objects.
 
-        Raises StorageUnavailable, RankLost, and Unavailable where something of it has moved meanwhile: then nothing
-        counts of what was written.
+        Raises StorageUnavailable, RankLost, and Unavailable if part of the segment has moved meanwhile; then nothing
+        that was written counts.
         """
-        pieces = cut_pieces(held.runs, self._form.block_size, self._form.block_bytes)
-        saving = _Saving(held)
+        pieces = cut_pieces(segment.runs, self._form.block_size, self._form.block_bytes)
+        saving = _Saving(segment)
         saves = [self._save(saving, attempt.piece(number), runs) for number, runs in enumerate(pieces)]
-        if held.window_runs:
-            saves.append(self._save(saving, attempt.windows(0), held.window_runs, of_windows=True))
+        if segment.window_runs:
+            saves.append(self._save(saving, attempt.windows(0), segment.window_runs, of_windows=True))
         found = await saving.all(saves)
-        if self._holdings.held(held.segment.id) != held:
-            raise Unavailable(f"segment {held.segment.id} was moved or parked while it was saved")
-        await self._check_seen(held, pieces, found)
-        manifest = self._manifest(attempt, held, found)
+        if self._holdings.placed(segment.segment.id) != segment:
+            raise Unavailable(f"segment {segment.segment.id} was moved or evicted while it was saved")
+        await self._check_seen(segment, pieces, found)
+        manifest = self._manifest(attempt, segment, found)
         content = encode_manifest(manifest)
         await self._store.put(attempt.manifest, content, is_new=True)
         return manifest, len(content) + sum(piece.num_bytes for piece in found)
 
     async def _save(self, saving: "_Saving", name: str, runs: tuple[Run, ...], of_windows: bool = False) -> PieceRef:
-        rank, resident = WINDOWS_RANK if of_windows else runs[0].rank, saving.held
+        rank, resident = WINDOWS_RANK if of_windows else runs[0].rank, saving.placed
         async with saving.turn(rank):
             order = Save(next(self._tickets), name, resident.segment.id, runs, of_windows)
             saved: Saved = await self._ranks.save(resident.members[rank], order)
         return PieceRef(name, tuple((run.start, run.end) for run in runs), saved.num_bytes, saved.digest)
 
     async def _check_seen(
-        self, held: HeldSegment, pieces: Sequence[tuple[Run, ...]], found: Sequence[PieceRef]
+        self, segment: PlacedSegment, pieces: Sequence[tuple[Run, ...]], found: Sequence[PieceRef]
     ) -> None:
-        """What ranks have written must be where this process reads: of each the last piece."""
+        """Checks that this process can read the objects that the ranks wrote: the last piece of each rank."""
         last = dict(zip([*(runs[0].rank for runs in pieces), WINDOWS_RANK], found, strict=False))
         for rank, piece in last.items():
             try:
@@ -84,13 +84,13 @@ class Saver:
             except NotFound:
                 size = -1
             if size != piece.num_bytes:
-                message = f"rank {rank}, member {held.members[rank]}, wrote {piece.name}, and it is not there"
-                remedy = "--snapshot-url must name a storage that all machines share"
+                message = f"{piece.name}, written by rank {rank}, member {segment.members[rank]}, is missing"
+                remedy = "--snapshot-url must be storage that all machines share"
                 raise StorageUnavailable(f"{self._store.store.url}: {message}; {remedy}")
 
-    def _manifest(self, attempt: Attempt, held: HeldSegment, found: Sequence[PieceRef]) -> SegmentManifest:
-        segment, before = held.segment, held.segment.before.segments
-        num_pieces = len(found) - bool(held.window_runs)
+    def _manifest(self, attempt: Attempt, placed: PlacedSegment, found: Sequence[PieceRef]) -> SegmentManifest:
+        segment, before = placed.segment, placed.segment.before.segments
+        num_pieces = len(found) - bool(placed.window_runs)
         return SegmentManifest(
             service=attempt.service,
             fingerprint=self._fingerprint,
@@ -101,23 +101,23 @@ class Saver:
             num_tokens=len(segment.token_ids),
             rope=segment.rope,
             pieces=tuple(found[:num_pieces]),
-            windows=found[-1] if held.window_runs else None,
+            windows=found[-1] if placed.window_runs else None,
             token_ids=little_endian(segment.token_ids).tobytes(),
         )
 
 
 class _Saving:
-    """The pieces of one segment, of which ranks write some at a time."""
+    """The pieces of one segment; each rank writes a few at a time."""
 
-    def __init__(self, held: HeldSegment) -> None:
-        self.held = held
-        self._limits = [asyncio.Semaphore(MAX_ORDERS) for _ in held.members]
+    def __init__(self, placed: PlacedSegment) -> None:
+        self.placed = placed
+        self._limits = [asyncio.Semaphore(MAX_ORDERS) for _ in placed.members]
         self._failure: Exception | None = None
-        """The first."""
+        """The first failure."""
 
     @asynccontextmanager
     async def turn(self, rank: int) -> AsyncGenerator[None, None]:
-        """Waits for a rank. Raises the first failure of any of them."""
+        """Waits for a free slot of a rank. Raises the first failure of any rank."""
         async with self._limits[rank]:
             if self._failure is not None:
                 raise self._failure
@@ -128,8 +128,8 @@ class _Saving:
                 raise
 
     async def all(self, saves: Sequence[Coroutine[Any, Any, PieceRef]]) -> list[PieceRef]:
-        """What they give. After a failure no more are begun, and it is raised when those that were have ended: what
-        ranks write later than that nobody would delete."""
+        """Their results. After a failure no more saves start, and the error is raised when the running ones have ended:
+        objects that ranks write later would never be deleted."""
         tasks = [asyncio.ensure_future(save) for save in saves]
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._failure is not None:

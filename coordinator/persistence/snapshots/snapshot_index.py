@@ -1,4 +1,4 @@
-"""Which segments are on storage, and which of them are to go: for want of room, or because nobody has used them."""
+"""Index of the segments on storage. Selects those to delete: over the quota, or unused."""
 
 from collections.abc import Iterable, Sequence
 from math import inf
@@ -15,7 +15,7 @@ class SnapshotIndex:
         self._policy = policy
         self._by_segment = {record.segment: record for record in records}
         self._dropped: dict[int, float] = {}
-        """Segments whose snapshots went, and when they had been used last."""
+        """Segments whose snapshots were dropped, with the time of their last use then."""
 
     def __getitem__(self, segment_id: int) -> SnapshotRecord:
         return self._by_segment[segment_id]
@@ -42,21 +42,21 @@ class SnapshotIndex:
         self._by_segment.pop(segment_id, None)
 
     def forget(self, segment_ids: Iterable[int]) -> None:
-        """Segments that are gone."""
+        """Removes deleted segments."""
         for segment_id in segment_ids:
             self.drop(segment_id)
             self._dropped.pop(segment_id, None)
 
     def may_be_saved(self, segment_id: int, uses: Sequence[ContextUse]) -> bool:
-        """Whether a segment is not on storage, and has been used since it was there."""
+        """Whether a segment has no snapshot and was used since its snapshot was dropped."""
         if segment_id in self._by_segment:
             return False
         before = self._dropped.get(segment_id)
         return before is None or last_uses(uses).get(segment_id, -inf) > before
 
     def surplus(self, uses: Sequence[ContextUse], now: float) -> list[int]:
-        """Segments whose snapshots must go, and that are noted to have been dropped. What only contexts have that were
-        used longest ago goes first; what pinned ones have, last."""
+        """Segments whose snapshots must be deleted; they are recorded as dropped. Snapshots of the least recently used
+        contexts go first, those of pinned contexts last."""
         by_segment = last_uses(uses)
         order = sorted(self._by_segment, key=lambda segment: (by_segment.get(segment, -inf), segment))
         left, gone = self.num_bytes, list[int]()
@@ -72,7 +72,7 @@ class SnapshotIndex:
 
 
 def last_uses(uses: Iterable[ContextUse]) -> dict[int, float]:
-    """When each segment was used last; those of pinned contexts are in use for ever."""
+    """When each segment was last used; segments of pinned contexts count as always in use."""
     found = dict[int, float]()
     for use in uses:
         used = inf if use.is_pinned else use.last_used

@@ -16,8 +16,8 @@ from coordinator.persistence.snapshots.garbage_collector import GarbageCollector
 from coordinator.persistence.snapshots.outbox_sender import OutboxSender, delete_attempt
 from coordinator.persistence.snapshots.ports import (
     ContextUse,
-    HeldSegment,
     KvFormat,
+    PlacedSegment,
     Savers,
     SegmentSource,
     SnapshotCatalog,
@@ -65,7 +65,7 @@ class Snapshots:
         self,
         store: Store,
         catalog: SnapshotCatalog,
-        kept: CatalogContents,
+        contents: CatalogContents,
         fingerprint: str,
         policy: RetentionPolicy,
         wall_clock: Callable[[], float],
@@ -75,27 +75,27 @@ class Snapshots:
         self._check_room = check_room
         self._store = AsyncStore(store)
         self._catalog = catalog
-        self._kept = kept
+        self._index = contents
         self._fingerprint = fingerprint
         self._policy = policy
         self._wall_clock = wall_clock
-        self._records = SnapshotIndex(kept.snapshots, policy)
-        self._notes = ContextNotes(kept)
+        self._records = SnapshotIndex(contents.snapshots, policy)
+        self._notes = ContextNotes(contents)
         self._turn = asyncio.Lock()
         """Held while a change with notes is committed: notes are numbered in the order of the commits."""
         self._sender = OutboxSender(self._store, catalog)
-        self._trouble = StorageHealth("writing snapshots")
+        self._health = StorageHealth("writing snapshots")
         self._holdings: SegmentSource | None = None
         self._saver: Saver | None = None
         self._cleaner: GarbageCollector | None = None
         self._form = KvFormat("", 1)
-        self._wanted = dict.fromkeys(segment.id for segment in kept.segments) if policy.mode == "seal" else {}
+        self._wanted = dict.fromkeys(segment.id for segment in contents.segments) if policy.mode == "seal" else {}
         """Segments to save, in order."""
         self._too_large = set[int]()
         """Segments that do not fit on the disk."""
         self._retry: asyncio.TimerHandle | None = None
         """The timer that retries the segments that were too large."""
-        self._asked: dict[int, list[asyncio.Future[None]]] = {}
+        self._requested: dict[int, list[asyncio.Future[None]]] = {}
         """The callers that wait for a segment to be saved, by segment."""
         self._attempts = set[str]()
         """Folders of running attempts."""
@@ -108,19 +108,19 @@ class Snapshots:
         """Start to save segments of ranks with this KV layout. `on_change` is called when the result of `view` may have
         changed.
         """
-        for outage in (self._trouble, self._sender.trouble):
+        for outage in (self._health, self._sender.health):
             outage.watch(on_change)
         self._holdings, self._form = holdings, form
-        self._saver = Saver(self._store, self._kept.service_id, self._fingerprint, form, holdings, ranks)
+        self._saver = Saver(self._store, self._index.service_id, self._fingerprint, form, holdings, ranks)
         self._cleaner = GarbageCollector(
             self._store,
-            self._kept,
+            self._index,
             self._records,
             self._policy,
             self._needed,
             self._drop,
             self._lose,
-            self._tell_again,
+            self._rewrite_notes,
             holdings.uses,
             self._wall_clock,
         )
@@ -138,15 +138,15 @@ class Snapshots:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for waiting in [future for futures in self._asked.values() for future in futures]:
+        for waiting in [future for futures in self._requested.values() for future in futures]:
             if not waiting.done():
                 waiting.set_exception(Unavailable("the service is stopping"))
 
-    # --- what is known ---
+    # --- lookups ---
 
     @property
     def service_id(self) -> str:
-        return self._kept.service_id
+        return self._index.service_id
 
     @property
     def fingerprint(self) -> str:
@@ -170,7 +170,7 @@ class Snapshots:
 
     def view(self) -> Storage:
         """Return the state of the storage for clients."""
-        outage = self._trouble.reason or self._sender.trouble.reason
+        outage = self._health.reason or self._sender.health.reason
         return Storage(snapshots=self._policy.mode, url=self._store.store.url, trouble=outage)
 
     def is_usable(self, segment_id: int) -> bool:
@@ -202,7 +202,7 @@ class Snapshots:
         reported = (found.fingerprint, found.form, found.start, found.rope, found.token_ids)
         ids = little_endian(segment.token_ids).tobytes()
         if reported != (self._fingerprint, record.form, segment.start, segment.rope, ids):
-            raise DataLoss(record.manifest, f"it is not of segment {segment.id} as it is kept")
+            raise DataLoss(record.manifest, f"it does not match segment {segment.id} in the catalog")
         if record.form == self._form.text:  # other layouts are not restored here
             try:
                 self.check(found)
@@ -241,7 +241,7 @@ class Snapshots:
             change = replace(change, outgoing=self._notes.of(change))
             self._committed(change, await self._catalog.commit(change))
 
-    async def _tell_again(self, recorded: AnySet[str]) -> None:
+    async def _rewrite_notes(self, recorded: AnySet[str]) -> None:
         """Write notes of all contexts except those in `recorded`."""
         async with self._turn:
             if outgoing := self._notes.again(recorded):
@@ -260,10 +260,10 @@ class Snapshots:
         if self._policy.mode == "seal":
             self._wanted |= {one.id: None for one in change.segments if one.id not in self._records}
         if change.outgoing or committed.manifests:
-            self._sender.wake()
-        self.wake()
+            self._sender.notify()
+        self.notify()
 
-    def wake(self) -> None:
+    def notify(self) -> None:
         """Resume saving: segments may have become resident."""
         self._may_save.set()
 
@@ -286,7 +286,7 @@ class Snapshots:
         for reason, segment_ids in _by_reason(damaged).items():
             what = ("the snapshot of segment", "is") if len(segment_ids) == 1 else ("snapshots of segments", "are")
             message = ", ".join(map(str, segment_ids[:MAX_LISTED])) + (", ..." if segment_ids[MAX_LISTED:] else "")
-            log.warning("%s %s %s damaged, and its tokens are read again: %s", what[0], message, what[1], reason)
+            log.warning("%s %s %s damaged; recomputing the tokens: %s", what[0], message, what[1], reason)
         await self._lose(list(damaged))
 
     async def _lose(self, segment_ids: Sequence[int]) -> None:
@@ -294,14 +294,14 @@ class Snapshots:
         await self._drop(segment_ids)
         if self._policy.mode == "seal":
             self._wanted |= dict.fromkeys(segment_ids)
-            self.wake()
+            self.notify()
 
     async def _drop(self, segment_ids: Sequence[int]) -> None:
         committed = await self._catalog.commit(Change(dropped_snapshots=tuple(segment_ids)))
         for segment in segment_ids:
             self._records.drop(segment)
         if committed.manifests:
-            self._sender.wake()
+            self._sender.notify()
 
     # --- saving ---
 
@@ -313,18 +313,18 @@ class Snapshots:
         """
         missing = [segment for segment in segment_ids if not self.is_usable(segment)]
         if missing and self._policy.mode == "off":
-            raise InvalidArgument("snapshots", "this service writes none: it was started with --snapshots off")
+            raise InvalidArgument("snapshots", "this service writes no snapshots: it was started with --snapshots off")
         waits = list[asyncio.Future[None]]()
         for segment in missing:
             waiting = asyncio.get_running_loop().create_future()
-            self._asked.setdefault(segment, []).append(waiting)
+            self._requested.setdefault(segment, []).append(waiting)
             self._wanted.setdefault(segment)
             waits.append(waiting)
-        self.wake()
+        self.notify()
         await asyncio.gather(*waits)
 
     def _answer(self, segment_id: int, error: LongleafError | None = None) -> None:
-        for waiting in self._asked.pop(segment_id, ()):
+        for waiting in self._requested.pop(segment_id, ()):
             if waiting.done():
                 continue
             if error is None:
@@ -345,16 +345,16 @@ class Snapshots:
                     await self._save_one(segment_id, uses)
                 self._cancel_retry()
                 if self._too_large:
-                    self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self.wake)
+                    self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self.notify)
                 elif were_too_large or not self._wanted:
-                    self._trouble.end()
+                    self._health.end()
             except StorageUnavailable as error:
                 if segment_id in self._wanted:  # else it has been deleted meanwhile
                     self._wanted[segment_id] = self._wanted.pop(segment_id)  # moved to the end of the queue
-                self._trouble.begin(str(error))
-                for segment_id in list(self._asked):
+                self._health.begin(str(error))
+                for segment_id in list(self._requested):
                     self._answer(segment_id, error)
-                await self._trouble.wait()
+                await self._health.wait()
                 self._may_save.set()
 
     def _cancel_retry(self) -> None:
@@ -366,7 +366,7 @@ class Snapshots:
         the set of resident segments changes.
         """
         assert self._holdings is not None
-        is_requested, resident = segment_id in self._asked, self._holdings.held(segment_id)
+        is_requested, resident = segment_id in self._requested, self._holdings.placed(segment_id)
         if resident is None and not is_requested and segment_id not in self._records:
             return  # the common case, because many segments may be evicted
         if self.is_usable(segment_id) or not (is_requested or self._records.may_be_saved(segment_id, uses)):
@@ -375,10 +375,10 @@ class Snapshots:
             return
         try:
             if resident is None:
-                raise Unavailable(f"segment {segment_id} is not held now: ask its context, and try again")
+                raise Unavailable(f"segment {segment_id} is not in memory: ask its context a question and retry")
             if (error := await self._check_segment(resident)) is not None:
                 self._too_large.add(segment_id)
-                self._trouble.begin(str(error))
+                self._health.begin(str(error))
                 self._answer(segment_id, error)
                 return
             await self._save(resident)
@@ -386,37 +386,37 @@ class Snapshots:
             raise
         except Unavailable as error:
             self._answer(segment_id, error)
-            if self._holdings.held(segment_id) not in (None, resident):
-                self.wake()  # it has already moved, so that no later event would trigger the retry
+            if self._holdings.placed(segment_id) not in (None, resident):
+                self.notify()  # it has already moved, so that no later event would trigger the retry
         except Exception as error:
-            log.error("segment %d is not saved", segment_id, exc_info=error)
+            log.error("cannot save segment %d", segment_id, exc_info=error)
             self._wanted.pop(segment_id, None)
             self._answer(segment_id, Unavailable(f"segment {segment_id} was not saved: {error!r}"))
         else:
             self._wanted.pop(segment_id, None)
             self._answer(segment_id)
 
-    async def _check_segment(self, held: HeldSegment) -> StorageUnavailable | None:
+    async def _check_segment(self, segment: PlacedSegment) -> StorageUnavailable | None:
         """Return the error for a segment that does not fit on the disk, where smaller ones may. Raises
         StorageUnavailable where none fits.
         """
         try:
-            await self._store.run(self._check_room, self._form.num_bytes(held))
+            await self._store.run(self._check_room, self._form.num_bytes(segment))
         except StorageUnavailable as error:
             await self._store.run(self._check_room, 0)
             return error
         return None
 
-    async def _save(self, held: HeldSegment) -> None:
+    async def _save(self, segment: PlacedSegment) -> None:
         assert self._saver is not None
         assert self._cleaner is not None
-        attempt = self._saver.attempt(held.segment.id)
+        attempt = self._saver.attempt(segment.segment.id)
         folder = attempt.manifest.rpartition("/")[0]
         self._attempts.add(folder)
         try:
-            manifest, num_bytes = await self._saver.save(attempt, held)
+            manifest, num_bytes = await self._saver.save(attempt, segment)
             record = SnapshotRecord(
-                segment=held.segment.id, manifest=attempt.manifest, form=manifest.form, num_bytes=num_bytes
+                segment=segment.segment.id, manifest=attempt.manifest, form=manifest.form, num_bytes=num_bytes
             )
             change = Change(snapshots=(record,))
             committed = await self._catalog.commit(change)
@@ -427,22 +427,22 @@ class Snapshots:
             self._attempts.discard(folder)
         if record.manifest not in committed.manifests:  # else the segment has been deleted meanwhile
             self._records.put(record)
-        self._too_large.discard(held.segment.id)
+        self._too_large.discard(segment.segment.id)
         if not self._too_large:
-            self._trouble.end()
-        self._sender.wake()
-        await self._cleaner.trim()
+            self._health.end()
+        self._sender.notify()
+        await self._cleaner.enforce_limits()
 
     async def _abandon(self, attempt: Attempt) -> None:
         """Delete the objects of a failed attempt. If that fails, the sweep deletes them later."""
         try:
             await delete_attempt(self._store, attempt.manifest)
         except LongleafError as error:
-            log.debug("what is left of %s stays for the sweep: %s", attempt, error)
+            log.debug("cannot delete the rest of %s; garbage collection will: %s", attempt, error)
 
     def _needed(self) -> set[str]:
         """Return the folders that must be kept although no record names them."""
-        return self._attempts | {name.rpartition("/")[0] for name in self._sender.held}
+        return self._attempts | {name.rpartition("/")[0] for name in self._sender.pinned}
 
     def new_attempt(self, segment_id: int, archive: str) -> Attempt:
         """Return names for a segment of an imported archive. They are not swept until `end_attempt`."""
@@ -451,8 +451,8 @@ class Snapshots:
         self._attempts.add(attempt.manifest.rpartition("/")[0])
         return attempt
 
-    async def end_attempt(self, attempt: Attempt, *, is_kept: bool) -> None:
+    async def end_attempt(self, attempt: Attempt, *, keep: bool) -> None:
         """End an attempt, which was committed to the catalog or is abandoned."""
         self._attempts.discard(attempt.manifest.rpartition("/")[0])
-        if not is_kept:
+        if not keep:
             await self._abandon(attempt)

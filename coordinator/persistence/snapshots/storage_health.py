@@ -1,4 +1,4 @@
-"""Whether the storage can be used: told once when that changes, and tried again ever more seldom."""
+"""Health of the storage: logged once per change, retried with increasing delays."""
 
 import asyncio
 import logging
@@ -9,28 +9,28 @@ log = logging.getLogger(__name__)
 
 
 class StorageHealth:
-    """What is wrong with a storage."""
+    """The current error of a storage."""
 
     def __init__(self, what: str) -> None:
-        """`what` is not done meanwhile."""
+        """`what` names the suspended work."""
         self._what = what
         self.reason = ""
-        """For people; empty: nothing."""
+        """The reason, for the operator; empty if there is no error."""
         self._seconds = LEAST_SECONDS
         self._on_change: Callable[[], None] = lambda: None
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """From here on `on_change` is called when `reason` is another one."""
+        """From now on `on_change` is called when `reason` changes."""
         self._on_change = on_change
 
     def begin(self, reason: str) -> None:
         if not self.reason:
-            log.warning("%s: not done for now, and the service goes on: %s", self._what, reason)
+            log.warning("%s: failed, will retry: %s", self._what, reason)
         self._say(reason)
 
     def end(self) -> None:
         if self.reason:
-            log.warning("%s: done again", self._what)
+            log.warning("%s: succeeded again", self._what)
         self._seconds = LEAST_SECONDS
         self._say("")
 
@@ -40,6 +40,6 @@ class StorageHealth:
             self._on_change()
 
     async def wait(self) -> None:
-        """Until the next try."""
+        """Waits until the next attempt."""
         seconds, self._seconds = self._seconds, min(MOST_SECONDS, 2 * self._seconds)
         await asyncio.sleep(seconds)

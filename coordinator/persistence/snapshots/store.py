@@ -1,4 +1,4 @@
-"""A storage for an event loop: calls wait in threads of their own, and keep nobody else waiting."""
+"""Storage for an event loop: calls block in separate threads."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -13,32 +13,32 @@ from longleaf.storage.store import Store
 
 NUM_THREADS = 3
 MAX_THREADS = 32
-"""Those whose callers stopped waiting count, too, until the storage answers them."""
+"""Includes calls whose callers stopped waiting, until the storage answers."""
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
 class AsyncStore:
-    """As `Store`. A call that is cancelled may still be done, and no process waits for its end."""
+    """As `Store`. A cancelled call may still complete, and process exit does not wait for it."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self._turns = asyncio.Semaphore(NUM_THREADS)
         self._counting = Lock()
         self.num_threads = 0
-        """That wait for the storage."""
+        """Calls that wait for the storage."""
 
     async def run(self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        """Calls something that blocks. Raises StorageUnavailable where too many calls have not come back."""
+        """Runs a blocking call. Raises StorageUnavailable when too many calls have not returned."""
         async with self._turns:
             if self.num_threads >= MAX_THREADS:
-                raise StorageUnavailable(f"{self.store.url}: {self.num_threads} calls have not come back")
+                raise StorageUnavailable(f"{self.store.url}: {self.num_threads} calls have not returned")
             self._count(1)
             try:
                 begun = _begun(partial(call, *args, **kwargs), lambda: self._count(-1))
-            except RuntimeError as error:  # there may be no more threads
+            except RuntimeError as error:  # no more threads can be started
                 self._count(-1)
-                raise StorageUnavailable(f"{self.store.url}: not asked: {error}") from error
+                raise StorageUnavailable(f"{self.store.url}: not called: {error}") from error
             return await asyncio.wrap_future(begun)
 
     def _count(self, more: int) -> None:
@@ -62,7 +62,7 @@ class AsyncStore:
 
 
 def _begun(work: Callable[[], Result], on_end: Callable[[], None]) -> Future[Result]:
-    """Of a thread that ends with the process, whatever it waits for: one of an executor would be waited for."""
+    """Runs a call in a daemon thread. Process exit would wait for the threads of an executor."""
     future = Future[Result]()
 
     def live() -> None:

@@ -40,11 +40,11 @@ class Compiled(Flash):
         return super().attend(q_THD, k_KSD, v_KSV, reads, scale, softcap)
 
     def attend_int8(
-        self, q_THD: Tensor, kept: Int8Layer, reads: Sequence[Read], scale: float, softcap: float | None = None
+        self, q_THD: Tensor, layer: Int8Layer, reads: Sequence[Read], scale: float, softcap: float | None = None
     ) -> Partial:
-        if self._decode.can_run_int8(q_THD, kept):
-            return self._decode.over_int8(q_THD, kept, reads, scale, softcap)
-        return super().attend_int8(q_THD, kept, reads, scale, softcap)
+        if self._decode.can_run_int8(q_THD, layer):
+            return self._decode.over_int8(q_THD, layer, reads, scale, softcap)
+        return super().attend_int8(q_THD, layer, reads, scale, softcap)
 
     def fold(self, packed_NTHC: Tensor) -> Partial:
         if self._fold.can_run(packed_NTHC):

@@ -21,7 +21,7 @@ LANES = 8
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Types of keys and values, as numbered in decode.c."""
 INT8_TYPES = [torch.int8, torch.int8, torch.int8, torch.float32]
-TOLD_TYPES = [ctypes.c_void_p] * 2 + [ctypes.c_long]
+ATTRIBUTION_TYPES = [ctypes.c_void_p] * 2 + [ctypes.c_long]
 MAX_ROWS = 512
 """Rows per key head of a layer above which torch's matrix products are faster on one thread."""
 
@@ -32,10 +32,10 @@ class NativeDecode:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = library.longleaf_decode
-        self._run.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_long] * 9 + [ctypes.c_float] * 2 + TOLD_TYPES
+        self._run.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_long] * 9 + [ctypes.c_float] * 2 + ATTRIBUTION_TYPES
         self._run.restype = None
         self._run_int8 = library.longleaf_decode_int8
-        self._run_int8.argtypes = [ctypes.c_void_p] * 9 + [ctypes.c_long] * 9 + [ctypes.c_float] * 2 + TOLD_TYPES
+        self._run_int8.argtypes = [ctypes.c_void_p] * 9 + [ctypes.c_long] * 9 + [ctypes.c_float] * 2 + ATTRIBUTION_TYPES
         self._run_int8.restype = None
         self._scratch_size = library.longleaf_scratch_size
         self._scratch_size.argtypes = [ctypes.c_long] * 2
@@ -78,30 +78,32 @@ class NativeDecode:
         results, sizes = self._prepare(q_THD, k_KSD, reads)
         tensors = (q_THD, k_KSD, v_KSD, *results)
         limits = (KINDS[k_KSD.dtype], scale, softcap or 0.0)
-        self._run(*(tensor.data_ptr() for tensor in tensors), *sizes, *limits, *_told(reads, sizes))
+        self._run(*(tensor.data_ptr() for tensor in tensors), *sizes, *limits, *_attribution_arguments(reads, sizes))
         return Partial(*results[:2])
 
-    def can_run_int8(self, q_THD: Tensor, kept: Int8Layer) -> bool:
+    def can_run_int8(self, q_THD: Tensor, layer: Int8Layer) -> bool:
         """Whether this machine supports the kernel for keys and values in 8 bits."""
-        tensors = kept[:4]
+        tensors = layer[:4]
         types = [tensor.dtype for tensor in tensors]
         is_in_place = all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors)
-        return types == INT8_TYPES and is_in_place and self._can_take(q_THD, kept.keys_KSD)
+        return types == INT8_TYPES and is_in_place and self._can_take(q_THD, layer.keys_KSD)
 
     def over_int8(
         self,
         q_THD: Tensor,
-        kept: Int8Layer,
+        layer: Int8Layer,
         reads: Sequence[Read],
         scale: float,
         softcap: float | None = None,
     ) -> Partial:
         """Attention over keys and values in 8 bits, otherwise like `__call__`."""
         q_THD = q_THD.float()
-        results, sizes = self._prepare(q_THD, kept.keys_KSD, reads)
-        tensors = (q_THD, *kept[:4], *results)
-        limits = (kept.block_size, scale, softcap or 0.0)
-        self._run_int8(*(tensor.data_ptr() for tensor in tensors), *sizes, *limits, *_told(reads, sizes))
+        results, sizes = self._prepare(q_THD, layer.keys_KSD, reads)
+        tensors = (q_THD, *layer[:4], *results)
+        limits = (layer.block_size, scale, softcap or 0.0)
+        self._run_int8(
+            *(tensor.data_ptr() for tensor in tensors), *sizes, *limits, *_attribution_arguments(reads, sizes)
+        )
         return Partial(*results[:2])
 
     def _prepare(
@@ -118,10 +120,10 @@ class NativeDecode:
         return (out_THD, lse_TH, scratch, table), sizes
 
 
-def _told(reads: Sequence[Read], sizes: Sequence[int]) -> tuple[int | None, int | None, int]:
+def _attribution_arguments(reads: Sequence[Read], sizes: Sequence[int]) -> tuple[int | None, int | None, int]:
     """Arguments of block attribution: the table of reads, the output for entries, and the number of entries per key
     head."""
-    reported = reads.told if isinstance(reads, Reads) else None
+    reported = reads.attributed if isinstance(reads, Reads) else None
     if reported is None:
         return None, None, 0
     _, _, num_kv_heads, group, *_ = sizes

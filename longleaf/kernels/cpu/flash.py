@@ -81,7 +81,7 @@ def cpu_flash(
         packed = q_KTGD.reshape(1, kv_heads, num_rows * group, dim)
         out, lse = flash(packed, k_KSD[None], v_KSV[None], scale=scale)
         out, lse = out.view(kv_heads, num_rows, group, dim), lse.view(kv_heads, num_rows, group)
-        return _betray(q_KTGD, k_KSD, out, lse)
+        return _propagate_nonfinite(q_KTGD, k_KSD, out, lse)
     q_GKTD = q_KTGD.permute(2, 0, 1, 3)
     k_GKSD, v_GKSD = (t[None].expand(group, -1, -1, -1) for t in (k_KSD, v_KSV))
     if read.is_causal:
@@ -89,10 +89,10 @@ def cpu_flash(
     else:
         mask = mask_of(num_rows, k_KSD.shape[1], read.offset, read.window)
         out, lse = flash(q_GKTD, k_GKSD, v_GKSD, attn_mask=mask, scale=scale)
-    return _betray(q_KTGD, k_KSD, *sanitise(out.permute(1, 2, 0, 3), lse.permute(1, 2, 0)))
+    return _propagate_nonfinite(q_KTGD, k_KSD, *sanitise(out.permute(1, 2, 0, 3), lse.permute(1, 2, 0)))
 
 
-def _betray(q_KTGD: Tensor, k_KSD: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def _propagate_nonfinite(q_KTGD: Tensor, k_KSD: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Propagates non-finite queries and keys as NaN. Torch's kernel gives weight 0 to a key of score -inf, and out 0 to
     a row whose scores are all NaN, if they are fewer than its vector lanes."""
     is_sound = _is_finite(q_KTGD, (3,)) & _is_finite(k_KSD, (1, 2))[:, None, None]

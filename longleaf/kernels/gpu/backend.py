@@ -13,7 +13,7 @@ from longleaf.attention.masks import Read, Reads
 from longleaf.attention.partial import Partial
 from longleaf.kernels.backend import Int8Layer, check_shapes, lies_in
 from longleaf.kernels.gpu import constants, tuning
-from longleaf.kernels.gpu.block_sums import bags_of, told_arguments, told_numbers
+from longleaf.kernels.gpu.block_sums import attribution_arguments, attribution_numbers, bags_of
 from longleaf.kernels.gpu.device.block_attribution import add_shares
 from longleaf.kernels.gpu.device.decode import attend_items
 from longleaf.kernels.gpu.device.fold import fold_items, fold_packed, pack_rows
@@ -71,54 +71,56 @@ class TritonKernels:
         most_rows = tuned.max_rows or constants.max_tile_rows(dtype, dim, self._limits, is_latent=is_latent)
         work, num_programs = self._work(reads, q_THD, num_kv_heads, most_rows, chosen["TILE_KEYS"], tuned)
         tile = tuned.tiles.get(work.tile_rows) if scale > 0 else None
+        is_attributed = work.attribution is not None
         if tile is None:
-            kernel, chosen = attend_items, constants.with_rows(chosen, work.tile_rows, is_asked=work.told is not None)
+            kernel, chosen = attend_items, constants.with_rows(chosen, work.tile_rows, is_attributed=is_attributed)
         else:
-            tells = work.told is not None and tile.keys >= chosen["SLOTS"] and tile.kernel != "lanes"
-            kernel, chosen = ATTENTION[tile.kernel], tuning.constants_of(tile, chosen, tells=tells)
+            is_attributed = is_attributed and tile.keys >= chosen["SLOTS"] and tile.kernel != "lanes"
+            kernel, chosen = ATTENTION[tile.kernel], tuning.constants_of(tile, chosen, is_attributed=is_attributed)
         parts = empty_partial(work.num_part_rows, num_kv_heads, value_dim, q_THD)
-        told = told_arguments(work, parts, q_THD.shape[1] // num_kv_heads, tells=chosen.get("TELLS", False))
+        is_attributed, group = chosen.get("ATTRIBUTES", False), q_THD.shape[1] // num_kv_heads
+        attribution = attribution_arguments(work, parts, group, is_attributed=is_attributed)
         self._launch(
             kernel,
             (num_programs,),
             *(work.table, q_THD, k_KSD, v_KSV, parts.out_THD, parts.lse_TH, scale, softcap or 0.0),
-            *(q_THD.shape[1] // num_kv_heads, num_kv_heads),
+            *(group, num_kv_heads),
             *(*q_THD.stride()[:2], *k_KSD.stride()[:2], *v_KSV.stride()[:2]),
-            *(() if kernel is attend_lanes else told),
+            *(() if kernel is attend_lanes else attribution),
             **chosen,
         )
         return self._folded(q_THD, work, parts)
 
     def attend_int8(
-        self, q_THD: Tensor, kept: Int8Layer, reads: Sequence[Read], scale: float, softcap: float | None = None
+        self, q_THD: Tensor, layer: Int8Layer, reads: Sequence[Read], scale: float, softcap: float | None = None
     ) -> Partial:
         """See `Backend`."""
-        check_shapes(q_THD, kept.keys_KSD, kept.values_KSD)
+        check_shapes(q_THD, layer.keys_KSD, layer.values_KSD)
         q_THD = together(q_THD)
-        num_kv_heads, num_slots, dim = kept.keys_KSD.shape
-        chosen = constants.attend_int8(q_THD.dtype, dim, kept.block_size, self._limits, has_cap=softcap is not None)
+        num_kv_heads, num_slots, dim = layer.keys_KSD.shape
+        chosen = constants.attend_int8(q_THD.dtype, dim, layer.block_size, self._limits, has_cap=softcap is not None)
         tuned, most_rows = self._tunings.get((torch.int8, dim), tuning.NONE), constants.INT8_TILE_ROWS
-        if tile := tuned.tiles.get(most_rows):
-            chosen = {**chosen, "num_warps": tile.num_warps, "num_stages": tile.num_stages, "TILE_KEYS": tile.keys}
+        if q_THD.dtype != torch.float32 and (tile := tuned.tiles.get(most_rows)):
+            chosen = tuning.int8_constants_of(tile, chosen)
         work, num_programs = self._work(reads, q_THD, num_kv_heads, most_rows, chosen["TILE_KEYS"], tuned)
-        chosen = constants.with_rows(chosen, work.tile_rows, is_asked=work.told is not None)
+        chosen = constants.with_rows(chosen, work.tile_rows, is_attributed=work.attribution is not None)
         parts = empty_partial(work.num_part_rows, num_kv_heads, dim, q_THD)
         self._launch(
             attend_items_int8,
             (num_programs,),
-            *(work.table, q_THD, *(numbers.view(torch.int16) for numbers in kept[:3]), kept.scales_KS),
+            *(work.table, q_THD, *(numbers.view(torch.int16) for numbers in layer[:3]), layer.scales_KS),
             *(parts.out_THD, parts.lse_TH, scale, softcap or 0.0),
             *(q_THD.shape[1] // num_kv_heads, num_kv_heads, num_slots, *q_THD.stride()[:2]),
-            *told_arguments(work, parts, q_THD.shape[1] // num_kv_heads, tells=chosen["TELLS"]),
+            *attribution_arguments(work, parts, q_THD.shape[1] // num_kv_heads, is_attributed=chosen["ATTRIBUTES"]),
             **chosen,
         )
         return self._folded(q_THD, work, parts)
 
-    def store(self, kept: Sequence[Tensor], slots_T: Tensor, tokens: Sequence[Tensor]) -> None:
+    def store(self, pool: Sequence[Tensor], slots_T: Tensor, tokens: Sequence[Tensor]) -> None:
         """See `Backend`."""
-        keys, values = kept[0], kept[-1]
-        k_KTD, v_KTV = together(tokens[0]), together(tokens[len(kept) - 1])
-        chosen = constants.store(k_KTD.shape[2], v_KTV.shape[2], has_values=len(kept) > 1)
+        keys, values = pool[0], pool[-1]
+        k_KTD, v_KTV = together(tokens[0]), together(tokens[len(pool) - 1])
+        chosen = constants.store(k_KTD.shape[2], v_KTV.shape[2], has_values=len(pool) > 1)
         num_kv_heads, num_tokens, _ = k_KTD.shape
         self._launch(
             store_tokens,
@@ -128,16 +130,16 @@ class TritonKernels:
             **chosen,
         )
 
-    def store_int8(self, kept: Int8Layer, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> None:
+    def store_int8(self, layer: Int8Layer, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> None:
         """See `Backend`."""
         k_KTD, v_KTD = together(k_KTD), together(v_KTD)
         num_kv_heads, num_tokens, dim = k_KTD.shape
         self._launch(
             store_int8,
             (num_tokens, num_kv_heads),
-            *(slots_T, k_KTD, v_KTD, *kept[:4], num_tokens, kept.keys_KSD.shape[1]),
+            *(slots_T, k_KTD, v_KTD, *layer[:4], num_tokens, layer.keys_KSD.shape[1]),
             *(*k_KTD.stride()[:2], *v_KTD.stride()[:2]),
-            **constants.store_int8(dim, kept.block_size),
+            **constants.store_int8(dim, layer.block_size),
         )
 
     def pack(self, partial: Partial, dtype: torch.dtype) -> Tensor:
@@ -193,7 +195,7 @@ class TritonKernels:
 
     def tables(self, seen: Reads, *, is_shared: bool) -> DeviceLaunchTables:
         """See `CapturableBackend`."""
-        return DeviceLaunchTables([key for key in seen.kept if isinstance(key, WorkKey)], is_shared=is_shared)
+        return DeviceLaunchTables([key for key in seen.cache if isinstance(key, WorkKey)], is_shared=is_shared)
 
     def _work(
         self,
@@ -212,15 +214,15 @@ class TritonKernels:
         )
         num_programs = tuned.programs * self._multiprocessors
         key = WorkKey(q_THD.device, num_programs, shape)
-        if key not in reads.kept:
+        if key not in reads.cache:
             work = work_of(reads, shape, num_programs)
             # copies from pinned memory are asynchronous; other accelerators copy small data directly
-            reported = told_numbers(reads.told, reads, work.reads, shape.group) if reads.told else []
+            reported = attribution_numbers(reads.attributed, reads, work.reads, shape.group) if reads.attributed else []
             numbers = torch.tensor(work.numbers + reported, dtype=torch.long, pin_memory=q_THD.is_cuda)
             table, rest = numbers.to(q_THD.device, non_blocking=True).split([len(work.numbers), len(reported)])
-            requested = AttributedRanges(reads.told, rest) if reads.told else None
-            reads.kept[key] = DeviceWork(table, work.num_part_rows, work.tile_rows, requested)
-        return reads.kept[key], num_programs
+            requested = AttributedRanges(reads.attributed, rest) if reads.attributed else None
+            reads.cache[key] = DeviceWork(table, work.num_part_rows, work.tile_rows, requested)
+        return reads.cache[key], num_programs
 
     def _folded(self, q_THD: Tensor, work: DeviceWork, parts: Partial) -> Partial:
         (num_tokens, num_heads, _), (_, num_kv_heads, value_dim) = q_THD.shape, parts.out_THD.shape

@@ -21,7 +21,7 @@ from longleaf.formatting import human_rounded
 from longleaf.kernels.backend import check_shapes
 from longleaf.kernels.gpu import constants, varlen, varlen_plan
 from longleaf.kernels.gpu.backend import TritonKernels, count_multiprocessors, empty_partial
-from longleaf.kernels.gpu.device.rounds import betray_keys, fold_rounds
+from longleaf.kernels.gpu.device.rounds import fold_rounds, propagate_nonfinite
 from longleaf.kernels.gpu.launch import Launcher, launch
 from longleaf.kernels.gpu.varlen import Launch, Varlen
 from longleaf.runs import ceil_div
@@ -82,7 +82,7 @@ class FlashKernels(TritonKernels):
         for _, lse_HT in parts:
             if lse_HT.shape != q_THD.shape[1::-1] or not lse_HT.is_contiguous():
                 raise RuntimeError(f"{tuple(lse_HT.shape)} is no lse of queries {tuple(q_THD.shape)}")
-        self._betray(found.pieces, k_KSD, q_THD, parts)
+        self._propagate_nonfinite(found.pieces, k_KSD, q_THD, parts)
         rest = super().attend(q_THD, k_KSD, v_KSV, found.rest, scale) if found.rest else None
         return self._joined(found.members, q_THD, parts, rest)
 
@@ -94,19 +94,21 @@ class FlashKernels(TritonKernels):
             return None
         reads = reads if isinstance(reads, Reads) else Reads(reads)
         key = (q_THD.device, self._num_multiprocessors, num_rows, num_heads)
-        if key not in reads.kept:
+        if key not in reads.cache:
             plan = varlen_plan.plan(reads, num_heads, self._num_multiprocessors)
-            reads.kept[key] = on_device(plan, num_rows, q_THD.device) if plan.rounds else None
-        return reads.kept[key]
+            reads.cache[key] = on_device(plan, num_rows, q_THD.device) if plan.rounds else None
+        return reads.cache[key]
 
-    def _betray(self, pieces: Tensor, k_KSD: Tensor, q_THD: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _propagate_nonfinite(
+        self, pieces: Tensor, k_KSD: Tensor, q_THD: Tensor, parts: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
         (num_rows, num_heads, _), (num_kv_heads, _, dim) = q_THD.shape, k_KSD.shape
         self._launch(
-            betray_keys,
+            propagate_nonfinite,
             (len(pieces), num_kv_heads),
             *(pieces, k_KSD, *four([lse for _, lse in parts]), num_rows, num_heads // num_kv_heads),
             *k_KSD.stride()[:2],
-            **constants.betray(dim),
+            **constants.propagate_nonfinite(dim),
         )
 
     def _joined(

@@ -9,7 +9,7 @@ Kernel = Any
 
 
 class Launcher(Protocol):
-    """Whoever counts launches passes for one."""
+    """A launch counter may take the place of a kernel."""
 
     def __call__(self, kernel: Kernel, grid: tuple[int, ...], *args: Any, **constants: Any) -> None: ...
 

@@ -47,7 +47,7 @@ class DeviceWork(NamedTuple):
     table: Tensor
     num_part_rows: int
     tile_rows: int
-    told: AttributedRanges | None = None
+    attribution: AttributedRanges | None = None
     """None without attribution."""
 
 
@@ -96,7 +96,7 @@ class DeviceLaunchTables:
     def bind(self, reads: Reads, there_N: Tensor) -> None:
         """See `longleaf.kernels.backend.LaunchTables`."""
         for key, start, num_numbers, num_part_rows, tile_rows in self._rooms:
-            reads.kept[key] = DeviceWork(there_N[start : start + num_numbers], num_part_rows, tile_rows)
+            reads.cache[key] = DeviceWork(there_N[start : start + num_numbers], num_part_rows, tile_rows)
 
     def fill(self, reads: Reads, here_N: Numbers) -> int | None:
         """See `longleaf.kernels.backend.LaunchTables`."""

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from longleaf.kernels.gpu.constants import USUAL, Constants, KernelLimits, padded
+from longleaf.kernels.gpu.constants import MIN_TILE_KEYS, USUAL, Constants, KernelLimits, padded
+from longleaf.kernels.gpu.work_items import power_of_two
 
 
 class Tile(NamedTuple):
@@ -46,20 +47,23 @@ class Tuning(NamedTuple):
 Key = tuple[torch.dtype, int]
 """The type of the products, or int8 for keys in 8 bits, and the dim of keys and values."""
 NONE = Tuning()
-_MANY_ROWS = Tuning(
+_SIXTEEN_BITS = Tuning(
     {
+        16: Tile("items", 16, 64, 4, 2),
         32: Tile("unmasked", 64, 64, 4, 3),
         64: Tile("unmasked", 64, 64, 4, 3),
-        128: Tile("unmasked", 128, 64, 8, 3),
     },
-    max_rows=128,
+    max_rows=64,
+    min_piece=128,
 )
 HOPPER: Mapping[Key, Tuning] = {
-    (torch.bfloat16, 128): _MANY_ROWS,
-    (torch.float16, 128): _MANY_ROWS,
-    (torch.float32, 128): Tuning({16: Tile("unmasked", 16, 32, 4, 2, "tf32x3")}),
+    (torch.bfloat16, 128): _SIXTEEN_BITS,
+    (torch.float16, 128): _SIXTEEN_BITS,
+    (torch.float32, 128): Tuning({16: Tile("unmasked", 16, 32, 4, 3, "tf32x3")}),
+    (torch.int8, 128): Tuning({16: Tile("items", 16, 128, 4, 3)}),
 }
-"""Compute capability 9, and Triton's interpreter."""
+"""Tunings for compute capability 9 and for Triton's interpreter: the fastest variants on an H100, see
+bench/results/gpu.md. float16 uses the sizes that were measured in bfloat16."""
 Table = Mapping[Key, Tuning]
 
 
@@ -68,17 +72,24 @@ def table_of(limits: KernelLimits) -> Table:
     return HOPPER if limits == USUAL else {}
 
 
-def constants_of(tile: Tile, chosen: Constants, *, tells: bool) -> Constants:
+def constants_of(tile: Tile, chosen: Constants, *, is_attributed: bool) -> Constants:
     """The constants of a tile's kernel, from those of `constants.attend`."""
     if tile.kernel == "items":
-        return {**chosen, **_sizes(tile), "TELLS": tells}
+        return {**chosen, **_sizes(tile), "ATTRIBUTES": is_attributed}
     names = ("DIM", "VALUE_DIM", "VALUE_PAD", "HAS_CAP", "SLOTS")
     shared = {name: chosen[name] for name in names} | {"DIM_PAD": padded(chosen["DIM"])}
     launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     if tile.kernel == "lanes":
         return {**shared, **launch, "TILE_KEYS": tile.keys, "STAGES": tile.num_stages}
     types = {"TYPE": chosen["TYPE"], "UPCAST": chosen["UPCAST"], "PRECISION": tile.precision}
-    return {**shared, **_sizes(tile), **types, "TELLS": tells}
+    return {**shared, **_sizes(tile), **types, "ATTRIBUTES": is_attributed}
+
+
+def int8_constants_of(tile: Tile, chosen: Constants) -> Constants:
+    """The constants of `attend_items_int8`, from those of `constants.attend_int8`, for queries of 16 bits. No tile is
+    larger than a block of slots."""
+    keys = min(tile.keys, power_of_two(chosen["BLOCK"], MIN_TILE_KEYS))
+    return {**chosen, "TILE_KEYS": keys, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
 
 
 def _sizes(tile: Tile) -> Constants:

@@ -18,7 +18,7 @@ from longleaf.kernels.gpu.device.decode import attend_items
 from longleaf.kernels.gpu.device.fold import fold_items, fold_packed, pack_rows
 from longleaf.kernels.gpu.device.int8 import attend_items_int8
 from longleaf.kernels.gpu.device.lanes import attend_lanes
-from longleaf.kernels.gpu.device.rounds import betray_keys, fold_rounds
+from longleaf.kernels.gpu.device.rounds import fold_rounds, propagate_nonfinite
 from longleaf.kernels.gpu.device.store import store_int8, store_tokens
 from longleaf.kernels.gpu.device.unmasked import attend_unmasked
 from longleaf.kernels.gpu.launch import Kernel
@@ -35,11 +35,11 @@ NAMES = {
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DIMS = (64, 80, 96, 112, 128, 192, 256)
 LATENT = (576, 512)
-"""Dims of a latent key and of its values."""
+"""Dims of a latent key and of its value."""
 BLOCK_SIZE = 128
 ATTENDING = {
-    **dict.fromkeys(("table", "told_reads"), torch.int64),
-    **dict.fromkeys(("out", "lse", "told"), torch.float32),
+    **dict.fromkeys(("table", "attribution_reads"), torch.int64),
+    **dict.fromkeys(("out", "lse", "attribution"), torch.float32),
 }
 """Argument types common to all attention kernels."""
 
@@ -98,10 +98,18 @@ def attend(
 
 def tuned(dtype: torch.dtype, dim: int, tile: tuning.Tile) -> KernelVariant:
     """Attention with the sizes of a tile; not in `variants`."""
+    if dtype == torch.int8:
+        chosen = constants.attend_int8(torch.bfloat16, dim, BLOCK_SIZE, constants.USUAL, has_cap=False)
+        types = {**ATTENDING, "q": torch.bfloat16, "scales": torch.float32}
+        types |= dict.fromkeys(("keys", "values", "exponents"), torch.int16)
+        chosen = constants.with_rows(tuning.int8_constants_of(tile, chosen), tile.rows)
+        return _variant(f"int8 {dim} {tile}", attend_items_int8, types, chosen)
     kernel = {"items": attend_items, "unmasked": attend_unmasked, "lanes": attend_lanes}[tile.kernel]
     chosen = constants.attend(dtype, dtype, dim, dim, constants.USUAL, is_latent=False, has_cap=False)
     types = {**ATTENDING, "q": dtype, "k": dtype, "v": dtype}
-    return _variant(f"{NAMES[dtype]} {dim} {tile}", kernel, types, tuning.constants_of(tile, chosen, tells=False))
+    return _variant(
+        f"{NAMES[dtype]} {dim} {tile}", kernel, types, tuning.constants_of(tile, chosen, is_attributed=False)
+    )
 
 
 def attend_int8(dtype: torch.dtype, dim: int, limits: KernelLimits, *, has_cap: bool = False) -> KernelVariant:
@@ -129,7 +137,7 @@ def packed(dtype: torch.dtype, dim: int) -> Iterator[KernelVariant]:
 
 def store(dtype: torch.dtype, dim: int, value_dim: int) -> KernelVariant:
     """The store of keys, and of values unless they are part of the keys."""
-    types = {"slots": torch.int64, **dict.fromkeys(("k", "v", "kept_keys", "kept_values"), dtype)}
+    types = {"slots": torch.int64, **dict.fromkeys(("k", "v", "pool_keys", "pool_values"), dtype)}
     chosen = constants.store(dim, value_dim, has_values=value_dim == dim)
     return _variant(f"store {NAMES[dtype]} {dim}", store_tokens, types, chosen)
 
@@ -146,7 +154,7 @@ def around_rounds(dtype: torch.dtype, dim: int) -> Iterator[KernelVariant]:
     sums = ("lse_0", "lse_1", "lse_2", "lse_3", "rest_out", "rest_lse", "out", "lse")
     types = {"pieces": torch.int32, "members": torch.int32, "k": dtype, **dict.fromkeys(sums, torch.float32)}
     types |= dict.fromkeys(("out_0", "out_1", "out_2", "out_3"), dtype)
-    yield _variant(f"betray {NAMES[dtype]} {dim}", betray_keys, types, constants.betray(dim))
+    yield _variant(f"betray {NAMES[dtype]} {dim}", propagate_nonfinite, types, constants.propagate_nonfinite(dim))
     for has_rest in (False, True):
         name = f"fold rounds {NAMES[dtype]} {dim}{' and rest' * has_rest}"
         yield _variant(name, fold_rounds, types, constants.fold_rounds(dim, has_rest=has_rest))

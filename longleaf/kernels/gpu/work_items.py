@@ -1,22 +1,23 @@
-"""From the reads of a step to work items: what one launch of an attention kernel does for all key heads of a layer.
+"""Converts the reads of a step to work items: one launch of an attention kernel for all key heads of a layer.
 
-Rows that see the same stretches of keys make a chain. Its keys, one stretch after the other, are cut into pieces of
-about equal length, so that the device is full; of each piece every row gets one partial. A piece has as many items as
-its rows have tiles: they read the same keys at about the same time, so memory is asked for them once. Stretches are
-cut at multiples of BLOCK slots, and tiles of keys begin there, so no two programs tell of one block of a read.
+Rows that read the same stretches of keys form a chain. The keys of a chain, one stretch after the other, are divided
+into pieces of about equal length, so that the device is fully used; each row gets one partial per piece. A piece has
+one item per tile of its rows: these items read the same keys at about the same time, so each key is loaded from memory
+once. Stretches are divided at multiples of BLOCK slots, where tiles of keys start, so no two programs report one block
+of a read.
 
     row        query of one head of a key head's group: token * group + member, the same for each key head
     item       a tile of rows over a piece
-    part row   where the partial of a row over a piece lies: `shift` of the piece + row
+    part row   index of the partial of a row over a piece: `shift` of the piece + row
 
-All of it goes to the device as one table of integers:
+The table is sent to the device as one array of integers:
 
     [0:4]      number of items; where stretches, tokens and shifts begin
     items      ITEM numbers each: row start, row end, stretch start, stretch end, shift
     stretches  STRETCH numbers each: slot start, slot end, ahead, window. The row of token t sees the key in slot s iff
                0 <= ahead + t - s < window
     tokens     TOKEN numbers each: start and end of its shifts
-    shifts     of the pieces that a token's rows have partials of, in the order in which these are folded
+    shifts     of the pieces that have partials of a token's rows, in fold order
 """
 
 from bisect import bisect_left

@@ -1,4 +1,5 @@
-"""One browser, and one service for all tests that do not hurt it; each has an empty shelf and a window of its own."""
+"""One browser, and one service for all tests without fault injection; each test has an empty document list and its own
+window."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def service(browser: Any) -> Iterator[Behind]:
-    """After the browser: without one nothing needs to be started."""
+    """Depends on the browser: without one no service is started."""
     with Behind() as behind:
         yield behind
 

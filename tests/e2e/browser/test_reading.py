@@ -1,4 +1,4 @@
-"""Reading through the page: a file becomes a document, and is asked."""
+"""Reading through the page: a file is uploaded and queried."""
 
 import re
 from typing import Any
@@ -14,14 +14,14 @@ MARKUP = (
 )
 
 
-def test_an_empty_shelf_says_what_to_do_first(reader: Reader):
+def test_empty_document_list_shows_the_first_step(reader: Reader):
     page = reader.page
-    page.get_by_role("heading", name="Put a book on the shelf").wait_for()
+    page.get_by_role("heading", name="Add your first document").wait_for()
     assert page.get_by_role("main").get_by_role("button", name="Add documents…").is_visible()
     reader.audit()
 
 
-def test_a_file_is_read_and_asked_and_asked_on(reader: Reader, behind: Behind):
+def test_ingested_file_can_be_queried_with_follow_up_questions(reader: Reader, behind: Behind):
     reader.add(("Stock.txt", BOOK))
     page = reader.page
     page.get_by_role("heading", name="Stock", exact=True).wait_for()
@@ -32,31 +32,31 @@ def test_a_file_is_read_and_asked_and_asked_on(reader: Reader, behind: Behind):
         "What is the value of jade-7?",
     ]
     [foot, _] = page.locator(".foot").all_inner_texts()
-    assert re.search(r"\d+ tokens written", foot) and "of them held before" in foot
+    assert re.search(r"\d+ tokens written", foot) and "of them from memory" in foot
     [context] = behind.contexts()
     assert (context.id, context.display_name, context.tokens) == ("stock", "Stock", len(BOOK) + 1)
     page.get_by_text("asked 2 times").wait_for()
     reader.audit()
 
 
-def test_a_model_that_looks_facts_up_is_asked_single_questions_and_the_page_says_so(reader: Reader):
+def test_fact_retrieval_model_gets_single_questions_and_the_page_explains_it(reader: Reader):
     reader.add(("stock.txt", BOOK))
     page = reader.page
-    page.get_by_text("This small model looks facts up, one at a time: What is the value of KEY?").wait_for()
+    page.get_by_text("This small model only looks up single facts: What is the value of KEY?").wait_for()
     reader.ask("What is the value of amber-12?")
     reader.ask("What is the value of jade-7?")
-    assert not page.get_by_label("With what was said before").count()
-    assert [len(messages) for messages in asked_of(reader)] == [1, 1]
+    assert not page.get_by_label("Remember this conversation").count()
+    assert [len(messages) for messages in messages_of(reader)] == [1, 1]
     reader.audit()
 
 
-def asked_of(reader: Reader) -> list[Any]:
+def messages_of(reader: Reader) -> list[Any]:
     """The messages of each question."""
     return [each.post_data_json["messages"] for each in reader.requests if each.url.endswith("/chat/completions")]
 
 
-def test_a_question_goes_along_with_what_was_said_before_unless_the_reader_does_not_want_it(browser: Any):
-    """The page takes this model for one that converses; what it says to that is told."""
+def test_question_includes_the_conversation_unless_the_reader_opts_out(browser: Any):
+    """The model's name makes the page treat it as a chat model; the answers do not matter."""
     with Behind("--model-name", "teller") as behind, Reader(browser, behind.url) as reader:
         reader.add(("stock.txt", BOOK))
         page = reader.page
@@ -66,13 +66,13 @@ def test_a_question_goes_along_with_what_was_said_before_unless_the_reader_does_
         page.locator("#question").fill(second)
         page.keyboard.press("Enter")
         page.get_by_role("alert").get_by_text("ask one question alone").wait_for()
-        page.get_by_label("With what was said before").uncheck()
+        page.get_by_label("Remember this conversation").uncheck()
         page.get_by_role("button", name="Ask again").click()
         page.locator(".foot").nth(1).wait_for()
         assert page.locator(".answer").last.inner_text().strip() == "jade-7 is 0815"
-        page.get_by_role("button", name="Begin anew").click()
+        page.get_by_role("button", name="New conversation").click()
         assert page.locator(".question").count() == 0
-        output = [[(each["role"], each["content"].strip()) for each in messages] for messages in asked_of(reader)]
+        output = [[(each["role"], each["content"].strip()) for each in messages] for messages in messages_of(reader)]
         assert output == [
             [("user", first)],
             [("user", first), ("assistant", answer), ("user", second)],
@@ -81,7 +81,7 @@ def test_a_question_goes_along_with_what_was_said_before_unless_the_reader_does_
         reader.audit(OF_A_STATUS.format(400))
 
 
-def test_while_it_is_read_the_page_tells_how_far_how_fast_and_how_long_still(reader: Reader):
+def test_ingest_shows_progress_rate_and_remaining_time(reader: Reader):
     reader.slow_uploads(60_000)
     reader.add(("long.txt", FILLER * 1600))
     numbers = reader.page.locator(".sending .numbers")
@@ -92,22 +92,22 @@ def test_while_it_is_read_the_page_tells_how_far_how_fast_and_how_long_still(rea
     reader.audit()
 
 
-def test_an_answer_is_stopped_and_nothing_runs_on(reader: Reader, behind: Behind):
+def test_stopped_answer_ends_the_generation(reader: Reader, behind: Behind):
     reader.add(("stock.txt", BOOK))
     page = reader.page
     page.locator("#question").fill("What is the value of amber-12?")
-    with behind.standing_still():
+    with behind.frozen_ranks():
         page.get_by_role("button", name="Ask", exact=True).click()
         page.get_by_role("button", name="Stop", exact=True).click()
-        page.get_by_text("Stopped before an answer came.").wait_for()
+        page.get_by_text("Stopped before the answer began.").wait_for()
         assert page.get_by_role("button", name="Ask", exact=True).is_visible()
     behind.wait_idle()
     assert reader.ask("What is the value of amber-12?") == "amber-12 is 4711"
     reader.audit()
 
 
-def test_markup_in_a_name_a_document_a_question_and_an_answer_stays_text(reader: Reader):
-    """The model repeats what it is asked for, so that its answers are full of tags."""
+def test_markup_in_names_documents_questions_and_answers_is_shown_as_text(reader: Reader):
+    """The model repeats its input, so the answers contain the tags."""
     page = reader.page
     reader.add(("<img src=x onerror=alert(2)>.txt", MARKUP))
     page.get_by_role("heading", name="<img src=x onerror=alert(2)>").wait_for()
@@ -119,7 +119,7 @@ def test_markup_in_a_name_a_document_a_question_and_an_answer_stays_text(reader:
     reader.audit()
 
 
-def test_an_answer_is_copied(reader: Reader):
+def test_answer_is_copied_to_the_clipboard(reader: Reader):
     reader.add(("stock.txt", BOOK))
     reader.allow("clipboard-read", "clipboard-write")
     answer = reader.ask("What is the value of jade-7?")

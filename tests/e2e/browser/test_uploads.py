@@ -1,4 +1,4 @@
-"""Uploads that are interrupted, refused, or go under names that are taken."""
+"""Uploads that are interrupted, refused, or use a taken name."""
 
 import re
 
@@ -11,23 +11,23 @@ OFFSET = "upload-offset"
 
 
 def sent(reader: Reader) -> list[int]:
-    """Where the parts began that were sent."""
+    """Offsets of the sent parts."""
     posts = [each for each in reader.requests if each.method == "POST" and OFFSET in each.headers]
     return [int(each.headers[OFFSET]) for each in posts]
 
 
-def test_a_reload_while_bytes_are_sent_goes_on_from_where_it_was(reader: Reader, behind: Behind):
+def test_reload_during_upload_resumes_from_the_received_offset(reader: Reader, behind: Behind):
     page = reader.page
     reader.slow_uploads(40_000)
     reader.add(("The long book.txt", LONG))
     page.locator(".sending .numbers", has_text=re.compile(r"^Sending.*6\d(\.\d)? kB of 108 kB sent")).wait_for()
     page.reload()
     reader.slow_uploads(None)
-    page.get_by_text("The page was reloaded in the middle.").wait_for()
+    page.get_by_text("The page was reloaded during the upload.").wait_for()
     parts = len(sent(reader))
     chooser = page.locator(".sending input[type=file]")
     chooser.set_input_files([{"name": "other.txt", "mimeType": "text/plain", "buffer": b"something else"}])
-    page.get_by_text("This file has another size").wait_for()
+    page.get_by_text("This file has a different size").wait_for()
     chooser.set_input_files([{"name": "The long book.txt", "mimeType": "text/plain", "buffer": LONG.encode()}])
     page.get_by_role("heading", name="The long book").wait_for()
     assert min(sent(reader)[parts:]) >= 64 * 1024
@@ -36,7 +36,7 @@ def test_a_reload_while_bytes_are_sent_goes_on_from_where_it_was(reader: Reader,
     reader.audit()
 
 
-def test_a_reload_while_it_is_read_needs_no_file(reader: Reader, behind: Behind):
+def test_reload_during_prefill_needs_no_file(reader: Reader, behind: Behind):
     page = reader.page
     reader.add(("long.txt", LONG))
     page.locator(".sending .numbers", has_text=re.compile(r"[1-9][\d,]* of 108,017 tokens read")).wait_for()
@@ -50,7 +50,7 @@ def test_a_reload_while_it_is_read_needs_no_file(reader: Reader, behind: Behind)
     reader.audit()
 
 
-def test_several_files_go_one_after_the_other(reader: Reader, behind: Behind):
+def test_several_files_upload_one_after_the_other(reader: Reader, behind: Behind):
     reader.add(("One.txt", FILLER), ("Two.txt", FILLER * 2), ("Drei Äpfel.txt", FILLER * 3))
     for title in ("One", "Two", "Drei Äpfel"):
         reader.page.get_by_role("link", name=title).wait_for()
@@ -58,7 +58,7 @@ def test_several_files_go_one_after_the_other(reader: Reader, behind: Behind):
     reader.audit()
 
 
-def test_a_name_that_is_taken_is_told_before_anything_is_sent(reader: Reader, behind: Behind):
+def test_duplicate_name_is_reported_before_upload(reader: Reader, behind: Behind):
     behind.ingest("notes", "jade-7 = 0815\n" + FILLER)
     page = reader.page
     page.get_by_role("link", name="notes").wait_for()
@@ -66,50 +66,50 @@ def test_a_name_that_is_taken_is_told_before_anything_is_sent(reader: Reader, be
     name = page.get_by_label("Name")
     assert name.input_value() == "notes-2"
     name.fill("No Tes")
-    page.get_by_text("Use small letters only.").wait_for()
-    add = page.get_by_role("button", name="Add to the shelf")
+    page.get_by_text("Use lower-case letters only.").wait_for()
+    add = page.get_by_role("button", name="Upload")
     assert add.is_disabled()
     name.fill("notes")
     page.get_by_text("notes has this name.").wait_for()
     assert add.is_disabled()
-    page.get_by_label("Add to its end").check()
+    page.get_by_label("Append to the document").check()
     add.click()
     page.get_by_role("heading", name="notes").wait_for()
     assert behind.tokens() == {"notes": 1 + 14 + 16 + 2 * len(FILLER)}
     reader.audit()
 
 
-def test_a_name_that_somebody_took_meanwhile_can_be_changed_or_appended_to(reader: Reader, behind: Behind):
+def test_name_taken_during_upload_can_be_changed_or_appended_to(reader: Reader, behind: Behind):
     page = reader.page
-    page.get_by_role("heading", name="Put a book on the shelf").wait_for()
+    page.get_by_role("heading", name="Add your first document").wait_for()
     reader.choose(("notes.txt", FILLER), ("more.txt", FILLER))
-    with reader.held_back("**/v1/contexts"):
+    with reader.delayed("**/v1/contexts"):
         behind.ingest("notes", FILLER)
         behind.ingest("more", FILLER)
-        page.get_by_role("button", name="Add to the shelf").click()
+        page.get_by_role("button", name="Upload").click()
         page.get_by_text("The name notes is taken.").wait_for()
-        page.get_by_role("button", name="Call it notes-2").click()
+        page.get_by_role("button", name="Use the name notes-2").click()
         page.get_by_text("The name more is taken.").wait_for()
-        page.get_by_role("button", name="Add to its end").click()
+        page.get_by_role("button", name="Append to the document").click()
     behind.wait(
         lambda: behind.tokens() == {"notes": len(FILLER) + 1, "notes-2": len(FILLER) + 1, "more": 2 * len(FILLER) + 1}
     )
     reader.audit(OF_A_STATUS.format(409))
 
 
-def test_what_is_being_read_is_stopped_for_good(reader: Reader, behind: Behind):
+def test_cancelled_prefill_is_not_resumed(reader: Reader, behind: Behind):
     page = reader.page
     behind.ingest("notes", FILLER)
-    with behind.standing_still():
+    with behind.frozen_ranks():
         reader.add(("long.txt", LONG))
-        page.get_by_text("All is sent").wait_for()
+        page.get_by_text("The upload is complete").wait_for()
         page.get_by_role("button", name="Stop long").click()
         page.locator(".sending").wait_for(state="detached")
     behind.wait_idle()
     page.get_by_role("link", name="notes").click()
-    with behind.standing_still():
+    with behind.frozen_ranks():
         add_to_the_end(reader, "more.txt")
-        page.get_by_text("All is sent").wait_for()
+        page.get_by_text("The upload is complete").wait_for()
         page.get_by_role("button", name="Stop more").click()
         page.locator(".sending").wait_for(state="detached")
     behind.wait_idle()
@@ -120,12 +120,12 @@ def test_what_is_being_read_is_stopped_for_good(reader: Reader, behind: Behind):
     reader.audit()
 
 
-def test_what_is_being_sent_is_stopped_and_nothing_is_kept_of_it(reader: Reader, behind: Behind):
+def test_cancelled_upload_leaves_nothing(reader: Reader, behind: Behind):
     page = reader.page
     reader.slow_uploads(40_000)
     reader.add(("one.txt", LONG), ("two.txt", FILLER))
     page.locator(".sending .numbers", has_text="kB of 108 kB sent").first.wait_for()
-    page.get_by_role("button", name="Stop two").click()  # it has not begun
+    page.get_by_role("button", name="Stop two").click()  # prefill has not started
     page.get_by_role("button", name="Stop one").click()
     reader.slow_uploads(None)
     page.locator(".sending").wait_for(state="detached")
@@ -138,13 +138,13 @@ def test_what_is_being_sent_is_stopped_and_nothing_is_kept_of_it(reader: Reader,
 def add_to_the_end(reader: Reader, name: str) -> None:
     file = {"name": name, "mimeType": "text/plain", "buffer": b"amber-12 = 4711\n" + FILLER.encode()}
     with reader.page.expect_file_chooser() as chooser:
-        reader.page.get_by_role("button", name="Add to it…").click()
+        reader.page.get_by_role("button", name="Append…").click()
     chooser.value.set_files([file])
-    reader.page.get_by_role("dialog", name="Add to the end of notes").wait_for()
+    reader.page.get_by_role("dialog", name="Append to notes").wait_for()
     reader.page.keyboard.press("Enter")
 
 
-def test_a_document_that_is_open_is_added_to(reader: Reader, behind: Behind):
+def test_open_document_can_be_appended_to(reader: Reader, behind: Behind):
     behind.ingest("notes", FILLER)
     page = reader.page
     page.get_by_role("link", name="notes").click()
@@ -155,40 +155,40 @@ def test_a_document_that_is_open_is_added_to(reader: Reader, behind: Behind):
     reader.audit()
 
 
-def test_what_is_no_text_is_refused_before_anything_is_sent(reader: Reader):
+def test_non_text_file_is_rejected_before_upload(reader: Reader):
     page = reader.page
     bad = [("a.pdf", b"%PDF-1.7"), ("b.txt", b"\xff\xfea\x00"), ("c.txt", b"caf\xe9 au lait"), ("d.txt", b"")]
     files = [{"name": name, "mimeType": "text/plain", "buffer": content} for name, content in bad]
     page.locator("input[type=file]").first.set_input_files(files)
-    for sentence in ("This is a PDF.", "This is UTF-16.", "This is no text in UTF-8.", "There is nothing in it."):
+    for sentence in ("This is a PDF.", "This is UTF-16.", "This is not UTF-8 text.", "The file is empty."):
         page.get_by_text(sentence).wait_for()
-    assert page.get_by_role("button", name="Add to the shelf").is_disabled()
+    assert page.get_by_role("button", name="Upload").is_disabled()
     assert sent(reader) == []
     reader.audit()
 
 
-def test_what_turns_out_to_be_no_text_is_told(reader: Reader):
+def test_non_text_content_found_during_upload_is_reported(reader: Reader):
     reader.choose(("late.txt", FILLER * 2000))
     reader.page.get_by_role("button", name="Cancel").click()
     bad = {"name": "late.txt", "mimeType": "text/plain", "buffer": (FILLER * 2000).encode() + b"\xff\xff"}
     reader.page.locator("input[type=file]").first.set_input_files([bad])
-    reader.page.get_by_role("button", name="Add to the shelf").click()
-    reader.page.get_by_role("alert").filter(has_text="The service does not take this").wait_for()
+    reader.page.get_by_role("button", name="Upload").click()
+    reader.page.get_by_role("alert").filter(has_text="The request is invalid").wait_for()
     reader.page.get_by_role("button", name="Dismiss late").click()
     assert reader.page.locator(".sending").count() == 0
     reader.audit(OF_A_STATUS.format(400))
 
 
-def test_a_drop_anywhere_on_the_page_adds(reader: Reader):
+def test_file_dropped_anywhere_on_the_page_is_added(reader: Reader):
     page = reader.page
     made = (
         "const data = new DataTransfer(); data.items.add(new File(['amber-12 = 4711\\n'], 'Dropped.md')); return data;"
     )
     transfer = page.evaluate_handle(f"() => {{ {made} }}")
     page.dispatch_event("main", "dragover", {"dataTransfer": transfer})
-    page.get_by_text("Drop to add to the shelf").wait_for()
+    page.get_by_text("Drop files to add them").wait_for()
     page.dispatch_event("main", "drop", {"dataTransfer": transfer})
     assert page.get_by_label("Name").input_value() == "dropped"
-    page.get_by_role("button", name="Add to the shelf").click()
+    page.get_by_role("button", name="Upload").click()
     page.get_by_role("heading", name="Dropped").wait_for()
     reader.audit()

@@ -47,19 +47,19 @@ NAMED: dict[str, tuple[str, ...]] = {
 
 
 @pytest.fixture
-def house() -> FakeTransferEngine:
+def transfers() -> FakeTransferEngine:
     return house_of(packable(name="acme/book"))
 
 
 @pytest.fixture
-async def channel(house: FakeTransferEngine, tmp_path: Path) -> AsyncIterator[grpc.aio.Channel]:
-    """To a service in which acme has a book and a generation that is held."""
+async def channel(transfers: FakeTransferEngine, tmp_path: Path) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a service with a book and a retained generation of acme."""
     engine = FakeEngine()
     engine.answer = (ids("hi"),)
     engine.contexts["acme/book"] = list(ids("of acme"))
     authenticator = Credentials.of(str(write_credentials(tmp_path, DEFAULT_TENANT)))
     async with (
-        serving(engine, tmp_path / "model", house=house, authenticator=authenticator) as (_, address),
+        serving(engine, tmp_path / "model", house=transfers, authenticator=authenticator) as (_, address),
         grpc.aio.insecure_channel(address) as channel,
     ):
         fields = {"text": "a", "request_id": "held", "sampling": {"max_token_count": 1}}
@@ -79,7 +79,7 @@ async def code_of(channel: grpc.aio.Channel, tenant: str, name: str, *requests: 
 
 @pytest.mark.parametrize("tenant", ATTACKERS)
 @pytest.mark.parametrize("name", NAMES)
-async def test_no_name_leads_to_anothers_context(channel: grpc.aio.Channel, tenant: str, name: str) -> None:
+async def test_no_name_reaches_a_context_of_another_tenant(channel: grpc.aio.Channel, tenant: str, name: str) -> None:
     for call, fields in NAMED.items():
         for field in fields:
             given = dict.fromkeys(fields, "contexts/own") | {field: name}
@@ -94,14 +94,16 @@ async def test_no_name_leads_to_anothers_context(channel: grpc.aio.Channel, tena
 
 @pytest.mark.parametrize("tenant", ATTACKERS)
 @pytest.mark.parametrize("request_id", REQUEST_IDS)
-async def test_no_id_leads_to_anothers_generation(channel: grpc.aio.Channel, tenant: str, request_id: str) -> None:
+async def test_no_id_reaches_a_generation_of_another_tenant(
+    channel: grpc.aio.Channel, tenant: str, request_id: str
+) -> None:
     for call, given in (("CancelGeneration", {}), ("Generate", {"resume_token_index": 0})):
         fields = given | {"request_id": request_id}
         assert await code_of(channel, tenant, call, fields) == StatusCode.INVALID_ARGUMENT, call
 
 
 @pytest.mark.parametrize("tenant", ATTACKERS)
-async def test_the_id_of_anothers_generation_is_free(channel: grpc.aio.Channel, tenant: str) -> None:
+async def test_generation_id_of_another_tenant_is_free(channel: grpc.aio.Channel, tenant: str) -> None:
     """The id is neither found nor taken: the caller learns nothing and may use it."""
     resume = {"request_id": "held", "resume_token_index": 0}
     assert await code_of(channel, tenant, "Generate", resume) == StatusCode.NOT_FOUND
@@ -115,7 +117,7 @@ async def test_the_id_of_anothers_generation_is_free(channel: grpc.aio.Channel, 
 
 @pytest.mark.parametrize("tenant", ATTACKERS)
 @pytest.mark.parametrize("after", ["", "acme/a", "acme/", "a", "../", "\0"])
-async def test_no_page_shows_anothers_contexts(channel: grpc.aio.Channel, tenant: str, after: str) -> None:
+async def test_no_page_lists_contexts_of_another_tenant(channel: grpc.aio.Channel, tenant: str, after: str) -> None:
     token = base64.urlsafe_b64encode(after.encode()).decode()
     request = request_of("ListContexts", page_token=token)
     code, [page], _ = await Caller(channel, tenant).call("ListContexts", [request])
@@ -123,7 +125,9 @@ async def test_no_page_shows_anothers_contexts(channel: grpc.aio.Channel, tenant
 
 
 @pytest.mark.parametrize("tenant", ATTACKERS)
-async def test_a_document_goes_not_on_where_anothers_was_cut(channel: grpc.aio.Channel, tenant: str) -> None:
+async def test_upload_does_not_resume_an_interrupted_upload_of_another_tenant(
+    channel: grpc.aio.Channel, tenant: str
+) -> None:
     """With the same name and upload id."""
     config = {"name": "contexts/play", "upload_id": "mine", "total_size_bytes": 100}
     half = {"config": config}, {"text": b"secret" * 5}
@@ -136,15 +140,15 @@ async def test_a_document_goes_not_on_where_anothers_was_cut(channel: grpc.aio.C
 
 @pytest.mark.parametrize("tenant", ATTACKERS)
 @pytest.mark.parametrize("forged", ["acme/play", "acme/book", "../acme/play", "acme∕play", "", "play\n"])
-async def test_a_parcel_makes_no_context_of_another(
-    channel: grpc.aio.Channel, house: FakeTransferEngine, tenant: str, forged: str
+async def test_forged_archive_name_creates_no_context_of_another_tenant(
+    channel: grpc.aio.Channel, transfers: FakeTransferEngine, tenant: str, forged: str
 ) -> None:
     archive = packable(name=forged, vocabulary=200).packed()
     pieces = {"piece": {"offset": 0, "data": archive}}
-    before = set(house.contexts)
+    before = set(transfers.contexts)
     assert await code_of(channel, tenant, "ImportContext", {"config": {}}, pieces) == StatusCode.INVALID_ARGUMENT
-    assert set(house.contexts) == before
+    assert set(transfers.contexts) == before
     named = {"config": {"name": "contexts/mine"}}
     assert await code_of(channel, tenant, "ImportContext", named, pieces) == StatusCode.OK
     own = "mine" if tenant == DEFAULT_TENANT else f"{tenant}/mine"
-    assert set(house.contexts) == {*before, own}
+    assert set(transfers.contexts) == {*before, own}

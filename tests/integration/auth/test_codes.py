@@ -75,7 +75,7 @@ async def drained(_: bool) -> Draining:
 
 @pytest.fixture
 async def address(tmp_path: Path) -> AsyncIterator[str]:
-    """A service in which acme has a book, a context of an earlier checkpoint, and a generation that is held."""
+    """A service in which acme has a book, a stale context and a retained generation."""
     engine = FakeEngine()
     engine.answer = (ids("hi"),)
     engine.contexts["acme/book"] = list(ids(SECRET))
@@ -95,12 +95,12 @@ def requests_of(name: str) -> Sequence[Message]:
     return [request_of(name, **fields) for fields in (row.fields, *row.more)]
 
 
-def test_every_method_has_its_row() -> None:
+def test_every_method_has_a_row() -> None:
     assert set(ROWS) == set(METHODS)
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))
-async def test_who_gets_which_code(address: str, name: str) -> None:
+async def test_each_role_gets_its_expected_code(address: str, name: str) -> None:
     row = ROWS[name]
     wanted = {None: StatusCode.UNAUTHENTICATED, BOLT: row.bolt, OPS: row.ops, ACME: row.acme}
     async with grpc.aio.insecure_channel(address) as channel:
@@ -108,16 +108,16 @@ async def test_who_gets_which_code(address: str, name: str) -> None:
             found, responses, reported = await Caller(channel, tenant).call(name, requests_of(name))
             assert found == code, (tenant, reported)
             text = f"{texts_in(responses)}\n{reported}"
-            assert "acme/" not in text, "ids are told as tenants call them"
+            assert "acme/" not in text, "ids have no tenant prefix"
             if tenant != ACME:
                 assert "acme" not in text
 
 
 @pytest.mark.parametrize("name", sorted(name for name, row in ROWS.items() if row.bolt == NOT_FOUND))
-async def test_another_tenants_and_a_missing_one_are_told_alike(address: str, name: str) -> None:
+async def test_object_of_another_tenant_looks_like_a_missing_one(address: str, name: str) -> None:
     """Bolt names an object of acme, then one that does not exist."""
 
-    def nobodys(message: Message) -> Message:
+    def as_missing(message: Message) -> Message:
         text = message.SerializeToString()
         for name in (b"book", b"held", b"old"):
             text = text.replace(name, b"x" * len(name))
@@ -126,15 +126,15 @@ async def test_another_tenants_and_a_missing_one_are_told_alike(address: str, na
     async with grpc.aio.insecure_channel(address) as channel:
         bolt = Caller(channel, BOLT)
         code, _, reported = await bolt.call(name, requests_of(name))
-        other_code, _, other_told = await bolt.call(name, list(map(nobodys, requests_of(name))))
+        other_code, _, other_reported = await bolt.call(name, list(map(as_missing, requests_of(name))))
     assert code == other_code
     for known in ("book", "held", "old"):
         reported = reported.replace(known, "x" * len(known))
-    assert reported == other_told
+    assert reported == other_reported
 
 
 @pytest.mark.parametrize("change", [lambda text: text.upper(), lambda text: text + "x", lambda _: ""])
-async def test_wrong_credentials_open_nothing(address: str, change: Callable[[str], str]) -> None:
+async def test_invalid_credentials_are_rejected(address: str, change: Callable[[str], str]) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         caller = Caller(channel, ACME)
         caller._metadata = (("authorization", change(caller._metadata[0][1])),)
@@ -143,7 +143,7 @@ async def test_wrong_credentials_open_nothing(address: str, change: Callable[[st
             assert (code, responses) == (StatusCode.UNAUTHENTICATED, []), name
 
 
-async def test_who_asks_what_there_is_learns_nothing(address: str) -> None:
+async def test_probing_for_objects_reveals_nothing(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         stream = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))

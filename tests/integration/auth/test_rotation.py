@@ -1,4 +1,4 @@
-"""Certificates change while connections come and streams go on."""
+"""Certificates change during new connections and running streams."""
 
 import asyncio
 import logging
@@ -64,7 +64,7 @@ async def connect_over_and_over(address: str, authority: Authority, left: list[i
 
 
 @pytest.mark.extended
-async def test_certificates_are_rotated_under_load(
+async def test_certificates_rotate_under_load(
     authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     certificates, engine = certificates_of(authority), FakeEngine()
@@ -99,7 +99,7 @@ async def test_certificates_are_rotated_under_load(
             await anext(stream)
 
 
-def test_a_pair_that_is_half_written_is_taken_once_it_is_whole(authority: Authority) -> None:
+def test_half_written_pair_is_loaded_once_it_is_complete(authority: Authority) -> None:
     now = [0.0]
     cert, key = authority.write("server")
     old = cert.read_bytes()

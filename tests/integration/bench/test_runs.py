@@ -20,7 +20,7 @@ def run_benchmark(name: str, *arguments: str, timeout_s: float = 280) -> Any:
 
 
 @pytest.mark.bench
-def test_bench_merge_counts_what_is_sent(tmp_path):
+def test_bench_merge_counts_sent_bytes(tmp_path):
     rows = run_benchmark(
         "bench.merge", "--world-size", "2", "--nodes", "1", "--batch", "8", "--repeats", "5", "--out", str(tmp_path)
     )
@@ -31,7 +31,7 @@ def test_bench_merge_counts_what_is_sent(tmp_path):
     assert [by_name["gloo", name]["collectives"] for name in ("paper", "packed", "gather")] == [3, 2, 1]
     gather = by_name["gloo", "gather"]
     assert gather["is_network_private"] is (obstacle() is None)
-    most = 1.3 * payload if gather["is_network_private"] else math.inf  # what else this machine sends counts, too
+    most = 1.3 * payload if gather["is_network_private"] else math.inf  # other traffic of this machine also counts
     assert payload <= gather["bytes_sent_per_rank"] < most
 
 
@@ -78,7 +78,7 @@ def test_bench_production_measures_real_services():
 
 
 @pytest.mark.bench
-def test_bench_attention_on_both_networks(tmp_path: Path):
+def test_bench_attention_runs_on_both_networks(tmp_path: Path):
     arguments = ("--world-size", "2", "--length", "1000", "--repeats", "3", "--seconds", "1", "--out", str(tmp_path))
     rows = run_benchmark("bench.attention", *arguments)
     assert {row["network"] for row in rows} == {"loopback"} if obstacle() else {"loopback", "two-tier 10/1"}

@@ -94,7 +94,7 @@ ASYNC = HEAD + dedent("""
 
 @pytest.fixture
 def endless(service: Served) -> Served:
-    """A service whose answers begin and do not end."""
+    """A service whose answers start and never end."""
     service.engine.answer = tuple((token_id,) for token_id in ids("two words"))
     service.engine.is_endless = True
     return service
@@ -138,21 +138,21 @@ async def check_left_nothing(service: Served, num_streams: int) -> None:
 
 
 @pytest.mark.parametrize("careless", CARELESS)
-async def test_a_script_that_leaves_its_client_open_ends(endless: Served, careless: str, tmp_path: Path) -> None:
+async def test_script_with_an_open_client_exits(endless: Served, careless: str, tmp_path: Path) -> None:
     script = await Script.start(PLAIN + dedent(CARELESS[careless]), endless.address, tmp_path / "fifo")
     assert await script.end() == (0, "", "")
     await check_left_nothing(endless, CARELESS[careless].count("begin("))
 
 
 @pytest.mark.parametrize("careless", CARELESS_ASYNC)
-async def test_an_asynchronous_script_that_leaves_its_client_open_ends(endless: Served, careless: str) -> None:
+async def test_asynchronous_script_with_an_open_client_exits(endless: Served, careless: str) -> None:
     body = "".join(f"    {line}\n" for line in dedent(CARELESS_ASYNC[careless]).splitlines())
     script = await Script.start(f"{ASYNC}{body}\nasyncio.run(main())", endless.address)
     assert await script.end() == (0, "", "")
     await check_left_nothing(endless, 1)
 
 
-async def test_a_loop_that_is_closed_with_an_open_stream_ends(endless: Served) -> None:
+async def test_event_loop_closed_during_a_stream_exits(endless: Served) -> None:
     """Nothing of the asynchronous client runs after its loop."""
     body = "    stream = await begin_async(AsyncClient(sys.argv[1]))\n"
     closing = "loop = asyncio.new_event_loop()\nloop.run_until_complete(main())\nloop.close()\n"
@@ -162,7 +162,7 @@ async def test_a_loop_that_is_closed_with_an_open_stream_ends(endless: Served) -
     await check_left_nothing(endless, 1)
 
 
-async def test_an_error_in_the_middle_of_a_stream_is_the_last_word(endless: Served) -> None:
+async def test_error_during_a_stream_is_the_last_output(endless: Served) -> None:
     script = await Script.start(f"{PLAIN}for event in client.generate('x'):\n    sys.exit(3)", endless.address)
     assert await script.end() == (3, "", "")
     script = await Script.start(f"{PLAIN}stream = begin(client)\nraise ValueError('mine')", endless.address)
@@ -172,7 +172,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_the_last_word(endless: Serv
 
 
 @pytest.mark.parametrize("resident", ["stream", "list(begin(client))"])
-async def test_an_interrupt_in_the_middle_of_a_stream_ends_a_script(endless: Served, resident: str) -> None:
+async def test_interrupt_during_a_stream_exits(endless: Served, resident: str) -> None:
     code = f"stream = begin(client)\nprint('reading', flush=True)\nfor _ in {resident}:\n    pass"
     script = await Script.start(PLAIN + code, endless.address)
     await script.interrupt()
@@ -181,7 +181,7 @@ async def test_an_interrupt_in_the_middle_of_a_stream_ends_a_script(endless: Ser
     await check_left_nothing(endless, len(endless.engine.streams))
 
 
-async def test_a_forked_child_leaves_the_client_to_its_parent(endless: Served) -> None:
+async def test_forked_child_does_not_touch_the_client_of_its_parent(endless: Served) -> None:
     """The child has no thread that could answer it, shares sockets with its parent, and must not touch them."""
     code = """
         stream = begin(client)

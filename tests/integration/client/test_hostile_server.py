@@ -44,8 +44,8 @@ CALLS: dict[str, Call] = {
     "ListContexts": lambda client, seconds: client.list_contexts(timeout=seconds),
     "UpdateContext": lambda client, seconds: client.update_context("x", ttl=5, timeout=seconds),
     "ForkContext": lambda client, seconds: client.fork_context("x", "y", timeout=seconds),
-    "RereadContext": lambda client, seconds: client.reread_context("x", timeout=seconds),
-    "RereadContexts": lambda client, seconds: client.reread_contexts(timeout=seconds),
+    "RereadContext": lambda client, seconds: client.recompute_context("x", timeout=seconds),
+    "RereadContexts": lambda client, seconds: client.recompute_contexts(timeout=seconds),
     "DeleteContext": lambda client, seconds: client.delete_context("x", timeout=seconds),
     "ExportContext": lambda client, seconds: client.export_context("x", io.BytesIO(), timeout=seconds),
     "ImportContext": lambda client, seconds: client.import_context(io.BytesIO(b"x"), timeout=seconds),
@@ -119,7 +119,7 @@ async def served() -> AsyncIterator[Served]:
     await server.stop(None)
 
 
-def saying(*messages: bytes, ends: bool = True) -> Answer:
+def answering(*messages: bytes, ends: bool = True) -> Answer:
     async def answer(_: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         for message in messages:
             yield message
@@ -129,30 +129,30 @@ def saying(*messages: bytes, ends: bool = True) -> Answer:
     return answer
 
 
-def failing(code: grpc.StatusCode, told: str, details: bytes | None, *messages: bytes) -> Answer:
+def failing(code: grpc.StatusCode, details_text: str, details: bytes | None, *messages: bytes) -> Answer:
     async def answer(context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         for message in messages:
             yield message
-        await context.abort(code, told, () if details is None else ((DETAILS_KEY, details),))
+        await context.abort(code, details_text, () if details is None else ((DETAILS_KEY, details),))
 
     return answer
 
 
-def test_every_call_is_tried() -> None:
+def test_every_method_is_tested() -> None:
     assert set(CALLS) == set(TYPES)
 
 
 @pytest.mark.parametrize("name", [*CALLS, *OTHERS])
-async def test_what_is_no_message_is_a_typed_error(served: Served, name: str) -> None:
+async def test_malformed_message_raises_a_typed_error(served: Served, name: str) -> None:
     for message in (b"\xff", b"\x0a\xff\xff\xff\xff\x0f", random.Random(5).randbytes(3000)):
-        assert await served.outcome((CALLS | OTHERS)[name], saying(message)) is not None
+        assert await served.outcome((CALLS | OTHERS)[name], answering(message)) is not None
 
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", CALLS)
-async def test_odd_messages_raise_nothing_but_typed_errors(served: Served, name: str) -> None:
+async def test_odd_messages_raise_only_typed_errors(served: Served, name: str) -> None:
     for message in odd(TYPES[name], random.Random(name)):
-        await served.outcome(CALLS[name], saying(message.SerializeToString()))
+        await served.outcome(CALLS[name], answering(message.SerializeToString()))
 
 
 def odd(descriptor: Descriptor, rng: random.Random) -> list[Message]:
@@ -172,13 +172,13 @@ def odd(descriptor: Descriptor, rng: random.Random) -> list[Message]:
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("ends", [False, True], ids=["silent", "ends"])
-async def test_silence_lasts_no_longer_than_the_time_limit(served: Served, name: str, ends: bool) -> None:
-    error = await served.outcome(CALLS[name], saying(ends=ends), 0.2)
+async def test_silent_server_ends_at_the_timeout(served: Served, name: str, ends: bool) -> None:
+    error = await served.outcome(CALLS[name], answering(ends=ends), 0.2)
     if not ends:
         assert type(error) is DeadlineExceeded
 
 
-async def test_pages_without_end_last_no_longer_than_the_time_limit(served: Served) -> None:
+async def test_endless_pages_end_at_the_timeout(served: Served) -> None:
     async def pages(_: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         yield ingest_pb.ListContextsResponse(next_page_token=str(next(numbers))).SerializeToString()
 
@@ -189,8 +189,8 @@ async def test_pages_without_end_last_no_longer_than_the_time_limit(served: Serv
     assert "same page again" in str(error)
 
 
-async def test_a_message_that_is_too_large_is_a_typed_error(served: Served) -> None:
-    huge = saying(b"\x0a" + b"\xff\xff\xff\x7f" + bytes((1 << 26) + 1))
+async def test_oversized_message_raises_a_typed_error(served: Served) -> None:
+    huge = answering(b"\x0a" + b"\xff\xff\xff\x7f" + bytes((1 << 26) + 1))
     for name in ("GetCluster", "Generate", "ExportContext", *UPLOADS):
         error = await served.outcome(CALLS[name], huge)
         assert error is not None
@@ -235,7 +235,7 @@ def odd_details() -> list[bytes | None]:
 @pytest.mark.parametrize(
     "name", ["GetCluster", "CancelGeneration", "Generate", "IngestContext", "ExportContext", "ImportContext"]
 )
-async def test_every_status_is_a_typed_error(served: Served, name: str) -> None:
+async def test_every_status_raises_a_typed_error(served: Served, name: str) -> None:
     codes = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
     for code, details in [*((code, None) for code in codes), *((codes[0], details) for details in odd_details())]:
         for reported in ("", "x" * 3000, "ü\0\n"):
@@ -246,7 +246,7 @@ async def test_every_status_is_a_typed_error(served: Served, name: str) -> None:
 
 
 @pytest.mark.parametrize("code", [code_pb2.OK, code_pb2.UNKNOWN])
-def test_details_do_not_make_a_success_of_an_error(code: int) -> None:
+def test_ok_code_in_error_details_does_not_hide_the_error(code: int) -> None:
     """Details with the code OK in an error do not change it: the call still fails."""
     from longleaf.codec.status import decode_error
 

@@ -33,13 +33,13 @@ FULL = ResourceExhausted("queue", "is full", 0.01)
 QUICK = Retries(limit=3, first_delay=0.001)
 
 
-async def test_a_connection_that_takes_its_time_is_no_error(service: Served) -> None:
+async def test_slow_connection_is_not_an_error(service: Served) -> None:
     async with breaking(service.address, delay=0.5) as (_, address), AsyncClient(address, retries=0) as client:
         assert await client.list_contexts() == []
 
 
 class Flaky:
-    """An engine's error that goes away after `times` retries."""
+    """An engine error that disappears after `times` retries."""
 
     def __init__(self, service: Served, error: LongleafError, times: int) -> None:
         self._engine, self._times = service.engine, times
@@ -53,7 +53,7 @@ class Flaky:
 
 
 @pytest.mark.parametrize("has_answered", [True, False])
-async def test_a_service_that_has_answered_is_waited_for(service: Served, has_answered: bool) -> None:
+async def test_service_that_answered_before_is_waited_for(service: Served, has_answered: bool) -> None:
     """A restart takes time; a service that has never answered may not exist."""
     flaky = Flaky(service, Unavailable("it starts"), 2 * FIRST_LIMIT)
     quick = Retries(first_delay=0.001, longest_delay=0.002)
@@ -90,7 +90,7 @@ async def watch(client: AsyncClient) -> object:
 
 @pytest.mark.parametrize("error", [FULL, Unavailable("starting"), RankLost(1, "killed")], ids=repr)
 @pytest.mark.parametrize("call", [generate, cluster, watch])
-async def test_what_never_began_is_tried_again(
+async def test_call_that_never_started_is_retried(
     service: Served, call: Callable[[AsyncClient], Any], error: LongleafError
 ) -> None:
     flaky = Flaky(service, error, 2)
@@ -111,7 +111,7 @@ async def test_what_never_began_is_tried_again(
         ContextLost("contexts/a", "no room"),
     ],
 )
-async def test_what_waiting_does_not_help_is_not_tried_again(service: Served, error: LongleafError) -> None:
+async def test_permanent_errors_are_not_retried(service: Served, error: LongleafError) -> None:
     flaky = Flaky(service, error, 1)
     async with AsyncClient(service.address, retries=QUICK, on_retry=flaky) as client:
         with pytest.raises(type(error)):
@@ -120,10 +120,10 @@ async def test_what_waiting_does_not_help_is_not_tried_again(service: Served, er
 
 
 @pytest.mark.parametrize("call", [generate, upload])
-async def test_a_service_that_recovers_longer_than_a_call_may_take_is_not_waited_for(
+async def test_recovery_longer_than_the_timeout_is_not_waited_for(
     service: Served, call: Callable[[AsyncClient], Any]
 ) -> None:
-    """What has the time waits as long as it is told."""
+    """A longer timeout waits for the announced time."""
     flaky = Flaky(service, Unavailable("recovering", 0.01), 1)
     async with AsyncClient(service.address, retries=QUICK, on_retry=flaky) as client:
         assert await call(client)
@@ -135,7 +135,7 @@ async def test_a_service_that_recovers_longer_than_a_call_may_take_is_not_waited
     assert len(flaky.retries) == 1
 
 
-async def test_an_answer_that_broke_off_is_not_begun_again(service: Served) -> None:
+async def test_interrupted_answer_is_not_restarted(service: Served) -> None:
     service.engine.late_error = Unavailable("gone")
     retries: list[Retry] = []
     async with AsyncClient(service.address, retries=QUICK, on_retry=retries.append) as client:
@@ -147,7 +147,7 @@ async def test_an_answer_that_broke_off_is_not_begun_again(service: Served) -> N
     assert len(service.engine.streams) == 1
 
 
-async def test_an_upload_that_began_is_not_sent_again(service: Served) -> None:
+async def test_started_upload_is_not_sent_again(service: Served) -> None:
     flaky = Flaky(service, FULL, 1)
     async with AsyncClient(service.address, retries=QUICK, on_retry=flaky) as client:
         with pytest.raises(ResourceExhausted):
@@ -156,7 +156,7 @@ async def test_an_upload_that_began_is_not_sent_again(service: Served) -> None:
 
 
 class Sent:
-    """Counts the bytes of documents that a service takes; after `refuse_after` of them it refuses once."""
+    """Counts the document bytes that a service receives; refuses once after `refuse_after` of them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refuse_after: int | None = None) -> None:
         self.num_bytes = 0
@@ -174,7 +174,7 @@ class Sent:
 
 
 def once(*parts: bytes) -> Iterator[bytes]:
-    """A document that cannot be read again."""
+    """A document that can be read only once."""
     yield from parts
 
 
@@ -183,7 +183,7 @@ TEXT = b"call me Ishmael. " * 8
 
 @pytest.mark.parametrize("refuse_after", [None, 34], ids=["at its end", "in its middle"])
 @pytest.mark.parametrize("is_plain", [False, True], ids=["async", "plain"])
-async def test_an_upload_that_is_kept_is_tried_again_and_nothing_sent_twice(
+async def test_durable_upload_is_retried_without_sending_bytes_twice(
     service: Served, monkeypatch: pytest.MonkeyPatch, is_plain: bool, refuse_after: int | None
 ) -> None:
     monkeypatch.setattr("longleaf.client.documents.PIECE_BYTES", 17)
@@ -206,7 +206,7 @@ async def test_an_upload_that_is_kept_is_tried_again_and_nothing_sent_twice(
     assert all(retry.delay >= 0.01 for retry in flaky.retries)
 
 
-async def test_an_upload_that_is_refused_again_and_again_is_given_up(service: Served) -> None:
+async def test_repeatedly_refused_upload_fails(service: Served) -> None:
     service.engine.error = FULL
     retries: list[Retry] = []
     async with AsyncClient(service.address, retries=QUICK, on_retry=retries.append) as client:
@@ -215,7 +215,7 @@ async def test_an_upload_that_is_refused_again_and_again_is_given_up(service: Se
     assert [retry.number for retry in retries] == [1, 2, 3]
 
 
-async def test_what_is_kept_no_more_is_sent_again_where_it_can_be_read_again(
+async def test_expired_upload_is_sent_again_from_a_rereadable_source(
     service: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The oldest upload is evicted when others need its space."""
@@ -229,11 +229,11 @@ async def test_what_is_kept_no_more_is_sent_again_where_it_can_be_read_again(
         assert service.engine.contexts[f"moby-{number}"][2:] == list(ids(TEXT.decode()))
     service.engine.error = FULL
     async with AsyncClient(service.address, retries=QUICK) as client:
-        with pytest.raises(Unavailable, match="does not hold any more .* cannot be read again"):
+        with pytest.raises(Unavailable, match="has lost acknowledged parts .* cannot be read again"):
             await client.ingest("moby", once(TEXT), upload_id="mine")
 
 
-async def test_a_change_that_may_have_been_made_is_not_made_again(service: Served, monkeypatch: Any) -> None:
+async def test_mutation_that_may_have_succeeded_is_not_retried(service: Served, monkeypatch: Any) -> None:
     def fail(context_id: str) -> None:
         raise Unavailable("gone")
 
@@ -246,7 +246,7 @@ async def test_a_change_that_may_have_been_made_is_not_made_again(service: Serve
 
 
 @pytest.mark.parametrize("limit", [0, 2])
-async def test_retries_are_limited_and_can_be_switched_off(service: Served, limit: int) -> None:
+async def test_retries_are_limited_and_can_be_disabled(service: Served, limit: int) -> None:
     service.engine.error = FULL
     retries: list[Retry] = []
     async with AsyncClient(service.address, retries=limit, on_retry=retries.append) as client:
@@ -255,7 +255,7 @@ async def test_retries_are_limited_and_can_be_switched_off(service: Served, limi
     assert len(retries) == limit == len(service.engine.prompts) - 1
 
 
-async def test_a_wait_that_outlasts_the_timeout_is_not_begun(service: Served) -> None:
+async def test_wait_longer_than_the_timeout_is_not_started(service: Served) -> None:
     service.engine.error = ResourceExhausted("queue", "is full", 3600.0)
     async with AsyncClient(service.address) as client:
         with pytest.raises(ResourceExhausted):
@@ -274,7 +274,7 @@ async def test_retries_are_logged(service: Served, caplog: pytest.LogCaptureFixt
     assert "queue: is full" in caplog.text
 
 
-async def test_a_call_past_its_time_ends(service: Served) -> None:
+async def test_call_ends_at_its_timeout(service: Served) -> None:
     service.engine.is_endless = True
     with pytest.raises(DeadlineExceeded, match="did not answer in time"):
         await collect(service.client.generate("x", timeout=0.2))
@@ -283,7 +283,7 @@ async def test_a_call_past_its_time_ends(service: Served) -> None:
         await service.client.ingest("moby", "text", timeout=0.2)
 
 
-async def test_an_ingest_that_ends_while_it_is_sent_is_no_cancellation(service: Served) -> None:
+async def test_ingest_that_ends_during_sending_is_not_a_cancellation(service: Served) -> None:
     """The library cancels a call that ended while it was being sent to: that must not look like a cancelled task."""
     reached = asyncio.Event()
 
@@ -297,7 +297,7 @@ async def test_an_ingest_that_ends_while_it_is_sent_is_no_cancellation(service: 
     assert reached.is_set()
 
 
-def test_waits_grow_from_what_the_service_names() -> None:
+def test_backoff_grows_from_the_delay_of_the_service() -> None:
     retries = Retries(first_delay=1.0, longest_delay=5.0)
     gone = Unavailable("gone")
     assert [retries.delay(number, gone, 1.0) for number in range(1, 6)] == [1, 2, 4, 5, 5]
@@ -316,7 +316,7 @@ def test_both_clients_have_the_same_methods() -> None:
     assert signatures(AsyncClient) == signatures(Client)
 
 
-async def test_the_sync_client_tries_again_too(service: Served) -> None:
+async def test_synchronous_client_retries(service: Served) -> None:
     flaky = Flaky(service, FULL, 1)
 
     def use() -> int:

@@ -57,7 +57,7 @@ async def closed(service: Served, number: int) -> None:
         await service.engine.streams[number].closed.wait()
 
 
-async def test_what_is_told_of_progress_may_call_the_client(service: Served) -> None:
+async def test_progress_callback_may_call_the_client(service: Served) -> None:
     def work() -> None:
         reported: list[tuple[int, int, str]] = []
 
@@ -76,7 +76,7 @@ async def test_what_is_told_of_progress_may_call_the_client(service: Served) -> 
 
 
 @pytest.mark.parametrize("call", [Client.cluster, lambda client: list(client.generate("x"))], ids=["unary", "stream"])
-async def test_what_is_told_of_a_retry_may_call_the_client(service: Served, call: Callable[[Client], Any]) -> None:
+async def test_retry_callback_may_call_the_client(service: Served, call: Callable[[Client], Any]) -> None:
     def work() -> list[tuple[int, int]]:
         counted: list[tuple[int, int]] = []
 
@@ -93,12 +93,14 @@ async def test_what_is_told_of_a_retry_may_call_the_client(service: Served, call
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), StopIteration(), asyncio.CancelledError()])
-async def test_an_error_of_what_is_told_ends_the_upload_and_comes_back(service: Served, error: BaseException) -> None:
+async def test_error_in_a_progress_callback_ends_the_upload_and_is_raised(
+    service: Served, error: BaseException
+) -> None:
     service.engine.is_endless = True
 
     def work() -> None:
         def on_progress(progress: IngestProgress) -> None:
-            if progress.processed:  # the engine has begun: an earlier report may end an upload without a stream
+            if progress.processed:  # the engine has started: an earlier report may end an upload without a stream
                 raise error
 
         with Client(service.address) as client:
@@ -111,7 +113,7 @@ async def test_an_error_of_what_is_told_ends_the_upload_and_comes_back(service: 
     await closed(service, 0)
 
 
-async def test_an_error_of_what_is_told_of_a_retry_comes_back(service: Served) -> None:
+async def test_error_in_a_retry_callback_is_raised(service: Served) -> None:
     def on_retry(_: object) -> None:
         raise ValueError("mine")
 
@@ -128,7 +130,7 @@ async def test_an_error_of_what_is_told_of_a_retry_comes_back(service: Served) -
     await use(work)
 
 
-async def test_what_is_told_may_close_the_client(service: Served) -> None:
+async def test_callback_may_close_the_client(service: Served) -> None:
     def work() -> None:
         client = Client(service.address)
         with pytest.raises(Cancelled, match="closed"):
@@ -137,7 +139,7 @@ async def test_what_is_told_may_close_the_client(service: Served) -> None:
     await use(work)
 
 
-async def test_a_document_may_come_from_the_client_that_sends_it(service: Served) -> None:
+async def test_document_may_be_read_through_the_client_that_sends_it(service: Served) -> None:
     def work() -> int:
         def document() -> Iterator[list[int]]:
             for text in ("four", "three"):
@@ -149,7 +151,7 @@ async def test_a_document_may_come_from_the_client_that_sends_it(service: Served
     assert await use(work) == len("fourthree")
 
 
-async def test_the_clients_own_loop_does_not_wait_for_itself(service: Served) -> None:
+async def test_call_from_the_client_loop_does_not_deadlock(service: Served) -> None:
     def work() -> None:
         async def document() -> AsyncIterator[str]:
             yield client.detokenize(ids("four"))
@@ -183,7 +185,7 @@ async def test_threads_share_a_client(service: Served) -> None:
 
 
 @pytest.mark.parametrize("resumable", [False, True])
-async def test_closing_a_client_ends_what_waits_in_other_threads(service: Served, resumable: bool) -> None:
+async def test_closing_a_client_ends_waiting_calls_in_other_threads(service: Served, resumable: bool) -> None:
     service.engine.is_endless = True
     client = await use(lambda: Client(service.address))
     reading = threading.Event()
@@ -211,10 +213,10 @@ async def test_closing_a_client_ends_what_waits_in_other_threads(service: Served
 
 
 @pytest.mark.parametrize("method", ["_submit", "_result"])
-async def test_an_interrupt_between_two_lines_leaves_nothing_running(
+async def test_interrupt_between_two_lines_leaves_no_running_work(
     service: Served, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """It came after the work was begun, and before anything of the loop's thread was ready for it."""
+    """The interrupt arrives after the work was scheduled and before the loop's thread could handle it."""
     client = await use(lambda: Client(service.address))
     real = getattr(LoopThread, method)
 
@@ -238,7 +240,7 @@ async def test_an_interrupt_between_two_lines_leaves_nothing_running(
     await use(client.close)
 
 
-async def test_closing_while_others_begin_leaves_nobody_waiting(service: Served) -> None:
+async def test_closing_while_calls_start_leaves_no_waiting_thread(service: Served) -> None:
     def call(client: Client) -> None:
         with suppress(Cancelled):
             while True:
@@ -251,7 +253,7 @@ async def test_closing_while_others_begin_leaves_nobody_waiting(service: Served)
         await asyncio.gather(use(client.close), use(client.close), *calls)
 
 
-async def test_a_closed_client_raises_cancelled(service: Served) -> None:
+async def test_closed_client_raises_cancelled(service: Served) -> None:
     def work() -> None:
         with Client(service.address) as client:
             begun = client.generate("x")
@@ -265,7 +267,7 @@ async def test_a_closed_client_raises_cancelled(service: Served) -> None:
     await use(work)
 
 
-async def test_the_collector_may_end_a_stream_on_the_clients_own_loop(service: Served) -> None:
+async def test_garbage_collector_may_end_a_stream_on_the_client_loop(service: Served) -> None:
     service.engine.is_endless = True
 
     def work() -> None:
@@ -296,7 +298,7 @@ async def test_the_collector_may_end_a_stream_on_the_clients_own_loop(service: S
     await closed(service, 0)
 
 
-async def test_the_asynchronous_client_awaits_what_it_tells(service: Served) -> None:
+async def test_asynchronous_client_awaits_its_callbacks(service: Served) -> None:
     counted: list[int] = []
 
     async def on_progress(progress: IngestProgress) -> None:
@@ -314,7 +316,7 @@ async def test_the_asynchronous_client_awaits_what_it_tells(service: Served) -> 
     assert counted[-1] == 1
 
 
-async def test_closing_the_asynchronous_client_ends_what_others_read(service: Served) -> None:
+async def test_closing_the_asynchronous_client_ends_running_streams(service: Served) -> None:
     service.engine.is_endless = True
     client = AsyncClient(service.address)
 

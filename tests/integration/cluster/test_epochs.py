@@ -1,4 +1,4 @@
-"""Consecutive epochs: the remaining members form the next epoch, whatever happens to the others meanwhile."""
+"""Consecutive epochs: the remaining members form the next epoch, independently of failures of the others."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class World:
-    """Control with scripted members; whom it kills is gone."""
+    """RankManager with scripted members; members that it kills disappear."""
 
     def __init__(self, world_size: int, nodes: str = "", *, has_late_pulses: bool = False, **settings: object) -> None:
         self.config = EngineConfig(model="none", world_size=world_size, **settings)  # type: ignore[arg-type]
@@ -39,7 +39,7 @@ class World:
         self.members: dict[int, ScriptedMember] = {}
         self.killed: list[int] = []
         self.events: list[MemberEvent] = []
-        self.control.roster.watch(self.events.append)
+        self.control.registry.watch(self.events.append)
         for number, invitation in enumerate(self.control.invitations):
             node = (nodes or "a" * world_size)[number]
             self.members[number] = ScriptedMember(invitation, number, node, has_late_pulse=has_late_pulses)
@@ -48,10 +48,10 @@ class World:
         self.killed.append(member)
 
     async def add(self, node: str = "a", deaf_to: Collection[type[ToRank]] = ()) -> int:
-        """A member that loads the model beside the epoch."""
-        number, invitation = self.control.roster.invite()
+        """Adds a member that loads the model beside the epoch."""
+        number, invitation = self.control.registry.invite()
         self.members[number] = ScriptedMember(invitation, number, node, deaf_to)
-        await self.control.roster.admit(number)
+        await self.control.registry.admit(number)
         return number
 
     def beat(self, *numbers: int) -> None:
@@ -59,9 +59,9 @@ class World:
             self.members[number].beat()
 
     async def connect_pulses(self) -> None:
-        """Has the members be heard on the connections of their pulses: before that no fence can reach them."""
+        """Connects the heartbeat connections of the members: without them no abort can reach them."""
         self.beat(*self.members)
-        await self.control.roster.wait(lambda: all(member.num_pulses for member in self.control.roster))
+        await self.control.registry.wait(lambda: all(member.num_pulses for member in self.control.registry))
 
     async def hear(self, member: int, kind: type[ToRank]) -> ToRank:
         """The next message of this kind to a member."""
@@ -88,7 +88,7 @@ MakeWorld = Callable[..., Awaitable[World]]
 
 @pytest.fixture
 async def make_world() -> AsyncIterator[MakeWorld]:
-    """Worlds in their first epoch."""
+    """Checks that the epoch has these ranks: each gets a layout, and rank 0 answers a step."""
     worlds: list[World] = []
 
     async def make(*arguments: object, **settings: object) -> World:
@@ -111,7 +111,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize(("lost", "left"), [((0,), (1, 2)), ((1,), (0, 2)), ((0, 2), (1,))])
-async def test_who_is_left_forms_the_next_epoch(make_world: MakeWorld, lost, left) -> None:
+async def test_remaining_members_form_the_next_epoch(make_world: MakeWorld, lost, left) -> None:
     world = await make_world(3)
     await world.connect_pulses()
     step = asyncio.ensure_future(world.control.group.step(StepPlan(1, 1, Decode(()))))
@@ -135,7 +135,7 @@ async def test_who_is_left_forms_the_next_epoch(make_world: MakeWorld, lost, lef
     ]
 
 
-async def test_a_fence_that_was_sent_before_the_pulse_connects_is_sent_again(make_world: MakeWorld) -> None:
+async def test_abort_sent_before_the_heartbeat_connection_is_sent_again(make_world: MakeWorld) -> None:
     """ZMQ drops messages on a connection that is not yet established."""
     world = await make_world(2, has_late_pulses=True)
     world.control.lost(1, "vanished")
@@ -146,21 +146,21 @@ async def test_a_fence_that_was_sent_before_the_pulse_connects_is_sent_again(mak
     assert (await world.control.form(2)).members == (0,)
 
 
-async def test_a_member_that_does_not_hear_a_fence_is_told_again(make_world: MakeWorld) -> None:
+async def test_unacknowledged_abort_is_sent_again(make_world: MakeWorld) -> None:
     world = await make_world(2)
     world.members[0].deaf_to = (AbortExchanges,)
     world.members[0].beat(MemberProgress(1))
     world.control.lost(1, "vanished")
     await until(lambda: world.members[0].num_fences > 2)
     world.members[0].progress = MemberProgress(2)
-    heard = next(member.num_pulses for member in world.control.roster)
-    await world.control.roster.wait(lambda: all(member.num_pulses > heard + 1 for member in world.control.roster))
+    heard = next(member.num_pulses for member in world.control.registry)
+    await world.control.registry.wait(lambda: all(member.num_pulses > heard + 1 for member in world.control.registry))
     num_fences = world.members[0].num_fences
-    await world.control.roster.wait(lambda: all(member.num_pulses > heard + 3 for member in world.control.roster))
+    await world.control.registry.wait(lambda: all(member.num_pulses > heard + 3 for member in world.control.registry))
     assert world.members[0].num_fences == num_fences
 
 
-async def test_a_verdict_is_that_of_its_epoch(make_world: MakeWorld) -> None:
+async def test_error_of_an_epoch_does_not_change_later(make_world: MakeWorld) -> None:
     world = await make_world(3)
     for epoch, lost in ((1, 0), (2, 1)):
         waiting = asyncio.create_task(world.control.group.wait_ended())
@@ -179,7 +179,7 @@ async def test_a_verdict_is_that_of_its_epoch(make_world: MakeWorld) -> None:
 
 
 @pytest.mark.parametrize("order", [(1, 0, 2), (0, 1, 2), (2, 0, 1)])
-async def test_an_epoch_that_breaks_is_formed_anew_with_all(make_world: MakeWorld, order: tuple[int, ...]) -> None:
+async def test_broken_epoch_is_formed_again_with_all_members(make_world: MakeWorld, order: tuple[int, ...]) -> None:
     world = await make_world(3)
     for member in order:
         own = GroupFailure(1, 1, 4, "ValueError: no")
@@ -192,7 +192,7 @@ async def test_an_epoch_that_breaks_is_formed_anew_with_all(make_world: MakeWorl
     await world.check(2, 0, 1, 2)
 
 
-async def test_who_is_blamed_and_says_nothing_is_killed(make_world: MakeWorld) -> None:
+async def test_suspected_member_without_a_report_is_killed(make_world: MakeWorld) -> None:
     world = await make_world(3)
     world.members[1].deaf_to = (AbortExchanges,)
     await world.members[2].send(GroupFailure(2, 1, 4, "was left", blamed=1))
@@ -201,21 +201,21 @@ async def test_who_is_blamed_and_says_nothing_is_killed(make_world: MakeWorld) -
     assert (await world.control.form(2)).members == (0, 2)
 
 
-async def test_only_who_has_loaded_joins(make_world: MakeWorld) -> None:
+async def test_only_members_that_loaded_the_model_join(make_world: MakeWorld) -> None:
     world = await make_world(2, "ab")
     await world.connect_pulses()
     waiting = asyncio.create_task(world.control.wait_joinable())
-    number, invitation = world.control.roster.invite()
+    number, invitation = world.control.registry.invite()
     world.control.lost(1, "vanished")
     await world.control.group.wait_ended()
     assert (await world.control.form(2)).members == (0,)
     assert not waiting.done()
     world.members[number] = ScriptedMember(invitation, number, "b")
-    await world.control.roster.admit(number)
+    await world.control.registry.admit(number)
     await waiting
     assert (await world.control.form(3)).members == (0, 2)
     assert world.events[-1] == MemberJoined(2, 1, "b", 3)
-    assert world.members[0].fences == [AbortExchanges(1)], "an epoch that ends in order needs none"
+    assert world.members[0].fences == [AbortExchanges(1)], "an orderly end needs no abort"
     await world.check(3, 0, 2)
     waiting = asyncio.create_task(world.control.wait_joinable())
     await asyncio.sleep(0)
@@ -223,7 +223,7 @@ async def test_only_who_has_loaded_joins(make_world: MakeWorld) -> None:
     waiting.cancel()
 
 
-async def test_a_newcomer_is_beside_those_of_its_node(make_world: MakeWorld) -> None:
+async def test_new_member_is_placed_beside_members_of_its_node(make_world: MakeWorld) -> None:
     world = await make_world(4, "aabb")
     world.control.lost(0, "vanished")
     await world.control.group.wait_ended()
@@ -233,7 +233,7 @@ async def test_a_newcomer_is_beside_those_of_its_node(make_world: MakeWorld) -> 
     assert world.members[3].joins[-1].nodes == ("a", "a", "b", "b")
 
 
-async def test_what_was_measured_is_not_measured_again(make_world: MakeWorld) -> None:
+async def test_measurements_are_not_repeated(make_world: MakeWorld) -> None:
     world = await make_world(1)
     timing = (MergeTiming(1, "gather", {"gather": 2.0}),)
     world.members[0].merges = timing
@@ -242,26 +242,26 @@ async def test_what_was_measured_is_not_measured_again(make_world: MakeWorld) ->
     assert [join.merges for join in world.members[0].joins] == [(), (), timing]
 
 
-# --- who is silent, who hangs ---
+# --- silent and blocked members ---
 
 
-async def test_who_is_silent_is_killed_first_and_then_lost(make_world: MakeWorld) -> None:
+async def test_silent_member_is_killed_and_then_lost(make_world: MakeWorld) -> None:
     world = await make_world(3, lost_after=1.0)
     world.beat(0, 2)
     world.members[1].beat()
     end = asyncio.create_task(world.control.group.wait_ended())
     await asyncio.sleep(0.1)
     world.members[1].stop_beating()
-    assert str((await end).error) == "rank 1 was lost: has been silent for 1 s"
+    assert str((await end).error) == "rank 1 was lost: no heartbeat for 1 s"
     assert world.killed == [1]
 
 
 @pytest.mark.parametrize("behind", [0, 2])
-async def test_who_holds_up_the_others_is_killed(make_world: MakeWorld, behind: int) -> None:
+async def test_member_that_blocks_the_others_is_killed(make_world: MakeWorld, behind: int) -> None:
     world = await make_world(3, step_timeout=0.1)
     for number, member in world.members.items():
         member.beat(MemberProgress(1, 1, 6 if number == behind else 7))
-    with pytest.raises(RankLost, match=r"step 1 took longer than its 100 ms") as caught:
+    with pytest.raises(RankLost, match=r"step 1 exceeded its limit of 100 ms") as caught:
         await world.control.group.step(StepPlan(1, 1, Decode(())))
     assert (caught.value.rank, world.killed) == (behind, [behind])
     assert (await world.control.group.wait_ended()).steps == (1,)
@@ -269,22 +269,22 @@ async def test_who_holds_up_the_others_is_killed(make_world: MakeWorld, behind: 
 
 
 @pytest.mark.parametrize("counts", [(7, 7, 7), (6, 6, 7)])
-async def test_nobody_is_killed_where_several_are_behind(make_world: MakeWorld, counts) -> None:
+async def test_no_member_is_killed_when_several_are_behind(make_world: MakeWorld, counts) -> None:
     world = await make_world(3, step_timeout=0.1)
     for number, member in world.members.items():
         member.beat(MemberProgress(1, 1, counts[number]))
-    with pytest.raises(GroupFailed, match="step 1 took longer"):
+    with pytest.raises(GroupFailed, match="step 1 exceeded its limit"):
         await world.control.group.step(StepPlan(1, 1, Decode(())))
     assert ((await world.control.group.wait_ended()).steps, world.killed) == ((1,), [])
     assert (await world.control.form(2)).members == (0, 1, 2)
     assert world.members[1].fences == [AbortExchanges(1)]
 
 
-async def test_an_answer_that_comes_after_all_counts(make_world: MakeWorld) -> None:
+async def test_late_answer_is_accepted(make_world: MakeWorld) -> None:
     world = await make_world(2, step_timeout=0.1)
     step = asyncio.ensure_future(world.control.group.step(StepPlan(1, 1, Decode(()))))
     await world.hear(0, StepPlan)
-    await asyncio.sleep(0.2)  # past the deadline, when members are asked how far they are
+    await asyncio.sleep(0.2)  # past the deadline, when members are asked for their progress
     await world.members[0].send(StepResult(1, 1, {1: (Token(3),)}))
     assert (await step).tokens == {1: (Token(3),)}
     assert world.killed == []
@@ -293,35 +293,35 @@ async def test_an_answer_that_comes_after_all_counts(make_world: MakeWorld) -> N
 # --- while an epoch is formed ---
 
 
-async def test_a_loss_while_an_epoch_is_formed(make_world: MakeWorld) -> None:
+async def test_member_lost_while_an_epoch_forms_is_excluded(make_world: MakeWorld) -> None:
     world = await make_world(3)
     world.members[2].deaf_to = (Join,)
     world.control.lost(0, "vanished")
     await world.control.group.wait_ended()
     forming = asyncio.create_task(world.control.form(2))
     await until(lambda: [join.epoch for join in world.members[2].joins] == [1, 2])
-    world.control.lost(2, "vanished, too")
+    world.control.lost(2, "also vanished")
     formation = await forming
-    assert (formation.epoch, formation.members) == (3, (1,)), "the second attempt has a number of its own"
+    assert (formation.epoch, formation.members) == (3, (1,)), "the second attempt has a new number"
     await world.check(3, 1)
 
 
-async def test_who_opens_no_store_because_it_is_lost(make_world: MakeWorld) -> None:
+async def test_member_lost_before_it_opens_a_store_is_excluded(make_world: MakeWorld) -> None:
     world = await make_world(3)
     world.members[1].deaf_to = (OpenStore,)
     world.control.lost(0, "vanished")
     await world.control.group.wait_ended()
     forming = asyncio.create_task(world.control.form(2))
     await until(lambda: world.control.group.epoch == 2)
-    world.control.lost(1, "vanished, too")
+    world.control.lost(1, "also vanished")
     assert (await forming).members == (2,)
 
 
-async def test_who_does_not_join_twice_is_killed(make_world: MakeWorld, monkeypatch) -> None:
+async def test_member_that_fails_to_join_twice_is_killed(make_world: MakeWorld, monkeypatch) -> None:
     monkeypatch.setattr(control_module, "ANSWER_SECONDS", 0.3)
     world = await make_world(3, form_timeout=0.3)
     world.members[1].deaf_to = (Join, AbortExchanges)
-    world.members[0].deaf_to = (Join,)  # it waits for the others until it is fenced
+    world.members[0].deaf_to = (Join,)  # it waits for the others until the abort
     await world.members[2].send(GroupFailure(2, 1, 1, "raised"))
     await world.control.group.wait_ended()
     forming = asyncio.create_task(world.control.form(2))
@@ -332,10 +332,10 @@ async def test_who_does_not_join_twice_is_killed(make_world: MakeWorld, monkeypa
     assert formation.members == (0, 2)
     assert formation.epoch > 3, "two attempts failed"
     lost = [event for event in world.events if isinstance(event, MemberLost)]
-    assert [(event.member, event.reason) for event in lost] == [(1, "did not join 2 epochs")]
+    assert [(event.member, event.reason) for event in lost] == [(1, "did not join 2 epochs in time")]
 
 
-async def test_who_opens_no_store_twice_is_killed(make_world: MakeWorld, monkeypatch) -> None:
+async def test_member_that_fails_to_open_a_store_twice_is_killed(make_world: MakeWorld, monkeypatch) -> None:
     monkeypatch.setattr(control_module, "ANSWER_SECONDS", 0.1)
     world = await make_world(3, form_timeout=0.3)
     world.members[0].deaf_to = (OpenStore, AbortExchanges)
@@ -343,13 +343,13 @@ async def test_who_opens_no_store_twice_is_killed(make_world: MakeWorld, monkeyp
     assert world.killed == [0]
 
 
-async def test_nobody_is_killed_where_nobody_knows(make_world: MakeWorld, monkeypatch) -> None:
+async def test_no_member_is_killed_without_evidence(make_world: MakeWorld, monkeypatch) -> None:
     monkeypatch.setattr(control_module, "ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(control_module, "MAX_ATTEMPTS", 3)
     world = await make_world(2, form_timeout=0.1)
     for member in world.members.values():
         member.deaf_to = (Join, AbortExchanges)
-    with pytest.raises(Unavailable, match="could not be joined in 3 attempts"):
+    with pytest.raises(Unavailable, match="cannot form an epoch: 3 attempts failed"):
         await world.control.form(2)
     assert world.killed == []
     for member in world.members.values():
@@ -357,7 +357,7 @@ async def test_nobody_is_killed_where_nobody_knows(make_world: MakeWorld, monkey
     assert (await world.control.form(5)).members == (0, 1)
 
 
-async def test_a_group_may_take_longer_if_the_first_one_did() -> None:
+async def test_later_groups_get_more_time_if_the_first_one_was_slow() -> None:
     world = World(2, form_timeout=0.1)
     member, late = world.members[1], Ready(1, "cpu", "float32", 4, 64)
     member.deaf_to = (Join,)
@@ -373,17 +373,17 @@ async def test_a_group_may_take_longer_if_the_first_one_did() -> None:
     await world.control.close()
 
 
-async def test_a_newcomer_that_cannot_join_does_not_keep_others_from_it(make_world: MakeWorld) -> None:
+async def test_new_member_that_cannot_join_does_not_block_the_others(make_world: MakeWorld) -> None:
     world = await make_world(2, form_timeout=0.3)
-    await world.add(deaf_to=(Join,))  # it reaches no other member, and reports that when it is fenced
+    await world.add(deaf_to=(Join,))  # it reaches no other member, and reports that at the abort
     formation = await world.control.form(2)
     assert (formation.members, world.killed) == ((0, 1), [2])
     lost = [event for event in world.events if isinstance(event, MemberLost)]
-    assert [(event.member, event.reason) for event in lost] == [(2, "no epoch could be formed with it")]
+    assert [(event.member, event.reason) for event in lost] == [(2, "every epoch with it failed to form")]
     await world.check(formation.epoch, 0, 1)
 
 
-async def test_who_fails_to_join_for_a_reason_of_its_own_is_lost(make_world: MakeWorld) -> None:
+async def test_member_with_its_own_join_error_is_lost(make_world: MakeWorld) -> None:
     world = await make_world(2)
     world.members[1].deaf_to = (Join,)
     forming = asyncio.create_task(world.control.form(2))
@@ -392,22 +392,22 @@ async def test_who_fails_to_join_for_a_reason_of_its_own_is_lost(make_world: Mak
     assert (await forming).members == (0,)
 
 
-async def test_all_are_lost(make_world: MakeWorld) -> None:
+async def test_loss_of_all_members_is_reported(make_world: MakeWorld) -> None:
     world = await make_world(2)
     for member in (0, 1):
         world.control.lost(member, "vanished")
     await world.control.group.wait_ended()
     with pytest.raises(RankLost, match="rank 0 was lost: vanished"):
         await world.control.form(2)
-    number, invitation = world.control.roster.invite()
+    number, invitation = world.control.registry.invite()
     forming = asyncio.create_task(world.control.form(2))
     await asyncio.sleep(0)
     world.members[number] = ScriptedMember(invitation, number)
-    await world.control.roster.admit(number)
+    await world.control.registry.admit(number)
     assert (await forming).members == (2,)
 
 
-async def test_what_belongs_to_another_epoch_is_not_heard(make_world: MakeWorld) -> None:
+async def test_messages_of_another_epoch_are_ignored(make_world: MakeWorld) -> None:
     world = await make_world(3)
     world.control.lost(0, "vanished")
     await world.control.group.wait_ended()
@@ -417,7 +417,7 @@ async def test_what_belongs_to_another_epoch_is_not_heard(make_world: MakeWorld)
     for message in (*old, GroupFailure(2, 3, 1, "a lie"), StepResult(2, 1, {})):
         await world.members[message.member if not isinstance(message, StepResult) else 2].send(message)
     await until(lambda: world.control.num_ignored == len(old) + 2)
-    await world.members[2].send(GroupFailure(2, 1, 7, "late", blamed=0))  # true, but of an epoch before
+    await world.members[2].send(GroupFailure(2, 1, 7, "late", blamed=0))  # correct, but of an earlier epoch
     await world.members[1].send(StepResult(1, 1, {0: (Token(666),)}))
     await world.check(2, 1, 2)
     assert world.control.num_ignored == len(old) + 2

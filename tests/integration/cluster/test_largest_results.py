@@ -1,4 +1,5 @@
-"""The most that ranks may say of a step is heard: what is too large ends a connection, and nobody is told."""
+"""The largest possible step result of a rank is accepted; larger messages close the connection and are not
+delivered."""
 
 import asyncio
 
@@ -8,7 +9,7 @@ from coordinator.cluster.rank_manager import RankManager
 from coordinator.scheduling.row_selection import MAX_PROBED
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.step import (
-    MAX_TOLD_SPANS,
+    MAX_ATTRIBUTED_SPANS,
     NUM_OTHER_SHARES,
     SPAN_BYTES,
     Attention,
@@ -32,7 +33,7 @@ def attention(num_spans: int) -> Attention:
 
 @pytest.mark.parametrize("max_sequences", [1, 64])
 @pytest.mark.parametrize("max_drafts", [0, 31])
-async def test_the_largest_answer_to_a_step_is_heard(max_sequences: int, max_drafts: int) -> None:
+async def test_largest_possible_step_result_is_accepted(max_sequences: int, max_drafts: int) -> None:
     control = RankManager(EngineConfig(model="none", max_sequences=max_sequences, max_draft_tokens=max_drafts))
     rank = ScriptedMember(control.invitations[0], 0)
     await control.start(1)
@@ -42,7 +43,9 @@ async def test_the_largest_answer_to_a_step_is_heard(max_sequences: int, max_dra
         1,
         1,
         tokens=dict.fromkeys(range(LARGEST, LARGEST + max_sequences), tokens),
-        attention=dict.fromkeys(range(LARGEST, LARGEST + max_sequences), attention(MAX_TOLD_SPANS // max_sequences)),
+        attention=dict.fromkeys(
+            range(LARGEST, LARGEST + max_sequences), attention(MAX_ATTRIBUTED_SPANS // max_sequences)
+        ),
         scores=dict.fromkeys(range(LARGEST, LARGEST + max_sequences), (-1e300,) * (MAX_PROBED // max_sequences)),
     )
     await rank.send(reported)

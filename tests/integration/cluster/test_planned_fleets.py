@@ -1,4 +1,4 @@
-"""What `longleaf models check` plans is what a fleet then says that it has."""
+"""The plans of `longleaf models check` equal the layouts that a fleet reports."""
 
 from pathlib import Path
 
@@ -22,12 +22,12 @@ KV_BYTES = 3 << 20
 
 
 def plan_of(config: EngineConfig, plans: tuple[CapacityPlan, ...]) -> CapacityPlan:
-    """That of the config's own mode; models without windows have no other than the first."""
+    """The plan of the config's own mode; models without windows only have the first one."""
     assert [plan.window_keys for plan in plans] == ["sharded", "replicated"][: len(plans)]
     return plans[-1] if config.window_keys == "replicated" else plans[0]
 
 
-def told(fleet: Cluster) -> tuple[list[int], int]:
+def reported_layout(fleet: Cluster) -> tuple[list[int], int]:
     return [worker.max_tokens for worker in fleet.workers], fleet.max_window_tokens
 
 
@@ -49,7 +49,7 @@ def planned(plan: CapacityPlan) -> tuple[list[int], int]:
     ],
     ids=["gemma3", "int8", "window bytes", "llama4", "windows alone", "no windows"],
 )
-async def test_a_plan_is_what_ranks_lay_out(
+async def test_plan_equals_the_layout_of_the_ranks(
     tmp_path: Path, family: Family, settings: dict[str, object], window_keys: WindowKeys
 ) -> None:
     given = {"world_size": 2, "kv_bytes": KV_BYTES, "window_keys": window_keys, **settings}
@@ -58,18 +58,18 @@ async def test_a_plan_is_what_ranks_lay_out(
     config = EngineConfig(model=str(make_checkpoint(tmp_path, family)), **given)
     plan = plan_of(config, check(config, has_weights=False).plans)
     async with running(config) as engine:
-        assert planned(plan) == told(engine.cluster())
+        assert planned(plan) == reported_layout(engine.cluster())
 
 
 @pytest.mark.extended
-def test_a_plan_is_what_a_service_tells(tmp_path: Path) -> None:
+def test_plan_equals_the_report_of_a_service(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "gemma3")
     config = EngineConfig(model=str(folder), world_size=2, kv_bytes=KV_BYTES, window_keys="replicated")
     command = coordinator_command(config, host="127.0.0.1", port=0, launcher="local")
     with ServiceProcess(command, forked.popen) as service, Client(service.wait_ready(240)) as client:
         fleet = client.cluster()
     plan = plan_of(config, report(config, None, has_weights=False).plans)
-    assert planned(plan) == told(fleet)
+    assert planned(plan) == reported_layout(fleet)
     assert plan.window_tokens > 0
 
 
@@ -77,7 +77,7 @@ def test_a_plan_is_what_a_service_tells(tmp_path: Path) -> None:
     ("span", "block_size", "num_blocks"), [(32, 4, 100), (16, 4, 60), (512, 16, 1200), (30, 8, 60)]
 )
 @pytest.mark.parametrize("rest", [0, 3])
-def test_so_many_contexts_are_admitted_as_are_planned(span: int, block_size: int, num_blocks: int, rest: int) -> None:
+def test_service_admits_the_planned_number_of_contexts(span: int, block_size: int, num_blocks: int, rest: int) -> None:
     windows = WindowSpec(reaches=(AttentionSpan(span),), num_blocks=num_blocks)
     sizes = {"block_size": block_size, "chunk_size": span, "max_positions": 10**6, "check_every": 1000}
     bench = Bench(windows=windows, blocks=(10**5, 10**5), **sizes)
@@ -86,10 +86,10 @@ def test_so_many_contexts_are_admitted_as_are_planned(span: int, block_size: int
         bench.run()
 
 
-def test_what_cannot_be_served_so_is_told_with_the_reason(tmp_path: Path) -> None:
-    """The pool holds blocks, but not the windows of a context and a generation."""
+def test_infeasible_plan_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """The pool has blocks, but not enough for the windows of a context and a generation."""
     config = EngineConfig(model=str(make_checkpoint(tmp_path, "gemma3")), kv_bytes=1 << 18)
     sharded, replicated = check(config, has_weights=False).plans
     assert (sharded.reason, sharded.tokens) == ("", 256)
-    assert replicated.reason.startswith("kv_bytes: a context and a generation take")
+    assert replicated.reason.startswith("kv_bytes: a context and a generation need")
     assert replicated.rooms == ()

@@ -1,4 +1,4 @@
-"""Processes that die, stop, and are replaced, as each fleet has them. They compute nothing."""
+"""Processes that die, stop and are replaced, in each kind of fleet, without computation."""
 
 import asyncio
 import multiprocessing
@@ -32,28 +32,28 @@ FLEETS = [
 
 
 class World:
-    """Members as processes, and their exit states."""
+    """Members as processes, and their exit codes."""
 
     def __init__(self, fleet: Fleet, config: EngineConfig) -> None:
         self.fleet = fleet
         self.config = config
         self.control = RankManager(config, kill=fleet.kill)
         self.events: list[MemberEvent] = []
-        self.control.roster.watch(self.events.append)
-        self.keeper: ReplacementSupervisor | None = None
+        self.control.registry.watch(self.events.append)
+        self.supervisor: ReplacementSupervisor | None = None
 
     def process(self, member: int) -> psutil.Process:
         [pid] = [hello.pid for hello in self.control.hellos if hello.member == member]
         return psutil.Process(pid)
 
     def keep(self, formation) -> ReplacementSupervisor:
-        self.keeper = ReplacementSupervisor(self.control.roster, self.fleet, self.config, formation.readies)
-        return self.keeper
+        self.supervisor = ReplacementSupervisor(self.control.registry, self.fleet, self.config, formation.readies)
+        return self.supervisor
 
 
 @asynccontextmanager
 async def running(fleet: Fleet, **settings: object) -> AsyncIterator[World]:
-    """A world whose fleet is launched. Nothing of it is left afterwards."""
+    """A world with a launched fleet; all of it is removed afterwards."""
     config = EngineConfig(model="none", **settings)  # type: ignore[arg-type]
     world = World(fleet, config)
     try:
@@ -62,8 +62,8 @@ async def running(fleet: Fleet, **settings: object) -> AsyncIterator[World]:
         yield world
         processes = [psutil.Process(hello.pid) for hello in world.control.hellos if psutil.pid_exists(hello.pid)]
     finally:
-        if world.keeper is not None:
-            await world.keeper.close()
+        if world.supervisor is not None:
+            await world.supervisor.close()
         await world.control.close()
         await fleet.shutdown()
     assert (await asyncio.to_thread(psutil.wait_procs, processes, timeout=20))[1] == []
@@ -76,7 +76,7 @@ def cluster(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("make_fleet", FLEETS)
-async def test_a_killed_member_is_replaced_in_its_slot(make_fleet: MakeFleet) -> None:
+async def test_killed_member_is_replaced_in_its_slot(make_fleet: MakeFleet) -> None:
     async with running(make_fleet(), world_size=3) as world:
         control = world.control
         world.keep(await control.start(1))
@@ -92,7 +92,7 @@ async def test_a_killed_member_is_replaced_in_its_slot(make_fleet: MakeFleet) ->
 
 
 @pytest.mark.parametrize("make_fleet", FLEETS)
-async def test_a_stopped_member_is_killed_and_replaced(make_fleet: MakeFleet) -> None:
+async def test_stopped_member_is_killed_and_replaced(make_fleet: MakeFleet) -> None:
     async with running(make_fleet(), world_size=2, lost_after=2.0) as world:
         world.keep(await world.control.start(1))
         stopped = world.process(1)
@@ -102,11 +102,11 @@ async def test_a_stopped_member_is_killed_and_replaced(make_fleet: MakeFleet) ->
         assert (await world.control.form(2)).members == (0,)
         await world.control.wait_joinable()
         assert (await world.control.form(3)).members == (0, 2)
-        await asyncio.to_thread(stopped.wait, 20)  # Ray takes its time
+        await asyncio.to_thread(stopped.wait, 20)  # Ray needs time
 
 
 @pytest.mark.parametrize("make_fleet", FLEETS)
-async def test_a_fleet_kills_whom_it_has(make_fleet: MakeFleet) -> None:
+async def test_fleet_kills_only_its_own_members(make_fleet: MakeFleet) -> None:
     async with running(make_fleet(), world_size=2) as world:
         await world.control.start(1)
         process = world.process(0)
@@ -120,47 +120,47 @@ async def test_a_fleet_kills_whom_it_has(make_fleet: MakeFleet) -> None:
 
 
 @pytest.mark.parametrize("make_fleet", FLEETS)
-async def test_all_but_one_die(make_fleet: MakeFleet) -> None:
+async def test_world_survives_the_loss_of_all_but_one_member(make_fleet: MakeFleet) -> None:
     async with running(make_fleet(), world_size=3) as world:
         await world.control.start(1)
         for member in (0, 2):
             world.process(member).send_signal(signal.SIGKILL)
         await world.control.group.wait_ended()
         formation = await world.control.form(2)
-        while len(formation.members) > 1:  # the second death was seen later
+        while len(formation.members) > 1:  # the second exit was noticed later
             await world.control.group.wait_ended()
             formation = await world.control.form(formation.epoch + 1)
         assert formation.members == (1,)
 
 
-async def test_a_replacement_that_dies_while_it_loads_is_given_up() -> None:
+async def test_replacement_that_dies_while_loading_is_abandoned() -> None:
     async with running(LocalFleet(MemberMain(num_good=2)), world_size=2) as world:
         world.keep(await world.control.start(1))
         world.process(1).send_signal(signal.SIGKILL)
         given_up = asyncio.Event()
-        world.control.roster.watch(lambda event: given_up.set() if isinstance(event, ReplacementAbandoned) else None)
+        world.control.registry.watch(lambda event: given_up.set() if isinstance(event, ReplacementAbandoned) else None)
         await given_up.wait()
         assert isinstance(world.events[-1], ReplacementAbandoned)
-        assert "the last: left with exit code 3" in world.events[-1].reason
+        assert "latest reason: exited with code 3" in world.events[-1].reason
 
 
-async def test_a_slot_outlasts_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slot_survives_a_process_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise BlockingIOError("no process")
 
     async with running(LocalFleet(MemberMain()), world_size=2) as world:
         await world.control.start(1)
-        number, invitation = world.control.roster.invite()
+        number, invitation = world.control.registry.invite()
         with monkeypatch.context() as patch:
             patch.setattr(world.fleet, "_spawn", fail)
             with pytest.raises(BlockingIOError):
                 await world.fleet.replace(1, number, invitation, world.config)
         await world.fleet.replace(1, number, invitation, world.config)
-        await world.control.roster.admit(number)
+        await world.control.registry.admit(number)
         assert (await world.control.form(2)).members == (0, number)
 
 
-async def test_replacements_leave_no_descriptor() -> None:
+async def test_replacements_leak_no_descriptor() -> None:
     async with running(LocalFleet(MemberMain()), world_size=2, max_losses_per_minute=100) as world:
         world.keep(await world.control.start(1))
         counts: list[int] = []
@@ -177,8 +177,8 @@ def leave(spec: RankSpec) -> None:
     raise SystemExit(3)
 
 
-async def test_what_a_process_said_before_it_left_is_heard_first() -> None:
-    """It sends the reason for its exit, which may arrive after the end of the process is noticed."""
+async def test_last_message_of_a_process_is_handled_before_its_exit() -> None:
+    """It sends the reason for its exit, which may arrive after the exit is noticed."""
     loop, config, fleet = asyncio.get_running_loop(), EngineConfig(model="none", world_size=1), LocalFleet(leave)
     control, reported = RankManager(config), loop.create_future()
     try:
@@ -187,14 +187,14 @@ async def test_what_a_process_said_before_it_left_is_heard_first() -> None:
         await place.has_ended.wait()
         ended = loop.time()
         time, member, reason = await reported
-        assert (member, reason) == (0, "left with exit code 3")
+        assert (member, reason) == (0, "exited with code 3")
         assert time >= ended + LAST_WORD_SECONDS / 2
     finally:
         await fleet.shutdown()
         await control.close()
 
 
-async def test_who_is_started_while_the_fleet_ends_is_ended_too() -> None:
+async def test_member_started_during_shutdown_is_ended() -> None:
     fleet, config = LocalFleet(MemberMain()), EngineConfig(model="none", world_size=3)
     control = RankManager(config)
     launching = asyncio.create_task(fleet.launch(config, control.invitations, control.lost))
@@ -205,14 +205,14 @@ async def test_who_is_started_while_the_fleet_ends_is_ended_too() -> None:
     await control.close()
 
 
-async def test_an_end_while_the_fork_server_imports_says_nothing(
+async def test_shutdown_during_fork_server_import_prints_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = forkserver.ForkServer()  # a private one
     monkeypatch.setattr(forkserver, "_forkserver", server)
     monkeypatch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
     server.ensure_running()
-    os.kill(server._forkserver_pid, signal.SIGSTOP)  # answers as little as one that imports
+    os.kill(server._forkserver_pid, signal.SIGSTOP)  # it does not answer, like one that imports
     fleet, config = LocalFleet(MemberMain(), kill_server=fork_server.kill), EngineConfig(model="none", world_size=2)
     control = RankManager(config)
     launching = asyncio.create_task(fleet.launch(config, control.invitations, control.lost))
@@ -224,7 +224,7 @@ async def test_an_end_while_the_fork_server_imports_says_nothing(
     assert caplog.messages == []
 
 
-async def test_ranks_end_with_the_server_that_they_were_forked_from(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ranks_exit_with_their_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Including stopped (SIGSTOP) ranks. Replacements are spawned."""
     server = forkserver.ForkServer()  # a private one
     monkeypatch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
@@ -234,6 +234,6 @@ async def test_ranks_end_with_the_server_that_they_were_forked_from(monkeypatch:
         ranks[1].send_signal(signal.SIGSTOP)
         os.kill(server._forkserver_pid, signal.SIGKILL)
         assert (await asyncio.to_thread(psutil.wait_procs, ranks, timeout=20))[1] == []
-        number, invitation = world.control.roster.invite()
+        number, invitation = world.control.registry.invite()
         await world.fleet.replace(1, number, invitation, world.config)
         assert psutil.Process(world.fleet._places[number].process.pid).ppid() == os.getpid()

@@ -1,4 +1,4 @@
-"""What ranks log is in the coordinator's log: over the real channel, of real processes."""
+"""Log lines of ranks in the coordinator's log, over the real channel and from real processes."""
 
 import asyncio
 import logging
@@ -18,13 +18,13 @@ from longleaf.rank_protocol.log_messages import Logged, LogRecord
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.step import StepPlan
 from longleaf.sampling import Sampling
-from tests.integration.cluster.test_strangers import until
+from tests.integration.cluster.test_unauthenticated_peers import until
 from tests.support.members import ScriptedMember
 from tests.support.running import WatchedFleet, running_on
 from workers.__main__ import live
 from workers.control import serve
 from workers.fakes import EchoMain, EchoRank, RankFault
-from workers.log_buffer import MAX_KEPT
+from workers.log_buffer import MAX_BUFFERED_RECORDS
 from workers.pending import StepHandle
 
 pytestmark = pytest.mark.timeout(60)
@@ -33,12 +33,12 @@ library = logging.getLogger("longleaf.comm.shared_memory")
 ours = logging.getLogger("workers.rank")
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+def rank_records(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if record.name == "coordinator.cluster"]
 
 
 def texts(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in told(caplog)]
+    return [record.getMessage() for record in rank_records(caplog)]
 
 
 @asynccontextmanager
@@ -54,27 +54,27 @@ async def answer(engine: Engine, max_tokens: int) -> list[int]:
     return [token async for event in stream if isinstance(event, Tokens) for token in event.token_ids]
 
 
-async def test_what_ends_an_epoch_is_told_with_its_traceback(
+async def test_error_that_ends_an_epoch_is_logged_with_its_traceback(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with engine_of(2, EchoMain(RankFault(rank=1, kind="raise", step=20))) as engine:
         assert len(await answer(engine, 200)) == 200
-        await until(lambda: told(caplog))
+        await until(lambda: rank_records(caplog))
         [node] = {worker.node for worker in engine.cluster().workers}
-    [record] = told(caplog)
+    [record] = rank_records(caplog)
     assert (record.levelno, record.rank, record.node) == (logging.WARNING, 1, node)  # type: ignore[attr-defined]
     first, *traceback = record.getMessage().splitlines()
-    assert first == "rank 1: epoch 1 is broken for member 1: RuntimeError: was told to raise"
+    assert first == "rank 1: epoch 1 failed for member 1: RuntimeError: was told to raise"
     assert (traceback[0], traceback[-1]) == ("Traceback (most recent call last):", "RuntimeError: was told to raise")
-    assert "told to raise" not in capfd.readouterr().err, "once is enough"
+    assert "told to raise" not in capfd.readouterr().err, "logged only once"
 
 
-async def test_the_last_word_of_a_member_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_last_log_line_of_a_failing_member_is_forwarded(caplog: pytest.LogCaptureFixture) -> None:
     control, fleet = RankManager(CONFIG), WatchedFleet(EchoMain(RankFault(rank=0, kind="raise", step=0)))
     await fleet.launch(CONFIG, control.invitations, control.lost)
     with pytest.raises(Exception, match="was told to raise"):
         await control.start(1)
-    [record] = told(caplog)
+    [record] = rank_records(caplog)
     assert record.levelno == logging.ERROR
     assert record.getMessage().startswith("rank 0: member 0 failed\nTraceback")
     await control.close()
@@ -82,7 +82,7 @@ async def test_the_last_word_of_a_member_that_fails_is_told(caplog: pytest.LogCa
 
 
 class Noisy(EchoRank):
-    """Logs as it starts."""
+    """Logs during its start."""
 
     def load(self) -> None:
         library.warning("shared memory is full (slower)")
@@ -94,7 +94,7 @@ class Noisy(EchoRank):
 
 @asynccontextmanager
 async def alive(control: RankManager, make_rank: Callable[[RankSpec], EchoRank]) -> AsyncIterator[None]:
-    """The first member lives as this rank, on a thread."""
+    """The first member runs as this rank, on a thread."""
     place = {"host": "127.0.0.1", "node": "here", "num_ranks_here": 1, "gpu": None}
     spec = RankSpec(member=0, config=CONFIG, invitation=control.invitations[0], **place)
     thread = Thread(target=serve, args=(spec, make_rank))
@@ -106,12 +106,12 @@ async def alive(control: RankManager, make_rank: Callable[[RankSpec], EchoRank])
         await asyncio.to_thread(thread.join)
 
 
-async def test_what_people_are_told_of_the_start_is_not_told_twice(caplog: pytest.LogCaptureFixture) -> None:
+async def test_startup_output_is_not_logged_twice(caplog: pytest.LogCaptureFixture) -> None:
     control = RankManager(CONFIG)
     async with alive(control, Noisy):
         formation = await control.start(1)
         assert formation.readies[0].notes == ("shared memory is full (slower)", "epoch 1 is slow")
-        [member] = control.roster
+        [member] = control.registry
         await control.form(2)
         await until(lambda: "rank 0: epoch 2 is slow" in texts(caplog))
         num_pulses = member.num_pulses
@@ -120,7 +120,7 @@ async def test_what_people_are_told_of_the_start_is_not_told_twice(caplog: pytes
 
 
 class MadMain:
-    """Entry of a process that logs a hundred times in each step."""
+    """Entry point of a process that logs a hundred lines in each step."""
 
     def __call__(self, spec: RankSpec) -> None:
         live(spec, MadRank)
@@ -133,20 +133,22 @@ class MadRank(EchoRank):
         return super().start(plan)
 
 
-async def test_a_rank_that_logs_without_end_goes_on_with_its_steps(caplog: pytest.LogCaptureFixture) -> None:
+async def test_rank_that_floods_its_log_keeps_executing_steps(caplog: pytest.LogCaptureFixture) -> None:
     async with engine_of(1, MadMain()) as engine:
         assert len(await answer(engine, 200)) == 200
-        await until(lambda: len(told(caplog)) >= MAX_KEPT)
+        await until(lambda: len(rank_records(caplog)) >= MAX_BUFFERED_RECORDS)
         assert len(await answer(engine, 20)) == 20
         await until(lambda: set(texts(caplog)) != {"rank 0: mad"})
         assert engine.cluster().epoch == 1
-    num_mad = texts(caplog).count("rank 0: mad")  # more of them where steps take long, as so many a second are logged
+    num_mad = texts(caplog).count("rank 0: mad")  # more if steps are slow, because the limit is per second
     others = [text for text in texts(caplog) if text != "rank 0: mad"]
-    counts = [int(text.removeprefix("rank 0: ").removesuffix(" more records were left out")) for text in others]
+    counts = [
+        int(text.removeprefix("rank 0: ").removesuffix(" log records dropped: too many per second")) for text in others
+    ]
     assert 0 < sum(counts) <= 220 * 100 - num_mad
 
 
-async def test_a_member_may_tell_it_on_both_connections_and_for_itself_alone(
+async def test_member_logs_over_both_connections_only_for_itself(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     control = RankManager(EngineConfig(model="none", world_size=2))
@@ -156,9 +158,9 @@ async def test_a_member_may_tell_it_on_both_connections_and_for_itself_alone(
     await members[1]._pulse.send(encode(Logged(1, (LogRecord(30, "with the pulse"),))))
     await members[1].send(Logged(0, (LogRecord(30, "a lie"),)))
     await members[1]._pulse.send(encode(Logged(1, (LogRecord(10, "too little"),))))
-    await until(lambda: control.num_ignored == 2 and len(told(caplog)) == 2)
+    await until(lambda: control.num_ignored == 2 and len(rank_records(caplog)) == 2)
     assert sorted(texts(caplog)) == ["rank 1: beside the steps", "rank 1: with the pulse"]
-    assert {(record.rank, record.node, record.epoch) for record in told(caplog)} == {(1, "node", 1)}  # type: ignore[attr-defined]
+    assert {(record.rank, record.node, record.epoch) for record in rank_records(caplog)} == {(1, "node", 1)}  # type: ignore[attr-defined]
     for member in members:
         await member.close()
     await control.close()

@@ -16,8 +16,8 @@ from coordinator.engine_messages import Prompt, Tokens
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
 from longleaf.sampling import Sampling
-from tests.integration.cluster.test_rank_logs import told
-from tests.integration.cluster.test_strangers import until
+from tests.integration.cluster.test_rank_logs import rank_records
+from tests.integration.cluster.test_unauthenticated_peers import until
 from tests.support.ray_calls import CountingActor, count_calls, stop_counting
 from workers.fakes import EchoActor, RankFault
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 
 
 class Service:
-    """An engine on a Ray fleet of its own; `stop` proves that no process of it is left and all slots are free."""
+    """An engine with its own Ray fleet; `stop` checks that no process remains and all slots are free."""
 
     def __init__(self, world_size: int, fault: RankFault | None = None, fleet: RayFleet | None = None) -> None:
         self.config = EngineConfig(
@@ -67,13 +67,13 @@ async def test_generates(ray_cluster: int) -> None:
         await service.stop()
 
 
-async def test_no_token_costs_a_call_to_ray(ray_cluster: int, tmp_path: Path) -> None:
+async def test_token_makes_no_call_to_ray(ray_cluster: int, tmp_path: Path) -> None:
     calls = count_calls()
     service = Service(world_size=2, fleet=RayFleet(CountingActor, tmp_path))
     try:
         await service.start()
         counts = [calls.num_calls]
-        assert counts[0] >= 4, "two actors were made and told to run"
+        assert counts[0] >= 4, "two actors were created and started"
         for max_tokens in (100, 200):
             assert len(await service.answer(100, max_tokens)) == max_tokens
             counts.append(calls.num_calls)
@@ -84,7 +84,7 @@ async def test_no_token_costs_a_call_to_ray(ray_cluster: int, tmp_path: Path) ->
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["0", "0"]
 
 
-async def test_killed_rank_is_named_and_the_others_go_on(ray_cluster: int) -> None:
+async def test_killed_rank_is_named_and_the_others_continue(ray_cluster: int) -> None:
     service = Service(world_size=2)
     try:
         await service.start()
@@ -98,7 +98,7 @@ async def test_killed_rank_is_named_and_the_others_go_on(ray_cluster: int) -> No
         await service.stop()
 
 
-async def test_a_rank_that_raises_is_kept(ray_cluster: int) -> None:
+async def test_rank_that_raises_is_kept(ray_cluster: int) -> None:
     service = Service(world_size=2, fault=RankFault(rank=1, kind="raise", step=3))
     try:
         await service.start()
@@ -112,7 +112,7 @@ async def test_a_rank_that_raises_is_kept(ray_cluster: int) -> None:
 async def test_slots_are_waited_for(ray_cluster: int) -> None:
     config, fleet = EngineConfig(model="none", world_size=8), RayFleet(EchoActor)
     with pytest.raises(
-        StartError, match=rf"the cluster has {ray_cluster}, and --wait-for-ranks is over; Ray is on the loopback"
+        StartError, match=rf"the cluster has {ray_cluster}, and --wait-for-ranks has passed; Ray is on the loopback"
     ):
         await fleet.reserve(config, 0.01)
     waiting = asyncio.create_task(fleet.reserve(config, 600.0))
@@ -135,15 +135,15 @@ async def test_more_ranks_than_slots(ray_cluster: int) -> None:
         await service.stop()
 
 
-async def test_what_a_rank_warns_of_is_in_the_log(ray_cluster: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Not in a file of its worker."""
+async def test_warnings_of_ranks_are_in_the_log(ray_cluster: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Not only in the file of its Ray worker."""
     service = Service(world_size=2, fault=RankFault(rank=1, kind="raise", step=20))
     try:
         await service.start()
         assert len(await service.answer(100, 100)) == 100
         (node,) = {worker.node for worker in service.engine.cluster().workers}
-        await until(lambda: told(caplog))
-        [record] = told(caplog)
+        await until(lambda: rank_records(caplog))
+        [record] = rank_records(caplog)
         assert (record.rank, record.node, record.levelno) == (1, node, logging.WARNING)  # type: ignore[attr-defined]
         assert record.getMessage().endswith("\nRuntimeError: was told to raise")
     finally:

@@ -1,4 +1,4 @@
-"""A node of a Ray cluster dies with all that runs there, and another one takes its place."""
+"""A node of a Ray cluster dies with all its processes, and another one replaces it."""
 
 import os
 import shutil
@@ -68,21 +68,21 @@ def start(started: ExitStack, command: list[str], first: str) -> tuple[subproces
     return process, read_to(process, first)
 
 
-def read_to(process: subprocess.Popen[str], told: str) -> str:
+def read_to(process: subprocess.Popen[str], text: str) -> str:
     lines: list[str] = []
     assert process.stdout is not None
     for line in process.stdout:
         lines.append(line)
-        if told in line:
+        if text in line:
             return line
     raise AssertionError("".join(lines))
 
 
-def test_the_slot_of_a_dead_node_comes_back_with_another(
+def test_slot_of_a_dead_node_is_filled_on_a_new_node(
     started: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.startswith("RAY_")]:
-        monkeypatch.delenv(name)  # a Ray that another test started has left what it needs
+        monkeypatch.delenv(name)  # the Ray of an earlier test has released its resources
     folder = tempfile.mkdtemp(prefix="ll-", dir="/tmp")
     started.callback(shutil.rmtree, folder, ignore_errors=True)
     with socket.create_server((HERE, 0)) as free:
@@ -102,7 +102,7 @@ def test_the_slot_of_a_dead_node_comes_back_with_another(
         process.kill()
     left = tuple(member for member in range(3) if member not in lost)
     assert read_to(service, "lost") == f"lost {lost[0]} {left}\n"
-    assert "the slot's node is gone" in read_to(service, "delayed:")
+    assert "the slot's node left the cluster" in read_to(service, "delayed:")
     start(started, other, "Ray runtime started")
     assert read_to(service, "formed") == "formed 3\n"
     assert service.wait(timeout=60) == 0

@@ -30,7 +30,7 @@ SECONDS = 20
 
 
 class Scene:
-    """A process that makes a folder, one that writes into it, and one that reads."""
+    """A process that creates a folder, one that writes into it, and one that reads."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -49,14 +49,14 @@ class Scene:
         return process
 
     def _holder(self, mode: str) -> subprocess.Popen:
-        """A process that has a log open."""
+        """A process with an open log file."""
         holder = self._start(HOLDER, str(self.folder / "log"), mode)
         assert holder.stdout is not None
         assert holder.stdout.readline()
         return holder
 
     def is_ended(self) -> bool:
-        """Whether the folder and its writer are gone, and the reader is not."""
+        """Whether the folder and its writer are gone and the reader is not."""
         assert self.writer.wait(SECONDS) == -signal.SIGKILL
         assert psutil.wait_procs([self.watcher], timeout=SECONDS)[1] == []
         deadline = time.monotonic() + SECONDS
@@ -71,27 +71,27 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def test_what_a_killed_maker_leaves_is_ended(stack: ExitStack) -> None:
+def test_leftovers_of_a_killed_owner_are_removed(stack: ExitStack) -> None:
     scene = Scene(stack)
     assert scene.folder.stat().st_mode & 0o777 == 0o700
     scene.maker.kill()
     assert scene.is_ended()
 
 
-def test_a_maker_that_closes_takes_the_folder_with_it(stack: ExitStack) -> None:
+def test_closing_owner_removes_its_folder(stack: ExitStack) -> None:
     scene = Scene(stack)
     scene.maker.communicate("\n", timeout=SECONDS)
     assert (scene.maker.returncode, scene.folder.exists(), scene.watcher.is_running()) == (0, False, False)
 
 
-def test_a_maker_that_closes_does_not_wait_for_a_watcher_that_is_held(stack: ExitStack) -> None:
+def test_closing_owner_does_not_wait_for_a_blocked_watcher(stack: ExitStack) -> None:
     scene = Scene(stack)
     scene.watcher.suspend()
     scene.maker.communicate("\n", timeout=SECONDS)
     assert (scene.maker.returncode, scene.folder.exists(), scene.watcher.is_running()) == (0, False, False)
 
 
-def test_what_was_left_without_a_watcher_is_ended_by_the_next(stack: ExitStack) -> None:
+def test_leftovers_without_a_watcher_are_removed_by_the_next_owner(stack: ExitStack) -> None:
     left, alive = Scene(stack), Scene(stack)
     left.watcher.kill()
     left.maker.kill()
@@ -104,7 +104,7 @@ def test_what_was_left_without_a_watcher_is_ended_by_the_next(stack: ExitStack) 
     assert [process.poll() for process in (alive.maker, alive.writer, alive.reader)] == [None] * 3
 
 
-def test_a_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(ray_temp_dir, "PARENT", tmp_path / "missing")
-    with pytest.raises(StartError, match="cannot make a folder for Ray: .*missing"):
+    with pytest.raises(StartError, match="cannot create a folder for Ray: .*missing"):
         connect(None, 1)

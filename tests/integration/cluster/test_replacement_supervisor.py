@@ -33,8 +33,8 @@ OTHER = msgspec.structs.replace(OWN, digest="another", files=OWN.files | {"token
 Event = TypeVar("Event", bound=MemberEvent)
 
 
-class Places(FakeFleet):
-    """Starts scripted members. Those in `failing` die while they load, those in `strange` have another model."""
+class ScriptedFleet(FakeFleet):
+    """Starts scripted members. Members in `failing` die while loading, members in `strange` have another model."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -61,24 +61,24 @@ class Places(FakeFleet):
         self.members[member].fails_to_load = member in self.failing
 
 
-class Kept:
-    """A world of two whose lost members are replaced. Time passes only in sleeps."""
+class SupervisedWorld:
+    """A world of two members with replacement of losses. Time passes only in sleeps."""
 
     def __init__(self) -> None:
-        self.fleet = Places()
+        self.fleet = ScriptedFleet()
         self.control = RankManager(CONFIG, kill=self.fleet.kill)
         self.events: list[MemberEvent] = []
         self.now = 0.0
         self.slept: list[float] = []
         self._changed = asyncio.Event()
-        self.control.roster.watch(self._note)
+        self.control.registry.watch(self._note)
 
     async def start(self) -> None:
         for member, invitation in enumerate(self.control.invitations):
             self.fleet.start(member, invitation)
         formation = await self.control.start(1)
-        self.keeper = ReplacementSupervisor(
-            self.control.roster, self.fleet, CONFIG, formation.readies, lambda: self.now, self._sleep
+        self.supervisor = ReplacementSupervisor(
+            self.control.registry, self.fleet, CONFIG, formation.readies, lambda: self.now, self._sleep
         )
 
     async def _sleep(self, seconds: float) -> None:
@@ -91,160 +91,165 @@ class Kept:
         self._changed.set()
 
     async def wait_for(self, kind: type[Event], count: int = 1) -> list[Event]:
-        """The events of this kind, once there are so many."""
+        """The events of this type once there are that many."""
         while len(found := [event for event in self.events if isinstance(event, kind)]) < count:
             self._changed.clear()
             await self._changed.wait()
         return found
 
     async def close(self) -> None:
-        await self.keeper.close()
+        await self.supervisor.close()
         for member in self.fleet.members.values():
             await member.close()
         await self.control.close()
 
 
 @pytest.fixture
-async def kept() -> AsyncIterator[Kept]:
-    retained = Kept()
+async def world() -> AsyncIterator[SupervisedWorld]:
+    retained = SupervisedWorld()
     await retained.start()
     yield retained
     await retained.close()
 
 
-async def test_who_is_lost_is_replaced(kept: Kept) -> None:
+async def test_lost_member_is_replaced(world: SupervisedWorld) -> None:
     for epoch, (lost, member) in enumerate([(1, 2), (0, 3), (2, 4)], start=2):
-        kept.control.lost(lost, "vanished")
-        await kept.control.wait_joinable()
-        assert kept.fleet.replaced[-1] == (lost, member)
-        await kept.control.form(epoch)
-    assert kept.slept == []
-    assert await kept.wait_for(ReplacementStarted) == [
+        world.control.lost(lost, "vanished")
+        await world.control.wait_joinable()
+        assert world.fleet.replaced[-1] == (lost, member)
+        await world.control.form(epoch)
+    assert world.slept == []
+    assert await world.wait_for(ReplacementStarted) == [
         ReplacementStarted(2, 1),
         ReplacementStarted(3, 0),
         ReplacementStarted(4, 2),
     ]
-    assert [event.member for event in await kept.wait_for(MemberJoined)] == [2, 3, 4]
+    assert [event.member for event in await world.wait_for(MemberJoined)] == [2, 3, 4]
 
 
-async def test_too_many_losses_are_replaced_later(kept: Kept) -> None:
+async def test_replacement_is_delayed_after_too_many_losses(world: SupervisedWorld) -> None:
     for member in (1, 2, 3):
-        kept.control.lost(member, "vanished")
-        await kept.wait_for(ReplacementStarted, member)
-        await kept.control.wait_joinable()
-        await kept.control.form(member + 1)
-        kept.now += 10.0
-    kept.control.lost(4, "vanished")
-    assert await kept.wait_for(ReplacementDelayed) == [
+        world.control.lost(member, "vanished")
+        await world.wait_for(ReplacementStarted, member)
+        await world.control.wait_joinable()
+        await world.control.form(member + 1)
+        world.now += 10.0
+    world.control.lost(4, "vanished")
+    assert await world.wait_for(ReplacementDelayed) == [
         ReplacementDelayed(4, 30.0, "too many ranks were lost within a minute")
     ]
-    await kept.wait_for(ReplacementStarted, 4)
-    assert kept.slept == [30.0]
+    await world.wait_for(ReplacementStarted, 4)
+    assert world.slept == [30.0]
 
 
-async def test_a_slot_that_is_lost_while_it_loads_is_given_up_until_asked(kept: Kept) -> None:
-    kept.fleet.failing = {2, 3, 4}
-    kept.control.lost(1, "vanished")
-    reason = "3 replacements were lost before they were ranks; the last: no memory"
-    assert await kept.wait_for(ReplacementAbandoned) == [ReplacementAbandoned(4, reason)]
-    assert await kept.wait_for(ReplacementStarted) == [
+async def test_slot_lost_during_loading_is_abandoned_until_requested(world: SupervisedWorld) -> None:
+    world.fleet.failing = {2, 3, 4}
+    world.control.lost(1, "vanished")
+    reason = "3 replacements were lost before they joined; latest reason: no memory"
+    assert await world.wait_for(ReplacementAbandoned) == [ReplacementAbandoned(4, reason)]
+    assert await world.wait_for(ReplacementStarted) == [
         ReplacementStarted(2, 1),
         ReplacementStarted(3, 2),
         ReplacementStarted(4, 3),
     ]
-    assert [event.member for event in await kept.wait_for(MemberLost)] == [1, 2, 3, 4]
-    assert kept.fleet.killed == [], "they died of themselves"
-    assert kept.keeper.refill() == 1
-    assert kept.keeper.refill() == 0, "it is being filled"
-    await kept.control.wait_joinable()
-    assert await kept.wait_for(ReplacementStarted, 4) == [
+    assert [event.member for event in await world.wait_for(MemberLost)] == [1, 2, 3, 4]
+    assert world.fleet.killed == [], "they exited without a kill"
+    assert world.supervisor.refill() == 1
+    assert world.supervisor.refill() == 0, "a replacement is running"
+    await world.control.wait_joinable()
+    assert await world.wait_for(ReplacementStarted, 4) == [
         ReplacementStarted(2, 1),
         ReplacementStarted(3, 2),
         ReplacementStarted(4, 3),
         ReplacementStarted(5, 4),
     ]
-    assert (await kept.control.form(2)).members == (0, 5)
-    assert kept.keeper.refill() == 0
-    assert len(kept.fleet.replaced) == 4, "nobody is missing"
+    assert (await world.control.form(2)).members == (0, 5)
+    assert world.supervisor.refill() == 0
+    assert len(world.fleet.replaced) == 4, "no member is missing"
 
 
-async def test_who_was_a_rank_once_has_not_failed_before(kept: Kept) -> None:
-    kept.fleet.failing = {2, 3, 5, 6}
+async def test_established_rank_starts_without_earlier_failures(world: SupervisedWorld) -> None:
+    world.fleet.failing = {2, 3, 5, 6}
     for epoch, lost in ((2, 1), (3, 4)):
-        kept.control.lost(lost, "vanished")
-        await kept.wait_for(ReplacementStarted, lost + 2 if lost > 1 else 3)
-        await kept.control.wait_joinable()
-        await kept.control.form(epoch)
-    assert not [event for event in kept.events if isinstance(event, ReplacementAbandoned)]
-    assert [member for _, member in kept.fleet.replaced] == [2, 3, 4, 5, 6, 7]
+        world.control.lost(lost, "vanished")
+        await world.wait_for(ReplacementStarted, lost + 2 if lost > 1 else 3)
+        await world.control.wait_joinable()
+        await world.control.form(epoch)
+    assert not [event for event in world.events if isinstance(event, ReplacementAbandoned)]
+    assert [member for _, member in world.fleet.replaced] == [2, 3, 4, 5, 6, 7]
 
 
-async def test_a_slot_whose_replacements_load_and_never_join_is_given_up(kept: Kept) -> None:
+async def test_slot_whose_replacements_load_but_never_join_is_abandoned(world: SupervisedWorld) -> None:
     for lost in (1, 2, 3, 4):
-        kept.control.lost(lost, "did not join 2 epochs")
+        world.control.lost(lost, "did not join 2 epochs in time")
         if lost < 4:
-            await kept.wait_for(ReplacementStarted, lost)
-            await kept.control.wait_joinable()
-    reason = "3 replacements were lost before they were ranks; the last: did not join 2 epochs"
-    assert await kept.wait_for(ReplacementAbandoned) == [ReplacementAbandoned(4, reason)]
-    assert kept.keeper.refill() == 1
+            await world.wait_for(ReplacementStarted, lost)
+            await world.control.wait_joinable()
+    reason = "3 replacements were lost before they joined; latest reason: did not join 2 epochs in time"
+    assert await world.wait_for(ReplacementAbandoned) == [ReplacementAbandoned(4, reason)]
+    assert world.supervisor.refill() == 1
 
 
-async def test_a_slot_that_stays_away_is_no_longer_waited_for_and_filled_when_it_comes(kept: Kept) -> None:
-    kept.fleet.problem = StartError("no slot")
-    kept.control.lost(1, "its node died")
-    [given_up] = await kept.wait_for(ReplacementAbandoned)
-    message = "it was not there for 5 min, and is filled when it is: no slot"
-    assert (given_up.lost, given_up.reason) == (1, message)
-    assert kept.now >= CONFIG.start_timeout
-    await kept.control.wait_settled()
-    assert kept.keeper.refill() == 0, "it is still looked for"
-    kept.fleet.problem = None
-    await kept.control.wait_joinable()
-    assert len([event for event in kept.events if isinstance(event, ReplacementAbandoned)]) == 1, "told once"
-    assert [loss.slot for loss in kept.control.losses] == ["filling"]
+async def test_missing_slot_stops_blocking_and_is_filled_when_it_returns(world: SupervisedWorld) -> None:
+    world.fleet.problem = StartError("no slot")
+    world.control.lost(1, "its node died")
+    [abandoned] = await world.wait_for(ReplacementAbandoned)
+    message = "no slot for 5 min; a replacement starts when one is free: no slot"
+    assert (abandoned.lost, abandoned.reason) == (1, message)
+    assert world.now >= CONFIG.start_timeout
+    await world.control.wait_ready()
+    assert world.supervisor.refill() == 0, "the slot is still searched for"
+    world.fleet.problem = None
+    await world.control.wait_joinable()
+    assert len([event for event in world.events if isinstance(event, ReplacementAbandoned)]) == 1, "reported once"
+    assert [loss.slot for loss in world.control.losses] == ["filling"]
 
 
-async def test_a_replacement_has_the_model_of_the_others(kept: Kept) -> None:
-    kept.fleet.strange = {2, 3, 4}
-    kept.control.lost(1, "vanished")
-    [given_up] = await kept.wait_for(ReplacementAbandoned)
-    assert given_up.reason.endswith("has another tokenizer.json than node node (127.0.0.1)")
-    assert kept.fleet.killed == [2, 3, 4]
-    reported = list(kept.events)
-    assert reported[-2:] == [MemberLost(4, None, 0, "node", given_up.reason.partition("the last: ")[2], True), given_up]
-    assert [loss.slot for loss in kept.control.losses] == ["given_up"] * 4
-    await kept.keeper.close()
-    assert kept.events == reported, "it is told once"
+async def test_replacement_has_the_model_of_the_others(world: SupervisedWorld) -> None:
+    world.fleet.strange = {2, 3, 4}
+    world.control.lost(1, "vanished")
+    [abandoned] = await world.wait_for(ReplacementAbandoned)
+    assert abandoned.reason.endswith("has a different tokenizer.json than node node (127.0.0.1)")
+    assert world.fleet.killed == [2, 3, 4]
+    reported = list(world.events)
+    assert reported[-2:] == [
+        MemberLost(4, None, 0, "node", abandoned.reason.partition("latest reason: ")[2], True),
+        abandoned,
+    ]
+    assert [loss.slot for loss in world.control.losses] == ["given_up"] * 4
+    await world.supervisor.close()
+    assert world.events == reported, "it is reported once"
 
 
 @pytest.mark.parametrize(
     ("problem", "message"),
     [(StartError("no slot"), "no slot"), (BlockingIOError("no process"), "BlockingIOError: no process")],
 )
-async def test_a_slot_that_cannot_be_filled_now_is_waited_for(kept: Kept, problem: Exception, message: str) -> None:
-    kept.fleet.problem = problem
-    kept.control.lost(1, "its node died")
-    assert await kept.wait_for(ReplacementDelayed) == [ReplacementDelayed(1, 5.0, message)]
-    for _ in range(1000):  # it looks again and again
+async def test_slot_that_cannot_be_filled_now_is_retried(
+    world: SupervisedWorld, problem: Exception, message: str
+) -> None:
+    world.fleet.problem = problem
+    world.control.lost(1, "its node died")
+    assert await world.wait_for(ReplacementDelayed) == [ReplacementDelayed(1, 5.0, message)]
+    for _ in range(1000):  # it retries periodically
         await asyncio.sleep(0)
-    assert set(kept.slept) == {5.0}
-    assert len(await kept.wait_for(ReplacementDelayed)) == 1, "told once"
-    assert len(list(kept.control.roster)) <= 2, "nobody is waited for who was not started"
-    kept.fleet.problem = None
-    await kept.control.wait_joinable()
-    [replacing] = await kept.wait_for(ReplacementStarted)
-    assert (await kept.control.form(2)).members == (0, replacing.member)
+    assert set(world.slept) == {5.0}
+    assert len(await world.wait_for(ReplacementDelayed)) == 1, "reported once"
+    assert len(list(world.control.registry)) <= 2, "only started members are waited for"
+    world.fleet.problem = None
+    await world.control.wait_joinable()
+    [replacing] = await world.wait_for(ReplacementStarted)
+    assert (await world.control.form(2)).members == (0, replacing.member)
 
 
-async def test_nobody_is_replaced_once_it_is_closed(kept: Kept) -> None:
-    await kept.keeper.close()
-    kept.control.lost(1, "vanished")
-    await kept.wait_for(MemberLost)
-    assert kept.fleet.replaced == []
+async def test_no_member_is_replaced_after_close(world: SupervisedWorld) -> None:
+    await world.supervisor.close()
+    world.control.lost(1, "vanished")
+    await world.wait_for(MemberLost)
+    assert world.fleet.replaced == []
 
 
-def test_as_many_losses_as_the_limit_delay_nothing() -> None:
+def test_losses_up_to_the_limit_cause_no_delay() -> None:
     backoff = Backoff(2)
     for now, expected in ((0.0, 0.0), (10.0, 0.0), (20.0, 40.0), (70.5, 0.0), (71.0, 9.0)):
         backoff.note(now)
@@ -252,13 +257,13 @@ def test_as_many_losses_as_the_limit_delay_nothing() -> None:
     assert backoff.delay(80.0) == 0.0
 
 
-def test_without_a_limit_of_losses_none_is_replaced_at_once() -> None:
+def test_zero_loss_limit_delays_every_replacement() -> None:
     backoff = Backoff(0)
     backoff.note(5.0)
     assert backoff.delay(6.0) == 59.0
 
 
-def test_a_pool_has_the_size_of_the_one_before() -> None:
+def test_replacement_pool_has_the_previous_size() -> None:
     config = EngineConfig(model="none", block_size=16)
     ready = Ready(0, "cpu", "float32", 100, 64)
     assert pinned(config, ready).kv_bytes == 100 * 16 * 64

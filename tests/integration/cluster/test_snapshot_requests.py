@@ -47,14 +47,14 @@ async def world() -> AsyncIterator[World]:
     await made.control.close()
 
 
-async def fails(work: Awaitable[object], kind: type[Exception], told: str) -> None:
-    with pytest.raises(kind, match=told) as raised:
+async def fails(work: Awaitable[object], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message) as raised:
         await work
     assert raised.type is kind
 
 
-async def test_each_outcome_goes_to_who_asked(world: World) -> None:
-    """In any order; under one ticket one member or several may save and fetch."""
+async def test_each_result_reaches_its_requester(world: World) -> None:
+    """In any order; one ticket may save and fetch on one member or several."""
     saves = [asyncio.create_task(world.control.save(member, SAVE)) for member in (0, 1)]
     fetching = asyncio.create_task(world.control.fetch(1, FETCH))
     assert [await world.hear(0, Save), await world.hear(1, Save), await world.hear(1, Fetch)] == [SAVE, SAVE, FETCH]
@@ -73,7 +73,7 @@ async def test_each_outcome_goes_to_who_asked(world: World) -> None:
 @pytest.mark.parametrize(
     ("outage", "kind"), [("unavailable", StorageUnavailable), ("damaged", DataLoss), ("dropped", Unavailable)]
 )
-async def test_failures_are_raised_as_what_they_are(world: World, outage, kind) -> None:
+async def test_failures_are_raised_with_their_type(world: World, outage, kind) -> None:
     for work, outcome in [(world.control.save(0, SAVE), Saved), (world.control.fetch(0, FETCH), Fetched)]:
         requested = asyncio.create_task(work)
         await world.hear(0, Save | Fetch)
@@ -81,7 +81,7 @@ async def test_failures_are_raised_as_what_they_are(world: World, outage, kind) 
         await fails(requested, kind, "contexts/1/a.*why")
 
 
-async def test_who_is_lost_answers_nothing_any_more(world: World) -> None:
+async def test_lost_member_returns_no_results(world: World) -> None:
     requested = [asyncio.create_task(world.control.save(member, SAVE)) for member in (0, 1)]
     requested.append(asyncio.create_task(world.control.fetch(1, FETCH)))
     await world.hear(1, Fetch)
@@ -94,7 +94,7 @@ async def test_who_is_lost_answers_nothing_any_more(world: World) -> None:
     assert await requested[0] == Saved(0, 4)
 
 
-async def test_orders_outlive_an_epoch(world: World) -> None:
+async def test_requests_survive_an_epoch_change(world: World) -> None:
     requested = asyncio.create_task(world.control.fetch(0, FETCH))
     await world.hear(0, Fetch)
     world.control.lost(1, "was killed by signal 9")
@@ -103,7 +103,7 @@ async def test_orders_outlive_an_epoch(world: World) -> None:
     await requested
 
 
-async def test_who_asks_may_lose_interest(world: World) -> None:
+async def test_requester_may_cancel(world: World) -> None:
     requested = asyncio.create_task(world.control.save(0, SAVE))
     await world.hear(0, Save)
     requested.cancel()
@@ -116,7 +116,7 @@ async def test_who_asks_may_lose_interest(world: World) -> None:
     await again
 
 
-async def test_a_ticket_is_used_once_at_a_time(world: World) -> None:
+async def test_ticket_is_used_once_at_a_time(world: World) -> None:
     requested = asyncio.create_task(world.control.save(0, SAVE))
     await world.hear(0, Save)
     with pytest.raises(ValueError, match="ticket 4 of member 0 is in use"):
@@ -125,7 +125,7 @@ async def test_a_ticket_is_used_once_at_a_time(world: World) -> None:
     assert await requested == Saved(0, 4)
 
 
-async def test_orders_of_many_runs_arrive(world: World) -> None:
+async def test_requests_of_many_runs_arrive(world: World) -> None:
     runs = tuple(Run(0, 16 * i, 16 * i + 16, (7 * i,)) for i in range(20_000))
     requested = asyncio.create_task(world.control.save(0, Save(1, "p", 0, runs)))
     heard = await world.hear(0, Save)
@@ -135,11 +135,11 @@ async def test_orders_of_many_runs_arrive(world: World) -> None:
     await requested
 
 
-async def test_who_closes_leaves_nobody_waiting(world: World) -> None:
+async def test_close_leaves_no_waiting_caller(world: World) -> None:
     requested = asyncio.create_task(world.control.save(0, SAVE))
     await world.hear(0, Save)
     await world.control.close()
-    await fails(requested, Unavailable, "the service ends")
+    await fails(requested, Unavailable, "the service is stopping")
 
 
 async def test_members_without_a_model_save_and_restore(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A door over real sockets, in front of a service on an engine that says what it is told."""
+"""A gateway over real sockets, in front of a service with a scripted engine."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

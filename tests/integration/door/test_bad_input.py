@@ -1,4 +1,4 @@
-"""Arbitrary input of clients: never a 500, and the service answers afterwards."""
+"""Arbitrary client input never causes a 500, and the service answers afterwards."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from door import app, callers
 from door.bodies import BodyReader
-from tests.support.doors import opened, standing
+from tests.support.doors import opened, shared_service
 from tests.support.service import FakeEngine, Served, ids, serving
 
 CHAT = "/v1/chat/completions"
@@ -79,7 +79,7 @@ WRONG = (
 )
 
 
-async def test_bodies_that_are_no_objects_are_refused(url: str) -> None:
+async def test_bodies_that_are_not_objects_are_refused(url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         for content, status, param in BAD:
             answer = await client.post(CHAT, content=content)
@@ -87,34 +87,34 @@ async def test_bodies_that_are_no_objects_are_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize(("change", "param"), WRONG, ids=str)
-async def test_the_field_is_named(url: str, change: dict[str, Any], param: str) -> None:
+async def test_invalid_field_is_named(url: str, change: dict[str, Any], param: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         answer = await client.post(CHAT, json=GOOD | change)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
 @pytest.mark.parametrize("change", [{"top_k": 1 << 31}, {"logit_bias": {str(1 << 31): 1}}], ids=str)
-async def test_the_limit_of_an_id_is_named(url: str, change: dict[str, Any]) -> None:
+async def test_limit_of_an_id_is_named(url: str, change: dict[str, Any]) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         answer = await client.post(CHAT, json=GOOD | change)
     assert "2,147,483,647" in answer.json()["error"]["message"]
 
 
-async def test_empty_fields_of_parts_are_taken(url: str) -> None:
+async def test_empty_fields_of_parts_are_accepted(url: str) -> None:
     part = PART | {"annotations": [], "cache_control": None}
     async with httpx2.AsyncClient(base_url=url) as client:
         answer = await client.post(CHAT, json=GOOD | {"messages": [{"role": "user", "content": [part]}]})
     assert answer.status_code == 200, answer.text
 
 
-async def test_the_prompt_is_named(url: str) -> None:
+async def test_invalid_prompt_is_named(url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         for prompt in ([9_999_999], [1, 9_999_999], [], "", ["a", "b"]):
             answer = await client.post("/v1/completions", json={"model": "fake", "prompt": prompt})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt"), prompt
 
 
-async def test_what_means_nothing_is_taken(url: str) -> None:
+async def test_fields_without_effect_are_accepted(url: str) -> None:
     empty = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": True, "n": None}
     async with httpx2.AsyncClient(base_url=url) as client:
         assert (await client.post(CHAT, json=GOOD | empty)).status_code == 200
@@ -144,14 +144,14 @@ async def test_large_bodies_are_refused(url: str) -> None:
     ],
     ids=["arrays", "objects", "texts", "numbers", "nested", "messages", "escapes"],
 )
-async def test_bodies_of_too_many_values_are_refused(url: str, values: bytes) -> None:
+async def test_bodies_with_too_many_values_are_refused(url: str, values: bytes) -> None:
     async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         for path, field in ((CHAT, b"messages"), ("/v1/completions", b"prompt"), (CHAT, b"metadata")):
             answer = await client.post(path, content=b'{"model":"fake","%s":[%s1]}' % (field, values))
             assert answer.status_code == 413, answer.text
 
 
-async def test_bodies_of_long_texts_and_many_numbers_are_taken(service: Served, url: str) -> None:
+async def test_bodies_with_long_texts_and_many_numbers_are_accepted(service: Served, url: str) -> None:
     service.engine.max_positions = 1 << 23
     async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         text = json.dumps({"model": "fake", "prompt": '{"a": ["\\", 1, "b"]}, ' * 40_000, "max_tokens": 2})
@@ -160,14 +160,14 @@ async def test_bodies_of_long_texts_and_many_numbers_are_taken(service: Served, 
             assert (await client.post("/v1/completions", content=content)).status_code == 200
 
 
-async def test_more_messages_than_the_service_takes_are_refused(url: str) -> None:
+async def test_more_messages_than_the_service_accepts_are_refused(url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         answer = await client.post(CHAT, json=GOOD | {"messages": [1] * 513})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
     assert "512" in answer.json()["error"]["message"]
 
 
-async def test_a_service_that_stands_still_is_waited_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stalled_service_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callers, "ANSWER_SECONDS", 0.3)
 
     async def stand(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -196,7 +196,7 @@ async def test_a_service_that_stands_still_is_waited_for_so_long(monkeypatch: py
     silent.close()
 
 
-async def test_no_error_tells_where_the_service_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_error_reveals_the_address_of_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # a socket's whole path may be too long
     async with opened("unix:hidden-name") as url, httpx2.AsyncClient(base_url=url) as client:
         for path in ("/v1/models", "/v1/cluster", "/v1/contexts", "/readyz"):
@@ -207,7 +207,7 @@ async def test_no_error_tells_where_the_service_is(tmp_path: Path, monkeypatch: 
         assert "unix:" not in reported.text
 
 
-async def test_a_service_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
+async def test_unreachable_service_is_reported(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with serving(engine, tmp_path / "model") as (_, address):
         pass
@@ -218,7 +218,7 @@ async def test_a_service_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
         assert (await client.get("/healthz")).status_code == 200
 
 
-async def test_a_body_that_is_shorter_than_it_says_ends_quietly(service: Served, url: str) -> None:
+async def test_truncated_body_ends_quietly(service: Served, url: str) -> None:
     host, _, port = url.removeprefix("http://").rpartition(":")
     for path in (CHAT, "/v1/contexts/short?upload_id=u"):
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -235,7 +235,7 @@ async def test_a_body_that_is_shorter_than_it_says_ends_quietly(service: Served,
         assert (await client.post(CHAT, json=GOOD)).status_code == 200
 
 
-async def test_a_body_that_stays_away_is_not_waited_for(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_body_times_out(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "BodyReader", partial(BodyReader, part_seconds=0.2))
     async with opened(service.address) as url:
         host, _, port = url.removeprefix("http://").rpartition(":")
@@ -243,13 +243,14 @@ async def test_a_body_that_stays_away_is_not_waited_for(service: Served, monkeyp
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n{length}\r\n\r\n".encode())
             answer = await asyncio.wait_for(reader.read(), 10)  # until the connection ends
-            assert answer.startswith(b"HTTP/1.1 408") and b'{"error":{"message":"the body did not come"' in answer
+            assert answer.startswith(b"HTTP/1.1 408")
+            assert b'{"error":{"message":"the body was not received in time"' in answer
             writer.close()
         async with httpx2.AsyncClient(base_url=url) as client:
             assert (await client.post(CHAT, json=GOOD)).status_code == 200
 
 
-async def test_bodies_that_are_too_many_together_are_told_to_come_again(
+async def test_bodies_beyond_the_memory_budget_are_refused_with_retry_after(
     service: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "BodyReader", partial(BodyReader, 1000))
@@ -258,11 +259,11 @@ async def test_bodies_that_are_too_many_together_are_told_to_come_again(
         reader, writer = await asyncio.open_connection(host, int(port))
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 950\r\n"
         writer.write(f"{head}Expect: 100-continue\r\n\r\n".encode())
-        assert b"100" in await asyncio.wait_for(reader.readline(), 10)  # it is waited for
+        assert b"100" in await asyncio.wait_for(reader.readline(), 10)  # the gateway waits for it
         answer = await client.post(CHAT, json=GOOD)
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), answer.text
         writer.close()
-        while (await client.post(CHAT, json=GOOD)).status_code == 503:  # until the door has noticed
+        while (await client.post(CHAT, json=GOOD)).status_code == 503:  # until the gateway has noticed
             pass
         assert (await client.post(CHAT, json=GOOD)).status_code == 200
 
@@ -279,7 +280,7 @@ FIELDS = (
 VALUES = st.sampled_from(
     [0, 1, -1, 0.5, 1e308, 1 << 63, "", "x", "fake", "fake:book", "book", True, False, None, [], {}]
 )
-"""Values that are nearly valid."""
+"""Nearly valid values."""
 MESSAGES = st.lists(
     st.fixed_dictionaries(
         {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool"])},
@@ -323,18 +324,18 @@ def contents(draw: st.DrawFn, changes: st.SearchStrategy[dict[str, Any]]) -> byt
 
 @pytest.mark.parametrize("path", PLACES)
 @pytest.mark.parametrize("examples", EXAMPLES)
-def test_no_body_is_a_500(path: str, examples: int, tmp_path: Path) -> None:
-    """The door is one and the same for all examples, and answers after each."""
+def test_no_body_causes_a_500(path: str, examples: int, tmp_path: Path) -> None:
+    """All examples share one gateway, which answers after each."""
     method, changes = PLACES[path]
-    with standing(tmp_path / "model") as door:
-        door.engine.answer, door.engine.contexts["book"] = (ids("x"),), list(ids("long"))
+    with shared_service(tmp_path / "model") as gateway:
+        gateway.engine.answer, gateway.engine.contexts["book"] = (ids("x"),), list(ids("long"))
 
         @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
         @given(content=contents(changes))
         def bears(content: bytes) -> None:
-            answer = door.run(door.client.request(method, path, content=content))
+            answer = gateway.run(gateway.client.request(method, path, content=content))
             assert answer.status_code < 500, (content, answer.text)
             assert '"code":"internal"' not in answer.text and "event: error" not in answer.text
-            assert door.run(door.client.post(CHAT, json=GOOD)).status_code == 200
+            assert gateway.run(gateway.client.post(CHAT, json=GOOD)).status_code == 200
 
         bears()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from longleaf.client.proxy_client import ProxyClient
 from longleaf.errors import NotFound
 from longleaf.types import Drafting, IngestHeader
-from tests.support.doors import opened, standing
+from tests.support.doors import opened, shared_service
 from tests.support.service import TEXT, Served, ids
 
 PLAIN = {"content-type": "text/plain"}
@@ -27,7 +27,7 @@ def events_of(answer: httpx2.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-async def test_a_document_becomes_a_context(service: Served, url: str) -> None:
+async def test_document_becomes_a_context(service: Served, url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         parameters = {"display_name": "Moby", "pinned": "true"}
         answer = await client.post("/v1/contexts/book", params=parameters, content=TEXT.encode(), headers=PLAIN)
@@ -44,7 +44,7 @@ async def test_a_document_becomes_a_context(service: Served, url: str) -> None:
         assert (again.status_code, again.json()["error"]["code"]) == (409, "already_exists")
 
 
-async def test_all_that_is_asked_of_an_upload_reaches_the_engine(service: Served, url: str) -> None:
+async def test_all_upload_options_reach_the_engine(service: Served, url: str) -> None:
     parameters = {
         "append": "false",
         "upload_id": "u1",
@@ -80,7 +80,7 @@ async def test_contexts_are_changed_forked_and_deleted(service: Served, url: str
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "context_not_found")
 
 
-async def test_an_upload_is_resumed_where_it_was(service: Served, url: str) -> None:
+async def test_upload_resumes_at_its_offset(service: Served, url: str) -> None:
     content, path = TEXT.encode(), "/v1/contexts/book?upload_id=u"
     length = {**PLAIN, "Upload-Length": str(len(content))}
     async with httpx2.AsyncClient(base_url=url) as client:
@@ -99,7 +99,7 @@ async def test_an_upload_is_resumed_where_it_was(service: Served, url: str) -> N
         assert events_of(again)[-1]["phase"] == "ready"
 
 
-async def test_an_upload_is_ended_and_the_context_that_it_goes_into_stays(service: Served, url: str) -> None:
+async def test_cancelled_append_keeps_its_context(service: Served, url: str) -> None:
     service.engine.contexts["book"] = [1]
     path = "/v1/contexts/book?upload_id=u"
     async with httpx2.AsyncClient(base_url=url) as client:
@@ -114,7 +114,7 @@ async def test_an_upload_is_ended_and_the_context_that_it_goes_into_stays(servic
         assert (await client.get("/v1/contexts/book")).json()["tokens"] == 1
 
 
-async def test_asking_for_an_upload_begins_none(service: Served, url: str) -> None:
+async def test_querying_an_upload_does_not_start_one(service: Served, url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         answer = await client.head("/v1/contexts/new?upload_id=u1")
         assert (answer.status_code, answer.headers["upload-offset"], answer.headers["upload-complete"]) == (
@@ -126,7 +126,7 @@ async def test_asking_for_an_upload_begins_none(service: Served, url: str) -> No
         await service.client.cancel_ingest("new", "u1")
 
 
-async def test_two_uploads_of_one_name_get_one_context(service: Served, url: str) -> None:
+async def test_two_uploads_with_one_name_create_one_context(service: Served, url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         both = [client.post(f"/v1/contexts/book?upload_id={u}", content=b"text", headers=PLAIN) for u in "ab"]
         ends = [
@@ -136,7 +136,7 @@ async def test_two_uploads_of_one_name_get_one_context(service: Served, url: str
     assert sorted("context" in end for end in ends) == [False, True] and any("error" in end for end in ends)
 
 
-async def test_documents_that_are_none_are_refused(url: str) -> None:
+async def test_invalid_documents_are_refused(url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         for headers, status in (({"content-type": "application/json"}, 415), ({"content-type": "multipart/form"}, 415)):
             assert (await client.post("/v1/contexts/x", content=b"{}", headers=headers)).status_code == status
@@ -150,7 +150,7 @@ async def test_documents_that_are_none_are_refused(url: str) -> None:
             headers = {"content-type": f"text/plain; charset={charset}"}
             answer = await client.post("/v1/contexts/x", content=b"ab\xfc", headers=headers)
             assert answer.status_code == status, charset
-            assert status == 400 or "is read as UTF-8 alone" in answer.json()["error"]["message"]
+            assert status == 400 or "documents must be UTF-8" in answer.json()["error"]["message"]
         for name, value in (("what", "1"), ("ttl", "nan"), ("ttl", "1e308"), ("capacity", "x"), ("pinned", "maybe")):
             answer = await client.post("/v1/contexts/x", params={name: value}, headers=PLAIN)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
@@ -181,18 +181,18 @@ EXAMPLES = (
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)
-def test_any_cut_break_and_resume_gives_the_whole(examples: int, tmp_path: Path) -> None:
-    """The door is one and the same for all examples."""
+def test_any_split_interruption_and_resume_gives_the_whole_document(examples: int, tmp_path: Path) -> None:
+    """All examples share one gateway."""
     numbers = itertools.count()
-    with standing(tmp_path / "model") as door:
+    with shared_service(tmp_path / "model") as gateway:
 
         @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
         @given(text=st.text(min_size=1, max_size=40), cuts=CUTS, is_appended=st.booleans())
         def is_whole(text: str, cuts: list[tuple[int, bool]], is_appended: bool) -> None:
             number = next(numbers)
             whole, cut = f"whole{number}", f"cut{number}"
-            door.run(uploaded(door.client, whole, cut, text.encode(), cuts, is_appended))
-            assert door.engine.contexts.pop(cut) == door.engine.contexts.pop(whole)
+            gateway.run(uploaded(gateway.client, whole, cut, text.encode(), cuts, is_appended))
+            assert gateway.engine.contexts.pop(cut) == gateway.engine.contexts.pop(whole)
 
         is_whole()
 
@@ -200,7 +200,7 @@ def test_any_cut_break_and_resume_gives_the_whole(examples: int, tmp_path: Path)
 async def uploaded(
     client: httpx2.AsyncClient, whole: str, cut: str, content: bytes, cuts: list[tuple[int, bool]], is_appended: bool
 ) -> None:
-    """Makes two contexts, one at once, one in pieces."""
+    """Creates two contexts, one in one request, one in pieces."""
     for name in (whole, cut) if is_appended else ():
         await client.post(f"/v1/contexts/{name}", content=b"It begins. ", headers=PLAIN)
     more = "append=true" if is_appended else ""
@@ -219,7 +219,7 @@ async def uploaded(
 
 
 async def break_off(client: httpx2.AsyncClient, path: str, part: bytes, headers: dict[str, str]) -> None:
-    """Sends a part of a slice, and leaves."""
+    """Sends a part of a slice and disconnects."""
     host, _, port = str(client.base_url).removeprefix("http://").strip("/").rpartition(":")
     _, writer = await asyncio.open_connection(host, int(port))
     lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(part) + 1}"]
@@ -230,7 +230,7 @@ async def break_off(client: httpx2.AsyncClient, path: str, part: bytes, headers:
     await writer.wait_closed()
 
 
-async def test_the_cluster_is_told_once_and_at_every_change(service: Served, url: str) -> None:
+async def test_cluster_state_is_sent_initially_and_after_each_change(service: Served, url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         once = (await client.get("/v1/cluster", params={"once": "true"})).json()
         assert (once["model"]["name"], once["running"], once["workers"][0]["node"]) == ("fake", 3, "here")
@@ -247,25 +247,25 @@ async def test_the_cluster_is_told_once_and_at_every_change(service: Served, url
             assert reported["drafting"] == {"drafted_tokens": 9, "accepted_tokens": 6, "tokens_per_step": 1.5}
 
 
-async def test_the_head_of_the_cluster_is_that_of_its_events_and_ends(url: str) -> None:
+async def test_head_request_for_the_cluster_returns_the_headers_and_ends(url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client, asyncio.timeout(10):
         for parameters, kind in (({}, "text/event-stream"), ({"once": "true"}, "application/json")):
             head = await client.head("/v1/cluster", params=parameters)
             assert (head.status_code, head.headers["content-type"].partition(";")[0]) == (200, kind)
 
 
-async def test_who_only_watches_does_not_keep_a_door_from_its_end(service: Served) -> None:
-    async with httpx2.AsyncClient() as client, asyncio.timeout(60), AsyncExitStack() as door:
-        url = await door.enter_async_context(opened(service.address, drain_seconds=600))
+async def test_open_watch_does_not_block_gateway_shutdown(service: Served) -> None:
+    async with httpx2.AsyncClient() as client, asyncio.timeout(60), AsyncExitStack() as gateway:
+        url = await gateway.enter_async_context(opened(service.address, drain_seconds=600))
         async with client.stream("GET", f"{url}/v1/cluster") as stream:
             lines = aiter(stream.aiter_lines())
             assert (await anext(lines)).startswith("data: ")
-            await door.aclose()
-            assert [line async for line in lines] == [""], "it ends as it should, and is not broken off"
+            await gateway.aclose()
+            assert [line async for line in lines] == [""], "it ends normally and is not cut off"
 
 
 class Ids:
-    """A document of ids that breaks off."""
+    """A document of ids that is interrupted."""
 
     error = None
 
@@ -273,7 +273,7 @@ class Ids:
         self._parts = parts
 
     def acknowledge(self, offset: int) -> None:
-        """It is not sent again."""
+        """The event is acknowledged, so the engine does not send it again."""
 
     async def pieces_from(self, _: int) -> AsyncIterator[tuple[int, ...]]:
         for part in self._parts:
@@ -281,7 +281,7 @@ class Ids:
         await asyncio.get_running_loop().create_future()
 
 
-async def test_asking_for_an_upload_of_ids_leaves_it(service: Served, url: str) -> None:
+async def test_querying_an_upload_of_ids_leaves_it_unchanged(service: Served, url: str) -> None:
     """It was begun over gRPC; an offset in bytes does not apply to it."""
     service.engine.max_positions = service.engine.total_tokens = 1 << 23
     header = IngestHeader("book", upload_id="u")

@@ -34,13 +34,13 @@ async def test_foreign_hosts_and_origins_are_refused(service: Served) -> None:
         ({"host": "localhost", "origin": "https://books.example"}, 200),
         ({"host": "localhost", "origin": "http://evil.example"}, 403),
     )
-    door = opened(service.address, public_url="https://books.example")
-    async with door as url, httpx2.AsyncClient(base_url=url) as client:
+    gateway = opened(service.address, public_url="https://books.example")
+    async with gateway as url, httpx2.AsyncClient(base_url=url) as client:
         for headers, status in cases:
             assert (await client.get("/v1/models", headers=headers)).status_code == status, headers
 
 
-async def test_every_answer_says_what_browsers_may_do(url: str) -> None:
+async def test_every_response_has_browser_security_headers(url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         for path in ("/", "/v1/models", "/nothing", "/page/..%2fapp.py"):
             answer = await client.get(path)
@@ -52,7 +52,7 @@ async def test_every_answer_says_what_browsers_may_do(url: str) -> None:
         assert (await client.put("/v1/models")).status_code == 405
 
 
-async def test_what_browsers_send_from_other_sites_gets_the_page_alone(url: str) -> None:
+async def test_cross_site_browser_requests_get_only_the_page(url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         for path, site, status in (
             ("/v1/models", "cross-site", 403),
@@ -65,7 +65,7 @@ async def test_what_browsers_send_from_other_sites_gets_the_page_alone(url: str)
             assert (await client.get(path, headers={"sec-fetch-site": site})).status_code == status, (path, site)
 
 
-async def test_no_path_of_the_page_is_a_500(url: str) -> None:
+async def test_no_page_path_causes_a_500(url: str) -> None:
     host, _, port = url.removeprefix("http://").rpartition(":")
     for path, status in (
         ("/page/nonexist/../index.html", b"200"),
@@ -80,24 +80,24 @@ async def test_no_path_of_the_page_is_a_500(url: str) -> None:
         writer.close()
 
 
-async def test_no_credential_is_looked_into(service: Served, url: str) -> None:
+async def test_credential_is_forwarded_unparsed(service: Served, url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         assert (await client.get("/v1/models", headers={"authorization": "Bearer who-ever"})).status_code == 200
         for given in ("Basic eA==", "Bearer", "Bearer a b"):
             answer = await client.get("/v1/models", headers={"authorization": given})
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
-            assert "give Authorization: Bearer CREDENTIAL (api_key in" in answer.json()["error"]["message"]
+            assert "send Authorization: Bearer CREDENTIAL (api_key in" in answer.json()["error"]["message"]
 
 
-async def test_paths_and_methods_that_are_none_are_told_what_there_is(url: str) -> None:
+async def test_unknown_paths_and_methods_list_the_valid_ones(url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         answer = await client.post("/chat/completions", json={})  # base_url lacks /v1
-        assert (answer.status_code, "it is at /v1/chat/completions" in answer.text) == (404, True)
+        assert (answer.status_code, "use /v1/chat/completions" in answer.text) == (404, True)
         answer = await client.get("/v1/chat/completions")
-        assert (answer.status_code, answer.json()["error"]["message"]) == (405, "GET is not for this path, but POST")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (405, "GET is not allowed, only POST")
 
 
-async def test_heads_are_bounded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_heads_are_bounded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
     host, _, port = url.removeprefix("http://").rpartition(":")
     for sent, reported in (
@@ -112,8 +112,8 @@ async def test_heads_are_bounded(url: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_connections_are_bounded(service: Served) -> None:
-    """Two connections are accepted, also while a third is open. The third is refused in JSON, and accepted once one of
-    the others has closed."""
+    """Two connections are accepted, even while a third is open. The third is refused in JSON, and accepted after
+    another has closed."""
     async with opened(service.address, max_connections=2) as url, AsyncExitStack() as connections:
         host, _, port = url.removeprefix("http://").rpartition(":")
 
@@ -144,7 +144,7 @@ async def test_connections_are_bounded(service: Served) -> None:
         await is_answered(*late)
 
 
-async def test_a_new_certificate_is_shown_without_a_restart(service: Served, tmp_path: Path) -> None:
+async def test_new_certificate_is_served_without_a_restart(service: Served, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     chain, key = tmp_path / "chain.pem", tmp_path / "key.pem"
 
@@ -168,7 +168,7 @@ async def test_a_new_certificate_is_shown_without_a_restart(service: Served, tmp
         assert await seen(url) != before
 
 
-async def test_settings_that_cannot_work_are_refused(service: Served) -> None:
+async def test_invalid_settings_are_refused(service: Served) -> None:
     for settings in ({"host": "0.0.0.0"}, {"tls_cert": "x"}, {"public_url": "example"}, {"port": 70_000}):
         with pytest.raises(InvalidArgument):
             GatewayConfig(**settings).check()  # type: ignore[arg-type]
@@ -177,8 +177,8 @@ async def test_settings_that_cannot_work_are_refused(service: Served) -> None:
             listen("127.0.0.1", int(url.rpartition(":")[2]))
 
 
-def test_what_is_written_goes_at_once() -> None:
-    """Else the parts of an answer wait for each other's receipts, which come up to 40 ms late."""
+def test_responses_are_sent_without_delay() -> None:
+    """Without TCP_NODELAY the parts of an answer wait for acknowledgements, up to 40 ms."""
     for host in ("127.0.0.1", "::1"):
         with listen(host, 0) as listener, socket.create_connection(listener.getsockname()[:2]):
             connection, _ = listener.accept()
@@ -186,7 +186,7 @@ def test_what_is_written_goes_at_once() -> None:
                 assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
 
 
-async def test_each_caller_is_who_his_credential_says(tmp_path: Path) -> None:
+async def test_each_caller_is_identified_by_its_credential(tmp_path: Path) -> None:
     names = {name: new_credential() for name in ("acme", "other")}
     file = tmp_path / "credentials"
     entries = [CredentialEntry(tenant=name, role="user", digests=(digest_of(each),)) for name, each in names.items()]
@@ -213,8 +213,8 @@ async def test_each_caller_is_who_his_credential_says(tmp_path: Path) -> None:
         "POST /v1/contexts/book",
     ],
 )
-async def test_no_body_is_awaited_from_a_caller_without_a_credential(tmp_path: Path, request_line: str) -> None:
-    """It would take its share of the memory that all bodies have."""
+async def test_body_of_a_caller_without_a_credential_is_not_read(tmp_path: Path, request_line: str) -> None:
+    """It would use memory of the shared body budget."""
     credential, file = new_credential(), tmp_path / "credentials"
     file.write_text(f"{line_of(CredentialEntry(tenant='acme', role='user', digests=(digest_of(credential),)))}\n")
     served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.of(str(file)))
@@ -226,19 +226,19 @@ async def test_no_body_is_awaited_from_a_caller_without_a_credential(tmp_path: P
         writer.close()
 
 
-async def test_nobody_without_a_credential_can_tell_the_name_of_the_model(tmp_path: Path) -> None:
+async def test_callers_without_a_credential_cannot_learn_the_model_name(tmp_path: Path) -> None:
     credential, file = new_credential(), tmp_path / "credentials"
     file.write_text(f"{line_of(CredentialEntry(tenant='acme', role='user', digests=(digest_of(credential),)))}\n")
     served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.of(str(file)))
     async with served as (_, address), opened(address) as url, httpx2.AsyncClient(base_url=url) as client:
 
-        async def asked(model: str, headers: dict[str, str]) -> tuple[int, str]:
+        async def query(model: str, headers: dict[str, str]) -> tuple[int, str]:
             body = {"model": model, "messages": [{"role": "user", "content": "Who?"}]}
             answer = await client.post("/v1/chat/completions", json=body, headers=headers)
             return answer.status_code, answer.text
 
         known = {"authorization": f"Bearer {credential}"}
-        assert (await asked("other", known))[0] == 404  # the door knows the name from now on
+        assert (await query("other", known))[0] == 404  # the gateway has cached the name from here on
         for wrong in ({}, {"authorization": f"Bearer {new_credential()}"}):
-            assert (await asked("fake", wrong))[0] == 401
-            assert await asked("other", wrong) == await asked("fake", wrong)
+            assert (await query("fake", wrong))[0] == 401
+            assert await query("other", wrong) == await query("fake", wrong)

@@ -1,4 +1,4 @@
-"""Long documents and prompts go through a door, and do not stay in it."""
+"""Long documents and prompts pass through a gateway without remaining in its memory."""
 
 import asyncio
 import sys
@@ -43,7 +43,7 @@ class Clusters(cluster_service_pb2_grpc.ClusterServiceServicer):
 
 
 @asynccontextmanager
-async def door(server: str) -> AsyncIterator[tuple[str, psutil.Process]]:
+async def gateway(server: str) -> AsyncIterator[tuple[str, psutil.Process]]:
     """A gateway in a separate process."""
     command = [sys.executable, "-m", "door", f"--server={server}", "--port=0"]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
@@ -56,13 +56,13 @@ async def door(server: str) -> AsyncIterator[tuple[str, psutil.Process]]:
         await process.wait()
 
 
-async def test_a_document_of_100_mb_takes_little_memory() -> None:
+async def test_document_of_100_mb_uses_little_memory() -> None:
     contexts, server = Contexts(), grpc.aio.server()
     context_service_pb2_grpc.add_ContextServiceServicer_to_server(contexts, server)
     cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server(Clusters(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with door(f"127.0.0.1:{port}") as (url, process):
+    async with gateway(f"127.0.0.1:{port}") as (url, process):
         before = most = process.memory_info().rss
 
         async def document() -> AsyncIterator[bytes]:
@@ -80,7 +80,7 @@ async def test_a_document_of_100_mb_takes_little_memory() -> None:
 
 
 class Generations(generation_service_pb2_grpc.GenerationServiceServicer):
-    """Has all requests wait: those that are `is_queued` hear so."""
+    """Queues all requests; those in `is_queued` get their position."""
 
     def __init__(self, is_queued: bool) -> None:
         self._is_queued = is_queued
@@ -100,7 +100,7 @@ NUM_IDS = 500_000
 
 
 @pytest.mark.parametrize("is_queued", [True, False])
-async def test_prompts_of_ids_that_wait_take_little_memory(is_queued: bool) -> None:
+async def test_queued_prompts_of_ids_use_little_memory(is_queued: bool) -> None:
     """After the service has reported their queue positions, for as many as the queue admits."""
     generations, server = Generations(is_queued), grpc.aio.server()
     generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(generations, server)
@@ -108,7 +108,7 @@ async def test_prompts_of_ids_that_wait_take_little_memory(is_queued: bool) -> N
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     body = b'{"model":"m","stream":true,"prompt":[%b1]}' % (b"70001," * (NUM_IDS - 1))
-    async with door(f"127.0.0.1:{port}") as (url, process), httpx2.AsyncClient(base_url=url, timeout=60) as client:
+    async with gateway(f"127.0.0.1:{port}") as (url, process), httpx2.AsyncClient(base_url=url, timeout=60) as client:
         assert (await client.get("/healthz")).status_code == 200
         before, asking, num_refused = process.memory_info().rss, list[asyncio.Task[Any]](), 0
         for i in range(NUM_PROMPTS):

@@ -1,4 +1,4 @@
-"""The openai package asks a door."""
+"""The openai package as a client of a gateway."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ def asking(url: str) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
-async def test_models_are_the_model_and_its_contexts(service: Served, url: str) -> None:
+async def test_models_list_the_model_and_its_contexts(service: Served, url: str) -> None:
     service.engine.contexts["book"] = [1, 2]
     async with asking(url) as client:
         assert [model.id async for model in await client.models.list()] == ["fake", "fake:book"]
@@ -36,7 +36,7 @@ async def test_models_are_the_model_and_its_contexts(service: Served, url: str) 
     assert (reported.value.code, reported.value.param) == ("model_not_found", "model")
 
 
-async def test_a_chat_is_answered_whole(service: Served, url: str) -> None:
+async def test_chat_completion_is_returned_whole(service: Served, url: str) -> None:
     async with asking(url) as client:
         answer = await client.chat.completions.create(model="fake", messages=QUESTION, max_tokens=9)
     ChatCompletion.model_validate(answer.model_dump(), strict=True)
@@ -46,7 +46,7 @@ async def test_a_chat_is_answered_whole(service: Served, url: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
-async def test_an_answer_that_is_not_exact_says_why(service: Served, url: str, path: str) -> None:
+async def test_inexact_answer_gives_the_reason(service: Served, url: str, path: str) -> None:
     service.engine.exactness_note = "not verified"
     requested = {"messages": QUESTION} if path == "chat/completions" else {"prompt": "who?"}
     async with httpx2.AsyncClient(base_url=f"{url}/v1/") as client:
@@ -69,7 +69,7 @@ async def test_an_answer_that_is_not_exact_says_why(service: Served, url: str, p
         assert (found["exact"], found["exactness_note"]) == (False, "not verified")
 
 
-async def test_the_plain_client_streams(url: str) -> None:
+async def test_synchronous_client_streams(url: str) -> None:
     def stream() -> str:
         with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
             chunks = client.chat.completions.create(model="fake", messages=QUESTION, stream=True)
@@ -78,7 +78,7 @@ async def test_the_plain_client_streams(url: str) -> None:
     assert await asyncio.to_thread(stream) == "Grüße"
 
 
-async def test_every_chunk_of_a_stream_is_one_of_openais(service: Served, url: str) -> None:
+async def test_every_chat_chunk_matches_the_openai_type(service: Served, url: str) -> None:
     async with asking(url) as client:
         stream = await client.chat.completions.create(
             model="fake", messages=QUESTION, stream=True, stream_options={"include_usage": True}
@@ -93,7 +93,7 @@ async def test_every_chunk_of_a_stream_is_one_of_openais(service: Served, url: s
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-async def test_a_context_is_named_by_the_model_or_beside_it(service: Served, url: str) -> None:
+async def test_context_is_named_by_the_model_or_a_separate_field(service: Served, url: str) -> None:
     service.engine.contexts["book"] = list(ids("long"))
     async with asking(url) as client:
         for model, more in (("fake:book", {}), ("fake", {"context": "book"}), ("fake:book", {"context": "book"})):
@@ -108,7 +108,7 @@ async def test_a_context_is_named_by_the_model_or_beside_it(service: Served, url
             assert (missing.value.code, missing.value.param) == ("model_not_found", "context" if more else "model")
 
 
-async def test_all_that_is_asked_reaches_the_engine(service: Served, url: str) -> None:
+async def test_all_request_fields_reach_the_engine(service: Served, url: str) -> None:
     async with asking(url) as client:
         await client.chat.completions.create(
             model="fake",
@@ -149,7 +149,7 @@ async def test_all_that_is_asked_reaches_the_engine(service: Served, url: str) -
     ],
     ids=str,
 )
-async def test_numbers_are_taken_as_openai_takes_them(
+async def test_numbers_are_parsed_like_openai(
     service: Served, url: str, given: dict[str, Any], field: str, value: object
 ) -> None:
     body = {"model": "fake", "messages": QUESTION, **given}
@@ -159,7 +159,7 @@ async def test_numbers_are_taken_as_openai_takes_them(
     assert getattr(service.engine.prompts[-1].sampling, field) == value
 
 
-async def test_names_for_the_chat_template_come_with_the_body(tmp_path: Path) -> None:
+async def test_template_variables_are_sent_in_the_body(tmp_path: Path) -> None:
     engine, template = FakeEngine(), "{{ messages[0].content }}{{ '' if enable_thinking else 'no thoughts' }}"
     engine.answer = (ids("So"),)
     async with (
@@ -174,7 +174,7 @@ async def test_names_for_the_chat_template_come_with_the_body(tmp_path: Path) ->
             assert list(engine.prompts[-1].token_ids) == list(ids(wanted))
 
 
-async def test_what_is_left_out_has_the_services_default(tmp_path: Path) -> None:
+async def test_omitted_fields_use_service_defaults(tmp_path: Path) -> None:
     defaults = Sampling(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.25)
     engine = FakeEngine()
     engine.answer = (ids("So"),)
@@ -191,7 +191,7 @@ async def test_what_is_left_out_has_the_services_default(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
-async def test_a_length_of_null_is_what_is_left(service: Served, url: str, path: str) -> None:
+async def test_null_length_uses_the_remaining_capacity(service: Served, url: str, path: str) -> None:
     body = {"model": "fake", "max_tokens": None} | (
         {"messages": QUESTION} if path == "/chat/completions" else {"prompt": "So"}
     )
@@ -201,14 +201,14 @@ async def test_a_length_of_null_is_what_is_left(service: Served, url: str, path:
     assert prompt.sampling.max_tokens == service.engine.max_positions - len(prompt.token_ids)
 
 
-async def test_an_answer_may_be_as_long_as_there_is_room_for(service: Served, url: str) -> None:
+async def test_answer_may_use_all_remaining_capacity(service: Served, url: str) -> None:
     async with asking(url) as client:
         await client.chat.completions.create(model="fake", messages=QUESTION)
     prompt = service.engine.prompts[-1]
     assert prompt.sampling.max_tokens == service.engine.max_positions - len(prompt.token_ids)
 
 
-async def test_logprobs_are_told_in_both_ways(service: Served, url: str) -> None:
+async def test_logprobs_are_returned_in_both_formats(service: Served, url: str) -> None:
     (token,) = ids("a")
     reported = Logprobs(-0.5, (TokenLogprob(token, -0.5, b"a"),), b"a")
     service.engine.answer, service.engine.script = (), (Tokens(0, (Token(token, reported),)),)
@@ -234,8 +234,8 @@ def special(name: str) -> int:
     return next(number for token, number in BYTES.get_vocab().items() if token == name)
 
 
-def said(content: str, *others: int) -> tuple[Tokens | Ended, ...]:
-    """The engine's events for an answer of these tokens and the end token, each the likeliest, before `others`."""
+def scripted_answer(content: str, *others: int) -> tuple[Tokens | Ended, ...]:
+    """Engine events of an answer with these tokens and the end token, each the most likely, followed by `others`."""
     reported = list[Token]()
     for token in (*ids(content), special(END)):
         tops = [TokenLogprob(each, -0.5 * (i + 1)) for i, each in enumerate((token, *others))]
@@ -243,9 +243,9 @@ def said(content: str, *others: int) -> tuple[Tokens | Ended, ...]:
     return Tokens(0, tuple(reported)), Ended("end_token", 3, 0, len(reported), 0.5, 1.5, 2.25)
 
 
-async def test_tokens_that_are_no_whole_characters_are_told_by_their_bytes(service: Served, url: str) -> None:
-    """And places count characters, whether they come together or not."""
-    service.engine.answer, service.engine.script = (), said("aдb", *ids("д"))
+async def test_tokens_of_partial_characters_are_given_as_bytes(service: Served, url: str) -> None:
+    """Text offsets count characters, whether the tokens arrive together or separately."""
+    service.engine.answer, service.engine.script = (), scripted_answer("aдb", *ids("д"))
     requested: Any = {"model": "fake", "prompt": "So", "logprobs": 3}
     async with asking(url) as client:
         logprobs = (await client.completions.create(**requested)).choices[0].logprobs
@@ -260,16 +260,16 @@ async def test_tokens_that_are_no_whole_characters_are_told_by_their_bytes(servi
         assert [each for part in parts for each in getattr(part, field)] == getattr(logprobs, field)
 
 
-async def test_of_tokens_that_look_alike_all_are_told(service: Served, url: str) -> None:
+async def test_tokens_with_equal_text_are_all_listed(service: Served, url: str) -> None:
     begin, end = (special(name) for name in ("<|begin|>", END))
-    service.engine.answer, service.engine.script = (), said("a", begin, end)
+    service.engine.answer, service.engine.script = (), scripted_answer("a", begin, end)
     async with asking(url) as client:
         answer = await client.completions.create(model="fake", prompt="So", logprobs=3)
     assert answer.choices[0].logprobs is not None
     assert answer.choices[0].logprobs.top_logprobs == [{"a": -0.5, "": -1.0, f"token_id:{end}": -1.5}]
 
 
-async def test_a_logprob_of_minus_infinity_is_a_number(service: Served, url: str) -> None:
+async def test_logprob_of_minus_infinity_is_a_number(service: Served, url: str) -> None:
     """JSON has no infinities, and OpenAI's type has no null."""
     other, token = ids("ab")
     tops = (TokenLogprob(other, 0.0), TokenLogprob(token, -math.inf))
@@ -302,8 +302,8 @@ async def test_line_separators_do_not_split_events(service: Served, url: str) ->
     assert whole.json()["choices"][0]["message"]["content"] == text
 
 
-async def test_the_end_has_no_entry(service: Served, url: str) -> None:
-    service.engine.answer, service.engine.script = (), said("ab")
+async def test_end_token_has_no_entry(service: Served, url: str) -> None:
+    service.engine.answer, service.engine.script = (), scripted_answer("ab")
     requested: Any = {"model": "fake", "messages": QUESTION, "logprobs": True}
     async with asking(url) as client:
         answer = await client.chat.completions.create(**requested)
@@ -331,7 +331,7 @@ def three(num_samples: int) -> list[Tokens | Ended]:
 
 
 @pytest.mark.parametrize("num_samples", [2, 3])
-async def test_several_answers_are_streamed_side_by_side(service: Served, url: str, num_samples: int) -> None:
+async def test_several_answers_stream_interleaved(service: Served, url: str, num_samples: int) -> None:
     service.engine.answer, service.engine.script = (), tuple(three(num_samples))
     body = {"model": "fake", "n": num_samples, "stream": True, "stream_options": {"include_usage": True}}
     num_output = sum(len(ids(text)) for text in ANSWERS[:num_samples])
@@ -359,7 +359,7 @@ async def test_several_answers_are_streamed_side_by_side(service: Served, url: s
             }
 
 
-async def test_drafts_are_told_as_predictions(service: Served, url: str) -> None:
+async def test_accepted_drafts_are_reported_as_predictions(service: Served, url: str) -> None:
     output = [Tokens(0, tokens(ids("ab")), sample, (), 7, 1 + sample) for sample in range(2)]
     service.engine.answer = ()
     service.engine.script = (*output, *(Ended("length", 9, 4, 2, 0.0, 0.0, 0.0, sample) for sample in range(2)))
@@ -378,9 +378,9 @@ async def test_drafts_are_told_as_predictions(service: Served, url: str) -> None
     )
 
 
-async def test_every_chunk_of_a_text_is_one_of_openais(service: Served, url: str) -> None:
-    """But for `finish_reason`: the package's type has no null, which OpenAI sends in all chunks but a choice's last."""
-    service.engine.answer, service.engine.script = (), said("aдb", *ids("д"))
+async def test_every_text_chunk_matches_the_openai_type(service: Served, url: str) -> None:
+    """Except `finish_reason`: the package's type has no null, which OpenAI sends in all chunks but a choice's last."""
+    service.engine.answer, service.engine.script = (), scripted_answer("aдb", *ids("д"))
     requested: Any = {"model": "fake", "prompt": "So", "logprobs": 3, "stream": True}
     async with asking(url) as client:
         stream = await client.completions.create(**requested, stream_options={"include_usage": True})
@@ -394,7 +394,7 @@ async def test_every_chunk_of_a_text_is_one_of_openais(service: Served, url: str
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == len(ids("aдb")) + 1
 
 
-async def test_what_fails_after_the_first_byte_is_an_event_named_error(service: Served, url: str) -> None:
+async def test_failure_after_the_first_byte_is_an_error_event(service: Served, url: str) -> None:
     service.engine.late_error = Unavailable("over")
     async with httpx2.AsyncClient(base_url=f"{url}/v1") as client:
         for path, requested in (("/chat/completions", {"messages": QUESTION}), ("/completions", {"prompt": "Who?"})):
@@ -406,7 +406,7 @@ async def test_what_fails_after_the_first_byte_is_an_event_named_error(service: 
             [chunk async for chunk in stream]
 
 
-async def test_texts_are_completed(service: Served, url: str) -> None:
+async def test_text_completion_is_returned(service: Served, url: str) -> None:
     async with asking(url) as client:
         answer = await client.completions.create(model="fake", prompt="So", max_tokens=5)
         Completion.model_validate(answer.model_dump(), strict=True)
@@ -416,7 +416,7 @@ async def test_texts_are_completed(service: Served, url: str) -> None:
         assert tuple(service.engine.prompts[-1].token_ids) == (1, 2)
 
 
-async def test_errors_are_openais(service: Served, url: str) -> None:
+async def test_errors_match_the_openai_format(service: Served, url: str) -> None:
     cases = (
         (ResourceExhausted("queue", "is full", 3.0), openai.RateLimitError, "rate_limit_exceeded", "3", None),
         (ResourceExhausted("quota", "is used up"), openai.RateLimitError, "insufficient_quota", None, "false"),
@@ -436,7 +436,7 @@ async def test_errors_are_openais(service: Served, url: str) -> None:
             assert found == (code, retry, should_retry)
 
 
-async def test_the_sdk_does_not_repeat_what_stays_wrong(service: Served, url: str) -> None:
+async def test_sdk_does_not_retry_permanent_errors(service: Served, url: str) -> None:
     service.engine.error = FailedPrecondition("contexts/x", "is elsewhere")
     statuses: list[int] = []
 
@@ -450,7 +450,7 @@ async def test_the_sdk_does_not_repeat_what_stays_wrong(service: Served, url: st
     assert statuses == [409]
 
 
-async def test_who_leaves_ends_the_generation(service: Served, url: str) -> None:
+async def test_disconnected_client_ends_the_generation(service: Served, url: str) -> None:
     service.engine.is_endless = True
     async with asking(url) as client:
         async with await client.chat.completions.create(model="fake", messages=QUESTION, stream=True) as stream:

@@ -1,4 +1,4 @@
-"""Streams through a door that are read more slowly than they come."""
+"""Streams through a gateway with readers slower than the source."""
 
 import json
 import sys
@@ -17,13 +17,13 @@ from longleaf.v1 import cluster_service_pb2_grpc, generation_service_pb2_grpc
 
 NUM_DELTAS = 800
 TEXTS = [f"{i:07} " * 8192 for i in range(NUM_DELTAS)]
-"""64 KiB each, 50 MiB in all: more than the sockets and flow-control windows on the way hold."""
+"""64 KiB each, 50 MiB in total: more than the sockets and flow-control windows in between hold."""
 MOST_GROWTH = 24 << 20
-ASKED = {"model": "m", "messages": [{"role": "user", "content": "Who?"}], "stream": True}
+REQUEST = {"model": "m", "messages": [{"role": "user", "content": "Who?"}], "stream": True}
 
 
 class Generations(generation_service_pb2_grpc.GenerationServiceServicer):
-    """Answers each with all texts, as fast as they are taken; knows how many were."""
+    """Answers each request with all texts at the reader's speed, and counts them."""
 
     def __init__(self) -> None:
         self.num_taken = list[int]()
@@ -46,7 +46,7 @@ class Clusters(cluster_service_pb2_grpc.ClusterServiceServicer):
         return codec.encode_cluster(reported)
 
 
-class Door(NamedTuple):
+class GatewayMemory(NamedTuple):
     """A gateway in a separate process."""
 
     url: str
@@ -56,7 +56,7 @@ class Door(NamedTuple):
 
 @asynccontextmanager
 async def service() -> AsyncIterator[tuple[str, Generations]]:
-    """Gives its address."""
+    """Returns its address."""
     generations, server = Generations(), grpc.aio.server()
     generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(generations, server)
     cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server(Clusters(), server)
@@ -69,14 +69,14 @@ async def service() -> AsyncIterator[tuple[str, Generations]]:
 
 
 @asynccontextmanager
-async def door() -> AsyncIterator[Door]:
+async def gateway() -> AsyncIterator[GatewayMemory]:
     async with service() as (address, generations):
         command = [sys.executable, "-m", "door", f"--server={address}", "--port=0"]
         process = await create_subprocess_exec(*command, stdout=subprocess.PIPE)
         try:
             assert process.stdout is not None
             url = (await process.stdout.readline()).decode().removeprefix("listening on ").strip()
-            yield Door(url, psutil.Process(process.pid), generations)
+            yield GatewayMemory(url, psutil.Process(process.pid), generations)
         finally:
             process.terminate()
             await process.wait()
@@ -97,19 +97,19 @@ class Texts:
                 self.num_seen += 1
 
 
-async def test_who_reads_slowly_holds_up_nobody_and_gets_all_of_it() -> None:
-    async with door() as (url, process, generations), httpx2.AsyncClient(base_url=url, timeout=60) as client:
+async def test_slow_reader_delays_no_other_stream_and_gets_everything() -> None:
+    async with gateway() as (url, process, generations), httpx2.AsyncClient(base_url=url, timeout=60) as client:
         slow, quick = Texts(), Texts()
-        async with client.stream("POST", "/v1/chat/completions", json=ASKED) as status:
+        async with client.stream("POST", "/v1/chat/completions", json=REQUEST) as status:
             slow_lines = status.aiter_lines()
             slow.see(await anext(slow_lines))
             before = most = process.memory_info().rss
-            async with client.stream("POST", "/v1/chat/completions", json=ASKED) as stream:
+            async with client.stream("POST", "/v1/chat/completions", json=REQUEST) as stream:
                 async for line in stream.aiter_lines():
                     quick.see(line)
                     most = max(most, process.memory_info().rss)
             assert quick.num_seen == NUM_DELTAS
-            assert generations.num_taken[0] < NUM_DELTAS == generations.num_taken[1]  # the first stands still
+            assert generations.num_taken[0] < NUM_DELTAS == generations.num_taken[1]  # the first stream is blocked
             assert most - before < MOST_GROWTH, f"{(most - before) >> 20} MiB"
             last = ""
             async for line in slow_lines:

@@ -1,4 +1,4 @@
-"""Streams through a door: what is told while nothing is, and who reads slowly."""
+"""Streams through a gateway: status events during waits, and slow readers."""
 
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ async def until(lines: Any, line: str) -> None:
     async for found in lines:
         if found == line:
             return
-    raise AssertionError(f"{line} was not told")
+    raise AssertionError(f"{line} was not received")
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ async def until(lines: Any, line: str) -> None:
     ],
     ids=["waits", "reads"],
 )
-async def test_an_answer_that_has_not_begun_tells_why(
+async def test_queued_answer_reports_the_reason(
     service: Served, url: str, happens: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answers, "EventResponse", partial(EventResponse, heartbeat=0.01))
@@ -43,9 +43,7 @@ async def test_an_answer_that_has_not_begun_tells_why(
                 await until(aiter(stream.aiter_lines()), message)
 
 
-async def test_a_document_that_is_read_tells_how_far(
-    service: Served, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_ingest_reports_its_progress(service: Served, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "EventResponse", partial(EventResponse, heartbeat=0.01))
     service.engine.is_endless = True
     async with (

@@ -56,7 +56,7 @@ class Files:
         async with serving(FakeEngine(), folder, host, **options) as (_, address):
             yield address
 
-    def told(self, kind: str) -> dict[str, Any]:
+    def tls_options(self, kind: str) -> dict[str, Any]:
         """The TLS options of a gateway."""
         ours, theirs = str(self.ours.file), str(self.theirs.file)
         cert, key = map(str, self.theirs.write("door"))
@@ -72,15 +72,15 @@ class Files:
 @pytest.mark.parametrize(
     ("service", "message", "why"),
     [
-        ("encrypted", "nothing", "serves encrypted connections alone"),
-        ("encrypted", "theirs", "no authority"),
+        ("encrypted", "nothing", "requires TLS"),
+        ("encrypted", "theirs", "not signed by an authority"),
         ("plain", "ours", "serves plain connections"),
         ("mutual", "ours", "client certificate"),
         ("mutual", "another's", "client certificate"),
-        ("elsewhere", "ours", "not for that name"),
+        ("elsewhere", "ours", "for another name"),
     ],
 )
-async def test_callers_are_told_that_the_service_is_away_and_operators_why(
+async def test_callers_get_unavailable_and_operators_get_the_reason(
     service: str, message: str, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files, credential = Files(tmp_path), new_credential()
@@ -88,7 +88,7 @@ async def test_callers_are_told_that_the_service_is_away_and_operators_why(
     async with files.service(tmp_path / "model", service) as address:
         bearer = {"authorization": f"Bearer {credential}"}
         async with (
-            opened(address, **files.told(message)) as url,
+            opened(address, **files.tls_options(message)) as url,
             httpx2.AsyncClient(base_url=url, timeout=20) as client,
         ):
             for method, path, sent in CALLS:
@@ -104,23 +104,23 @@ async def test_callers_are_told_that_the_service_is_away_and_operators_why(
     assert why in caplog.text and credential not in caplog.text
 
 
-async def test_who_runs_a_door_reads_why_once(tmp_path: Path) -> None:
+async def test_operator_log_has_the_reason_once(tmp_path: Path) -> None:
     files = Files(tmp_path)
     async with files.service(tmp_path / "model", "encrypted") as address:
         command = [sys.executable, "-m", "door", f"--server={address}", "--port=0", f"--tls-ca={files.theirs.file}"]
-        door = await create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        assert door.stdout is not None
-        url = (await door.stdout.readline()).decode().removeprefix("listening on ").strip()
+        gateway = await create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert gateway.stdout is not None
+        url = (await gateway.stdout.readline()).decode().removeprefix("listening on ").strip()
         async with httpx2.AsyncClient(base_url=url) as client:
             for _ in range(5):
                 assert (await client.get("/v1/models")).status_code == 503
-        door.terminate()
-        _, reported = await door.communicate()
+        gateway.terminate()
+        _, reported = await gateway.communicate()
     (line,) = reported.decode().splitlines()
-    assert "no authority given here" in line and "the service cannot be reached" in line
+    assert "not signed by an authority" in line and "the service cannot be reached" in line
 
 
-async def test_files_that_cannot_be_used_end_the_start(tmp_path: Path) -> None:
+async def test_unusable_files_prevent_the_start(tmp_path: Path) -> None:
     files = Files(tmp_path)
     cert, key = map(str, files.ours.write("one"))
     empty = tmp_path / "empty.pem"

@@ -1,4 +1,4 @@
-"""Errors over real sockets: statuses, details, and the same error again at the client."""
+"""Errors over real sockets: statuses, details, and the same exception at the client."""
 
 import asyncio
 from pathlib import Path
@@ -81,7 +81,7 @@ async def test_every_error_has_its_status_and_details(
 
 
 @pytest.mark.parametrize("error", [error for error, _, _ in ERRORS], ids=repr)
-async def test_the_client_raises_the_same_error_again(service: Served, error: LongleafError) -> None:
+async def test_client_raises_the_same_error(service: Served, error: LongleafError) -> None:
     service.engine.late_error = error
     with pytest.raises(type(error)) as caught:
         await collect(service.client.generate("x"))
@@ -90,7 +90,7 @@ async def test_the_client_raises_the_same_error_again(service: Served, error: Lo
     assert str(caught.value) == str(error)
 
 
-async def test_an_unforeseen_error_is_internal_and_tells_no_secrets(
+async def test_unexpected_error_is_internal_without_details(
     service: Served, channel: grpc.aio.Channel, caplog: pytest.LogCaptureFixture
 ) -> None:
     service.engine.error = RuntimeError("a secret")
@@ -101,20 +101,20 @@ async def test_an_unforeseen_error_is_internal_and_tells_no_secrets(
     assert "a secret" in caplog.text
 
 
-async def test_text_that_is_not_utf8_in_a_string_is_an_invalid_argument(channel: grpc.aio.Channel) -> None:
+async def test_non_utf8_string_is_an_invalid_argument(channel: grpc.aio.Channel) -> None:
     call = channel.unary_stream("/longleaf.v1.GenerationService/Generate")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(b"\x12\x02\xff\xfe").read()
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_server_that_is_not_there_is_unavailable_and_named() -> None:
+async def test_unreachable_server_is_unavailable_and_named() -> None:
     async with AsyncClient("127.0.0.1:1", retries=0) as client:
         with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
             await client.cluster()
 
 
-async def test_a_server_that_stops_in_the_middle_is_unavailable(service: Served) -> None:
+async def test_server_stopped_during_a_call_is_unavailable(service: Served) -> None:
     service.engine.is_endless = True
     reading = asyncio.create_task(collect(service.client.generate("x")))
     await service.engine.opened.wait()
@@ -124,7 +124,7 @@ async def test_a_server_that_stops_in_the_middle_is_unavailable(service: Served)
     assert service.engine.streams[0].closed.is_set()
 
 
-async def test_a_taken_port_is_named(service: Served, tmp_path: Path) -> None:
+async def test_taken_port_is_named(service: Served, tmp_path: Path) -> None:
     port = int(service.address.rpartition(":")[2])
     engine = FakeEngine()
     other = GrpcServer(
@@ -140,31 +140,32 @@ async def test_a_taken_port_is_named(service: Served, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_sent", [None, -1], ids=["client", "server"])
-async def test_a_request_that_is_too_large_must_change(
+async def test_oversized_request_is_not_retryable(
     service: Served, max_sent: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if max_sent is not None:
         monkeypatch.setattr("longleaf.client.channels.OPTIONS", (("grpc.max_send_message_length", max_sent),))
     async with AsyncClient(service.address) as client:
         with pytest.raises(
-            InvalidArgument, match=rf"request: has {MAX_REQUEST_BYTES + 5:,} bytes, at most {4 << 20:,} fit"
+            InvalidArgument,
+            match=rf"request: has {MAX_REQUEST_BYTES + 5:,} bytes; the limit for one message is {4 << 20:,}",
         ):
             await client.count_tokens("x" * MAX_REQUEST_BYTES)
     assert await service.client.count_tokens("x") == 1
 
 
 PLACES = [
-    StorageUnavailable("catalog /srv/data/catalog.db: the disk is full; make room there"),
+    StorageUnavailable("catalog /srv/data/catalog.db: the disk is full; free disk space"),
     StorageUnavailable("s3://bucket/folder cannot be read: timeout", 1.0),
     StorageUnavailable("/srv/data/journal/ab12: No space left on device"),
     DataLoss("catalog /srv/data/catalog.db", "it is damaged; restore its folder from a copy"),
-    DataLoss("contexts/service/1/2.json", "its 5 bytes are not those that were written to s3://bucket/folder"),
-    CheckpointChanged("contexts/x", "config.json in /srv/models/tiny changed since: ingest the text anew"),
+    DataLoss("contexts/service/1/2.json", "its 5 bytes differ from those written to s3://bucket/folder"),
+    CheckpointChanged("contexts/x", "config.json in /srv/models/tiny changed since: ingest the text again"),
 ]
 
 
 @pytest.mark.parametrize("error", PLACES, ids=str)
-async def test_only_admins_are_told_where_the_service_keeps_things(
+async def test_only_admins_see_storage_paths(
     error: LongleafError, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     credentials: dict[Role, str] = {"user": new_credential(), "admin": new_credential()}

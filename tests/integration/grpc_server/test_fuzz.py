@@ -26,7 +26,7 @@ TIMEOUTS = st.sampled_from((None, None, None, 0.001, 0.02))
 
 
 class Fuzzer:
-    """A target, and the event loop on which it lives."""
+    """A target and its event loop."""
 
     def __init__(self, runner: asyncio.Runner, target: Target) -> None:
         self._runner = runner
@@ -62,7 +62,7 @@ def check_edges(fuzzer: Fuzzer, method: MethodDescriptor) -> None:
 
 
 def edge_calls(method: MethodDescriptor) -> Iterator[Call]:
-    """Right requests, each with one value of one field changed."""
+    """Valid requests, each with one changed value of one field."""
     right = bases(method.input_type) if method.client_streaming else bases(method.input_type)[:1]
     for number, base in enumerate(right):
         for path in paths(method.input_type):
@@ -97,7 +97,7 @@ def test_any_calls_at_once(fuzzer: Fuzzer, examples: int) -> None:
 
 @st.composite
 def broken(draw: st.DrawFn, method: MethodDescriptor) -> Call:
-    """A request's bytes, some of them changed, dropped or added."""
+    """A request's bytes with some changed, dropped or added."""
     data = bytearray(draw(requests(method)).SerializeToString())
     for _ in range(draw(st.integers(1, 4))):
         place = draw(st.integers(0, len(data)))

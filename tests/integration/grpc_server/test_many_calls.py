@@ -26,7 +26,7 @@ MANY = 2500
 TEXTS = {"Generate", "IngestContext", "ImportContext", "CountTokens", "Tokenize", "Detokenize", "VerifyCluster"}
 
 
-async def test_every_call_that_is_refused_says_when_to_come_back(service: Served, channel: grpc.aio.Channel) -> None:
+async def test_every_refused_call_has_a_retry_delay(service: Served, channel: grpc.aio.Channel) -> None:
     service.engine.error = ResourceExhausted("queue", "is full", 1.5)
     stub = GenerationServiceStub(channel)
 
@@ -42,7 +42,7 @@ async def test_every_call_that_is_refused_says_when_to_come_back(service: Served
 
 
 @pytest.mark.parametrize("method", methods(), ids=lambda method: method.name)
-async def test_each_method_names_the_limit_of_its_requests(channel: grpc.aio.Channel, method: object) -> None:
+async def test_each_method_names_its_request_size_limit(channel: grpc.aio.Channel, method: object) -> None:
     """Of many fields, which take far longer to parse than many bytes, or for most methods of any large request."""
     name = method.name  # type: ignore[attr-defined]
     padding = b"\x7a\x00" * (MAX_SMALL_BYTES // 2 + 1)  # unknown fields
@@ -50,7 +50,7 @@ async def test_each_method_names_the_limit_of_its_requests(channel: grpc.aio.Cha
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    limit = "more than 4,096 fields" if name in TEXTS else f"{name} takes at most {MAX_SMALL_BYTES:,}"
+    limit = "more than 4,096 fields" if name in TEXTS else f"{name} is {MAX_SMALL_BYTES:,}"
     assert f"request: has {len(padding):,} bytes" in caught.value.details() and limit in caught.value.details()
 
 
@@ -70,7 +70,7 @@ async def test_many_ids_are_converted_in_a_thread(service: Served, monkeypatch: 
     assert threads == [True, False]
 
 
-async def test_a_wrong_id_far_behind_is_named(service: Served) -> None:
+async def test_late_invalid_id_is_named(service: Served) -> None:
     service.engine.max_positions = MAX_REQUEST_BYTES
     many = [5] * 140_000
     many[139_000] = 4000
@@ -80,7 +80,7 @@ async def test_a_wrong_id_far_behind_is_named(service: Served) -> None:
         await service.client.detokenize(many)
 
 
-async def test_an_answer_does_not_hold_its_request(service: Served) -> None:
+async def test_answer_does_not_retain_its_request(service: Served) -> None:
     service.engine.is_endless = True
     text = "a text that may be large"
     answer = service.client.generate(text)

@@ -27,7 +27,7 @@ MANY = 2 * unauthenticated_limiter.MAX_CALLS
 
 @asynccontextmanager
 async def poisoned(address: str) -> AsyncGenerator[None, None]:
-    """After a call whose path is no UTF-8 has closed a port, and it is open again."""
+    """A port that was closed by a call with a non-UTF-8 path and is open again."""
     host, _, port = address.rpartition(":")
     async with Deaf(address) as intruder:
         await intruder.call(NO_UTF8)
@@ -44,7 +44,7 @@ def is_open(host: str, port: int) -> bool:
     return True
 
 
-async def test_a_path_that_is_no_text_closes_the_port_for_a_moment_alone(service: Served) -> None:
+async def test_non_utf8_path_closes_the_port_only_briefly(service: Served) -> None:
     service.engine.script = (Admitted(1, 0),)
     service.engine.is_endless = True
     stream = service.client.generate("x")
@@ -52,11 +52,11 @@ async def test_a_path_that_is_no_text_closes_the_port_for_a_moment_alone(service
     for _ in range(3):
         async with poisoned(service.address), AsyncClient(service.address) as other:
             assert await other.list_contexts() == []
-    assert len(service.engine.streams) == 1 and not service.engine.streams[0].closed.is_set(), "what runs goes on"
+    assert len(service.engine.streams) == 1 and not service.engine.streams[0].closed.is_set(), "running calls continue"
     await stream.aclose()
 
 
-async def test_so_it_is_with_the_port_of_health_alone(service: Served) -> None:
+async def test_non_utf8_path_closes_the_health_port_only_briefly(service: Served) -> None:
     port = await service.server.start_health("127.0.0.1", 0)
     address = f"127.0.0.1:{port}"
     async with poisoned(address), grpc.aio.insecure_channel(address) as channel:
@@ -64,7 +64,7 @@ async def test_so_it_is_with_the_port_of_health_alone(service: Served) -> None:
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_a_server_that_was_closed_so_stops_as_ever(tmp_path: Path) -> None:
+async def test_server_stops_normally_after_a_closed_port(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path / "model") as (server, address):
         async with poisoned(address):
             await server.stop(None)
@@ -74,7 +74,7 @@ async def test_a_server_that_was_closed_so_stops_as_ever(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("method", [CHECK, WATCH])
-async def test_those_who_hold_health_checks_open_keep_nobody_from_being_answered(service: Served, method: str) -> None:
+async def test_open_health_watches_do_not_block_other_checks(service: Served, method: str) -> None:
     request = health_pb2.HealthCheckRequest().SerializeToString()
     async with AsyncExitStack() as stack:
         for _ in range(4):
@@ -85,7 +85,7 @@ async def test_those_who_hold_health_checks_open_keep_nobody_from_being_answered
         assert await service.client.list_contexts() == []
 
 
-async def test_who_watches_longest_gives_way_and_hears_so(service: Served, channel: grpc.aio.Channel) -> None:
+async def test_longest_health_watch_is_closed_with_a_reason(service: Served, channel: grpc.aio.Channel) -> None:
     first = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
     assert (await first.read()).status == health_pb2.HealthCheckResponse.SERVING
     others = [
@@ -101,9 +101,7 @@ async def test_who_watches_longest_gives_way_and_hears_so(service: Served, chann
         other.cancel()
 
 
-async def test_connections_that_say_nothing_leave_files_to_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_connections_leave_descriptors_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most = len(os.listdir("/proc/self/fd")) + 20
     monkeypatch.setattr("coordinator.grpc_server.server.max_files", lambda: 2 * most)
     async with serving(FakeEngine(), tmp_path / "model") as (_, address), silent(address, 2 * most) as connections:
@@ -112,7 +110,7 @@ async def test_connections_that_say_nothing_leave_files_to_others(
 
 @asynccontextmanager
 async def silent(address: str, count: int) -> AsyncIterator[set[socket.socket]]:
-    """Unauthenticated connections that send nothing: those that are still open."""
+    """Unauthenticated connections that send nothing; returns those that are still open."""
     host, _, port = address.rpartition(":")
     loop, connections = asyncio.get_running_loop(), set[socket.socket]()
 
@@ -139,7 +137,7 @@ async def silent(address: str, count: int) -> AsyncIterator[set[socket.socket]]:
             connection.close()
 
 
-async def test_headers_that_are_no_text_are_not_logged(service: Served, caplog: pytest.LogCaptureFixture) -> None:
+async def test_non_utf8_headers_are_not_logged(service: Served, caplog: pytest.LogCaptureFixture) -> None:
     secret = b"Bearer longleaf-\xe9".decode(errors="surrogateescape")
     with caplog.at_level(logging.DEBUG):
         async with Deaf(service.address) as intruder:

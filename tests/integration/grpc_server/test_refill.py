@@ -1,4 +1,4 @@
-"""An abandoned place is filled on request."""
+"""An abandoned slot is filled on request."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ from coordinator.cluster.local_fleet import LocalFleet
 from longleaf.client import AsyncClient
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.types import Cluster
-from tests.integration.grpc_server.test_begin_and_end import begun, config_of
+from tests.integration.grpc_server.test_lifecycle import begun, config_of
 from tests.support.command_line import CLI
 from workers.fakes import EchoMain
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class FragileMain(EchoMain):
-    """No replacement lives while `broken` exists."""
+    """Replacements fail while `broken` exists."""
 
     def __init__(self, broken: Path) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class FragileMain(EchoMain):
 
 
 async def seen(client: AsyncClient, slot: str) -> Cluster:
-    """The cluster once this has become of the place of the rank that was lost first."""
+    """The cluster once the slot of the first lost rank has this state."""
     async for cluster in client.watch_cluster(min_interval=0.05):
         if cluster.losses and cluster.losses[0].slot == slot:
             return cluster
@@ -49,7 +49,7 @@ async def refill(port: int) -> str:
     return reported.decode()
 
 
-async def test_a_place_that_was_given_up_is_filled_when_asked(tmp_path: Path) -> None:
+async def test_abandoned_slot_is_filled_on_request(tmp_path: Path) -> None:
     (broken := tmp_path / "broken").touch()
     config = config_of(tmp_path)
     async with begun(config, LocalFleet(FragileMain(broken))) as found:
@@ -58,7 +58,7 @@ async def test_a_place_that_was_given_up_is_filled_when_asked(tmp_path: Path) ->
         os.kill((await found.client.cluster()).workers[1].pid, signal.SIGKILL)
         cluster = await seen(found.client, "given_up")
         assert cluster.world_size == 1
-        assert "3 replacements were lost before they were ranks" in cluster.losses[0].slot_reason
+        assert "3 replacements were lost before they joined" in cluster.losses[0].slot_reason
         broken.unlink()
         assert await refill(config.port) == "a rank is started in 1 place\n"
         cluster = await seen(found.client, "filled")

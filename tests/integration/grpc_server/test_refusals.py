@@ -38,7 +38,7 @@ def falls_silent(is_over: threading.Event) -> Iterator[bytes]:
 
 
 async def in_turns(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Parts of which one may be long in coming."""
+    """Parts, one of which may be delayed."""
     for part in parts:
         yield part
         await asyncio.sleep(0)
@@ -50,7 +50,7 @@ async def silent_after(*parts: bytes) -> AsyncIterator[bytes]:
     await asyncio.Event().wait()
 
 
-def told_of(error: grpc.RpcError) -> tuple[grpc.StatusCode, bool]:
+def refusal_of(error: grpc.RpcError) -> tuple[grpc.StatusCode, bool]:
     return error.code(), "is not UTF-8 at byte 11" in (error.details() or "")
 
 
@@ -67,7 +67,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
-async def test_the_client_is_told_at_once(
+async def test_client_gets_the_refusal_immediately(
     service: Served, waits: Callable[[float, float], None], is_silent: bool
 ) -> None:
     def shape() -> AsyncIterator[bytes]:
@@ -81,7 +81,7 @@ async def test_the_client_is_told_at_once(
 
 
 @pytest.mark.parametrize("goes", [sends_on, falls_silent])
-async def test_the_plain_client_is_told_at_once(
+async def test_synchronous_client_gets_the_refusal_immediately(
     service: Served, waits: Callable[[float, float], None], goes: Goes
 ) -> None:
     waits(LONG, LONG)
@@ -98,8 +98,10 @@ async def test_the_plain_client_is_told_at_once(
 
 
 @pytest.mark.parametrize("goes", [sends_on, falls_silent])
-async def test_a_plain_stub_is_told_at_once(service: Served, waits: Callable[[float, float], None], goes: Goes) -> None:
-    """As those of other languages, whose libraries keep the status."""
+async def test_synchronous_stub_gets_the_refusal_immediately(
+    service: Served, waits: Callable[[float, float], None], goes: Goes
+) -> None:
+    """Like stubs of other languages, whose libraries keep the status."""
     waits(LONG, LONG)
 
     def use() -> None:
@@ -110,7 +112,7 @@ async def test_a_plain_stub_is_told_at_once(service: Served, waits: Callable[[fl
                 with pytest.raises(grpc.RpcError) as caught:
                     list(ContextServiceStub(channel).IngestContext(itertools.chain([CONFIG], pieces)))
                 is_over.set()
-                assert told_of(caught.value) == WRONG
+                assert refusal_of(caught.value) == WRONG
 
     await asyncio.to_thread(use)
 
@@ -124,18 +126,18 @@ async def upward(num_more: int, *, ends: bool) -> AsyncIterator[ingest_pb.Ingest
         await asyncio.Event().wait()
 
 
-async def test_a_stub_of_asyncio_may_finish_what_it_sends(
+async def test_asyncio_stub_may_finish_sending(
     service: Served, channel: grpc.aio.Channel, waits: Callable[[float, float], None]
 ) -> None:
-    """Its library makes INTERNAL of a status that comes while it sends."""
+    """Its library turns a status that arrives during sending into INTERNAL."""
     waits(LONG, LONG)
     for _ in range(NUM_TIMES):
         with pytest.raises(grpc.RpcError) as caught:
             [_ async for _ in ContextServiceStub(channel).IngestContext(upward(20, ends=True))]
-        assert told_of(caught.value) == WRONG
+        assert refusal_of(caught.value) == WRONG
 
 
-async def test_a_stub_of_asyncio_that_falls_silent_is_told_soon(
+async def test_idle_asyncio_stub_gets_the_refusal_soon(
     service: Served, channel: grpc.aio.Channel, waits: Callable[[float, float], None]
 ) -> None:
     waits(0.05, LONG)
@@ -143,12 +145,12 @@ async def test_a_stub_of_asyncio_that_falls_silent_is_told_soon(
     async def use() -> None:
         with pytest.raises(grpc.RpcError) as caught:
             [_ async for _ in ContextServiceStub(channel).IngestContext(upward(0, ends=False))]
-        assert told_of(caught.value) == WRONG
+        assert refusal_of(caught.value) == WRONG
 
     await asyncio.gather(*[use() for _ in range(NUM_TIMES)])
 
 
-async def test_a_stub_of_asyncio_that_is_waited_for_is_told_why(service: Served, channel: grpc.aio.Channel) -> None:
+async def test_reading_asyncio_stub_gets_the_reason(service: Served, channel: grpc.aio.Channel) -> None:
     """The service was reading when it refused the upload."""
     config = ingest_pb.IngestContextRequest(config={"name": "contexts/moby", "expire_time": soon(0.3)})
 
@@ -168,16 +170,16 @@ def soon(seconds: float) -> Timestamp:
     return event
 
 
-async def test_a_stub_of_asyncio_that_never_ends_is_told_in_the_end(
+async def test_asyncio_stub_that_never_ends_is_closed_eventually(
     service: Served, channel: grpc.aio.Channel, waits: Callable[[float, float], None]
 ) -> None:
-    """Even if it cannot hear why."""
+    """Even if it cannot receive the reason."""
     waits(LONG, 0.2)
     with pytest.raises(grpc.RpcError):
         [_ async for _ in ContextServiceStub(channel).IngestContext(upward(10**9, ends=True))]
 
 
-async def test_a_stub_of_asyncio_that_does_not_wait_for_an_answer_is_told_why(
+async def test_asyncio_stub_that_does_not_wait_gets_the_reason(
     service: Served, channel: grpc.aio.Channel, waits: Callable[[float, float], None]
 ) -> None:
     """It sends although its name is refused."""
@@ -189,9 +191,7 @@ async def test_a_stub_of_asyncio_that_does_not_wait_for_an_answer_is_told_why(
         assert caught.value.code() == grpc.StatusCode.ALREADY_EXISTS
 
 
-async def test_a_name_that_is_taken_is_told_without_waiting(
-    service: Served, waits: Callable[[float, float], None]
-) -> None:
+async def test_taken_name_is_refused_immediately(service: Served, waits: Callable[[float, float], None]) -> None:
     waits(LONG, LONG)
     service.engine.contexts = {"moby": [1]}
     with pytest.raises(AlreadyExists):

@@ -19,17 +19,17 @@ from longleaf.v1 import generation_service_pb2 as service_pb
 from tests.support.fuzz.target import PLAIN, fuzzed
 from tests.support.service import FakeStream, Served
 
-KEPT = (grpc.aio.AbortError, LongleafError, RuntimeError, FrameType, Generate, IngestHeader)
+RETAINING_TYPES = (grpc.aio.AbortError, LongleafError, RuntimeError, FrameType, Generate, IngestHeader)
 """Types that keep a request alive."""
 GENERATE = "/longleaf.v1.GenerationService/Generate"
 INGEST = "/longleaf.v1.ContextService/IngestContext"
 CONTEXTS = "/longleaf.v1.ContextService"
 INVALID, MISSING = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 HEADER = codec.encode_ingest_piece(IngestHeader("moby"))
-HELD = {"request_id": "a", "resume_duration": {"seconds": 60}}
+RETAINED = {"request_id": "a", "resume_duration": {"seconds": 60}}
 CASES: dict[str, tuple[grpc.StatusCode, str, tuple[Message | bytes, ...]]] = {
     "too long a text": (INVALID, GENERATE, (service_pb.GenerateRequest(text="x" * 100_000),)),
-    "to be held": (INVALID, GENERATE, (service_pb.GenerateRequest(text="x" * 100_000, **HELD),)),
+    "to be held": (INVALID, GENERATE, (service_pb.GenerateRequest(text="x" * 100_000, **RETAINED),)),
     "checked in a thread": (INVALID, GENERATE, (service_pb.GenerateRequest(token_ids={"ids": [5] * 99 + [4000]}),)),
     "too many tokens": (INVALID, GENERATE, (service_pb.GenerateRequest(token_ids={"ids": [5] * 299}),)),
     "wrong sampling": (INVALID, GENERATE, (service_pb.GenerateRequest(text="x", sampling={"top_p": 2}),)),
@@ -45,7 +45,7 @@ CASES: dict[str, tuple[grpc.StatusCode, str, tuple[Message | bytes, ...]]] = {
 
 @pytest.fixture(autouse=True)
 def _unlogged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("CRITICAL")  # its records would keep the errors
+    caplog.set_level("CRITICAL")  # its records would keep the errors alive
 
 
 @contextmanager
@@ -86,16 +86,18 @@ async def left_over(
         with garbage() as found:
             for _ in range(3):
                 await code_of(channel, method, requests)
-        return sorted({f"{type(thing).__name__}: {thing!r:.200}" for thing in found if isinstance(thing, KEPT)})
+        return sorted(
+            {f"{type(thing).__name__}: {thing!r:.200}" for thing in found if isinstance(thing, RETAINING_TYPES)}
+        )
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_a_refused_request_is_freed(tmp_path: Path, case: str) -> None:
+async def test_refused_request_is_freed(tmp_path: Path, case: str) -> None:
     async with fuzzed(tmp_path) as target:
         assert await left_over(target.address, *CASES[case]) == []
 
 
-async def test_what_failed_unforeseen_is_freed(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_is_freed_after_an_unexpected_error(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     def submit(_: object) -> None:
         raise RuntimeError("unforeseen")
 
@@ -104,8 +106,8 @@ async def test_what_failed_unforeseen_is_freed(service: Served, monkeypatch: pyt
     assert await left_over(service.address, grpc.StatusCode.INTERNAL, GENERATE, (request,)) == []
 
 
-@pytest.mark.parametrize("fields", [{}, HELD], ids=["plain", "held"])
-async def test_what_fails_later_is_freed(
+@pytest.mark.parametrize("fields", [{}, RETAINED], ids=["plain", "held"])
+async def test_request_is_freed_after_a_late_failure(
     service: Served, monkeypatch: pytest.MonkeyPatch, fields: dict[str, object]
 ) -> None:
     monkeypatch.setattr(service.engine, "submit", lambda _: FakeStream([], Unavailable("a rank is lost"), False))

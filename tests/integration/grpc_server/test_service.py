@@ -19,7 +19,7 @@ from longleaf.types import Delta
 from tests.support.service import TEXT, FakeEngine, Served, collect, ids, serving
 
 
-async def test_the_sync_client_streams_stops_and_closes(service: Served) -> None:
+async def test_synchronous_client_streams_stops_and_closes(service: Served) -> None:
     def use() -> tuple[str, str]:
         with Client(service.address) as client:
             client.ingest("moby", "some text")
@@ -32,7 +32,7 @@ async def test_the_sync_client_streams_stops_and_closes(service: Served) -> None
             assert client.is_healthy()
             with pytest.raises(NotFound):
                 client.delete_context("none")
-        forgotten.close()  # after its client: nothing to end any more
+        forgotten.close()  # after its client: nothing remains to be ended
         client.close()
         return first.text, client.server
 
@@ -45,13 +45,11 @@ async def test_tokens_are_counted_and_messages_may_be_large(service: Served) -> 
     many = [200] * ((2 << 20) - 1000)  # two bytes each
     _, finished = await collect(service.client.generate(many))
     assert finished.usage.prompt_tokens == len(many)
-    with pytest.raises(InvalidArgument, match="at most 4,194,304 fit in one message"):
+    with pytest.raises(InvalidArgument, match="the limit for one message is 4,194,304"):
         await service.client.count_tokens("a" * (5 << 20))
 
 
-async def test_an_address_of_ipv6_is_announced_as_clients_take_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_ipv6_address_is_announced_in_client_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with serving(FakeEngine(), tmp_path / "model", "::1") as (_, address):
         config = ServiceConfig(engine=EngineConfig(model=""), host="::1")
         announce(config, StartResult(port=int(address.rpartition(":")[2])))
@@ -60,7 +58,7 @@ async def test_an_address_of_ipv6_is_announced_as_clients_take_it(
             assert await client.is_healthy()
 
 
-async def test_the_cluster_is_described(service: Served) -> None:
+async def test_cluster_is_described(service: Served) -> None:
     cluster = await service.client.cluster()
     assert cluster == service.engine.describe()
     assert cluster.workers[0].pid == 4711

@@ -1,5 +1,5 @@
-"""Long texts over real sockets: cut into tokens a window at a time, no further than they can fit, and only while their
-client is there."""
+"""Long texts over real sockets: tokenized in windows, only as far as they can fit, and only while their client is
+connected."""
 
 import asyncio
 import threading
@@ -24,19 +24,19 @@ pytestmark = pytest.mark.timeout(60)
 
 WINDOW = 1 << 16
 LONG = 10_000
-"""Characters from which a text is a long one's window, and waits at the gate."""
+"""Length in characters from which a text is one window of a long text and waits at the gate."""
 OTHER = "b" * (12 * WINDOW)
 NUM_THREADS = 2
 
 
 class Gate:
-    """A tokenizer that counts the windows of long texts, and holds them until it is opened."""
+    """A tokenizer that counts the windows of long texts and blocks them until it is opened."""
 
     def __init__(self, tokenizer: FastTokenizer) -> None:
         self._tokenizer = tokenizer
         self._open = threading.Event()
         self.num_windows = Counter[str]()
-        """Of a text, by the letter that it is made of."""
+        """Windows by the letter that a text consists of."""
         self.reached = threading.Semaphore(0)
 
     def open(self) -> None:
@@ -95,7 +95,7 @@ async def ingest(client: AsyncClient, text: str) -> object:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("call", [generate, count, tokenize, ingest])
-async def test_a_text_whose_client_left_is_tokenized_no_further(
+async def test_tokenization_stops_when_the_client_disconnects(
     gated: Gated, call: Callable[[AsyncClient, str], Awaitable[object]]
 ) -> None:
     gate = gated.gate
@@ -114,7 +114,7 @@ async def test_a_text_whose_client_left_is_tokenized_no_further(
 
 
 @pytest.mark.timeout(120)
-async def test_many_texts_whose_client_left_keep_nobody_waiting(gated: Gated) -> None:
+async def test_abandoned_texts_delay_no_other_client(gated: Gated) -> None:
     gate = gated.gate
     async with AsyncClient(gated.address, retries=0) as leaver:
         calls = [asyncio.ensure_future(count(leaver, "aa" * (12 * WINDOW))) for _ in range(10)]
@@ -125,16 +125,16 @@ async def test_many_texts_whose_client_left_keep_nobody_waiting(gated: Gated) ->
         await asyncio.wait(calls)
     other = asyncio.ensure_future(count(gated.client, OTHER))
     for _ in range(20):
-        await gated.client.cluster()  # needs no thread: meanwhile the service hears who has left
+        await gated.client.cluster()  # needs no thread: meanwhile the service notices disconnected clients
     gate.open()
     assert await other == len(OTHER)
     assert gate.num_windows["a"] == NUM_THREADS
 
 
-async def test_no_more_is_tokenized_than_can_fit(gated: Gated) -> None:
+async def test_only_as_much_text_as_fits_is_tokenized(gated: Gated) -> None:
     gated.gate.open()
     gated.engine.max_positions = 3 * WINDOW
-    with pytest.raises(InvalidArgument, match="tokens or more cannot fit in the 196,608 tokens") as caught:
+    with pytest.raises(InvalidArgument, match="tokens do not fit in 196,608 tokens") as caught:
         await generate(gated.client, "a" * (30 * WINDOW))
     assert caught.value.field == "text"
     assert gated.gate.num_windows["a"] <= 5
@@ -142,7 +142,7 @@ async def test_no_more_is_tokenized_than_can_fit(gated: Gated) -> None:
 
 
 @pytest.mark.timeout(120)
-async def test_a_server_that_stops_is_not_held_by_a_long_text(gated: Gated) -> None:
+async def test_server_shutdown_does_not_wait_for_a_long_text(gated: Gated) -> None:
     counting = asyncio.ensure_future(count(gated.client, "aa" * (12 * WINDOW)))
     assert await asyncio.to_thread(gated.gate.reached.acquire, timeout=30)
     await gated.server.stop(None)

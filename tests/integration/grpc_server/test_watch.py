@@ -16,7 +16,7 @@ from tests.support.service import Served
 pytestmark = pytest.mark.timeout(60)
 
 
-async def test_the_cluster_is_told_now_and_after_each_change(service: Served) -> None:
+async def test_cluster_state_is_sent_initially_and_after_each_change(service: Served) -> None:
     async with aclosing(service.client.watch_cluster(min_interval=0.01)) as changes:
         assert (await anext(changes)) == service.engine.describe()
         service.engine.running = 7
@@ -24,7 +24,7 @@ async def test_the_cluster_is_told_now_and_after_each_change(service: Served) ->
         assert (await anext(changes)).running == 7
 
 
-async def test_a_watch_ends_with_the_service(service: Served) -> None:
+async def test_watch_ends_with_the_service(service: Served) -> None:
     async with aclosing(service.client.watch_cluster(min_interval=3600)) as changes:
         await anext(changes)
         service.engine.error = Unavailable("the service is stopping")
@@ -34,33 +34,33 @@ async def test_a_watch_ends_with_the_service(service: Served) -> None:
 
 
 @pytest.mark.parametrize("interval", [0.0, -1.0, 3601.0, float("nan"), float("inf")])
-async def test_wrong_intervals_are_refused(service: Served, interval: float) -> None:
+async def test_invalid_intervals_are_refused(service: Served, interval: float) -> None:
     with pytest.raises(InvalidArgument, match="min_interval_duration"):
         await anext(service.client.watch_cluster(min_interval=interval))
 
 
-async def test_what_an_engine_does_is_seen(tmp_path: Path) -> None:
+async def test_engine_changes_are_reported(tmp_path: Path) -> None:
     async with (
         fuzzed(tmp_path) as target,
         AsyncClient(target.address) as client,
         aclosing(client.watch_cluster(min_interval=0.01)) as changes,
     ):
         assert sum(worker.tokens for worker in (await anext(changes)).workers) == 0
-        watching = asyncio.create_task(_until_held(changes, 20))
+        watching = asyncio.create_task(_wait_stored_tokens(changes, 20))
         await client.ingest("moby", tuple(range(20)))
         await watching
-        watching = asyncio.create_task(_until_held(changes, 0))
+        watching = asyncio.create_task(_wait_stored_tokens(changes, 0))
         await client.delete_context("moby")
         await watching
 
 
-async def _until_held(changes: AsyncIterator[Cluster], tokens: int) -> None:
+async def _wait_stored_tokens(changes: AsyncIterator[Cluster], tokens: int) -> None:
     async for cluster in changes:
         if sum(worker.tokens for worker in cluster.workers) == tokens and not cluster.running:
             return
 
 
-async def test_all_who_watch_share_what_is_described(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_watchers_share_one_description(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     described: list[int] = []
     cluster = service.engine.cluster
 

@@ -27,7 +27,7 @@ STARTS, END, SIZE = (0, 200), 250, 32
 """Positions of the context's documents; no document is a whole number of spans."""
 SPANS = echo_spans(STARTS, END, SIZE)
 QUESTION = (7, 8, 9)
-ASKED = Provenance(span_tokens=SIZE, num_spans=64)
+PROVENANCE = Provenance(span_tokens=SIZE, num_spans=64)
 
 
 class Service:
@@ -36,7 +36,7 @@ class Service:
     def __init__(self, engine: Engine, ranks: FakeRanks, client: AsyncClient) -> None:
         self.engine, self.ranks, self.client = engine, ranks, client
 
-    async def ask(self, provenance: Provenance | None = ASKED, **options: Any) -> list[Event]:
+    async def ask(self, provenance: Provenance | None = PROVENANCE, **options: Any) -> list[Event]:
         return [e async for e in self.client.generate(QUESTION, context="moby", provenance=provenance, **options)]
 
     @property
@@ -83,18 +83,18 @@ def shares(sources: Sequence[Source]) -> dict[tuple[int, int], float]:
     return {(source.token_start, source.token_end): source.share for source in sources}
 
 
-def assert_tells(found: Attribution, expected: np.ndarray[Any, Any]) -> None:
+def check_attribution(found: Attribution, expected: np.ndarray[Any, Any]) -> None:
     assert shares(found.sources) == pytest.approx(dict(zip(SPANS, expected[:-NUM_OTHER_SHARES], strict=True)), abs=1e-6)
     others = (found.prompt_share, found.answer_share, found.sink_share)
     assert others == pytest.approx(tuple(expected[-NUM_OTHER_SHARES:]), abs=1e-6)
     assert found.context_share + sum(others) == pytest.approx(1.0, abs=1e-5)
 
 
-async def test_an_answer_tells_where_its_tokens_come_from(service: Service) -> None:
+async def test_answer_reports_the_sources_of_its_tokens(service: Service) -> None:
     events = await service.ask(max_tokens=9)
     found = attribution(finished(events))
     assert found.num_tokens == 9
-    assert_tells(found, mean(0, 9))
+    check_attribution(found, mean(0, 9))
     ranked = [source.share for source in found.sources]
     assert ranked == sorted(ranked, reverse=True)
     assert all(source.contrast is None and source.drop is None for source in found.sources)
@@ -106,23 +106,23 @@ async def test_an_answer_tells_where_its_tokens_come_from(service: Service) -> N
     assert [(each.size, each.num_segments, each.prompt_end) for each in requested] == [(SIZE, 2, END + len(QUESTION))]
 
 
-async def test_without_being_asked_nothing_is_told_and_nothing_is_done_for_it(service: Service) -> None:
+async def test_attribution_is_neither_computed_nor_sent_unless_requested(service: Service) -> None:
     events = await service.ask(None, max_tokens=3)
     assert finished(events).attribution is None
     assert not any(row.spans or row.hidden or row.num_scored for row in service.rows)
 
 
-async def test_each_delta_tells_of_its_own_tokens(service: Service) -> None:
+async def test_each_delta_reports_its_own_tokens(service: Service) -> None:
     each = Provenance(span_tokens=SIZE, num_spans=64, per_token=True)
     events = await service.ask(each, max_tokens=5)
     at = 0
     for delta in (event for event in events if isinstance(event, Delta)):
-        assert_tells(attribution(delta), mean(at, len(delta.token_ids)))
+        check_attribution(attribution(delta), mean(at, len(delta.token_ids)))
         at += len(delta.token_ids)
     assert at == 5
 
 
-async def test_tokens_beyond_a_stop_string_do_not_count(service: Service) -> None:
+async def test_tokens_after_a_stop_string_are_not_counted(service: Service) -> None:
     text = "".join(event.text for event in await service.ask(max_tokens=30) if isinstance(event, Delta))
     events = await service.ask(max_tokens=30, stop=[text[3:5]])
     end = finished(events)
@@ -130,21 +130,21 @@ async def test_tokens_beyond_a_stop_string_do_not_count(service: Service) -> Non
     count = len(answer(events))
     assert count < 30
     assert attribution(end).num_tokens == count
-    assert_tells(attribution(end), mean(0, count))
+    check_attribution(attribution(end), mean(0, count))
 
 
-async def test_each_sample_tells_of_itself(service: Service) -> None:
+async def test_each_sample_reports_its_own_sources(service: Service) -> None:
     events = await service.ask(max_tokens=6, num_samples=3)
     for sample in range(3):
         assert attribution(finished(events, sample)).num_tokens == len(answer(events, sample)) == 6
-        assert_tells(attribution(finished(events, sample)), mean(0, 6))
+        check_attribution(attribution(finished(events, sample)), mean(0, 6))
 
 
-async def test_what_is_hidden_is_told_to_ranks_and_the_answer_is_not_exact(service: Service) -> None:
+async def test_hidden_sources_reach_the_ranks_and_the_answer_is_not_exact(service: Service) -> None:
     hidden = [(32, 96), (150, 151)]
     events = await service.ask(max_tokens=4, hidden=hidden)
     assert [event.is_exact for event in events if isinstance(event, Started | Finished)] == [False] * 2
-    assert_tells(attribution(finished(events)), mean(0, 4, hidden))
+    check_attribution(attribution(finished(events)), mean(0, 4, hidden))
     long = [5] * 40
     plain = [event async for event in service.client.generate(long, context="moby", hidden=hidden, max_tokens=1)]
     assert not finished(plain).is_exact
@@ -175,7 +175,7 @@ async def test_sources_are_confirmed_by_hiding_each(service: Service, hidden: tu
     assert sum(any(row.num_scored for row in work.rows) for work in works) == 1, "they run in a batch"
 
 
-async def test_contrast_is_less_what_tokens_before_the_question_read(service: Service) -> None:
+async def test_contrast_subtracts_the_attention_of_tokens_before_the_question(service: Service) -> None:
     requested = Provenance(span_tokens=SIZE, num_spans=64, ranking="contrast")
     found = attribution(finished(await service.ask(requested, max_tokens=4)))
     cut = END - 16
@@ -192,7 +192,7 @@ async def test_contrast_is_less_what_tokens_before_the_question_read(service: Se
     assert ranked == sorted(ranked, reverse=True)
 
 
-async def test_a_short_context_has_nothing_to_contrast_with(service: Service) -> None:
+async def test_short_context_has_no_contrast(service: Service) -> None:
     await service.client.ingest("short", [1] * 31)
     requested = Provenance(ranking="contrast")
     events = [e async for e in service.client.generate(QUESTION, context="short", provenance=requested, max_tokens=2)]
@@ -201,7 +201,7 @@ async def test_a_short_context_has_nothing_to_contrast_with(service: Service) ->
     assert (source.token_start, source.token_end) == (0, 31)
 
 
-async def test_an_answer_that_is_resumed_counts_each_token_once(service: Service) -> None:
+async def test_resumed_answer_counts_each_token_once(service: Service) -> None:
     options: dict[str, Any] = {"request_id": "one", "resumable": True, "max_tokens": 8}
     first = await service.ask(**options)
     again = await service.ask(**options)
@@ -210,7 +210,7 @@ async def test_an_answer_that_is_resumed_counts_each_token_once(service: Service
     assert finished(again).attribution == finished(first).attribution
 
 
-async def test_all_is_free_again_after_probes(service: Service) -> None:
+async def test_probes_release_all_resources(service: Service) -> None:
     resident = [worker.tokens for worker in (await service.client.cluster()).workers]
     await service.ask(Provenance(span_tokens=SIZE, confirm=True, ranking="contrast"), max_tokens=3, num_samples=2)
     assert [worker.tokens for worker in (await service.client.cluster()).workers] == resident
@@ -230,7 +230,7 @@ async def test_all_is_free_again_after_probes(service: Service) -> None:
         (None, {"hidden": [(0, 1)], "context": None}, "hidden[0]"),
     ],
 )
-async def test_what_is_wrong_is_named(
+async def test_invalid_field_is_named(
     service: Service, provenance: Provenance | None, options: dict[str, Any], field: str
 ) -> None:
     requested = {"context": "moby", "provenance": provenance, "max_tokens": 2} | options
@@ -239,12 +239,12 @@ async def test_what_is_wrong_is_named(
     assert caught.value.field == field
 
 
-async def test_a_context_that_is_not_there_is_not_found(service: Service) -> None:
+async def test_missing_context_is_not_found(service: Service) -> None:
     with pytest.raises(NotFound, match="contexts/ahab"):
         _ = [event async for event in service.client.ask("ahab", "who?", provenance=Provenance())]
 
 
-async def test_of_a_model_without_a_layer_that_sees_all_nothing_can_be_told(tmp_path: Path) -> None:
+async def test_model_without_a_full_attention_layer_refuses_attribution(tmp_path: Path) -> None:
     ranks = FakeRanks(vocab=128, windows=WindowSpec(reaches=(AttentionSpan(window=32),), num_blocks=100))
     async with (
         gated.serving(ranks, tmp_path / "model", block_size=64) as (_, address),
@@ -256,7 +256,7 @@ async def test_of_a_model_without_a_layer_that_sees_all_nothing_can_be_told(tmp_
     assert caught.value.field == "provenance"
 
 
-async def test_who_may_run_one_answer_at_a_time_has_several_samples_confirmed(tmp_path: Path) -> None:
+async def test_caller_limited_to_one_answer_gets_several_samples_confirmed(tmp_path: Path) -> None:
     """The engine does not know stop strings: the second sample continues until it is cancelled."""
     ranks = FakeRanks(2, 400, vocab=128)
     one = credentials(tmp_path / "tenants", acme=Quotas(generations=1))

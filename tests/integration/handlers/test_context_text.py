@@ -1,4 +1,4 @@
-"""The text of contexts, asked through the wire."""
+"""The text of contexts over the wire."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -37,7 +37,7 @@ async def files(client: AsyncClient, tmp_path: Path) -> list[Path]:
     return paths
 
 
-async def test_bytes_are_told_with_their_file_and_line(client: AsyncClient, files: list[Path]) -> None:
+async def test_bytes_are_reported_with_their_file_and_line(client: AsyncClient, files: list[Path]) -> None:
     start = len(FIRST) + SECOND.index(b"two")
     text = await client.get_context_text("book", byte_start=start, byte_end=start + 3)
     assert (text.text, text.file, text.line) == ("two", str(files[2]), 2)
@@ -52,7 +52,7 @@ async def test_bytes_are_told_with_their_file_and_line(client: AsyncClient, file
     assert (text.file, text.line) == (str(files[0]), 1)
 
 
-async def test_tokens_of_a_template_have_no_bytes(client: AsyncClient, files: list[Path], engine: FakeEngine) -> None:
+async def test_template_tokens_have_no_bytes(client: AsyncClient, files: list[Path], engine: FakeEngine) -> None:
     num_tokens = len(engine.contexts["book"])
     text = await client.get_context_text("book", 0, num_tokens)
     assert text.text.encode() == FIRST + SECOND
@@ -72,7 +72,7 @@ async def test_tokens_of_a_template_have_no_bytes(client: AsyncClient, files: li
         ({"byte_start": 5, "byte_end": 4}, "byte_range"),
     ],
 )
-async def test_wrong_ranges_are_refused(
+async def test_invalid_ranges_are_refused(
     client: AsyncClient, files: list[Path], given: dict[str, int], field: str
 ) -> None:
     with pytest.raises(InvalidArgument) as refused:
@@ -82,7 +82,7 @@ async def test_wrong_ranges_are_refused(
 
 async def test_long_ranges_are_refused(client: AsyncClient, engine: FakeEngine) -> None:
     engine.contexts["long"] = [65] * (1 << 19)
-    with pytest.raises(InvalidArgument, match="at most 262,144 are told at once"):
+    with pytest.raises(InvalidArgument, match="the limit for one call is 262,144"):
         await client.get_context_text("long", 0, 1 << 19)
 
 
@@ -106,7 +106,7 @@ async def test_contexts_of_ids_have_text_and_no_bytes(client: AsyncClient, engin
         ([TextFile("", i) for i in range(MAX_FILES + 1)], "config.files"),
     ],
 )
-async def test_wrong_files_are_refused(
+async def test_invalid_files_are_refused(
     client: AsyncClient, monkeypatch: pytest.MonkeyPatch, wrong: list[TextFile], field: str
 ) -> None:
     monkeypatch.setattr("longleaf.client.upload.files_of", lambda _: tuple(wrong))
@@ -115,7 +115,7 @@ async def test_wrong_files_are_refused(
     assert refused.value.field == field
 
 
-async def test_as_many_files_as_may_be_are_taken(
+async def test_maximum_number_of_files_is_accepted(
     client: AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many = tuple(TextFile(f"{i:x}.c", i) for i in range(MAX_FILES))
@@ -125,7 +125,7 @@ async def test_as_many_files_as_may_be_are_taken(
     assert (await client.get_context_text("book", byte_start=77, byte_end=78)).file == "4d.c"
 
 
-def test_files_are_where_their_parts_begin(tmp_path: Path) -> None:
+def test_files_start_at_their_parts(tmp_path: Path) -> None:
     path, empty = tmp_path / "a.txt", tmp_path / "empty.txt"
     path.write_bytes(b"12345")
     empty.write_bytes(b"")

@@ -1,4 +1,4 @@
-"""Contexts over real sockets, on an engine that says what it is told."""
+"""Contexts over real sockets, with a scripted engine."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ from tests.support.fuzz.target import fuzzed
 from tests.support.service import BYTES, TEXT, Served, collect, ids
 
 
-async def test_a_document_cut_inside_characters_arrives_whole(service: Served) -> None:
+async def test_document_split_inside_characters_arrives_whole(service: Served) -> None:
     seen: list[IngestProgress] = []
 
     def bytewise() -> Iterator[bytes]:
@@ -42,7 +42,7 @@ async def test_a_document_cut_inside_characters_arrives_whole(service: Served) -
     assert seen[-1].received_bytes == len(TEXT.encode())
 
 
-async def test_an_append_carries_no_opening(service: Served, tmp_path: Path) -> None:
+async def test_append_has_no_document_prefix(service: Served, tmp_path: Path) -> None:
     await service.client.ingest("moby", "one")
     before = list(service.engine.contexts["moby"])
     path = tmp_path / "two.txt"
@@ -51,7 +51,7 @@ async def test_an_append_carries_no_opening(service: Served, tmp_path: Path) -> 
     assert service.engine.contexts["moby"] == [*before, *ids("two")]
 
 
-async def test_token_ids_are_ingested_as_they_are(service: Served) -> None:
+async def test_token_ids_are_ingested_unchanged(service: Served) -> None:
     await service.client.ingest("moby", (3, 1, 2))
     assert service.engine.contexts["moby"] == [3, 1, 2]
 
@@ -70,14 +70,14 @@ async def test_token_ids_are_ingested_as_they_are(service: Served) -> None:
         (Path("/nowhere/to/be/found"), "file", "/nowhere"),
     ],
 )
-async def test_wrong_documents_name_the_field(service: Served, document: Any, field: str, message: str) -> None:
+async def test_invalid_documents_name_the_field(service: Served, document: Any, field: str, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message) as caught:
         await service.client.ingest("moby", document)
     assert caught.value.field == field
     assert not service.engine.contexts
 
 
-async def test_a_source_that_breaks_leaves_nothing_behind_and_says_why(service: Served) -> None:
+async def test_failing_source_leaves_no_context_and_raises_its_error(service: Served) -> None:
     def broken() -> Iterator[bytes]:
         yield b"some text"
         raise RuntimeError("the disk is gone")
@@ -87,7 +87,7 @@ async def test_a_source_that_breaks_leaves_nothing_behind_and_says_why(service: 
     assert not service.engine.contexts
 
 
-async def test_a_long_upload_that_is_refused_in_its_middle_says_why(service: Served) -> None:
+async def test_long_upload_refused_midway_gets_the_reason(service: Served) -> None:
     with pytest.raises(InvalidArgument, match="byte 3"):
         await service.client.ingest("moby", iter([b"abc\xff", *[b"a" * 300_000] * 8]))
 
@@ -113,7 +113,7 @@ async def test_names_are_checked_before_the_text_is_sent(service: Served) -> Non
         ([{"name": "contexts/a"}, ingest_pb.IngestContextRequest(text=b"x"), {"token_ids": [1]}], "token_ids"),
     ],
 )
-async def test_wrong_sequences_of_requests_are_refused(
+async def test_invalid_request_sequences_are_refused(
     channel: grpc.aio.Channel, requests: list[Any], field: str
 ) -> None:
     async def upward() -> AsyncIterator[ingest_pb.IngestContextRequest]:
@@ -133,7 +133,7 @@ async def test_wrong_sequences_of_requests_are_refused(
     assert (caught.value.details() or "").startswith(field)
 
 
-async def test_a_cancelled_ingest_closes_the_engines_stream(service: Served) -> None:
+async def test_cancelled_ingest_closes_the_engine_stream(service: Served) -> None:
     service.engine.is_endless = True
     ingest = asyncio.create_task(service.client.ingest("moby", "some text"))
     await service.engine.opened.wait()
@@ -144,7 +144,7 @@ async def test_a_cancelled_ingest_closes_the_engines_stream(service: Served) -> 
     assert not service.engine.contexts
 
 
-async def test_a_lost_worker_breaks_an_ingest_with_its_rank(service: Served) -> None:
+async def test_lost_worker_fails_an_ingest_with_its_rank(service: Served) -> None:
     service.engine.late_error = RankLost(2, "killed")
     with pytest.raises(RankLost, match="rank 2 was lost: killed"):
         await service.client.ingest("moby", "some text")
@@ -167,7 +167,7 @@ async def test_contexts_are_read_listed_by_page_and_deleted(service: Served, cha
 
 
 @pytest.mark.parametrize(("request_", "field"), [({"page_size": -1}, "page_size"), ({"page_token": "ä"}, "page_token")])
-async def test_wrong_pages_are_refused(channel: grpc.aio.Channel, request_: Any, field: str) -> None:
+async def test_invalid_pages_are_refused(channel: grpc.aio.Channel, request_: Any, field: str) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match=field) as caught:
         await ContextServiceStub(channel).ListContexts(ingest_pb.ListContextsRequest(**request_))
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
@@ -177,7 +177,7 @@ def update(*paths: str, name: str = "contexts/moby", **fields: Any) -> ingest_pb
     return ingest_pb.UpdateContextRequest(context={"name": name, **fields}, update_mask={"paths": paths})
 
 
-async def test_a_context_is_named_pinned_and_dated(service: Served, channel: grpc.aio.Channel) -> None:
+async def test_context_display_name_pin_and_expiry_are_updated(service: Served, channel: grpc.aio.Channel) -> None:
     service.engine.contexts["moby"] = [1]
     stub = ContextServiceStub(channel)
     changed = await stub.UpdateContext(update(display_name="The whale", pinned=True, ttl={"seconds": 60}))
@@ -209,7 +209,7 @@ async def test_a_context_is_named_pinned_and_dated(service: Served, channel: grp
     ],
     ids=str,
 )
-async def test_wrong_changes_are_refused(
+async def test_invalid_changes_are_refused(
     channel: grpc.aio.Channel, request_: ingest_pb.UpdateContextRequest, field: str
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -218,7 +218,7 @@ async def test_wrong_changes_are_refused(
     assert (caught.value.details() or "").startswith(field + ": ")
 
 
-async def test_a_context_that_is_not_there_cannot_be_changed(channel: grpc.aio.Channel) -> None:
+async def test_missing_context_cannot_be_changed(channel: grpc.aio.Channel) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="contexts/moby") as caught:
         await ContextServiceStub(channel).UpdateContext(update(pinned=True))
     assert caught.value.code() == grpc.StatusCode.NOT_FOUND
@@ -233,7 +233,7 @@ async def ingest_with(channel: grpc.aio.Channel, text: bytes | None, **config: A
     return [answer async for answer in ContextServiceStub(channel).IngestContext(upward())][-1]
 
 
-async def test_an_ingest_may_name_pin_and_date_its_context(service: Served, channel: grpc.aio.Channel) -> None:
+async def test_ingest_may_set_display_name_pin_and_expiry(service: Served, channel: grpc.aio.Channel) -> None:
     last = await ingest_with(channel, b"text", display_name="The whale", pinned=True, ttl={"seconds": 60})
     assert service.engine.settings["moby"] == ContextSettings(display_name="The whale", is_pinned=True, ttl=60.0)
     assert last.context.display_name == "The whale"
@@ -249,7 +249,7 @@ async def test_priority_client_and_deadline_of_an_ingest_reach_the_engine(
     given, resumable, default = service.engine.claims
     assert (given.priority, given.client) == (-7, "me")
     assert given.deadline is not None
-    assert before + 400 < given.deadline < time.monotonic() + 505  # gRPC rounds it up to be sent
+    assert before + 400 < given.deadline < time.monotonic() + 505  # gRPC rounds it up for sending
     assert resumable.deadline is None
     assert (default.priority, default.client, default.deadline) == (0, "ipv4:127.0.0.1", None)
 
@@ -269,7 +269,7 @@ async def test_priority_client_and_deadline_of_an_ingest_reach_the_engine(
         ({"display_name": "x" * 257}, "config.display_name"),
     ],
 )
-async def test_wrong_settings_are_refused_before_the_text_is_sent(
+async def test_invalid_settings_are_refused_before_the_text_is_sent(
     channel: grpc.aio.Channel, config: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -291,7 +291,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-async def test_only_the_contexts_of_a_page_are_looked_at(tmp_path: Path, looked_at: list[str]) -> None:
+async def test_list_reads_only_the_contexts_of_its_page(tmp_path: Path, looked_at: list[str]) -> None:
     async with fuzzed(tmp_path) as target, AsyncClient(target.address) as client:
         await client.ingest("c00", range(10))
         for number in range(1, 30):
@@ -303,15 +303,15 @@ async def test_only_the_contexts_of_a_page_are_looked_at(tmp_path: Path, looked_
                 request = ingest_pb.ListContextsRequest(page_size=7, page_token=page.next_page_token)
                 page = await ContextServiceStub(channel).ListContexts(request)
                 names += [context.name for context in page.contexts]
-                assert len(looked_at) <= 7 + 1, "the first of the next page tells that there is one"
+                assert len(looked_at) <= 7 + 1, "the first entry of the next page shows that it exists"
         assert names == [f"contexts/c{number:02}" for number in range(30)]
 
 
-async def test_a_question_does_not_walk_what_ranks_hold(tmp_path: Path, looked_at: list[str]) -> None:
+async def test_question_does_not_walk_the_blocks_of_the_ranks(tmp_path: Path, looked_at: list[str]) -> None:
     async with fuzzed(tmp_path) as target, AsyncClient(target.address) as client:
         await client.ingest("book", range(10))
         looked_at.clear()
         await collect(client.ask("book", "x", max_tokens=2))
         assert looked_at == []
         await client.ingest("book", range(10), append=True)
-        assert looked_at == ["book"], "once, to tell its client of it"
+        assert looked_at == ["book"], "once, for the response"

@@ -1,4 +1,4 @@
-"""Documents whose upload begins at one service and continues at its successor."""
+"""Documents whose upload starts at one service and continues at its successor."""
 
 import asyncio
 from array import array
@@ -36,7 +36,7 @@ HEADER = IngestHeader("moby", upload_id="mine", settings=ContextSettings(display
 TEXT = ("Call me Ishmael. Some years ago, never mind how long precisely. \U0001f433 " * 6_000).encode()
 
 
-class Desk:
+class UploadService:
     """The ingests of one service over a catalog."""
 
     def __init__(self, folder: Path, catalog: Catalog, records: Sequence[Any], date: float) -> None:
@@ -44,25 +44,25 @@ class Desk:
         self.engine.max_positions = self.engine.total_tokens = 1 << 23
         self.threads = TokenizerPool()
         self.catalog = catalog
-        self.kept = DurableUploads(catalog, records, lambda: date)
+        self.durable = DurableUploads(catalog, records, lambda: date)
         self._tokenizer = Tokenizer.load(write_model(folder / "model"), DirectRenderer())
         self.ledger = UNLIMITED
-        self.ingest = self.ingest_with(self.kept)
+        self.ingest = self.ingest_with(self.durable)
 
-    def ingest_with(self, kept: DurableUploads) -> Ingest:
-        """That of a service that has no document in memory."""
-        self.uploads = Uploads(kept=kept)
+    def ingest_with(self, durable: DurableUploads) -> Ingest:
+        """Ingests with a service that has no document in memory."""
+        self.uploads = Uploads(durable=durable)
         return Ingest(self.engine, self._tokenizer, self.threads, self.uploads, ledger=self.ledger)
 
     def use_quotas(self) -> None:
-        """Those of the caller."""
+        """Sets the quotas of the caller."""
         self.ledger = QuotaEnforcer(
             lambda _: TenantUsage(),
             lambda: 0.0,
             num_uploads=lambda tenant: self.uploads.num_of(tenant),
             num_upload_tokens=lambda tenant: self.uploads.num_tokens_of(tenant),
         )
-        self.ingest = self.ingest_with(self.kept)
+        self.ingest = self.ingest_with(self.durable)
 
     async def run(self, *pieces: IngestPiece, ends: bool = True) -> list[IngestProgress]:
         reports: list[IngestProgress] = []
@@ -90,12 +90,12 @@ class Desk:
 
 
 @asynccontextmanager
-async def desk(folder: Path, date: float = 5.0) -> AsyncIterator[Desk]:
-    """As long as the block; then everything is dead but the catalog."""
+async def serving(folder: Path, date: float = 5.0) -> AsyncIterator[UploadService]:
+    """The ingests of a service for the block; only the catalog survives it."""
     catalog = await Catalog.open(folder / "catalog.db")
-    found = Desk(folder, catalog, (await catalog.load()).uploads, date)
+    found = UploadService(folder, catalog, (await catalog.load()).uploads, date)
     yield found
-    await found.kept.close()
+    await found.durable.close()
     await found.threads.close()
     await catalog.close()
 
@@ -106,23 +106,23 @@ def cut(data: bytes, size: int = 1 << 16) -> list[bytes]:
 
 async def whole(folder: Path, pieces: Sequence[IngestPiece]) -> list[int]:
     """The context of an uninterrupted upload."""
-    async with desk(folder) as one:
+    async with serving(folder) as one:
         await one.run(IngestHeader("moby"), *pieces)
         return one.engine.contexts["moby"]
 
 
-async def test_text_goes_on_from_the_settled_byte(tmp_path: Path) -> None:
+async def test_text_resumes_at_the_first_unsettled_byte(tmp_path: Path) -> None:
     expected = await whole(tmp_path, cut(TEXT))
     offsets = [0]
     while offsets[-1] < len(TEXT) * 0.7:
-        async with desk(tmp_path) as one:
+        async with serving(tmp_path) as one:
             sent = TEXT[offsets[-1] : offsets[-1] + 150_001]
             await one.run(HEADER, *cut(sent), ends=False)
-        async with desk(tmp_path) as one:
+        async with serving(tmp_path) as one:
             (first, *_) = await one.run(HEADER, ends=False)
             assert offsets[-1] < first.received_bytes <= offsets[-1] + len(sent)
             offsets.append(first.received_bytes)
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         one.engine.contexts["moby"] = [1]
         with pytest.raises(InvalidArgument, match=r"config\.append"):
             await one.run(IngestHeader("moby", upload_id="mine", append=True), b"x")
@@ -130,15 +130,15 @@ async def test_text_goes_on_from_the_settled_byte(tmp_path: Path) -> None:
         reports = await one.run(HEADER, *cut(TEXT[offsets[-1] :]))
         assert reports[-1].phase == "ready"
         assert one.engine.contexts["moby"] == expected
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         assert (await one.run(HEADER, b"other", ends=False))[0].received_bytes == 0, "nothing is left of it"
 
 
-async def test_ids_go_on_after_the_last_that_came(tmp_path: Path) -> None:
+async def test_ids_resume_after_the_last_received(tmp_path: Path) -> None:
     ids = [i % 200 for i in range(200_000)]
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         await one.run(HEADER, tuple(ids[:150_000]), ends=False)
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         (first, *_) = await one.run(HEADER, ends=False)
         assert 0 < first.received_tokens <= 150_000
         await one.run(HEADER, tuple(ids[first.received_tokens :]))
@@ -146,7 +146,7 @@ async def test_ids_go_on_after_the_last_that_came(tmp_path: Path) -> None:
 
 
 class Failing:
-    """A catalog that cannot keep the second part of an upload."""
+    """A catalog that cannot save the second part of an upload."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -171,25 +171,25 @@ class Failing:
 
 
 @pytest.mark.parametrize("is_another_service", [False, True])
-async def test_what_could_not_be_kept_is_sent_again(tmp_path: Path, is_another_service: bool) -> None:
-    """Pieces are also sent again if later pieces were saved, and if the service that had them in memory has dropped
+async def test_unsaved_parts_are_sent_again(tmp_path: Path, is_another_service: bool) -> None:
+    """Pieces are sent again even if later pieces were saved, or if the service that had them in memory has dropped
     them."""
     expected = await whole(tmp_path, cut(TEXT))
-    async with desk(tmp_path) as one:
-        one.kept = DurableUploads(failing := Failing(one.catalog), ())
-        one.ingest = one.ingest_with(one.kept)
+    async with serving(tmp_path) as one:
+        one.durable = DurableUploads(failing := Failing(one.catalog), ())
+        one.ingest = one.ingest_with(one.durable)
         await one.run(HEADER, *cut(TEXT[:400_000]), ends=False)
         assert failing.num_calls > 1
-        await one.kept.close()
+        await one.durable.close()
         if not is_another_service:
-            one.ingest = one.ingest_with(one.kept)
+            one.ingest = one.ingest_with(one.durable)
             await goes_on(one, expected)
     if is_another_service:
-        async with desk(tmp_path) as one:
+        async with serving(tmp_path) as one:
             await goes_on(one, expected)
 
 
-async def goes_on(one: Desk, expected: list[int]) -> None:
+async def goes_on(one: UploadService, expected: list[int]) -> None:
     """Sends the document from the offset that the service reports."""
     (first, *_) = await one.run(HEADER, ends=False)
     assert 0 < first.received_bytes < 300_000
@@ -198,32 +198,32 @@ async def goes_on(one: Desk, expected: list[int]) -> None:
     assert one.engine.contexts["moby"] == expected
 
 
-async def test_what_nobody_goes_on_with_is_dropped_at_last(tmp_path: Path) -> None:
-    async with desk(tmp_path) as one:
+async def test_abandoned_uploads_are_dropped_after_the_retention_time(tmp_path: Path) -> None:
+    async with serving(tmp_path) as one:
         await one.run(HEADER, *cut(TEXT[:200_000]), ends=False)
-    async with desk(tmp_path, 5.0 + KEEP_SECONDS) as one:
-        one.kept.begin()
+    async with serving(tmp_path, 5.0 + KEEP_SECONDS) as one:
+        one.durable.begin()
         await asyncio.sleep(0)
         assert (await one.run(HEADER, ends=False))[0].received_bytes > 0
-    async with desk(tmp_path, 6.0 + KEEP_SECONDS) as one:
-        one.kept.begin()
+    async with serving(tmp_path, 6.0 + KEEP_SECONDS) as one:
+        one.durable.begin()
         await asyncio.sleep(0)
         assert (await one.run(HEADER, ends=False))[0].received_bytes == 0
 
 
-async def test_what_an_earlier_service_kept_can_be_cancelled(tmp_path: Path) -> None:
-    async with desk(tmp_path) as one:
+async def test_upload_of_a_previous_service_can_be_cancelled(tmp_path: Path) -> None:
+    async with serving(tmp_path) as one:
         await one.run(HEADER, *cut(TEXT[:150_001]), ends=False)
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         await one.ingest.cancel("moby", "mine")
         with pytest.raises(NotFound):
             await one.ingest.cancel("moby", "mine")
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         assert (await one.run(HEADER, ends=False))[0].received_bytes == 0
 
 
-async def test_an_ingest_that_has_ended_is_not_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with desk(tmp_path) as one:
+async def test_finished_ingest_is_not_prefilled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(tmp_path) as one:
         one.engine.contexts["moby"] = [1, 2, 3]
         monkeypatch.setattr(one.engine, "made_by", lambda _: "mine")
         for append in (False, True):
@@ -233,19 +233,19 @@ async def test_an_ingest_that_has_ended_is_not_read_twice(tmp_path: Path, monkey
         assert one.engine.contexts["moby"] == [1, 2, 3]
 
 
-async def test_who_sends_many_documents_at_once_keeps_to_the_quota(tmp_path: Path) -> None:
+async def test_concurrent_uploads_stay_within_the_quota(tmp_path: Path) -> None:
     CALLER.set(Caller(tenant="acme", quotas=Quotas(uploads=2)))
     headers = [IngestHeader(f"acme/{number}", tenant="acme", upload_id="mine") for number in range(6)]
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         for each in headers:
             await one.run(each, array("I", range(5)), ends=False)
-    async with desk(tmp_path) as one:  # where each has to be looked for first
+    async with serving(tmp_path) as one:  # each must be looked up first
         one.use_quotas()
         reported = await asyncio.gather(*(one.run(each, array("I", [5]), ends=False) for each in headers))
         assert [bool(reports) for reports in reported].count(True) == 2
 
 
-async def test_an_upload_whose_context_is_deleted_is_not_called_damaged(
+async def test_upload_to_a_deleted_context_is_not_reported_as_damaged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Pieces that still arrive are dropped and are not saved."""
@@ -253,7 +253,7 @@ async def test_an_upload_whose_context_is_deleted_is_not_called_damaged(
     retained = DurableUploads(catalog, ())
     record = UploadRecord(context="moby", upload_id="mine", header=b"x", settled_bytes=5, updated=1.0)
     for start in (0, 5, 10):
-        retained._num_kept.setdefault(record.key, start + 5)
+        retained._num_stored.setdefault(record.key, start + 5)
         await retained._append(record, start, array("I", range(5)), NO_STARTS)
         await catalog.commit(Change(dropped_contexts=("moby",)))
     assert caplog.text == ""
@@ -265,29 +265,29 @@ def acme(number: int) -> IngestHeader:
     return IngestHeader(f"acme/{number}", tenant="acme", upload_id="mine")
 
 
-async def test_documents_that_are_left_count_after_a_restart(tmp_path: Path) -> None:
-    async with desk(tmp_path) as one:
+async def test_interrupted_uploads_count_against_the_quota_after_a_restart(tmp_path: Path) -> None:
+    async with serving(tmp_path) as one:
         for number in range(2):
             await one.run(acme(number), array("I", range(5)), ends=False)
     CALLER.set(Caller(tenant="acme", quotas=Quotas(uploads=2)))
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         one.use_quotas()
         with pytest.raises(ResourceExhausted, match="quotas/uploads"):
             await one.run(acme(2), array("I", [5]))
         await one.run(acme(0), array("I", [5]))
         assert one.engine.contexts["acme/0"] == [*range(5), 5]
-        one.kept.forget(acme(1))
+        one.durable.forget(acme(1))
         await one.run(acme(2), array("I", [5]))
 
 
-async def test_tokens_of_documents_that_are_left_count(tmp_path: Path) -> None:
+async def test_tokens_of_interrupted_uploads_count_against_the_quota(tmp_path: Path) -> None:
     CALLER.set(Caller(tenant="acme", quotas=Quotas(tokens=12)))
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         one.use_quotas()
         await one.run(acme(0), array("I", range(5)), ends=False)
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         one.use_quotas()
-        with pytest.raises(ResourceExhausted, match="quotas/tokens"):  # while it is sent, and not at its end
+        with pytest.raises(ResourceExhausted, match="quotas/tokens"):  # during the upload, not at its end
             await one.run(acme(1), array("I", range(8)), *[array("I", [])] * 3)
         assert one.uploads.num_tokens_of("acme") == 13
         with pytest.raises(ResourceExhausted, match="have 13 tokens"):
@@ -299,48 +299,48 @@ async def test_tokens_of_documents_that_are_left_count(tmp_path: Path) -> None:
 
 async def test_tokens_count_as_they_arrive(tmp_path: Path) -> None:
     CALLER.set(Caller(tenant="acme", quotas=Quotas(tokens_in_per_minute=4)))
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         one.use_quotas()
         await one.run(acme(0), array("I", range(5)), ends=False)
         with pytest.raises(ResourceExhausted, match="quotas/tokens_in_per_minute"):
             await one.run(acme(1), array("I", [5]))
 
 
-async def test_which_text_it_is_is_kept_of_a_document_on_its_way(tmp_path: Path) -> None:
-    async with desk(tmp_path) as one:
+async def test_text_format_of_a_running_upload_is_persisted(tmp_path: Path) -> None:
+    async with serving(tmp_path) as one:
         await one.run(IngestHeader("moby"), *cut(TEXT))
         expected = one.engine.texts["moby"]
     assert expected is not None and expected.num_bytes == len(TEXT)
     sent = 0
     for _ in range(2):
-        async with desk(tmp_path) as one:
+        async with serving(tmp_path) as one:
             (first, *_) = await one.run(HEADER, *cut(TEXT[sent : sent + 150_001]), ends=False)
             sent = first.received_bytes
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         (first, *_) = await one.run(HEADER, ends=False)
         assert first.received_bytes > sent
         sent = first.received_bytes
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         await one.run(HEADER, *cut(TEXT[sent:]))
         assert one.engine.texts["moby"] == expected
 
 
-async def test_files_stay_those_that_an_upload_began_with(tmp_path: Path) -> None:
+async def test_files_of_an_upload_do_not_change(tmp_path: Path) -> None:
     files = (TextFile("a.txt", 0), TextFile("b.txt", 1000))
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         await one.run(replace(HEADER, files=files), *cut(TEXT[:200_000]), ends=False)
-    async with desk(tmp_path) as one:
-        with pytest.raises(InvalidArgument, match=r"config\.files: are not those that this upload began with"):
+    async with serving(tmp_path) as one:
+        with pytest.raises(InvalidArgument, match=r"config\.files: differ from those at the start of this upload"):
             await one.run(replace(HEADER, files=files[:1]))
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         (first, *_) = await one.run(replace(HEADER, files=files), ends=False)
         assert first.received_bytes > 0
 
 
 class Arrived:
-    """A document of so many tokens."""
+    """A document with this number of tokens."""
 
-    settled = StablePrefix(0, 0)
+    prefix = StablePrefix(0, 0)
     starts = array("Q")
 
     def __init__(self, num_tokens: int) -> None:
@@ -352,16 +352,16 @@ class Arrived:
 
 
 @pytest.mark.timeout(60)
-async def test_a_call_that_is_cancelled_ends_nothing_of_others() -> None:
+async def test_cancelled_call_affects_no_other_call() -> None:
     catalog = FakeCatalog()
     retained = DurableUploads(catalog, (), lambda: 5.0)
     catalog.hold()
-    retained.keep(acme(1), Arrived(100))  # type: ignore[arg-type]
-    asking = asyncio.create_task(retained.take_up(acme(1), Arrived(0)))  # type: ignore[arg-type]
+    retained.persist(acme(1), Arrived(100))  # type: ignore[arg-type]
+    asking = asyncio.create_task(retained.load(acme(1), Arrived(0)))  # type: ignore[arg-type]
     await asyncio.sleep(0)
     asking.cancel()
     await asyncio.wait([asking])
-    other = asyncio.create_task(retained.take_up(acme(2), Arrived(0)))  # type: ignore[arg-type]
+    other = asyncio.create_task(retained.load(acme(2), Arrived(0)))  # type: ignore[arg-type]
     await other  # writes for other uploads do not delay it
     catalog.release()
     await comes(lambda: retained.has(acme(1)))
@@ -370,33 +370,33 @@ async def test_a_call_that_is_cancelled_ends_nothing_of_others() -> None:
 
 
 @pytest.mark.timeout(60)
-async def test_an_upload_that_was_dropped_as_old_can_begin_anew() -> None:
+async def test_upload_dropped_as_expired_can_restart() -> None:
     now = [0.0]
     retained = DurableUploads(FakeCatalog(), (), lambda: now[0])
-    retained.keep(acme(1), Arrived(100))  # type: ignore[arg-type]
+    retained.persist(acme(1), Arrived(100))  # type: ignore[arg-type]
     await comes(lambda: retained.has(acme(1)))
     now[0] = KEEP_SECONDS + 1
     retained.drop_old()
-    await retained.take_up(acme(1), Arrived(0))  # type: ignore[arg-type]
-    retained.keep(acme(1), Arrived(50))  # type: ignore[arg-type]
+    await retained.load(acme(1), Arrived(0))  # type: ignore[arg-type]
+    retained.persist(acme(1), Arrived(50))  # type: ignore[arg-type]
     await comes(lambda: retained.has(acme(1)))
     assert retained.tokens_of("acme", ()) == [50]
     await retained.close()
 
 
-async def test_tokens_of_work_that_a_stream_left_behind_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tokens_of_work_left_by_a_stream_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     monkeypatch.setattr(QuotaEnforcer, "take_in", lambda _, num_tokens: taken.append(num_tokens))
-    async with desk(tmp_path) as one:
+    async with serving(tmp_path) as one:
         one.use_quotas()
         digest = DocumentTokenizer.digest
         with monkeypatch.context() as patch:
             exporting: list[Callable[[], object]] = []
             loop = asyncio.get_running_loop()
 
-            def leave(intake: DocumentTokenizer) -> None:
+            def leave(tokenizer: DocumentTokenizer) -> None:
                 loop.call_soon_threadsafe(exporting[0])
-                digest(intake)
+                digest(tokenizer)
 
             patch.setattr(DocumentTokenizer, "digest", leave)
 

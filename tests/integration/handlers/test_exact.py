@@ -45,14 +45,14 @@ async def responses(settings: dict[str, Any], folder: Path) -> list[Any]:
         ),
     ],
 )
-async def test_every_response_says_whether_it_is_exact(tmp_path: Path, settings: dict[str, Any], note: str) -> None:
+async def test_every_response_reports_whether_it_is_exact(tmp_path: Path, settings: dict[str, Any], note: str) -> None:
     found = await responses(settings, tmp_path / "model")
     assert len(found) >= 9
     assert [(response.is_exact, response.exactness_note) for response in found] == [(not note, note)] * len(found)
 
 
-async def test_what_a_rank_could_not_verify_is_not_exact(tmp_path: Path) -> None:
-    """Nor after the first epoch: a later verification by others would be of the same model."""
+async def test_unverified_rank_makes_answers_inexact(tmp_path: Path) -> None:
+    """Not even after the first epoch: a later verification by others would be of the same model."""
     note = "not verified: plain attention failed"
 
     class UncertainRanks(FakeRanks):

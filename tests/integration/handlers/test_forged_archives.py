@@ -1,4 +1,4 @@
-"""Forged archives with a valid structure: they harm only their importer, whatever they contain."""
+"""Forged archives with a valid structure harm only their importer, for any content."""
 
 import logging
 import resource
@@ -23,16 +23,16 @@ from workers.kv_io.kv_piece import form_of
 
 pytestmark = pytest.mark.timeout(3600)
 
-TOLD = (InvalidArgument, CheckpointChanged, AlreadyExists, FailedPrecondition, ResourceExhausted)
+EXPECTED_ERRORS = (InvalidArgument, CheckpointChanged, AlreadyExists, FailedPrecondition, ResourceExhausted)
 """Errors that an importer may receive."""
 GROWTH = 64 << 20
 UNFORGED = (0, 16, 32, 48)
 BROKE_EPOCHS = (1000, 1004, 1020, 1030, 1032, 1038, 1046, 1057, 1087, 1121, 1129, 1145)
-"""With the code before these tests: tensors of other names or shapes, windows before their segment, other positions."""
+"""Findings in earlier code: tensors with other names or shapes, windows before their segment, other positions."""
 WERE_NEVER_ANSWERED = (1009, 1086, 1096, 1098, 1140)
-"""With that code: an unexpected error of a fetch left their segments neither restored nor recomputed."""
-KEPT_SEEDS = (*UNFORGED, *BROKE_EPOCHS, *WERE_NEVER_ANSWERED)
-"""Each run has them."""
+"""Findings in earlier code: an unexpected fetch error left segments neither restored nor recomputed."""
+FIXED_SEEDS = (*UNFORGED, *BROKE_EPOCHS, *WERE_NEVER_ANSWERED)
+"""Part of each run."""
 
 
 def peak_bytes() -> int:
@@ -40,7 +40,7 @@ def peak_bytes() -> int:
 
 
 def seeds(count: int) -> list[int]:
-    return [*KEPT_SEEDS, *range(2000, 2000 + count - len(KEPT_SEEDS))]
+    return [*FIXED_SEEDS, *range(2000, 2000 + count - len(FIXED_SEEDS))]
 
 
 LEVELS = [
@@ -56,7 +56,7 @@ RESTORED = [
 
 
 @pytest.mark.parametrize("count", LEVELS)
-async def test_an_archive_is_taken_in_as_a_whole_or_refused_without_a_trace(count: int) -> None:
+async def test_forged_archive_is_imported_whole_or_refused_without_a_trace(count: int) -> None:
     slots = pool(windows=True)
     form = "|".join(form_of(slots, of_windows=of_windows) for of_windows in (False, True))
     ends, peak = Counter[str](), 0
@@ -65,7 +65,7 @@ async def test_an_archive_is_taken_in_as_a_whole_or_refused_without_a_trace(coun
         imports = ImportSessions(transfers, VOCABULARY, wall_clock=lambda: 12.0)
         try:
             context = await arrive(imports, forge(seed, slots, FINGERPRINT))
-        except TOLD as error:
+        except EXPECTED_ERRORS as error:
             ends[type(error).__name__] += 1
         else:
             assert context is not None and context.tokens == transfers.contexts[context.id].context.num_tokens, seed
@@ -74,7 +74,7 @@ async def test_an_archive_is_taken_in_as_a_whole_or_refused_without_a_trace(coun
             transfers.objects.clear()
             ends["imported"] += 1
         await imports.close()
-        assert (transfers.num_arriving, transfers.objects) == (0, {}), seed
+        assert (transfers.num_imports, transfers.objects) == (0, {}), seed
         peak = peak_bytes() if number == 16 else peak
     assert peak_bytes() - peak < GROWTH
     assert ends["imported"] > count // 16
@@ -83,7 +83,7 @@ async def test_an_archive_is_taken_in_as_a_whole_or_refused_without_a_trace(coun
 
 @pytest.mark.parametrize("windows", [False, True], ids=["sharded", "replicated"])
 @pytest.mark.parametrize("count", RESTORED)
-async def test_what_was_imported_breaks_no_epoch_and_no_answer_of_others(
+async def test_imported_context_breaks_no_epoch_and_no_other_answer(
     count: int, windows: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
@@ -94,7 +94,7 @@ async def test_what_was_imported_breaks_no_epoch_and_no_answer_of_others(
         for number, seed in enumerate(seeds(count)):
             try:
                 context = await arrive(imports, archive(seed, ranks))
-            except TOLD as error:
+            except EXPECTED_ERRORS as error:
                 ends[type(error).__name__] += 1
                 continue
             assert context is not None

@@ -34,7 +34,7 @@ from tests.support.service import BYTES, TEXT, FakeEngine, Served, byte_tokenize
 pytestmark = pytest.mark.timeout(60)
 
 
-async def test_an_answer_streams_whole_characters_and_all_its_tokens(service: Served) -> None:
+async def test_answer_streams_whole_characters_and_all_its_tokens(service: Served) -> None:
     service.engine.answer = tuple((token_id,) for token_id in ids(TEXT))
     found = [event async for event in service.client.generate("hello", max_tokens=99)]
     assert isinstance(found[0], Started)
@@ -50,7 +50,7 @@ async def test_an_answer_streams_whole_characters_and_all_its_tokens(service: Se
     assert finished.timings.first_token_seconds == 1.5
 
 
-async def test_a_prompt_goes_through_the_chat_template(service: Served) -> None:
+async def test_prompt_goes_through_the_chat_template(service: Served) -> None:
     await collect(service.client.generate("<|end|>"))
     prompt = service.engine.prompts[0]
     begin, user, model = (BYTES.token_to_id(name) for name in ("<|begin|>", "<|user|>", "<|model|>"))
@@ -59,7 +59,7 @@ async def test_a_prompt_goes_through_the_chat_template(service: Served) -> None:
     assert prompt.end_tokens == {BYTES.token_to_id("<|end|>")}
 
 
-async def test_sampling_arrives_and_defaults_are_filled_in(service: Served) -> None:
+async def test_sampling_settings_arrive_and_defaults_are_filled_in(service: Served) -> None:
     await collect(service.client.generate([1, 2], temperature=0.5, top_k=7, seed=2**64 - 1, stop=["a", "b"]))
     await collect(service.client.generate([1, 2]))
     given, default = (prompt.sampling for prompt in service.engine.prompts)
@@ -89,7 +89,7 @@ async def test_priority_client_samples_and_deadline_reach_the_engine(
     assert default.claim.client == "ipv4:127.0.0.1"
 
 
-async def test_samples_come_interleaved_and_a_stop_string_ends_its_own(
+async def test_samples_are_interleaved_and_a_stop_string_ends_only_its_sample(
     service: Served, channel: grpc.aio.Channel
 ) -> None:
     output = [(0, 0, "one "), (1, 0, "two"), (1, 3, "END"), (0, 4, "more"), (1, 6, "lost")]
@@ -113,7 +113,7 @@ async def test_samples_come_interleaved_and_a_stop_string_ends_its_own(
     await service.engine.streams[0].closed.wait()
 
 
-async def test_logprobs_travel_with_their_tokens(service: Served) -> None:
+async def test_logprobs_arrive_with_their_tokens(service: Served) -> None:
     token_ids = ids("é!")
     entries = [Logprobs(-float(i), (TokenLogprob(i, -0.5),)) for i in range(len(token_ids))]
     parts = [engine_messages.Tokens(i, (Token(token_ids[i], entries[i]),)) for i in range(len(token_ids))]
@@ -125,7 +125,7 @@ async def test_logprobs_travel_with_their_tokens(service: Served) -> None:
     assert service.engine.prompts[0].sampling.num_logprobs == 1
 
 
-async def test_bytes_of_tokens_come_when_they_are_asked_for(service: Served) -> None:
+async def test_token_bytes_are_sent_on_request(service: Served) -> None:
     """A character that is split over two tokens is in neither token's text."""
     token_ids = ids("é!")
     entries = [Logprobs(-1.0, tuple(TokenLogprob(i, -0.5) for i in (token_id, ids("a")[0]))) for token_id in token_ids]
@@ -141,14 +141,14 @@ async def test_bytes_of_tokens_come_when_they_are_asked_for(service: Served) -> 
     ]
 
 
-async def test_an_answer_that_is_scaled_otherwise_says_so(service: Served) -> None:
+async def test_rope_scaling_of_an_answer_is_reported(service: Served) -> None:
     service.engine.scaling = "positions are scaled"
     _, finished = await collect(service.client.generate("x", max_tokens=3))
     assert (finished.is_exact, finished.exactness_note) == (False, "positions are scaled")
 
 
 @pytest.mark.parametrize("kind", ["prepend", "always", "first"])
-async def test_a_continuation_keeps_its_first_space(kind: str, tmp_path: Path) -> None:
+async def test_continuation_keeps_its_first_space(kind: str, tmp_path: Path) -> None:
     """SentencePiece-like decoders drop the space before a text; an answer in a chat is a separate text."""
     fast, engine = sentencepiece_tokenizer(kind), FakeEngine()
     there, hi = fast.token_to_id("▁there"), fast.token_to_id("Hi")
@@ -168,7 +168,7 @@ async def test_a_continuation_keeps_its_first_space(kind: str, tmp_path: Path) -
     await use_cases.close()
 
 
-def test_the_prompt_that_an_answer_continues_ends_with_a_whole_character() -> None:
+def test_prompt_of_a_continuation_must_end_with_a_whole_character() -> None:
     texts = {1: "a", 2: "\ufffd", 3: ""}
     alphabet = Alphabet(decode=lambda found: "".join(texts[each] for each in found), silent=frozenset({9}))
     assert ids_before(alphabet, [1] * 20) == (1,) * 8
@@ -177,7 +177,7 @@ def test_the_prompt_that_an_answer_continues_ends_with_a_whole_character() -> No
         assert ids_before(alphabet, prompt) == ()
 
 
-async def test_bytes_that_no_token_has_alone_are_refused(service: Served, tmp_path: Path) -> None:
+async def test_partial_character_bytes_are_refused(service: Served, tmp_path: Path) -> None:
     suffixes = byte_tokenizer()
     suffixes.decoder = decoders.BPEDecoder()
     engine = FakeEngine()
@@ -192,7 +192,7 @@ async def test_bytes_that_no_token_has_alone_are_refused(service: Served, tmp_pa
     assert (caught.value.field, engine.prompts) == ("return_token_bytes", [])
 
 
-async def test_a_stop_string_across_tokens_ends_the_engines_stream(service: Served) -> None:
+async def test_stop_string_across_tokens_ends_the_engine_stream(service: Served) -> None:
     service.engine.answer = tuple((token_id,) for token_id in ids("one END two"))
     service.engine.is_endless = True
     text, finished = await collect(service.client.generate("x", stop=["END"]))
@@ -202,7 +202,7 @@ async def test_a_stop_string_across_tokens_ends_the_engines_stream(service: Serv
     await service.engine.streams[0].closed.wait()
 
 
-async def test_the_end_token_counts_but_shows_nothing(service: Served) -> None:
+async def test_end_token_is_counted_without_text(service: Served) -> None:
     end = BYTES.token_to_id("<|end|>")
     service.engine.answer, service.engine.reason = ((*ids("ok"), end),), "end_token"
     found = [event async for event in service.client.generate("x")]
@@ -211,7 +211,7 @@ async def test_the_end_token_counts_but_shows_nothing(service: Served) -> None:
     assert sum(len(delta.token_ids) for delta in deltas) == 3
 
 
-async def test_leaving_an_answer_closes_the_engines_stream(service: Served) -> None:
+async def test_closing_an_answer_closes_the_engine_stream(service: Served) -> None:
     service.engine.answer, service.engine.is_endless = (ids("a"),), True
     async with aclosing(service.client.generate("x")) as answer:
         async for event in answer:
@@ -220,7 +220,7 @@ async def test_leaving_an_answer_closes_the_engines_stream(service: Served) -> N
     await service.engine.streams[0].closed.wait()
 
 
-async def test_a_client_that_vanishes_while_nothing_comes_closes_the_stream(service: Served) -> None:
+async def test_lost_client_closes_an_idle_stream(service: Served) -> None:
     service.engine.is_endless = True
     reading = asyncio.create_task(collect(service.client.generate("x")))
     await service.engine.opened.wait()
@@ -252,7 +252,7 @@ async def test_a_client_that_vanishes_while_nothing_comes_closes_the_stream(serv
         ({"num_logprobs": 21}, "sampling.logprob_count"),
     ],
 )
-async def test_wrong_sampling_names_its_field(service: Served, options: Any, field: str) -> None:
+async def test_invalid_sampling_settings_name_the_field(service: Served, options: Any, field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         await collect(service.client.generate("x", **options))
     assert caught.value.field == field
@@ -260,7 +260,7 @@ async def test_wrong_sampling_names_its_field(service: Served, options: Any, fie
 
 
 @pytest.mark.parametrize("prompt", [b"one", bytearray(b"one"), memoryview(b"one")], ids=lambda p: type(p).__name__)
-async def test_bytes_are_text(service: Served, prompt: Any) -> None:
+async def test_bytes_are_accepted_as_text(service: Served, prompt: Any) -> None:
     await collect(service.client.generate("one"))
     await collect(service.client.generate(prompt))
     text, raw = service.engine.prompts
@@ -270,7 +270,7 @@ async def test_bytes_are_text(service: Served, prompt: Any) -> None:
 @pytest.mark.parametrize(
     "prompt", [array("I", [5, 6]), np.array([5, 6]), range(5, 7), iter([5, 6])], ids=lambda p: type(p).__name__
 )
-async def test_a_prompt_may_be_any_kind_of_ids(service: Served, prompt: Any) -> None:
+async def test_prompt_may_be_any_sequence_of_ids(service: Served, prompt: Any) -> None:
     await collect(service.client.generate(prompt))
     assert list(service.engine.prompts[0].token_ids) == [5, 6]
 
@@ -299,7 +299,7 @@ async def test_a_prompt_may_be_any_kind_of_ids(service: Served, prompt: Any) -> 
         ("x", "\ud800", "context"),
     ],
 )
-async def test_wrong_input_names_its_field(service: Served, prompt: Any, context: str | None, field: str) -> None:
+async def test_invalid_input_names_the_field(service: Served, prompt: Any, context: str | None, field: str) -> None:
     service.engine.contexts["moby"] = [1]
     with pytest.raises(InvalidArgument) as caught:
         await collect(service.client.generate(prompt, context=context))
@@ -307,19 +307,19 @@ async def test_wrong_input_names_its_field(service: Served, prompt: Any, context
 
 
 @pytest.mark.parametrize("context", [None, "moby"])
-async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+async def test_text_that_cannot_fit_is_refused_before_tokenization(
     service: Served, context: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Encoder, "push", None)
     service.engine.contexts["moby"] = [1] * 96
-    with pytest.raises(InvalidArgument, match="bytes cannot fit") as caught:
+    with pytest.raises(InvalidArgument, match="bytes do not fit") as caught:
         await collect(service.client.generate("a" * (1 << 20), context=context))
     assert caught.value.field == "text"
     assert ("96 of them are taken" in str(caught.value)) == (context is not None)
     assert not service.engine.prompts
 
 
-async def test_an_option_that_there_is_not_is_named(service: Served) -> None:
+async def test_unknown_option_is_named(service: Served) -> None:
     wrong: Any = {"max_tokens": 3, "temprature": 0.5}
     with pytest.raises(TypeError, match="'temprature'"):
         await anext(service.client.generate("x", **wrong))
@@ -349,7 +349,7 @@ async def test_an_option_that_there_is_not_is_named(service: Served) -> None:
     assert service.engine.prompts == []
 
 
-async def test_a_request_without_input_is_refused(channel: grpc.aio.Channel) -> None:
+async def test_request_without_input_is_refused(channel: grpc.aio.Channel) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await GenerationServiceStub(channel).Generate(service_pb.GenerateRequest()).read()
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT

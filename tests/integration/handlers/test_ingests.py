@@ -1,5 +1,5 @@
-"""Ingests whose clients leave, break off or have no time, over real sockets and on a real engine: whatever was held for
-them is free before another step."""
+"""Ingests whose clients disconnect, lose the connection or time out, over real sockets with a real engine: all their
+resources are free before the next step."""
 
 import asyncio
 import time
@@ -26,8 +26,8 @@ DOCUMENT = tuple(range(100)) * 6
 
 
 class Service:
-    """A service, a client behind a connection that can be broken, and one whose connection is whole: a call that comes
-    too soon after a break may still meet the old one."""
+    """A service, a client behind a connection that can be broken, and a client with a direct connection: a call too
+    soon after a break may still use the broken one."""
 
     def __init__(self, ranks: GatedRanks, engine: Engine, proxy: Proxy, far: AsyncClient, near: AsyncClient) -> None:
         self.ranks, self.engine, self.proxy, self.far, self.client = ranks, engine, proxy, far, near
@@ -38,7 +38,7 @@ class Service:
         return cluster.running + cluster.waiting
 
     @property
-    def num_held(self) -> int:
+    def num_used_tokens(self) -> int:
         """Tokens."""
         return sum(worker.tokens for worker in self.engine.cluster().workers)
 
@@ -82,21 +82,21 @@ def patience(leave: Leave) -> float | None:
 
 
 async def or_end(state: asyncio.Future[None] | asyncio.Task[None], ingest: asyncio.Task[Context]) -> None:
-    """Waits for the state, or for the end of an ingest that on a slow machine has passed its deadline before."""
+    """Waits for the state, or for the end of an ingest that passed its deadline on a slow machine."""
     await asyncio.wait([state, ingest], return_when=asyncio.FIRST_COMPLETED)
     state.cancel()
 
 
 @LEAVE
-async def test_an_ingest_that_is_read_frees_all_it_holds(service: Service, leave: Leave) -> None:
+async def test_disconnected_running_ingest_releases_everything(service: Service, leave: Leave) -> None:
     service.ranks.allow(2)
     ingest = service.start(patience(leave))
-    reading = comes_to(service.engine, lambda: service.num_held >= 3 * CHUNK)
+    reading = comes_to(service.engine, lambda: service.num_used_tokens >= 3 * CHUNK)
     await or_end(asyncio.ensure_future(reading), ingest)
     await leave(service, ingest)
-    await comes_to(service.engine, lambda: not service.num_jobs)  # the third step is under way, and stays so
+    await comes_to(service.engine, lambda: not service.num_jobs)  # the third step is running and does not finish
     service.engine.audit()
-    assert service.num_held == 0
+    assert service.num_used_tokens == 0
     assert len(service.ranks.plans) == 2
     with pytest.raises(NotFound):
         await service.client.get_context("doc")
@@ -105,7 +105,7 @@ async def test_an_ingest_that_is_read_frees_all_it_holds(service: Service, leave
 
 
 @LEAVE
-async def test_an_ingest_that_waits_leaves_the_queue(service: Service, leave: Leave) -> None:
+async def test_disconnected_queued_ingest_leaves_the_queue(service: Service, leave: Leave) -> None:
     sampling = Sampling(max_tokens=230)
     answers = [service.engine.submit(Prompt(context=None, token_ids=(1, 2), sampling=sampling)) for _ in range(4)]
     ingest = service.start(patience(leave))
@@ -119,16 +119,16 @@ async def test_an_ingest_that_waits_leaves_the_queue(service: Service, leave: Le
     for answer in answers:
         async for _ in answer:
             pass
-    assert service.num_held == 0
+    assert service.num_used_tokens == 0
 
 
-async def test_a_deadline_that_cannot_be_met_is_refused_at_once(tmp_path: Path) -> None:
+async def test_infeasible_deadline_is_refused_immediately(tmp_path: Path) -> None:
     ranks = GatedRanks(seconds_per_token=1.0)
     ranks.allow(100)
     async with serving(ranks, tmp_path, chunk_size=CHUNK) as (engine, address), AsyncClient(address) as client:
         await client.ingest("first", DOCUMENT[:CHUNK])
         with pytest.raises(
-            DeadlineExceeded, match=r"(4 min \d+ s|5 min( 1 s)?) are left, and 6 min 40 s are needed at least"
+            DeadlineExceeded, match=r"(4 min \d+ s|5 min( 1 s)?) are left, and at least 6 min 40 s are needed"
         ):
             await client.ingest("second", DOCUMENT[:400], timeout=300)
         engine.audit()
@@ -137,19 +137,19 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("upload_id", ["", "mine"])
-async def test_an_ingest_whose_context_would_have_expired_frees_all_it_holds(service: Service, upload_id: str) -> None:
+async def test_ingest_past_its_context_expiry_releases_everything(service: Service, upload_id: str) -> None:
     service.ranks.allow(2)
     with pytest.raises(InvalidArgument) as caught:
         await service.client.ingest("doc", DOCUMENT, expires=time.time() + 0.5, upload_id=upload_id)
     assert caught.value.field == "config.expire_time"
     assert not service.num_jobs
     service.engine.audit()
-    assert service.num_held == 0
+    assert service.num_used_tokens == 0
     service.ranks.allow(100)
     assert (await service.client.ingest("doc", DOCUMENT, upload_id=upload_id)).tokens == len(DOCUMENT)
 
 
-async def test_an_ingest_that_can_be_resumed_outlives_its_deadline(service: Service) -> None:
+async def test_resumable_ingest_survives_its_deadline(service: Service) -> None:
     with pytest.raises(DeadlineExceeded):
         await service.client.ingest("doc", DOCUMENT, upload_id="mine", timeout=0.5)
     service.ranks.allow(100)

@@ -1,4 +1,4 @@
-"""More than the service can take, clients that leave and clients that do not read: real sockets, real ranks."""
+"""Overload, disconnected clients and clients that do not read: real sockets, real ranks."""
 
 import asyncio
 import multiprocessing
@@ -32,7 +32,7 @@ CAPACITY = 8
 MIB = 1 << 20
 SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0))
 MANY = 20_000
-"""Tokens that take longer than a test."""
+"""Number of tokens that takes longer than a test."""
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -49,7 +49,7 @@ class Served:
         self.engine, self.address, self.client = engine, address, client
 
     async def until_idle(self) -> None:
-        """Waits until no job is left, and checks that nothing is held for one."""
+        """Waits until no job remains, and checks that all resources are free."""
         await until(lambda: not self.engine.cluster().running + self.engine.cluster().waiting)
         self.engine.audit()
         resident = sum(context.tokens for context in self.engine.list_contexts())
@@ -83,7 +83,7 @@ async def ask(client: AsyncClient, number: int, max_tokens: int = 40) -> tuple[i
 
 
 async def overload(client: AsyncClient, expected: list[tuple[int, ...]]) -> int:
-    """Four times more than fits at once; the number of those that were refused."""
+    """Sends four times the capacity; returns the number of refused requests."""
     calls = [ask(client, i % CAPACITY) for i in range(4 * CAPACITY)]
     results = await asyncio.gather(*calls, return_exceptions=True)
     refused = [result for result in results if isinstance(result, ResourceExhausted)]
@@ -94,7 +94,7 @@ async def overload(client: AsyncClient, expected: list[tuple[int, ...]]) -> int:
     return len(refused)
 
 
-async def test_what_is_too_much_is_refused_and_the_rest_is_right() -> None:
+async def test_excess_load_is_refused_and_accepted_answers_are_correct() -> None:
     async with serving() as served:
         expected = [await ask(served.client, number) for number in range(CAPACITY)]
         assert {len(answer) for answer in expected} == {40}
@@ -116,7 +116,7 @@ async def test_memory_stays_flat_under_overload() -> None:
         assert psutil.Process().memory_info().rss - before < 16 * MIB
 
 
-async def test_whoever_leaves_frees_everything() -> None:
+async def test_disconnected_clients_release_everything() -> None:
     async with serving(chunk_size=256) as served:
         for leave in (leave_an_ingest, break_an_ingest_off, leave_a_prompt, kill_a_client, pass_a_deadline):
             await leave(served)
@@ -166,7 +166,7 @@ async def pass_a_deadline(served: Served) -> None:
 
 
 def read_for_ever(address: str, first: object) -> None:
-    """In a separate process: reads an answer that does not end."""
+    """In a separate process: reads an endless answer."""
     with Client(address) as client:
         for event in client.generate([65, 66, 67], max_tokens=MANY, ignore_end_token=True):
             if isinstance(event, Delta):
@@ -174,7 +174,7 @@ def read_for_ever(address: str, first: object) -> None:
 
 
 @pytest.mark.slow
-async def test_a_client_that_does_not_read_is_paused_and_slows_nobody() -> None:
+async def test_slow_reader_is_paused_and_delays_no_other_client() -> None:
     async with serving() as served, grpc.aio.insecure_channel(served.address, SMALL_WINDOW) as channel:
         expected = await ask(served.client, 1)
         call = GenerationServiceStub(channel).Generate(endless())

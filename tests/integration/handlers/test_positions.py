@@ -1,4 +1,5 @@
-"""How far contexts and prompts may go, over real sockets: the whole coordinator, on ranks that answer by arithmetic."""
+"""Position limits of contexts and prompts, over real sockets: the whole coordinator, with ranks that answer by
+arithmetic."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -36,7 +37,7 @@ class Running:
         self.address, self.client, self.engine, self.ranks = address, client, engine, ranks
 
     def ropes(self) -> set[Rope]:
-        """The ropes that the ranks were sent so far."""
+        """Ropes sent to the ranks so far."""
         works = [plan.work for plan in self.ranks.plans]
         rows = [row for work in works if isinstance(work, Decode) for row in work.rows if row.path]
         return {part.rope for part in (*rows, *(work for work in works if isinstance(work, Prefill)))}
@@ -63,13 +64,13 @@ async def serving(folder: Path, *, allow_long: bool = False) -> AsyncIterator[Ru
 
 
 async def generate(client: AsyncClient, num_tokens: int, max_tokens: int) -> Started:
-    """The first event of the answer to a prompt of so many tokens; reads all."""
+    """Reads the whole answer to a prompt with this number of tokens; returns the first event."""
     events = [event async for event in client.generate((1,) * num_tokens, max_tokens=max_tokens, ignore_end_token=True)]
     assert isinstance(events[0], Started)
     return events[0]
 
 
-async def test_beyond_the_trained_length_is_refused_with_both_numbers(tmp_path: Path) -> None:
+async def test_prompt_beyond_the_trained_length_is_refused_with_both_lengths(tmp_path: Path) -> None:
     async with serving(tmp_path) as service, grpc.aio.insecure_channel(service.address) as channel:
         request = service_pb.GenerateRequest(token_ids={"ids": [1] * 150}, sampling={"max_token_count": 52})
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -79,16 +80,16 @@ async def test_beyond_the_trained_length_is_refused_with_both_numbers(tmp_path: 
             caught.value.details() or ""
         )
         assert "--allow-long" in (caught.value.details() or "")
-        with pytest.raises(InvalidArgument, match="at most .* 200 tokens of the model's context, .*--allow-long"):
+        with pytest.raises(InvalidArgument, match="200 tokens of the model's context, .*--allow-long"):
             await service.client.ingest("book", "x" * 10_000)
-        with pytest.raises(InvalidArgument, match="201 is more than 200 positions, .*--allow-long") as refused:
+        with pytest.raises(InvalidArgument, match="201 exceeds 200 positions, .*--allow-long") as refused:
             await service.client.ingest("book", "x", capacity=201)
         assert refused.value.field == "config.capacity_token_count"
         assert await service.client.list_contexts() == []
         assert not (await generate(service.client, 150, 51)).is_beyond_trained
 
 
-async def test_with_permission_it_is_done_and_said(tmp_path: Path) -> None:
+async def test_extended_positions_are_allowed_with_permission_and_reported(tmp_path: Path) -> None:
     async with serving(tmp_path, allow_long=True) as service:
         assert (await generate(service.client, 150, 52)).is_beyond_trained
         context = await service.client.ingest("book", (1,) * 201)
@@ -97,7 +98,7 @@ async def test_with_permission_it_is_done_and_said(tmp_path: Path) -> None:
         assert (model.max_context_tokens, model.is_long_allowed, model.rope) == (TRAINED, True, "longrope")
 
 
-async def test_a_context_tells_its_rope_and_hands_it_on(tmp_path: Path) -> None:
+async def test_context_reports_its_rope_and_forks_inherit_it(tmp_path: Path) -> None:
     async with serving(tmp_path) as service:
         client = service.client
         short = await client.ingest("short", (1,) * 50)
@@ -129,7 +130,7 @@ async def test_a_context_tells_its_rope_and_hands_it_on(tmp_path: Path) -> None:
         ("long", 15, 1, 50, []),
     ],
 )
-async def test_what_a_question_computes_anew_is_announced_and_counted(
+async def test_recomputed_tokens_of_a_question_are_announced_and_counted(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     context: str,
@@ -154,14 +155,14 @@ async def test_what_a_question_computes_anew_is_announced_and_counted(
     assert counted == [num_requested, *taken]
 
 
-async def test_prompts_share_only_what_has_their_rope(tmp_path: Path) -> None:
+async def test_prompts_share_only_prefixes_with_the_same_rope(tmp_path: Path) -> None:
     async with serving(tmp_path) as service:
         await service.client.ingest("long", (1,) * 40, capacity=100)
         cached = [(await generate(service.client, 40 + i, 8)).cached_tokens for i in (1, 2, 40)]
-        assert cached == [0, 40, 40], "the first one is short: only the second finds a beginning with its rope"
+        assert cached == [0, 40, 40], "the first one is short: only the second finds a prefix with its rope"
 
 
-async def test_the_model_tells_how_right_its_positions_are(tmp_path: Path) -> None:
+async def test_model_reports_the_exactness_of_its_positions(tmp_path: Path) -> None:
     async with serving(tmp_path) as service:
         model = (await service.client.cluster()).model
         assert not model.is_long_allowed

@@ -48,7 +48,7 @@ class Ranks(GatedRanks):
 
 
 class Clock:
-    """The engine's, which a test may put forward."""
+    """The engine's clock, which a test may advance."""
 
     def __init__(self) -> None:
         self.ahead = 0.0
@@ -70,7 +70,7 @@ class Resumable:
     async def read(
         self, request: service_pb.GenerateRequest, num_tokens: int | None = None, timeout: float | None = None
     ) -> list[Event]:
-        """Events until so many tokens have come; then the call is cancelled. Raises typed errors."""
+        """Events until this number of tokens has arrived; then the call is cancelled. Raises typed errors."""
         found: list[Event] = []
         call = self._stub.Generate(request, timeout=timeout)
         try:
@@ -118,7 +118,7 @@ def plain_ids(folder: Path, text: str) -> tuple[int, ...]:
     return tuple(encoded(Tokenizer.load(folder, DirectRenderer()).plain_encoder(True), text))
 
 
-async def test_a_broken_stream_goes_on_at_the_next_token(resumable: Resumable, tmp_path: Path) -> None:
+async def test_interrupted_stream_resumes_at_the_next_token(resumable: Resumable, tmp_path: Path) -> None:
     resumable.ranks.allow(10**4)
     found = await resumable.read(request(), num_tokens=20)
     assert isinstance(found[0], Started)
@@ -136,7 +136,7 @@ async def test_a_broken_stream_goes_on_at_the_next_token(resumable: Resumable, t
     assert ids == expected(tuple(encoded(tokenizer.plain_encoder(True), "x")))
 
 
-async def test_the_sequence_goes_on_while_nobody_reads(resumable: Resumable) -> None:
+async def test_sequence_continues_without_a_reader(resumable: Resumable) -> None:
     resumable.ranks.allow(20)
     found = await resumable.read(request(), num_tokens=5)
     resumable.ranks.allow(10**4)
@@ -146,7 +146,7 @@ async def test_the_sequence_goes_on_while_nobody_reads(resumable: Resumable) -> 
     assert isinstance(rest[-1], Finished)
 
 
-async def test_a_repeated_request_runs_once(resumable: Resumable) -> None:
+async def test_repeated_request_runs_once(resumable: Resumable) -> None:
     resumable.ranks.allow(20)
     first = await resumable.read(request(), num_tokens=5)
     resumable.ranks.allow(10**4)
@@ -159,7 +159,7 @@ async def test_a_repeated_request_runs_once(resumable: Resumable) -> None:
     assert caught.value.field == "request_id"
 
 
-async def test_what_is_not_held_is_not_found(resumable: Resumable) -> None:
+async def test_unretained_generation_is_not_found(resumable: Resumable) -> None:
     resumable.ranks.allow(10**4)
     await resumable.read(request("never", seconds=0.0))
     for name in ("never", "unknown"):
@@ -167,17 +167,17 @@ async def test_what_is_not_held_is_not_found(resumable: Resumable) -> None:
             await resumable.read(resume(0, name))
 
 
-async def test_a_generation_that_is_not_held_is_not_run_twice_either(resumable: Resumable) -> None:
+async def test_unretained_generation_is_not_run_twice(resumable: Resumable) -> None:
     resumable.ranks.allow(20)
     reading = asyncio.create_task(resumable.read(request("a", seconds=0.0)))
-    await resumable.ranks.are_asked.wait()
+    await resumable.ranks.has_step.wait()
     with pytest.raises(AlreadyExists, match="generations/a"):
         await resumable.read(request("a", seconds=0.0))
     resumable.ranks.allow(10**4)
     assert len(ids_of(await reading)) == NUM_TOKENS
 
 
-async def test_the_service_names_generations_that_have_no_name(service: Served) -> None:
+async def test_service_assigns_ids_to_generations_without_one(service: Served) -> None:
     names = [event.request_id async for event in service.client.generate("x") if isinstance(event, Started)]
     names += [event.request_id async for event in service.client.generate("x") if isinstance(event, Started)]
     assert len(set(names)) == 2
@@ -189,7 +189,7 @@ OPTIONS: GenerateOptions = {"use_chat_template": False, "max_tokens": NUM_TOKENS
 
 
 @pytest.mark.parametrize("num_samples", [1, 2])
-async def test_the_client_goes_on_by_itself_when_the_connection_breaks(
+async def test_client_resumes_automatically_after_a_connection_loss(
     resumable: Resumable, tmp_path: Path, num_samples: int
 ) -> None:
     found: list[Event] = []
@@ -226,7 +226,7 @@ async def first_call(resumable: Resumable) -> None:
                 break
 
 
-async def test_the_deadline_of_the_first_call_is_not_that_of_the_next_reader(
+async def test_deadline_of_the_first_call_does_not_apply_to_the_next_reader(
     resumable: Resumable, tmp_path: Path
 ) -> None:
     await first_call(resumable)
@@ -242,12 +242,14 @@ async def test_the_deadline_of_the_first_call_is_not_that_of_the_next_reader(
     assert isinstance(found[-1], Finished)
 
 
-async def test_nor_for_the_plain_client(resumable: Resumable, tmp_path: Path) -> None:
+async def test_deadline_of_the_first_synchronous_call_does_not_apply_to_the_next_reader(
+    resumable: Resumable, tmp_path: Path
+) -> None:
     await first_call(resumable)
     found: list[Event] = []
     loop = asyncio.get_running_loop()
 
-    def go_on(proxy: Proxy) -> None:
+    def release_stream(proxy: Proxy) -> None:
         resumable.clock.ahead = 1000.0
         proxy.drop()
         resumable.ranks.allow(10**4)
@@ -257,14 +259,14 @@ async def test_nor_for_the_plain_client(resumable: Resumable, tmp_path: Path) ->
             for event in client.generate("x", resumable=True, request_id="one", **OPTIONS):
                 found.append(event)
                 if len(ids_of(found)) >= 10 and not resumable.clock.ahead:
-                    loop.call_soon_threadsafe(go_on, proxy)
+                    loop.call_soon_threadsafe(release_stream, proxy)
 
     async with breaking(resumable.address) as (proxy, address):
         await asyncio.to_thread(use, proxy, address)
     assert ids_of(found) == expected(plain_ids(tmp_path, "x"))
 
 
-async def test_a_call_that_passes_its_deadline_leaves_what_it_reads_to_others(resumable: Resumable) -> None:
+async def test_call_past_its_deadline_leaves_the_generation_to_other_readers(resumable: Resumable) -> None:
     resumable.ranks.allow(20)
     first = await resumable.read(request(), num_tokens=5)
     with pytest.raises(DeadlineExceeded):
@@ -274,7 +276,7 @@ async def test_a_call_that_passes_its_deadline_leaves_what_it_reads_to_others(re
     assert isinstance((await resumable.read(resume(len(ids_of(first)))))[-1], Finished)
 
 
-async def test_what_nobody_reads_any_more_ends_though_its_deadline_is_far(resumable: Resumable) -> None:
+async def test_unread_generation_ends_before_a_distant_deadline(resumable: Resumable) -> None:
     resumable.ranks.allow(20)
     await resumable.read(request(seconds=0.05), num_tokens=5, timeout=1000)
     await comes_to(resumable.engine, lambda: not resumable.engine.cluster().running)
@@ -283,7 +285,7 @@ async def test_what_nobody_reads_any_more_ends_though_its_deadline_is_far(resuma
         await resumable.read(resume(5))
 
 
-async def test_what_is_not_resumable_breaks(resumable: Resumable) -> None:
+async def test_generation_that_is_not_resumable_fails(resumable: Resumable) -> None:
     resumable.ranks.allow(20)
     async with breaking(resumable.address) as (proxy, address), AsyncClient(address, retries=PATIENT) as client:
         answer = client.generate("x", **OPTIONS)
@@ -295,7 +297,7 @@ async def test_what_is_not_resumable_breaks(resumable: Resumable) -> None:
             [_ async for _ in answer]
 
 
-async def test_a_generation_that_is_held_can_be_cancelled(resumable: Resumable) -> None:
+async def test_retained_generation_can_be_cancelled(resumable: Resumable) -> None:
     resumable.ranks.allow(20)
     found = await resumable.read(request(), num_tokens=5)
     async with AsyncClient(resumable.address) as client:
@@ -311,7 +313,7 @@ async def test_a_generation_that_is_held_can_be_cancelled(resumable: Resumable) 
     assert len(ids_of(await resumable.read(request()))) == NUM_TOKENS
 
 
-async def test_whoever_reads_what_is_cancelled_is_told(resumable: Resumable) -> None:
+async def test_readers_of_a_cancelled_generation_are_notified(resumable: Resumable) -> None:
     resumable.ranks.allow(20)
     async with AsyncClient(resumable.address, retries=PATIENT) as client:
         answer = client.generate("x", resumable=True, request_id="one", **OPTIONS)
@@ -324,7 +326,7 @@ async def test_whoever_reads_what_is_cancelled_is_told(resumable: Resumable) -> 
 
 
 @pytest.mark.parametrize("name", ["", "mine"])
-async def test_a_reader_that_leaves_for_good_says_so(resumable: Resumable, name: str) -> None:
+async def test_closing_reader_cancels_the_generation(resumable: Resumable, name: str) -> None:
     resumable.ranks.allow(20)
     async with (
         AsyncClient(resumable.address) as client,
@@ -333,21 +335,21 @@ async def test_a_reader_that_leaves_for_good_says_so(resumable: Resumable, name:
         async for event in answer:
             if isinstance(event, Delta):
                 break
-    assert resumable.engine.cluster().running == (1 if name else 0), "it can be come back to by its name alone"
+    assert resumable.engine.cluster().running == (1 if name else 0), "only a named generation is resumable"
 
 
-async def test_names_of_generations_are_checked_before_they_are_sent(resumable: Resumable) -> None:
+async def test_generation_ids_are_checked_before_they_are_sent(resumable: Resumable) -> None:
     async with AsyncClient(resumable.address) as client:
         with pytest.raises(InvalidArgument, match="request_id"):
             await anext(client.generate("x", resumable=True, request_id="no such name!", **OPTIONS))
 
 
-async def test_what_is_held_is_found_through_every_door(tmp_path: Path) -> None:
+async def test_retained_generation_is_found_through_every_channel(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.is_endless = True
     use_cases = Application(engine, Tokenizer.load(write_model(tmp_path), DirectRenderer()), engine.describe)
-    doors = [GrpcServer(use_cases), GrpcServer(use_cases)]
-    here, there = [f"127.0.0.1:{await door.start('127.0.0.1', 0)}" for door in doors]
+    servers = [GrpcServer(use_cases), GrpcServer(use_cases)]
+    here, there = [f"127.0.0.1:{await server.start('127.0.0.1', 0)}" for server in servers]
     async with (
         AsyncClient(here) as client,
         AsyncClient(there) as other,
@@ -357,6 +359,6 @@ async def test_what_is_held_is_found_through_every_door(tmp_path: Path) -> None:
         await other.cancel_generation("held")
         with pytest.raises(Cancelled, match="generations/held"):
             _ = [event async for event in events]
-    for door in doors:
-        await door.stop()
+    for server in servers:
+        await server.stop()
     await use_cases.close()

@@ -56,7 +56,7 @@ async def address(tmp_path: Path, engine: Engine) -> AsyncIterator[str]:
         ({"token_count": 71}, grpc.StatusCode.INVALID_ARGUMENT, "the tokens of contexts/moby"),
     ],
 )
-async def test_forks_are_made_or_say_why_not(
+async def test_fork_is_created_or_refused_with_a_reason(
     address: str, changes: dict[str, Any], code: grpc.StatusCode, message: str
 ) -> None:
     fields = {"name": "contexts/moby", "new_name": "contexts/ahab", "token_count": 50} | changes
@@ -69,7 +69,7 @@ async def test_forks_are_made_or_say_why_not(
         assert names == {"moby": 70} | ({"ahab": 50} if code == grpc.StatusCode.OK else {})
 
 
-async def test_a_fork_outlives_its_source(address: str, engine: Engine) -> None:
+async def test_fork_survives_its_source(address: str, engine: Engine) -> None:
     async with AsyncClient(address) as client, grpc.aio.insecure_channel(address) as channel:
         await client.ingest("moby", tuple(range(70)))
         request = ingest_pb.ForkContextRequest(name="contexts/moby", new_name="contexts/ahab")
@@ -82,7 +82,7 @@ async def test_a_fork_outlives_its_source(address: str, engine: Engine) -> None:
         assert sum(worker.tokens for worker in engine.cluster().workers) == 0
 
 
-async def test_a_repeated_prompt_says_what_was_held(address: str) -> None:
+async def test_repeated_prompt_reports_its_cached_tokens(address: str) -> None:
     async with AsyncClient(address) as client:
         _, cold = await collect(client.generate(tuple(range(70)), max_tokens=3))
         _, warm = await collect(client.generate(tuple(range(70)), max_tokens=3))

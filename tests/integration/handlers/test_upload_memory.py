@@ -38,11 +38,11 @@ from tests.support.running import running
 MIB = 1 << 20
 PIECE = 64_000
 ID = 4.5
-"""Bytes of an id, with the room that a growing array has."""
+"""Bytes of an id, including the spare capacity of a growing array."""
 ELSE = 48 * MIB
 """Allowance for other memory: the tokenizer's window, messages in flight, and memory that the allocator retains."""
 AT_ONCE = 64 * MIB
-"""As above of a text that comes as one message, which the tokenizer has in its window whole."""
+"""As above for a text in one message, which is whole in the tokenizer's window."""
 GIVEN_BACK = 20 * MIB
 """The memory that may remain after the deletion of a document: less than its ids."""
 TRIM = "trim"
@@ -65,7 +65,7 @@ class Hasher(FakeRanks):
 
 
 def serve(pipe: Connection) -> None:
-    """The life of the service's process."""
+    """Entry point of the service process."""
     asyncio.run(serve_on(Hasher(), pipe))
 
 
@@ -129,7 +129,7 @@ def hollow() -> Iterator[Hollow]:
 
 
 def text_of(num_bytes: int) -> Iterator[bytes]:
-    """UTF-8 in pieces that cut characters."""
+    """UTF-8 in pieces that split characters."""
     resident = b""
     for number in range(0, num_bytes, len(BLOCK)):
         resident += f"Chapter {number}\n".encode() + BLOCK
@@ -166,7 +166,7 @@ class Watch:
     ],
     ids=str,
 )
-async def test_a_long_text_is_held_as_ids_alone(hollow: Hollow, num_bytes: int) -> None:
+async def test_long_text_is_stored_only_as_ids(hollow: Hollow, num_bytes: int) -> None:
     async with AsyncClient(hollow.address) as client:
         await client.ingest("short", text_of(len(BLOCK)))
         before = hollow.trim()
@@ -181,7 +181,7 @@ async def test_a_long_text_is_held_as_ids_alone(hollow: Hollow, num_bytes: int) 
         assert hollow.peak - before < most, "no more than the document, its segment, and the index of that"
         await client.delete_context("long")
         await client.delete_context("short-again")
-        assert hollow.trim() - before < GIVEN_BACK, "all of it is given back"
+        assert hollow.trim() - before < GIVEN_BACK, "all of it is released"
     assert hollow.end() == expected_hash(len(BLOCK), len(BLOCK), num_bytes)
 
 
@@ -213,7 +213,7 @@ async def send_at_once(address: str, text: bytes) -> int:
         return last.context.token_count
 
 
-async def test_a_text_may_come_in_one_large_message(hollow: Hollow) -> None:
+async def test_text_may_arrive_in_one_large_message(hollow: Hollow) -> None:
     text = (BLOCK * 2)[: MAX_PIECE_BYTES - 8].decode(errors="ignore").encode()
     before = hollow.resident
     assert await send_at_once(hollow.address, text) == len(text) + 1
@@ -221,16 +221,16 @@ async def test_a_text_may_come_in_one_large_message(hollow: Hollow) -> None:
     assert hollow.peak - before < most, "the message, its text, the ids and their index"
 
 
-async def test_a_piece_that_is_too_large_is_refused_with_its_limit(hollow: Hollow) -> None:
+async def test_oversized_piece_is_refused_with_its_limit(hollow: Hollow) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match=f"{MAX_PIECE_BYTES:,}") as caught:
         await send_at_once(hollow.address, bytes(MAX_PIECE_BYTES + 1))
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert await send_at_once(hollow.address, b"short") == 6, "the service goes on, and keeps nothing of it"
+    assert await send_at_once(hollow.address, b"short") == 6, "the service continues and retains none of it"
 
 
-async def test_a_message_that_is_too_large_is_refused_with_its_limit(hollow: Hollow) -> None:
+async def test_oversized_message_is_refused_with_its_limit(hollow: Hollow) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match=str(MAX_REQUEST_BYTES)) as caught:
         await send_at_once(hollow.address, bytes(MAX_REQUEST_BYTES + 1))
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert await send_at_once(hollow.address, b"short") == 6, "the service goes on, and keeps nothing of it"
+    assert await send_at_once(hollow.address, b"short") == 6, "the service continues and retains none of it"
     assert hollow.peak < 64 * MAX_REQUEST_BYTES

@@ -60,10 +60,10 @@ async def test_pieces_may_have_any_size(roomy: Served, size: int) -> None:
     if size >= 100:
         growing = [progress.received_tokens for progress in seen if progress.phase == "receiving"]
         assert growing == sorted(growing)
-        assert 0 < growing[-1] < context.tokens, "tokens are made while the text arrives"
+        assert 0 < growing[-1] < context.tokens, "tokenization runs during the upload"
 
 
-async def test_token_ids_may_come_in_pieces_of_any_size(roomy: Served) -> None:
+async def test_token_ids_may_arrive_in_pieces_of_any_size(roomy: Served) -> None:
     token_ids = tuple(random.Random(3).choices(range(200), k=300_000))
 
     async def upward() -> AsyncIterator[ingest_pb.IngestContextRequest]:
@@ -82,7 +82,7 @@ async def test_token_ids_may_come_in_pieces_of_any_size(roomy: Served) -> None:
     [lambda text: text, lambda text: cut(text.encode(), 5000), lambda text: ids(text)],
     ids=["text", "iterator", "ids"],
 )
-async def test_a_connection_that_breaks_twice_loses_nothing(
+async def test_two_connection_losses_lose_no_data(
     roomy: Served, shape: Callable[[str], Document], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("longleaf.client.documents.PIECE_BYTES", 1 << 14)
@@ -93,13 +93,13 @@ async def test_a_connection_that_breaks_twice_loses_nothing(
         context = await client.ingest("moby", shape(text), upload_id="mine", on_progress=seen.append)
         assert proxy.num_dropped == 2
     offsets = [max(p.received_bytes, p.received_tokens) for p in seen if p.phase == "receiving"]
-    assert 0 < max(offsets) < len(text.encode()), "what was received is not sent again"
+    assert 0 < max(offsets) < len(text.encode()), "received data is not sent again"
     opening = [] if isinstance(shape(text), tuple) else OPENING
     assert roomy.engine.contexts["moby"] == [*opening, *ids(text)]
     assert context.tokens == len(opening) + len(ids(text))
 
 
-async def test_a_systems_message_outlives_broken_connections(roomy: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_system_message_survives_connection_losses(roomy: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longleaf.client.documents.PIECE_BYTES", 1 << 14)
     text = long_text(150_000)
     async with breaking(roomy.address, 80_000, 90_000) as (proxy, address), AsyncClient(address) as client:
@@ -108,7 +108,7 @@ async def test_a_systems_message_outlives_broken_connections(roomy: Served, monk
     assert roomy.engine.contexts["moby"] == [*OPENING, *ids("Be brief."), *ids(text)]
 
 
-async def test_without_an_upload_id_a_broken_connection_leaves_nothing_behind(roomy: Served) -> None:
+async def test_connection_loss_without_an_upload_id_leaves_nothing(roomy: Served) -> None:
     text = long_text(100_000)
     async with breaking(roomy.address, 100_000) as (_, address), AsyncClient(address) as client:
         with pytest.raises(Unavailable):
@@ -117,7 +117,7 @@ async def test_without_an_upload_id_a_broken_connection_leaves_nothing_behind(ro
         assert (await client.ingest("moby", text)).tokens == 2 + len(ids(text))
 
 
-async def test_a_service_that_is_gone_is_not_asked_for_ever(roomy: Served) -> None:
+async def test_retries_end_when_the_service_stays_unavailable(roomy: Served) -> None:
     quick = Retries(limit=2, first_delay=0.0)
     async with breaking(roomy.address, *[100] * 50) as (_, address), AsyncClient(address, retries=quick) as client:
         with pytest.raises(Unavailable):
@@ -151,7 +151,7 @@ class Raw:
         return last
 
 
-async def test_streams_that_stall_are_bounded_for_each_client(roomy: Served, channel: grpc.aio.Channel) -> None:
+async def test_stalled_streams_are_limited_per_client(roomy: Served, channel: grpc.aio.Channel) -> None:
     share = int(MAX_UPLOADS * CLIENT_SHARE)
     stalled = [Raw(channel, name=f"contexts/c{number}", client_id="stalls") for number in range(share)]
     for stream in stalled:
@@ -166,7 +166,7 @@ async def test_streams_that_stall_are_bounded_for_each_client(roomy: Served, cha
         stream.call.cancel()
 
 
-async def test_the_offset_is_what_was_received(roomy: Served, channel: grpc.aio.Channel) -> None:
+async def test_offset_is_the_number_of_received_bytes(roomy: Served, channel: grpc.aio.Channel) -> None:
     text = long_text(200_000).encode()
     first = Raw(channel)
     assert (await first.open()).received_size_bytes == 0
@@ -180,7 +180,7 @@ async def test_the_offset_is_what_was_received(roomy: Served, channel: grpc.aio.
     assert roomy.engine.contexts["moby"] == [*OPENING, *ids(text.decode())]
 
 
-async def test_the_newest_stream_wins(roomy: Served, channel: grpc.aio.Channel) -> None:
+async def test_newest_stream_takes_over(roomy: Served, channel: grpc.aio.Channel) -> None:
     text = long_text(200_000).encode()
     old, new = Raw(channel), Raw(channel)
     await old.open()
@@ -195,7 +195,7 @@ async def test_the_newest_stream_wins(roomy: Served, channel: grpc.aio.Channel) 
     assert roomy.engine.contexts["moby"] == [*OPENING, *ids(text.decode())]
 
 
-async def test_a_prefill_goes_on_without_its_stream(service: Served, channel: grpc.aio.Channel) -> None:
+async def test_prefill_continues_without_its_stream(service: Served, channel: grpc.aio.Channel) -> None:
     service.engine.is_endless = True
     first = Raw(channel)
     await first.open()
@@ -213,11 +213,11 @@ async def test_a_prefill_goes_on_without_its_stream(service: Served, channel: gr
     stream.released.set()
     last = await second.finish()
     assert (last.phase, last.context.token_count) == (ingest_pb.INGEST_PHASE_READY, 11)
-    assert await Raw(channel).open() == last, "whoever asks later is told the same"
+    assert await Raw(channel).open() == last, "a later request gets the same report"
 
 
 @pytest.mark.parametrize("append", [False, True])
-async def test_an_acknowledged_ingest_can_be_asked_again(service: Served, append: bool) -> None:
+async def test_acknowledged_ingest_can_be_repeated(service: Served, append: bool) -> None:
     service.engine.contexts = {"moby": [1]} if append else {}
     first = await service.client.ingest("moby", "some text", append=append, upload_id="mine")
     again = await service.client.ingest("moby", "some text", append=append, upload_id="mine")
@@ -227,7 +227,7 @@ async def test_an_acknowledged_ingest_can_be_asked_again(service: Served, append
         await service.client.ingest("moby", "some text", append=not append, upload_id="mine")
 
 
-async def test_a_cancelled_ingest_ends_wherever_it_is_and_leaves_nothing(
+async def test_cancelled_ingest_ends_in_any_phase_and_leaves_nothing(
     service: Served, channel: grpc.aio.Channel
 ) -> None:
     service.engine.contexts["book"] = [1]
@@ -252,7 +252,9 @@ async def test_a_cancelled_ingest_ends_wherever_it_is_and_leaves_nothing(
     assert (await Raw(channel).open()).received_size_bytes == 0
 
 
-async def test_what_was_left_is_cancelled_and_what_is_there_is_not(service: Served, channel: grpc.aio.Channel) -> None:
+async def test_interrupted_upload_is_cancelled_and_a_finished_one_is_not(
+    service: Served, channel: grpc.aio.Channel
+) -> None:
     left = Raw(channel)
     await left.open()
     await left.call.write(ingest_pb.IngestContextRequest(text=b"some"))
@@ -268,7 +270,7 @@ async def test_what_was_left_is_cancelled_and_what_is_there_is_not(service: Serv
             await service.client.cancel_ingest("moby", wrong)
 
 
-async def test_another_upload_is_another_ingest(service: Served) -> None:
+async def test_different_upload_id_is_a_different_ingest(service: Served) -> None:
     await service.client.ingest("moby", "some text", upload_id="mine")
     with pytest.raises(AlreadyExists):
         await service.client.ingest("moby", "some text", upload_id="yours")
@@ -279,16 +281,14 @@ async def test_another_upload_is_another_ingest(service: Served) -> None:
         await service.client.ingest("moby", "some text", upload_id="mine")
 
 
-async def test_a_deleted_context_may_be_ingested_again(service: Served) -> None:
+async def test_deleted_context_can_be_ingested_again(service: Served) -> None:
     await service.client.ingest("moby", "some text", upload_id="mine")
     await service.client.delete_context("moby")
     await service.client.ingest("moby", "other text", upload_id="mine")
     assert service.engine.contexts["moby"] == [*OPENING, *ids("other text")]
 
 
-async def test_a_document_for_which_there_was_no_room_need_not_be_sent_again(
-    service: Served, channel: grpc.aio.Channel
-) -> None:
+async def test_document_without_capacity_need_not_be_sent_again(service: Served, channel: grpc.aio.Channel) -> None:
     service.engine.error = ResourceExhausted("pool", "full", 2.0)
     async with AsyncClient(service.address, retries=0) as impatient:
         with pytest.raises(ResourceExhausted):
@@ -300,17 +300,15 @@ async def test_a_document_for_which_there_was_no_room_need_not_be_sent_again(
 
 
 @pytest.mark.parametrize("wrong", [b"\xff", b"a" * 400_000])
-async def test_a_document_that_is_refused_is_not_kept(service: Served, channel: grpc.aio.Channel, wrong: bytes) -> None:
+async def test_refused_document_is_not_retained(service: Served, channel: grpc.aio.Channel, wrong: bytes) -> None:
     for _ in range(2):
         with pytest.raises(InvalidArgument, match="text"):
             await service.client.ingest("moby", iter([b"good", wrong]), upload_id="mine")
     assert (await Raw(channel).open()).received_size_bytes == 0
 
 
-async def test_a_document_that_was_cut_is_not_acknowledged_and_goes_on(
-    service: Served, channel: grpc.aio.Channel
-) -> None:
-    """A stream that ends in good order, but too early."""
+async def test_truncated_document_is_not_acknowledged_and_resumes(service: Served, channel: grpc.aio.Channel) -> None:
+    """A stream that ends without an error, but too early."""
     text = b"some text"
     cut = Raw(channel, total_size_bytes=len(text))
     await cut.open()
@@ -328,10 +326,8 @@ async def test_a_document_that_was_cut_is_not_acknowledged_and_goes_on(
 
 
 @pytest.mark.parametrize("size", [1, 8])
-async def test_a_file_that_changes_while_it_is_sent_is_not_acknowledged(
-    roomy: Served, tmp_path: Path, size: int
-) -> None:
-    """The clients say how long files are."""
+async def test_file_changed_during_upload_is_not_acknowledged(roomy: Served, tmp_path: Path, size: int) -> None:
+    """The clients send the length of files."""
     first, second = file_of(tmp_path, "a", bytes(2 * PIECE)), file_of(tmp_path, "b", b"text")
 
     def change(progress: IngestProgress) -> None:
@@ -355,16 +351,16 @@ async def test_a_file_that_changes_while_it_is_sent_is_not_acknowledged(
     ],
     ids=["text", "bytes", "path", "parts"],
 )
-def test_the_clients_say_how_long_a_document_is(tmp_path: Path, shape: Callable[[Path], Document]) -> None:
+def test_clients_send_the_length_of_a_document(tmp_path: Path, shape: Callable[[Path], Document]) -> None:
     assert header_of("moby", shape(tmp_path), {}).total_bytes == 4
 
 
-async def test_a_long_upload_id_is_refused(service: Served) -> None:
+async def test_long_upload_id_is_refused(service: Served) -> None:
     with pytest.raises(InvalidArgument, match=r"config\.upload_id.*128"):
         await service.client.ingest("moby", "text", upload_id="x" * 129)
 
 
-async def test_uploads_of_many_clients_stay_apart(roomy: Served) -> None:
+async def test_uploads_of_many_clients_stay_separate(roomy: Served) -> None:
     texts = [long_text(2000 + number) for number in range(8)]
     await asyncio.gather(
         *(roomy.client.ingest(f"c{number}", text, upload_id="mine") for number, text in enumerate(texts))
@@ -403,7 +399,7 @@ def file_of(folder: Path, name: str, content: bytes) -> Path:
         "bytearray,memoryview,memoryview with steps,mutable parts"
     ).split(","),
 )
-async def test_a_text_may_have_several_parts_of_any_kind(
+async def test_text_may_have_several_parts_of_any_type(
     service: Served, tmp_path: Path, shape: Callable[[Path], Document]
 ) -> None:
     await service.client.ingest("moby", shape(tmp_path))
@@ -432,7 +428,7 @@ async def test_token_ids_may_be_any_sequence(service: Served, document: Document
     assert service.engine.contexts["moby"] == [5, 6, 7]
 
 
-async def test_a_part_may_be_larger_than_a_message() -> None:
+async def test_part_may_be_larger_than_a_message() -> None:
     pieces = [piece async for piece in pieces_of(iter([bytes(MAX_REQUEST_BYTES + 1), b"end"]))]
     assert max(map(len, pieces)) == PIECE
     assert b"".join(pieces) == bytes(MAX_REQUEST_BYTES + 1) + b"end"
@@ -444,28 +440,28 @@ async def test_a_part_may_be_larger_than_a_message() -> None:
         (7, "document: int is neither"),
         (None, "document: NoneType is neither"),
         ([b"text", 4.5], "document: float is neither"),
-        ([5, 1 << 40], r"token_ids\.ids\[1\]: 1099511627776 is no token id"),
+        ([5, 1 << 40], r"token_ids\.ids\[1\]: 1099511627776 is not a token id"),
         ([5, -1], r"token_ids\.ids\[1\]: -1 is negative"),
-        ([5, "x"], r"token_ids\.ids\[1\]: str is no token id"),
-        ([5, 6.0], r"token_ids\.ids\[1\]: float is no token id"),
-        ([5, True], r"token_ids\.ids\[1\]: bool is no token id"),
-        ([5, None], r"token_ids\.ids\[1\]: NoneType is no token id"),
-        ([True, 5], r"token_ids\.ids\[0\]: bool is no token id"),
-        (np.array([5.0, 6.0]), r"token_ids\.ids\[0\]: float is no token id"),
-        (np.array([True]), r"token_ids\.ids\[0\]: bool is no token id"),
-        (np.array([[5, 6], [7, 8]]), r"token_ids\.ids\[0\]: list is no token id"),
-        (array("d", [5.0]), r"token_ids\.ids\[0\]: float is no token id"),
+        ([5, "x"], r"token_ids\.ids\[1\]: str is not a token id"),
+        ([5, 6.0], r"token_ids\.ids\[1\]: float is not a token id"),
+        ([5, True], r"token_ids\.ids\[1\]: bool is not a token id"),
+        ([5, None], r"token_ids\.ids\[1\]: NoneType is not a token id"),
+        ([True, 5], r"token_ids\.ids\[0\]: bool is not a token id"),
+        (np.array([5.0, 6.0]), r"token_ids\.ids\[0\]: float is not a token id"),
+        (np.array([True]), r"token_ids\.ids\[0\]: bool is not a token id"),
+        (np.array([[5, 6], [7, 8]]), r"token_ids\.ids\[0\]: list is not a token id"),
+        (array("d", [5.0]), r"token_ids\.ids\[0\]: float is not a token id"),
         (iter([5, 6]), "document: int is neither"),
-        (memoryview(array("I", [5, 6])), r"text: memoryview of shape \(2,\) with items of 4 bytes is no text"),
+        (memoryview(array("I", [5, 6])), r"text: memoryview of shape \(2,\) with items of 4 bytes is not text"),
         ({"text": "one"}, "document: dict is neither"),
         ({"one", "two"}, "document: set is neither"),
         (["text", [5]], "token_ids: cannot be mixed with text"),
         ([[5], "text"], "text: cannot be mixed with token_ids"),
         (["a\ud800"], "text: is not Unicode"),
     ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # alike in every process
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # identical in every process
 )
-async def test_what_is_no_document_is_told_as_such(service: Served, document: Any, message: str) -> None:
+async def test_invalid_document_types_raise_an_error(service: Served, document: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         await service.client.ingest("moby", document)
     assert not service.engine.contexts
@@ -476,7 +472,7 @@ async def test_what_is_no_document_is_told_as_such(service: Served, document: An
     [b"one two", bytearray(b"one two"), memoryview(b"one two"), np.array(ids("one two")), array("I", ids("one two"))],
     ids=lambda document: type(document).__name__,
 )
-async def test_the_plain_client_takes_the_same_documents(service: Served, document: Any) -> None:
+async def test_synchronous_client_accepts_the_same_documents(service: Served, document: Any) -> None:
     def ingest() -> None:
         with Client(service.address) as client:
             client.ingest("moby", document)
@@ -486,7 +482,7 @@ async def test_the_plain_client_takes_the_same_documents(service: Served, docume
 
 
 @pytest.mark.parametrize("document", [{"text": "one"}, {"one"}, frozenset({b"one"})], ids=["dict", "set", "frozenset"])
-async def test_the_plain_client_refuses_what_has_no_order_as_well(service: Served, document: Any) -> None:
+async def test_synchronous_client_refuses_unordered_documents(service: Served, document: Any) -> None:
     def ingest() -> None:
         with Client(service.address) as client:
             client.ingest("moby", document)
@@ -496,7 +492,7 @@ async def test_the_plain_client_refuses_what_has_no_order_as_well(service: Serve
     assert not service.engine.contexts
 
 
-async def test_what_is_kept_of_a_document_does_not_change_with_it() -> None:
+async def test_retained_data_does_not_change_with_the_source() -> None:
     text, token_ids = bytearray(b"one"), np.array([5, 6, 7])
     pieces = [piece async for piece in pieces_of(iter([text, memoryview(text)]))]
     numbers = [list(piece) async for piece in pieces_of(token_ids)]
@@ -512,8 +508,6 @@ async def test_what_is_kept_of_a_document_does_not_change_with_it() -> None:
         ("moby", {"ttl": 1e300}, "settings: "),
     ],
 )
-async def test_settings_that_cannot_be_sent_are_told_as_such(
-    service: Served, name: str, settings: Any, message: str
-) -> None:
+async def test_unsendable_settings_raise_an_error(service: Served, name: str, settings: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         await service.client.ingest(name, "text", **settings)

@@ -34,7 +34,7 @@ def struct(**changes: object) -> ComparisonRow:
     return ComparisonRow(**{field: getattr(GOOD, field) for field in GOOD.__struct_fields__} | changes)
 
 
-async def test_what_the_ranks_found_arrives(service: Served) -> None:
+async def test_results_of_the_ranks_are_returned(service: Served) -> None:
     service.engine.comparison = struct(seconds=0.25)
     found = await service.client.verify()
     assert found.passed
@@ -63,7 +63,7 @@ ROUNDED = {"max_difference": 9.0, "dtype": "bfloat16", "plain_dtype": "bfloat16"
         ({"max_difference": 0.0, "failure": "no memory"}, False, False),
     ],
 )
-async def test_the_verdict_follows_what_rounding_does(
+async def test_verdict_follows_rounding_differences(
     service: Served, changes: dict, is_conclusive: bool, passed: bool
 ) -> None:
     service.engine.comparison = struct(**changes)
@@ -75,7 +75,7 @@ async def test_the_verdict_follows_what_rounding_does(
     )
 
 
-async def test_the_prompt_is_a_text_or_drawn_with_a_seed(service: Served) -> None:
+async def test_prompt_is_a_text_or_sampled_with_a_seed(service: Served) -> None:
     await service.client.verify("Grüße", max_tokens=3)
     for seed in (1, 1, 2):
         await service.client.verify(seed=seed, num_tokens=70)
@@ -106,14 +106,14 @@ async def test_the_prompt_is_a_text_or_drawn_with_a_seed(service: Served) -> Non
         ({"text": "\ud800"}, "text"),
     ],
 )
-async def test_bad_requests_name_the_field(service: Served, options: dict, field: str) -> None:
+async def test_invalid_requests_name_the_field(service: Served, options: dict, field: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         await service.client.verify(**options)
     assert refused.value.field == field
     assert service.engine.prompts == []
 
 
-async def test_one_runs_at_a_time_and_leaving_makes_room(service: Served) -> None:
+async def test_one_verification_runs_at_a_time_and_a_disconnect_frees_the_slot(service: Served) -> None:
     service.engine.is_endless = True
     first = asyncio.create_task(service.client.verify())
     await service.engine.opened.wait()
@@ -128,7 +128,7 @@ async def test_one_runs_at_a_time_and_leaving_makes_room(service: Served) -> Non
         assert (await service.client.verify()).passed
 
 
-async def test_a_lost_rank_is_named(service: Served) -> None:
+async def test_lost_rank_is_named(service: Served) -> None:
     service.engine.late_error = RankLost(1, "was told to die")
     async with AsyncClient(service.address, retries=0) as client:
         with pytest.raises(LongleafError) as lost:
@@ -136,7 +136,7 @@ async def test_a_lost_rank_is_named(service: Served) -> None:
     assert isinstance(lost.value, RankLost)
 
 
-class ForgetfulRank(Rank):
+class PerturbedRank(Rank):
     """Rank 1 stores its keys correctly, but the values of its first slot are wrong: a single key of all is
     perturbed."""
 
@@ -158,8 +158,8 @@ class Perturbed:
         self._pool.values[layer][:, 0] = torch.flip(self._pool.values[layer][:, 0], dims=(-1,))
 
 
-def forgetful_main(spec: RankSpec) -> None:
-    live(spec, ForgetfulRank)
+def perturbed_main(spec: RankSpec) -> None:
+    live(spec, PerturbedRank)
 
 
 @asynccontextmanager
@@ -178,7 +178,7 @@ async def answer(client: AsyncClient) -> list[int]:
     return [i async for event in events if isinstance(event, Delta) for i in event.token_ids]
 
 
-async def test_a_fleet_is_verified_beside_other_streams() -> None:
+async def test_fleet_is_verified_beside_other_streams() -> None:
     async with serving(main) as client:
         alone = await answer(client)
         streams = [asyncio.create_task(answer(client)) for _ in range(3)]
@@ -193,11 +193,11 @@ async def test_a_fleet_is_verified_beside_other_streams() -> None:
         resident = [worker.tokens for worker in (await client.cluster()).workers]
         again = await client.verify(seed=3)
         assert again.passed
-        assert [worker.tokens for worker in (await client.cluster()).workers] == resident, "nothing of it is kept"
+        assert [worker.tokens for worker in (await client.cluster()).workers] == resident, "none of it is retained"
 
 
-async def test_a_fleet_with_one_wrong_value_fails() -> None:
-    async with serving(forgetful_main) as client:
+async def test_fleet_with_one_wrong_value_fails() -> None:
+    async with serving(perturbed_main) as client:
         found = await client.verify()
         assert not found.passed
         assert found.failure == ""

@@ -22,7 +22,7 @@ def network(request: pytest.FixtureRequest) -> Iterator[Network]:
         yield network
 
 
-def settle(namespaces: tuple[str, ...], rank: int) -> None:
+def enter_namespace(namespaces: tuple[str, ...], rank: int) -> None:
     """Moves the rank to a separate host."""
     enter(namespaces[rank])
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -35,24 +35,24 @@ def gather(rank, owner):
     return owner.groups.world.all_gather(torch.tensor([rank])).flatten().tolist(), names, listening
 
 
-def test_ranks_on_two_hosts_meet_without_being_told_where(network: Network) -> None:
+def test_ranks_on_two_hosts_connect_without_configuration(network: Network) -> None:
     """The machine's host name cannot be resolved here; gloo by default relies on it."""
     store = network.run(0, functools.partial(open_store, network.addresses[0]))
     ranks = Ranks("ab", network.addresses)
-    prepare = functools.partial(settle, network.namespaces)
+    prepare = functools.partial(enter_namespace, network.namespaces)
     processes = [RankProcess(rank, ranks, store, gather, prepare, "forkserver", {}) for rank in range(2)]
     names = (network.interface, f"={network.interface}")
     assert [process.result() for process in processes] == [([0, 1], names, {own}) for own in network.addresses]
     assert [process.end() for process in processes] == [0, 0]
 
 
-def test_the_interface_of_an_address() -> None:
+def test_interface_of_an_address() -> None:
     assert interface_of("127.0.0.1") == interface_of("127.0.0.2") == interface_of("::1") == "lo"
-    assert interface_of("192.0.2.1") is None, "nobody has an address that is set aside for documents"
+    assert interface_of("192.0.2.1") is None, "documentation addresses belong to no host"
     assert interface_of("a-name") is None
 
 
-def test_what_the_user_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_defined_interface_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     assert network_environment(None) == {}

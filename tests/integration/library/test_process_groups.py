@@ -20,7 +20,7 @@ def listening() -> set[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(("host", "other"), [("127.0.0.1", "127.0.0.2"), ("::1", "127.0.0.1")])
-def test_the_store_is_reached_at_its_host_alone(host: str, other: str) -> None:
+def test_store_is_reachable_only_at_its_host(host: str, other: str) -> None:
     store = open_store(host)
     assert [ip for ip, port in listening() if port == store.port] == [host]
     with pytest.raises(ConnectionRefusedError):
@@ -44,17 +44,17 @@ def where_it_listens(rank, owner):
     return owner.groups.node.transport, {ip for ip, _ in listening()}
 
 
-def test_ranks_of_one_machine_exchange_no_pickle_and_listen_on_the_loopback_alone() -> None:
+def test_ranks_of_one_machine_exchange_no_pickle_and_listen_only_on_the_loopback() -> None:
     assert run_ranks("aa", where_it_listens, forbid_pickles) == [("shared_memory", {"127.0.0.1"})] * 2
 
 
-def tell(rank, owner):
-    return process_group._tell_all(JoinMessage("/a/path", "why " * rank))
+def exchange_words(rank, owner):
+    return process_group._broadcast_choice(JoinMessage("/a/path", "why " * rank))
 
 
-def test_every_rank_hears_the_words_of_all() -> None:
+def test_every_rank_receives_the_messages_of_all() -> None:
     words = [JoinMessage("/a/path", "why " * rank) for rank in range(3)]
-    assert run_ranks("abc", tell) == [words] * 3
+    assert run_ranks("abc", exchange_words) == [words] * 3
 
 
 def limits(rank, owner):
@@ -63,6 +63,6 @@ def limits(rank, owner):
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 
 
-def test_operations_in_nodes_and_on_rails_take_no_longer_than_others() -> None:
-    """Left to itself torch gives groups that are made later half an hour."""
+def test_node_and_rail_groups_have_the_same_timeout_as_others() -> None:
+    """By default torch gives later groups half an hour."""
     assert run_ranks("aabb", limits, carrier=TransportChoice("gloo")) == [[timedelta(seconds=TIMEOUT)] * 3] * 4

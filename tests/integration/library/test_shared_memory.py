@@ -1,4 +1,4 @@
-"""Ranks that meet in shared memory: as processes of one machine, and of pretended ones."""
+"""Ranks connected through shared memory: as processes of one machine, and of simulated ones."""
 
 import ctypes
 import logging
@@ -34,7 +34,8 @@ def close(found, wanted):
 
 
 def merge_everything(rank, owner):
-    """Checks every merge, twice, with one row and with several; the bits of those that promise the same everywhere."""
+    """Checks every merge twice, with one row and with several; returns the bits of merges that promise equal results
+    everywhere."""
     groups = owner.groups
     world_size, bits = groups.world.world_size, {}
     for rows in (1, 2 * world_size):
@@ -69,8 +70,8 @@ def use_small_boards(rank):
 
 
 def exchange_at_random(rank, owner):
-    """Thousands of operations of random kinds and sizes. Each result is looked at when the next one is about to start,
-    which is as long as it must live."""
+    """Thousands of operations of random kinds and sizes. Each result is checked just before the next operation starts,
+    up to which it must stay valid."""
     comm = owner.groups.world
     choice, n = random.Random(5), comm.world_size
     found = wanted = torch.zeros(0)
@@ -97,7 +98,7 @@ def exchange_at_random(rank, owner):
 
 
 @pytest.mark.parametrize("machines", ["aa", "aaa"])
-def test_thousands_of_exchanges_in_order(machines):
+def test_thousands_of_exchanges_stay_in_order(machines):
     run_ranks(machines, exchange_at_random, use_small_boards)
 
 
@@ -116,7 +117,7 @@ def exchange_large(rank, owner):
     return comm.broadcast(torch.tensor(7 + rank)).item()
 
 
-def test_large_messages_go_in_pieces():
+def test_large_messages_are_split():
     assert run_ranks("aa", exchange_large) == [7, 7]
 
 
@@ -131,13 +132,13 @@ def die_at_an_exchange(rank, owner):
 
 
 @pytest.mark.parametrize(("machines", "method"), [("aaa", "spawn"), ("abb", "forkserver")])
-def test_a_dead_rank_is_named_before_anybody_reaps_it(machines, method):
+def test_dead_rank_is_named_before_it_is_reaped(machines, method):
     processes = start_ranks(machines, die_at_an_exchange, method=method)
     for rank in range(2) if machines == "aaa" else [1]:
         error = processes[rank].result()
         assert isinstance(error, RankLost)
         assert error.rank == 2 and "died" in error.reason
-    assert method == "forkserver" or psutil.pid_exists(processes[2].process.pid), "it is a zombie still"
+    assert method == "forkserver" or psutil.pid_exists(processes[2].process.pid), "it is still a zombie"
     assert [process.end() for process in processes] == [0, 0, -signal.SIGKILL]
 
 
@@ -153,7 +154,7 @@ def die_and_leave_a_child(rank, owner):
     comm.all_gather(torch.ones(3))
 
 
-def test_a_dead_rank_is_named_although_a_forked_child_of_it_lives():
+def test_dead_rank_with_a_living_forked_child_is_named():
     processes = start_ranks("aa", die_and_leave_a_child, timeout=5)
     child = processes[1].result()
     try:
@@ -162,7 +163,7 @@ def test_a_dead_rank_is_named_although_a_forked_child_of_it_lives():
     finally:
         os.kill(child, signal.SIGKILL)
     assert isinstance(error, RankLost)
-    assert (error.rank, error.reason) == (1, "died or left the group")
+    assert (error.rank, error.reason) == (1, "exited or left the group")
     assert [process.end() for process in processes] == [0, -signal.SIGKILL]
 
 
@@ -179,14 +180,14 @@ def come_late(rank, owner):
     return raised.value
 
 
-def test_a_rank_that_does_not_come_is_named_by_all():
+def test_missing_rank_is_named_by_all():
     processes = start_ranks("aaa", come_late, timeout=2.5)
     errors = [processes[rank].result() for rank in (0, 2)]
-    processes[1].tell("come")
+    processes[1].send("come")
     errors.append(processes[1].result())
     assert [error.rank for error in errors] == [1, 1, 1]
     reasons = {error.reason for error in errors}
-    assert reasons == {"did not come to an exchange in 2.5 s", "others waited for it in vain"}
+    assert reasons == {"did not join an exchange within 2.5 s", "another rank timed out waiting for it"}
     assert [process.end() for process in processes] == [0, 0, 0]
 
 
@@ -231,7 +232,7 @@ def agree(word):
     return words
 
 
-def test_messages_of_equal_size_but_different_kinds_are_refused_on_every_rank():
+def test_messages_of_equal_size_but_different_types_are_refused_on_every_rank():
     for pair, *reported in zip(PAIRS, *run_ranks("aa", disagree), strict=True):
         first, second = [f"rank {rank} sends 16 bytes to {kind}" for rank, kind in enumerate(pair)]
         assert reported == [f"messages differ: {first}, {second}", f"messages differ: {second}, {first}"]
@@ -239,12 +240,12 @@ def test_messages_of_equal_size_but_different_kinds_are_refused_on_every_rank():
 
 def names_of_segments(rank, owner):
     owner.groups.world.all_reduce(torch.ones(1), "sum")  # leaving before the others have joined breaks the rendezvous
-    owner.groups.node.broadcast(torch.ones(1))  # the rank that takes the name away has done so
+    owner.groups.node.broadcast(torch.ones(1))  # the rank that unlinks the name has done so
     owner.pipe.send(os.getpid())
     return [path.name for path in FOLDER.glob("longleaf-*")]
 
 
-def test_a_segment_loses_its_name_as_soon_as_all_have_entered():
+def test_segment_is_unlinked_once_all_have_joined():
     processes = start_ranks("aab", names_of_segments)
     pids = [process.result() for process in processes]
     found = [name for process in processes for name in process.result()]
@@ -257,7 +258,7 @@ def made_by(pids, names):
 
 
 def make_and_wait(pipe):
-    """The node's first rank, between the making of its segment and the taking away of its name."""
+    """The node's first rank, between the creation and the unlinking of its segment."""
     entrance = SegmentSetup((0, 1), 0, epoch=1, timeout=10)
     entrance.make()
     pipe.send(entrance.path)
@@ -266,7 +267,7 @@ def make_and_wait(pipe):
 
 @pytest.fixture
 def maker():
-    """A process that has made a segment and waits; the path of the segment."""
+    """A process that has created a segment and waits; the path of the segment."""
     pipe, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("forkserver").Process(target=make_and_wait, args=(theirs,))
     process.start()
@@ -279,23 +280,23 @@ def maker():
 
 
 def start_again():
-    """The steps of a rank's restart, except the creation of its own segment."""
+    """The steps of a rank's restart, except the creation of its segment."""
     entrance = SegmentSetup((0, 1), 0, epoch=1, timeout=10)
     entrance.make()
     entrance.path.unlink()
 
 
-def test_what_a_killed_rank_left_is_swept_at_the_next_start(maker):
+def test_leftovers_of_a_killed_rank_are_removed_at_the_next_start(maker):
     process, path = maker
     start_again()
-    assert path.exists(), "its maker lives"
+    assert path.exists(), "its owner is alive"
     process.kill()
     process.join()
     start_again()
     assert not path.exists()
 
 
-def test_a_process_that_nobody_reaped_is_gone():
+def test_unreaped_process_counts_as_dead():
     process = subprocess.Popen(["sleep", "600"])
     assert started_at(process.pid) >= started_at(os.getpid())
     process.kill()
@@ -306,8 +307,8 @@ def test_a_process_that_nobody_reaped_is_gone():
 
 
 @pytest.mark.parametrize("field", ["pid", "started", "namespace"])
-def test_the_maker_is_known_by_its_start_and_its_namespace(field):
-    """The number of a process is given again, and each namespace counts for itself."""
+def test_owner_is_identified_by_start_time_and_namespace(field):
+    """Process ids are reused, and each namespace has its own."""
     here = ProcessIdentity.here()
     other = here._replace(**{field: 2**22 + 1 if field == "pid" else getattr(here, field) + 1})
     path = FOLDER / other.name(1)
@@ -320,7 +321,7 @@ def test_the_maker_is_known_by_its_start_and_its_namespace(field):
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "another's", "another name"])
-def test_nothing_else_is_swept(kind, tmp_path):
+def test_only_leftovers_are_removed(kind, tmp_path):
     dead = ProcessIdentity.here()._replace(pid=2**22 + 1)
     path, target = FOLDER / dead.name(1), tmp_path / "target"
     target.touch()
@@ -377,7 +378,7 @@ def fail_to_enter(rank):
         shared_memory.SegmentSetup.enter = enter
 
 
-def tell_transport(rank, owner):
+def report_transport(rank, owner):
     handler = logging.getLogger("longleaf.comm.shared_memory").handlers[0]
     found = owner.groups.node.all_gather(torch.tensor([rank]))
     assert len(found) == owner.groups.node.world_size
@@ -392,8 +393,8 @@ def tell_transport(rank, owner):
         ("aaa", fail_to_enter, "rank 1: no map"),
     ],
 )
-def test_all_ranks_fall_back_together_and_one_says_why(machines, prepare, reason):
-    results = run_ranks(machines, tell_transport, prepare)
+def test_all_ranks_fall_back_together_and_one_logs_the_reason(machines, prepare, reason):
+    results = run_ranks(machines, report_transport, prepare)
     assert [result[:2] for result in results] == [("gloo", "gloo")] * 3
     (text,), *others = [result[2] for result in results]
     assert reason in text and "gloo" in text
@@ -412,17 +413,17 @@ def wrap_around(rank, owner):
     return found, generation.value
 
 
-def test_the_number_of_the_step_may_wrap_around():
+def test_step_number_may_wrap_around():
     processes = start_ranks("aa", wrap_around)
     assert [process.result() for process in processes] == ["set", "set"]
     for process in processes:
-        process.tell("go")
+        process.send("go")
     wanted = [[[step * 10], [step * 10 + 1]] for step in range(20)]
     assert [process.result() for process in processes] == [(wanted, 13), (wanted, 13)]
     assert [process.end() for process in processes] == [0, 0]
 
 
-def test_what_cannot_be_sent_is_refused():
+def test_unsupported_messages_are_refused():
     comm = share_memory((0,), 0, lambda word: [word], epoch=1, timeout=10)
     with pytest.raises(ValueError, match="meta"):
         comm.all_gather(torch.zeros(3, device="meta"))
@@ -446,7 +447,7 @@ def count_bytes(rank, owner):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_what_merges_send_is_counted(shared):
+def test_merge_traffic_is_counted(shared):
     out, lse = 4 * 3 * 5 * 4, 4 * 3 * 4  # rows, heads, dim, bytes
     half = 4 * 2 * 6 * 4  # three heads in two parts: two heads each
     carrier = TransportChoice("shared_memory" if shared else "gloo")

@@ -1,4 +1,4 @@
-"""The answers of a real API server to the manifests, where KUBEBUILDER_ASSETS names one: unknown fields, Pod
+"""The responses of a real API server to the manifests, where KUBEBUILDER_ASSETS names one: unknown fields, Pod
 Security."""
 
 import copy
@@ -58,19 +58,19 @@ def pod_of(owner: str, template: Document) -> Document:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_overlay_is_taken_and_so_are_its_pods(overlay, inside):
+def test_every_overlay_and_its_pods_are_accepted(overlay, inside):
     found = render(MANIFESTS / "overlays" / overlay)
     assert inside(*APPLY, documents=found) == ""
     assert inside(*CREATE, documents=[pod_of(*pod) for pod in pods(found)]) == ""
 
 
-def test_components_are_taken_and_so_are_their_pods(tmp_path, inside):
+def test_components_and_their_pods_are_accepted(tmp_path, inside):
     found = [one for one in with_components(tmp_path, "gpu-2x8") if one["kind"] != "BackendTrafficPolicy"]
     assert inside(*APPLY, documents=found) == ""
     assert inside(*CREATE, documents=[pod_of(*pod) for pod in pods(found)]) == ""
 
 
-def test_a_pod_that_might_be_root_is_refused(inside):
+def test_pod_that_may_run_as_root_is_refused(inside):
     found = render(MANIFESTS / "overlays" / "cpu")
     assert inside(*APPLY, documents=found) == ""
     pod = copy.deepcopy(pod_of(*pods(found)[0]))
@@ -79,7 +79,7 @@ def test_a_pod_that_might_be_root_is_refused(inside):
     assert 'violates PodSecurity "restricted' in reported and "runAsNonRoot" in reported
 
 
-def test_a_field_that_nobody_knows_is_refused(inside):
+def test_unknown_field_is_refused(inside):
     found = render(MANIFESTS / "overlays" / "cpu")
     cluster(found)["workerGroupSpecs"][0]["replicass"] = 2
     assert "replicass" in inside(*APPLY, documents=found)

@@ -1,4 +1,4 @@
-"""Manifests and the Dockerfile, as the tools of others see them: kustomize, hadolint, an API server's own checks."""
+"""Manifests and the Dockerfile in third-party tools: kustomize, hadolint, the checks of an API server."""
 
 import subprocess
 from pathlib import Path
@@ -13,16 +13,16 @@ OVERLAYS = sorted(path.parent for path in (ROOT / "k8s").glob("overlays/*/kustom
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=[path.name for path in OVERLAYS])
-def test_kustomize_renders_what_the_rules_were_held_against(overlay):
+def test_kustomize_renders_the_checked_manifests(overlay):
     assert kustomized(overlay) == sorted(render(overlay), key=by_name)
 
 
-def test_components_are_rendered_the_same(tmp_path):
+def test_components_render_the_same(tmp_path):
     expected = with_components(tmp_path, "gpu-2x8")
     assert kustomized(tmp_path) == sorted(expected, key=by_name)
 
 
-def test_what_the_readme_tells_people_to_write_is_rendered_the_same(tmp_path):
+def test_kustomizations_in_the_readme_render_the_same(tmp_path):
     expected = of_readme(tmp_path)
     assert kustomized(tmp_path) == sorted(expected, key=by_name)
 
@@ -38,13 +38,13 @@ def kustomized(folder):
     return sorted(documents(found.stdout), key=by_name)
 
 
-def test_hadolint_finds_nothing():
+def test_hadolint_reports_nothing():
     command = [tool("hadolint"), "--failure-threshold", "style", str(ROOT / "docker" / "Dockerfile")]
     found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (found.stdout, found.returncode) == ("", 0)
 
 
-def test_a_tool_that_lacks_is_a_skip_or_where_all_are_required_a_failure(monkeypatch):
+def test_missing_tool_skips_or_fails_if_all_are_required(monkeypatch):
     monkeypatch.delenv("REQUIRE_TOOLS", raising=False)
     with pytest.raises(pytest.skip.Exception, match="no-such-tool is not installed"):
         tool("no-such-tool")

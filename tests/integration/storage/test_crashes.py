@@ -1,4 +1,4 @@
-"""Processes that are killed while they write: nobody ever believes a half of what they wrote."""
+"""Processes that are killed during writes: no reader accepts a partial write."""
 
 import time
 
@@ -15,7 +15,7 @@ from tests.support.kept_segments import keep, manifest_of, put_note
 SERVICE = "a"
 
 
-def test_a_segment_is_kept_as_a_whole_or_not_at_all(tmp_path):
+def test_segment_is_stored_whole_or_not_stored(tmp_path):
     store, numbers = Store.open(str(tmp_path)), []
     for number in killed_at_each_call(lambda number: keep(Store(LocalFiles(tmp_path), ""), attempt_of(number))):
         numbers.append(number)
@@ -37,7 +37,7 @@ def attempt_of(number: int) -> Attempt:
     return Attempt(SERVICE, "a-1", f"{number}")
 
 
-def test_a_note_replaces_the_one_before_or_does_not(tmp_path):
+def test_note_is_replaced_atomically(tmp_path):
     store = Store.open(str(tmp_path))
     put_note(store, SERVICE, "moby", 0)
     last = 0
@@ -56,7 +56,7 @@ def test_a_note_replaces_the_one_before_or_does_not(tmp_path):
     assert read_notes(store).newest[SERVICE, "moby"].number > last
 
 
-def test_a_delete_that_is_killed_leaves_what_can_be_deleted_again(tmp_path):
+def test_killed_deletion_can_be_repeated(tmp_path):
     store, names = Store.open(str(tmp_path)), ["a/b/c", "a/b/d"]
     put_all(store, names)
     found = set()

@@ -9,11 +9,11 @@ from tests.support.small_disk import small_disk
 SIZE = 1 << 20
 
 
-def test_a_full_disk_keeps_what_it_has_and_nothing_torn(tmp_path):
+def test_full_disk_keeps_existing_objects_and_no_torn_one(tmp_path):
     with small_disk(tmp_path / "disk", SIZE) as disk:
         store = Store.open(str(disk.folder / "kept"))
         digest = store.put("a/first", [bytes(SIZE // 2)]).digest
-        with pytest.raises(StorageUnavailable, match="is full; make room"):
+        with pytest.raises(StorageUnavailable, match="is full; free space"):
             store.put("a/second", [bytes(SIZE // 4), bytes(SIZE)])
         assert [entry.name for entry in store.list()] == ["a/first"]
         assert not store.exists("a/second")
@@ -22,7 +22,7 @@ def test_a_full_disk_keeps_what_it_has_and_nothing_torn(tmp_path):
         store.put("a/second", [bytes(SIZE // 2)])
 
 
-def test_a_full_disk_can_be_opened_and_read(tmp_path):
+def test_full_disk_can_be_opened_and_read(tmp_path):
     with small_disk(tmp_path / "disk", SIZE) as disk:
         store = Store.open(str(disk.folder))
         store.put("first", [b"1"])
@@ -33,7 +33,7 @@ def test_a_full_disk_can_be_opened_and_read(tmp_path):
             store.put("second", [b"1"])
 
 
-def test_a_read_only_disk_is_read_and_not_opened(tmp_path):
+def test_read_only_disk_is_readable_but_cannot_be_opened_for_writing(tmp_path):
     with small_disk(tmp_path / "disk", SIZE) as disk:
         store = Store.open(str(disk.folder))
         store.put("first", [b"1"])

@@ -1,4 +1,4 @@
-"""A store in a real S3, and one that goes away."""
+"""A store in a real S3 server, and one that becomes unreachable."""
 
 import os
 import socket
@@ -26,7 +26,7 @@ def running_server() -> Iterator[ObjectStore]:
         yield server
 
 
-def test_what_is_put_is_there(server):
+def test_stored_objects_exist(server):
     store, other = Store.open(server.url), Store.open(server.url)
     assert not list(store.list())
     written = store.put("a/b", [os.urandom(LARGE), b"end"])
@@ -48,7 +48,7 @@ def test_what_is_put_is_there(server):
     assert not list(store.list("a"))
 
 
-def test_folders_are_told_from_longer_names(server):
+def test_folders_are_distinguished_from_longer_names(server):
     store = Store.open(f"{server.url}/folders")
     for name in ("services/a/x", "services/ab/x", "services/a-b/x"):
         store.put(name, [b"1"])
@@ -56,7 +56,7 @@ def test_folders_are_told_from_longer_names(server):
     assert [entry.name for entry in Store.open(f"{server.url}/folder").list()] == []
 
 
-def test_what_is_new_replaces_nothing(server):
+def test_create_replaces_no_existing_object(server):
     store = Store.open(f"{server.url}/new")
     store.put("a", [b"first"], is_new=True)
     with pytest.raises(AlreadyExists):
@@ -64,7 +64,7 @@ def test_what_is_new_replaces_nothing(server):
     assert store.get("a") == b"first"
 
 
-def test_segments_and_notes_are_kept_and_swept(server):
+def test_segments_and_notes_are_stored_and_collected(server):
     store = Store.open(f"{server.url}/swept")
     live = keep(store, Attempt("a", "a-1", "1f"))
     keep(store, Attempt("a", "a-1", "2f"))
@@ -76,14 +76,14 @@ def test_segments_and_notes_are_kept_and_swept(server):
     assert [name for name, _ in read_manifests(store)] == [Attempt("a", "a-1", "1f").manifest]
 
 
-def test_a_bucket_that_does_not_exist_is_refused_and_not_made(server):
+def test_missing_bucket_is_refused_and_not_created(server):
     for _ in range(2):
         with pytest.raises(InvalidArgument, match="s3://none-such/x cannot be written: .*bucket does not exist"):
             Store.open("s3://none-such/x")
 
 
 @pytest.mark.extended
-def test_a_server_that_stopped():
+def test_stopped_server():
     with object_store() as server:
         store = Store.open(server.url, timeout=3)
         store.put("a", [b"1"])
@@ -96,17 +96,17 @@ def test_a_server_that_stopped():
             before = time.monotonic()
             with pytest.raises(StorageUnavailable, match="check that it .*can be reached"):
                 call()
-            assert time.monotonic() - before < 60  # and not as long as all tries of a driver take
+            assert time.monotonic() - before < 60  # and less than the retries of a driver take
 
 
-def test_a_server_that_never_answers(server, monkeypatch):
+def test_server_that_never_answers(server, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(StorageUnavailable, match="no answer within 500 ms"):
             Store.open(server.url, timeout=0.5)
 
 
-def test_a_process_without_credentials_is_told_so(server, tmp_path):
+def test_process_without_credentials_gets_an_error(server, tmp_path):
     """It neither hangs at exit nor prints messages of drivers."""
     environment = {name: value for name, value in os.environ.items() if name not in CREDENTIALS}
     environment |= {"AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)}

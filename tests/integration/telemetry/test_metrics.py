@@ -35,11 +35,11 @@ from tests.support.tenants import ACME, BOLT, credential_of, write_credentials
 pytestmark = pytest.mark.timeout(60)
 
 
-async def test_what_clients_did_is_counted_by_tenant(tmp_path: Path) -> None:
+async def test_client_activity_is_counted_by_tenant(tmp_path: Path) -> None:
     async with measured(tmp_path) as found:
         await found.load()
         seen = await found.scrape()
-        # each character is a token, and the context has one before and one behind them
+        # each character is a token, and the template adds one token on each side
         for tenant, answers in ((ACME, 4), (BOLT, 3)):
             assert seen.value("longleaf_generated_tokens_total", tenant=tenant) == 8 * answers
             for name in (
@@ -66,7 +66,7 @@ async def test_what_clients_did_is_counted_by_tenant(tmp_path: Path) -> None:
         assert seen.value("longleaf_requests_running") == seen.value("longleaf_requests_waiting") == 0
 
 
-async def test_what_clients_say_and_what_they_call_it_is_never_told(tmp_path: Path) -> None:
+async def test_client_texts_and_names_are_not_exported(tmp_path: Path) -> None:
     async with measured(tmp_path) as found:
         await found.load()
         text = (await found.scrape()).text
@@ -77,7 +77,7 @@ async def test_what_clients_say_and_what_they_call_it_is_never_told(tmp_path: Pa
         assert (await found.scrape()).label_names <= labels | {"torch", "launcher"}
 
 
-async def test_strangers_add_no_series_by_what_they_call(tmp_path: Path) -> None:
+async def test_unauthenticated_methods_add_no_series(tmp_path: Path) -> None:
     async with measured(tmp_path) as found:
         for number in range(5):
             method: Any = found.channel.unary_unary(f"/longleaf.v1.GenerationService/Nonsense{number}")
@@ -89,7 +89,7 @@ async def test_strangers_add_no_series_by_what_they_call(tmp_path: Path) -> None
         assert [dict(labels) for labels in calls] == [expected]
 
 
-async def test_a_lost_rank_is_told(tmp_path: Path) -> None:
+async def test_lost_rank_is_exported(tmp_path: Path) -> None:
     async with measured(tmp_path) as found:
         await found.ingest(ACME, text="many words " * 40)
         before = await found.scrape()
@@ -102,23 +102,23 @@ async def test_a_lost_rank_is_told(tmp_path: Path) -> None:
         assert seen.value("longleaf_epoch") > before.value("longleaf_epoch")
 
 
-async def test_a_file_of_credentials_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+async def test_invalid_credentials_file_is_exported(tmp_path: Path) -> None:
     async with measured(tmp_path) as found:
         assert (await found.scrape()).value("longleaf_reload_failures_total", file="credentials") == 0
         (tmp_path / "credentials").write_text("nonsense")
         while (await found.scrape()).value("longleaf_reload_failures_total", file="credentials") == 0:
             assert await found.generate(ACME, "no-such-context") is StatusCode.NOT_FOUND
-            await asyncio.sleep(0.05)  # the file is looked at once a second
+            await asyncio.sleep(0.05)  # the file is checked once a second
         assert (await found.scrape()).value("longleaf_file_unusable", file="credentials") == 1
         assert (await found.scrape()).value("longleaf_reload_failures_total", file="credentials") == 1
         write_credentials(tmp_path)
         seen = await found.scrape()
-        while seen.value("longleaf_file_unusable", file="credentials"):  # though nobody calls
+        while seen.value("longleaf_file_unusable", file="credentials"):  # without any call
             await asyncio.sleep(0.05)
             seen = await found.scrape()
 
 
-async def test_metrics_are_there_before_the_model_is_and_after_the_ranks_are_gone(tmp_path: Path) -> None:
+async def test_metrics_are_served_before_the_model_loads_and_after_rank_loss(tmp_path: Path) -> None:
     async with measured(tmp_path) as found:
         seen = await found.scrape()
         build = {"launcher": "local", "version": "0.1.0", "torch": metadata.version("torch")}
@@ -137,7 +137,7 @@ def config_of(folder: Path, port: int | None) -> ServiceConfig:
     return ServiceConfig(engine=engine, launcher="local", telemetry=TelemetryConfig(metrics_port=port))
 
 
-async def test_a_port_that_is_taken_ends_the_start(tmp_path: Path) -> None:
+async def test_taken_metrics_port_prevents_the_start(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         service = Service(config_of(tmp_path, port), FakeFleet(1))
@@ -163,11 +163,11 @@ assert "prometheus_client" in sys.modules
 """
 
 
-def test_a_service_without_metrics_does_not_know_prometheus() -> None:
+def test_service_without_metrics_does_not_import_prometheus() -> None:
     subprocess.run([sys.executable, "-c", NOT_IMPORTED], check=True)
 
 
-async def test_an_answer_that_its_text_ends_is_completed_though_the_engine_never_says_so(tmp_path: Path) -> None:
+async def test_answer_ended_by_a_stop_string_counts_as_completed(tmp_path: Path) -> None:
     engine, registry = FakeEngine(), CollectorRegistry()
     engine.answer, engine.is_endless = tuple(ids(each) for each in ("one", " two", " END", " three")), True
     tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())

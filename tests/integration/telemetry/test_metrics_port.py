@@ -1,4 +1,4 @@
-"""The port of metrics, and who reaches it: anybody, with whatever they send."""
+"""The metrics port accepts unauthenticated peers and any input."""
 
 import asyncio
 import socket
@@ -15,18 +15,18 @@ GET = b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n"
 
 
 class Rendering:
-    """Gives a body, once it is let."""
+    """Returns a body once it is released."""
 
     def __init__(self, body: bytes = b"some metrics\n") -> None:
         self.body = body
         self.error: Exception | None = None
-        self.may_go = asyncio.Event()
-        self.may_go.set()
-        self.is_asked = asyncio.Event()
+        self.released = asyncio.Event()
+        self.released.set()
+        self.requested = asyncio.Event()
 
     async def __call__(self) -> bytes:
-        self.is_asked.set()
-        await self.may_go.wait()
+        self.requested.set()
+        await self.released.wait()
         if self.error is not None:
             raise self.error
         return self.body
@@ -42,7 +42,7 @@ async def listening(rendering: Rendering, seconds: float = 30.0) -> AsyncIterato
 
 
 async def say(port: int, request: bytes) -> bytes:
-    """All that is answered, until the service closes the connection."""
+    """The whole response until the service closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(request)
     try:
@@ -52,7 +52,7 @@ async def say(port: int, request: bytes) -> bytes:
 
 
 def read_late(deaf: socket.socket) -> int:
-    """How many bytes come to one who begins to read when its time has passed."""
+    """Number of bytes that a reader gets that starts after its timeout."""
     count = 0
     try:
         while got := deaf.recv(1 << 20):
@@ -67,7 +67,7 @@ def status(answer: bytes) -> int:
 
 
 @pytest.mark.parametrize("target", [b"/metrics", b"/metrics?format=text", b"/metrics?"])
-async def test_metrics_are_got(target: bytes) -> None:
+async def test_metrics_are_returned(target: bytes) -> None:
     async with listening(Rendering()) as port:
         answer = await say(port, b"GET " + target + b" HTTP/1.1\r\nHost: here\r\n\r\n")
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -92,14 +92,14 @@ async def test_metrics_are_got(target: bytes) -> None:
         b"\xff\x00\xfe",
     ],
 )
-async def test_all_else_is_not_there(line: bytes) -> None:
+async def test_other_paths_are_not_found(line: bytes) -> None:
     rendering = Rendering()
     async with listening(rendering) as port:
         assert status(await say(port, line + b"\r\nHost: here\r\n\r\n")) == 404
-    assert not rendering.is_asked.is_set()
+    assert not rendering.requested.is_set()
 
 
-async def test_a_request_has_few_bytes() -> None:
+async def test_request_size_is_limited() -> None:
     async with listening(Rendering()) as port:
         assert (
             status(await say(port, b"GET /metrics HTTP/1.1\r\nA: " + b"a" * 2 * MAX_REQUEST_BYTES + b"\r\n\r\n")) == 431
@@ -108,7 +108,7 @@ async def test_a_request_has_few_bytes() -> None:
         assert status(await say(port, GET)) == 200
 
 
-async def test_what_breaks_is_logged_and_told_as_the_fault_of_the_service(caplog: pytest.LogCaptureFixture) -> None:
+async def test_render_error_is_logged_and_returned_as_an_internal_error(caplog: pytest.LogCaptureFixture) -> None:
     rendering = Rendering()
     async with listening(rendering) as port:
         rendering.error = ValueError("boom")
@@ -120,12 +120,12 @@ async def test_what_breaks_is_logged_and_told_as_the_fault_of_the_service(caplog
         assert status(await say(port, GET)) == 200
 
 
-async def test_who_says_nothing_is_ended() -> None:
+async def test_silent_client_times_out() -> None:
     async with listening(Rendering(), seconds=0.2) as port:
         assert await say(port, b"GET /metrics HT") == b""
 
 
-async def test_who_goes_away_leaves_nothing() -> None:
+async def test_disconnected_client_leaves_nothing() -> None:
     async with listening(Rendering()) as port:
         for request in (b"", b"GET /met", GET):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -134,19 +134,19 @@ async def test_who_goes_away_leaves_nothing() -> None:
         assert status(await say(port, GET)) == 200
 
 
-async def test_who_does_not_read_is_ended_and_keeps_nobody_else_waiting() -> None:
+async def test_client_that_does_not_read_times_out_and_delays_no_other() -> None:
     rendering = Rendering(b"m" * (32 << 20))
     async with listening(rendering, seconds=0.5) as port:
         with socket.create_connection(("127.0.0.1", port)) as deaf:
             deaf.sendall(GET)
-            await rendering.is_asked.wait()
+            await rendering.requested.wait()
             rendering.body = b"some metrics\n"
             assert status(await say(port, GET)) == 200
-            assert await say(port, b"GET") == b""  # whose time ends later
+            assert await say(port, b"GET") == b""  # a connection with a later deadline
             assert await asyncio.to_thread(read_late, deaf) < 32 << 20
 
 
-async def test_the_oldest_gives_way_when_too_many_are_open() -> None:
+async def test_oldest_connection_is_closed_when_too_many_are_open() -> None:
     async with listening(Rendering()) as port:
         resident = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS)]
         assert status(await say(port, GET)) == 200
@@ -157,7 +157,7 @@ async def test_the_oldest_gives_way_when_too_many_are_open() -> None:
             writer.close()
 
 
-async def test_many_strangers_at_once_keep_nobody_from_the_metrics() -> None:
+async def test_many_unauthenticated_clients_do_not_block_metrics() -> None:
     async with listening(Rendering()) as port:
         intruders = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10 * MAX_CONNECTIONS)]
         for _, writer in intruders:
@@ -167,18 +167,18 @@ async def test_many_strangers_at_once_keep_nobody_from_the_metrics() -> None:
             writer.close()
 
 
-async def test_what_is_open_ends_with_the_port() -> None:
+async def test_open_connections_end_with_the_server() -> None:
     rendering = Rendering()
-    rendering.may_go.clear()
+    rendering.released.clear()
     async with listening(rendering) as port:
         waiting = asyncio.create_task(say(port, GET))
-        await rendering.is_asked.wait()
+        await rendering.requested.wait()
     assert await waiting == b""
     with pytest.raises(ConnectionRefusedError):
         await say(port, GET)
 
 
-async def test_a_port_that_is_taken_is_named() -> None:
+async def test_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
         with pytest.raises(
@@ -187,6 +187,6 @@ async def test_a_port_that_is_taken_is_named() -> None:
             await MetricsServer(Rendering(), "text/plain").start("127.0.0.1", number)
 
 
-async def test_an_address_that_is_nobodys_is_named() -> None:
+async def test_unavailable_address_is_named() -> None:
     with pytest.raises(StartError, match=r"metrics_port: cannot listen on 192\.0\.2\.1:0: "):
         await MetricsServer(Rendering(), "text/plain").start("192.0.2.1", 0)

@@ -25,7 +25,7 @@ NOT_HERE = {
 
 
 def panels() -> dict[str, str]:
-    """What the dashboard asks, by where, with its variables as they are when everything is chosen."""
+    """Queries of the dashboard by panel, with all variables set to everything."""
     found = dict[str, str]()
     for panel in json.loads((OPS / "grafana" / "longleaf.json").read_text())["panels"]:
         for target in panel.get("targets", ()):
@@ -44,13 +44,13 @@ def can_be_here(expression: str) -> bool:
 
 
 async def load_twice(service: Measured, prometheus: Prometheus) -> None:
-    """So that Prometheus sees every counter before it grows: else it does not know by how much."""
+    """Prometheus must scrape every counter before it grows, otherwise it does not know the increase."""
     for count in (1, 2):
         await service.load(f"play-{count}")
         await prometheus.comes(f"sum(longleaf_refused_credentials_total) == {count}")
 
 
-async def test_everything_that_is_asked_can_be_answered(tmp_path: Path) -> None:
+async def test_every_dashboard_query_returns_data(tmp_path: Path) -> None:
     async with measured(tmp_path) as service, scraping(service.url, RULES, tmp_path / "prometheus") as prometheus:
         await service.ingest(ACME, "other")
         await load_twice(service, prometheus)

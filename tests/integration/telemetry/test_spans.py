@@ -1,4 +1,4 @@
-"""The spans of calls, however they end, through a real server."""
+"""The spans of calls with every kind of end, through a real server."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
@@ -58,7 +58,7 @@ def generate(channel: grpc.aio.Channel, *metadata: tuple[str, str], **fields: An
 
 
 async def code_of(call: Any) -> StatusCode:
-    """How a call ends that is read to its end."""
+    """The status of a call that is read to its end."""
     with suppress(grpc.aio.AioRpcError):
         async for _ in call:
             pass
@@ -84,7 +84,7 @@ def parent_of(span: ReadableSpan) -> int:
     ("traceparent", "goes_on"),
     [(f"00-{TRACE}-{PARENT}-01", True), (f"00-{TRACE}-{'0' * 16}-01", False), ("nonsense", False), (None, False)],
 )
-async def test_a_generation_is_part_of_its_call_and_that_of_the_trace_of_its_client(
+async def test_generation_span_belongs_to_its_call_and_the_trace_of_the_client(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, traceparent: str | None, goes_on: bool
 ) -> None:
     caplog.set_level("INFO", "coordinator.auth")
@@ -116,7 +116,7 @@ async def test_a_generation_is_part_of_its_call_and_that_of_the_trace_of_its_cli
     assert line.trace == trace  # type: ignore[attr-defined]
 
 
-async def test_a_cancelled_call_ends_all_its_spans_and_says_so(tmp_path: Path) -> None:
+async def test_cancelled_call_ends_all_its_spans_as_cancelled(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.is_endless = True
     async with traced(tmp_path, engine) as (channel, exporter):
@@ -132,7 +132,7 @@ async def test_a_cancelled_call_ends_all_its_spans_and_says_so(tmp_path: Path) -
     assert all(span.end_time for span in spans.values())
 
 
-async def test_a_failed_call_ends_all_its_spans_and_names_the_error(tmp_path: Path) -> None:
+async def test_failed_call_ends_all_its_spans_and_names_the_error(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.late_error = NotFinite(SECRET)
     async with traced(tmp_path, engine) as (channel, exporter):
@@ -145,7 +145,7 @@ async def test_a_failed_call_ends_all_its_spans_and_names_the_error(tmp_path: Pa
         assert (spans[name].attributes or {})["error.type"] == "NotFinite"
 
 
-async def test_who_is_refused_has_a_span_without_a_tenant(tmp_path: Path) -> None:
+async def test_refused_caller_has_a_span_without_a_tenant(tmp_path: Path) -> None:
     async with traced(tmp_path, FakeEngine()) as (channel, exporter):
         await Caller(channel, None).call("GetCluster", [request_of("GetCluster")])
     (span,) = exporter.get_finished_spans()
@@ -153,8 +153,9 @@ async def test_who_is_refused_has_a_span_without_a_tenant(tmp_path: Path) -> Non
     assert "longleaf.tenant" not in (span.attributes or {})
 
 
-async def test_a_held_generation_goes_on_without_its_call_and_stays_part_of_it(tmp_path: Path) -> None:
-    """Its first reader leaves; what it was begun by is told nevertheless, also of what the second one lets it do."""
+async def test_retained_generation_continues_without_its_call_and_keeps_its_parent_span(tmp_path: Path) -> None:
+    """The first reader disconnects. The span keeps the parent of the first call and covers the work for the second
+    one."""
     engine = FakeEngine()
     engine.is_endless = True
     async with traced(tmp_path, engine) as (channel, exporter):

@@ -1,4 +1,4 @@
-"""A service whose rank 0 chooses tokens as on a GPU answers as one that chooses as on a CPU."""
+"""A service whose rank 0 samples as on a GPU answers like one that samples as on a CPU."""
 
 import asyncio
 
@@ -21,8 +21,8 @@ SAMPLINGS = (
 
 
 async def answers(golden, world_size, watch):
-    """Ids and numbers of logprobs of prompts that are answered at the same time, and what ended each. The logprobs
-    themselves depend on which rows a step had, in the last bits."""
+    """Ids, numbers of logprobs and finish reasons of concurrent prompts. The last bits of logprobs depend on the rows
+    of a step."""
     config = config_for(golden.folder, world_size=world_size, chunk_size=300)
 
     async def ask(sampling):
@@ -54,7 +54,7 @@ def spoil(rank):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-async def test_answers_are_those_of_the_sampler_of_cpus(world_size, tmp_path):
+async def test_device_sampler_answers_equal_those_of_the_cpu_sampler(world_size, tmp_path):
     def on_device(index, rank):
         rank.sampler = DeviceSampler("cpu", 512)
         spoil(rank)

@@ -43,8 +43,8 @@ def chunk(epoch: int, step: int, *pieces: Run) -> StepPlan:
     return StepPlan(epoch, step, Prefill((0,), start, IDS[start:end], pieces))
 
 
-def asked(epoch: int, step: int, rank: int = 0) -> StepPlan:
-    """A question about all that is read."""
+def question_step(epoch: int, step: int, rank: int = 0) -> StepPlan:
+    """A question about the whole document."""
     run, terms = Run(rank, 96, 99, (9,)), SamplingTerms(Sampling(max_tokens=NUM_TOKENS))
     return StepPlan(epoch, step, Decode((Row(7, (0, 1), 96, QUESTION, (run,), 0, terms),)))
 
@@ -55,7 +55,7 @@ def further(epoch: int, step: int, index: int, rank: int = 0) -> StepPlan:
 
 
 def questions(epoch: int, step: int) -> list[StepPlan]:
-    return [asked(epoch, step), *(further(epoch, step + index, index) for index in range(1, NUM_TOKENS))]
+    return [question_step(epoch, step), *(further(epoch, step + index, index) for index in range(1, NUM_TOKENS))]
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +79,8 @@ def answer(members: Members, ranks: list[int], epoch: int) -> list[int]:
 
 
 PIECES = Run(0, 0, 32, (0, 1)), Run(1, 32, 64, (0, 1)), Run(2, 64, 96, (0, 1))
-HELD = KvLayout(2, (SegmentLayout(0, 0, (Run(1, 0, 32, (0, 1)), Run(0, 32, 64, (0, 1)))),))
-"""By the survivors, whose ranks have changed."""
+LAYOUT = KvLayout(2, (SegmentLayout(0, 0, (Run(1, 0, 32, (0, 1)), Run(0, 32, 64, (0, 1)))),))
+"""Stored by the survivors, whose ranks have changed."""
 LOST = Run(0, 64, 80, (2,)), Run(1, 80, 96, (2,))
 
 
@@ -89,45 +89,45 @@ def read_and_break(members: Members, step: int) -> tuple:
     readies = members.form(1, [0, 1, 2])
     members.tell([0, 1, 2], chunk(1, 1, *PIECES))
     assert members.hear(StepResult, 0).has_finite_keys
-    members.tell([0, 1, 2], asked(1, step), further(1, 1000, 1))
+    members.tell([0, 1, 2], question_step(1, step), further(1, 1000, 1))
     return readies[0].merges
 
 
-def go_on(members: Members, merges: tuple) -> list[int]:
+def recompute_and_answer(members: Members, merges: tuple) -> list[int]:
     """Two members recompute the lost keys and answer. Plans of the previous epoch are not executed."""
     members.tell([0, 1], further(1, 1001, 2))
-    readies = members.form(2, [1, 0], HELD, merges=merges)
-    assert [ready.merges for ready in readies] == [merges, merges], "nothing is measured anew"
+    readies = members.form(2, [1, 0], LAYOUT, merges=merges)
+    assert [ready.merges for ready in readies] == [merges, merges], "no measurement is repeated"
     members.tell([1, 0], chunk(2, 1, *LOST))
     assert members.hear(StepResult, 1).epoch == 2
     return answer(members, [1, 0], 2)
 
 
-def test_survivors_of_a_killed_rank_go_on_with_what_they_hold(members, expected):
+def test_survivors_of_a_killed_rank_continue_with_their_segments(members, expected):
     merges = read_and_break(members, KILL)
     broken = [members.broken(member) for member in (0, 1)]
     assert [(one.epoch, one.step) for one in broken] == [(1, KILL)] * 2
     if members.nodes == "aaa":
         assert [one.blamed for one in broken] == [VICTIM] * 2
-    assert go_on(members, merges) == expected
+    assert recompute_and_answer(members, merges) == expected
 
 
-def test_a_fence_frees_those_who_wait_for_a_stopped_rank(members, expected):
+def test_abort_frees_members_that_wait_for_a_stopped_rank(members, expected):
     merges = read_and_break(members, FREEZE)
-    for member in (0, 1):  # a member that is fenced earlier is in no exchange with the stopped rank
+    for member in (0, 1):  # a member with an earlier abort is in no exchange with the stopped rank
         members.wait_for_step(member, 1, FREEZE)
     for member in (0, 1):
         members.say(member, AbortExchanges(1))
     broken = [members.broken(member) for member in (0, 1)]
     assert [(one.epoch, one.step) for one in broken] == [(1, FREEZE)] * 2
-    # the first to leave was freed by its fence; the other may notice that before its own fence arrives
+    # the first to leave was freed by its abort; the other may notice that before its own abort arrives
     reasons = {one.reason for one in broken}
-    assert "epoch 1 was ended" in reasons and reasons <= {"epoch 1 was ended", "died or left the group"}
+    assert "epoch 1 was ended" in reasons and reasons <= {"epoch 1 was ended", "exited or left the group"}
     members.kill(VICTIM)
-    assert go_on(members, merges) == expected
+    assert recompute_and_answer(members, merges) == expected
 
 
-def test_all_go_on_after_one_has_raised(members, expected):
+def test_all_members_continue_after_one_has_raised(members, expected):
     """The member that raised reports the reason; all members keep their segments and join with new rank numbers."""
     merges = read_and_break(members, RAISE)
     broken = [members.broken(member) for member in (0, 1, 2)]
@@ -140,8 +140,8 @@ def test_all_go_on_after_one_has_raised(members, expected):
         assert members.is_alive(member)
 
 
-def test_a_fence_frees_those_who_wait_for_a_rank_that_does_not_join(members, expected):
-    """And nothing of the try is left that would keep the next one from meeting."""
+def test_abort_frees_members_that_wait_for_a_rank_that_does_not_join(members, expected):
+    """Nothing remains of the attempt that would block the next one."""
     merges = read_and_break(members, KILL)
     for member in (0, 1):
         members.broken(member)
@@ -150,14 +150,14 @@ def test_a_fence_frees_those_who_wait_for_a_rank_that_does_not_join(members, exp
         assert members.wait_for_beat(member)
         members.say(member, AbortExchanges(2))
         assert members.broken(member).epoch == 2
-    members.form(3, [1, 0], KvLayout(3, HELD.segments), merges=merges)
+    members.form(3, [1, 0], KvLayout(3, LAYOUT.segments), merges=merges)
     members.tell([1, 0], chunk(3, 1, *LOST))
     assert members.hear(StepResult, 1).epoch == 3
     assert answer(members, [1, 0], 3) == expected
 
 
-def test_who_leaves_is_missed_whatever_is_kept_of_the_epoch(members):
-    """Torch closes connections of a group with its last reference."""
+def test_departed_member_is_detected_despite_references_to_the_group(members):
+    """Torch closes a group's connections with its last reference."""
     read_and_break(members, KEEP)
     assert [members.broken(member).step for member in (0, 1, 2)] == [KEEP] * 3
 
@@ -171,25 +171,25 @@ def broken_over_and_over(members: Members, num_epochs: int) -> None:
         ranks = [[0, 1, 2], [2, 0, 1], [1, 2]][epoch % 3]
         members.form(epoch, ranks, merges=merges)
         if epoch % 3:
-            members.tell(ranks, chunk(epoch, 1, Run(0, 0, 96, (0, 1, 2, 3, 4, 5))), asked(epoch, RAISE))
+            members.tell(ranks, chunk(epoch, 1, Run(0, 0, 96, (0, 1, 2, 3, 4, 5))), question_step(epoch, RAISE))
             assert {members.broken(member).epoch for member in ranks} == {epoch}
         if epoch % 3 == 0:
-            found.append([members.held(member) for member in (0, 1, 2)])
+            found.append([members.open_resources(member) for member in (0, 1, 2)])
     del found[0]  # until then not every member has been rank 0, whose store opens two files permanently
     half = len(found) // 2
-    assert least(found[:half]) == least(found[half:]), "files, threads or shared memory are left"
+    assert least(found[:half]) == least(found[half:]), "no files, threads or shared memory may remain"
 
 
 def least(found: list[list[dict[str, int]]]) -> list[dict[str, int]]:
-    """Of several looks at members, the least of each kind."""
+    """The minimum of each kind over several samples of the members."""
     return [{kind: min(look[kind] for look in looks) for kind in looks[0]} for looks in zip(*found, strict=True)]
 
 
 @pytest.mark.sampled(1)
-def test_a_few_epochs_leave_nothing(members):
+def test_few_epochs_leak_nothing(members):
     broken_over_and_over(members, 15)
 
 
 @pytest.mark.slow
-def test_many_epochs_leave_nothing(members):
+def test_many_epochs_leak_nothing(members):
     broken_over_and_over(members, 60)

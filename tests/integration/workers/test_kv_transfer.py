@@ -1,4 +1,4 @@
-"""Runs that move between processes: through shared memory in many pieces, over gloo, and with NCCL's calls."""
+"""Runs transferred between processes: through shared memory in many pieces, over gloo, and with NCCL's calls."""
 
 import pytest
 import torch
@@ -76,5 +76,5 @@ def test_over_gloo_and_copied_through_the_host():
 
 
 @pytest.mark.parametrize("machines", ["aaa", "aabb", "abcc"])
-def test_on_a_pretended_nccl(machines):
+def test_on_a_simulated_nccl(machines):
     assert all(Fleet(machines).run(carry_out))

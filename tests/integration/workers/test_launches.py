@@ -1,4 +1,4 @@
-"""How much the steps of a rank ask of an accelerator, counted on a pretended one. The kernels of GPUs are held to its
+"""Accelerator operations of a rank's steps, counted on a simulated device. The GPU kernels are checked against the same
 limits in tests/triton."""
 
 import inspect
@@ -33,12 +33,12 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mix", ["shared and own", "windows", "latents", "20,000 keys"])
-def test_with_one_launch_for_all_reads_the_limit_is_kept(mix, folder_of):
+def test_launch_count_stays_within_its_limit_with_one_launch_for_all_reads(mix, folder_of):
     check_limit(decoded(MIXES[mix], folder_of, Lone), DECODE_LAUNCHES)
 
 
-def test_a_loop_of_launches_is_found(folder_of):
-    """As a kernel for each tail would be, in an operation of our own."""
+def test_loop_of_launches_is_detected(folder_of):
+    """Such as one kernel per tail, in a custom operation."""
 
     class Looping(Lone):
         def attend(self, q_THD, k_KSD, v_KSV, reads, scale, softcap=None):
@@ -56,7 +56,7 @@ def test_a_loop_of_launches_is_found(folder_of):
         check_limit(decoded(MIXES["16 tails"], folder_of, Looping), DECODE_LAUNCHES)
 
 
-def test_a_wait_for_the_device_is_found_where_it_is(folder_of):
+def test_wait_for_the_device_is_located(folder_of):
     class Waiting(Lone):
         def attend(self, *args):
             partial = super().attend(*args)
@@ -82,15 +82,15 @@ MIXED = (
 )
 GREEDY = (Sampling(), Sampling(num_logprobs=20))
 FROM_HERE = {("workers/step/inputs.py", "copy"): 1, ("workers/step/last_tokens.py", "copy"): 1}
-"""All inputs, and where the last ids of the sequences lie: steps of fixed shape need one copy in all."""
+"""All inputs, and the positions of the sequences' last ids: steps of fixed shape need one copy in total."""
 PARAMETERS = {("workers/sampling/device_sampler.py", "copy"): 1}
-TOLD = {("workers/sampling/device_sampler.py", "copy"): 1}
-"""Tokens, which rows are not finite, and logprobs."""
+REPORT_COPIES = {("workers/sampling/device_sampler.py", "copy"): 1}
+"""Tokens, flags of non-finite rows, and logprobs."""
 
 
 def check_waits(log: Log) -> None:
     """A step waits once, at its end."""
-    assert len(log.of("wait")) == 1, f"waits:\n{log.told('wait')}"
+    assert len(log.of("wait")) == 1, f"waits:\n{log.summary('wait')}"
     assert log.events[-1] == log.of("wait")[0]
     assert log.of("wait")[0].name == "event"
     assert len(log.of("to host")) <= 1
@@ -100,23 +100,23 @@ def check_waits(log: Log) -> None:
 @pytest.mark.parametrize(("past", "prompts"), [(1000, ((5, "book"),) * 2), (5000, SHARED * 3)])
 @pytest.mark.parametrize(("samplings", "parameters"), [(MIXED, PARAMETERS), (GREEDY, {})])
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_a_decode_step_waits_once_whatever_its_rows(past, prompts, samplings, parameters, world_size, folder_of):
-    """Parameters of rows that are greedy went there with the first step."""
+def test_decode_step_waits_once_for_any_number_of_rows(past, prompts, samplings, parameters, world_size, folder_of):
+    """Parameters of greedy rows were copied with the first step."""
     log = decoded(Case(past=past, prompts=prompts, samplings=samplings, world_size=world_size), folder_of, Lone)
     check_waits(log)
     assert by_file(log, "to device") == FROM_HERE | parameters
-    assert by_file(log, "to host") == TOLD
+    assert by_file(log, "to host") == REPORT_COPIES
     assert not log.per_layer("wait", "to device", "to host")
 
 
-def test_the_other_ranks_never_know_the_ids(folder_of):
+def test_other_ranks_never_receive_the_ids(folder_of):
     log = decoded(Case(prompts=SHARED, samplings=MIXED, world_size=4, rank=3), folder_of, Lone)
     check_waits(log)
     assert by_file(log, "to device") == FROM_HERE
     assert not log.of("to host")
 
 
-def test_a_wait_while_tokens_are_chosen_is_found(folder_of, monkeypatch):
+def test_wait_during_sampling_is_detected(folder_of, monkeypatch):
     draw = fixed_shape.draw
 
     def waiting(scores_RV, *arguments):
@@ -129,7 +129,7 @@ def test_a_wait_while_tokens_are_chosen_is_found(folder_of, monkeypatch):
         check_waits(decoded(Case(prompts=SHARED, samplings=MIXED), folder_of, Lone))
 
 
-def test_to_choose_tokens_takes_as_many_launches_whatever_the_rows(folder_of):
+def test_sampling_launch_count_does_not_depend_on_rows(folder_of):
     """Greedy sampling needs few: the highest logit, the finiteness check, the choice of the owner, and the reported
     values."""
 
@@ -142,8 +142,8 @@ def test_to_choose_tokens_takes_as_many_launches_whatever_the_rows(folder_of):
     assert launches((Sampling(),), few) == launches((Sampling(),), many) < 10
 
 
-def test_a_chunk_copies_its_inputs_and_waits_once_for_its_end(folder_of):
-    """The wait is for the report whether its keys are finite: they are stored by then."""
+def test_chunk_copies_its_inputs_and_waits_once_at_its_end(folder_of):
+    """The wait reads whether its keys are finite, after they are stored."""
     log = prefilled(Case(), folder_of, dense)
     assert by_file(log, "to device") == {("workers/step/inputs.py", "copy"): 1}
     assert by_file(log, "to host") == {("workers/group_session.py", "copy"): 1}
@@ -152,12 +152,12 @@ def test_a_chunk_copies_its_inputs_and_waits_once_for_its_end(folder_of):
 
 
 def test_int8_waits_in_every_layer_to_count_its_blocks(folder_of):
-    """Today: the blocks that are written to, in two waits, and those that must grow."""
+    """Currently: the written blocks, in two waits, and the blocks that must grow."""
     assert decoded(Case(settings=INT8), folder_of, Lone).per_layer("wait") == {0: 3, 1: 3}
 
 
-def test_the_launches_of_dense_grow_with_the_keys(folder_of):
-    """The same for each tile of 1024 keys, and in each layer; the model's own do not grow."""
+def test_dense_launch_count_grows_with_the_keys(folder_of):
+    """Per tile of 1024 keys and per layer; the launches of the model do not grow."""
     logs = [decoded(Case(past=past), folder_of, dense) for past in (1024, 2048, 4096)]
     counts = [set(log.per_layer("launch").values()) for log in logs]
     (one,), (two,), (four,) = counts
@@ -166,6 +166,6 @@ def test_the_launches_of_dense_grow_with_the_keys(folder_of):
 
 
 @pytest.mark.parametrize(("merge", "num_moves"), [("gather", 1), ("exchange", 2), ("butterfly", 2)])
-def test_a_merge_exchanges_once_for_each_of_its_moves(merge, num_moves, folder_of):
+def test_merge_exchanges_once_for_each_of_its_rounds(merge, num_moves, folder_of):
     log = decoded(MIXES[f"4 ranks, {merge}"], folder_of, Lone)
     assert log.per_layer("exchange") == {0: num_moves, 1: num_moves}

@@ -1,4 +1,4 @@
-"""Where the tensors of a rank lie, and how its weights come there, on a pretended accelerator that is not the first."""
+"""The device of a rank's tensors, and the loading of its weights, on a simulated accelerator that is not the first."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ from zoo import families as zoo
 from zoo.checkpoints import make_checkpoint
 
 FAMILIES = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "qwen2.5")
-"""Windows, sinks, latents in layers that are swapped, and weights that are tied."""
+"""Windows, sinks, latents in swapped layers, and tied weights."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -51,7 +51,7 @@ SETTINGS = ({}, {"window_keys": "replicated"}, {"kv_dtype": "int8"})
     ],
     indirect=["folder"],
 )
-def test_everything_of_a_rank_lies_on_its_device(folder, settings):
+def test_all_tensors_of_a_rank_are_on_its_device(folder, settings):
     if folder.name.startswith("deepseek") and "kv_dtype" in settings:
         with pytest.raises(ModelRefused, match="int8"):  # latents are not rounded
             PretendedRank(folder, dtype="bfloat16", **settings)
@@ -70,7 +70,7 @@ def test_everything_of_a_rank_lies_on_its_device(folder, settings):
 
 
 def tensors_of(owner: object, depth: int = 4) -> list[Tensor]:
-    """Tensors that an object leads to."""
+    """Tensors reachable from an object."""
     if isinstance(owner, Tensor) or not depth:
         return [owner] if isinstance(owner, Tensor) else []
     inside = owner.values() if isinstance(owner, dict) else owner if isinstance(owner, list) else vars(owner).values()
@@ -81,7 +81,7 @@ def tensors_of(owner: object, depth: int = 4) -> list[Tensor]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_drafts_are_verified_there_and_nothing_waits_before_the_end(tmp_path, rank, settings):
+def test_drafts_are_verified_on_the_device_with_one_wait_at_the_end(tmp_path, rank, settings):
     """The simulated device has no values: the ids that it reports are zeros, as the drafts are."""
     folder = make_checkpoint(tmp_path, "gemma3", num_layers=2)
     made = PretendedRank(folder, 2, dtype="bfloat16", rank=rank, **settings)
@@ -95,19 +95,19 @@ def test_drafts_are_verified_there_and_nothing_waits_before_the_end(tmp_path, ra
         log = made.accelerator.log.take()
     assert {event.name for event in log.of("allocation")} == {DEVICE}
     waits = [wait for wait in log.of("wait") if not wait.site.startswith("longleaf/kernels/int8.py")]
-    # for tokens, or for what was told of them; to keep 8 bits in torch.s operations takes waits
-    assert len(waits) == 1, log.told("wait")
-    ends = {one.end for one in made.rank.epoch._ledger.held(first.path[-1], 0, 100, run.rank)}
+    # for tokens or attribution; 8-bit quantization in torch operations takes waits
+    assert len(waits) == 1, log.summary("wait")
+    ends = {one.end for one in made.rank.epoch._ledger.resident_extents(first.path[-1], 0, 100, run.rank)}
     assert ends == {run.end + 4}
 
 
-def test_the_device_is_the_current_one_before_anything_asks_for_it(llama):
+def test_device_is_selected_before_it_is_queried(llama):
     calls = PretendedRank(llama, kv_bytes=None).accelerator.driver.calls
     assert calls[0] == ("set_device", DEVICE)
     assert ("mem_get_info", DEVICE) in calls
 
 
-def test_weights_go_there_one_by_one_and_once(folder):
+def test_weights_are_moved_one_by_one_and_once(folder):
     """Only a few buffers remain to be moved with the model."""
     log = PretendedRank(folder, dtype="bfloat16").loading
     copies = [event for event in log.of("to device") if event.site.startswith("workers/model/")]
@@ -118,7 +118,7 @@ def test_weights_go_there_one_by_one_and_once(folder):
     assert rest < sum(event.num_bytes for event in parameters) / 20
 
 
-def test_tied_weights_stay_tied_there(tmp_path):
+def test_tied_weights_stay_tied_on_the_device(tmp_path):
     made = PretendedRank(make_checkpoint(tmp_path, "qwen2.5", num_layers=2))
     module = made.rank.model.module
     assert module.get_input_embeddings().weight is module.get_output_embeddings().weight
@@ -126,7 +126,7 @@ def test_tied_weights_stay_tied_there(tmp_path):
 
 @pytest.mark.sampled(28)
 @pytest.mark.parametrize("family", zoo.FAMILIES)
-def test_weights_that_were_moved_are_those_of_the_checkpoint(family, tmp_path):
+def test_moved_weights_equal_the_checkpoint(family, tmp_path):
     """The weights are moved to the CPU under another device name, so that they have values: none is initialised again,
     and tied weights stay tied."""
     folder = str(make_checkpoint(tmp_path, family))
@@ -139,7 +139,7 @@ def test_weights_that_were_moved_are_those_of_the_checkpoint(family, tmp_path):
     assert not any(parameter.requires_grad for parameter in moved.parameters())
 
 
-def test_nothing_is_read_ahead(llama, monkeypatch):
+def test_weights_are_not_read_ahead(llama, monkeypatch):
     """Threads that read weights ahead would fill the host's memory with weights that wait for their turn. A value that
     transformers cached for an earlier rank of this process does not count."""
 
@@ -148,13 +148,13 @@ def test_nothing_is_read_ahead(llama, monkeypatch):
 
     monkeypatch.setattr("transformers.core_model_loading.ThreadPoolExecutor", refuse)
     for name, value in {**rank_environment(1), **dict.fromkeys(loading_environment(), "0")}.items():
-        monkeypatch.setenv(name, value)  # and as it was again afterwards
+        monkeypatch.setenv(name, value)  # and unchanged afterwards
     for name in loading_environment():
         monkeypatch.delenv(name)
     PretendedRank(llama, dtype="bfloat16")
 
 
-def test_a_pool_takes_what_steps_leave_of_a_device(llama, caplog):
+def test_pool_uses_the_device_memory_left_by_steps(llama, caplog):
     with caplog.at_level("INFO", logger="longleaf"):
         made = PretendedRank(llama, 4, kv_bytes=None, dtype="bfloat16", chunk_size=4096)
     pool = sum(tensor.nbytes for tensor in tensors_of(made.rank.pool.keys) + tensors_of(made.rank.pool.values))
@@ -164,13 +164,13 @@ def test_a_pool_takes_what_steps_leave_of_a_device(llama, caplog):
     assert "for chunks" in reported and "for NCCL" in reported
 
 
-def test_a_pool_beyond_the_device_is_refused(llama):
-    with pytest.raises(StartError, match=f"bytes of memory that {DEVICE} has"):
+def test_pool_larger_than_the_device_is_refused(llama):
+    with pytest.raises(StartError, match=f"bytes of memory of {DEVICE}"):
         PretendedRank(llama, kv_bytes=81 << 30)
 
 
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all", "broadcast", "permute"])
-def test_what_ranks_that_share_a_device_exchange_is_copied_to_the_host_and_back(name):
+def test_exchanges_of_ranks_that_share_a_device_are_copied_through_the_host(name):
     accelerator = Accelerator()
     with accelerator.running():
         tensor = torch.ones(2, 3, device=DEVICE)
@@ -213,12 +213,12 @@ SLACK = 48 << 20
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures what Linux tells")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize(("device", "share"), [("cpu", 1), ("pretend", 0)])
-def test_the_host_holds_no_more_than_one_weight_beside_those_that_stay(family, device, share, tmp_path):
-    """400 MiB of float32 that are served in bfloat16. Page cache of the file does not count: all ranks share it. Each
-    of Mixtral's stacked expert tensors is assembled from one tensor per expert."""
+def test_host_memory_holds_at_most_one_weight_beyond_the_resident_ones(family, device, share, tmp_path):
+    """400 MiB of float32 served in bfloat16. The file's page cache does not count: all ranks share it. Each of
+    Mixtral's stacked expert tensors is assembled from one tensor per expert."""
     sizes = {"num_layers": 8, "hidden": 1024, "num_heads": 16, "num_kv_heads": 8, "vocab_size": 4096}
     folder = make_checkpoint(tmp_path, family, ffn=3072 if family == "llama" else 768, **sizes)
     (tmp_path / "first").mkdir()
@@ -233,7 +233,7 @@ def test_the_host_holds_no_more_than_one_weight_beside_those_that_stay(family, d
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_what_rows_tell_is_counted_there_without_a_wait(llama, settings, world_size):
+def test_attribution_is_accumulated_on_the_device_without_a_wait(llama, settings, world_size):
     """The host waits only at the end of the step; in between, only torch's 8-bit quantization waits."""
     made = PretendedRank(llama, world_size, dtype="bfloat16", **settings)
     made.read(1000)
@@ -252,5 +252,5 @@ def test_what_rows_tell_is_counted_there_without_a_wait(llama, settings, world_s
     for step in made.steps():
         assert {event.name for event in step.log.of("allocation")} <= {DEVICE}
         waits = [event for event in step.log.of("wait") if event.site.startswith("workers/")]
-        assert all(event.layer is None and event.name == "event" for event in waits), "before the step has ended"
+        assert all(event.layer is None and event.name == "event" for event in waits), "before the end of the step"
     assert requested

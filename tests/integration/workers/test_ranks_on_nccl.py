@@ -1,4 +1,4 @@
-"""Whole ranks, as threads, that join, execute plans and leave over a pretended NCCL: the same calls on each of them."""
+"""Whole ranks, as threads, that join, execute plans and leave over a simulated NCCL: all make the same calls."""
 
 from collections import Counter
 from pathlib import Path
@@ -25,7 +25,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 class Fleet:
-    """Ranks that are loaded, on the machines of `machines`, a letter per rank; they execute what a scheduler plans."""
+    """Loaded ranks on the machines of `machines`, a letter per rank; they execute the plans of a scheduler."""
 
     def __init__(self, folder: Path, machines: str, **settings: object) -> None:
         size = len(machines)
@@ -40,9 +40,9 @@ class Fleet:
         options = {name: getattr(config, name) for name in same}
         self.bench = Bench(blocks=(ready.num_blocks,) * size, windows=ready.windows, world_size=size, **options)
 
-    def live(self, *, forgetful: int | None = None) -> Counter[type]:
-        """Joins, reads a document and two prompts, answers, leaves; kinds of work that were done. The rank `forgetful`
-        leaves out the last plan."""
+    def live(self, *, skips_step: int | None = None) -> Counter[type]:
+        """Joins, reads a document and two prompts, answers, leaves; returns the kinds of executed work. The rank
+        `skips_step` does not execute the last plan."""
         self.bench.ingest("book", 90)
         plans = self.bench.run()
         self.bench.ask(40, 3, "book")
@@ -52,7 +52,7 @@ class Fleet:
         def work(number: int) -> str:
             rank = self.ranks[number]
             ready = rank.join(Join(1, number, "", 0, self._nodes))
-            for plan in plans[:-1] if number == forgetful else plans:
+            for plan in plans[:-1] if number == skips_step else plans:
                 rank.execute(plan)
             rank.close()
             return ready.transport
@@ -74,7 +74,7 @@ class Fleet:
         ("aab", {"merge": "hierarchy", "prefill": "keys", "window_keys": "replicated"}),
     ],
 )
-def test_ranks_make_the_same_calls_from_their_joining_to_their_end(folder, machines, settings):
+def test_ranks_make_the_same_nccl_calls_from_join_to_leave(folder, machines, settings):
     fleet = Fleet(folder, machines, **settings)
     done = fleet.live()
     assert done[Prefill] > 2
@@ -82,12 +82,12 @@ def test_ranks_make_the_same_calls_from_their_joining_to_their_end(folder, machi
     assert Counter(fleet.calls.ended) == Counter((rank, "aborted") for rank in range(3))
 
 
-def test_a_rank_that_leaves_out_a_step_is_found(folder):
+def test_rank_that_skips_a_step_is_detected(folder):
     with pytest.raises(CollectiveMismatch, match="rank 1 waits"):
-        Fleet(folder, "aaa", merge="gather").live(forgetful=2)
+        Fleet(folder, "aaa", merge="gather").live(skips_step=2)
 
 
-def test_graphs_are_given_back_before_the_groups_that_they_exchange_in_end(folder):
+def test_graphs_are_released_before_their_groups(folder):
     ends: list[str] = []
     rank = Rank(make_spec(0, config_for(folder, world_size=1)))
     rank.load()

@@ -107,7 +107,7 @@ def fetch(members: Members, member: int, ticket: int, part: int, found: Saved) -
     assert members.hear(Fetched, member) == Fetched(member, ticket)
 
 
-def test_others_take_back_what_was_saved(members: Members, expected: list[int]) -> None:
+def test_other_members_restore_saved_segments(members: Members, expected: list[int]) -> None:
     """Into other blocks, under another segment id, as other ranks, and then on a single rank."""
     parts = saved(members)
     assert answer(members, [0, 1], 1, 2) == expected
@@ -130,7 +130,7 @@ def test_others_take_back_what_was_saved(members: Members, expected: list[int]) 
     assert answer(members, [0], 3, 2, segment=6) == expected
 
 
-def test_what_was_discarded_ends_the_epoch_of_who_wants_it(members: Members) -> None:
+def test_discarded_snapshot_ends_the_epoch_of_its_reader(members: Members) -> None:
     parts = saved(members)
     fetch(members, 1, 9, 0, parts[0])
     members.say(1, Discard((9,)))
@@ -138,18 +138,16 @@ def test_what_was_discarded_ends_the_epoch_of_who_wants_it(members: Members) -> 
     for member in (0, 1):
         broken = members.broken(member)
         assert (broken.step, broken.blamed) == (2, None)
-        assert "PieceNotFetched: rank 1 has not fetched under ticket 9" in broken.reason
+        assert "PieceNotFetched: rank 1 has no fetched piece for ticket 9" in broken.reason
 
 
-def test_a_slow_storage_holds_up_neither_steps_nor_pulses_nor_epochs(
-    members: Members, storage: Path, expected: list[int]
-) -> None:
+def test_slow_storage_delays_no_step_heartbeat_or_epoch(members: Members, storage: Path, expected: list[int]) -> None:
     parts = saved(members)
     os.mkfifo(gate := storage / "gate")
     members.say(1, Save(4, "again", 0, PARTS[1]))
     assert answer(members, [0, 1], 1, 2) == expected
     members.wait_for_step(1, 1, 1 + NUM_TOKENS)
-    while not (storage / "waiting").exists():  # an order that has not begun is dropped with its epoch
+    while not (storage / "waiting").exists():  # a request that has not started is dropped with its epoch
         time.sleep(0.01)
     members.form(2, [1], KvLayout(2, ()))
     members.say(1, Save(5, "gone", 0, PARTS[1]))
@@ -162,8 +160,8 @@ def test_a_slow_storage_holds_up_neither_steps_nor_pulses_nor_epochs(
     assert FolderStore(str(storage)).get("again", parts[1].digest)
 
 
-def test_members_answer_while_a_step_keeps_them(members: Members, storage: Path) -> None:
-    """One waits in a step for the other, which has not begun it."""
+def test_members_respond_while_blocked_in_a_step(members: Members, storage: Path) -> None:
+    """One waits in a step for the other, which has not started it."""
     parts = saved(members)
     os.mkfifo(gate := storage / "gate")
     ranges = tuple((run.start, run.end) for run in PARTS[1])

@@ -13,7 +13,7 @@ SIZES = st.lists(st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.i
 
 
 @given(st.data(), SIZES, st.integers(1, 5), st.integers(1, 60), st.booleans())
-def test_a_parcel_carries_all_of_its_context(
+def test_an_archive_contains_its_whole_context(
     data: st.DataObject, sizes: list[tuple[int, int]], piece_tokens: int, piece_bytes: int, has_windows: bool
 ) -> None:
     keyed = data.draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))

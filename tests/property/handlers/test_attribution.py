@@ -1,5 +1,6 @@
-"""Of any answer exactly the tokens that it tells are counted, however they come and wherever it stops; and sums of any
-shares are ranked as they are."""
+"""Exactly the delivered tokens of an answer are counted, for any order of events and any stop; sums of arbitrary shares
+are ranked correctly.
+"""
 
 from collections.abc import Sequence
 
@@ -16,13 +17,13 @@ from coordinator.handlers.response_assembler import ResponseAssembler
 from coordinator.text.detokenizer import Alphabet
 from longleaf.errors import InvalidArgument
 from longleaf.rank_protocol.fakes import echo_attention, echo_spans
-from longleaf.rank_protocol.step import MAX_TOLD_SPANS, NUM_OTHER_SHARES, Attention
+from longleaf.rank_protocol.step import MAX_ATTRIBUTED_SPANS, NUM_OTHER_SHARES, Attention
 from longleaf.sampling import Sampling, Token
 from longleaf.types import Delta, Finished, Generate, Provenance
 from tests.support.service import byte_tokenizer
 
 SPANS = echo_spans((0, 40), 90, 32)
-GROUNDS = engine_messages.AttributionContext(
+CONTEXT = engine_messages.AttributionContext(
     segments=(1, 2), ends=(40, 90), last_ids=(), block_size=64, full_layers=(3,), can_cut=True
 )
 LETTERS = "abc"
@@ -34,7 +35,7 @@ def alphabet() -> Alphabet:
     return Alphabet(decode=lambda ids: BYTES.decode(list(ids)))
 
 
-def told(sample: int, index: int) -> Attention:
+def attention_of(sample: int, index: int) -> Attention:
     return echo_attention(SPANS, (), 100 * sample + index)
 
 
@@ -48,17 +49,19 @@ def tellings(draw: st.DrawFn) -> tuple[list[list[int]], list[engine_messages.Eve
         start = at[sample]
         at[sample] = end = min(len(samples[sample]), start + draw(st.integers(1, 4)))
         tokens = tuple(Token(token_id) for token_id in samples[sample][start:end])
-        found.append(engine_messages.Tokens(start, tokens, sample, tuple(told(sample, i) for i in range(start, end))))
+        found.append(
+            engine_messages.Tokens(start, tokens, sample, tuple(attention_of(sample, i) for i in range(start, end)))
+        )
     found += [engine_messages.Ended("length", 0, 0, len(ids), 0.0, 0.0, 0.0, i) for i, ids in enumerate(samples)]
     return samples, found
 
 
 @given(tellings(), st.lists(st.text(LETTERS, min_size=1, max_size=3), max_size=3), st.integers(0, 6))
 @settings(deadline=None)
-def test_exactly_what_is_told_is_counted(
+def test_exactly_the_delivered_tokens_are_counted(
     reporting: tuple[list[list[int]], list[engine_messages.Event]], stops: list[str], num_before: int
 ) -> None:
-    """Of the first `num_before` events another service has kept the tokens alone."""
+    """For the first `num_before` events another service has kept only the tokens."""
     samples, output = reporting
     sampling = Sampling(max_tokens=20, stop=tuple(stops))
     request = Generate(input="", context="doc", sampling=sampling, num_samples=len(samples), provenance=Provenance())
@@ -75,8 +78,8 @@ def test_exactly_what_is_told_is_counted(
     assert sorted(end.sample for end in ends) == list(range(len(samples)))
     for sample in range(len(samples)):
         ids = [i for delta in deltas if delta.sample == sample for i in delta.token_ids]
-        counted = [told(sample, index) for index in range(len(ids)) if retained[sample, index]]
-        found = tracing.told(sample)
+        counted = [attention_of(sample, index) for index in range(len(ids)) if retained[sample, index]]
+        found = tracing.reported(sample)
         assert list(found.token_ids) == ids == samples[sample][: len(ids)]
         assert found.sums.num_tokens == len(counted)
         if counted:
@@ -85,10 +88,10 @@ def test_exactly_what_is_told_is_counted(
             np.testing.assert_allclose(found.sums.others, means[-NUM_OTHER_SHARES:], rtol=1e-6)
 
 
-MASSES = st.lists(st.integers(0, 9), min_size=6, max_size=6)
+MEANS = st.lists(st.integers(0, 9), min_size=6, max_size=6)
 
 
-@given(st.lists(st.tuples(MASSES, MASSES, st.lists(st.integers(0, 5), min_size=6, max_size=6)), min_size=1, max_size=5))
+@given(st.lists(st.tuples(MEANS, MEANS, st.lists(st.integers(0, 5), min_size=6, max_size=6)), min_size=1, max_size=5))
 def test_the_largest_is_that_of_any_token_with_its_head(tellings: list[tuple[list[int], list[int], list[int]]]) -> None:
     sums = AttentionAccumulator()
     for means, largest, heads in tellings:
@@ -114,19 +117,19 @@ def test_candidates_are_the_first_of_both_rankings(shares: list[float], others: 
         assert candidates(raw, None, count) == top(raw, count)
 
 
-def test_spans_begin_anew_with_each_segment() -> None:
-    spans = spans_of(Provenance(span_tokens=32), GROUNDS)
+def test_spans_restart_at_each_segment() -> None:
+    spans = spans_of(Provenance(span_tokens=32), CONTEXT)
     assert list(spans.bounds) == SPANS == [(0, 32), (32, 40), (40, 72), (72, 90)]
-    assert spans_of(Provenance(), GROUNDS).cuts.size == 64
-    assert GROUNDS.cut(40) == engine_messages.ContinuationPoint((1,), 40)
-    assert GROUNDS.cut(41) == engine_messages.ContinuationPoint((1, 2), 41)
+    assert spans_of(Provenance(), CONTEXT).cuts.size == 64
+    assert CONTEXT.cut(40) == engine_messages.ContinuationPoint((1,), 40)
+    assert CONTEXT.cut(41) == engine_messages.ContinuationPoint((1, 2), 41)
     assert attribution(AttentionAccumulator(), spans, []).num_tokens == 0
 
 
-@pytest.mark.parametrize("ends", [(32 * MAX_TOLD_SPANS + 1,), range(1, MAX_TOLD_SPANS + 2)])
-def test_of_more_spans_than_ranks_can_tell_nothing_is_told(ends: Sequence[int]) -> None:
+@pytest.mark.parametrize("ends", [(32 * MAX_ATTRIBUTED_SPANS + 1,), range(1, MAX_ATTRIBUTED_SPANS + 2)])
+def test_too_many_spans_are_refused(ends: Sequence[int]) -> None:
     """Too many because of their length, or of documents that are shorter."""
-    attribution_context = replace(GROUNDS, segments=tuple(ends), ends=tuple(ends))
-    with pytest.raises(InvalidArgument, match="524,289 spans of 32 tokens, and 524,288 can be told") as caught:
+    attribution_context = replace(CONTEXT, segments=tuple(ends), ends=tuple(ends))
+    with pytest.raises(InvalidArgument, match="524,289 spans of 32 tokens; the limit is 524,288") as caught:
         spans_of(Provenance(span_tokens=32), attribution_context)
     assert caught.value.field == "provenance.span_token_count"

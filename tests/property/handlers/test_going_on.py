@@ -1,4 +1,6 @@
-"""A generation goes on in another service, wherever the one before died: no token twice, none lost, none changed."""
+"""A generation resumes in another service, for any point at which the first one died: no token twice, none lost, none
+changed.
+"""
 
 import asyncio
 import shutil
@@ -40,7 +42,7 @@ def file_in(folder: Path) -> Path:
 
 
 async def undisturbed(request: Generate, folder: Path, naps: list[int]) -> list[tuple[Event, int]]:
-    """What a client is told that is late so many turns of the loop, and how many bytes were in the journal by then."""
+    """The events of a client that is late by `naps` turns of the loop, each with the size of the journal then."""
     found: list[tuple[Event, int]] = []
     async with serving(folder, tokenizer()) as service:
         async for event in service.generation.run(request):
@@ -50,8 +52,8 @@ async def undisturbed(request: Generate, folder: Path, naps: list[int]) -> list[
     return found
 
 
-async def go_on(folder: Path, copy: Path, num_bytes: int, found: list[tuple[Event, int]]) -> list[Event]:
-    """What a client is told in all that had read what there was when the file had so many bytes, and comes back."""
+async def resume_from(folder: Path, copy: Path, num_bytes: int, found: list[tuple[Event, int]]) -> list[Event]:
+    """All events of a client that had read everything up to `num_bytes` of the journal, and then reconnects."""
     shutil.copytree(folder, copy)
     with file_in(copy).open("r+b") as file:
         file.truncate(num_bytes)
@@ -75,7 +77,7 @@ def test_a_generation_goes_on_wherever_its_service_died(
         events, (first, last) = [event for event, _ in found], (found[0][1], found[-1][1])
         for number, death in enumerate(deaths):
             size = first + round(death * (last - first))
-            again = await go_on(folder / "journal", folder / str(number), size, found)
+            again = await resume_from(folder / "journal", folder / str(number), size, found)
             for sample in range(num_samples):
                 assert whole(again, sample) == whole(events, sample)
 

@@ -38,7 +38,7 @@ def num_common(a: list[int], b: list[int]) -> int:
 
 @settings(max_examples=300)
 @given(forests(), st.integers(1, 4), st.integers(1, 3), st.lists(st.integers(0, 1), max_size=40), st.data())
-def test_the_longest_held_beginning_is_found(
+def test_the_longest_cached_prefix_is_found(
     segments: list[Segment], block_size: int, blocks_at_once: int, prompt: list[int], data: st.DataObject
 ) -> None:
     index = PrefixIndex(block_size, SegmentPlacements(), blocks_at_once)
@@ -62,7 +62,7 @@ def test_the_longest_held_beginning_is_found(
 
 
 @given(forests(), st.lists(st.integers(0, 1), max_size=20))
-def test_equal_hashes_deceive_nobody(segments: list[Segment], prompt: list[int]) -> None:
+def test_equal_hashes_are_no_match(segments: list[Segment], prompt: list[int]) -> None:
     index = PrefixIndex(2, SegmentPlacements())
     index._chain = lambda link, token_ids: iter([7] * (len(token_ids) // 2))  # type: ignore[method-assign]
     for segment in segments:

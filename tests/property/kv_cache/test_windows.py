@@ -1,4 +1,4 @@
-"""Runs that roll: what tokens see is held, little more is, and no promise is exceeded."""
+"""Rolling windows: tokens find their keys, little more is resident, and no reservation is exceeded."""
 
 from bisect import bisect_left, bisect_right
 
@@ -34,7 +34,7 @@ def test_growth_keeps_what_is_seen_and_its_promise(
     for step in steps:
         end = start + step
         seen = set(range(max(first, windows.first(start)), start))
-        runs = placer.roll(runs, start, end, reservation, is_chunk=is_chunk)
+        runs = placer.advance_windows(runs, start, end, reservation, is_chunk=is_chunk)
         fresh = range(max(start, windows.first(end)) if is_chunk else start, end)
         assert positions(runs) >= seen | set(fresh)
         assert all(min(run.start + block_size, run.end) > windows.first(start) for run in runs)
@@ -52,7 +52,7 @@ def test_growth_keeps_what_is_seen_and_its_promise(
 
 @st.composite
 def paths(draw: st.DrawFn, windows: WindowSpec) -> tuple[TokenPath, SegmentPlacements]:
-    """A path that branches off its segments wherever they can be continued, and what is held of these."""
+    """A path that branches off its segments wherever they can be continued, and their placements."""
     placer = BlockPlacer([100], draw(st.integers(1, 5)), windows)
     reservation = placer.reserve(placer.num_blocks)
     assert reservation is not None
@@ -62,7 +62,7 @@ def paths(draw: st.DrawFn, windows: WindowSpec) -> tuple[TokenPath, SegmentPlace
         holdings.add(holding := SegmentPlacement(segment))
         for step in draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)):
             start, end = segment.end, segment.end + step
-            runs = placer.roll(holding.window_runs, start, end, reservation, is_chunk=draw(st.booleans()))
+            runs = placer.advance_windows(holding.window_runs, start, end, reservation, is_chunk=draw(st.booleans()))
             holding.window_runs = runs
             holding.extend(range(step), [Run(0, start, end, ())])
         holding.window_runs = placer.window_pool.trim(holding.window_runs, segment.end)
@@ -74,7 +74,7 @@ def paths(draw: st.DrawFn, windows: WindowSpec) -> tuple[TokenPath, SegmentPlace
 
 @settings(max_examples=300)
 @given(WINDOWS, st.data())
-def test_seams_are_where_all_that_is_seen_is_held(windows: WindowSpec, data: st.DataObject) -> None:
+def test_continuation_points_have_all_visible_keys(windows: WindowSpec, data: st.DataObject) -> None:
     path, holdings = data.draw(paths(windows))
     holdings.audit(path)
     resident = {p for segment, _, end in path.parts() for p in positions(holdings[segment].window_runs) if p < end}

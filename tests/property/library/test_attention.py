@@ -96,7 +96,7 @@ def test_the_compiled_fold_hides_no_broken_number():
 
 
 def random_attention(seed, heads=2, group=2, num_queries=3, num_keys=9, dim=3):
-    """Queries, keys, values of another dim, and who sees whom; some queries may see nothing."""
+    """Queries, keys, values of another dim, and a mask; some queries may see nothing."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(num_queries, heads * group, dim, generator=generator, dtype=torch.float64)
     k, v = (torch.randn(num_keys, heads, d, generator=generator, dtype=torch.float64) for d in (dim, dim + 2))
@@ -206,7 +206,7 @@ def test_tiles_of_the_dense_kernel_do_not_show(monkeypatch, tile_keys, tile_scor
 
 @settings(max_examples=40, deadline=None)
 @given(seeds, st.integers(0, 12), st.integers(0, 12), st.sampled_from([1.0, 100.0]))
-def test_a_sink_is_one_more_key_without_a_value_whoever_adds_it(seed, cut, num_keys, scale):
+def test_a_sink_is_one_more_key_without_a_value(seed, cut, num_keys, scale):
     generator = torch.Generator().manual_seed(seed)
     q, sink_H = torch.randn(3, 4, 8, generator=generator), scale * torch.randn(4, generator=generator)
     k, v = (torch.randn(num_keys, 4, 8, generator=generator) for _ in range(2))
@@ -239,7 +239,7 @@ def test_logits_of_ten_thousand_stay_finite(backend):
 
 
 def is_broken(part: Partial) -> torch.Tensor:
-    """Rows and heads [T, H] that hold what is not finite."""
+    """Rows and heads [T, H] with non-finite values."""
     return ~(part.out_THD.isfinite().all(dim=-1) & part.lse_TH.isfinite())
 
 

@@ -1,16 +1,16 @@
-"""What the compiled decode kernel tells of blocks of keys, and what is added up of it, against float64."""
+"""The attribution of the compiled decode kernel to blocks of keys, and its sums, compared with float64."""
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longleaf.attention.block_attribution import BLOCK, AttributionColumns, BlockSums, table, told_read
+from longleaf.attention.block_attribution import BLOCK, AttributionColumns, BlockSums, attributed_read, table
 from longleaf.attention.masks import Reads
 from longleaf.kernels import int8
 from longleaf.kernels.cpu.block_attribution import NativeBlockAttribution
 from longleaf.kernels.cpu.decode import NativeDecode
 from tests.support.attention.partials import seeds
-from tests.support.attention.told import Dense, check_told, drawn_reads
+from tests.support.attention.told import Dense, check_sums, drawn_reads
 
 SCALE, KV_HEADS = 0.4, 2
 
@@ -46,18 +46,18 @@ def test_blocks_have_the_shares_of_dense_attention_and_change_no_bit(data, seed,
         )
 
     plain, asking = run(Reads(reads)), Reads(reads)
-    asking.told = BlockSums(reported)
+    asking.attributed = BlockSums(reported)
     partial = run(asking)
     assert torch.equal(partial.out_THD, plain.out_THD) and torch.equal(partial.lse_TH, plain.lse_TH)
-    reported_KE2 = asking.told.take()
-    assert asking.told.take() is None
-    check_told(Dense(q, keys, SCALE, cap), reads, asking.told, reported_KE2, partial)
+    reported_KE2 = asking.attributed.take()
+    assert asking.attributed.take() is None
+    check_sums(Dense(q, keys, SCALE, cap), reads, asking.attributed, reported_KE2, partial)
 
 
-def test_shares_add_up_by_column_head_and_teller():
+def test_shares_add_up_by_column_head_and_row():
     generator = torch.Generator().manual_seed(5)
     group, num_entries, num_rows = 2, 7, 3
-    reported = BlockSums([told_read((0, num_entries * BLOCK), 0, (0, num_rows))])
+    reported = BlockSums([attributed_read((0, num_entries * BLOCK), 0, (0, num_rows))])
     peaks, sums = reported.room(KV_HEADS, group).unbind(dim=2)
     peaks.copy_(torch.randn(peaks.shape, generator=generator).sort(dim=1).values)
     sums.copy_(torch.rand(sums.shape, generator=generator))

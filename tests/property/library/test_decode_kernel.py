@@ -79,7 +79,7 @@ ARCHITECTURES = {
     "x86-64-v3": {"avx2", "bmi2", "fma", "f16c", "movbe"},
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
 }
-"""What the code may be compiled for, and what a processor must have to run it."""
+"""Compiler targets of the kernel, and the processor features that they need."""
 
 
 @pytest.mark.extended

@@ -1,4 +1,4 @@
-"""The fingerprint is that of the model: how its folder came about changes nothing, what is in it does."""
+"""The fingerprint depends on the content of the model, not on the way in which its folder was made."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ names = st.text("abc.", min_size=1, max_size=4)
 sizes = st.integers(0, 20_000)
 models = st.dictionaries(names, st.tuples(sizes, st.integers(0, 255)), min_size=1, max_size=6)
 Model = dict[str, tuple[int, int]]
-"""By tensor, its bytes and what each of them is."""
+"""By tensor: its number of bytes, and the value of each byte."""
 
 
 def write(model: Model, order: list[str], num_files: int, *, config: str = "{}") -> Fingerprint:
@@ -45,7 +45,7 @@ def test_the_order_of_files_and_tensors_does_not_matter(model: Model, data: st.D
 @given(models, models)
 def test_other_tensors_are_another_model(one: Model, other: Model) -> None:
     def seen(model: Model) -> dict[str, tuple[int, int | None]]:
-        """What an empty tensor is filled with nobody can see."""
+        """The fill value of an empty tensor is not visible."""
         return {name: (size, value if size else None) for name, (size, value) in model.items()}
 
     same = seen(one) == seen(other)

@@ -36,7 +36,7 @@ def layer(dtype, *, num_keys=512, num_rows=1, kv_heads=2, group=4, dim=64):
 
 
 def differing(one: Partial, other: Partial, dtype) -> float:
-    """Share of the elements that differ in what a model is given."""
+    """Share of the elements that differ in the model's dtype."""
     return (one.out_THD.to(dtype) != other.out_THD.to(dtype)).float().mean().item()
 
 
@@ -56,7 +56,7 @@ def on_ranks(attend, q, reach, num_keys, num_ranks):
     ("num_rows", "reach"), [(1, AttentionSpan()), (160, AttentionSpan()), (160, AttentionSpan(window=100))]
 )
 def test_one_rank_or_eight_give_the_same_numbers(name, num_rows, reach, dtype):
-    """But for one in 200, which lies so near the edge between two numbers of its type that float32's rounding tells."""
+    """Except one in 200, so near the edge between two numbers of its type that float32's rounding decides."""
     q, k, v = layer(dtype, num_rows=num_rows)
 
     def attend(q, reads):
@@ -116,7 +116,7 @@ def test_kernels_agree_with_float64_over_the_same_keys(
 @pytest.mark.parametrize("num_rows", [1, 9])
 @pytest.mark.parametrize("flags", [(), ("-march=x86-64",), ("-march=x86-64-v3", "-mno-f16c")], ids=str)
 def test_the_compiled_kernel_reads_every_number_of_16_bits(dtype, num_rows, flags):
-    """As a value: of the one key that a row sees."""
+    """As a value: the row sees only one key."""
     if flags and platform.machine() != "x86_64":
         pytest.skip("these are processors without one instruction or another of x86-64")
     if "-march=x86-64-v3" in flags and (missing := {"avx2", "bmi2", "fma"} - set(c_extension._processor_features())):
@@ -168,7 +168,7 @@ def test_partials_of_16_bits_cannot_be_made(dtype):
 @settings(max_examples=15, deadline=None)
 @given(case=cases(most_new=20), way=st.sampled_from(["queries", "keys"]))
 def test_a_step_gives_float32_over_keys_of_16_bits(merge, dtype, case, way):
-    """Within float32's rounding of what float64 makes of the same keys: nothing was rounded on the way."""
+    """Within float32's rounding of the float64 result for the same keys: no intermediate rounding."""
     wanted = case.expected(dtype=dtype)
     chunk, _ = prefill(case, way, merge, dtype=dtype)
     assert chunk.dtype == torch.float32

@@ -111,7 +111,7 @@ def test_keys_of_8_bits_use_the_same_masks(made):
     assert len(made) == num_made
 
 
-def test_no_more_than_32_mib_of_masks_are_kept():
+def test_at_most_32_mib_of_masks_are_cached():
     assert flash.MAX_MASKS * masks.ROWS * 2 * masks.ROWS * 4 <= 32 * MIB
 
 

@@ -1,5 +1,6 @@
-"""What ranks ask of NCCL, on a pretended one: the same calls in the same order on every rank of a group, and no send
-without its receipt, for every merge, layout and step, while epochs are formed and ended."""
+"""The NCCL calls of ranks, on a fake NCCL: the same calls in the same order on every rank of a group, and no send
+without its receive, for every merge, layout and step, while epochs are formed and ended.
+"""
 
 import threading
 from collections import Counter
@@ -103,16 +104,16 @@ def test_groups_are_formed_in_one_order_before_anybody_uses_them():
     assert begin == ["form", "split", "split", "split", "split", "all_reduce RedOpType.SUM"]
     for group in first:
         assert group.is_formed
-        assert {pair: len(sent) for pair, sent in group.sent.items()} == dict.fromkeys(neighbours(group.members), 1)
+        assert {pair: len(sent) for pair, sent in group.sent.items()} == dict.fromkeys(ring_pairs(group.members), 1)
     assert Counter(calls.ended) == Counter((rank, how) for rank in range(5) for how in ("destroyed", "aborted"))
 
 
-def neighbours(members):
+def ring_pairs(members):
     """Each rank and the next one."""
     return set(zip(members, (*members[1:], members[0]), strict=True))
 
 
-# --- what is found ---
+# --- detected faults ---
 
 
 def faulty(fault, machines="aaabb", name="exchange", **options):
@@ -160,10 +161,10 @@ def test_a_rank_that_does_something_else_is_found(fault, name, num_epochs):
 @pytest.mark.parametrize("name", MERGES)
 @pytest.mark.parametrize("number", range(4))
 def test_a_rank_that_leaves_out_one_call_is_found(name, number):
-    """Whichever it is: the tensor that comes back is its own, so that it goes on as if nothing had happened."""
+    """For any omitted call: the rank gets its own tensor as the result, and continues without an error."""
     parts, left_out = random_partials(5, rows=5), []
 
-    class Forgetful(process_group.ProcessGroupComm):
+    class OmittingComm(process_group.ProcessGroupComm):
         turn = 0
 
         def _start(self, sent, received, to, source):
@@ -187,7 +188,7 @@ def test_a_rank_that_leaves_out_one_call_is_found(name, number):
 
     def work(rank, groups):
         if rank == 2:
-            groups.world.__class__ = Forgetful
+            groups.world.__class__ = OmittingComm
             for attribute in ("all_gather", "all_to_all", "all_reduce"):
                 setattr(groups.world, attribute, forget(groups.world, attribute))
         return merge_both_ways(name, parts)(rank, groups)
@@ -203,7 +204,7 @@ def test_a_rank_that_leaves_out_one_call_is_found(name, number):
 
 @pytest.mark.parametrize("world_size", [3, 5, 7])
 def test_sends_that_not_all_ranks_join_need_a_group_that_is_formed(world_size):
-    """Which is what the exchange at the start is for, and the device that the world is bound to."""
+    """The exchange at the start and the bound device of the world ensure this."""
 
     def work(rank, groups):
         return make_merge("butterfly", groups, PartialCodec(BACKEND)).to_all(random_partials(world_size, rows=1)[rank])
@@ -220,7 +221,7 @@ def test_sends_that_not_all_ranks_join_need_a_group_that_is_formed(world_size):
             unbound.run(work)
 
 
-def test_who_gives_up_waits_for_nobody_that_is_gone():
+def test_an_abort_does_not_wait_for_lost_ranks():
     class Gone(Exception):
         pass
 
@@ -243,7 +244,7 @@ def test_who_gives_up_waits_for_nobody_that_is_gone():
         assert Counter(fleet.calls.ended) == Counter([] if waits else [(0, "aborted"), (2, "aborted")])
 
 
-def test_numbers_that_get_lost_are_told():
+def test_lost_numbers_are_reported():
     def lose(self, tensor, op, group):
         tensor.zero_()
 
@@ -251,8 +252,8 @@ def test_numbers_that_get_lost_are_told():
         Fleet("aaa").run(lambda rank, groups: None)
 
 
-def test_ranks_that_share_a_gpu_are_told_alike():
-    """Two of three say the same of their GPUs."""
+def test_ranks_that_share_a_gpu_agree():
+    """Two of three report the same GPU."""
     fake = FakeDistributed(3)
 
     def work(rank):
@@ -263,7 +264,7 @@ def test_ranks_that_share_a_gpu_are_told_alike():
     assert found == [process_group.TransportChoice("gloo", f"GPU-{rank // 2}") for rank in range(3)]
 
 
-def test_calls_that_differ_are_told():
+def test_differing_calls_are_reported():
     calls = FakeDistributed(2)
     with patch.object(process_group, "dist", calls):
         options = {"store": calls.store, "world_size": 2, "timeout": None}

@@ -25,7 +25,7 @@ seeds = st.integers(0, 2**31)
 
 
 def tensors(seed, num_tokens):
-    """Keys and values [K, T, D]; some channels are far larger than others, one is zero, and tokens differ, too."""
+    """Keys and values [K, T, D]; some channels are far larger than others, one is zero, and tokens differ."""
     generator = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(HEADS, num_tokens, DIM, generator=generator) for _ in range(2))
     channels = 10 ** torch.empty(HEADS, 1, DIM).uniform_(-4, 4, generator=generator)
@@ -56,7 +56,7 @@ def test_keys_alone_are_those_that_are_read(seed, start, num_keys):
 @settings(max_examples=100, deadline=None)
 @given(seeds, bounds_of(3 * BLOCK + 3))
 def test_what_a_block_holds_depends_on_its_tokens_alone(seed, bounds):
-    """However they come, one by one or all at once, and whatever the slots held before."""
+    """For any partition of the stores, and any earlier content of the slots."""
     k, v = tensors(seed, bounds[-1])
     slots = torch.cat([torch.arange(b * BLOCK, (b + 1) * BLOCK) for b in (4, 1, 2, 0)])[: bounds[-1]]
     whole, parts = layer(), layer()
@@ -87,7 +87,7 @@ def test_keys_are_off_by_a_128th_of_the_largest_of_their_channel(seed, num_token
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("what", ["key", "value"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_what_is_not_finite_is_kept_as_such_and_spoils_nothing_else(backend, broken, what, dtype):
+def test_non_finite_values_stay_and_affect_no_others(backend, broken, what, dtype):
     k, v = (t.to(dtype) for t in tensors(0, BLOCK))
     k, v = (t.clamp(-9, 9) for t in (k, v))
     (k if what == "key" else v)[0, 3, 5] = broken
@@ -132,7 +132,7 @@ def seen(reads, num_rows):
 @given(
     seeds, st.lists(rectangles(), max_size=3), st.sampled_from([1, 3, 8]), st.sampled_from([None, 5.0]), st.booleans()
 )
-def test_attention_is_exact_over_what_is_kept(backend, seed, reads, group, softcap, is_tiled):
+def test_attention_is_exact_over_stored_values(backend, seed, reads, group, softcap, is_tiled):
     k, v = tensors(seed, NUM_BLOCKS * BLOCK)
     stored, slots = layer(), torch.arange(NUM_BLOCKS * BLOCK)
     int8.write(stored, slots, k / k.abs().amax().clamp(min=1), v / 100)

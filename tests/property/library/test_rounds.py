@@ -56,7 +56,7 @@ def test_sequences_cover_all_rows_once_and_have_the_keys_of_their_reads(reads):
 
 @pytest.mark.usefixtures("small")
 @given(reads=rectangles(NUM_ROWS, most=12))
-def test_members_and_pieces_tell_which_rows_see_keys_in_which_round(reads):
+def test_members_and_pieces_name_the_rows_of_each_round(reads):
     found = planned(reads).rounds
     bits, pieces = varlen_plan.members(found, NUM_ROWS), list(varlen_plan.pieces(found))
     for i, one in enumerate(found):
@@ -86,8 +86,7 @@ def test_a_chunk_behind_a_long_past_takes_two_rounds():
 
 
 def test_pieces_of_many_ranks_take_no_more_rounds_than_one():
-    """The rows of all ranks' pieces see the past; over what this rank has of the chunk, those that come later see all
-    of it."""
+    """The rows of all ranks' pieces see the past; the rows after this rank's piece of the chunk see all of it."""
     num_ranks, size = 64, 512
     reads = [Read(0, num_ranks * size, 0, 50_000)]
     own = Extent(5 * size, 6 * size, 50_000)

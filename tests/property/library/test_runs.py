@@ -59,12 +59,12 @@ ranges = st.lists(st.tuples(positions, positions).map(sorted).map(tuple), max_si
 
 
 @given(ranges)
-def test_joined_ranges_hold_the_same_in_the_same_order_and_have_no_neighbours(ranges):
-    def held(ranges):
+def test_joined_ranges_keep_content_and_order_and_are_not_adjacent(ranges):
+    def positions_in(ranges):
         return [position for start, end in ranges for position in range(start, end)]
 
     found = join(ranges)
-    assert held(found) == held(ranges)
+    assert positions_in(found) == positions_in(ranges)
     assert all(before[1] != after[0] for before, after in itertools.pairwise(found))
 
 

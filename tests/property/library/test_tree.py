@@ -126,7 +126,7 @@ def test_butterfly_rounds_match_and_join_every_rank_once(world_size):
         assert all(step[to].source == rank for rank, (to, _, _) in enumerate(step) if to != rank)
         before = [list(ranks) for ranks in seen]
         for rank, (_, source, then) in enumerate(step):
-            assert then is NextAction.KEEP_OWN or step[source].to == rank, "who receives is sent to"
+            assert then is NextAction.KEEP_OWN or step[source].to == rank, "a receive has a matching send"
             if then is NextAction.TAKE:
                 seen[rank] = before[source]
             elif then is not NextAction.KEEP_OWN:
@@ -162,7 +162,9 @@ MEASURED = (
 
 @pytest.mark.parametrize(("machines", "names"), [("aabb", ("hierarchy", "gather")), ("aaa", ("butterfly", "gather"))])
 def test_what_other_groups_measured_is_believed(machines, names, monkeypatch):
-    """A choice of then is not made anew; what is lacking here is replaced by the next best of then."""
+    """An earlier choice is not repeated; a merge that is missing here is replaced by the next best of the earlier
+    timings.
+    """
 
     def measure(*_):
         raise AssertionError("something is measured")
@@ -197,18 +199,18 @@ def test_a_merge_that_hiccups_once_is_not_given_up(monkeypatch):
     timings = choose(merges, groups, num_heads=2, dim=4, device="cpu").timings
     assert timings[0].merge == "gather"
     assert timings[0].microseconds["gather"] == pytest.approx(200), "the hiccup is not shown as its time either"
-    assert counts["paper"] == len(timings), "what is hopeless is measured once"
+    assert counts["paper"] == len(timings), "a hopeless merge is measured once"
 
 
-def test_a_rank_that_fails_is_told_and_holds_up_nobody():
+def test_a_failed_rank_is_reported_and_blocks_no_other():
     """Whichever of their groups the others wait in."""
 
     def work(rank, groups):
         if rank == 3:
-            raise KeyError("the fourth gave up")
+            raise KeyError("the fourth failed")
         return make_merge("hierarchy", groups, PartialCodec(BACKEND)).to_all(random_partials(4, rows=1)[rank])
 
-    with pytest.raises(KeyError, match="the fourth gave up"):
+    with pytest.raises(KeyError, match="the fourth failed"):
         on_groups(Topology(tuple("aabb")), work)
 
 
@@ -225,7 +227,7 @@ def merge_over_gloo(rank, owner):
 
 
 def merged_bits(rank, owner):
-    """What a rank gets from the merges that promise the same bits, in both types that travel."""
+    """A rank's results of the merges that promise the same bits, in both types of partials."""
     parts = random_partials(owner.groups.world.world_size, rows=3, empty=(1,))
     largest = max(part.out_THD.abs().max().item() for part in parts)
     bits = []
@@ -252,7 +254,7 @@ def test_ranks_get_the_same_bits_through_shared_memory_as_over_gloo(machines):
 
 
 def merged_in_stages(rank, owner):
-    """What `merged_bits` gives, how its tensors travelled, and what was merged by each way there is."""
+    """The result of `merged_bits`, the transports of its tensors, after a merge by each way."""
     groups = owner.groups
     merge_over_gloo(rank, owner)
     return {type(comm).__name__ for comm in (groups.world, groups.node)}, merged_bits(rank, owner)

@@ -12,7 +12,7 @@ from tests.support.attention.rectangles import rectangles, seen_through
 
 
 class Table:
-    """What a kernel reads from a table."""
+    """The table of a kernel, decoded."""
 
     def __init__(self, numbers, num_tokens):
         num_items, stretches_at, tokens_at, shifts_at = numbers[:HEADER]
@@ -62,7 +62,7 @@ def test_each_row_sees_through_its_items_what_it_sees_through_the_reads(
     table, num_slots = Table(work.numbers, num_tokens), max([0, *(read.slot_end for read in reads)])
     counts, written = seen_by_items(table, shape, num_slots)
     assert torch.equal(counts, seen_through(reads, num_tokens, num_slots).repeat_interleave(group, dim=0).long())
-    # each row folds what it wrote, and no two rows write to one place
+    # each row folds the parts that it wrote, and no two rows write to one place
     assert [sorted(parts) for parts in written] == [
         sorted(shift + row for shift in table.shifts[row // group]) for row in range(num_tokens * group)
     ]
@@ -76,7 +76,7 @@ def test_each_row_sees_through_its_items_what_it_sees_through_the_reads(
     data=st.data(), num_tokens=st.integers(1, 40), tile_keys=st.sampled_from([16, 64]), num_programs=st.integers(1, 300)
 )
 def test_no_block_of_a_read_is_gone_through_twice(data, num_tokens, tile_keys, num_programs):
-    """Who tells of it would write over what another one told."""
+    """Otherwise one program would overwrite the attribution of another."""
     reads = data.draw(rectangles(num_tokens))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("longleaf.kernels.gpu.work_items.MIN_PIECE", 16)
@@ -112,7 +112,7 @@ def test_many_blocks_of_one_row_are_few_items():
     assert [table.num_keys(item) for item in table.items] == [MIN_PIECE] * 4 and len(table.stretches) == 16
 
 
-def test_what_many_rows_share_is_read_by_neighbours_at_the_same_time():
+def test_shared_keys_are_read_by_adjacent_programs():
     reads = [
         Read(0, 16, 0, 1 << 17),
         *(Read(i, i + 1, (1 << 17) + 300 * i, (1 << 17) + 300 * (i + 1)) for i in range(16)),

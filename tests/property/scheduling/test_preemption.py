@@ -1,4 +1,4 @@
-"""Who gives way to whom, found for all that wait at once, against a look at each pair."""
+"""Preemption, computed for all waiting jobs at once, compared with a check of each pair."""
 
 from array import array
 
@@ -35,7 +35,7 @@ def jobs(draw: st.DrawFn, job_id: int) -> Job:
 
 
 @given(st.integers(0, 4).flatmap(lambda count: st.tuples(*(jobs(i) for i in range(count)))), st.data())
-def test_a_crowd_yields_where_one_of_it_does(running: tuple[Job, ...], data: st.DataObject) -> None:
+def test_a_group_yields_if_one_member_does(running: tuple[Job, ...], data: st.DataObject) -> None:
     running_set = RunningSet(running)
     assert running_set.num_tails == sum(other.num_tails for other in running)
     assert running_set.sequences == [other for other in running if isinstance(other, Sequence)]

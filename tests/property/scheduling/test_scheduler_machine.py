@@ -15,7 +15,7 @@ class TestSchedulerMachineExtended(SchedulerMachine.TestCase):
     settings = runs(500)
 
 
-def test_samples_of_a_prompt_that_is_read_pass_nobody() -> None:
+def test_samples_of_a_running_prefill_overtake_no_job() -> None:
     machine = SchedulerMachine()
     machine.begin([4], 1, 1, 0, 2, 1, None, 0, "found")
     urgent = SchedulingClaim(priority=2)

@@ -1,4 +1,4 @@
-"""Rows tell once what does not change: what ranks make of them is what whole rows would have said."""
+"""Rows send constant fields once: the ranks reconstruct the whole rows."""
 
 from collections import Counter, deque
 from contextlib import suppress
@@ -13,7 +13,7 @@ from coordinator.scheduling.sequences import Sequence
 from longleaf.errors import LongleafError
 from longleaf.positions import OWN_ROPE, AttentionSpan, Rope, Rotary, WindowSpec
 from longleaf.rank_protocol.encoding import decode_to_rank, encode
-from longleaf.rank_protocol.row_delta import RowState, growth
+from longleaf.rank_protocol.row_delta import RowState, row_delta
 from longleaf.rank_protocol.step import Decode, Prefill, Row, StepPlan
 from longleaf.runs import Run
 from tests.support.scheduling import Bench
@@ -25,8 +25,9 @@ NUM_RANKS = 2
 
 
 class Watched(Bench):
-    """Notes the whole rows of each plan when it is made, and holds against them what each rank makes of the plan, in
-    its turn and from its bytes."""
+    """Records the whole rows of each plan when it is made, and compares each rank's reconstruction from the encoded
+    plans, in their order.
+    """
 
     def __init__(self, windows: WindowSpec | None = None, **changes: object) -> None:
         rotary = Rotary(kind="longrope", scaled_from=SCALED_FROM)
@@ -34,7 +35,7 @@ class Watched(Bench):
         self.ranks = [RowState(self.config.block_size) for _ in range(NUM_RANKS)]
         self.under_way: deque[tuple[StepPlan, StepPlan]] = deque()
         self.num_first = Counter[int]()
-        """By sequence, the rows that told everything."""
+        """By sequence, the number of rows with all fields."""
 
     def plan(self) -> bool:
         """Whether there was something to do."""
@@ -102,7 +103,7 @@ def act(bench: Watched, action: tuple) -> None:  # type: ignore[type-arg]
     actions=st.lists(ACTIONS, min_size=4, max_size=30),
 )
 @settings(max_examples=150, deadline=None)
-def test_ranks_know_what_whole_rows_would_have_said(
+def test_ranks_reconstruct_whole_rows(
     windows: WindowSpec | None,
     max_sequences: int,
     actions: list[tuple],  # type: ignore[type-arg]
@@ -120,7 +121,7 @@ def test_ranks_know_what_whole_rows_would_have_said(
 @pytest.mark.parametrize(
     "windows", [None, WindowSpec(reaches=(AttentionSpan(8),), num_blocks=60)], ids=["sharded", "replicated"]
 )
-def test_an_answer_that_is_preempted_tells_everything_again(windows: WindowSpec | None) -> None:
+def test_a_preempted_answer_sends_all_fields_again(windows: WindowSpec | None) -> None:
     bench = Watched(windows, max_sequences=2)
     job = bench.ask(SCALED_FROM + 1, max_tokens=20, num_samples=2)
     bench.steps(9, 2)
@@ -145,7 +146,7 @@ def test_windows_end_where_accepted_drafts_end(
     for index, (num_drafts, num_accepted) in enumerate(steps):
         runs = pool.grow(pool.trim(known, start), start, start + 1 + num_drafts)
         row = Row(7, () if index else (4,), start, (), (), index, window_runs=runs, draft_ids=(1,) * num_drafts)
-        sent = replace(row, window_runs=growth(known, runs, block_size)) if index else row
+        sent = replace(row, window_runs=row_delta(known, runs, block_size)) if index else row
         assert reported.complete(step(sent)) == step(replace(row, path=(4,)))
         start += 1 + min(num_drafts, num_accepted)
         if num_accepted < num_drafts:
@@ -180,18 +181,18 @@ def step(*rows: Row, release: tuple[int, ...] = ()) -> StepPlan:
     return StepPlan(1, 1, Decode(rows), release_sequences=release)
 
 
-def test_what_was_not_told_is_refused() -> None:
+def test_missing_fields_are_refused() -> None:
     reported = RowState(4)
-    with pytest.raises(ValueError, match="sequence 7, of which nothing was told"):
+    with pytest.raises(ValueError, match="unknown sequence 7"):
         reported.complete(step(NEXT))
     assert reported.complete(step(FIRST)) == step(FIRST)
     assert reported.complete(step(NEXT)) == step(replace(NEXT, path=(1, 2), rope=ROPE))
     reported.complete(StepPlan(1, 2, Prefill((9,), 0, (1,), ()), release_sequences=(7,)))
-    with pytest.raises(ValueError, match="sequence 7, of which nothing was told"):
+    with pytest.raises(ValueError, match="unknown sequence 7"):
         reported.complete(step(NEXT))
 
 
-def test_a_sequence_begins_anew_in_the_plan_that_releases_it() -> None:
+def test_a_sequence_restarts_in_the_plan_that_releases_it() -> None:
     reported, again = RowState(4), Row(7, (1, 3), 40, (5,), (Run(0, 40, 41, (8,)),), 0)
     reported.complete(step(FIRST))
     assert reported.complete(step(again, release=(7,))) == step(again, release=(7,))

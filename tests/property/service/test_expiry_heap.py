@@ -1,4 +1,4 @@
-"""The next deadline, and those that have passed, against a look at all of them."""
+"""The next deadline, and the expired ones, compared with a scan of all deadlines."""
 
 from hypothesis import given
 from hypothesis import strategies as st

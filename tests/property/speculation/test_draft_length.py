@@ -1,4 +1,4 @@
-"""How many tokens are drafted, whatever the chances and the times."""
+"""Lengths of drafts, for any acceptance rates and step times."""
 
 from itertools import product
 
@@ -58,7 +58,7 @@ def test_no_other_lengths_give_more_tokens_per_second(
 
 
 class Loop:
-    """Steps of one sequence whose drafts are right as often as told, with the times that they take."""
+    """Steps of one sequence whose drafts have `num_right` right tokens, with step times `seconds`."""
 
     def __init__(self, seconds: list[float], num_right: int) -> None:
         self.seconds = seconds
@@ -68,11 +68,11 @@ class Loop:
         self.policy = DraftLengthPolicy(64, MAX_DRAFTS, self.costs)
         self.acceptance = Acceptance(MAX_DRAFTS)
         self.comparison = ShadowDrafts(self.acceptance)
-        self.num_said = 0
+        self.num_generated = 0
 
     def draft(self) -> Draft:
         """Counts on from where the answer is, and goes wrong after so many tokens."""
-        right = range(self.num_said, self.num_said + self.num_right)
+        right = range(self.num_generated, self.num_generated + self.num_right)
         return Draft(4, (*right, *[-1] * MAX_DRAFTS)[:MAX_DRAFTS])
 
     def step(self) -> int:
@@ -87,10 +87,10 @@ class Loop:
             num_accepted = min(count, self.num_right)
             self.acceptance.verified(draft, num_accepted)
             self.comparison.drop()
-            self.num_said += num_accepted + 1
+            self.num_generated += num_accepted + 1
         else:
-            self.num_said += 1
-            self.comparison.take(self.num_said - 1, self.draft)
+            self.num_generated += 1
+            self.comparison.take(self.num_generated - 1, self.draft)
         return count
 
     def rate(self, count: int) -> float:

@@ -32,7 +32,7 @@ def longest(parts: list[tuple[int, int]], token_ids: list[int]) -> tuple[int, in
 
 @st.composite
 def tails(draw: st.DrawFn) -> Segment:
-    """A segment that grows on a path; some of its segments go on after the path has left them."""
+    """A segment that grows on a path; some of its segments continue beyond the path."""
     before = TokenPath()
     for number in range(draw(st.integers(0, 4))):
         segment = segment_of(number, before, draw(TOKENS))
@@ -101,8 +101,9 @@ def test_tables_take_eight_bytes_per_token_whenever_one_looks(seed: int, vocabul
     share=st.floats(0, 1),
 )
 def test_drafts_from_tables_are_text_that_the_fork_has(seed: int, vocabulary: int, count: int, share: float) -> None:
-    """Whatever is found follows an n-gram of the size that is told. The parent's later tokens are those of the fork
-    again, but every fourth is one that the fork does not have: it never appears."""
+    """A draft follows an earlier occurrence of the n-gram of its reported size. The parent's later tokens repeat those
+    of the fork, except every fourth, which the fork does not have: it never appears.
+    """
     random = np.random.default_rng(seed)
     end = 1 + int(share * (count - 1))
     text = random.integers(0, vocabulary, end).tolist()

@@ -1,4 +1,4 @@
-"""Manifests and notes come back as they were, and nothing else is taken for one."""
+"""Manifests and notes survive a round trip, and no other object is taken for one."""
 
 import msgspec
 import pytest
@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from longleaf.errors import DataLoss, InvalidArgument
 from longleaf.positions import Rope
 from longleaf.storage.context_note import ContextNote, decode_note, encode_note
-from longleaf.storage.envelope import seal, unseal
+from longleaf.storage.envelope import unwrap, wrap
 from longleaf.storage.manifest import KIND, VERSION, PieceRef, SegmentManifest, decode_manifest, encode_manifest
 from longleaf.storage.names import Attempt, NotePlace, attempt_of_manifest, attempt_of_piece, place_of_note
 from tests.support.kept_segments import manifest_of
@@ -94,7 +94,7 @@ def test_what_contradicts_itself_is_refused(manifest):
     named["twice"] = {"windows": pieces[0]}
     for change in named.values():
         content = encode_unchecked(replace(manifest, **change))
-        with pytest.raises(DataLoss, match="makes no sense"):
+        with pytest.raises(DataLoss, match="is invalid"):
             decode_manifest(content, "name")
 
 
@@ -121,7 +121,7 @@ def test_runs_are_whole_blocks_from_the_start_of_the_segment_on(manifest, block_
 
 
 def encode_unchecked(manifest):
-    return seal(KIND, VERSION, msgspec.msgpack.encode(manifest))
+    return wrap(KIND, VERSION, msgspec.msgpack.encode(manifest))
 
 
 def test_every_flipped_bit_and_every_truncation_is_noticed():
@@ -149,16 +149,16 @@ NOTE = ContextNote(service="service-1", context="moby.dick", number=12, segment=
 def test_no_other_bytes_are_taken(data):
     with pytest.raises(DataLoss):
         decode_manifest(data, "name")
-    with pytest.raises(DataLoss, match="makes no sense"):
-        decode_manifest(seal(KIND, VERSION, data), "name")
+    with pytest.raises(DataLoss, match="is invalid"):
+        decode_manifest(wrap(KIND, VERSION, data), "name")
 
 
 @settings(max_examples=20)
 @given(st.integers(1, 50))
-def test_later_versions_are_told_from_damage(more):
+def test_later_versions_differ_from_damage(more):
     with pytest.raises(DataLoss, match=f"version {VERSION + more}.*use a later one"):
-        decode_manifest(seal(KIND, VERSION + more, b"whatever"), "name")
-    assert unseal(seal(b"note", 1, b"content"), b"note", 1 + more, "name") == b"content"
+        decode_manifest(wrap(KIND, VERSION + more, b"whatever"), "name")
+    assert unwrap(wrap(b"note", 1, b"content"), b"note", 1 + more, "name") == b"content"
 
 
 def test_a_note_is_no_manifest_and_of_its_place_alone():
@@ -170,7 +170,7 @@ def test_a_note_is_no_manifest_and_of_its_place_alone():
 
 
 @given(IDS, IDS, IDS, CONTEXTS, st.integers(0, 10**20 - 1), st.integers(0, 10**6))
-def test_names_tell_what_they_are_of(service, segment, attempt, context, number, index):
+def test_names_identify_their_objects(service, segment, attempt, context, number, index):
     place, tried = NotePlace(service, context, number), Attempt(service, segment, attempt)
     assert place_of_note(place.name) == place
     assert attempt_of_manifest(tried.manifest) == tried

@@ -1,4 +1,4 @@
-"""Whatever is put, deleted and swept, in memory, a folder or a driver of fsspec: the objects are those of a table."""
+"""Any puts, deletes and sweeps, in memory, a folder or a driver of fsspec: the objects are those of a table."""
 
 import os
 import tempfile
@@ -39,7 +39,7 @@ NAMES = st.one_of(
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """A store whose objects are as old as `now` says, beside a table of content and age by name."""
+    """A store with a clock that returns `now`, beside a table of content and age by name."""
 
     names = Bundle("names")
 

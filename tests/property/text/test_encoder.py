@@ -1,4 +1,4 @@
-"""Ids of a text that arrives in pieces are those of the whole text, whatever the tokenizer."""
+"""Ids of a text that arrives in pieces are those of the whole text, for any tokenizer."""
 
 import itertools
 import json
@@ -125,7 +125,7 @@ def tokenizer_of(name: str) -> FastTokenizer:
 
 
 def texts() -> st.SearchStrategy[str]:
-    """Prose, scripts, digits, runs of anything, marks that combine, and what looks like control tokens."""
+    """Prose, scripts, digits, long runs, combining marks, and text that resembles control tokens."""
     words = st.lists(st.sampled_from(SYLLABLES), min_size=1, max_size=9).map("".join)
     prose = st.lists(words, max_size=40).map(" ".join)
     units = st.sampled_from(["a", " ", "\n", "7", "ab", " \n", "世", "\u0301", "-", "\r\n"])
@@ -162,13 +162,13 @@ def test_pieces_give_the_ids_of_the_whole(name: str, text: str, cuts: list[int])
 @pytest.mark.parametrize("name", MAKERS)
 @given(text=texts(), cut=st.integers(0, 1 << 20), cuts=st.lists(st.integers(0, 1 << 20), max_size=3))
 @settings(max_examples=40, deadline=None)
-def test_another_encoder_goes_on_from_what_is_settled(name: str, text: str, cut: int, cuts: list[int]) -> None:
+def test_another_encoder_resumes_from_the_stable_tokens(name: str, text: str, cut: int, cuts: list[int]) -> None:
     tokenizer, cut = tokenizer_of(name), cut % (len(text) + 1)
     first = Encoder(tokenizer, (1, 2), sizes=SMALL)
     first.push(text[:cut])
     second = Encoder(tokenizer, (1, 2), sizes=SMALL)
-    second.go_on(first.token_ids[:], first.settled)
-    encode(second, text.encode()[first.settled.num_bytes :].decode(), cuts)
+    second.resume(first.token_ids[:], first.stable)
+    encode(second, text.encode()[first.stable.num_bytes :].decode(), cuts)
     assert list(second.token_ids) == [1, 2, *tokenizer.encode(text, add_special_tokens=False).ids]
 
 
@@ -177,13 +177,13 @@ LOCAL = [name for name in MAKERS if name not in ("unigram", "wordpiece")]
 
 @pytest.mark.parametrize("name", LOCAL)
 @pytest.mark.parametrize("kind", ["a", " ", "\n", "ab", "世界", "one two "])
-def test_a_run_without_end_is_held_in_one_window(name: str, kind: str) -> None:
+def test_an_endless_run_stays_in_one_window(name: str, kind: str) -> None:
     tokenizer = tokenizer_of(name)
     encoder, text = Encoder(tokenizer, sizes=WindowSizes(usual=1000, margin=300)), kind * 5000
     resident = 0
     for start in range(0, len(text), 100):
         encoder.push(text[start : start + 100])
-        resident = max(resident, encoder.num_held)
+        resident = max(resident, encoder.num_buffered)
     encoder.finish()
     assert list(encoder.token_ids) == tokenizer.encode(text, add_special_tokens=False).ids
     assert resident <= 2000
@@ -200,7 +200,7 @@ def test_a_window_that_took_long_is_not_made_longer() -> None:
     """Some patterns take time that grows with the square of a run: the next window would take four times as long."""
     seconds = itertools.count(step=2.0)
     encoder = Encoder(tokenizer_of("right-digits"), sizes=SMALL, clock=lambda: next(seconds))
-    with pytest.raises(InvalidArgument, match="200 characters in a row"):
+    with pytest.raises(InvalidArgument, match="200 consecutive characters"):
         encoder.push("1" * 1000)
 
 

@@ -1,4 +1,4 @@
-"""Which text the tokens of a context are: whatever the text, however it is cut, forked and appended to."""
+"""The text of the tokens of a context, for any text and any cuts, forks and appends."""
 
 from array import array
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def document(name: str, text: str, cuts: list[int], lead: int) -> DocumentPart:
         encoder.push(text[start:end])
     encoder.finish()
     assert encoder.starts is not None and encoder.starts.is_whole(len(encoder.token_ids))
-    retained = DocumentText(num_lead=lead, starts=packed(encoder.starts.kept), num_bytes=len(text.encode()))
+    retained = DocumentText(num_lead=lead, starts=packed(encoder.starts.starts), num_bytes=len(text.encode()))
     retained.check(len(encoder.token_ids), "text")
     return DocumentPart(token_ids=encoder.token_ids, num_tokens=len(encoder.token_ids), text=retained)
 
@@ -96,7 +96,7 @@ def test_the_bytes_of_a_span_are_those_of_its_tokens(
 @pytest.mark.parametrize("name", MAKERS)
 @given(text=texts(), cuts=CUTS, lead=st.sampled_from([0, 3, 64]), places=st.tuples(PLACE, PLACE))
 @settings(max_examples=30, deadline=None)
-def test_text_is_told_in_whole_characters(
+def test_text_is_reported_in_whole_characters(
     name: str, text: str, cuts: list[int], lead: int, places: tuple[int, int]
 ) -> None:
     part, data = document(name, text, cuts, lead), text.encode()
@@ -158,7 +158,7 @@ def test_lines_are_counted(name: str, text: str, cuts: list[int], place: int) ->
 
 @given(text=texts(), cut=PLACE)
 @settings(max_examples=30, deadline=None)
-def test_another_intake_goes_on(text: str, cut: int) -> None:
+def test_another_tokenizer_resumes(text: str, cut: int) -> None:
     name = "bytes"
     tokenizer = tokenizer_of(name)
     whole = document(name, text, [], 2)
@@ -169,8 +169,8 @@ def test_another_intake_goes_on(text: str, cut: int) -> None:
     first, second = encoder(), encoder()
     first.push(text[: cut % (len(text) + 1)])
     assert first.starts is not None and second.starts is not None
-    second.go_on(first.token_ids[:], first.settled)
-    second.starts.go_on(first.starts.kept[:], len(first.token_ids))
-    second.push(text.encode()[first.settled.num_bytes :].decode())
+    second.resume(first.token_ids[:], first.stable)
+    second.starts.resume(first.starts.starts[:], len(first.token_ids))
+    second.push(text.encode()[first.stable.num_bytes :].decode())
     second.finish()
-    assert whole.text is not None and packed(second.starts.kept) == whole.text.starts
+    assert whole.text is not None and packed(second.starts.starts) == whole.text.starts

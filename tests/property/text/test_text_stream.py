@@ -61,7 +61,7 @@ def test_pieces_join_to_the_whole_text_and_to_all_ids(case: tuple[str, list[int]
 
 @pytest.mark.parametrize("begin", ["", "é", "\N{SNOWMAN}"])
 def test_tokens_without_text_do_not_pile_up(begin: str) -> None:
-    """Of an answer that is not to end with its end token; what is told with each token would pile up, too."""
+    """For an answer that ignores its end token; the data of each token must not accumulate."""
     tokenizer = TOKENIZERS["bytes"]
     [silent, *_] = alphabet_of(tokenizer).silent
     text = TextStream(alphabet_of(tokenizer), ("stop",))

@@ -72,7 +72,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 
 
 def joined(alphabet: Alphabet, token_ids: list[int], end_tokens: frozenset[int] = frozenset()) -> tuple[bytes, str]:
-    """The bytes that a client is told, and the text, of an answer of these ids."""
+    """The bytes in the logprobs of an answer of these ids, and its text."""
     request = Generate(input="", sampling=Sampling(num_logprobs=1), with_token_bytes=True)
     answer = ResponseAssembler("id", request, alphabet, end_tokens, lambda: 0.0, exactness_note="")
     reported = [Token(token_id, Logprobs(-1.0, (TokenLogprob(token_id, -1.0),))) for token_id in token_ids]
@@ -105,7 +105,7 @@ def test_the_bytes_of_the_tokens_are_those_of_the_text(
     try:
         assert data.decode() == text
     except UnicodeDecodeError:
-        assert "\ufffd" in text  # the text cannot say what the bytes are
+        assert "\ufffd" in text  # the text does not determine the bytes
         if name in BYTE_LEVEL:
             assert data.decode(errors="replace") == text
 
@@ -146,7 +146,7 @@ def test_where_tokens_are_made_text_together_none_has_bytes_of_its_own(
     assert Tokenizer.load(write_model(tmp_path, words(decoder), None), DirectRenderer()).alphabet.spell is None
 
 
-def test_no_bytes_are_made_when_nobody_asks() -> None:
+def test_no_bytes_are_made_without_a_request() -> None:
     def spell(token_id: int, is_first: bool) -> bytes:
         raise AssertionError("nobody asked")
 

@@ -1,4 +1,6 @@
-"""What a ledger finds after runs came in any order, went elsewhere and were lost, against a table of positions."""
+"""The entries of a block table after runs arrived in any order, moved and were lost, compared with a table of
+positions.
+"""
 
 import pytest
 from hypothesis import given
@@ -33,7 +35,7 @@ def slots_of(run):
     st.lists(st.tuples(RANGES, st.booleans(), st.sampled_from([1, 2])), max_size=25),
     st.tuples(st.integers(-1, 90), st.integers(-1, 90)),
 )
-def test_what_is_held_is_what_was_put_last(puts, asked):
+def test_the_table_has_the_last_runs(puts, bounds):
     resident, model = SegmentSlots(), dict[int, int]()
     for number, ((start, end), is_put, step) in enumerate(puts):
         model = {slot: position for slot, position in model.items() if not start <= position < end}
@@ -44,13 +46,13 @@ def test_what_is_held_is_what_was_put_last(puts, asked):
         else:
             resident.drop(start, end)
         assert table_of(resident.extents) == model
-    low, high = asked
+    low, high = bounds
     found = table_of(list(resident.within(low, high)))
     assert found == {slot: position for slot, position in model.items() if low <= position < high}
 
 
 def test_a_run_that_comes_in_the_middle_leaves_those_behind_it():
-    """What vanished here was missing in every answer, without an error."""
+    """A run that vanished here was missing in every answer, without an error."""
     resident = SegmentSlots()
     for start in (0, 256, 512, 768, 128):
         resident.put(run_at(start, start + 128, first_block=start), BLOCK)
@@ -75,7 +77,7 @@ def positions(ledger, path, end, rank):
     return [p for extent in ledger.extents(path, 0, end, rank) for p in range(extent.start, extent.end)]
 
 
-def test_a_segment_starts_where_the_layout_says_though_its_first_run_was_lost():
+def test_a_segment_starts_at_its_layout_start_after_losing_its_first_run():
     ledger = BlockTable(0, BLOCK)
     ledger.replace([SegmentLayout(3, 0, (SECOND,)), SegmentLayout(4, 12, ())])
     assert ledger.parts((3, 4), 20) == [(3, 0, 12), (4, 12, 20)]
@@ -84,8 +86,8 @@ def test_a_segment_starts_where_the_layout_says_though_its_first_run_was_lost():
     assert positions(ledger, (3,), 20, 0) == list(range(16))
 
 
-def test_what_is_read_again_is_seen_once_the_layout_told_the_start_and_not_when_it_is_guessed():
-    """A guess from the runs that were left: the keys of the first one are there, and nobody looks for them."""
+def test_recomputed_runs_are_found_only_with_the_start_of_the_layout():
+    """With a start guessed from the remaining runs, the keys of the first run are resident but never read."""
     reported, guessed = BlockTable(0, BLOCK), BlockTable(0, BLOCK)
     reported.replace([SegmentLayout(3, 0, (SECOND,))])
     guessed.put(3, [SECOND])
@@ -93,11 +95,11 @@ def test_what_is_read_again_is_seen_once_the_layout_told_the_start_and_not_when_
     for ledger in (reported, guessed):
         ledger.put(3, [run_at(0, 8, 0, 20)])
         (part,) = ledger.parts((3,), 16)
-        seen.append(table_of(list(ledger.held(3, part.start, part.end))).values())
+        seen.append(table_of(list(ledger.resident_extents(3, part.start, part.end))).values())
     assert [sorted(found) for found in seen] == [list(range(16)), list(range(8, 16))]
 
 
-def test_a_layout_is_all_that_is_held():
+def test_a_layout_replaces_all_runs():
     ledger = BlockTable(0, BLOCK)
     ledger.put(3, [FIRST], [run_at(4, 8, EVERY_RANK)])
     ledger.put(5, [run_at(0, 8, 0, 30)])
@@ -111,7 +113,7 @@ def test_a_layout_is_all_that_is_held():
         ledger.parts((5,), 8)
 
 
-def test_runs_move_to_where_they_are_told_and_no_others():
+def test_only_the_listed_runs_move():
     ledger = BlockTable(0, BLOCK)
     ledger.replace([SegmentLayout(3, 0, (FIRST, SECOND, THIRD))])
     half = RunTransfer(3, Run(0, 12, 16, (2,)), Run(2, 12, 16, (6,)))
@@ -153,7 +155,7 @@ def test_nothing_moves_when_one_run_is_not_there(wrong):
 
 
 @given(RANGES.filter(lambda pair: pair[0] < pair[1]), st.integers(0, 90), st.booleans())
-def test_what_was_cut_back_is_held_nowhere(positions, end, is_window):
+def test_truncated_positions_are_in_no_slot(positions, end, is_window):
     start, last = positions
     ledger, runs = BlockTable(0, BLOCK), (run_at(start, last, rank=0), run_at(last, last + 3, rank=1, first_block=50))
     windows = (run_at(start, last + 3, EVERY_RANK, 80),) if is_window else ()
@@ -162,7 +164,11 @@ def test_what_was_cut_back_is_held_nowhere(positions, end, is_window):
     end = max(end, start)
     ledger.cut_back(7, end)
     for run in (*runs, *windows):
-        found = [position for one in ledger.held(7, 0, 1 << 20, run.rank) for position in range(one.start, one.end)]
+        found = [
+            position
+            for one in ledger.resident_extents(7, 0, 1 << 20, run.rank)
+            for position in range(one.start, one.end)
+        ]
         assert found == list(range(run.start, min(run.end, end)))
     assert ledger.holds(8, run_at(0, 9, rank=1))
 
@@ -172,4 +178,7 @@ def test_a_segment_is_cut_back_of_which_a_rank_has_given_everything_away():
     ledger.put(3, (FIRST, SECOND))
     ledger.move([RunTransfer(3, FIRST, Run(0, FIRST.start, FIRST.end, (8, 9)))])
     ledger.cut_back(3, 9)
-    assert [(one.start, one.end) for rank in range(2) for one in ledger.held(3, 0, 20, rank)] == [(0, 8), (8, 9)]
+    assert [(one.start, one.end) for rank in range(2) for one in ledger.resident_extents(3, 0, 20, rank)] == [
+        (0, 8),
+        (8, 9),
+    ]

@@ -1,4 +1,4 @@
-"""Rows drawn together get the tokens that the definition gives each of them alone, whatever their settings."""
+"""Rows sampled together get the same tokens as rows sampled one by one, for any settings."""
 
 import torch
 from hypothesis import given, settings
@@ -38,28 +38,28 @@ seen = st.builds(PenaltyHistory, st.sets(ids, max_size=5).map(tuple), st.lists(i
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
-def defined(logits_V: torch.Tensor, sampling: Sampling, told: PenaltyHistory, token_index: int) -> int:
-    scores_V = adjusted(logits_V, sampling, History(told, V) if sampling.has_penalties else None)
+def defined(logits_V: torch.Tensor, sampling: Sampling, history: PenaltyHistory, token_index: int) -> int:
+    scores_V = adjusted(logits_V, sampling, History(history, V) if sampling.has_penalties else None)
     if sampling.is_greedy:
         return int(scores_V.argmax())
     return distribution.draw(scores_V, sampling, uniform(sampling.seed, token_index))
 
 
 @given(
-    asked=st.lists(st.tuples(samplings, logits, seen), min_size=1, max_size=6), index=st.integers(0, 2), dtype=dtypes
+    requests=st.lists(st.tuples(samplings, logits, seen), min_size=1, max_size=6), index=st.integers(0, 2), dtype=dtypes
 )
 @settings(max_examples=200, deadline=None)
 def test_rows_drawn_together_are_those_of_the_definition(
-    asked: list[tuple[Sampling, list[float], PenaltyHistory]], index: int, dtype: torch.dtype
+    requests: list[tuple[Sampling, list[float], PenaltyHistory]], index: int, dtype: torch.dtype
 ) -> None:
     rows = [
         Row(i, (0,), index, (), (), index, SamplingTerms(sampling, reported if sampling.has_penalties else None))
-        for i, (sampling, _, reported) in enumerate(asked)
+        for i, (sampling, _, reported) in enumerate(requests)
     ]
-    logits_RV = torch.tensor([values for _, values, _ in asked]).to(dtype)
+    logits_RV = torch.tensor([values for _, values, _ in requests]).to(dtype)
     wanted = [
         defined(logits_V, sampling, reported, index)
-        for logits_V, (sampling, _, reported) in zip(logits_RV, asked, strict=True)
+        for logits_V, (sampling, _, reported) in zip(logits_RV, requests, strict=True)
     ]
     assert [token.id for token in Sampler().choose(rows, logits_RV)] == wanted
     is_finite = logits_RV.amax(dim=-1).isfinite().tolist()

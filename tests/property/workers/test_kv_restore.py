@@ -1,4 +1,4 @@
-"""Segments that some ranks save and others restore: the same bits in every slot, whoever held them."""
+"""Segments that some ranks save and others restore: the same bits in every slot, for any owners."""
 
 import random
 
@@ -31,10 +31,10 @@ class Rank:
         self.pieces = {}
 
     def slots(self, end, rank):
-        """By position, what lies in each slot that this rank believes another one to hold."""
+        """By position, the slots that `rank` holds according to this rank's block table."""
         return {
             extent.start + i: extent.slot + i
-            for extent in self.ledger.held(SEGMENT, START, end, rank)
+            for extent in self.ledger.resident_extents(SEGMENT, START, end, rank)
             for i in range(extent.end - extent.start)
         }
 
@@ -76,7 +76,7 @@ def fetch(rank, ticket, data, runs, of_windows=False):
 
 
 def pieces_of(dice, name, length, num_ranks):
-    """What a group saves: each piece with its runs; and what each slot of the segment has."""
+    """The pieces that a group saves, each with its runs; and the content of each slot of the segment, by position."""
     ranks = [Rank(name, number, number) for number in range(num_ranks)]
     runs = cut(dice, length, num_ranks)
     for rank in ranks:
@@ -87,7 +87,7 @@ def pieces_of(dice, name, length, num_ranks):
 
 
 def contents(rank, end):
-    """What lies in this rank's own slots, by position."""
+    """The content of this rank's own slots, by position."""
     for position, slot in rank.slots(end, rank.ledger.rank).items():
         found = []
         for part in rank.pool.blocks(of_windows=False):
@@ -97,7 +97,7 @@ def contents(rank, end):
 
 
 def portions_of(dice, pieces, num_ranks):
-    """A new place for each block of a segment, as what each rank takes of which piece; neighbours may part."""
+    """A new place for each block of a segment, as portions of pieces per rank; neighbouring blocks may separate."""
     free = [dice.sample(range(NUM_BLOCKS), NUM_BLOCKS) for _ in range(num_ranks)]
     found = {}
     for ticket, (runs, _) in enumerate(pieces):
@@ -187,9 +187,9 @@ def group(size=2):
 @pytest.mark.parametrize(
     ("portions", "reported"),
     [
-        ((RestorePortion(0, (RUN,)), RestorePortion(3, (OTHER,))), "rank 1 has not fetched under ticket 3"),
-        ((RestorePortion(0, (Run(0, START, START + 5, (1, 2)),)),), "rank 0 has not fetched under ticket 0"),
-        ((RestorePortion(0, (Run(1, START + 6, START + 9, (1,)),)),), "rank 1 has not fetched under ticket 0"),
+        ((RestorePortion(0, (RUN,)), RestorePortion(3, (OTHER,))), "rank 1 has no fetched piece for ticket 3"),
+        ((RestorePortion(0, (Run(0, START, START + 5, (1, 2)),)),), "rank 0 has no fetched piece for ticket 0"),
+        ((RestorePortion(0, (Run(1, START + 6, START + 9, (1,)),)),), "rank 1 has no fetched piece for ticket 0"),
     ],
     ids=["another ticket", "a part of a block", "past its end"],
 )
@@ -240,12 +240,12 @@ def test_what_makes_no_sense_restores_nothing(portions):
         assert torch.equal(Content(rank.pool).export(range(NUM_BLOCKS)), bits)
 
 
-def test_what_is_held_is_not_restored():
+def test_resident_keys_are_not_restored():
     ranks = group()
     carry_out(Restore(SEGMENT, START, (RestorePortion(0, (RUN,)),)), ranks)
     for start, portion in [
         (START, RestorePortion(0, (Run(1, START + 3, START + 6, (1,)),))),
         (START + 1, RestorePortion(0, (OTHER,))),
     ]:
-        with pytest.raises(ValueError, match="is held where|does not start"):
+        with pytest.raises(ValueError, match="already has positions|does not start"):
             carry_out(Restore(SEGMENT, start, (portion,)), ranks)

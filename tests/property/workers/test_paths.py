@@ -1,4 +1,6 @@
-"""What a rank finds on a path whose parts use only the beginnings of segments, against one position after another."""
+"""The parts that a rank finds on a path whose segments are used only up to a position, compared with a scan of
+positions.
+"""
 
 from dataclasses import dataclass
 
@@ -26,7 +28,7 @@ class Tree:
     def slots(self, path: tuple[int, ...], end: int) -> dict[int, tuple[int, int]]:
         """Rank and slot of each position before `end`."""
         found: dict[int, tuple[int, int]] = {}
-        for segment in path:  # what a later segment holds covers what an earlier one holds beyond
+        for segment in path:  # a later segment overrides the positions of an earlier one beyond its start
             for run in self.runs[segment]:
                 for i, position in enumerate(range(run.start, run.end)):
                     found[position] = (run.rank, run.blocks[i // BLOCK] * BLOCK + i % BLOCK)
@@ -60,7 +62,7 @@ def trees(draw: st.DrawFn) -> Tree:
     return tree
 
 
-def told(tree: Tree, rank: int) -> BlockTable:
+def block_table(tree: Tree, rank: int) -> BlockTable:
     ledger = BlockTable(rank, BLOCK)
     for number, runs in enumerate(tree.runs):
         for run in runs:
@@ -77,7 +79,7 @@ def test_a_path_reads_each_position_where_its_last_part_put_it(tree: Tree, data:
     found: dict[int, tuple[int, int]] = {}
     for rank in range(tree.world_size):
         positions = []
-        for extent in told(tree, 0).extents(path, start, end, rank):
+        for extent in block_table(tree, 0).extents(path, start, end, rank):
             positions += range(extent.start, extent.end)
             found |= {p: (rank, extent.slot + p - extent.start) for p in range(extent.start, extent.end)}
         assert positions == sorted(set(positions)), "out of order, or told twice"
@@ -90,7 +92,9 @@ def test_stretches_hold_each_position_of_a_path_once(tree: Tree, data: st.DataOb
     path, end = tree.paths[number], data.draw(st.integers(tree.starts[number] + 1, tree.ends[number]))
     expected = list(tree.slots(path, end).values())
     for rank in range(tree.world_size):
-        found = [slot for low, high in stretches(told(tree, rank).extents(path, 0, end)) for slot in range(low, high)]
+        found = [
+            slot for low, high in stretches(block_table(tree, rank).extents(path, 0, end)) for slot in range(low, high)
+        ]
         assert sorted(found) == sorted(slot for holder, slot in expected if holder == rank)
 
 

@@ -1,4 +1,4 @@
-"""Blocks of 8 bits after drafts were refused hold to the bit what they would hold if these had never been stored."""
+"""After drafts were refused, blocks of 8 bits are equal to the bit to blocks that never stored them."""
 
 import pytest
 import torch
@@ -24,7 +24,9 @@ SEQUENCES = st.lists(
     min_size=1,
     max_size=3,
 )
-"""Of each: tokens that are held, those that come, drafts, how many of these are accepted, whether keys lie here."""
+"""For each sequence: resident tokens, new ones, drafts, the number of accepted drafts, and whether keys are on this
+rank.
+"""
 
 
 class Tokens:
@@ -68,12 +70,12 @@ def slots_of(number, start, end, shift=0):
 @BACKENDS
 @given(SEQUENCES, st.integers(0, 1 << 30), st.sampled_from([None, NUM_BLOCKS]), st.integers(0, 3), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_a_pool_is_as_if_refused_drafts_had_never_been_stored(backend, asked, seed, window_blocks, shift, is_fixed):
-    """Also where what the step stores lies at fixed addresses, which are those of larger steps, too."""
+def test_a_pool_is_as_if_refused_drafts_had_never_been_stored(backend, sequences, seed, window_blocks, shift, is_fixed):
+    """With and without fixed addresses for the stored tensors, which have the size of larger steps."""
     pool, other = pool_of(window_blocks), pool_of(window_blocks)
     rows, slots, window_slots, fresh, num_left, step = [], [], [], [[[], []] for _ in LAYERS], {}, 0
     sample_rows = []
-    for number, (resident, coming, num_drafts, accepted, is_here) in enumerate(asked):
+    for number, (resident, coming, num_drafts, accepted, is_here) in enumerate(sequences):
         num_drafts = min(num_drafts, 2 * BLOCK - shift - resident - coming)
         accepted, total = min(accepted, num_drafts), resident + coming + num_drafts
         tokens = Tokens(number, seed, total)

@@ -1,4 +1,4 @@
-"""Rows of many sequences on a tree of segments: who reads what, against one row and one position after the other."""
+"""Rows of many sequences on a tree of segments: the reads compared with a scan of rows and positions."""
 
 import random
 from collections import Counter
@@ -32,7 +32,7 @@ IDS = 1000
 
 
 class Forest:
-    """Segments that begin anywhere in one another, dealt over ranks, and rows that go on at their ends."""
+    """Segments that branch off one another anywhere, distributed over ranks, and rows that continue at their ends."""
 
     def __init__(self, seed: int, world_size: int, *, can_hide: bool = False) -> None:
         self.can_hide = can_hide
@@ -59,17 +59,17 @@ class Forest:
         self.runs.append(runs)
         return len(self.paths) - 1
 
-    def add_row(self, parent: int | None, held: int, count: int, *, at_end: bool = False) -> None:
+    def add_row(self, parent: int | None, num_resident: int, count: int, *, at_end: bool = False) -> None:
         """A sequence whose own segment holds `held` tokens and receives `count` more."""
-        own, number = self.grow(parent, held + count, at_end=at_end), len(self.rows)
-        start, path = self.runs[own][0].start + held, self.paths[own]
+        own, number = self.grow(parent, num_resident + count, at_end=at_end), len(self.rows)
+        start, path = self.runs[own][0].start + num_resident, self.paths[own]
         ids = tuple(number * IDS + i for i in range(count)) if count > 1 or self.dice.random() < 0.5 else ()
         index = self.dice.choice([-1, 0, 7])
         hidden = self._hidden(self.runs[own][0].start) if self.can_hide else ()
         self.rows.append(Row(number, path, start, ids, self.runs[own], index, hidden=hidden))
 
     def _hidden(self, end: int) -> tuple[Positions, ...]:
-        """Nothing, or some positions before what is the row's own."""
+        """Nothing, or some positions before the row's own tokens."""
         edges = sorted(self.dice.sample(range(end + 1), min(end + 1, 2 * self.dice.randint(0, 3))))
         return tuple(zip(edges[::2], edges[1::2], strict=False))
 
@@ -90,7 +90,7 @@ class Forest:
         return InputBuilder(ledger, pool, layers, world_size=size, pasts=pasts)
 
     def slots(self, row: Row, rank: int) -> dict[int, int]:
-        """By position, the slots that `rank` holds of what a row's path leads through."""
+        """By position, the slots of a row's path that `rank` holds."""
         found: dict[int, tuple[int, int]] = {}
         for segment in row.path:
             found = {p: place for p, place in found.items() if p < self.runs[segment][0].start}
@@ -129,7 +129,7 @@ def shown(reads: Reads) -> Counter[tuple[int, int]]:
 
 
 def tokens(forest: Forest, inputs: Inputs) -> list[tuple[Row, int]]:
-    """The sequence and position of each row, told by its id."""
+    """The row and position of each token, derived from its id."""
     by_id = [divmod(token_id, IDS) for token_id in inputs.token_ids_T.tolist()]
     return [(forest.rows[number], forest.rows[number].start + i) for number, i in by_id]
 

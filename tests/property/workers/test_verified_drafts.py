@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
 from longleaf.sampling import Sampling
-from workers.sampling.acceptance import NOT_FINITE, NOT_REACHED, reached_ids
+from workers.sampling.acceptance import NOT_FINITE, NOT_REACHED, accepted_ids
 from workers.sampling.device_sampler import DeviceSampler
 from workers.sampling.sampler import Sampler
 
@@ -24,7 +24,7 @@ KINDS = (
 SEQUENCES = st.lists(
     st.tuples(st.sampled_from(KINDS), st.lists(st.booleans(), max_size=MOST), st.integers(0, 3)), min_size=1, max_size=5
 )
-"""How each is sampled, whether drafts are right, and where its answer goes on."""
+"""For each sequence: its sampling, whether each draft is right, and the index of its first token."""
 SAMPLERS = {"of a CPU": Sampler, "of a device": lambda: DeviceSampler("cpu", 16)}
 
 
@@ -57,15 +57,17 @@ def step_by_step(sampling, first, logits_PV):
 
 @pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
 @given(
-    asked=SEQUENCES, seed=st.integers(0, 1 << 20), broken=st.sets(st.tuples(st.integers(0, 4), st.integers(0, MOST)))
+    drawn=SEQUENCES,
+    seed=st.integers(0, 1 << 20),
+    broken=st.sets(st.tuples(st.integers(0, 4), st.integers(0, MOST))),
 )
 @settings(max_examples=150, deadline=None)
-def test_tokens_behind_drafts_are_those_of_single_steps(make, asked, seed, broken):
-    logits_SPV = logits_of(len(asked), seed, broken if seed % 3 == 0 else ())
-    wanted = [step_by_step(kind, first, logits_SPV[i]) for i, (kind, _, first) in enumerate(asked)]
+def test_tokens_behind_drafts_are_those_of_single_steps(make, drawn, seed, broken):
+    logits_SPV = logits_of(len(drawn), seed, broken if seed % 3 == 0 else ())
+    wanted = [step_by_step(kind, first, logits_SPV[i]) for i, (kind, _, first) in enumerate(drawn)]
     rows, parts = [], []
-    for i, (kind, are_right, first) in enumerate(asked):
-        pairs = zip(wanted[i], are_right, strict=False)  # behind what breaks nothing can be guessed
+    for i, (kind, are_right, first) in enumerate(drawn):
+        pairs = zip(wanted[i], are_right, strict=False)  # drafts stop at a step that fails
         rows.append(
             row(i, first, kind, tuple(token.id if is_right else (token.id + 1) % V for token, is_right in pairs))
         )
@@ -73,20 +75,20 @@ def test_tokens_behind_drafts_are_those_of_single_steps(make, asked, seed, broke
     sampler = make()
     choice = sampler.start(rows, torch.cat(parts))
     found = choice.tokens()
-    for i, (tokens, (_, are_right, _)) in enumerate(zip(found, asked, strict=True)):
+    for i, (tokens, (_, are_right, _)) in enumerate(zip(found, drawn, strict=True)):
         num_drafts = len(rows[i].draft_ids)
         num_right = [*are_right[:num_drafts], False].index(False)
         check_same(tokens, wanted[i][: 1 + num_right])
-    reported = list(reached_ids(rows, choice.ids().tolist()))
+    reported = list(accepted_ids(rows, choice.ids().tolist()))
     assert reported == [[token.id for token in tokens] or [NOT_FINITE] for tokens in found]
     assert sum(map(len, reported)) + choice.ids().tolist().count(NOT_REACHED) == len(choice.ids())
     assert sampler.broken == {i for i, tokens in enumerate(wanted) if not tokens}
     left = [
         i for i, tokens in enumerate(found) if 0 < len(tokens) < len(wanted[i])
-    ]  # penalties count what was accepted
+    ]  # penalties count the accepted tokens
     if left:
         more = sampler.start(
-            [row(i, asked[i][2] + len(found[i])) for i in left],
+            [row(i, drawn[i][2] + len(found[i])) for i in left],
             torch.stack([logits_SPV[i, len(found[i])] for i in left]),
         )
         for i, tokens in zip(left, more.tokens(), strict=True):
@@ -94,7 +96,7 @@ def test_tokens_behind_drafts_are_those_of_single_steps(make, asked, seed, broke
 
 
 def check_same(found, wanted):
-    """Of tokens equally likely it is open which ones are told; sums may differ in their last bit."""
+    """The order of equally likely tokens is arbitrary; sums may differ in their last bit."""
     assert [token.id for token in found] == [token.id for token in wanted]
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours.logprobs is None) == (theirs.logprobs is None)

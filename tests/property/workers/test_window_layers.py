@@ -44,8 +44,9 @@ class Move(NamedTuple):
     is_chunk: bool
     length: int
     parent: int | None
-    """None: they go on in the last segment. Otherwise in a new one, which continues this one of all segments so far;
-    -1: which continues none."""
+    """None: the tokens extend the last segment. Otherwise a new segment, which continues the segment of this index; -1:
+    which continues none.
+    """
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Case:
     world_size: int
     seed: int
     reaches: tuple[AttentionSpan, ...]
-    """Of each layer."""
+    """The span of each layer."""
     moves: tuple[Move, ...]
     latent_dim: int | None = None
     own_value_dim: int | None = None
@@ -75,7 +76,7 @@ class Case:
 
 
 class Rank:
-    """The real parts of a rank, over a pool in which NaN is what nobody has written."""
+    """The real parts of a rank, over a pool whose unwritten slots are NaN."""
 
     def __init__(self, case, rank, groups, kind):
         self.pool = kind(case.layers, NUM_BLOCKS, BLOCK, torch.float32, "cpu", NUM_BLOCKS)
@@ -93,8 +94,9 @@ class Rank:
         )
 
     def execute(self, work, tokens):
-        """Positions of the rows here, with what each layer finds for them and the bytes that it sent; `tokens` are the
-        queries [T, H, D], keys [K, T, D] and values of each layer."""
+        """Positions of the rows here, with the result of each layer for them and the bytes that it sent; `tokens` are
+        the queries [T, H, D], keys [K, T, D] and values of each layer.
+        """
         if isinstance(work, Prefill):
             inputs, start = self.inputs.prefill(work), work.start
             step = PrefillStep(inputs, self.pool, BACKEND, self.peers, last_layer=len(tokens) - 1)
@@ -134,7 +136,7 @@ class Story:
         """By segment and layer: keys [K, S, D] and values [K, S, V]."""
 
     def follow(self):
-        """What each layer of each rank finds for its rows, [T, H, V], what a dense mask shows, and the bytes sent."""
+        """The result of each layer of each rank for its rows, [T, H, V], that of a dense mask, and the bytes sent."""
         for turn, move in enumerate(self.case.moves):
             segment, start = self.begin(move)
             end = self.ends[segment] = start + move.length
@@ -153,7 +155,7 @@ class Story:
                     yield layer, out[: len(rows)], self.expected(segment, start, layer, tokens[layer][0])[rows], sent
 
     def begin(self, move):
-        """The segment that tokens come into, and where it ends; the one before is sealed, which ranks are not told."""
+        """The segment of the next tokens, and its end; a previous segment is sealed without a message to the ranks."""
         if move.parent is not None or not self.paths:
             if self.paths:
                 self.placer.window_pool.trim(self.window_runs, self.ends[-1])
@@ -171,7 +173,9 @@ class Story:
 
     def work(self, turn, move, segment, start, end):
         path, ids = self.paths[segment], tuple(range(start, end))
-        self.window_runs = self.placer.roll(self.window_runs, start, end, self.reservation, is_chunk=move.is_chunk)
+        self.window_runs = self.placer.advance_windows(
+            self.window_runs, start, end, self.reservation, is_chunk=move.is_chunk
+        )
         if move.is_chunk:
             runs = self.placer.place_chunk(start, end, turn, self.reservation)
             self.last_run = runs[-1]
@@ -236,7 +240,7 @@ def test_rows_exchange_nothing_in_windowed_layers():
 @pytest.mark.parametrize("length", [61, 400])
 @pytest.mark.parametrize("reach", [AttentionSpan(10), AttentionSpan(section=10)])
 def test_a_rank_sends_no_more_of_a_chunk_than_a_window(reach, length):
-    """What the next piece sees of its own, or what comes next sees of the last one: 9 tokens at most, to 2 others."""
+    """The keys that the next piece, or the next chunk, sees of this piece: 9 tokens at most, to 2 others."""
     case = Case(3, 0, (reach, reach), (Move(True, length, -1),))
     sent = {num_bytes for _, _, _, num_bytes in Story(case).follow()}
     assert len(sent) == 1

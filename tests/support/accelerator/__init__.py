@@ -1,5 +1,5 @@
-"""A pretended accelerator: the real steps of a rank on tensors without memory, with all that reaches the device noted.
+"""A fake accelerator: the real steps of a rank on tensors without memory, with a log of all device requests.
 
-What cannot be seen here is what a GPU computes, and how fast. What can be seen is what the host asks of it: launches,
-copies, waits and allocations, each with the line that asked, so that tests can hold steps to a limit without a GPU.
+It cannot show the results or the speed of a GPU. It shows the host's requests: launches, copies, waits and allocations,
+each with the line that made it, so that tests can limit the cost of a step without a GPU.
 """

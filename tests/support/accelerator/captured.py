@@ -51,7 +51,7 @@ class DeviceRank(Rank):
         with patch.object(registry, "choose", lambda *_: kernels):
             super().load()
         self.graphs = self.recorded
-        for retained in self.kept():
+        for retained in self.tensors():
             retained.zero_()  # unwritten memory must be the same everywhere
 
     def connect(self, groups: Groups | None, merges: Sequence[MergeTiming] = ()) -> Ready:
@@ -69,7 +69,7 @@ class DeviceRank(Rank):
         """The captured and launched steps, once it has joined."""
         return self.epoch and self.epoch._fixed
 
-    def kept(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
         """All memory of the pool."""
         layers = self.pool._layers if isinstance(self.pool, QuantizedPool) else self.pool._stored
         return [tensor for layer in layers.values() for tensor in layer if isinstance(tensor, torch.Tensor)]
@@ -140,4 +140,6 @@ class DeviceFleet:
     def same_keys(self, other: "DeviceFleet") -> bool:
         """Whether all keys and values equal those of `other`, except unused ones."""
         pairs = zip(self.ranks, other.ranks, strict=True)
-        return all(torch.equal(mine, theirs) for a, b in pairs for mine, theirs in zip(a.kept(), b.kept(), strict=True))
+        return all(
+            torch.equal(mine, theirs) for a, b in pairs for mine, theirs in zip(a.tensors(), b.tensors(), strict=True)
+        )

@@ -20,7 +20,7 @@ preflight = model.preflight
 
 
 class Accelerator:
-    """One pretended device. `log` has all that was asked of it since it was last taken."""
+    """One fake device. `log` holds all requests since the last `take`."""
 
     def __init__(self) -> None:
         register()
@@ -38,13 +38,13 @@ class Accelerator:
             # modules that are moved to where they are would change each FakeTensor for itself, which torch cannot
             stack.enter_context(patch.object(torch.utils, "swap_tensors", lambda *_: None))
             stack.enter_context(patch.object(model, "preflight", _preflight_without_numbers))
-            stack.enter_context(self._telling_layers())
+            stack.enter_context(self._labelled_layers())
             stack.enter_context(Numbers())
             stack.enter_context(Dispatch(self.log, self._fake))
             yield
 
     @contextmanager
-    def _telling_layers(self) -> Generator[None, None, None]:
+    def _labelled_layers(self) -> Generator[None, None, None]:
         def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
             with self.log.within(module.layer_idx):  # pyright: ignore[reportArgumentType]
                 return hook.attention(module, *args, **kwargs)
@@ -56,5 +56,5 @@ class Accelerator:
 
 
 def _preflight_without_numbers(module: PreTrainedModel, device: str, *, has_weights: bool = True) -> Any:
-    """The device knows no numbers, so rows cannot be told from each other there."""
+    """The device has no numbers, so checks that compare rows are impossible there."""
     return preflight(module, device, has_weights=False)

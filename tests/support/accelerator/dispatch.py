@@ -166,7 +166,7 @@ def body_of(func: OpOverload[Any, Any]) -> Callable[..., Any]:
     """The Python code that was registered as an operation."""
     name = func.name().removesuffix(".default")
     if name not in OPDEFS:
-        raise NotImplementedError(f"{name}: what it asks of the device is not known, for it is no Python code")
+        raise NotImplementedError(f"{name}: its device requests are unknown, because it is not Python code")
     return OPDEFS[name]._init_fn
 
 

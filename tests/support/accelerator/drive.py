@@ -140,7 +140,7 @@ class Drive:
     def _begin(self, plan: StepPlan) -> None:
         wanted = self.eager.execute(plan)
         if not plan.may_overlap:
-            self._settle()
+            self._check_pending()
         else:
             self.seen["ahead"] += bool(self._pending)
         self._pending.append((self.captured.start(plan), wanted))
@@ -167,7 +167,7 @@ class Drive:
                 self._ropes[row.sequence] = row.rope
         return {self._ropes[row.sequence] for row in work.rows}
 
-    def _settle(self) -> None:
+    def _check_pending(self) -> None:
         while self._pending:
             self._check()
 

@@ -74,7 +74,7 @@ class Log:
         """The events outside of attention."""
         return [event for event in self.of(*kinds) if event.layer is None]
 
-    def told(self, kind: Kind) -> str:
+    def summary(self, kind: Kind) -> str:
         """The most frequent events by line and name, as readable text."""
         requested = Counter((event.site, event.name, event.layer is not None) for event in self.of(kind))
         lines = [

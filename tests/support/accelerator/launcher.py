@@ -12,14 +12,15 @@ Grid = Sequence[int] | Callable[[dict[str, Any]], Sequence[int]]
 
 
 class CountingLauncher:
-    """What a backend is given to launch with. Its kernels write nothing."""
+    """The launcher of a backend. Its kernels write nothing."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
 
     def __call__(self, kernel: Any, grid: Grid, *args: Any, **constants: Any) -> None:
-        """Raises ValueError for what Triton would refuse: tensors elsewhere, and a grid that is no one to three
-        positive numbers."""
+        """Raises ValueError for the arguments that Triton would refuse: tensors on another device, and a grid other
+        than one to three positive numbers.
+        """
         name = name_of(kernel)
         sizes = tuple(grid(constants) if callable(grid) else grid)
         if not 1 <= len(sizes) <= 3 or not all(type(size) is int and size > 0 for size in sizes):
@@ -31,7 +32,7 @@ class CountingLauncher:
 
 
 def name_of(kernel: Any) -> str:
-    """The name of the function that a kernel was made of, whatever is wrapped around it."""
+    """The name of the function of a kernel, below any wrappers."""
     while hasattr(kernel, "fn"):
         kernel = kernel.fn
     return kernel.__name__

@@ -77,7 +77,7 @@ class PretendedComm:
 
 
 class PretendedGraphs:
-    """Implements workers.cuda_graphs.graphs.Graphs: a replay is one launch, whatever was captured."""
+    """Implements workers.cuda_graphs.graphs.Graphs: a replay counts as one launch, independent of the captured work."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -132,26 +132,26 @@ class PretendedRank:
         )
 
     def read(self, count: int, context: str = "book") -> None:
-        """Begins a context of so many tokens, whose keys nobody computes."""
+        """Starts a context of `count` tokens, without computing its keys."""
         self.bench.ingest(context, count)
         assert not list(self.steps(computes_chunks=False))
 
     def steps(self, *, computes_chunks: bool = True) -> Iterator[Step]:
-        """Does what is to be done, step by step; if chunks are not computed, they are only told to the rank."""
+        """Executes all pending work, step by step. Chunks that are not computed are only recorded by the rank."""
         while (plan := self.bench.schedule()) is not None:
             if isinstance(plan.work, Prefill) and not computes_chunks:
-                self._tell(plan.work)
+                self._record_placement(plan.work)
             else:
                 yield Step(plan, self.logged(plan))
             self.bench.commit(plan)
 
     def logged(self, plan: StepPlan) -> Log:
-        """Does a step, and gives what it asked of the device."""
+        """Executes a step, and returns its device requests."""
         with self.accelerator.running():
             self.rank.execute(plan)
         return self.accelerator.log.take()
 
-    def _tell(self, work: Prefill) -> None:
+    def _record_placement(self, work: Prefill) -> None:
         """Which blocks hold a chunk is noted where its inputs are built."""
         assert self.rank.epoch is not None
         with self.accelerator.running():

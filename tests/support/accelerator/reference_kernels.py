@@ -39,9 +39,9 @@ def attend_items_int8(table, q, keys, values, exponents, scales, out, lse, scale
         _attend(table, q, k_KSD[0], v_KSD[0], out, lse, (scale, cap if constants["HAS_CAP"] else None, group, head))
 
 
-def _attend(table: Tensor, q: Tensor, k_SD: Tensor, v_SV: Tensor, out: Tensor, lse: Tensor, asked: Any) -> None:
-    """All items, of one key head."""
-    scale, cap, group, head = asked
+def _attend(table: Tensor, q: Tensor, k_SD: Tensor, v_SV: Tensor, out: Tensor, lse: Tensor, options: Any) -> None:
+    """All items for one key head."""
+    scale, cap, group, head = options
     numbers = table.tolist()
     num_items, stretches_at = numbers[:2]
     for at in range(HEADER, HEADER + num_items * ITEM, ITEM):
@@ -83,10 +83,10 @@ def fold_items(table, part_out, part_lse, out, lse, group, num_kv_heads, constan
             out[token], lse[token] = 0, -torch.inf
 
 
-def store_tokens(slots, k, v, kept_keys, kept_values, *rest) -> None:
-    kept_keys[:, slots] = k
+def store_tokens(slots, k, v, stored_keys, stored_values, *rest) -> None:
+    stored_keys[:, slots] = k
     if rest[-1]["HAS_VALUES"]:
-        kept_values[:, slots] = v
+        stored_values[:, slots] = v
 
 
 def store_int8(slots, k, v, keys, values, exponents, scales, *rest) -> None:

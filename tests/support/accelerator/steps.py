@@ -1,7 +1,7 @@
-"""Steps on the pretended accelerator that are held to a limit of launches: what they read, and who shares it.
+"""Steps on the fake accelerator that must stay below a limit of launches, by their reads and by sharing.
 
-Launches of ours are those between queries, keys and values that come out of a layer's projections and the answer that
-goes back into it: storing keys, attention, merging. Those of transformers are counted apart.
+Our launches are those between the queries, keys and values of a layer's projections and the answer that returns to the
+layer: storing keys, attention, merging. Those of transformers are counted separately.
 """
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ from zoo.checkpoints import make_checkpoint
 from zoo.families import Family, Refused
 
 DECODE_LAUNCHES, PREFILL_LAUNCHES = 12, 24
-"""Launches of ours per layer, however long the context, and whoever shares it."""
+"""Our launches per layer, independent of the length of the context and the number of sharers."""
 CHUNK = 512
 NUM_LAYERS = defaultdict(lambda: 2, {"llama4": 4})
 """As few as there are kinds of them."""
@@ -47,7 +47,7 @@ def checkpoints_in(folder: Path) -> FolderOf:
 
 
 class Lone(Dense):
-    """One launch, whatever is read: what a kernel for all reads comes to. The rest is torch's operations."""
+    """One launch for any reads: the count of a kernel that handles all reads. The rest is torch's operations."""
 
     name = "lone"
 
@@ -57,13 +57,13 @@ class Lone(Dense):
     def attend(self, q_THD, k_KSD, v_KSV, reads, scale, softcap=None):
         return self._attend(q_THD, v_KSV.shape[2], k_KSD, v_KSV)
 
-    def attend_int8(self, q_THD, kept, reads, scale, softcap=None):
-        return self._attend(q_THD, q_THD.shape[2], *kept[:4])
+    def attend_int8(self, q_THD, layer, reads, scale, softcap=None):
+        return self._attend(q_THD, q_THD.shape[2], *layer[:4])
 
-    def _attend(self, q_THD, value_dim, *kept):
+    def _attend(self, q_THD, value_dim, *tensors):
         out_THV = q_THD.new_empty(*q_THD.shape[:2], value_dim, dtype=torch.float32)
         partial = Partial(out_THV, out_THV.new_empty(q_THD.shape[:2]))
-        self.launcher(Lone, (len(q_THD),), q_THD, *kept, partial.out_THD, partial.lse_TH)
+        self.launcher(Lone, (len(q_THD),), q_THD, *tensors, partial.out_THD, partial.lse_TH)
         return partial
 
 
@@ -76,13 +76,13 @@ class Case(NamedTuple):
     world_size: int = 1
     settings: tuple[tuple[str, object], ...] = ()
     samplings: tuple[Sampling, ...] = (Sampling(),)
-    """Of the prompts in turn."""
+    """Parameters of the prompts in turn."""
     cuts: SpanLayout | None = None
-    """Of the book, where prompts tell of their attention."""
+    """Span layout of the book, for prompts with attribution."""
     rank: int = 0
     is_captured: bool = False
     num_drafts: int = 0
-    """Of each row of the step."""
+    """Drafts per row of the step."""
 
 
 SHARED = ((5, "book"), (7, "book"), (9, "book"), (20, "book"))
@@ -136,7 +136,7 @@ def rank_of(case: Case, folder_of: FolderOf, make_backend: MakeBackend) -> Prete
 
 
 def decoded(case: Case, folder_of: FolderOf, make_backend: MakeBackend) -> Log:
-    """A decode step with a row of each prompt. What comes before it is done with fewer launches."""
+    """A decode step with a row of each prompt. The steps before it use fewer launches."""
     made = rank_of(case, folder_of, make_backend)
     for (count, context), sampling in zip(case.prompts, cycle(case.samplings), strict=False):
         made.bench.ask(count, 8, context, sampling=sampling, cuts=case.cuts if context else None)
@@ -154,7 +154,7 @@ def decoded(case: Case, folder_of: FolderOf, make_backend: MakeBackend) -> Log:
 
 
 def prefilled(case: Case, folder_of: FolderOf, make_backend: MakeBackend) -> Log:
-    """A chunk that is read after what is there."""
+    """A chunk that is prefilled after the past."""
     made = rank_of(case, folder_of, make_backend)
     made.bench.ask(2 * CHUNK, 1, "book" if case.past else None)
     return next(step.log for step in made.steps() if isinstance(step.plan.work, Prefill))
@@ -163,4 +163,4 @@ def prefilled(case: Case, folder_of: FolderOf, make_backend: MakeBackend) -> Log
 def check_limit(log: Log, most: int) -> None:
     counts = log.per_layer("launch")
     assert counts, "no layer launched anything"
-    assert max(counts.values()) <= most, f"launches per layer: {dict(counts)}\n{log.told('launch')}"
+    assert max(counts.values()) <= most, f"launches per layer: {dict(counts)}\n{log.summary('launch')}"

@@ -100,13 +100,14 @@ class Case:
 
 
 def layouts(runs):
-    """What is held of segments."""
+    """The layouts of segments with these runs."""
     return [SegmentLayout(segment, resident[0].start, tuple(resident)) for segment, resident in enumerate(runs)]
 
 
 def lose(case):
-    """The new tokens, of which some runs were lost: what is held then, and pieces that read them again, at most one per
-    rank and on other ranks than before."""
+    """The new tokens with some runs lost: the remaining layouts, and pieces that recompute the lost runs, at most one
+    per rank and on other ranks than before.
+    """
     dice = random.Random(case.seed)
     placer = BlockPlacer([4 * NUM_BLOCKS] * case.world_size, BLOCK)
     reservation = placer.reserve(placer.num_blocks)
@@ -129,15 +130,15 @@ def lose(case):
     return [*resident[:-1], SegmentLayout(resident[-1].segment, resident[-1].start, retained)], pieces
 
 
-def builder(case, rank, held, way, dtype=torch.float32, kind=FloatKvPool, num_blocks=NUM_BLOCKS):
-    """One rank's inputs, and its pool with the keys and values that are held; NaN is what nobody may read."""
+def builder(case, rank, resident, way, dtype=torch.float32, kind=FloatKvPool, num_blocks=NUM_BLOCKS):
+    """One rank's inputs, and its pool with the resident keys and values; slots that must not be read are NaN."""
     layers = {0: case.spec}
     pool, ledger = kind(layers, num_blocks, BLOCK, dtype, "cpu"), BlockTable(rank, BLOCK)
     _, k, v = case.tensors(dtype)
     for tensor in (pool.keys[0], pool.values[0]) if kind is FloatKvPool else ():
         tensor.fill_(float("nan"))
-    ledger.replace(held)
-    for run in (run for layout in held for run in layout.runs):
+    ledger.replace(resident)
+    for run in (run for layout in resident for run in layout.runs):
         if run.rank == rank:
             slots = [run.blocks[i // BLOCK] * BLOCK + i % BLOCK for i in range(len(run))]
             keys, values = (t[run.start : run.end].transpose(0, 1) for t in (k, v))
@@ -159,13 +160,13 @@ def prefill(case, way, merge: MergeName = "gather", dtype=torch.float32, kind=Fl
     return read(case, layouts(runs[:-1]), runs[-1], way, merge, dtype, kind)
 
 
-def read(case, held, pieces, way, merge: MergeName, dtype=torch.float32, kind=FloatKvPool):
+def read(case, resident, pieces, way, merge: MergeName, dtype=torch.float32, kind=FloatKvPool):
     """Out of the tokens of pieces, [T, H, D], where some keys are held, and the bytes that each rank sent."""
     ids = tuple(position for piece in pieces for position in range(piece.start, piece.end))
     chunk = Prefill(case.path, pieces[0].start, ids, pieces)
 
     def work(rank, groups):
-        make, pool = builder(case, rank, held, way, dtype, kind, 4 * NUM_BLOCKS)
+        make, pool = builder(case, rank, resident, way, dtype, kind, 4 * NUM_BLOCKS)
         inputs, comm = make.prefill(chunk), CountingComm(groups.world)
         mine = inputs.num_own_tokens
         assert inputs.token_ids_T[:mine].tolist() == inputs.positions_T[:mine].tolist()

@@ -1,4 +1,4 @@
-"""Who sees whom, written out as a dense mask: the oracle of everything that cuts masks into reads."""
+"""The visibility of keys as a dense mask: the oracle of all code that cuts masks into reads."""
 
 import torch
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Reads of any kind, and who sees whom through them."""
+"""Reads of any kind, and the keys that each row sees through them."""
 
 import torch
 from hypothesis import strategies as st
@@ -23,7 +23,7 @@ def seen_through(reads, num_rows: int, num_slots: int) -> torch.Tensor:
 
 
 def expected(q_THD, k_KSD, v_KSV, reads, scale: float, softcap: float | None = None) -> Partial:
-    """The partial in float64; what no row sees may be anything."""
+    """The partial in float64; rows that see no key may have any value."""
     seen_TS = seen_through(reads, len(q_THD), k_KSD.shape[1])
     k_SKD, v_SKV = (
         tensor.transpose(0, 1).masked_fill(~seen_TS.any(dim=0)[:, None, None], 0) for tensor in (k_KSD, v_KSV)

@@ -1,4 +1,4 @@
-"""What kernels are asked to tell of blocks of keys, and what they must tell, in float64."""
+"""Reads with attribution of blocks of keys, and their expected sums in float64."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,13 +8,13 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longleaf.attention.block_attribution import BLOCK, NO_EDGE, AttributedRead, BlockSums, told_read
+from longleaf.attention.block_attribution import BLOCK, NO_EDGE, AttributedRead, BlockSums, attributed_read
 from longleaf.attention.masks import Read
 from longleaf.attention.partial import Partial
 
 
 def drawn_reads(data: Any, num_rows: int) -> tuple[list[Read], list[AttributedRead], int]:
-    """Reads of slots one after the other, what is told of them, and how many slots there are."""
+    """Reads of consecutive slots, their attributed ranges, and the number of slots."""
     reads, reported, slot, start = list[Read](), list[AttributedRead](), data.draw(st.integers(0, 40)), 0
     for _ in range(data.draw(st.integers(1, 4))):
         rows = sorted(data.draw(st.lists(st.integers(0, num_rows), min_size=2, max_size=2, unique=True)))
@@ -22,7 +22,7 @@ def drawn_reads(data: Any, num_rows: int) -> tuple[list[Read], list[AttributedRe
         offset = data.draw(st.one_of(st.none(), st.integers(-20, 150)))
         some = sorted(data.draw(st.lists(st.integers(*rows), min_size=2, max_size=2)))
         edge = data.draw(st.one_of(st.just(NO_EDGE), st.integers(slot, end)))
-        reported.append(told_read((slot, end), start, (some[0], some[1]), edge))
+        reported.append(attributed_read((slot, end), start, (some[0], some[1]), edge))
         reads.append(Read(rows[0], rows[1], slot, end, offset))
         start, slot = reported[-1].end, end + data.draw(st.integers(0, 40))
     return reads, reported, slot
@@ -38,7 +38,7 @@ class Dense:
         self.num_heads = q_THD.shape[1]
 
     def shares(self, read: Read, row: int, head: int, lse: float) -> Tensor:
-        """Of each key of a read."""
+        """The share of each key of a read."""
         keys_SD = self._k_KSD[head // self.group, read.slot_start : read.slot_end]
         scores_S = keys_SD @ self._q_THD[row, head] * self._scale
         if self._cap is not None:
@@ -47,7 +47,7 @@ class Dense:
         return torch.where(torch.arange(len(scores_S)) <= distance, (scores_S - lse).exp(), 0.0)
 
 
-def check_told(dense: Dense, reads: Sequence[Read], sums: BlockSums, reported_KE2: Tensor, partial: Partial) -> None:
+def check_sums(dense: Dense, reads: Sequence[Read], sums: BlockSums, reported_KE2: Tensor, partial: Partial) -> None:
     """That entries have the shares of dense attention, where rows see anything."""
     for read, each in zip(reads, sums.reads, strict=True):
         for row in range(each.first_row, each.end_row):
@@ -67,14 +67,16 @@ def _check_row(read: Read, each: AttributedRead, wanted_S: Tensor, found_E: Tens
             assert share == pytest.approx(right, abs=3e-5)
 
 
-def _bounds(read: Read, told: AttributedRead) -> list[tuple[int, int]]:
+def _bounds(read: Read, attributed: AttributedRead) -> list[tuple[int, int]]:
     """Slots [low, high) of each entry of a row."""
-    edge = {told.edge} if told.edge != NO_EDGE else set[int]()
+    edge = {attributed.edge} if attributed.edge != NO_EDGE else set[int]()
     first = read.slot_start // BLOCK * BLOCK + BLOCK
     cuts = sorted({read.slot_start, read.slot_end, *edge, *range(first, read.slot_end, BLOCK)})
     found = list(zip(cuts, cuts[1:], strict=False))
-    if edge and told.edge % BLOCK == 0:  # no block is cut: the numbers behind the edge leave one out
-        found.insert(next(i for i, (low, _) in enumerate(found) if low == told.edge), (told.edge, told.edge))
+    if edge and attributed.edge % BLOCK == 0:  # no block is cut: the numbers behind the edge leave one out
+        found.insert(
+            next(i for i, (low, _) in enumerate(found) if low == attributed.edge), (attributed.edge, attributed.edge)
+        )
     return found
 
 

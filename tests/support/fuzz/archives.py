@@ -55,7 +55,7 @@ Tree = dict[str, Any]
 
 
 def pool(*, windows: bool, seed: int = 1) -> KvPool:
-    """A small pool, in whose blocks anything lies; with `windows` one layer sees the last keys alone."""
+    """A small pool with arbitrary blocks; with `windows` one layer sees only the last keys."""
     full, near = LayerSpec(2, 1, 4, AttentionSpan()), LayerSpec(2, 1, 4, AttentionSpan(window=WINDOW))
     layers, num_window_blocks = {0: full, 1: near if windows else full}, NUM_WINDOW_BLOCKS if windows else None
     made = FloatKvPool(layers, NUM_BLOCKS, BLOCK, torch.float32, "cpu", num_window_blocks)
@@ -128,7 +128,7 @@ class Archive:
         return found
 
     def describe(self) -> None:
-        """Has parts state the size and digest of what they have."""
+        """Updates the stated size and digest of each part."""
         for part, contents, i in self.parts():
             part["num_bytes"], part["digest"] = len(contents[i]), blake3(contents[i]).hexdigest()
 
@@ -348,7 +348,7 @@ def forge(seed: int, slots: KvPool, fingerprint: Fingerprint, name: str = "book"
         whole = bytearray(archive.sealed())
     except OverflowError:  # a number that no message can have
         return forge(seed + 1_000_000_007, slots, fingerprint, name)
-    if rng.random() < 0.05:  # damage that checksums tell
+    if rng.random() < 0.05:  # damage that checksums detect
         whole[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
     if rng.random() < 0.05:
         del whole[rng.randrange(len(whole)) :]

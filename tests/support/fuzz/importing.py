@@ -28,7 +28,7 @@ AT_ONCE = 500
 
 
 class PieceRanks(StoringRanks):
-    """Ranks that take in what they have fetched as those with a model do: a mistake in it ends the epoch."""
+    """Ranks that decode the fetched pieces as those with a model do: an error in one ends the epoch."""
 
     def __init__(self, store: Store, *, windows: bool) -> None:
         super().__init__(store, windows=WINDOWS if windows else None)
@@ -74,13 +74,13 @@ async def importing(*, windows: bool) -> AsyncGenerator[tuple[Service, PieceRank
     storage = Storage()
     ranks = PieceRanks(storage.store, windows=windows)
     async with serving(storage, ranks, RetentionPolicy("demand", grace=NOW)) as service:
-        service.engine.house._fingerprint = FINGERPRINT
+        service.engine.transfers._fingerprint = FINGERPRINT
         await ingest(service.engine, range(50), "victim")
         yield service, ranks
 
 
 async def arrive(imports: ImportSessions, data: bytes) -> Context | None:
-    """Imports an archive. Raises what the client is told."""
+    """Imports an archive. Raises the client's error."""
 
     async def sent() -> AsyncIterator[ImportHeader | ArchiveChunk]:
         yield ImportHeader()
@@ -102,4 +102,4 @@ def archive(seed: int, ranks: PieceRanks) -> bytes:
 
 
 def imports_of(service: Service) -> ImportSessions:
-    return ImportSessions(service.engine.house, VOCABULARY, wall_clock=lambda: 12.0)
+    return ImportSessions(service.engine.transfers, VOCABULARY, wall_clock=lambda: 12.0)

@@ -21,16 +21,16 @@ from tests.support.parcels import packable
 Path = tuple[FieldDescriptor, ...]
 """A field, and before it the fields that lead to it, all of them single messages."""
 
-HELD = "held"
+PINNED = "held"
 """Id of the context that exists whenever a request is made."""
 ID = "one"
 """The id of a generation, an upload or any other named object."""
-PARCEL = packable(vocabulary=200).packed()
+ARCHIVE = packable(vocabulary=200).packed()
 BASES: dict[str, tuple[dict[str, Any], ...]] = {
     "GenerateRequest": (
         {"text": "who?", "sampling": {"max_token_count": 5}},
         {
-            "context": f"contexts/{HELD}",
+            "context": f"contexts/{PINNED}",
             "token_ids": {"ids": [5, 6]},
             "sampling": {"temperature": 1, "seed": 7},
             "max_draft_token_count": 3,
@@ -44,7 +44,7 @@ BASES: dict[str, tuple[dict[str, Any], ...]] = {
             "return_token_bytes": True,
         },
         {
-            "context": f"contexts/{HELD}",
+            "context": f"contexts/{PINNED}",
             "text": "who?",
             "provenance": {"span_token_count": 32, "per_token": True, "ranking": 2, "confirm": True},
             "hidden": [{"token_start": "1", "token_end": "3"}],
@@ -54,24 +54,24 @@ BASES: dict[str, tuple[dict[str, Any], ...]] = {
     "CancelGenerationRequest": ({"request_id": ID},),
     "IngestContextRequest": ({"config": {"name": "contexts/new"}}, {"text": "Z3LDvMOfZQ=="}, {"text": "w7w="}),
     "UpdateContextRequest": (
-        {"context": {"name": f"contexts/{HELD}", "ttl": "3600s", "display_name": "x"}},
-        {"context": {"name": f"contexts/{HELD}", "pinned": True}, "update_mask": "pinned,expireTime"},
+        {"context": {"name": f"contexts/{PINNED}", "ttl": "3600s", "display_name": "x"}},
+        {"context": {"name": f"contexts/{PINNED}", "pinned": True}, "update_mask": "pinned,expireTime"},
     ),
-    "ForkContextRequest": ({"name": f"contexts/{HELD}", "new_name": "contexts/new", "token_count": "7"},),
-    "ExportContextRequest": ({"name": f"contexts/{HELD}"},),
+    "ForkContextRequest": ({"name": f"contexts/{PINNED}", "new_name": "contexts/new", "token_count": "7"},),
+    "ExportContextRequest": ({"name": f"contexts/{PINNED}"},),
     "ImportContextRequest": (
         {"config": {"name": "contexts/new"}},
-        {"piece": {"data": b64encode(PARCEL[:500]).decode()}},
-        {"piece": {"offset": 500, "data": b64encode(PARCEL[500:]).decode()}},
+        {"piece": {"data": b64encode(ARCHIVE[:500]).decode()}},
+        {"piece": {"offset": 500, "data": b64encode(ARCHIVE[500:]).decode()}},
     ),
-    "GetContextRequest": ({"name": f"contexts/{HELD}"},),
+    "GetContextRequest": ({"name": f"contexts/{PINNED}"},),
     "GetContextTextRequest": (
-        {"name": f"contexts/{HELD}", "token_range": {"start": "1", "end": "3"}},
-        {"name": f"contexts/{HELD}", "byte_range": {"end": "3"}},
+        {"name": f"contexts/{PINNED}", "token_range": {"start": "1", "end": "3"}},
+        {"name": f"contexts/{PINNED}", "byte_range": {"end": "3"}},
     ),
-    "RereadContextRequest": ({"name": f"contexts/{HELD}"},),
-    "CancelIngestRequest": ({"name": f"contexts/{HELD}", "upload_id": "mine"},),
-    "DeleteContextRequest": ({"name": f"contexts/{HELD}"},),
+    "RereadContextRequest": ({"name": f"contexts/{PINNED}"},),
+    "CancelIngestRequest": ({"name": f"contexts/{PINNED}", "upload_id": "mine"},),
+    "DeleteContextRequest": ({"name": f"contexts/{PINNED}"},),
     "CountTokensRequest": ({"text": "some text"},),
     "TokenizeRequest": ({"text": "some text", "return_spans": True},),
     "VerifyClusterRequest": ({"text": "some text", "max_token_count": 3}, {"seed": "5", "prompt_token_count": 20}),
@@ -96,7 +96,7 @@ def bases(descriptor: Descriptor) -> list[Message]:
 
 
 def paths(descriptor: Descriptor, before: Path = ()) -> Iterator[Path]:
-    """Every field of a message and of its nested messages."""
+    """Every field of a message and its nested messages."""
     for field in descriptor.fields:
         path = (*before, field)
         yield path
@@ -144,7 +144,18 @@ def is_map(field: FieldDescriptor) -> bool:
 
 ODD_TEXTS = (
     *("", " ", "\0", "\n", "\x7f", "\u200b", "\ufeff", "\ufffd", "\U0010ffff", "e\u0301", "\u202eabc", "🦙" * 9),
-    *("contexts/", "contexts/A", "contexts/new", f"contexts/{HELD}", "contexts/../etc", "new", HELD, ID, "*", "."),
+    *(
+        "contexts/",
+        "contexts/A",
+        "contexts/new",
+        f"contexts/{PINNED}",
+        "contexts/../etc",
+        "new",
+        PINNED,
+        ID,
+        "*",
+        ".",
+    ),
     *("<|end|>", "<|user|>", "%s%n{}{{}}", "../../etc/passwd", "a" * 1025, "世" * 500),
 )
 BYTES = (b"", b"\0", b"text", b"\xff\xfe", "世".encode()[:2], b"\xed\xa0\x80", b"x" * 5000)

@@ -30,7 +30,7 @@ from longleaf.config import EngineConfig
 from longleaf.rank_protocol.fakes import echo_token
 from longleaf.sampling import Sampling
 from longleaf.types import Draining, ModelInfo
-from tests.support.fuzz.messages import HELD
+from tests.support.fuzz.messages import PINNED
 from tests.support.houses import house_of
 from tests.support.parcels import packable
 from tests.support.running import running
@@ -112,15 +112,15 @@ class Target:
 
     async def bear(self, *calls: Call) -> None:
         """Makes the calls at once, checks how each ends, and that the service is as it was."""
-        if HELD not in [view.id for view in self._engine.list_contexts()]:
-            async for _ in self._engine.ingest(DocumentPrompt(context=HELD, token_ids=list(range(20)))):
+        if PINNED not in [view.id for view in self._engine.list_contexts()]:
+            async for _ in self._engine.ingest(DocumentPrompt(context=PINNED, token_ids=list(range(20)))):
                 pass
         for call, refusal in zip(calls, await asyncio.gather(*map(self.try_, calls)), strict=True):
             check_refusal(call, refusal)
         complaints = self._complaints.take()
         assert not complaints, "\n".join(map(str, [*calls, *complaints]))
         assert await generate(self._engine, len(self._expected)) == self._expected
-        await self._settle()
+        await self._wait_idle()
 
     async def try_(self, call: Call) -> grpc.aio.AioRpcError | None:
         """How the call ended; None when it went well or this side left it."""
@@ -154,17 +154,17 @@ class Target:
         finally:
             made.cancel()
 
-    async def _settle(self) -> None:
+    async def _wait_idle(self) -> None:
         """Waits until abandoned calls have ended. Then only contexts may hold blocks, and without contexts no block is
         in use."""
         await until(lambda: not self._engine.cluster().waiting + self._engine.cluster().running)
         for view in self._engine.list_contexts():
-            if view.id != HELD:
+            if view.id != PINNED:
                 await self._engine.delete_context(view.id)
         self._engine.audit()
-        await until(lambda: self._num_held() == sum(view.tokens for view in self._engine.list_contexts()))
+        await until(lambda: self._num_resident() == sum(view.tokens for view in self._engine.list_contexts()))
 
-    def _num_held(self) -> int:
+    def _num_resident(self) -> int:
         return sum(worker.tokens for worker in self._engine.cluster().workers)
 
 
@@ -216,7 +216,7 @@ async def stay(_: bool) -> Draining:
     return Draining(open_calls=0, limit=0.0)
 
 
-class LastingService(Service):
+class UndrainableService(Service):
     """A service that continues after a drain."""
 
     async def answer_drain(self, wait: bool) -> Draining:
@@ -231,9 +231,9 @@ async def fuzzed(folder: Path) -> AsyncIterator[Target]:
     config = small_config(str(folder))
     engine = Engine(FakeRanks(2, num_blocks=48, vocab=vocabulary), config, max_positions=300)
     async with running(engine) as found:
-        transfers = house_of(packable(vocabulary=vocabulary, name=HELD))
+        transfers = house_of(packable(vocabulary=vocabulary, name=PINNED))
         use_cases = Application(
-            engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"), house=transfers
+            engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"), transfers=transfers
         )
         server = GrpcServer(use_cases, drain=stay, refill=int)
         port = await server.start("127.0.0.1", 0)
@@ -251,7 +251,7 @@ async def fuzzed(folder: Path) -> AsyncIterator[Target]:
 async def fuzzed_ranks(folder: Path) -> AsyncIterator[Target]:
     """The whole service, its ranks real processes with a real model."""
     config = msgspec.structs.replace(small_config(str(folder)), kv_bytes=1 << 16)
-    service = LastingService(ServiceConfig(engine=config, launcher="local"), LocalFleet(worker_main))
+    service = UndrainableService(ServiceConfig(engine=config, launcher="local"), LocalFleet(worker_main))
     port = await service.start()
     engine = service._engine
     assert engine is not None

@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what it says."""
+"""Requests to an engine, and its answers."""
 
 from coordinator.engine.engine import Engine
 from coordinator.engine_messages import DocumentPrompt, Ended, Prompt, Tokens
@@ -10,7 +10,7 @@ Ids = tuple[int, ...]
 MAX_TOKENS = 6
 """Of a prompt that is compared."""
 CAPACITY = 4096
-"""Of contexts: what is scaled by its length is scaled as `generate` scales a whole prompt."""
+"""Capacity of contexts. Positions scaled by length then match `generate` on the whole prompt."""
 
 
 async def answer(engine: Engine, prompt: Ids, context: str | None = None, num_new: int = NEW_TOKENS) -> Ids:

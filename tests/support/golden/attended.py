@@ -15,7 +15,7 @@ from tests.support.golden.plain import load_plain
 Ids = tuple[int, ...]
 
 
-class Told(NamedTuple):
+class Shares(NamedTuple):
     """The attribution that a step reports for one sequence."""
 
     means: Tensor
@@ -23,9 +23,9 @@ class Told(NamedTuple):
     heads: Tensor
 
 
-def told(attention: Attention) -> Told:
+def unpack_attention(attention: Attention) -> Shares:
     types = (np.float32, np.float32, np.int32)
-    return Told(
+    return Shares(
         *(
             torch.from_numpy(np.frombuffer(b, t).copy())
             for b, t in zip(msgspec.structs.astuple(attention), types, strict=True)
@@ -60,9 +60,10 @@ class Dense:
         return found.logits[0], {layer: found.attentions[layer][0] for layer in self._full_layers}
 
 
-def expected(weights: dict[int, Tensor], rows: Sequence[int], starts: Sequence[int], end: int, spans: Spans) -> Told:
-    """What rows are to tell in the mean, float64, by weights [H, R, T] of layers: of a context whose segments start
-    there, and which has an end."""
+def expected(weights: dict[int, Tensor], rows: Sequence[int], starts: Sequence[int], end: int, spans: Spans) -> Shares:
+    """The expected mean attribution of rows, float64, by weights [H, R, T] of layers, for a context with segments at
+    `starts` and its end at `end`.
+    """
     edges = [p for a, b in zip(starts, [*starts[1:], end], strict=True) for p in range(a, b, spans.size)]
     edges += [end, spans.prompt_end]
     accumulator, codes = [], []
@@ -73,6 +74,6 @@ def expected(weights: dict[int, Tensor], rows: Sequence[int], starts: Sequence[i
         parts = [mean_HT[:, a:b].sum(dim=1) for a, b in zip(edges, [*edges[1:], None], strict=True)]
         accumulator.append(torch.stack([*parts, 1 - mean_HT.sum(dim=1)], dim=1))
         codes += [layer * 65536 + head for head in range(len(mean_HT))]
-    masses_HN = torch.cat(accumulator)
-    largest, heads = masses_HN[:, :-3].max(dim=0)
-    return Told(masses_HN.mean(dim=0), largest, torch.tensor(codes)[heads])
+    sums_HN = torch.cat(accumulator)
+    largest, heads = sums_HN[:, :-3].max(dim=0)
+    return Shares(sums_HN.mean(dim=0), largest, torch.tensor(codes)[heads])

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from longleaf.positions import EVERY_RANK, OWN_ROPE
-from longleaf.rank_protocol.row_delta import growth
+from longleaf.rank_protocol.row_delta import row_delta
 from longleaf.rank_protocol.step import Decode, PenaltyHistory, Row, SamplingTerms, StepResult
 from longleaf.runs import Run, join, until
 from longleaf.sampling import Sampling, Token
@@ -49,7 +49,7 @@ class Drafting:
         self._service = service
         self._draft = draft
         self.sequences: list[int] = []
-        self.told: list[list[Token]] = []
+        self.outputs: list[list[Token]] = []
         self._is_compared: list[bool] = []
         self.num_steps = 0
         self.num_refused = 0
@@ -62,7 +62,7 @@ class Drafting:
         seen = PenaltyHistory(question, ()) if sampling.has_penalties else None
         row = self._service.begin(path, question, start, 0)
         self.sequences.append(row.sequence)
-        self.told.append([])
+        self.outputs.append([])
         self._is_compared.append(bool(before))
         return replace(row, terms=SamplingTerms(sampling, seen, before and before + question))
 
@@ -76,17 +76,17 @@ class Drafting:
             for row in left:
                 self._commit(row, result.tokens[row.sequence])
             self.audit()
-            left = [self.go_on(row, count) for row in left if len(self._told(row)) < count]
-        return [tuple(token.id for token in reported) for reported in self.told]
+            left = [self.next_row(row, count) for row in left if len(self._tokens_of(row)) < count]
+        return [tuple(token.id for token in reported) for reported in self.outputs]
 
-    def _told(self, row: Row) -> list[Token]:
-        return self.told[self.sequences.index(row.sequence)]
+    def _tokens_of(self, row: Row) -> list[Token]:
+        return self.outputs[self.sequences.index(row.sequence)]
 
     def _commit(self, row: Row, tokens: tuple[Token, ...]) -> None:
         """Removes rejected drafts from the layout."""
         assert 1 <= len(tokens) <= 1 + len(row.draft_ids)
         assert tuple(token.id for token in tokens[:-1]) == row.draft_ids[: len(tokens) - 1]
-        self._told(row).extend(tokens)
+        self._tokens_of(row).extend(tokens)
         self.num_refused += 1 + len(row.draft_ids) - len(tokens)
         tail, size = self._service._tails[row.sequence], self._service._size
         end = row.start + row.num_known + len(tokens) - 1
@@ -95,17 +95,17 @@ class Drafting:
         tail.put([until(last, end, size)], [last])
         tail.window_runs = self._service._window_pool.cut(tail.window_runs, end)
 
-    def go_on(self, row: Row, count: int) -> Row:
+    def next_row(self, row: Row, count: int) -> Row:
         """The row of a sequence's next step; drafts open no block."""
         service, tail = self._service, self._service._tails[row.sequence]
         sequence = self.sequences.index(row.sequence)
-        reported, last, known = self.told[sequence], tail.runs[-1], tail.window_runs
+        reported, last, known = self.outputs[sequence], tail.runs[-1], tail.window_runs
         start, room = last.end, len(last.blocks) * service._size - len(last)
         room = min((room or service._size) - 1, count - len(reported) - 1)
         drafts = self._draft(sequence, len(reported), room)
         assert len(drafts) <= room
         runs = service._grow(tail, start, 1 + len(drafts), (start + row.sequence) % len(service.alive))
-        windows = tail.window_runs and growth(known, tail.window_runs, service._size)
+        windows = tail.window_runs and row_delta(known, tail.window_runs, service._size)
         is_complete = self._is_compared[sequence] and len(reported) + 1 + len(drafts) == count
         num_reference = start + 1 + len(drafts) if is_complete else 0
         return Row(
@@ -136,7 +136,7 @@ class Drafting:
                 assert rank.epoch is not None
                 for owner in (*range(len(self.ranks)), EVERY_RANK):
                     runs = tail.window_runs if owner == EVERY_RANK else [run for run in tail.runs if run.rank == owner]
-                    found = list(rank.epoch._ledger.held(tail.path[-1], 0, 1 << 30, owner))
+                    found = list(rank.epoch._ledger.resident_extents(tail.path[-1], 0, 1 << 30, owner))
                     assert join((run.start, run.end) for run in runs) == join((one.start, one.end) for one in found)
 
     def blocks(self, number: int) -> list[Tensor]:

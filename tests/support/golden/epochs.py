@@ -154,17 +154,17 @@ class Service:
         self._window_pool.free([block for run in tail.window_runs for block in run.blocks])
         return tuple(answer), logits.first(count)
 
-    def begin(self, path: Ids, token_ids: Ids, start: int, index: int = -1, **told: Any) -> Row:
+    def begin(self, path: Ids, token_ids: Ids, start: int, index: int = -1, **fields: Any) -> Row:
         """The first row of a new sequence behind a path."""
         self._sequence += 1
         tail = self._tails[self._sequence] = Segment((*path, 1000 + self._sequence), token_ids, start)
         runs = self._grow(tail, start, len(token_ids), self._sequence % len(self.alive))
         terms = SamplingTerms(Sampling(max_tokens=100, ignore_end_token=True)) if index >= 0 else None
         return Row(
-            self._sequence, tail.path, start, token_ids, runs, index, terms, window_runs=tail.window_runs, **told
+            self._sequence, tail.path, start, token_ids, runs, index, terms, window_runs=tail.window_runs, **fields
         )
 
-    def go_on(self, row: Row) -> Row:
+    def next_row(self, row: Row) -> Row:
         """The row of the token that was sampled from a row; the sequence is sent again."""
         tail, start = self._tails[row.sequence], row.start + row.num_tokens
         runs = self._grow(tail, start, 1, (start + row.sequence) % len(self.alive))

@@ -9,7 +9,7 @@ from tests.support.running import running
 from tests.support.threads import ThreadRanks, config_for
 
 BOUNDS = (900, 985)
-"""The context is ingested in two parts; what follows is the question."""
+"""The context is ingested in two parts; the question follows."""
 
 
 class CountingRanks(ThreadRanks):

@@ -15,7 +15,7 @@ _interpreter = Lock()
 
 
 class Launches:
-    """A launcher that notes what it launches."""
+    """A launcher that records its launches."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -28,8 +28,9 @@ class Launches:
 
 @contextmanager
 def served_by(make: Callable[[Launches], Backend]) -> Generator[Launches, None, None]:
-    """Ranks that load within the block have such backends. These are not probed: it would take a minute each, and the
-    interpreter cuts off what a GPU rounds to bfloat16."""
+    """Ranks that load within the block use such backends. These are not probed: it would take a minute each, and the
+    interpreter truncates where a GPU rounds to bfloat16.
+    """
     launches = Launches()
     with patch.object(registry, "choose", lambda *_: make(launches)):
         yield launches

@@ -1,4 +1,4 @@
-"""A drafter that knows the answers, and is right as often as it is told: what an engine does with drafts is real."""
+"""A drafter that knows the answers, with a configurable share of right drafts. The engine is real."""
 
 import random
 from collections.abc import Sequence as Several
@@ -13,8 +13,9 @@ MOST = 7
 
 
 class KnowingDrafter(Drafter):
-    """Drafts the answer that goes on like what was said; each token is right with the probability `share`.
-    Whether steps wait, and how long drafts are, is drawn."""
+    """Drafts the continuation of the answer that matches the output; each token is right with the probability `share`.
+    Waiting and draft lengths are random.
+    """
 
     def __init__(self, block_size: int, answers: Several[Several[int]], share: float, seed: int = 0) -> None:
         super().__init__(64, MOST, block_size)
@@ -25,13 +26,13 @@ class KnowingDrafter(Drafter):
         self.num_right = self.num_wrong = 0
 
     def _guesses_of(self, job: Sequence) -> SequenceDrafter | None:
-        if job.guesses is None:
-            job.guesses = SequenceDrafter(job.tail.segment, self._indexes, MOST)
-        job.guesses.follow(job.tail.segment)
-        return job.guesses
+        if job.drafter is None:
+            job.drafter = SequenceDrafter(job.tail.segment, self._indexes, MOST)
+        job.drafter.follow(job.tail.segment)
+        return job.drafter
 
     def _look(self, job: Sequence) -> Draft:
-        output, left = tuple(job.generated), job.max_asked - job.num_asked
+        output, left = tuple(job.generated), job.max_requested - job.num_requested
         most = min(MOST, left, job.tail.num_spare(self._block_size))
         known = next((answer for answer in self._answers if tuple(answer[: len(output)]) == output), ())
         found = [

@@ -1,4 +1,4 @@
-"""Engines over a data folder, on ranks that are processes, and what lies on storage of their contexts."""
+"""Engines over a data folder, on ranks that are processes, and the stored state of their contexts."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -21,7 +21,7 @@ from workers.__main__ import main
 
 
 @dataclass
-class Lasting:
+class DurableEngine:
     """An engine over a data folder, on ranks that are processes, and the plans that they have done."""
 
     engine: Engine
@@ -46,16 +46,16 @@ class Lasting:
     async def save(self) -> None:
         await self.durability.snapshots.save(self.segments)
 
-    async def save_anew(self) -> None:
-        """What ranks hold, in place of all that was on storage."""
+    async def rewrite(self) -> None:
+        """Replaces all stored segments by the keys that ranks hold."""
         for segment in self.segments:
-            await self.durability.snapshots.forget({segment: "to be written anew"})
+            await self.durability.snapshots.forget({segment: "to be rewritten"})
         remove(next(self.folder.rglob("segments")))
         await self.save()
 
 
 @contextlib.asynccontextmanager
-async def serving(data_dir: Path, config: EngineConfig) -> AsyncIterator[Lasting]:
+async def serving(data_dir: Path, config: EngineConfig) -> AsyncIterator[DurableEngine]:
     durability = await PersistentState.open(DataConfig(data_dir=str(data_dir), snapshots="demand"), config)
     config = replace(config, snapshot_url=durability.snapshot_url)
     fleet = LocalFleet(main)
@@ -66,14 +66,14 @@ async def serving(data_dir: Path, config: EngineConfig) -> AsyncIterator[Lasting
         await fleet.launch(config, control.invitations, control.lost)
         async with running(engine) as found:
             assert isinstance(found, Running)
-            yield Lasting(engine, durability, data_dir, plans)
+            yield DurableEngine(engine, durability, data_dir, plans)
     finally:
         await engine.close()
         await durability.close()
         await fleet.shutdown()
 
 
-def kept(data_dir: Path, block_size: int) -> dict[tuple[str, str, int], torch.Tensor]:
+def stored_keys(data_dir: Path, block_size: int) -> dict[tuple[str, str, int], torch.Tensor]:
     """The blocks on storage, by segment, name and position."""
     found: dict[tuple[str, str, int], torch.Tensor] = {}
     for path in data_dir.rglob("*.safetensors"):

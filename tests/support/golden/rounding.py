@@ -15,7 +15,7 @@ from tests.support.threads import config_for
 
 
 class Length(NamedTuple):
-    """Tokens of a prompt and of its continuation; both are prefixes of a golden prompt."""
+    """The tokens of a prompt and its continuation; both are prefixes of a golden prompt."""
 
     prompt: int
     steps: int
@@ -33,7 +33,7 @@ def plain_logits(golden: Golden, dtype: str = "float32", length: Length = USUAL)
     return load_plain(golden.folder, getattr(torch, dtype))(ids, logits_to_keep=length.steps).logits[0].float()
 
 
-async def served_logits(golden: Golden, held=(), length: Length = USUAL, **settings) -> Tensor:
+async def served_logits(golden: Golden, prefix=(), length: Length = USUAL, **settings) -> Tensor:
     """The logits of the service: a prompt, then decode steps with given tokens.
 
     With `held`, the prompt continues a fork of a context, in the middle of the last of the parts that end there.
@@ -49,20 +49,20 @@ async def served_logits(golden: Golden, held=(), length: Length = USUAL, **setti
 
     sampling = Sampling(max_tokens=length.steps, ignore_end_token=True)
     async with running(config_for(golden.folder, **{"chunk_size": 320, **settings}), lead) as engine:
-        for start, end in itertools.pairwise((0, *held)):
+        for start, end in itertools.pairwise((0, *prefix)):
             await ingest(engine, "book", golden.prompt[start:end])
-        fork = "fork" if held else None
-        num_resident = (await engine.fork_context("book", "fork", held[-1] - 10)).tokens if fork else 0
+        fork = "fork" if prefix else None
+        num_resident = (await engine.fork_context("book", "fork", prefix[-1] - 10)).tokens if fork else 0
         prompt = Prompt(context=fork, token_ids=golden.prompt[num_resident : length.prompt], sampling=sampling)
         _ = [event async for event in engine.submit(prompt)]
     return torch.stack(seen[: length.steps])
 
 
 def ratio(golden: Golden, found: Tensor, plain: Tensor, exact: Tensor) -> float:
-    """By how many times as much as the plain model the service is off, in the Euclidean or the largest distance.
+    """The error of the service over that of the plain model, in the Euclidean or the largest distance.
 
-    With experts in the median over the steps: where two experts come close, rounding alone chooses the other one, in
-    the plain model as well, and this step is then off by a hundred times as much.
+    With experts the median over the steps: where two experts are close, rounding can select the other one, in the plain
+    model as well, and the error of this step is then a hundred times as large.
     """
     has_experts = "expert" in (golden.folder / "config.json").read_text()
 

@@ -33,7 +33,7 @@ SEEDS = range(1, 20)
 
 
 class Short(NamedTuple):
-    """The continuations of a document and of each of two questions."""
+    """The continuations of a document and two questions."""
 
     goldens: tuple[Golden, Golden]
 
@@ -74,17 +74,17 @@ def shorten(path: Path) -> None:
     path.write_text(json.dumps(config))
 
 
-Said = list[tuple[Golden, Ids]]
+Answers = list[tuple[Golden, Ids]]
 """Answers in the order of the requests, and the expected output of each."""
-State = Callable[[Engine, Short], Awaitable[Said]]
+State = Callable[[Engine, Short], Awaitable[Answers]]
 
 
-async def say(engine: Engine, golden: Golden, held: int = 0, context: str | None = None) -> tuple[Golden, Ids]:
+async def say(engine: Engine, golden: Golden, num_resident: int = 0, context: str | None = None) -> tuple[Golden, Ids]:
     """Asks for the continuation of the tokens that a context holds."""
-    return golden, await answer(engine, golden.prompt[held:], context, NEW)
+    return golden, await answer(engine, golden.prompt[num_resident:], context, NEW)
 
 
-async def fresh(engine: Engine, short: Short) -> Said:
+async def fresh(engine: Engine, short: Short) -> Answers:
     return [await say(engine, short.goldens[0])]
 
 
@@ -93,14 +93,14 @@ async def read(engine: Engine, context: str, token_ids: Ids) -> None:
     await ingest(engine, context, token_ids, LONGEST)
 
 
-async def kept(engine: Engine, short: Short) -> Said:
+async def kept(engine: Engine, short: Short) -> Answers:
     """Read in two parts, then asked two questions at once."""
     await read(engine, "book", short.document[:7])
     await read(engine, "book", short.document[7:])
     return await asyncio.gather(*(say(engine, golden, DOCUMENT, "book") for golden in short.goldens))
 
 
-async def forked(engine: Engine, short: Short) -> Said:
+async def forked(engine: Engine, short: Short) -> Answers:
     """Inside of a segment whose end is wrong, and whose other owner goes away."""
     await read(engine, "trunk", short.document[:9] + short.document[:3])
     await engine.fork_context("trunk", "twig", 9)
@@ -109,7 +109,7 @@ async def forked(engine: Engine, short: Short) -> Said:
     return [await say(engine, short.goldens[1], DOCUMENT, "twig")]
 
 
-async def parted(engine: Engine, short: Short) -> Said:
+async def parted(engine: Engine, short: Short) -> Answers:
     """As `forked`, at the end of a segment: elsewhere the keys of windows are gone."""
     await read(engine, "trunk", short.document[:9])
     await read(engine, "trunk", short.document[:3])

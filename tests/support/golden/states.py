@@ -17,7 +17,7 @@ from workers.sampling.sampler import Choice
 State = Callable[[Engine, Ids], Awaitable[list[Ids]]]
 """Brings a prompt into its state and asks it; each of the answers must be the golden one."""
 
-KEPT = 900
+CONTEXT_LEN = 900
 """Tokens of the prompt that a context holds; the rest is asked."""
 
 
@@ -29,7 +29,7 @@ async def running(config: EngineConfig, spoil: Spoil | None = None, machines: st
 
 
 class Logits:
-    """Notes what rank 0 samples from: of the first row, step by step."""
+    """Records the logits from which rank 0 samples: the first row, step by step."""
 
     def __init__(self) -> None:
         self._found: list[torch.Tensor] = []
@@ -55,10 +55,10 @@ async def fresh(engine: Engine, prompt: Ids) -> list[Ids]:
 
 async def kept(engine: Engine, prompt: Ids) -> list[Ids]:
     """Asked twice, and something else between."""
-    await ingest(engine, "book", prompt[:KEPT])
-    first = await answer(engine, prompt[KEPT:], "book")
+    await ingest(engine, "book", prompt[:CONTEXT_LEN])
+    first = await answer(engine, prompt[CONTEXT_LEN:], "book")
     await answer(engine, prompt[:70], "book")
-    return [first, await answer(engine, prompt[KEPT:], "book")]
+    return [first, await answer(engine, prompt[CONTEXT_LEN:], "book")]
 
 
 async def questioned(engine: Engine, prompt: Ids) -> list[Ids]:
@@ -68,9 +68,9 @@ async def questioned(engine: Engine, prompt: Ids) -> list[Ids]:
 
 
 async def appended(engine: Engine, prompt: Ids) -> list[Ids]:
-    for start, end in ((0, 411), (411, 420), (420, KEPT)):
+    for start, end in ((0, 411), (411, 420), (420, CONTEXT_LEN)):
         await ingest(engine, "book", prompt[start:end])
-    return [await answer(engine, prompt[KEPT:], "book")]
+    return [await answer(engine, prompt[CONTEXT_LEN:], "book")]
 
 
 async def forked(engine: Engine, prompt: Ids) -> list[Ids]:
@@ -82,9 +82,12 @@ async def forked(engine: Engine, prompt: Ids) -> list[Ids]:
     await engine.fork_context("branch", "twig", 650)
     await engine.delete_context("trunk")
     await engine.delete_context("branch")
-    await ingest(engine, "twig", prompt[650:KEPT])
-    await engine.fork_context("twig", "leaf", KEPT - 50)
-    return [await answer(engine, prompt[KEPT:], "twig"), await answer(engine, prompt[KEPT - 50 :], "leaf")]
+    await ingest(engine, "twig", prompt[650:CONTEXT_LEN])
+    await engine.fork_context("twig", "leaf", CONTEXT_LEN - 50)
+    return [
+        await answer(engine, prompt[CONTEXT_LEN:], "twig"),
+        await answer(engine, prompt[CONTEXT_LEN - 50 :], "leaf"),
+    ]
 
 
 STATES: dict[str, State] = {state.__name__: state for state in (fresh, kept, questioned, appended, forked)}

@@ -1,6 +1,6 @@
-"""A real API server, from binaries as controller-runtime's tests find them: KUBEBUILDER_ASSETS names their folder.
+"""A real API server, from binaries in the layout of controller-runtime's tests: KUBEBUILDER_ASSETS names their folder.
 
-Nothing else of a cluster runs. What is applied is checked, admitted and stored, and then nothing happens: there is no
+No other part of a cluster runs. Applied objects are checked, admitted and stored, without further effect: there is no
 controller that makes pods, and no kubelet that starts them.
 """
 
@@ -34,7 +34,7 @@ def assets() -> Path:
 
 
 class ApiServer:
-    """Runs with an etcd of its own in `folder`, on this machine's loopback; nothing of it outlives the block."""
+    """Runs with a separate etcd in `folder`, on this machine's loopback; nothing of it outlives the block."""
 
     def __init__(self, binaries: Path, folder: Path) -> None:
         self._binaries, self._folder = binaries, folder
@@ -66,7 +66,7 @@ class ApiServer:
             sleep(0.2)
 
     def kubectl(self, *arguments: str, documents: Sequence[Document] = ()) -> subprocess.CompletedProcess[str]:
-        """A command of kubectl, which reads `documents` where it is told to read `-`."""
+        """Runs a kubectl command, which reads `documents` where its argument is `-`."""
         access = (f"--server=https://{HERE}:{self._port}", "--insecure-skip-tls-verify", f"--token={TOKEN}")
         own = {"HOME": str(self._folder), "KUBECONFIG": os.devnull, "PATH": os.defpath}
         text = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(documents)})

@@ -1,6 +1,6 @@
-"""Custom resource definitions made of the schemas that were made of them, for an API server that is to know the kinds.
+"""Custom resource definitions for an API server, derived from schemas that were derived from the original definitions.
 
-What is left out of the schemas (rules in CEL, descriptions, status) is missing in these, too.
+They lack the parts that the schemas leave out: rules in CEL, descriptions, status.
 """
 
 import json

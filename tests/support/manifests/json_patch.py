@@ -9,8 +9,9 @@ END = "-"
 
 
 def patched(document: Document, operations: Sequence[Document]) -> Document:
-    """A document of its own with all operations done. Raises KeyError or IndexError for a place that is not there, and
-    ValueError for a test that fails."""
+    """A copy of the document with all operations applied. Raises KeyError or IndexError for a missing location, and
+    ValueError for a test that fails.
+    """
     found = copy.deepcopy(document)
     for operation in operations:
         *way, last = [word.replace("~1", "/").replace("~0", "~") for word in operation["path"].split("/")[1:]]
@@ -34,7 +35,7 @@ def _do(operation: Document, place: Any, last: str) -> None:
     if kind == "add":
         place[key] = copy.deepcopy(operation["value"])
         return
-    old = place[key]  # what is not there can be neither tested nor changed
+    old = place[key]  # a missing location can be neither tested nor changed
     if kind == "test":
         if old != operation["value"]:
             raise ValueError(f"{operation['path']} is {old}, not {operation['value']}")

@@ -1,11 +1,11 @@
-"""Pods as processes of this machine: what a manifest says of containers, run without Kubernetes.
+"""Pods as processes of this machine: the containers of a manifest, run without Kubernetes.
 
-Secrets are folders of the pod's /tmp, as a kubelet makes them: keys are links into a folder in whose place another can
-be put. Commands and variables have these instead of what they are mounted at.
+Secrets are folders of the pod's /tmp, as a kubelet makes them: keys are links into a folder that can be replaced. In
+commands and variables these paths replace the mount paths.
 
-A pod is a namespace each of network, mounts and processes, whose first process collects orphans as a pod's does; /tmp
-is the pod's own. All containers of a pod share its processes here, as the head's do. Ray's command is what KubeRay 1.7
-makes of `rayStartParams`. What it is not: no image, no limits, no users, no read-only root.
+Each pod has its own namespaces of network, mounts and processes, and its first process collects orphans as a pod's
+does; /tmp is the pod's own. All containers of a pod share its processes here, as the head's do. Ray's command is the
+one that KubeRay 1.7 makes of `rayStartParams`. Not simulated: image, limits, users, read-only root.
 """
 
 import os
@@ -34,7 +34,7 @@ NO_SECRETS: Secrets = {}
 Names = Mapping[str, str]
 """Addresses by the names of Services."""
 NO_NAMES: Names = {}
-NOBODY: Mapping[str, int] = {}
+NO_PROCESSES: Mapping[str, int] = {}
 NAMESPACE = "longleaf"
 TOKEN = "a token of the cluster"
 PAUSE = """
@@ -91,7 +91,7 @@ def install_folders_in_tmp() -> list[str]:
 
 
 @contextmanager
-def placing(num_hosts: int, names: Mapping[str, int] = NOBODY) -> Iterator["Place"]:
+def placing(num_hosts: int, names: Mapping[str, int] = NO_PROCESSES) -> Iterator["Place"]:
     """Makes pods on hosts, whose Services have these names; in each runs nothing yet. `names` gives a host's number."""
     if reason := obstacle():
         lacks(reason)

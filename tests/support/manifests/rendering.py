@@ -162,12 +162,12 @@ class _Renderer:
         return [*(one for one in merged if one is not None), *by_key.values()] or None
 
 
-def _config_map(folder: Path, told: Document) -> Document:
+def _config_map(folder: Path, generator: Document) -> Document:
     """Files of a folder under their names, with no hash behind the ConfigMap's own."""
-    if told["options"].get("disableNameSuffixHash") is not True or told.keys() - {"name", "files", "options"}:
-        raise KeyError(told["name"])
-    metadata = {"name": told["name"], "labels": told["options"]["labels"]}
-    data = {name: (folder / name).read_text() for name in told["files"]}
+    if generator["options"].get("disableNameSuffixHash") is not True or generator.keys() - {"name", "files", "options"}:
+        raise KeyError(generator["name"])
+    metadata = {"name": generator["name"], "labels": generator["options"]["labels"]}
+    data = {name: (folder / name).read_text() for name in generator["files"]}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
 
 

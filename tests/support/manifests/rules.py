@@ -230,7 +230,7 @@ def ray_is_joined_as_one_machine(documents: Documents) -> Iterator[str]:
         yield "serve: does not join the Ray of its pod"
 
 
-def nobody_has_rights(documents: Documents) -> Iterator[str]:
+def no_account_has_rights(documents: Documents) -> Iterator[str]:
     yield from (f"{one['kind']} {one['metadata']['name']}" for one in documents if "Role" in one["kind"])
     accounts = {one["metadata"]["name"] for one in of_kind(documents, "ServiceAccount")}
     for pod in pods(documents):
@@ -256,7 +256,7 @@ RULES: tuple[Callable[[Documents], Iterator[str]], ...] = (
     sizes_agree,
     endings_are_graceful,
     ray_is_joined_as_one_machine,
-    nobody_has_rights,
+    no_account_has_rights,
     *DOOR_RULES,
     *HTTP_RULES,
 )

@@ -1,4 +1,4 @@
-"""What somebody puts into the Secrets of a closed service."""
+"""Contents of the Secrets of a closed service."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Manifests against schemas, strictly: what an API server would drop in silence is an error, too."""
+"""Manifests against schemas, strictly: fields that an API server would drop silently are errors."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ SCHEMAS = Path(__file__).with_name("schemas")
 
 
 def errors(document: dict[str, Any]) -> list[str]:
-    """Where the document is not what its kind may be."""
+    """The locations where the document violates the schema of its kind."""
     path = SCHEMAS / f"{document['kind'].lower()}.json"
     if path.exists():
         return [f"{_path(error)}: {error.message}" for error in _validator(path).iter_errors(document)]

@@ -1,6 +1,7 @@
-"""Strangers that hammer at a control channel until they are killed: `python -m` this module, ADDRESS SERVER_KEY.
+"""Unauthenticated peers that flood a control channel until they are killed: `python -m` this module, ADDRESS
+SERVER_KEY.
 
-Prints a line once each of them has come.
+Prints a line once each of them has connected.
 """
 
 import asyncio
@@ -12,14 +13,14 @@ from itertools import count
 import zmq
 
 SIZE = 100
-"""Strangers, a third of each kind."""
+"""Number of peers, a third of each kind."""
 RUBBISH = b"GET / HTTP/1.1\r\n\r\n" * 9
 STAY_SECONDS = 0.02
 """How long one that ZMQ refuses stays: time for a handshake."""
 
 
-class Crowd:
-    """One of them comes and goes as soon as it can: without a key, with a key that nobody knows, or with rubbish."""
+class Flood:
+    """Each peer reconnects as fast as it can: without a key, with an unknown key, or with invalid bytes."""
 
     def __init__(self, address: str, server_key: bytes) -> None:
         self._address = address
@@ -64,4 +65,4 @@ class Crowd:
 
 
 if __name__ == "__main__":
-    asyncio.run(Crowd(sys.argv[1], sys.argv[2].encode()).hammer())
+    asyncio.run(Flood(sys.argv[1], sys.argv[2].encode()).hammer())

@@ -1,4 +1,4 @@
-"""A client of gRPC that takes nothing: the window of its connection for what a call answers is zero bytes."""
+"""A gRPC client that receives nothing: the window of its connection for the responses of a call is zero bytes."""
 
 import asyncio
 import struct
@@ -35,8 +35,9 @@ class Deaf:
             await self._writer.wait_closed()
 
     async def call(self, method: str, request: bytes = b"", **others: str) -> None:
-        """Makes a call that never ends by itself, with `others` among its headers. What of these and of `method` is no
-        UTF-8 was decoded with surrogateescape."""
+        """Makes a call that never ends, with `others` among its headers. Bytes of these and of `method` that are not
+        UTF-8 were decoded with surrogateescape.
+        """
         stream, self._next = self._next, self._next + 2
         headers = {":method": "POST", ":scheme": "http", ":path": method, ":authority": "deaf"}
         headers |= {"content-type": "application/grpc", "te": "trailers", **others}

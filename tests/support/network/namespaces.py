@@ -14,7 +14,7 @@ from tests.support.tools import lacks
 
 @contextmanager
 def two_hosts(version: Literal[4, 6]) -> Iterator[Network]:
-    """Two hosts with addresses of this version of IP alone. What still runs on them at the end is killed."""
+    """Two hosts that have only addresses of this version of IP. Their remaining processes are killed at the end."""
     if reason := obstacle():
         lacks(reason)
     with hosts(2) as network:

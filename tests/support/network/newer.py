@@ -12,10 +12,10 @@ from google.protobuf.message_factory import GetMessageClass
 import longleaf.v1
 
 NEWER = "newer"
-"""Name of every field that was added, and of every member of a oneof after the name of that."""
+"""Name of every added field, and the suffix of the added member of every oneof."""
 NUMBER = 1000
 VALUE = 77
-"""Of every enum."""
+"""Number of the value added to every enum."""
 _IMPORTED = (duration_pb2, empty_pb2, field_mask_pb2, struct_pb2, timestamp_pb2)
 
 
@@ -54,7 +54,7 @@ def _grow(file: descriptor_pb2.FileDescriptorProto) -> None:
 
 
 def _is_synthetic(message: DescriptorProto, oneof: int) -> bool:
-    """Whether it only says that a field is optional."""
+    """Whether it only marks an optional field."""
     return any(field.proto3_optional and field.oneof_index == oneof for field in message.field)
 
 

@@ -36,8 +36,9 @@ PARTS = ("ray::WorkerActor", "ray::CoordinatorActor", "coordinator")
 
 
 class RayNodes:
-    """The nodes, by the number of their host. All see the folder `shared`; on the second host that of `apart` lies
-    there, as on a disk of its own."""
+    """The nodes, by the number of their host. All see the folder `shared`; the second host sees the folder of `apart`
+    in its place, like a separate disk.
+    """
 
     def __init__(self, network: Network, folder: Path) -> None:
         self.network = network
@@ -79,9 +80,9 @@ class RayNodes:
         else:
             raise AssertionError(output)
         if is_again:
-            self._forget_earlier()
+            self._remove_old_nodes()
 
-    def _forget_earlier(self) -> None:
+    def _remove_old_nodes(self) -> None:
         """Waits until Ray knows of every node that has ended: until then it counts their slots."""
         command = [*self.on(0), sys.executable, "-c", COUNT, self.address, str(len(self._nodes))]
         subprocess.run(command, check=True, timeout=120)

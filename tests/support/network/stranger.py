@@ -1,6 +1,7 @@
-"""Knocks at the doors of a Ray, in a process of its own: `python stranger.py TOKEN ADDRESS...`, TOKEN may be empty.
+"""Connects to the ports of a Ray cluster from a separate process: `python stranger.py TOKEN ADDRESS...`, TOKEN may be
+empty.
 
-Prints a JSON object: for each address what the server answered to calls of Ray's own, and to an HTTP request.
+Prints a JSON object: for each address the server's responses to Ray's internal calls, and to an HTTP request.
 """
 
 import json
@@ -22,7 +23,7 @@ SECONDS = 20
 
 
 def knock(address: str, token: str) -> list[str]:
-    """The distinct answers to calls without content, or to a GET where nobody speaks gRPC."""
+    """The distinct responses to empty calls, or to a GET if the server does not use gRPC."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
     answers = set()
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:

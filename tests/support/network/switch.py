@@ -7,7 +7,7 @@ from threading import Event, Thread
 
 
 class Switch:
-    """Listens at `port` for what listens at `target`, both of the loopback."""
+    """Forwards connections from `port` to `target`, both on the loopback."""
 
     def __init__(self, target: int) -> None:
         self._target = target
@@ -38,7 +38,7 @@ class Switch:
                 sink.sendall(content)
 
     def hang(self) -> None:
-        """Connections are accepted, and nothing is said there any more."""
+        """Connections are accepted, but no data is forwarded."""
         self._is_carrying.clear()
 
     def refuse(self) -> None:

@@ -1,10 +1,10 @@
-"""How long those are kept waiting who guess credentials."""
+"""The delay after failed authentication attempts."""
 
 from coordinator.auth.auth_throttle import FREE_PER_SECOND, MAX_WAITING, WAIT_SECONDS, AuthFailureThrottle
 from tests.unit.auth.test_credentials import Clock
 
 
-def test_some_are_told_at_once_and_a_flood_waits() -> None:
+def test_first_failures_are_immediate_and_a_flood_is_delayed() -> None:
     clock = Clock()
     clock.now = 10.0
     refusals = AuthFailureThrottle(clock)
@@ -14,7 +14,7 @@ def test_some_are_told_at_once_and_a_flood_waits() -> None:
     assert refusals.note() == 0.0
 
 
-def test_no_more_wait_than_fit() -> None:
+def test_number_of_delayed_responses_is_bounded() -> None:
     refusals = AuthFailureThrottle(Clock())
     for _ in range(FREE_PER_SECOND):
         refusals.note()

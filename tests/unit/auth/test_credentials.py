@@ -48,7 +48,7 @@ def test_lines_survive() -> None:
     assert parse_credentials(f"# them\n\n{line_of(entry)}  # ours\n".encode()) == (entry,)
 
 
-def test_no_credential_is_made_twice() -> None:
+def test_new_credentials_are_unique() -> None:
     made = {new_credential() for _ in range(100)}
     assert len(made) == 100
     assert min(map(len, made)) > 40
@@ -61,35 +61,35 @@ def test_no_credential_is_made_twice() -> None:
         (b"# nobody\n", "no entries"),
         (b"\xef\xbb\xbfacme user sha256:" + A.encode(), "byte-order mark"),
         (b"acme user \xff", "byte 10 is not UTF-8"),
-        (b"acme", "line 1: is not TENANT ROLE"),
+        (b"acme", "line 1: must be TENANT ROLE"),
         (b"acme root sha256:" + A.encode(), "a role is one of user, admin"),
         (b"Acme user sha256:" + A.encode(), "line 1: tenant: must be"),
-        (b"contexts user sha256:" + A.encode(), "none of contexts"),
-        (b"acme user", "nobody could come in"),
-        (b"acme user sha256:abc", "its word 3 is no sha256:HEX"),
-        (b"acme user sha256:" + A.upper().encode(), "its word 3"),
-        (b"acme user my-secret", "its word 3"),
-        (f"acme user sha256:{A} cats=3".encode(), "its word 4"),
-        (f"acme user sha256:{A} contexts=-3".encode(), "its word 4"),
-        (f"acme user sha256:{A} contexts=1__0".encode(), "its word 4"),
-        (f"acme user sha256:{A} contexts={'9' * 5000}".encode(), "its word 4"),
-        (f"acme user sha256:{A} contexts=3 contexts=4".encode(), "its word 5 gives the quota contexts again"),
+        (b"contexts user sha256:" + A.encode(), "not one of contexts"),
+        (b"acme user", "needs a sha256:"),
+        (b"acme user sha256:abc", "word 3 is not sha256:HEX"),
+        (b"acme user sha256:" + A.upper().encode(), "word 3"),
+        (b"acme user my-secret", "word 3"),
+        (f"acme user sha256:{A} cats=3".encode(), "word 4"),
+        (f"acme user sha256:{A} contexts=-3".encode(), "word 4"),
+        (f"acme user sha256:{A} contexts=1__0".encode(), "word 4"),
+        (f"acme user sha256:{A} contexts={'9' * 5000}".encode(), "word 4"),
+        (f"acme user sha256:{A} contexts=3 contexts=4".encode(), "word 5 repeats the quota contexts"),
         (
             f"acme user sha256:{A} context=3".encode(),
-            "its word 4 is none of the quotas contexts, tokens,",
+            "word 4 is not one of the quotas contexts, tokens,",
         ),
-        (f"acme user sha256:{A} tokens=2M".encode(), "its word 4 must be tokens=NUMBER, of 1 to 15 digits alone"),
-        (f"acme user {SECRET}".encode(), "its word 3 looks like a credential itself: put the line of `longleaf cre"),
-        (SECRET.encode(), "its word 1 looks like a credential itself"),
-        (f"acme user sha256:{A}\nacme admin sha256:{B}".encode(), "line 2: the tenant acme has a line already"),
+        (f"acme user sha256:{A} tokens=2M".encode(), "word 4 must be tokens=NUMBER with 1 to 15 digits"),
+        (f"acme user {SECRET}".encode(), "word 3 looks like a credential: put the line of `longleaf cre"),
+        (SECRET.encode(), "word 1 looks like a credential"),
+        (f"acme user sha256:{A}\nacme admin sha256:{B}".encode(), "line 2: tenant acme already has a line"),
         (
             f"acme user sha256:{A}\nbolt admin sha256:{A}".encode(),
-            "line 2: bolt has a credential or a name that is acme's",
+            "line 2: bolt has a credential or a name that belongs to acme",
         ),
         (b"acme user dns:x\nbolt admin dns:x", "line 2"),
     ],
 )
-def test_what_a_file_may_not_say(text: bytes, message: str) -> None:
+def test_invalid_files_are_rejected(text: bytes, message: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         parse_credentials(text)
     assert message in str(refused.value)
@@ -97,7 +97,7 @@ def test_what_a_file_may_not_say(text: bytes, message: str) -> None:
     assert SECRET not in str(refused.value)
 
 
-def test_large_files_are_read_in_no_time_that_is_felt() -> None:
+def test_large_files_are_parsed_quickly() -> None:
     num_looks = 0
 
     class Digest(bytes):
@@ -112,7 +112,7 @@ def test_large_files_are_read_in_no_time_that_is_felt() -> None:
     assert num_looks == 1000
 
 
-def test_tenants_may_be_called_as_credentials_begin() -> None:
+def test_tenant_name_may_equal_the_credential_prefix() -> None:
     assert parse_credentials(f"longleaf-ops user sha256:{A}".encode())[0].tenant == "longleaf-ops"
 
 
@@ -123,7 +123,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_callers_are_known_by_credential_and_by_certificate(file: Path) -> None:
+def test_callers_are_identified_by_credential_or_certificate(file: Path) -> None:
     credentials = Credentials.of(str(file))
     acme = credentials.authenticate(bearer("a"), [])
     assert (acme.tenant, acme.role, acme.quotas) == ("acme", "user", Quotas(contexts=3))
@@ -136,28 +136,28 @@ def test_callers_are_known_by_credential_and_by_certificate(file: Path) -> None:
     assert credentials.num_refused == 0
 
 
-def test_a_credential_goes_before_a_certificate(file: Path) -> None:
+def test_credential_takes_precedence_over_certificate(file: Path) -> None:
     assert Credentials.of(str(file)).authenticate(bearer("a"), ["dns:ops.example"]).tenant == "acme"
 
 
 @pytest.mark.parametrize("headers", [{}, bearer("c"), bearer(""), {"authorization": "a"}, {"authorization": "Basic a"}])
-def test_others_are_refused_and_counted(file: Path, headers: dict[str, str | bytes]) -> None:
+def test_unknown_callers_are_refused_and_counted(file: Path, headers: dict[str, str | bytes]) -> None:
     credentials = Credentials.of(str(file))
     with pytest.raises(Unauthenticated):
         credentials.authenticate(headers, ["dns:elsewhere", "ops.example", "uri:ops.example", "dns:spiffe://ops"])
     assert credentials.num_refused == 1
 
 
-def test_without_a_file_everybody_is_the_one_who_serves() -> None:
+def test_without_a_file_every_caller_is_the_local_admin() -> None:
     assert AllowAnonymous().authenticate({}, []).is_admin
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="No such file"):
         Credentials.of(str(tmp_path / "none"))
 
 
-def test_a_file_is_read_again_when_its_content_changes(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_file_is_reloaded_when_its_content_changes(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     watched = ReloadingFiles({"credentials": str(file)}, parse_credentials, clock)
     credentials = Credentials(watched)
@@ -169,7 +169,7 @@ def test_a_file_is_read_again_when_its_content_changes(file: Path, caplog: pytes
         credentials.authenticate(bearer("b"), [])
 
 
-def test_a_broken_file_changes_nothing_and_is_told_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_file_keeps_the_credentials_and_is_logged_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     credentials = Credentials(ReloadingFiles({"credentials": str(file)}, parse_credentials, clock))
     file.write_text("half a line")
@@ -190,7 +190,7 @@ def test_a_broken_file_changes_nothing_and_is_told_once(file: Path, caplog: pyte
     assert not credentials.is_unusable
 
 
-def test_a_pipe_in_place_of_the_file_holds_up_nobody(file: Path) -> None:
+def test_pipe_in_place_of_the_file_does_not_block(file: Path) -> None:
     clock = Clock()
     credentials = Credentials(ReloadingFiles({"credentials": str(file)}, parse_credentials, clock))
     file.unlink()
@@ -200,9 +200,7 @@ def test_a_pipe_in_place_of_the_file_holds_up_nobody(file: Path) -> None:
     assert credentials.num_failed_reloads == 1
 
 
-def test_whatever_goes_wrong_while_a_file_is_read_again_is_a_failed_reload(
-    file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_any_error_during_a_reload_counts_as_a_failed_reload(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
 
     def parse(data: bytes) -> tuple[CredentialEntry, ...]:
@@ -221,7 +219,7 @@ def test_whatever_goes_wrong_while_a_file_is_read_again_is_a_failed_reload(
     assert "secret" not in record.getMessage()
 
 
-def test_what_is_mended_is_told_as_loudly_as_what_was_broken(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_repair_is_logged_at_the_level_of_the_failure(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock, before = Clock(), file.read_text()
     watched = ReloadingFiles({"credentials": str(file)}, parse_credentials, clock)
     with caplog.at_level(logging.WARNING):
@@ -230,6 +228,6 @@ def test_what_is_mended_is_told_as_loudly_as_what_was_broken(file: Path, caplog:
             clock.now += LOOK_SECONDS
             assert watched.value
     broken, mended = caplog.records
-    assert "what was there before goes on" in broken.getMessage()
-    assert f"{file} can be used again" in mended.getMessage()
+    assert "the previous content stays in use" in broken.getMessage()
+    assert f"loaded {file} after an earlier error" in mended.getMessage()
     assert {record.name for record in caplog.records} == {"longleaf.reloads"}

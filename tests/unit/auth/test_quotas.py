@@ -20,15 +20,15 @@ from tests.unit.auth.test_credentials import Clock
 USAGE = TenantUsage(contexts=3, tokens=100, running=2, waiting=1, uploads=1)
 
 
-def ledger(clock: Clock | None = None, usage: TenantUsage = USAGE, **quotas: int) -> QuotaEnforcer:
+def make_enforcer(clock: Clock | None = None, usage: TenantUsage = USAGE, **quotas: int) -> QuotaEnforcer:
     CALLER.set(Caller(tenant="acme", quotas=Quotas(**quotas)))
     return QuotaEnforcer(
         lambda tenant: usage if tenant == "acme" else TenantUsage(), clock or Clock(), lambda _: 2, lambda _: 1000
     )
 
 
-def generation(num_tokens: int) -> Callable[[QuotaEnforcer], None]:
-    """Begins one."""
+def begins_generation(num_tokens: int) -> Callable[[QuotaEnforcer], None]:
+    """Returns a function that begins and ends a generation."""
 
     def begin(it: QuotaEnforcer) -> None:
         with it.begin_generation(num_tokens):
@@ -37,8 +37,8 @@ def generation(num_tokens: int) -> Callable[[QuotaEnforcer], None]:
     return begin
 
 
-def document(num_contexts: int, num_tokens: int) -> Callable[[QuotaEnforcer], None]:
-    """Begins one."""
+def begins_document(num_contexts: int, num_tokens: int) -> Callable[[QuotaEnforcer], None]:
+    """Returns a function that begins and ends a document."""
 
     def begin(it: QuotaEnforcer) -> None:
         with it.begin_document(num_contexts, num_tokens):
@@ -53,21 +53,21 @@ def document(num_contexts: int, num_tokens: int) -> Callable[[QuotaEnforcer], No
         ({"contexts": 3}, lambda it: it.check_context(1, 0), "contexts", False),
         ({"tokens": 109}, lambda it: it.check_context(0, 10), "tokens", False),
         ({"storage_bytes": 1000}, lambda it: it.check_context(0, 1), "storage_bytes", False),
-        ({"contexts": 3}, document(1, 1), "contexts", False),
+        ({"contexts": 3}, begins_document(1, 1), "contexts", False),
         ({"uploads": 2}, lambda it: it.check_upload(), "uploads", True),
-        ({"generations": 0}, generation(1), "generations", False),
-        ({"generations": 2, "waiting": 1}, generation(1), "waiting", True),
-        ({"generations": 3, "waiting": 0}, generation(1), "generations", True),
-        ({"tokens_in_per_minute": 0}, generation(1), "tokens_in_per_minute", False),
+        ({"generations": 0}, begins_generation(1), "generations", False),
+        ({"generations": 2, "waiting": 1}, begins_generation(1), "waiting", True),
+        ({"generations": 3, "waiting": 0}, begins_generation(1), "generations", True),
+        ({"tokens_in_per_minute": 0}, begins_generation(1), "tokens_in_per_minute", False),
         ({"tokens_in_per_minute": 0}, lambda it: it.check_rate_in(), "tokens_in_per_minute", False),
-        ({"tokens_out_per_minute": 0}, generation(1), "tokens_out_per_minute", False),
+        ({"tokens_out_per_minute": 0}, begins_generation(1), "tokens_out_per_minute", False),
     ],
 )
 def test_each_quota_is_named(
     quotas: dict[str, int], begin: Callable[[QuotaEnforcer], None], name: str, helps: bool
 ) -> None:
     with pytest.raises(ResourceExhausted) as refused:
-        begin(ledger(**quotas))
+        begin(make_enforcer(**quotas))
     assert refused.value.subject == f"quotas/{name}"
     assert (refused.value.retry_seconds is not None) == helps
     assert "acme" in str(refused.value)
@@ -81,20 +81,20 @@ def test_each_quota_is_named(
         ({"tokens": 110}, lambda it: it.check_context(1, 10)),
         ({"storage_bytes": 1001}, lambda it: it.check_context(1, 10)),
         ({"uploads": 3}, lambda it: it.check_upload()),
-        ({"generations": 1}, generation(1)),  # it waits, for as many as all may
-        ({"generations": 2, "waiting": 2}, generation(1)),
-        ({"tokens_in_per_minute": 1}, generation(1 << 40)),
-        ({}, generation(1 << 40)),
-        ({}, document(1 << 40, 1 << 40)),
+        ({"generations": 1}, begins_generation(1)),  # it waits, for as many as all may
+        ({"generations": 2, "waiting": 2}, begins_generation(1)),
+        ({"tokens_in_per_minute": 1}, begins_generation(1 << 40)),
+        ({}, begins_generation(1 << 40)),
+        ({}, begins_document(1 << 40, 1 << 40)),
         ({}, lambda it: (it.check_rate_in(), it.check_upload())),
     ],
 )
-def test_what_is_within_them_passes(quotas: dict[str, int], begin: Callable[[QuotaEnforcer], None]) -> None:
-    begin(ledger(**quotas))
+def test_requests_within_quotas_pass(quotas: dict[str, int], begin: Callable[[QuotaEnforcer], None]) -> None:
+    begin(make_enforcer(**quotas))
 
 
-def test_what_is_about_to_be_there_counts() -> None:
-    it = ledger(contexts=5, tokens=120)
+def test_contexts_being_created_count() -> None:
+    it = make_enforcer(contexts=5, tokens=120)
     with it.making(1, 10):
         it.check_context(1, 10)
         for num_contexts, num_tokens, name in ((2, 0, "contexts"), (1, 11, "tokens")):
@@ -103,19 +103,19 @@ def test_what_is_about_to_be_there_counts() -> None:
     it.check_context(2, 20)
 
 
-def test_a_long_prompt_is_paid_off_afterwards() -> None:
+def test_long_prompt_delays_later_requests() -> None:
     clock = Clock()
-    it = ledger(clock, tokens_in_per_minute=600)
-    generation(1200)(it)
+    it = make_enforcer(clock, tokens_in_per_minute=600)
+    begins_generation(1200)(it)
     with pytest.raises(ResourceExhausted) as refused:
-        generation(1)(it)
+        begins_generation(1)(it)
     assert refused.value.retry_seconds == pytest.approx(60.0)
     clock.now += 60.0
     it.check_rate_in()
 
 
-def test_what_is_being_made_counts() -> None:
-    it = ledger(contexts=5, tokens=130)
+def test_running_requests_count() -> None:
+    it = make_enforcer(contexts=5, tokens=130)
     with it.making(1, 20):
         it.check_context(1, 10)
         for wanted in ((2, 0), (0, 11)):
@@ -125,13 +125,13 @@ def test_what_is_being_made_counts() -> None:
             it.check_context(1, 0)
         CALLER.set(Caller(tenant="bolt", quotas=Quotas(contexts=1)))
         it.check_context(1, 0)
-    ledger(contexts=5, tokens=130)
+    make_enforcer(contexts=5, tokens=130)
     it.check_context(2, 30)
 
 
 @pytest.mark.parametrize("begins", [lambda it: it.begin_generation(1000), lambda it: it.begin_document(1, 1000)])
-def test_what_is_refused_costs_nothing(begins: Callable[[QuotaEnforcer], AbstractContextManager[None]]) -> None:
-    it = ledger(tokens_in_per_minute=10)
+def test_refused_requests_are_not_charged(begins: Callable[[QuotaEnforcer], AbstractContextManager[None]]) -> None:
+    it = make_enforcer(tokens_in_per_minute=10)
     for _ in range(3):
         with pytest.raises(ResourceExhausted, match="queue"), begins(it):
             raise ResourceExhausted("queue", "others wait already", 1.0)
@@ -142,21 +142,21 @@ def test_what_is_refused_costs_nothing(begins: Callable[[QuotaEnforcer], Abstrac
         it.check_rate_in()
 
 
-def test_what_comes_out_counts() -> None:
+def test_output_tokens_count() -> None:
     clock = Clock()
-    it = ledger(clock, tokens_out_per_minute=10)
-    generation(5)(it)
+    it = make_enforcer(clock, tokens_out_per_minute=10)
+    begins_generation(5)(it)
     with it.generation("acme/x", "acme") as emit:
         for index in range(15):
             emit(Tokens(index, (Token(65),)))
     with pytest.raises(ResourceExhausted, match="quotas/tokens_out_per_minute"):
-        generation(5)(it)
+        begins_generation(5)(it)
     CALLER.set(Caller(tenant="bolt", quotas=Quotas(tokens_out_per_minute=10)))
-    generation(5)(it)
+    begins_generation(5)(it)
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(0, 100)), max_size=30), st.integers(1, 10**6))
-def test_no_more_comes_out_of_a_bucket_than_its_rate_and_one_excess(takes: list[tuple[int, float]], rate: int) -> None:
+def test_bucket_exceeds_its_rate_by_at_most_one_amount(takes: list[tuple[int, float]], rate: int) -> None:
     """A client that waits for a free bucket gets at most a minute's worth more than the rate, plus the last amount."""
     clock = Clock()
     bucket, taken, last = LeakyBucket(clock), 0, 0
@@ -169,7 +169,7 @@ def test_no_more_comes_out_of_a_bucket_than_its_rate_and_one_excess(takes: list[
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**8))
-def test_after_the_wait_that_was_told_it_is_free(rate: int, amount: int) -> None:
+def test_bucket_is_free_after_the_reported_delay(rate: int, amount: int) -> None:
     clock = Clock()
     bucket = LeakyBucket(clock)
     bucket.take(amount, rate)

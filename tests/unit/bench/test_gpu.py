@@ -1,4 +1,4 @@
-"""What of the measurements on a GPU can be known without one."""
+"""GPU benchmarks: checks that need no GPU."""
 
 import json
 import subprocess
@@ -41,12 +41,12 @@ SMALL = [
 
 @pytest.mark.parametrize("module", ["bench.gpu", "tests.gpu"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_and_that_is_no_error(module):
+def test_without_a_gpu_a_notice_is_printed_and_the_exit_code_is_0(module):
     run = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True, timeout=120)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "no GPU: nothing was run\n")
 
 
-def test_what_is_missing_is_named_in_one_line(monkeypatch):
+def test_missing_packages_are_named_in_one_line(monkeypatch):
     versions = {"torch": "2.11.0+cu130", "triton": "3.6.0"}
     monkeypatch.setattr(ground, "installed", versions.get)
     assert ground.missing() == ""
@@ -58,20 +58,20 @@ def test_what_is_missing_is_named_in_one_line(monkeypatch):
     assert ground.missing().startswith("missing: Python 3.11, torch")
 
 
-def test_where_there_is_a_gpu_and_no_triton_nothing_is_run_and_that_is_an_error(monkeypatch, capsys):
+def test_gpu_without_triton_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(ground, "has_gpu", lambda: True)
     monkeypatch.setattr(ground, "installed", {"torch": "2.11.0"}.get)
     assert command.main(["--json"]) == 1
     assert capsys.readouterr().err == "missing: triton >= 3.6\n"
 
 
-def test_no_torch_is_something_missing(monkeypatch, capsys):
+def test_torch_is_reported_when_missing(monkeypatch, capsys):
     monkeypatch.setattr(ground, "installed", lambda name: None)
     assert ground.stand() == 1
     assert capsys.readouterr().err == "missing: torch >= 2.11, triton >= 3.6\n"
 
 
-STANDING_IN = """
+BLOCKED_IMPORTS = """
 import sys
 from bench.gpu import ground
 ground.find_spec = lambda name: None
@@ -90,12 +90,12 @@ assert one.comparisons == {} and one.comparisons is not other.comparisons
 """
 
 
-def test_kernels_and_ranks_do_without_msgspec():
-    run = subprocess.run([sys.executable, "-c", STANDING_IN], capture_output=True, text=True, timeout=120)
+def test_kernels_and_ranks_do_not_need_msgspec():
+    run = subprocess.run([sys.executable, "-c", BLOCKED_IMPORTS], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
 
 
-def test_each_case_is_there_once_and_the_aims_first():
+def test_cases_are_unique_and_targets_come_first():
     found = list(cases())
     assert len({label(case) for case in found}) == len(found)
     assert {case.keys for case in found if isinstance(case, Attend)} == {
@@ -132,7 +132,7 @@ def test_whole_steps_tokens_and_shared_devices_are_measured():
     assert [case.num_ranks for case in found if isinstance(case, Share)] == [2]
 
 
-def test_bytes_and_operations_are_those_that_are_needed():
+def test_bytes_and_operations_are_the_required_minimum():
     assert Attend("bfloat16", 1000).num_bytes == 2 * 8 * 1000 * 128 * 2
     assert Attend("float32", 1000, 8).num_bytes == 2 * Attend("float16", 1000).num_bytes
     assert Attend("int8", 1280).num_bytes == 8 * (1280 * (2 * 128 + 4) + 10 * 128)
@@ -142,7 +142,7 @@ def test_bytes_and_operations_are_those_that_are_needed():
     assert Move("fold", 10, 8).num_bytes == 10 * 32 * 129 * 4 * 9
 
 
-def test_rows_share_what_they_read_or_have_each_their_own():
+def test_rows_read_shared_or_separate_keys():
     (shared,) = reads_of(Attend("bfloat16", 800, 8))
     assert shared[:4] == (0, 8, 0, 800)
     own = reads_of(Attend("bfloat16", 800, 8, is_shared=False))
@@ -151,7 +151,7 @@ def test_rows_share_what_they_read_or_have_each_their_own():
 
 
 @pytest.mark.parametrize("case", SMALL, ids=label)
-def test_a_case_can_be_called(monkeypatch, case):
+def test_case_is_callable(monkeypatch, case):
     monkeypatch.setattr("bench.gpu.subjects.MAX_SETS", 2)
     calls = Subjects(Dense(), "cpu").calls(case)
     assert len(calls) == 2
@@ -160,7 +160,7 @@ def test_a_case_can_be_called(monkeypatch, case):
         assert found.out_THD.isfinite().all() and len(found.out_THD) == case.num_rows
 
 
-def test_a_run_becomes_rows_and_rows_a_page(monkeypatch, tmp_path, capsys):
+def test_page_is_rendered_from_recorded_rows(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("bench.gpu.subjects.MAX_SETS", 1)
     monkeypatch.setattr(timing, "captured", lambda calls: "graph")
     monkeypatch.setattr(timing, "seconds", lambda run: 1e-5 if run == "graph" else 2e-5)
@@ -181,21 +181,21 @@ def test_a_run_becomes_rows_and_rows_a_page(monkeypatch, tmp_path, capsys):
     assert page(rows).count("\n| ") == len(rows) + 4 + NUM_PUBLISHED
 
 
-def test_the_list_can_be_asked_for_in_part(capsys):
+def test_only_filters_the_list(capsys):
     assert command.main(["--list", "--only", "latent"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines and all("latent" in line for line in lines) and len(lines) < len(list(cases()))
 
 
-def pretend(monkeypatch):
-    """As if there were a GPU, of which nothing is asked."""
+def simulate_gpu(monkeypatch):
+    """Patches torch to report a GPU that is never used."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(timing, "copy_bandwidth", lambda device: 1e12)
     monkeypatch.setattr("bench.gpu.machine.describe", lambda device: MACHINE)
 
 
-def test_what_cannot_be_measured_is_told_in_a_line_and_the_rest_is_measured(monkeypatch, capsys):
-    pretend(monkeypatch)
+def test_failed_and_skipped_cases_are_one_line_each(monkeypatch, capsys):
+    simulate_gpu(monkeypatch)
     monkeypatch.setattr(command, "load", lambda: [Dense()])
     monkeypatch.setattr(ground, "stand", lambda: None)
     monkeypatch.setattr(ground, "installed", {"transformers": "4.57.1", "numpy": "2.4.6", "psutil": "7.2"}.get)
@@ -221,7 +221,7 @@ def test_what_cannot_be_measured_is_told_in_a_line_and_the_rest_is_measured(monk
     assert command.main([]) == 0
 
 
-def test_rows_are_told_as_they_come_and_those_of_a_run_without_an_end_are_read(tmp_path, capsys):
+def test_rows_are_written_immediately_and_read_from_an_incomplete_file(tmp_path, capsys):
     rows, recorded = [{"a": 1}, {"b": [2, {}]}], tmp_path / "gpu.json"
     for retained in command.told(rows):
         recorded.write_text(
@@ -232,8 +232,8 @@ def test_rows_are_told_as_they_come_and_those_of_a_run_without_an_end_are_read(t
     assert json.loads(recorded.read_text()) == command.read(recorded) == rows
 
 
-def test_when_the_time_is_over_no_further_case_is_begun(monkeypatch, capsys):
-    pretend(monkeypatch)
+def test_no_case_is_started_after_the_time_limit(monkeypatch, capsys):
+    simulate_gpu(monkeypatch)
     monkeypatch.setattr(command, "row_of", lambda *_: {"graph_us": 1.0})
     monkeypatch.setattr(command, "load", lambda: [Dense(), Dense()])
     clock = iter([0.0, 1.0, 6.0]).__next__

@@ -50,8 +50,8 @@ def rank_over(case, **settings):
 
 
 @pytest.mark.parametrize("case", [Step(NUM_KEYS), Step(NUM_KEYS, 3), Step(NUM_KEYS, 3, is_shared=False)])
-def test_steps_read_the_keys_that_are_there_and_their_tails(case):
-    """Also past the end of a block of the tails."""
+def test_steps_read_the_filled_keys_and_their_tails(case):
+    """Includes tails that continue in a second block."""
     rank, work = rank_over(case)
     rank.execute(next(work))
     for step, plan in enumerate(islice(work, 140)):
@@ -61,7 +61,7 @@ def test_steps_read_the_keys_that_are_there_and_their_tails(case):
         assert result.kv_bytes_read == num_keys * TINY.num_stored * 4
 
 
-def test_blocks_of_contexts_and_tails_are_each_their_own():
+def test_contexts_and_tails_use_separate_blocks():
     work = plans.over_keys(NUM_KEYS, 2, 4, 128)
     last = {(row.path or row.sequence): row.runs[0].blocks for plan in islice(work, 1) for row in plan.work.rows}
     tails = [{row.sequence: row.runs[0].blocks for row in plan.work.rows} for plan in islice(work, 200)]
@@ -70,7 +70,7 @@ def test_blocks_of_contexts_and_tails_are_each_their_own():
     assert all(tail[i] == last[: len(tail[i])] for tail in tails for i, last in tails[-1].items())
 
 
-def test_a_rank_and_transformers_say_the_same_over_the_same_keys():
+def test_rank_and_transformers_agree_on_the_same_keys():
     rank, work = rank_over(Step(NUM_KEYS))
     rank.execute(next(work))
     module = make_module(TINY, torch.float32, "cpu")
@@ -83,7 +83,7 @@ def test_a_rank_and_transformers_say_the_same_over_the_same_keys():
         assert rank.execute(plan).tokens[0][0].id == int(token)
 
 
-def test_a_step_is_measured_eager_captured_and_as_transformers_does_it(monkeypatch):
+def test_step_is_measured_eager_captured_and_with_transformers(monkeypatch):
     monkeypatch.setattr(steps, "STEPS", 3)
     measured = steps.Steps("cpu", TINY, "float32")
     rows = [
@@ -111,7 +111,7 @@ def test_a_step_is_measured_eager_captured_and_as_transformers_does_it(monkeypat
     assert ": not captured: there are no graphs here" in text
 
 
-def test_what_a_step_took_is_given_back_before_the_next_one(monkeypatch):
+def test_memory_of_a_step_is_freed_before_the_next_one(monkeypatch):
     """At half a million keys there is no room for two pools."""
     caches: list[weakref.ref] = []
     pools: list[weakref.ref] = []
@@ -121,11 +121,11 @@ def test_what_a_step_took_is_given_back_before_the_next_one(monkeypatch):
         rank = make_rank(config)
         lay_out = rank.lay_out
 
-        def lay_out_noted(model):
+        def recording_lay_out(model):
             lay_out(model)
             pools.append(weakref.ref(rank.pool))
 
-        rank.lay_out = lay_out_noted
+        rank.lay_out = recording_lay_out
         return rank
 
     class Filling(Plain):
@@ -142,14 +142,14 @@ def test_what_a_step_took_is_given_back_before_the_next_one(monkeypatch):
     assert len(pools) == 2 and not any(pool() for pool in pools)
 
 
-def test_what_does_not_fit_is_left_out(monkeypatch):
+def test_cases_that_do_not_fit_are_skipped(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 << 30, 80 << 30))
     with pytest.raises(LeftOut, match="needs 83 GiB of free memory, and 40 are there"):
         steps.Steps("cuda:0").measure(Step(524288), 1e12)
 
 
-def test_steps_are_captured_only_if_they_were_replayed():
+def test_step_counts_as_captured_only_after_a_replay():
     class Refusing:
         def capture(self, work):
             raise CaptureRefused("not today")
@@ -170,21 +170,21 @@ def test_steps_are_captured_only_if_they_were_replayed():
     assert steps.why_eager(graphs) == "not today"
 
 
-def test_weights_are_counted_before_they_are_made():
+def test_weights_are_counted_before_allocation():
     module = make_module(TINY, torch.float32, "cpu")
     counted = sum(part.numel() for part in module.parameters() if part.dim() > 1)
     assert TINY.num_weights == counted
     assert LLAMA_8B.num_weights == pytest.approx(8.03e9, rel=0.001)
 
 
-def test_a_row_without_a_token_is_no_measurement():
+def test_row_without_a_token_is_not_a_measurement():
     rank, work = rank_over(Step(NUM_KEYS))
     rank.pool.values[0].fill_(torch.nan)
     with pytest.raises(RuntimeError, match="a step of 1 rows gave"):
         steps.times(rank, work, 1)
 
 
-def test_what_transformers_cannot_do_is_told(monkeypatch):
+def test_unsupported_transformers_modes_are_reported(monkeypatch):
     monkeypatch.setattr(
         "bench.gpu.plain.ways", lambda: [("flash_attention_2", "DynamicCache"), ("sdpa", "StaticCache")]
     )
@@ -196,7 +196,7 @@ def test_what_transformers_cannot_do_is_told(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_of_all_kinds_are_chosen(monkeypatch, kind):
+def test_tokens_are_sampled_with_all_settings(monkeypatch, kind):
     called = []
     monkeypatch.setattr(timing, "captured", lambda calls: lambda: [called.append(call()) for call in calls])
     monkeypatch.setattr(timing, "seconds", lambda call: (call(), 1e-5)[1])
@@ -212,7 +212,7 @@ def event(name, start, device=DeviceType.CPU):
     return SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(start=start, end=start + 5))
 
 
-def test_launches_copies_and_waits_are_told_apart():
+def test_launches_copies_and_waits_are_counted_separately():
     here = [event(counting.RANGE, 10)]
     here[0].time_range.end = 100
     names = ["cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernelEx", "cudaGraphLaunch", "cudaMemcpyAsync"]
@@ -224,11 +224,11 @@ def test_launches_copies_and_waits_are_told_apart():
     assert tally(here[:1]) is None
 
 
-def test_the_profiler_is_asked():
+def test_profiler_without_gpu_events_counts_nothing():
     assert counted(lambda: torch.ones(3) + 1) is None
 
 
-def test_prompts_are_answered_as_they_come_and_go():
+def test_plans_batch_prompts_that_arrive_and_finish():
     requested = [plans.Asked(tuple(range(3, 12)), 6), plans.Asked((5, 6), 2, 1), plans.Asked((9, 9, 9), 3, 4)]
     work = list(plans.answers(requested, 2, 4))
     assert [plan.step for plan in work] == list(range(len(work)))
@@ -249,7 +249,7 @@ def test_prompts_are_answered_as_they_come_and_go():
     assert [run.rank for plan in steps for row in plan.work.rows[:1] for run in row.runs][:6] == [0, 0, 0, 0, 1, 1]
 
 
-def test_ranks_are_processes_and_say_what_transformers_says():
+def test_rank_processes_generate_the_tokens_of_transformers():
     found, transport, _ = sharing.answered(Share(2, 2, 70, 40), 2, "cpu", TINY)
     assert transport == "shared_memory"
     module = make_module(TINY, torch.float32, "cpu")
@@ -259,7 +259,7 @@ def test_ranks_are_processes_and_say_what_transformers_says():
         assert tokens == output[0, 70:].tolist() and len(set(tokens)) > 5
 
 
-def test_the_command_measures_cases_of_all_kinds(monkeypatch, tmp_path, capsys):
+def test_command_measures_cases_of_all_kinds(monkeypatch, tmp_path, capsys):
     for name, value in {"DEVICE": "cpu", "stand": lambda: None}.items():
         monkeypatch.setattr(ground, name, value)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -284,13 +284,13 @@ def test_the_command_measures_cases_of_all_kinds(monkeypatch, tmp_path, capsys):
     assert f"| {label(wanted[2])} | dense | gloo | 16 | 16 | yes |" in text
 
 
-def test_a_rank_that_fails_says_why():
+def test_failed_rank_reports_the_reason():
     failed = pytest.raises(RuntimeError, match=r"(?s)rank 0 failed.*'str' object")
     with sharing.running(1, "cpu", TINY) as ranks, failed:
         ranks.execute("no plan")
 
 
-STANDING_IN = """
+BLOCKED_IMPORTS = """
 import sys
 from bench.gpu import ground
 ground.find_spec = lambda name: None
@@ -309,9 +309,9 @@ assert all(tokens.start().tokens())
 """
 
 
-def test_steps_and_tokens_need_neither_messages_nor_ray():
+def test_steps_and_tokens_need_neither_msgspec_nor_ray():
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, "-c", STANDING_IN], capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, "-c", BLOCKED_IMPORTS], capture_output=True, text=True, env=environment, timeout=120
     )
     assert run.returncode == 0, run.stderr

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from coordinator.text.compat_check import check as check_text
 from longleaf.cli.models import kinds_table, spans
-from longleaf.cli.options import dtypes_told
+from longleaf.cli.options import dtype_names
 from longleaf.config import EngineConfig
 from longleaf.fingerprint import read_fingerprint
 from longleaf.model_report import AttentionKind, ReplicatedReport
@@ -29,7 +29,7 @@ def config(folder: Path, **settings: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_outline_says_what_the_weights_would(tmp_path: Path, family: Any) -> None:
+def test_check_on_the_meta_device_matches_the_check_with_weights(tmp_path: Path, family: Any) -> None:
     folder = make_checkpoint(tmp_path, family)
     for dtype in ("auto", "bfloat16"):
         wanted = config(folder, kv_bytes=1 << 20, dtype=dtype)
@@ -43,7 +43,7 @@ def test_the_outline_says_what_the_weights_would(tmp_path: Path, family: Any) ->
     assert outlined.weight_bytes == sum(2 * p.numel() for p in loaded.module.parameters())
 
 
-def test_weights_that_are_shared_count_once(tmp_path: Path) -> None:
+def test_tied_weights_count_once(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen3", num_layers=1)
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
@@ -54,19 +54,19 @@ def test_weights_that_are_shared_count_once(tmp_path: Path) -> None:
     assert tied.weight_bytes == loaded.weight_bytes
 
 
-def test_the_length_it_was_trained_for_is_that_of_its_stretched_rope(tmp_path: Path) -> None:
+def test_trained_length_is_that_of_the_scaled_rope(tmp_path: Path) -> None:
     """The config of a Ministral 3 reports only 4096 positions, of which 512 were stretched by 16."""
     folder = make_checkpoint(tmp_path, "ministral3", max_positions=4096)
     assert (check(config(folder), has_weights=False).trained, check_text(folder).max_positions) == (8192, 4096)
 
 
-def test_layers_that_attend_alike_are_one_kind(tmp_path: Path) -> None:
+def test_layers_with_equal_attention_are_one_kind(tmp_path: Path) -> None:
     windowed, full = check(config(make_checkpoint(tmp_path, "gemma2")), has_weights=False).kinds
     assert windowed == AttentionKind(layers=(0, 2), num_heads=4, num_kv_heads=2, head_dim=16, window=256)
     assert full == AttentionKind(layers=(1, 3), num_heads=4, num_kv_heads=2, head_dim=16)
 
 
-def test_what_replicated_windows_take_is_told_where_there_are_any(tmp_path: Path) -> None:
+def test_memory_of_replicated_windows_is_reported_for_windowed_models(tmp_path: Path) -> None:
     """2 of 4 layers see 256 tokens; each has 2 key heads of 16 in float32."""
     per_layer = 2 * 2 * 16 * 4
     mixed = check(config(make_checkpoint(tmp_path / "a", "gemma2")), has_weights=False).replicated
@@ -76,15 +76,15 @@ def test_what_replicated_windows_take_is_told_where_there_are_any(tmp_path: Path
     assert check(config(make_checkpoint(tmp_path / "c", "llama")), has_weights=False).replicated is None
 
 
-def test_keys_in_8_bits_take_the_bytes_of_their_scales_too(tmp_path: Path) -> None:
+def test_8_bit_keys_include_their_scales(tmp_path: Path) -> None:
     """4 layers of 2 key heads of 16, with 4 bytes of scale per token and 16 exponents per block."""
     found = check(config(make_checkpoint(tmp_path, "llama"), kv_dtype="int8", block_size=60), has_weights=False)
     assert (found.reason, found.dtype, found.kv_dtype) == ("", "float32", "int8")
     assert found.bytes_per_token == math.ceil(4 * 2 * (2 * 16 + 4 + 16 / 60))
-    assert dtypes_told(found) == "float32, keys in int8"
+    assert dtype_names(found) == "float32, keys in int8"
 
 
-def test_latents_of_a_real_config_are_counted_without_weights(tmp_path: Path) -> None:
+def test_latents_are_counted_without_weights(tmp_path: Path) -> None:
     """GLM-4.7-Flash: 47 layers of a latent of 512 and a rotary key of 64 in bfloat16. Its 20 heads of 256 would take
     962,560 bytes."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4_moe_lite", "dtype": "bfloat16"}))
@@ -93,7 +93,7 @@ def test_latents_of_a_real_config_are_counted_without_weights(tmp_path: Path) ->
     assert found.weight_bytes == 59_886_781_952
 
 
-def test_keys_and_values_of_different_dims_are_counted_apart(tmp_path: Path) -> None:
+def test_keys_and_values_of_different_dims_are_counted_separately(tmp_path: Path) -> None:
     """MiMo V2 Flash: 39 layers of 8 key heads and 9 of 4, of 192 dims and values of 128, in bfloat16."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mimo_v2_flash", "dtype": "bfloat16"}))
     found = check(config(tmp_path, kv_bytes=1 << 30), has_weights=False)
@@ -101,17 +101,17 @@ def test_keys_and_values_of_different_dims_are_counted_apart(tmp_path: Path) -> 
     assert {(kind.head_dim, kind.value_dim) for kind in found.kinds} == {(192, 128)}
     assert list(kinds_table(found.kinds).columns[4].cells) == ["192, values 128"] * 2
     refused = check(config(tmp_path, kv_dtype="int8"), has_weights=False)
-    assert "keys and values of one dim, and these have 192 and 128" in refused.reason
+    assert "keys and values of equal dim; these have 192 and 128" in refused.reason
 
 
-def test_latents_in_8_bits_are_refused_beforehand(tmp_path: Path) -> None:
+def test_8_bit_latents_are_refused(tmp_path: Path) -> None:
     found = check(config(make_checkpoint(tmp_path, "deepseek_v3"), kv_dtype="int8"), has_weights=False)
     assert found.reason.startswith("kv_dtype: int8 ")
     assert found.kinds == ()
 
 
-def test_the_outline_needs_no_weights_and_little_memory(tmp_path: Path) -> None:
-    """Weights of 8 TiB: nothing of their size may ever be made."""
+def test_check_without_weights_needs_little_memory(tmp_path: Path) -> None:
+    """The weights would take 8 TiB: nothing of that size may be allocated."""
     folder = make_checkpoint(tmp_path, "llama", num_layers=2)
     (folder / "model.safetensors").unlink()
     settings = json.loads((folder / "config.json").read_text())
@@ -142,7 +142,7 @@ def test_the_outline_needs_no_weights_and_little_memory(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ": Missing required keys in `rope_parameters`"),
     ],
 )
-def test_what_is_refused_says_why(tmp_path: Path, change: dict[str, object], words: str) -> None:
+def test_refusal_gives_the_reason(tmp_path: Path, change: dict[str, object], words: str) -> None:
     folder = make_checkpoint(tmp_path, "llama", num_layers=1)
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | change))
@@ -156,40 +156,40 @@ def test_what_is_refused_says_why(tmp_path: Path, change: dict[str, object], wor
 @pytest.mark.parametrize(
     ("index", "words"),
     [
-        ({"metadata": {}}, "has no weight_map, the files of its weights by name"),
-        ({"metadata": {}, "weight_map": 3}, "has no weight_map, the files of its weights by name"),
+        ({"metadata": {}}, "has no weight_map"),
+        ({"metadata": {}, "weight_map": 3}, "has no weight_map"),
         (
             {"metadata": {}, "weight_map": {"model.norm.weight": 3}},
-            "has no weight_map, the files of its weights by name",
+            "has no weight_map",
         ),
-        ([], "has no weight_map, the files of its weights by name"),
+        ([], "has no weight_map"),
         ({"weight_map": {"model.norm.weight": "part.safetensors"}}, "has no metadata, which transformers requires"),
     ],
 )
-def test_an_index_that_lacks_an_entry_is_named(tmp_path: Path, index: object, words: str) -> None:
+def test_missing_index_entry_is_named(tmp_path: Path, index: object, words: str) -> None:
     folder = make_checkpoint(tmp_path, "llama", num_layers=1)
     (folder / "model.safetensors").rename(folder / "part.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert f"model.safetensors.index.json {words}" in check(config(folder), has_weights=True).reason
 
 
-def test_weights_of_other_shapes_are_named(tmp_path: Path) -> None:
+def test_weights_of_wrong_shape_are_named(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "llama", num_layers=1)
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"vocab_size": 600}))
-    words = "lm_head.weight is [512, 64], and the config describes [600, 64]"
+    words = "lm_head.weight has shape [512, 64], but the config requires [600, 64]"
     assert words in check(config(folder), has_weights=True).reason
 
 
-def test_attention_that_is_bidirectional_for_images_alone_is_served(tmp_path: Path) -> None:
-    """As in the larger models of Gemma 4."""
+def test_attention_that_is_bidirectional_only_for_images_is_supported(tmp_path: Path) -> None:
+    """The larger models of Gemma 4 have such attention."""
     folder = make_checkpoint(tmp_path, "llama", num_layers=1)
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"use_bidirectional_attention": "vision"}))
     assert check(config(folder), has_weights=False).reason == ""
 
 
-def test_missing_weights_are_found_by_loading(tmp_path: Path) -> None:
+def test_missing_weights_are_found_during_loading(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "llama", num_layers=2)
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": 3, "layer_types": None}))
@@ -198,10 +198,10 @@ def test_missing_weights_are_found_by_loading(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pad_token_id", PAD_IDS)
-def test_without_weights_a_model_that_carries_a_state_is_not_called_exact(
+def test_stateful_model_is_not_reported_exact_without_weights(
     tmp_path: Path, pad_token_id: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Falcon-H1 does, where the types of its layers are not known."""
+    """Falcon-H1 is such a model if its layer types are not known."""
     folder = make_checkpoint(tmp_path, "falcon_h1", num_layers=2, pad_token_id=pad_token_id)
     assert "layers of type hybrid" in check(config(folder), has_weights=False).reason
     monkeypatch.setattr(models, "LAYER_TYPES", {})
@@ -221,7 +221,7 @@ def test_with_weights_the_model_is_compared(tmp_path: Path, monkeypatch: pytest.
     assert (found.reason, found.is_exact, found.exactness_note) == ("", None, "not verified: no memory")
 
 
-def test_the_coordinators_part_is_checked_too(tmp_path: Path) -> None:
+def test_coordinator_requirements_are_checked(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen3", chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
     found = check_text(folder)
     assert (found.reason, found.architecture, found.max_positions) == ("", "Qwen3ForCausalLM", 8192)
@@ -231,22 +231,20 @@ def test_the_coordinators_part_is_checked_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-async def test_a_fleet_to_plan_a_running_one_and_a_refusal(terminal: Terminal, tmp_path: Path) -> None:
+async def test_output_for_a_planned_cluster_a_running_cluster_and_a_refusal(terminal: Terminal, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "small", "gemma2")
     per_token = 4 * 2 * 2 * 16 * 4
     options = ("models", "check", str(folder), "--world-size", "3", "--kv-bytes", str(1000 * per_token))
     code, out, _ = await terminal.plain(*options)
     assert code == 0
-    message = (
-        "small is supported (Gemma2ForCausalLM, float32) if it is exact, which is unknown: the weights were not read"
-    )
+    message = "small is supported (Gemma2ForCausalLM, float32); exactness unknown: the weights were not read"
     assert message in " ".join(out.split())
     assert "; not read, --load does" in out
     assert read_fingerprint(folder).digest in out
     replicated = "512 B per token, and 128.0 KiB on each rank for each end of a context, with --window-keys replicated"
     assert replicated in " ".join(out.split())
-    assert "nothing: kv_bytes: a context and a generation take" in " ".join(out.split())
-    assert all(words in out for words in ("256 tokens", "everything before", "2,688 tokens on 3 ranks", "1.0 KiB"))
+    assert "nothing: kv_bytes: a context and a generation need" in " ".join(out.split())
+    assert all(words in out for words in ("256 tokens", "all previous tokens", "2,688 tokens on 3 ranks", "1.0 KiB"))
     assert "with --window-keys sharded" in " ".join(out.split())
     code, out, _ = await terminal.run("models", "check", str(folder), "--kv-dtype", "int8", "--json")
     found = json.loads(out)
@@ -262,7 +260,11 @@ async def test_a_fleet_to_plan_a_running_one_and_a_refusal(terminal: Terminal, t
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(5000)
     code, out, _ = await terminal.plain("models", "check", str(folder))
-    assert (code, "fingerprint: none" in out, "it ends before its tensor" in " ".join(out.split())) == (0, True, True)
+    assert (code, "fingerprint: none" in out, "it ends before the end of its tensor" in " ".join(out.split())) == (
+        0,
+        True,
+        True,
+    )
     (folder / "tokenizer.json").unlink()
     code, out, _ = await terminal.plain("models", "check", str(folder))
     assert (code, "small is not supported: " in out, "tokenizer.json" in out) == (2, True, True)
@@ -274,5 +276,5 @@ async def test_a_fleet_to_plan_a_running_one_and_a_refusal(terminal: Terminal, t
     ("layers", "message"),
     [((0,), "0"), ((0, 1, 2, 5), "0-2 5"), (tuple(range(0, 30, 2)), "0 2 4 … 28"), (tuple(range(64)), "0-63")],
 )
-def test_layers_are_told_in_short(layers: tuple[int, ...], message: str) -> None:
+def test_layer_ranges_are_abbreviated(layers: tuple[int, ...], message: str) -> None:
     assert spans(layers) == message

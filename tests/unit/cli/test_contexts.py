@@ -12,7 +12,7 @@ from tests.support.service import byte_tokenizer
 from tests.support.terminal import ANSWER, Terminal
 
 
-async def test_a_context_is_forked(terminal: Terminal) -> None:
+async def test_context_is_forked(terminal: Terminal) -> None:
     terminal.engine.contexts["moby"] = [1, 2, 3]
     code, out, _ = await terminal.run("contexts", "fork", "moby", "ishmael", "--tokens", "2")
     assert (code, out.splitlines()[0]) == (0, "ishmael: 2 tokens, 128 B of keys and values on 1 rank")
@@ -20,7 +20,7 @@ async def test_a_context_is_forked(terminal: Terminal) -> None:
     assert (context["id"], context["tokens"]) == ("ahab", 3)
 
 
-async def test_a_context_is_read_anew(terminal: Terminal) -> None:
+async def test_context_is_recomputed(terminal: Terminal) -> None:
     terminal.engine.earlier = {
         "moby": [1, 2, 3],
         "dick": [4, 5],
@@ -32,18 +32,18 @@ async def test_a_context_is_read_anew(terminal: Terminal) -> None:
     assert (code, "tokenizer.json changed" in err) == (2, True)
     code, out, _ = await terminal.run("contexts", "reread", "--all")
     assert code == 0
-    assert [line.partition(":")[0] for line in out.splitlines()] == ["dick", "left out", "left out"]
+    assert [line.partition(":")[0] for line in out.splitlines()] == ["dick", "skipped", "skipped"]
     [found] = await terminal.json("contexts", "reread", "--all")
     assert [each["name"] for each in found["left_out"]] == ["ahab", "dick", "moby"]
     terminal.engine.earlier = {}
     _, out, _ = await terminal.run("contexts", "reread", "--all")
-    assert out == "no context was read by another checkpoint\n"
+    assert out == "there are no contexts of previous checkpoints\n"
     for wrong in ((), ("moby", "--all")):
         code, _, err = await terminal.run("contexts", "reread", *wrong)
         assert (code, "give the name of a context, or --all" in err) == (2, True)
 
 
-async def test_a_context_is_updated(terminal: Terminal) -> None:
+async def test_context_is_updated(terminal: Terminal) -> None:
     terminal.engine.contexts["moby"] = [1, 2, 3]
     code, out, _ = await terminal.run("contexts", "update", "moby", "--display-name", "Moby-Dick", "--pin")
     assert (code, out.splitlines()[0]) == (0, "moby (Moby-Dick): 3 tokens, 192 B of keys and values on 1 rank")
@@ -55,7 +55,7 @@ async def test_a_context_is_updated(terminal: Terminal) -> None:
     assert (terminal.engine.settings["moby"], context["expires"]) == (ContextSettings(expires=None), None)
 
 
-async def test_an_ingest_carries_its_settings(terminal: Terminal, book: str) -> None:
+async def test_ingest_carries_its_settings(terminal: Terminal, book: str) -> None:
     options = ("--ttl", "60", "--display-name", "Moby-Dick", "--pin", "--upload-id", "one", "--capacity", "500")
     [context] = await terminal.json("ingest", book, "--name", "moby", *options)
     wanted = ContextSettings(ttl=60.0, display_name="Moby-Dick", is_pinned=True, capacity=500)
@@ -65,14 +65,14 @@ async def test_an_ingest_carries_its_settings(terminal: Terminal, book: str) -> 
     assert (claim.priority, claim.client, claim.deadline is not None) == (-4, "me", True)
 
 
-async def test_a_systems_message_goes_before_the_document(terminal: Terminal, book: str, tmp_path: Path) -> None:
+async def test_system_message_precedes_the_document(terminal: Terminal, book: str, tmp_path: Path) -> None:
     await terminal.json("ingest", book, "--name", "moby", "--system", "<|end|> Be brief.", "--upload-id", "one")
     plain, fast = byte_tokenizer(), byte_tokenizer()
     plain.encode_special_tokens = True
     opening = [*fast.encode("<|begin|><|user|>").ids, *plain.encode("<|end|> Be brief.").ids]
     assert terminal.engine.contexts["moby"] == [*opening, *plain.encode("Call me Ishmael. " * 10).ids]
     code, _, err = await terminal.run("ingest", book, "--name", "moby", "--append", "--system", "x")
-    assert (code, err.startswith("error: --system: is for new contexts")) == (2, True)
+    assert (code, err.startswith("error: --system: is only for new contexts")) == (2, True)
     (tmp_path / "ids").write_text("[1, 2]")
     code, _, err = await terminal.run(
         "ingest", str(tmp_path / "ids"), "--name", "b", "--token-ids", "json", "--system", "x"
@@ -80,7 +80,7 @@ async def test_a_systems_message_goes_before_the_document(terminal: Terminal, bo
     assert (code, err.startswith("error: --system: is for a document of text")) == (2, True)
 
 
-async def test_texts_become_tokens_and_back(terminal: Terminal) -> None:
+async def test_text_is_tokenized_and_detokenized(terminal: Terminal) -> None:
     ids = byte_tokenizer().encode("é!").ids
     assert (await terminal.run("tokenize", "é!"))[1] == " ".join(map(str, ids)) + "\n"
     [found] = await terminal.json("tokenize", "é!", "--spans")
@@ -92,13 +92,13 @@ async def test_texts_become_tokens_and_back(terminal: Terminal) -> None:
     assert await terminal.json("detokenize", special, "--special") == [{"text": "<|end|>"}]
 
 
-async def test_standard_input_is_a_document_too(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_document_may_come_from_standard_input(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Grüße".encode())))
     [context] = await terminal.json("ingest", "-", "--name", "moby")
     assert context["tokens"] == 2 + len(ANSWER)
 
 
-async def test_several_files_are_one_document(
+async def test_several_files_form_one_document(
     terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a").write_bytes("Grü".encode()[:3])  # cut inside a character
@@ -117,7 +117,7 @@ async def test_several_files_are_one_document(
         ("uint32", b"\5\0\0\0\6\0\0\0\4\1\0\0"),
     ],
 )
-async def test_token_ids_in_files_are_used_as_they_are(
+async def test_token_ids_in_files_are_used_unchanged(
     terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, content: bytes
 ) -> None:
     monkeypatch.setattr("longleaf.cli.token_files.PIECE_BYTES", 5)
@@ -131,16 +131,16 @@ async def test_token_ids_in_files_are_used_as_they_are(
     ("format", "content", "message"),
     [
         ("json", b"[5, -6]", "-6"),
-        ("json", b"[5, 6", "is no JSON list of token ids: "),
-        ("json", b"[5.5]", "is no JSON list of token ids: "),
-        ("json", b"{}", "is no JSON list of token ids: "),
+        ("json", b"[5, 6", "is not a JSON list of token ids: "),
+        ("json", b"[5.5]", "is not a JSON list of token ids: "),
+        ("json", b"{}", "is not a JSON list of token ids: "),
         ("json", b"[5, 99999]", "99999 is not in the vocabulary of 261 tokens"),
         ("json", b"[]", "the document is empty"),
-        ("uint16", b"\5\0\6", "ends inside a token id: uint16 takes 2 bytes each"),
-        ("uint32", b"\5\0\6", "ends inside a token id: uint32 takes 4 bytes each"),
+        ("uint16", b"\5\0\6", "ends inside a token id: each uint16 has 2 bytes"),
+        ("uint32", b"\5\0\6", "ends inside a token id: each uint32 has 4 bytes"),
     ],
 )
-async def test_files_without_token_ids_are_told_by_their_names(
+async def test_files_without_token_ids_are_reported_by_name(
     terminal: Terminal, tmp_path: Path, format: str, content: bytes, message: str
 ) -> None:
     (tmp_path / "ids").write_bytes(content)
@@ -152,7 +152,7 @@ async def test_files_without_token_ids_are_told_by_their_names(
     assert not terminal.engine.contexts
 
 
-async def test_a_file_that_is_not_there_is_told_before_any_is_read(terminal: Terminal, book: str) -> None:
+async def test_missing_file_is_reported_before_any_is_read(terminal: Terminal, book: str) -> None:
     for options in ((), ("--token-ids", "json")):
         code, _, err = await terminal.run("ingest", book, "/nowhere", "--name", "moby", *options)
         assert (code, err) == (2, "error: file: /nowhere cannot be read: No such file or directory\n")

@@ -1,4 +1,4 @@
-"""What `longleaf drain` prints."""
+"""The output of `longleaf drain`."""
 
 import pytest
 
@@ -9,11 +9,11 @@ from longleaf.types import Draining
 @pytest.mark.parametrize(
     ("open_calls", "has_waited", "text"),
     [
-        (2, False, "draining: 2 calls may run for 2 s, and are ended then"),
+        (2, False, "draining: 2 calls running, with 2 s to finish"),
         (0, True, "drained"),
-        (1, True, "drained: 1 call ran for longer than 2 s and was ended (serve --drain-seconds)"),
-        (3, True, "drained: 3 calls ran for longer than 2 s and were ended (serve --drain-seconds)"),
+        (1, True, "drained: 1 call was cut off after 2 s (serve --drain-seconds)"),
+        (3, True, "drained: 3 calls were cut off after 2 s (serve --drain-seconds)"),
     ],
 )
-def test_calls_that_are_ended_are_said_to_be(open_calls: int, has_waited: bool, text: str) -> None:
+def test_cancelled_calls_are_reported(open_calls: int, has_waited: bool, text: str) -> None:
     assert described(Draining(open_calls=open_calls, limit=2.0), has_waited) == text

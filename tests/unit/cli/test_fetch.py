@@ -1,4 +1,4 @@
-"""A checkpoint that is copied from storage is there as a whole, as it was meant, or not at all."""
+"""A checkpoint is copied from storage completely and verified, or not created."""
 
 from pathlib import Path
 
@@ -18,23 +18,23 @@ def fetch(url: str, folder: Path, *options: str):
 
 
 @pytest.mark.parametrize("ending", ["", "/"])
-def test_a_folder_is_copied_whole_and_only_once(tmp_path, ending):
+def test_folder_is_copied_completely_and_once(tmp_path, ending):
     digest = read_fingerprint(SOURCE).digest
     found = fetch(f"file://{SOURCE}{ending}", tmp_path / "model", f"--fingerprint={digest}")
     assert found.exit_code == 0 and digest in found.output
     assert read_fingerprint(tmp_path / "model").digest == digest
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     again = fetch("file:///nowhere", tmp_path / "model", f"--fingerprint={digest}")
-    assert again.exit_code == 0 and "is there" in again.output
+    assert again.exit_code == 0 and "exists" in again.output
 
 
-def test_another_fingerprint_is_refused_and_the_folder_is_not_there(tmp_path):
+def test_wrong_fingerprint_is_refused_and_no_folder_is_created(tmp_path):
     found = fetch(f"file://{SOURCE}", tmp_path / "model", "--fingerprint=0123")
     assert isinstance(found.exception, InvalidArgument) and "not 0123" in str(found.exception)
     assert not (tmp_path / "model").exists()
 
 
-def test_what_an_earlier_try_left_is_not_taken(tmp_path):
+def test_files_of_an_interrupted_copy_are_discarded(tmp_path):
     (tmp_path / "model.partial").mkdir()
     (tmp_path / "model.partial" / "model.safetensors.index.json").write_text("{")
     assert fetch(f"file://{SOURCE}", tmp_path / "model", "--fingerprint=").exit_code == 0
@@ -42,7 +42,7 @@ def test_what_an_earlier_try_left_is_not_taken(tmp_path):
 
 
 @pytest.mark.parametrize("url", ["file:///nowhere/model", "no-such-storage://model"])
-def test_storage_that_cannot_be_read_is_told_in_a_line(tmp_path, url):
+def test_unreadable_storage_is_a_one_line_error(tmp_path, url):
     found = fetch(url, tmp_path / "model")
     assert isinstance(found.exception, LongleafError) and "\n" not in str(found.exception)
     assert not (tmp_path / "model").exists()

@@ -24,7 +24,7 @@ async def test_json_of_a_stream_is_one_object_per_event(terminal: Terminal) -> N
     assert (sampling.seed, sampling.stop) == (5, ("q", "z"))
 
 
-async def test_an_answer_that_is_not_exact_says_why(terminal: Terminal) -> None:
+async def test_inexact_answer_gives_the_reason(terminal: Terminal) -> None:
     terminal.engine.exactness_note = "not verified"
     *_, last = await terminal.json("generate", "--prompt", "x")
     assert (last["is_exact"], last["exactness_note"]) == (False, "not verified")
@@ -35,18 +35,18 @@ async def test_an_answer_that_is_not_exact_says_why(terminal: Terminal) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--json",), ("--samples", "2")])
-async def test_what_goes_beyond_the_trained_length_says_so_once(terminal: Terminal, options: tuple[str, ...]) -> None:
+async def test_answer_beyond_the_trained_length_causes_one_notice(terminal: Terminal, options: tuple[str, ...]) -> None:
     ends = (engine_messages.Ended("length", 1, 0, 0, 0.0, 0.0, 0.0, sample) for sample in range(2))
     terminal.engine.answer = ()
     terminal.engine.script = (engine_messages.Admitted(1, 0, is_beyond_trained=True),) * 2 + tuple(ends)
     code, _, err = await terminal.run("generate", "--prompt", "x", *options)
-    message = "note: this may go beyond the length that the model was trained for"
+    message = "note: the answer may be longer than the model was trained for"
     assert (code, err.splitlines().count(message)) == (0, 1)
     terminal.engine.script = terminal.engine.script[2:]
     assert message not in (await terminal.run("generate", "--prompt", "x"))[2]
 
 
-async def test_every_option_of_a_generation_arrives(terminal: Terminal) -> None:
+async def test_every_generation_option_reaches_the_engine(terminal: Terminal) -> None:
     typed = "--temperature 0.5 --top-k 7 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --presence-penalty 0.3 "
     typed += "--frequency-penalty 0.4 --logit-bias 5=-1.5 --logit-bias 6=2 --stop-token 9 --stop-token 8 "
     typed += "--ignore-end-token --logprobs 3 --max-tokens 12 --priority -4 --client me --timeout 60 --resumable"
@@ -65,20 +65,18 @@ async def test_every_option_of_a_generation_arrives(terminal: Terminal) -> None:
 
 
 @pytest.mark.parametrize(("typed", "most"), [((), 7), ((0,), 0), ((3,), 3), ((31,), 7)])
-async def test_no_more_is_drafted_than_the_service_and_the_request_want(
-    terminal: Terminal, typed: tuple[int, ...], most: int
-) -> None:
+async def test_drafts_are_limited_by_service_and_request(terminal: Terminal, typed: tuple[int, ...], most: int) -> None:
     await terminal.run("generate", "--prompt", "x", *(f"--max-draft-tokens={number}" for number in typed))
     assert [prompt.max_draft_tokens for prompt in terminal.engine.prompts] == [most]
 
 
 @pytest.mark.parametrize("count", [-1, 32])
-async def test_a_number_of_drafts_that_cannot_be_is_refused(terminal: Terminal, count: int) -> None:
+async def test_invalid_number_of_drafts_is_refused(terminal: Terminal, count: int) -> None:
     code, out, err = await terminal.run("generate", "--prompt", "x", f"--max-draft-tokens={count}")
     assert (code, out, err) == (2, "", "error: --max-draft-tokens: must be between 0 and 31\n")
 
 
-async def test_drafts_are_told_where_there_were_any(terminal: Terminal) -> None:
+async def test_drafts_are_reported_if_there_were_any(terminal: Terminal) -> None:
     token_ids = byte_tokenizer().encode("abc").ids
     output = engine_messages.Tokens(0, tuple(map(Token, token_ids)), 0, (), 1234, 2)
     terminal.engine.answer, end = (), engine_messages.Ended("length", 1, 0, 3, 0.0, 0.0, 0.0)
@@ -91,14 +89,14 @@ async def test_drafts_are_told_where_there_were_any(terminal: Terminal) -> None:
     assert "drafted" not in (await terminal.run("generate", "--prompt", "x"))[2]
 
 
-async def test_questions_may_come_from_standard_input(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_question_may_come_from_standard_input(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal.engine.contexts["moby"] = [1]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("wer, Grüße?".encode())))
     await terminal.run("ask", "moby", "-")
     assert byte_tokenizer().decode(list(terminal.engine.prompts[0].token_ids)).count("Grüße?") == 1
 
 
-async def test_raw_leaves_the_template_out(terminal: Terminal) -> None:
+async def test_raw_skips_the_chat_template(terminal: Terminal) -> None:
     await terminal.run("generate", "--prompt", "x")
     await terminal.run("generate", "--prompt", "x", "--raw")
     templated, raw = (tuple(prompt.token_ids) for prompt in terminal.engine.prompts)
@@ -106,16 +104,16 @@ async def test_raw_leaves_the_template_out(terminal: Terminal) -> None:
     assert len(templated) == 4
 
 
-async def test_the_same_command_reads_a_named_answer_again(terminal: Terminal) -> None:
+async def test_repeated_command_replays_a_named_answer(terminal: Terminal) -> None:
     named = ("--resumable", "--request-id", "r1")
     first = await terminal.json("generate", "--prompt", "x", *named)
     assert await terminal.json("generate", "--prompt", "x", *named) == first
     assert len(terminal.engine.prompts) == 1
     code, _, err = await terminal.run("generate", "--prompt", "y", *named)
-    assert (code, err) == (2, "error: --request-id: r1 is the name of another request\n")
+    assert (code, err) == (2, "error: --request-id: r1 is in use by another request\n")
 
 
-async def test_bytes_of_tokens_are_told_in_base64(terminal: Terminal) -> None:
+async def test_token_bytes_are_printed_as_base64(terminal: Terminal) -> None:
     end, first = engine_messages.Ended("length", 1, 0, 1, 0.0, 0.0, 0.0), byte_tokenizer().encode("G").ids[0]
     token = Token(first, Logprobs(-1.0, (TokenLogprob(first, -1.0),)))
     terminal.engine.script = (engine_messages.Tokens(0, (token,)), end)
@@ -126,9 +124,9 @@ async def test_bytes_of_tokens_are_told_in_base64(terminal: Terminal) -> None:
     [entry] = (await terminal.json(*requested))[0]["logprobs"]
     assert entry == {"logprob": -1.0, "top": [{"token_id": first, "logprob": -1.0}]}
     code, _, err = await terminal.run("generate", "--prompt", "x", "--token-bytes", "--json")
-    assert (code, err) == (2, "error: --token-bytes: are told with --logprobs alone\n")
+    assert (code, err) == (2, "error: --token-bytes: needs --logprobs\n")
 
 
-async def test_logprobs_are_not_dropped_silently(terminal: Terminal) -> None:
+async def test_logprobs_without_json_are_refused(terminal: Terminal) -> None:
     code, out, err = await terminal.run("generate", "--prompt", "x", "--logprobs", "2")
-    assert (code, out, err) == (2, "", "error: --logprobs: are shown with --json alone\n")
+    assert (code, out, err) == (2, "", "error: --logprobs: needs --json\n")

@@ -31,7 +31,7 @@ def source(start: int, end: int, share: float, drop: float | None = None) -> Sou
     )
 
 
-def test_neighbours_are_one_source() -> None:
+def test_adjacent_sources_are_merged() -> None:
     one, two, three, other = (
         source(32, 64, 0.25, 1.0),
         source(0, 32, 0.125, 3.0),
@@ -59,7 +59,7 @@ async def test_sources_are_printed_under_the_answer(asking: Terminal) -> None:
     assert prompt.cuts.size == 64
 
 
-async def test_what_is_confirmed_has_drops(asking: Terminal) -> None:
+async def test_confirmed_sources_have_drops(asking: Terminal) -> None:
     _, out, _ = await asking.run("ask", "moby", "who?", "--sources", "--confirm", "--source-count", "1")
     assert "nats" in out
     *_, last = await asking.json("ask", "moby", "who?", "--sources", "--confirm", "--contrast", "--source-count", "3")
@@ -68,7 +68,7 @@ async def test_what_is_confirmed_has_drops(asking: Terminal) -> None:
     assert all(each["drop"] > 0 and each["contrast"] is not None for each in found)
 
 
-async def test_without_sources_nothing_is_asked_or_told(asking: Terminal) -> None:
+async def test_without_sources_no_attribution_is_requested_or_printed(asking: Terminal) -> None:
     *_, last = await asking.json("ask", "moby", "who?", "--hide", "9-12", "--hide", "0-3")
     assert "attribution" not in last
     assert not last["is_exact"]
@@ -79,15 +79,15 @@ async def test_without_sources_nothing_is_asked_or_told(asking: Terminal) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--confirm",), "--confirm: is of sources"),
-        (("--contrast",), "--contrast: is of sources"),
+        (("--confirm",), "--confirm: needs --sources"),
+        (("--contrast",), "--contrast: needs --sources"),
         (("--hide", "3"), "--hide: 3 is not A-B"),
         (("--hide", "a-b"), "--hide: a-b is not A-B"),
         (("--hide", "3-3"), "hidden[0]"),
         (("--sources", "--source-count", "65"), "provenance.span_count"),
     ],
 )
-async def test_what_cannot_be_asked_is_named(asking: Terminal, options: tuple[str, ...], message: str) -> None:
+async def test_invalid_options_are_named(asking: Terminal, options: tuple[str, ...], message: str) -> None:
     code, _, err = await asking.run("ask", "moby", "who?", *options)
     assert code != 0
     assert message in err

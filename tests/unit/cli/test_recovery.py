@@ -21,54 +21,54 @@ LOSS = Loss(time=97.0, member=5, rank=2, epoch=1, node="b", reason="killed by si
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "rank 2 of epoch 1 on node b was lost 3 s ago: killed by signal 9; its place is being filled"),
+        ({}, "rank 2 of epoch 1 on node b was lost 3 s ago: killed by signal 9; its slot is being filled"),
         (
             {"slot": "filled", "time": 100.5},
-            "rank 2 of epoch 1 on node b was lost 0 s ago: killed by signal 9; its place is filled",
+            "rank 2 of epoch 1 on node b was lost 0 s ago: killed by signal 9; its slot is filled",
         ),
-        ({"slot": "waiting", "refill_time": 112.0}, "killed by signal 9; its place will be filled in 12 s"),
-        ({"slot": "waiting", "refill_time": 99.0}, "killed by signal 9; its place will be filled"),
-        ({"slot": "waiting"}, "killed by signal 9; its place will be filled"),
+        ({"slot": "waiting", "refill_time": 112.0}, "killed by signal 9; its slot will be filled in 12 s"),
+        ({"slot": "waiting", "refill_time": 99.0}, "killed by signal 9; its slot will be filled"),
+        ({"slot": "waiting"}, "killed by signal 9; its slot will be filled"),
         (
             {"slot": "given_up", "slot_reason": "lost three times while loading"},
             "stays empty: lost three times while loading",
         ),
-        ({"slot": "given_up"}, "killed by signal 9; its place stays empty"),
+        ({"slot": "given_up"}, "killed by signal 9; its slot stays empty"),
         ({"slot": "unspecified"}, "killed by signal 9"),
         (
             {"rank": None, "time": -3600.0},
-            "member 5 on node b was lost 1 h 1 min ago: killed by signal 9; its place is being filled",
+            "member 5 on node b was lost 1 h 1 min ago: killed by signal 9; its slot is being filled",
         ),
-        ({"rank": None, "node": ""}, "member 5 was lost 3 s ago: killed by signal 9; its place is being filled"),
+        ({"rank": None, "node": ""}, "member 5 was lost 3 s ago: killed by signal 9; its slot is being filled"),
     ],
     ids=str,
 )
-def test_a_loss_is_told_with_what_became_of_its_place(changes: dict[str, Any], message: str) -> None:
+def test_loss_is_reported_with_the_state_of_its_slot(changes: dict[str, Any], message: str) -> None:
     line = loss_line(msgspec.structs.replace(LOSS, **changes), now=100.0)
     assert line.endswith(message)
     assert line.startswith(("rank 2 of", "member 5"))
 
 
-def test_why_a_place_stays_empty_is_told_once() -> None:
+def test_reason_for_an_empty_slot_is_printed_once_in_a_row() -> None:
     changes: list[dict[str, Any]] = [{}, {"slot": "given_up", "slot_reason": "a"}, {"slot": "given_up"}]
     losses = [msgspec.structs.replace(LOSS, **changes[number]) for number in (0, 1, 1, 2, 1, 1)]
-    reported = [line.partition("its place ")[2] for line in loss_lines(losses, now=100.0)]
+    reported = [line.partition("its slot ")[2] for line in loss_lines(losses, now=100.0)]
     empty = "stays empty"
     assert reported == ["is being filled", empty, f"{empty}: a", empty, empty, f"{empty}: a"]
 
 
-def test_a_recovery_is_told_while_it_goes_on_and_after() -> None:
+def test_recovery_is_reported_during_and_after_it() -> None:
     recovery = Recovery(epoch=2, lost_tokens=65_536, recovered_tokens=12_288, seconds=0.4, is_over=False)
     assert recovery_lines(recovery) == ["recovering: 12,288 of 65,536 tokens, 400 ms"]
     over = msgspec.structs.replace(recovery, is_over=True, given_up=("ahab", "moby"))
     assert recovery_lines(over) == [
         "recovered 12,288 of 65,536 lost tokens in 400 ms",
-        "  given up for want of room: ahab, moby",
+        "  dropped for lack of space: ahab, moby",
     ]
     assert recovery_lines(None) == []
 
 
-async def test_the_cluster_tells_of_its_losses(terminal: Terminal) -> None:
+async def test_cluster_reports_losses(terminal: Terminal) -> None:
     recovery = Recovery(epoch=2, lost_tokens=8, recovered_tokens=8, seconds=1.5, is_over=True, given_up=("ahab",))
     terminal.engine.recovery, terminal.engine.losses = recovery, (LOSS,)
     [cluster] = await terminal.json("cluster")
@@ -76,25 +76,23 @@ async def test_the_cluster_tells_of_its_losses(terminal: Terminal) -> None:
     assert msgspec.convert(cluster["losses"], tuple[Loss, ...]) == (LOSS,)
     _, out, _ = await terminal.run("cluster")
     assert (
-        "recovered 8 of 8 lost tokens in 1.5 s\n  given up for want of room: ahab\nrank 2 of epoch 1 on node b was"
+        "recovered 8 of 8 lost tokens in 1.5 s\n  dropped for lack of space: ahab\nrank 2 of epoch 1 on node b was"
         in out
     )
 
 
 HALF = Recovering(8, 12_288, 65_536)
-TOLD = "recovering: 12,288 of 65,536 tokens, 8 to go for this answer"
+RECOVERING_LINE = "restoring keys and values: 12,288 of 65,536 tokens, 8 left for this answer"
 
 
 @pytest.mark.parametrize("options", [(), ("--json",), ("--samples", "2")])
-async def test_an_answer_that_waits_says_so_once_where_nobody_sits(
-    terminal: Terminal, options: tuple[str, ...]
-) -> None:
+async def test_waiting_answer_is_reported_once_without_a_terminal(terminal: Terminal, options: tuple[str, ...]) -> None:
     ends = (engine_messages.Ended("length", 1, 0, 2, 0.0, 0.0, 0.0, sample) for sample in range(2))
     first, second = (engine_messages.Tokens(i, tokens(ids("ab")[i : i + 1])) for i in range(2))
     terminal.engine.answer = ()
     terminal.engine.script = (first, HALF, HALF, second, HALF, *ends)
     code, out, err = await terminal.run("generate", "--prompt", "x", *options)
-    assert (code, err.splitlines().count(TOLD), "\x1b" in err) == (0, 1, False)
+    assert (code, err.splitlines().count(RECOVERING_LINE), "\x1b" in err) == (0, 1, False)
     assert "ab" in out or options == ("--json",)
 
 
@@ -105,14 +103,14 @@ class Screen(io.StringIO):
         return True
 
 
-async def test_who_is_told_of_its_own_tokens_alone_sees_these(terminal: Terminal) -> None:
+async def test_recovery_of_own_tokens_is_reported_to_a_tenant(terminal: Terminal) -> None:
     terminal.engine.answer = ()
     terminal.engine.script = (Recovering(8, 0, 0), engine_messages.Ended("length", 1, 0, 2, 0.0, 0.0, 0.0, 0))
     _, _, err = await terminal.run("generate", "--prompt", "x")
-    assert "recovering: 8 to go for this answer" in err.splitlines()
+    assert "restoring keys and values: 8 left for this answer" in err.splitlines()
 
 
-def test_on_a_terminal_it_stands_below_the_answer_and_goes() -> None:
+def test_recovery_line_is_below_the_answer_on_a_terminal() -> None:
     screen = Screen()
     line = RecoveryLine(screen)
     line.hide()
@@ -122,24 +120,27 @@ def test_on_a_terminal_it_stands_below_the_answer_and_goes() -> None:
     line.hide()
     line.hide()
     room, below = "\x1bD\x1bM", "\x1b7\r\n\x1b[K"
-    shown = [f"{room}{below}{reported}\x1b8" for reported in (TOLD, "recovering: 65,536 of 65,536 tokens")]
+    shown = [
+        f"{room}{below}{reported}\x1b8"
+        for reported in (RECOVERING_LINE, "restoring keys and values: 65,536 of 65,536 tokens")
+    ]
     assert screen.getvalue() == "".join([*shown, f"{below}\x1b8"])
 
 
-def test_it_is_never_longer_than_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recovery_line_fits_the_terminal_width(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the cursor would return to the wrong line."""
     monkeypatch.setenv("COLUMNS", "20")
     screen = Screen()
     RecoveryLine(screen).show(HALF)
-    assert f"\x1b[K{TOLD[:19]}\x1b8" in screen.getvalue()
+    assert f"\x1b[K{RECOVERING_LINE[:19]}\x1b8" in screen.getvalue()
 
 
-def test_the_bar_of_an_ingest_says_that_it_recovers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_of_an_ingest_shows_the_recovery(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar(None) as show:
         show(IngestProgress(phase="prefilling", total=9))
         show(IngestProgress(phase="recovering", processed=4, total=9, recovering=HALF))
     err = capsys.readouterr().err
-    assert err.startswith("recovering")
+    assert err.startswith("restoring")
     assert "12,288 of 65,536 tokens" in err
     with progress_bar(None) as show:
         show(IngestProgress(phase="recovering", processed=4, total=9, recovering=HALF))
@@ -147,7 +148,7 @@ def test_the_bar_of_an_ingest_says_that_it_recovers(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err.startswith("reading")
 
 
-async def test_a_context_that_was_given_up_is_told_with_the_reason(terminal: Terminal) -> None:
+async def test_dropped_context_is_reported_with_the_reason(terminal: Terminal) -> None:
     terminal.engine.contexts["moby"] = [1]
     terminal.engine.error = ContextLost("contexts/moby", "3 ranks have no room for it")
     code, out, err = await terminal.run("ask", "moby", "who?")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.handlers.transfer.fakes import FakeTransferEngine
-from longleaf.cli.transfer import told
+from longleaf.cli.transfer import summary
 from longleaf.types import Context
 from tests.support.houses import empty_house, house_of
 from tests.support.parcels import packable
@@ -31,7 +31,7 @@ def new() -> FakeTransferEngine:
 
 
 @pytest.fixture
-async def leaving(
+async def source_terminal(
     old: FakeTransferEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> AsyncIterator[Terminal]:
     async with serving(FakeEngine(), tmp_path / "old-model", house=old) as (_, address):
@@ -39,106 +39,111 @@ async def leaving(
 
 
 @pytest.fixture
-async def arriving(
+async def target_terminal(
     new: FakeTransferEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> AsyncIterator[Terminal]:
     async with serving(FakeEngine(), tmp_path / "new-model", house=new) as (_, address):
         yield Terminal(address, FakeEngine(), capsys)
 
 
-async def test_a_context_is_exported_and_imported(
-    leaving: Terminal, arriving: Terminal, new: FakeTransferEngine, tmp_path: Path
+async def test_context_is_exported_and_imported(
+    source_terminal: Terminal, target_terminal: Terminal, new: FakeTransferEngine, tmp_path: Path
 ) -> None:
     file = tmp_path / "moby.context"
-    code, out, _ = await leaving.run("contexts", "export", "moby", str(file))
+    code, out, _ = await source_terminal.run("contexts", "export", "moby", str(file))
     assert (code, out.replace("\n", " ")) == (0, f"moby: {len(WHOLE) / 1024:.1f} KiB in {file} ")
     assert file.read_bytes() == WHOLE
-    code, out, _ = await arriving.run("contexts", "import", str(file), "--name", "dick")
+    code, out, _ = await target_terminal.run("contexts", "import", str(file), "--name", "dick")
     assert (code, out) == (
         0,
-        "dick: 11 tokens; its keys and values came along, and are brought back when it is first asked\n",
+        "dick: 11 tokens; keys and values are loaded on the first request\n",
     )
     assert list(new.contexts) == ["dick"]
 
 
-async def test_they_tell_programs_what_they_did(
-    leaving: Terminal, arriving: Terminal, new: FakeTransferEngine, tmp_path: Path
+async def test_json_output_describes_export_and_import(
+    source_terminal: Terminal, target_terminal: Terminal, new: FakeTransferEngine, tmp_path: Path
 ) -> None:
     path = tmp_path / "moby"
     file = str(path)
-    [reported] = await leaving.json("contexts", "export", "moby", file, "--without-keys")
+    [reported] = await source_terminal.json("contexts", "export", "moby", file, "--without-keys")
     assert (reported["context"], reported["file"], reported["num_bytes"]) == ("moby", file, len(path.read_bytes()))
     assert (reported["num_bytes"] < len(WHOLE), len(reported["digest"])) == (True, 64)
-    [reported] = await arriving.json("contexts", "import", file)
+    [reported] = await target_terminal.json("contexts", "import", file)
     assert (reported["context"]["id"], reported["context"]["tokens"], reported["key_tokens"]) == ("moby", 11, 0)
     assert new.objects == {}
 
 
-async def test_pipes_carry_nothing_else(
-    leaving: Terminal, arriving: Terminal, new: FakeTransferEngine, monkeypatch: pytest.MonkeyPatch
+async def test_pipe_carries_only_the_archive(
+    source_terminal: Terminal, target_terminal: Terminal, new: FakeTransferEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe = io.BytesIO()
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", io.TextIOWrapper(pipe, write_through=True))
-        assert (await leaving.run("contexts", "export", "moby", "-"))[0] == 0
+        assert (await source_terminal.run("contexts", "export", "moby", "-"))[0] == 0
         assert pipe.getvalue() == WHOLE
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(WHOLE)))
-    [reported] = await arriving.json("contexts", "import", "-")
+    [reported] = await target_terminal.json("contexts", "import", "-")
     assert (reported["key_tokens"], list(new.contexts)) == (11, ["moby"])
 
 
-async def test_an_export_goes_on_with_its_part(leaving: Terminal, tmp_path: Path) -> None:
+async def test_export_is_resumed_from_a_partial_file(source_terminal: Terminal, tmp_path: Path) -> None:
     file, part, digest = (tmp_path / name for name in ("moby", "moby.part", "moby.part.digest"))
     part.write_bytes(WHOLE[:500])
     digest.write_text(MOBY.packing().digest)
-    assert (await leaving.run("contexts", "export", "moby", str(file), "--resume"))[0] == 0
+    assert (await source_terminal.run("contexts", "export", "moby", str(file), "--resume"))[0] == 0
     assert (file.read_bytes(), part.exists(), digest.exists()) == (WHOLE, False, False)
     part.write_bytes(WHOLE[:500])
     digest.write_text("0" * 64)
-    code, _, err = await leaving.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
-    assert (code, err) == (2, f"error: file: {file} is there already; move it away, or name another one\n")
+    code, _, err = await source_terminal.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
+    assert (code, err) == (2, f"error: file: {file} exists; move it, or give another name\n")
     file.unlink()
-    code, _, err = await leaving.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
-    message = "error: contexts/moby: it has changed since that parcel was begun; export it anew\n"
+    code, _, err = await source_terminal.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
+    message = "error: contexts/moby: it has changed since the export started; export it again\n"
     assert (code, err) == (2, message)
     digest.write_text("")
-    code, _, err = await leaving.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
-    message = f"error: --resume: {digest} does not say what {part} is of; export it anew, without it\n"
+    code, _, err = await source_terminal.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
+    message = f"error: --resume: {digest} has no digest of {part}: export again without resume\n"
     assert (code, err, part.read_bytes()) == (2, message, WHOLE[:500])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("export", "dick", "FILE"), "error: contexts/dick does not exist\n"),
-        (("export", "moby", "FILE", "--resume"), "error: --resume: there is no FILE.part to go on with\n"),
-        (("export", "moby", "-", "--resume"), "error: --resume: cannot be given together with -\n"),
-        (("export", "moby", "-", "--json"), "error: --json: cannot be given together with -\n"),
+        (
+            ("export", "dick", "FILE"),
+            "error: there is no context named dick; `longleaf contexts list` lists all contexts\n",
+        ),
+        (("export", "moby", "FILE", "--resume"), "error: --resume: there is no FILE.part to continue\n"),
+        (("export", "moby", "-", "--resume"), "error: --resume: cannot be combined with -\n"),
+        (("export", "moby", "-", "--json"), "error: --json: cannot be combined with -\n"),
         (("import", "/nowhere"), "error: file: /nowhere cannot be read: No such file or directory\n"),
     ],
 )
-async def test_what_cannot_be_done_is_one_line(
-    leaving: Terminal, tmp_path: Path, arguments: tuple[str, ...], message: str
+async def test_errors_are_one_line(
+    source_terminal: Terminal, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     file = str(tmp_path / "file")
-    code, out, err = await leaving.run("contexts", *(each.replace("FILE", file) for each in arguments))
+    code, out, err = await source_terminal.run("contexts", *(each.replace("FILE", file) for each in arguments))
     assert (code, out, err) == (2, "", message.replace("FILE", file))
     assert not any(name.startswith("file") for name in os.listdir(tmp_path))
 
 
-async def test_files_that_are_no_contexts_are_told(arriving: Terminal, new: FakeTransferEngine, tmp_path: Path) -> None:
+async def test_files_that_are_not_archives_are_refused(
+    target_terminal: Terminal, new: FakeTransferEngine, tmp_path: Path
+) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"Call me Ishmael. Some years ago")
-    code, _, err = await arriving.run("contexts", "import", str(file))
-    assert (code, err) == (2, f"error: {file}: this is no exported context (after 24 bytes)\n")
+    code, _, err = await target_terminal.run("contexts", "import", str(file))
+    assert (code, err) == (2, f"error: {file}: this is not an exported context (after 24 bytes)\n")
     file.write_bytes(WHOLE[:900])
-    code, _, err = await arriving.run("contexts", "import", str(file))
-    assert (code, err) == (2, f"error: {file}: it was cut: its end is missing (after 900 bytes)\n")
+    code, _, err = await target_terminal.run("contexts", "import", str(file))
+    assert (code, err) == (2, f"error: {file}: it is truncated: its end is missing (after 900 bytes)\n")
     assert (new.contexts, new.objects) == ({}, {})
 
 
-def test_what_becomes_of_the_keys_is_told() -> None:
+def test_summary_reports_restored_and_recomputed_tokens() -> None:
     context = Context(id="moby", tokens=1000, kv_bytes=0, created=1.0, updated=1.0)
-    assert told(context, 0) == "moby: 1,000 tokens; it is read again when it is first asked"
-    assert told(context, 900).endswith("when it is first asked 900 of them are brought back, and 100 read again")
-    assert told(context, None).endswith("it was there already, from this import")
+    assert summary(context, 0) == "moby: 1,000 tokens; keys and values are computed on the first request"
+    assert summary(context, 900).endswith("on the first request, 900 of them are loaded and 100 computed")
+    assert summary(context, None).endswith("already imported")

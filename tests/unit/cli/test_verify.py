@@ -9,7 +9,7 @@ GOOD = ComparisonRow(max_difference=0.0005, max_logit=10.0, num_tokens=8, num_eq
 BAD = ComparisonRow(max_difference=0.5, max_logit=10.0, num_tokens=8, num_equal=3, num_ranks=1, dtype="float32")
 
 
-async def test_what_passes_ends_with_0(terminal: Terminal) -> None:
+async def test_success_exits_with_0(terminal: Terminal) -> None:
     terminal.engine.comparison = GOOD
     code, out, _ = await terminal.run("verify", "--seed", "4", "--prompt-tokens", "80", "--max-tokens", "8")
     assert code == 0
@@ -18,15 +18,15 @@ async def test_what_passes_ends_with_0(terminal: Terminal) -> None:
     assert len(terminal.engine.prompts[0].token_ids) == 80
 
 
-async def test_small_differences_are_written_out(terminal: Terminal) -> None:
+async def test_small_differences_are_printed(terminal: Terminal) -> None:
     found = {"max_difference": 7.629e-6, "max_logit": 0.04, "num_tokens": 8, "num_equal": 8, "num_ranks": 1}
     terminal.engine.comparison = ComparisonRow(**found, dtype="float32")
     _, out, _ = await terminal.run("verify")
     assert out.splitlines()[0] == "FAILED: the logits differ by at most 0.00000763, 0.000004 is allowed"
-    assert "by 0.00000763, token" in out
+    assert "0.00000763, token" in out
 
 
-async def test_what_fails_ends_with_3(terminal: Terminal) -> None:
+async def test_failure_exits_with_3(terminal: Terminal) -> None:
     terminal.engine.comparison = BAD
     code, out, _ = await terminal.run("verify")
     assert (code, out.splitlines()[0]) == (3, "FAILED: the logits differ by at most 0.5, 0.001 is allowed")
@@ -34,23 +34,24 @@ async def test_what_fails_ends_with_3(terminal: Terminal) -> None:
     assert (code, json.loads(out)["passed"], json.loads(out)["equal_tokens"]) == (3, False, 3)
 
 
-async def test_what_is_not_conclusive_ends_with_4(terminal: Terminal) -> None:
+async def test_inconclusive_result_exits_with_4(terminal: Terminal) -> None:
     rounded = {"distance": 0.1, "plain_distance": 0.125, "dtype": "int8", "plain_dtype": "bfloat16"}
     terminal.engine.comparison = ComparisonRow(max_difference=0.5, max_logit=10.0, num_tokens=8, **rounded)
     code, out, _ = await terminal.run("verify")
     assert code == 4
     assert out.splitlines()[0] == (
-        "not conclusive: the logits are 10.00% of their spread off float32, 50.00% is allowed, as plain attention in "
-        "bfloat16 is 12.50% off: wrong ranks might pass too; serve with --dtype float32 --kv-dtype auto to be sure"
+        "not conclusive: the logits differ from float32 by 10.00% of their spread, 50.00% is allowed, because plain "
+        "attention in bfloat16 differs by 12.50%: wrong ranks could pass; serve with --dtype float32 --kv-dtype auto "
+        "to be sure"
     )
 
 
-async def test_what_cannot_be_compared_says_why(terminal: Terminal) -> None:
+async def test_failed_comparison_gives_the_reason(terminal: Terminal) -> None:
     terminal.engine.comparison = ComparisonRow(failure="plain attention failed: no memory")
     code, out, _ = await terminal.run("verify", "--text", "hello")
     assert (code, out) == (3, "FAILED: plain attention failed: no memory\n")
 
 
-async def test_a_prompt_that_is_too_long_names_the_option(terminal: Terminal) -> None:
+async def test_prompt_that_is_too_long_names_the_option(terminal: Terminal) -> None:
     code, _, err = await terminal.run("verify", "--prompt-tokens", "4000")
     assert (code, err) == (2, "error: --prompt-tokens: 4,000 is not between 1 and 1,024\n")

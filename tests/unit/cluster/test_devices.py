@@ -17,13 +17,13 @@ def config(device, world_size=4):
     ("device", "num_gpus", "takes_gpu"),
     [("auto", 0, False), ("auto", 4, True), ("auto", 9, True), ("cuda", 4, True), ("cpu", 0, False), ("cpu", 9, False)],
 )
-def test_each_rank_takes_a_gpu_or_none_does(device, num_gpus, takes_gpu):
+def test_either_all_ranks_or_none_use_a_gpu(device, num_gpus, takes_gpu):
     bundle = bundle_for(config(device), {"CPU": 4.0, "GPU": float(num_gpus)})
     assert bundle == ({"CPU": 1.0, "GPU": 1.0} if takes_gpu else {"CPU": 1.0})
 
 
 @pytest.mark.parametrize("num_gpus", [1, 3])
-def test_a_cluster_with_too_few_gpus_is_not_quietly_left_on_its_cpus(num_gpus):
+def test_cluster_with_too_few_gpus_is_an_error(num_gpus):
     with pytest.raises(
         StartError, match=rf"^device: 4 ranks, .* {num_gpus} GPUs?: .*--world-size {num_gpus} .*--device cpu"
     ):
@@ -31,12 +31,12 @@ def test_a_cluster_with_too_few_gpus_is_not_quietly_left_on_its_cpus(num_gpus):
 
 
 @pytest.mark.parametrize(("total", "reported"), [({"CPU": 3.0}, 3), ({"CPU": 3.0, "GPU": 4.0}, 3), ({}, 0)])
-def test_too_few_slots_are_told(total, reported):
+def test_too_few_slots_are_an_error(total, reported):
     with pytest.raises(StartError, match=f"world size 4 needs 4 slots, the cluster has {reported}"):
         bundle_for(config("auto"), total)
 
 
-def test_gpus_that_are_asked_for_must_be_there():
+def test_requested_gpus_must_exist_in_the_cluster():
     with pytest.raises(StartError, match="^device: cuda .* no GPU"):
         bundle_for(config("cuda"), {"CPU": 4.0})
 
@@ -46,26 +46,26 @@ def test_gpus_that_are_asked_for_must_be_there():
     [
         ("cpu", 1, 2, "cpu"),
         ("auto", 1, 0, "cpu"),
-        ("auto", None, 2, "cpu"),  # the launcher gave this rank no GPU, whatever torch detects
+        ("auto", None, 2, "cpu"),  # the launcher gave this rank no GPU, although torch detects two
         ("auto", 1, 2, "cuda:1"),
         ("cuda", 0, 1, "cuda:0"),
         ("cuda", 1, 4, "cuda:1"),
     ],
 )
-def test_a_rank_computes_on_the_gpu_that_it_was_given(wanted, gpu, num_gpus, device):
+def test_rank_uses_its_assigned_gpu(wanted, gpu, num_gpus, device):
     assert choose_device(wanted, gpu, num_gpus, num_ranks=2) == device
 
 
 @pytest.mark.parametrize(("gpu", "num_gpus"), [(1, 1), (3, 2)])
-def test_ranks_that_would_share_a_gpu_are_refused_unless_gpus_were_asked_for(gpu, num_gpus):
+def test_ranks_share_a_gpu_only_if_cuda_was_requested(gpu, num_gpus):
     ways = rf"--world-size {num_gpus} .*--launcher local --device cuda.*--device cpu"
     with pytest.raises(StartError, match=rf"^device: 4 ranks, .* this machine has {num_gpus} GPUs?: .*{ways}"):
         choose_device("auto", gpu, num_gpus, num_ranks=4)
     assert choose_device("cuda", gpu, num_gpus, num_ranks=4) == f"cuda:{gpu % num_gpus}"
 
 
-def test_a_gpu_that_is_asked_for_must_be_there():
-    with pytest.raises(StartError, match="torch sees no GPU"):
+def test_requested_gpu_must_exist_on_the_machine():
+    with pytest.raises(StartError, match="torch finds no GPU"):
         choose_device("cuda", 0, 0, num_ranks=1)
 
 
@@ -78,5 +78,5 @@ def test_a_gpu_that_is_asked_for_must_be_there():
         (["GPU-a", "cpu"], "gloo"),
     ],
 )
-def test_gpus_that_are_shared_and_mixed_places_meet_over_gloo(places, transport):
+def test_shared_gpus_and_mixed_devices_use_gloo(places, transport):
     assert fastest_transport(places) == transport

@@ -1,4 +1,4 @@
-"""Who is to blame when several members report trouble at once. The numbers of members differ from those of ranks."""
+"""Failure attribution when several members report errors at the same time. Member numbers differ from rank numbers."""
 
 from collections.abc import Callable
 
@@ -24,8 +24,8 @@ def broken(member: int, blamed: int | None = None) -> Report:
     return lambda losses: losses.broken(member, 5, f"member {member} raised", blamed)
 
 
-class Judged:
-    """Losses whose members are gone as soon as they are killed."""
+class SimulatedCollector:
+    """A failure collector whose members end as soon as they are killed."""
 
     def __init__(self, reports: list[Report], under_way: tuple[int, ...] = ()) -> None:
         self.killed: list[int] = []
@@ -59,25 +59,25 @@ class Judged:
         "its own word is waited for",
     ],
 )
-async def test_the_verdict_names_one_rank(reports: list[Report], rank: int, reason: str) -> None:
-    judged = Judged(reports)
-    loss = await judged.losses.verdict
+async def test_verdict_names_one_rank(reports: list[Report], rank: int, reason: str) -> None:
+    simulated = SimulatedCollector(reports)
+    loss = await simulated.losses.verdict
     assert isinstance(loss.error, RankLost)
     assert (loss.error.rank, loss.error.reason) == (rank, reason)
-    assert judged.killed == []
+    assert simulated.killed == []
 
 
 @pytest.mark.parametrize("before", [[], [broken(4)], [broken(4, blamed=1)]])
-async def test_a_death_that_the_fleet_sees_needs_no_grace(before: list[Report]) -> None:
-    judged = Judged([*before, died(2)])
-    assert judged.losses.verdict.done()
-    assert str(judged.losses.verdict.result().error) == "rank 2 was lost: was killed"
+async def test_death_reported_by_the_launcher_needs_no_grace_period(before: list[Report]) -> None:
+    simulated = SimulatedCollector([*before, died(2)])
+    assert simulated.losses.verdict.done()
+    assert str(simulated.losses.verdict.result().error) == "rank 2 was lost: was killed"
 
 
-async def test_who_others_saw_gone_and_who_says_nothing_is_killed() -> None:
-    judged = Judged([broken(4, blamed=2), broken(7, blamed=2)])
-    loss = await judged.losses.verdict
-    assert judged.killed == [2]
+async def test_silent_member_blamed_by_its_peers_is_killed() -> None:
+    simulated = SimulatedCollector([broken(4, blamed=2), broken(7, blamed=2)])
+    loss = await simulated.losses.verdict
+    assert simulated.killed == [2]
     assert loss.steps == (5,)
     assert str(loss.error) == "rank 2 was lost: member 4 raised"
 
@@ -85,13 +85,13 @@ async def test_who_others_saw_gone_and_who_says_nothing_is_killed() -> None:
 @pytest.mark.parametrize(
     "reports", [[broken(7)], [broken(4, blamed=1), broken(7)], [broken(4, blamed=0)]], ids=["one", "its peer", "itself"]
 )
-async def test_who_raises_lives_though_its_peers_saw_it_leave(reports: list[Report]) -> None:
-    judged = Judged(reports)
-    loss = await judged.losses.verdict
+async def test_member_that_raised_is_not_killed(reports: list[Report]) -> None:
+    simulated = SimulatedCollector(reports)
+    loss = await simulated.losses.verdict
     assert isinstance(loss.error, GroupFailed)
-    assert (loss.steps, judged.killed) == ((5,), [])
+    assert (loss.steps, simulated.killed) == ((5,), [])
 
 
-async def test_members_of_other_epochs_are_of_no_concern() -> None:
-    judged = Judged([died(1), failed(0)])
-    assert not judged.losses.is_suspected
+async def test_reports_of_other_epochs_are_ignored() -> None:
+    simulated = SimulatedCollector([died(1), failed(0)])
+    assert not simulated.losses.is_suspected

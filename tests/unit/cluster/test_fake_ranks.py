@@ -1,4 +1,4 @@
-"""Ranks without processes keep what they are asked to save, and give back only what was fetched."""
+"""Fake ranks save requested pieces and restore only fetched ones."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def restore(*runs: Run, ticket: int = 5) -> StepPlan:
     return StepPlan(1, 1, Restore(7, 0, (RestorePortion(ticket, runs),)))
 
 
-async def test_what_was_saved_is_restored_by_who_has_fetched_it() -> None:
+async def test_saved_pieces_are_restored_by_the_member_that_fetched_them() -> None:
     ranks = FakeRanks(world_size=2)
     await ranks.start(1)
     saved = await ranks.save(1, Save(1, "p", 7, (RUN,)))
@@ -43,7 +43,7 @@ async def test_what_was_saved_is_restored_by_who_has_fetched_it() -> None:
         await ranks.step(restore(Run(0, 4, 8, (9,))))
 
 
-async def test_windows_are_fetched_by_all() -> None:
+async def test_windows_are_fetched_by_all_members() -> None:
     ranks = FakeRanks(world_size=2)
     await ranks.start(1)
     await ranks.save(0, Save(1, "w", 7, (WINDOW,), of_windows=True))
@@ -55,7 +55,7 @@ async def test_windows_are_fetched_by_all() -> None:
     await ranks.step(plan)
 
 
-async def test_storages_and_members_that_fail() -> None:
+async def test_failures_of_storage_and_members_are_raised() -> None:
     ranks = FakeRanks(world_size=2)
     await ranks.start(1)
     await ranks.save(1, Save(1, "p", 7, (RUN,)))
@@ -64,7 +64,7 @@ async def test_storages_and_members_that_fail() -> None:
     ranks.pieces["p"] -= {3}
     with pytest.raises(DataLoss):
         await fetched(ranks, 1, 5)
-    ranks.storage_trouble = "full"
+    ranks.storage_error = "full"
     with pytest.raises(StorageUnavailable, match="full"):
         await ranks.save(1, Save(1, "p", 7, (RUN,)))
     ranks.lose(1, "died")

@@ -1,4 +1,4 @@
-"""What clients see of lost ranks and of their places."""
+"""The loss history that clients see: lost ranks and the states of their slots."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def lost(member: int, rank: int | None = None, *, is_replaced: bool = True) -> M
     return MemberLost(member, rank, 0 if rank is None else 4, "node", "died", is_replaced)
 
 
-def told(*events: MemberEvent) -> list[tuple[int, str, float | None, str]]:
+def slot_states(*events: MemberEvent) -> list[tuple[int, str, float | None, str]]:
     history = LossHistory(lambda: 100.0)
     for event in events:
         history.take(event)
@@ -25,7 +25,7 @@ def told(*events: MemberEvent) -> list[tuple[int, str, float | None, str]]:
     return [(loss.member, loss.slot, loss.refill_time, loss.slot_reason) for loss in history.losses]
 
 
-def test_a_place_is_filled_step_by_step() -> None:
+def test_slot_states_of_a_replacement() -> None:
     events = [
         lost(1, 1),
         ReplacementDelayed(1, 30.0, "too many"),
@@ -34,42 +34,42 @@ def test_a_place_is_filled_step_by_step() -> None:
     ]
     states = [("waiting", None), ("waiting", 130.0), ("filling", None), ("filled", None)]
     for count, (slot, refill_time) in enumerate(states, start=1):
-        assert told(*events[:count]) == [(1, slot, refill_time, "")]
+        assert slot_states(*events[:count]) == [(1, slot, refill_time, "")]
 
 
-def test_a_place_that_was_filled_is_another_matter_when_it_is_lost_again() -> None:
+def test_loss_of_a_replacement_is_a_separate_entry() -> None:
     events = (lost(1, 1), ReplacementStarted(2, 1), MemberJoined(2, 1, "node", 5), lost(2, 1), ReplacementStarted(3, 2))
-    assert told(*events) == [(1, "filled", None, ""), (2, "filling", None, "")]
+    assert slot_states(*events) == [(1, "filled", None, ""), (2, "filling", None, "")]
 
 
-def test_who_is_lost_before_it_has_a_rank_leaves_the_place_as_empty_as_before() -> None:
+def test_loss_of_a_joining_member_keeps_the_slot_waiting() -> None:
     events = (lost(1, 1), ReplacementStarted(2, 1), lost(2), ReplacementStarted(3, 2), lost(3))
-    assert told(*events) == [(1, "waiting", None, ""), (2, "waiting", None, ""), (3, "waiting", None, "")]
-    assert [slot for _, slot, _, _ in told(*events, ReplacementStarted(4, 3), MemberJoined(4, 1, "node", 5))] == [
-        "filled"
-    ] * 3
-    assert told(*events, ReplacementAbandoned(3, "no memory"))[0] == (1, "given_up", None, "no memory")
+    assert slot_states(*events) == [(1, "waiting", None, ""), (2, "waiting", None, ""), (3, "waiting", None, "")]
+    assert [
+        slot for _, slot, _, _ in slot_states(*events, ReplacementStarted(4, 3), MemberJoined(4, 1, "node", 5))
+    ] == ["filled"] * 3
+    assert slot_states(*events, ReplacementAbandoned(3, "no memory"))[0] == (1, "given_up", None, "no memory")
 
 
-def test_where_nobody_replaces_ranks_it_is_said() -> None:
-    assert told(lost(1, 1, is_replaced=False)) == [(1, "given_up", None, "nobody replaces ranks")]
+def test_slot_without_replacement_has_a_reason() -> None:
+    assert slot_states(lost(1, 1, is_replaced=False)) == [(1, "given_up", None, "ranks are not replaced")]
 
 
-def test_only_the_latest_are_remembered() -> None:
-    assert [member for member, _, _, _ in told(*map(lost, range(100)))] == list(range(100 - MAX_REMEMBERED, 100))
+def test_history_is_bounded() -> None:
+    assert [member for member, _, _, _ in slot_states(*map(lost, range(100)))] == list(range(100 - MAX_REMEMBERED, 100))
 
 
 @pytest.mark.parametrize(
     ("event", "text"),
     [
-        (lost(1, 2), "member 1 on node node, rank 2 of epoch 4, was lost: died"),
-        (lost(5), "member 5 on node node was lost: died"),
-        (MemberLost(5, None, 0, "", "no room", True), "member 5 was lost: no room"),
-        (ReplacementStarted(6, 5), "member 6 was started in the place of member 5"),
-        (ReplacementDelayed(5, 30.0, "too many"), "the place of member 5 stays empty for 30 s at least: too many"),
-        (ReplacementAbandoned(5, "no memory"), "the place of member 5 stays empty: no memory"),
-        (MemberJoined(6, 2, "b", 5), "member 6 on node b is rank 2 of epoch 5"),
+        (lost(1, 2), "lost member 1 on node node, rank 2 of epoch 4: died"),
+        (lost(5), "lost member 5 on node node: died"),
+        (MemberLost(5, None, 0, "", "no room", True), "lost member 5: no room"),
+        (ReplacementStarted(6, 5), "started member 6 to replace member 5"),
+        (ReplacementDelayed(5, 30.0, "too many"), "no replacement of member 5 for at least 30 s: too many"),
+        (ReplacementAbandoned(5, "no memory"), "no replacement of member 5: no memory"),
+        (MemberJoined(6, 2, "b", 5), "member 6 on node b joined as rank 2 of epoch 5"),
     ],
 )
-def test_who_runs_the_service_is_told(event: MemberEvent, text: str) -> None:
+def test_member_events_are_described_for_the_log(event: MemberEvent, text: str) -> None:
     assert str(event) == text

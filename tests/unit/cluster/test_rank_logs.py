@@ -1,4 +1,4 @@
-"""What of the words of ranks gets into the coordinator's log."""
+"""The log records of ranks in the coordinator's log."""
 
 import logging
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from longleaf.rank_protocol.member_messages import Hello
 SLOWER = LogRecord(30, "slower", is_note=True)
 
 
-class House:
-    """Members 5 and 6 are the ranks of epoch 4, member 7 is none yet. The clock stands still."""
+class FakeCoordinator:
+    """Members 5 and 6 are the ranks of epoch 4; member 7 is not a rank yet. The clock is stopped."""
 
     def __init__(self) -> None:
         self.epoch, self.ranks = 4, (5, 6)
@@ -28,7 +28,7 @@ class House:
     def watch(self, observer: Callable[[MemberEvent], None]) -> None:
         self.watchers.append(observer)
 
-    def tell(self, number: int, *records: LogRecord, num_dropped: int = 0) -> None:
+    def log(self, number: int, *records: LogRecord, num_dropped: int = 0) -> None:
         member = Member(number, hello=Hello(number, f"node-{number}", "127.0.0.1", 1))
         self.records.take(member, Logged(number, records, num_dropped))
 
@@ -38,70 +38,80 @@ class House:
 
 
 @pytest.fixture
-def house() -> House:
-    return House()
+def coordinator() -> FakeCoordinator:
+    return FakeCoordinator()
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def logged_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     assert {record.name for record in caplog.records} <= {"coordinator.cluster"}
     found = [record.getMessage() for record in caplog.records]
     caplog.clear()
     return found
 
 
-def test_a_record_tells_who_has_logged_it_and_how_bad_it_is(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    house.tell(6, LogRecord(30, "a warning"), LogRecord(50, "it failed", "Traceback\nValueError: 5% of it"))
-    house.tell(7, LogRecord(40, "cannot load"))
+def test_record_has_rank_node_epoch_and_level(coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture) -> None:
+    coordinator.log(6, LogRecord(30, "a warning"), LogRecord(50, "it failed", "Traceback\nValueError: 5% of it"))
+    coordinator.log(7, LogRecord(40, "cannot load"))
     found = [(record.levelno, record.rank, record.node, record.epoch) for record in caplog.records]  # type: ignore[attr-defined]
     assert found == [(30, 1, "node-6", 4), (50, 1, "node-6", 4), (40, NO_RANK, "node-7", 4)]
-    assert told(caplog) == [
+    assert logged_messages(caplog) == [
         "rank 1: a warning",
         "rank 1: it failed\nTraceback\nValueError: 5% of it",
         "member 7: cannot load",
     ]
 
 
-def test_one_that_logs_without_end_fills_no_log(house: House, caplog: pytest.LogCaptureFixture) -> None:
+def test_flood_of_records_is_throttled_per_member(
+    coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(1000):
-        house.tell(5, *[LogRecord(30, "mad")] * MAX_RECORDS)
-    house.tell(6, LogRecord(30, "sane"))
-    assert told(caplog) == ["rank 0: mad"] * MAX_AT_ONCE + ["rank 1: sane"]
-    house.now += 2 / PER_SECOND
-    house.tell(5, LogRecord(30, "still mad"), LogRecord(30, "and again"), LogRecord(30, "and again"))
+        coordinator.log(5, *[LogRecord(30, "mad")] * MAX_RECORDS)
+    coordinator.log(6, LogRecord(30, "sane"))
+    assert logged_messages(caplog) == ["rank 0: mad"] * MAX_AT_ONCE + ["rank 1: sane"]
+    coordinator.now += 2 / PER_SECOND
+    coordinator.log(5, LogRecord(30, "still mad"), LogRecord(30, "and again"), LogRecord(30, "and again"))
     num_left_out = 1000 * MAX_RECORDS - MAX_AT_ONCE
-    assert told(caplog) == [
-        f"rank 0: {num_left_out} more records were left out",
+    assert logged_messages(caplog) == [
+        f"rank 0: {num_left_out} log records dropped: too many per second",
         "rank 0: still mad",
         "rank 0: and again",
     ]
-    house.now += 1e6
-    house.tell(5, *[LogRecord(30, "rested")] * (MAX_AT_ONCE + 1))
-    assert len(told(caplog)) == MAX_AT_ONCE + 1, "one tells what was left out"
+    coordinator.now += 1e6
+    coordinator.log(5, *[LogRecord(30, "rested")] * (MAX_AT_ONCE + 1))
+    assert len(logged_messages(caplog)) == MAX_AT_ONCE + 1, "one message counts the dropped records"
 
 
-def test_what_a_rank_has_dropped_itself_is_told(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    house.tell(5, LogRecord(30, "first"), num_dropped=7)
-    assert told(caplog) == ["rank 0: first"]
-    house.tell(5, LogRecord(30, "second"))
-    house.tell(5, LogRecord(30, "third"))
-    assert told(caplog) == ["rank 0: 7 more records were left out", "rank 0: second", "rank 0: third"]
+def test_records_dropped_by_a_rank_are_counted(coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture) -> None:
+    coordinator.log(5, LogRecord(30, "first"), num_dropped=7)
+    assert logged_messages(caplog) == ["rank 0: first"]
+    coordinator.log(5, LogRecord(30, "second"))
+    coordinator.log(5, LogRecord(30, "third"))
+    assert logged_messages(caplog) == [
+        "rank 0: 7 log records dropped: too many per second",
+        "rank 0: second",
+        "rank 0: third",
+    ]
 
 
-def test_of_one_that_is_lost_nothing_is_kept(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    house.tell(5, LogRecord(30, "first"), num_dropped=7)
-    house.lose(5)
-    house.lose(6)
-    assert told(caplog) == ["rank 0: first", "rank 0: 7 more records were left out"]
-    assert not house.records._shares
+def test_state_of_a_lost_member_is_removed(coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture) -> None:
+    coordinator.log(5, LogRecord(30, "first"), num_dropped=7)
+    coordinator.lose(5)
+    coordinator.lose(6)
+    assert logged_messages(caplog) == ["rank 0: first", "rank 0: 7 log records dropped: too many per second"]
+    assert not coordinator.records._shares
 
 
-def test_what_people_were_told_as_a_note_is_not_told_again(house: House, caplog: pytest.LogCaptureFixture) -> None:
+def test_notes_printed_at_startup_are_not_logged_again(
+    coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture
+) -> None:
     long = "é" * MAX_TEXT_BYTES
-    house.tell(5, SLOWER, LogRecord(30, "no note"))
-    house.records.know(["slower", "a choice", long])
-    house.tell(5, SLOWER, LogRecord(30, long[: MAX_TEXT_BYTES // 2], is_note=True), LogRecord(30, "new", is_note=True))
-    house.tell(6, LogRecord(30, "slower"))
-    assert told(caplog) == ["rank 0: no note", "rank 0: new", "rank 1: slower"]
+    coordinator.log(5, SLOWER, LogRecord(30, "no note"))
+    coordinator.records.know(["slower", "a choice", long])
+    coordinator.log(
+        5, SLOWER, LogRecord(30, long[: MAX_TEXT_BYTES // 2], is_note=True), LogRecord(30, "new", is_note=True)
+    )
+    coordinator.log(6, LogRecord(30, "slower"))
+    assert logged_messages(caplog) == ["rank 0: no note", "rank 0: new", "rank 1: slower"]
 
 
 @pytest.mark.parametrize(
@@ -117,13 +127,13 @@ def test_what_people_were_told_as_a_note_is_not_told_again(house: House, caplog:
         (Logged(1, (LogRecord(30, b"text"),)), "Expected `str`"),  # type: ignore[arg-type]
     ],
 )
-def test_what_no_rank_says_is_refused(message: Logged, what: str) -> None:
+def test_invalid_messages_are_rejected(message: Logged, what: str) -> None:
     with pytest.raises(msgspec.ValidationError) as caught:
         decode_from_rank(encode(message))
     assert what in str(caught.value)
 
 
-def test_the_largest_of_each_is_not() -> None:
+def test_largest_valid_message_is_accepted() -> None:
     largest = LogRecord(logging.CRITICAL, "x" * MAX_TEXT_BYTES, "x" * MAX_TRACEBACK_BYTES, True)
     message = Logged(1, (largest,) * MAX_RECORDS, 1 << 40)
     assert decode_from_rank(encode(message)) == message

@@ -1,4 +1,4 @@
-"""What is made of what the head of a Ray cluster says; a Ray itself says it in tests/e2e/test_ray_tokens.py."""
+"""The check of a Ray cluster's authentication mode. tests/e2e/test_ray_tokens.py tests it against a Ray cluster."""
 
 import socket
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ import grpc
 import pytest
 
 from coordinator.cluster import ray_auth_check
-from coordinator.cluster.ray_auth_check import CALL, check_door
+from coordinator.cluster.ray_auth_check import CALL, check_ray_auth
 from longleaf.errors import StartError
 
 
-class Door(grpc.GenericRpcHandler):
-    """Answers Ray's call in one way."""
+class FakeRayHead(grpc.GenericRpcHandler):
+    """Answers Ray's call with a fixed status code."""
 
     def __init__(self, code: grpc.StatusCode) -> None:
         self._code = code
@@ -30,10 +30,10 @@ class Door(grpc.GenericRpcHandler):
 
 
 @contextmanager
-def door(code: grpc.StatusCode) -> Iterator[str]:
-    """Its address."""
+def ray_head(code: grpc.StatusCode) -> Iterator[str]:
+    """Runs a server; yields its address."""
     with ThreadPoolExecutor(1) as pool:
-        server = grpc.server(pool, [Door(code)])
+        server = grpc.server(pool, [FakeRayHead(code)])
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         try:
@@ -46,48 +46,49 @@ def door(code: grpc.StatusCode) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("code", "with_token", "without"),
     [
-        (grpc.StatusCode.OK, "it asks for no token", ""),
-        (grpc.StatusCode.UNAUTHENTICATED, "it refuses the token", "it asks for a token"),
+        (grpc.StatusCode.OK, "the cluster requires no token", ""),
+        (grpc.StatusCode.UNAUTHENTICATED, "it rejects the token", "it requires a token"),
         (grpc.StatusCode.UNAVAILABLE, "", ""),
         (grpc.StatusCode.UNIMPLEMENTED, "", ""),
     ],
 )
-def test_both_must_agree_on_a_token(
+def test_token_must_match_the_cluster(
     monkeypatch: pytest.MonkeyPatch, mode: str, code: grpc.StatusCode, with_token: str, without: str
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
     monkeypatch.setattr(ray_auth_check, "_headers", lambda: {"Authorization": "Bearer another"})
     expected = with_token if mode.lower() == "token" else without
     reported = ""
-    with door(code) as address:
+    with ray_head(code) as address:
         try:
-            check_door(address)
+            check_ray_auth(address)
         except StartError as error:
             reported = str(error).removeprefix(f"ray_address: the Ray cluster at {address} cannot be joined: ")
     assert (reported.startswith(expected), bool(reported)) == (True, bool(expected))
 
 
-def test_where_there_is_no_token_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_token_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setattr(ray_auth_check, "_headers", dict)
     with (
-        door(grpc.StatusCode.UNAUTHENTICATED) as address,
+        ray_head(grpc.StatusCode.UNAUTHENTICATED) as address,
         pytest.raises(
-            StartError, match="RAY_AUTH_MODE=token, and there is no token: put the cluster's in RAY_AUTH_TOKEN"
+            StartError,
+            match="RAY_AUTH_MODE=token is set, but no token was found: put the cluster's token in RAY_AUTH_TOKEN",
         ),
     ):
-        check_door(address)
+        check_ray_auth(address)
 
 
-def test_one_that_says_nothing_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_head_passes_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_auth_check, "CALL_SECONDS", 0.2)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        check_door(f"127.0.0.1:{server.getsockname()[1]}")
+        check_ray_auth(f"127.0.0.1:{server.getsockname()[1]}")
 
 
-def test_what_is_encrypted_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encrypted_cluster_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_USE_TLS", "1")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    with door(grpc.StatusCode.OK) as address:
-        check_door(address)
+    with ray_head(grpc.StatusCode.OK) as address:
+        check_ray_auth(address)

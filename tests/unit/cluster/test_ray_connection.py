@@ -12,7 +12,7 @@ from longleaf.errors import StartError
 
 
 class BusyRay:
-    """On a machine that is too busy to start it."""
+    """A Ray package on a machine that is too busy to start it."""
 
     def __init__(self) -> None:
         self.exceptions = SimpleNamespace(AuthenticationError=KeyError)
@@ -25,24 +25,24 @@ class BusyRay:
         self.is_shut_down = True
 
 
-def test_a_machine_too_busy_for_ray_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_timeout_of_ray_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = BusyRay()
     monkeypatch.setattr(ray_connection, "ray_package", lambda: ray)
-    with pytest.raises(StartError, match="Ray at this machine cannot be used: .* timed out during startup"):
+    with pytest.raises(StartError, match="cannot use Ray at this machine: .* timed out during startup"):
         connect(None, 1)
     assert ray.is_shut_down
 
 
-def test_a_ray_that_other_machines_cannot_reach_is_told_at_once():
+def test_ray_bound_to_loopback_is_reported_immediately():
     """Ray listens only on the loopback if it finds no route to the internet; waiting does not change that."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        message = f"nobody answers, but at 127.0.0.1:{port}, which .* with --node-ip-address=127.0.0.2$"
+        message = f"but one answers at 127.0.0.1:{port}, which .* with --node-ip-address=127.0.0.2$"
         with pytest.raises(StartError, match=message):
             connect(f"127.0.0.2:{port}", 1, patience=1e6, on_wait=lambda: pytest.fail("it waits"))
 
 
-def test_one_that_may_still_come_is_waited_for():
+def test_unreachable_ray_is_retried():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 

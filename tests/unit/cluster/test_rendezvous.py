@@ -21,7 +21,7 @@ from longleaf.rank_protocol.member_messages import Hello
     ids=["all", "rank 0 lost", "a node lost", "replaced", "twice", "all new", "in another order"],
 )
 def test_ranks_are_numbered_node_by_node(nodes: str, before: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    """A letter per member, the node that it is on; a dot for one that is gone."""
+    """Each letter is a member and names its node; a dot is a lost member."""
     hellos = [Hello(number, node, "127.0.0.1", 1) for number, node in enumerate(nodes) if node != "."]
     members = [Member(hello.member, hello) for hello in hellos]
     assert tuple(member.number for member in in_rank_order(members, before)) == expected

@@ -1,4 +1,4 @@
-"""How plain processes of ranks are started."""
+"""The start method of local rank processes."""
 
 import os
 from multiprocessing import forkserver
@@ -14,7 +14,7 @@ from longleaf.config import DeviceName, EngineConfig
     ("device", "has_driver", "method"),
     [("cpu", True, "forkserver"), ("auto", False, "forkserver"), ("auto", True, "spawn"), ("cuda", False, "spawn")],
 )
-def test_ranks_that_may_be_on_gpus_are_not_forked(
+def test_gpu_ranks_are_not_forked(
     monkeypatch: pytest.MonkeyPatch, device: DeviceName, has_driver: bool, method: str
 ) -> None:
     seen: list[dict[str, str]] = []
@@ -28,7 +28,7 @@ def test_ranks_that_may_be_on_gpus_are_not_forked(
     assert dict(os.environ) == before
 
 
-def test_ranks_are_spawned_where_no_server_can_be_started(
+def test_ranks_are_spawned_if_no_fork_server_can_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = forkserver.ForkServer()
@@ -36,4 +36,4 @@ def test_ranks_are_spawned_where_no_server_can_be_started(
     monkeypatch.setattr(forkserver, "set_forkserver_preload", server.set_forkserver_preload)
     monkeypatch.setattr("multiprocessing.util.get_temp_dir", lambda: str(tmp_path / ("n" * 100)))
     assert fork_server.start(EngineConfig(model="none", device="cpu"), ["a.module"]) == "spawn"
-    assert "ranks start more slowly" in caplog.text
+    assert "ranks will start more slowly" in caplog.text

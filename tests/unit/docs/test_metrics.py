@@ -1,4 +1,4 @@
-"""The page of metrics, the dashboard and the alerts tell of what a service exports, and of all of it."""
+"""The metrics page, the dashboard and the alerts cover exactly the exported metrics."""
 
 import json
 import re
@@ -30,7 +30,7 @@ SUFFIX = re.compile(r"_(bucket|sum|count)$")
 
 
 def exported() -> dict[str, Metric]:
-    """All that a service may export, by the names that Prometheus sees but for those of a histogram's parts."""
+    """All metrics that a service may export, by their names in Prometheus without those of a histogram's parts."""
     registry, counts = CollectorRegistry(), Counts(snapshot_bytes=1)
     observer = RequestMetrics(registry, "m")
     with observer.call(CallRecord("/longleaf.v1.GenerationService/Generate", "", {})):
@@ -58,13 +58,13 @@ def exported() -> dict[str, Metric]:
     return {family.name + ("_total" if family.type == "counter" else ""): family for family in families}
 
 
-async def exported_by_door() -> dict[str, Metric]:
-    """All that a door exports."""
+async def gateway_metrics() -> dict[str, Metric]:
+    """All metrics that a gateway exports, by name."""
 
-    async def nobody(*_: object) -> None: ...
+    async def ignore(*_: object) -> None: ...
 
-    metrics = GatewayMetrics(nobody)
-    await metrics({"type": "http", "method": "GET"}, nobody, nobody)
+    metrics = GatewayMetrics(ignore)
+    await metrics({"type": "http", "method": "GET"}, ignore, ignore)
     families = list(text_string_to_metric_families((await metrics.render()).decode()))
     return {family.name + ("_total" if family.type == "counter" else ""): family for family in families}
 
@@ -80,7 +80,7 @@ def rows(title: str) -> list[list[str]]:
 
 
 def named(expression: str) -> set[str]:
-    """The metrics of an expression."""
+    """The metrics that an expression uses."""
     return {SUFFIX.sub("", name) for name in re.findall(r"\blongleaf_\w+", expression)}
 
 
@@ -94,14 +94,14 @@ def alerts() -> list[dict[str, Any]]:
     return [rule for group in RULES["groups"] for rule in group["rules"]]
 
 
-def test_the_page_tells_of_all_metrics_and_of_nothing_else() -> None:
+def test_page_lists_exactly_the_exported_metrics() -> None:
     reported = [row[0].strip("`") for row in rows("Metrics")]
     assert len(reported) == len(set(reported))
     assert set(reported) == set(EXPORTED)
 
 
 @pytest.mark.parametrize("row", rows("Metrics"), ids=lambda row: row[0])
-def test_a_row_has_the_type_and_the_labels_of_its_metric(row: list[str]) -> None:
+def test_row_has_type_and_labels_of_its_metric(row: list[str]) -> None:
     name, kind, labels, meaning, _ = row
     family = EXPORTED[name.strip("`")]
     assert kind == family.type
@@ -110,8 +110,8 @@ def test_a_row_has_the_type_and_the_labels_of_its_metric(row: list[str]) -> None
     assert set(labels.split(", ")) == found - {"le"}
 
 
-async def test_the_page_tells_of_all_metrics_of_a_door() -> None:
-    found = await exported_by_door()
+async def test_page_lists_all_metrics_of_a_gateway() -> None:
+    found = await gateway_metrics()
     assert {row[0].strip("`") for row in rows("Metrics of a door")} == set(found)
     for name, kind, labels, meaning in rows("Metrics of a door"):
         family = found[name.strip("`")]
@@ -126,22 +126,22 @@ def test_names_are_prefixed_and_have_units_and_no_colons() -> None:
 
 
 @pytest.mark.parametrize("expression", expressions())
-def test_what_dashboard_and_alerts_ask_is_exported(expression: str) -> None:
+def test_metrics_of_dashboard_and_alerts_are_exported(expression: str) -> None:
     assert (names := named(expression))
     assert names <= set(EXPORTED)
 
 
-def test_the_dashboard_shows_every_metric() -> None:
+def test_dashboard_shows_every_metric() -> None:
     shown = set[str]().union(*map(named, expressions()))
     assert shown == set(EXPORTED)
 
 
-def test_the_page_says_what_to_do_about_every_alert() -> None:
+def test_page_gives_an_action_for_every_alert() -> None:
     assert [row[0].strip("`") for row in rows("Alerts")] == [rule["alert"] for rule in alerts()]
     assert all(len(row) == 3 and all(row) for row in rows("Alerts"))
 
 
-def test_the_dashboard_can_be_imported() -> None:
+def test_dashboard_can_be_imported() -> None:
     kinds = {each["name"]: each["type"] for each in DASHBOARD["templating"]["list"]}
     assert kinds == {"datasource": "datasource", "model": "query", "tenant": "query"}
     panels = DASHBOARD["panels"]
@@ -157,7 +157,7 @@ def test_the_dashboard_can_be_imported() -> None:
             assert panel["datasource"]["uid"] == target["datasource"]["uid"] == "${datasource}"
 
 
-def test_each_alert_is_tried_where_it_fires_and_where_not() -> None:
+def test_each_alert_has_a_firing_and_a_silent_case() -> None:
     tests = yaml.safe_load((ROOT / "ops" / "prometheus" / "rules.test.yml").read_text())["tests"]
     tried = {name: list[bool]() for name in (rule["alert"] for rule in alerts())}
     for test in tests:

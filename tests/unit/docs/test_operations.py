@@ -1,4 +1,4 @@
-"""The page for operators: what it says that tests prove, they are there to prove."""
+"""The operators' page: the tests that it names as proofs exist."""
 
 import ast
 import re
@@ -39,20 +39,20 @@ def test_every_row_names_its_tests(row: list[str]) -> None:
 
 
 @pytest.mark.parametrize("message", sorted(set(re.findall(r"`([^`]+\.py::[^`]+)`", PAGE))))
-def test_what_is_named_as_a_proof_is_a_test(message: str) -> None:
+def test_named_proofs_are_tests(message: str) -> None:
     file, _, name = message.partition("::")
     assert name.lower().startswith("test")
     assert name in names_in(ROOT / "tests" / file)
 
 
-def test_what_is_measured_is_what_the_measurement_tells() -> None:
+def test_measured_values_are_those_of_the_measurement() -> None:
     reported = set(re.findall(r"`(\w+_s)`", PAGE))
     assert reported
     measured = set(re.findall(r"^    (\w+_s) ", str(recover.__doc__), re.MULTILINE))
     assert reported <= measured | set(re.findall(r"\b\w+_s\b", str(durable.__doc__)))
 
 
-def test_its_options_are_those_of_the_service() -> None:
+def test_options_exist_in_the_service() -> None:
     serve = get_command(app).commands["serve"]  # type: ignore[attr-defined]
     table = PAGE.partition("## What to set")[2].partition("\n## ")[0]
     assert (reported := set(re.findall(r"^\| `(--[a-z-]+)", table, re.MULTILINE)))

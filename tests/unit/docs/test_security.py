@@ -1,4 +1,4 @@
-"""The security policy: the tests that it names as proofs are there."""
+"""The security policy: the tests that it names as proofs exist."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ PAGE = (Path(ROOT) / "SECURITY.md").read_text()
 
 
 @pytest.mark.parametrize("message", sorted(set(re.findall(r"`([^`]+\.py::[^`]+)`", PAGE))))
-def test_what_is_named_as_a_proof_is_a_test(message: str) -> None:
+def test_named_proofs_are_tests(message: str) -> None:
     file, _, name = message.partition("::")
     assert name in names_in(ROOT / "tests" / file)
 

@@ -15,7 +15,7 @@ from longleaf.types import Progress, Recovering, Started
 OFTEN = 0.005
 
 
-class Reading:
+class ResponseReader:
     """A reader of a response; disconnects on request."""
 
     def __init__(self, response: EventResponse) -> None:
@@ -37,36 +37,36 @@ class Reading:
             return await self._bodies.get()
 
     async def until(self, body: bytes) -> int:
-        """How many others come before it."""
+        """The number of other parts before this one."""
         num_others = 0
         while await self.next() != body:
             num_others += 1
         return num_others
 
 
-async def test_comments_tell_what_is_waited_for_and_events_go_on():
-    waiting, may_go_on = WaitStatus(), asyncio.Event()
+async def test_comments_report_the_wait_and_events_follow():
+    waiting, may_continue = WaitStatus(), asyncio.Event()
 
     async def events() -> AsyncGenerator[bytes, None]:
-        await may_go_on.wait()
+        await may_continue.wait()
         yield event({"n": 1})
 
-    reading = Reading(EventResponse(events(), waiting, heartbeat=OFTEN))
+    reading = ResponseReader(EventResponse(events(), waiting, heartbeat=OFTEN))
     assert [await reading.next() for _ in range(2)] == [b": waiting\n\n"] * 2
     for reported, comment in (
         (Started(9, 0, queue_position=3), b": queued 3\n\n"),
         (Progress(4096, 60_000), b": read 4096 of 60000 tokens\n\n"),
         (Recovering(lost_tokens=8, recovered_tokens=2, total_tokens=8), b": recovering, 2 of 8 tokens\n\n"),
     ):
-        waiting.note(reported)
+        waiting.record(reported)
         assert await reading.until(comment) <= 1  # one may have been on its way
         assert await reading.next() == comment
-    may_go_on.set()
+    may_continue.set()
     assert await reading.until(b'data: {"n":1}\n\n') <= 1
     await reading.going
 
 
-async def test_who_leaves_while_nothing_happens_ends_what_is_told():
+async def test_disconnect_during_a_pause_closes_the_events():
     is_closed = asyncio.Event()
 
     async def events() -> AsyncGenerator[bytes, None]:
@@ -76,29 +76,29 @@ async def test_who_leaves_while_nothing_happens_ends_what_is_told():
         finally:
             is_closed.set()
 
-    reading = Reading(EventResponse(events(), heartbeat=OFTEN))
+    reading = ResponseReader(EventResponse(events(), heartbeat=OFTEN))
     await reading.next()
     reading.left.set()
     await reading.going
     assert is_closed.is_set()
 
 
-async def test_what_is_cut_says_so_and_ends_whole():
+async def test_cancelled_response_ends_with_an_error_event():
     async def events() -> AsyncGenerator[bytes, None]:
         yield event({"n": 1})
         await asyncio.Event().wait()
 
-    reading = Reading(EventResponse(events()))
+    reading = ResponseReader(EventResponse(events()))
     await reading.next()
     reading.going.cancel()
     await reading.going
     name, data = (await reading.next()).decode().splitlines()[:2]
     error = json.loads(data.removeprefix("data: "))["error"]
-    assert (name, error["message"], error["code"]) == ("event: error", "the door is stopping", "unavailable")
+    assert (name, error["message"], error["code"]) == ("event: error", "the gateway is stopping", "unavailable")
     assert reading.is_whole
 
 
-class Slow:
+class SlowCaller:
     """A caller that reads nothing until it is released. Nothing may arrive after the last event."""
 
     def __init__(self) -> None:
@@ -118,12 +118,12 @@ class Slow:
             self.is_whole = not message["more_body"]
 
 
-async def test_no_comment_comes_after_the_last():
+async def test_no_comment_follows_the_last_event():
     async def events() -> AsyncGenerator[bytes, None]:
         for content in ():
             yield content
 
-    reported, caller = list[dict[str, Any]](), Slow()
+    reported, caller = list[dict[str, Any]](), SlowCaller()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     going = asyncio.create_task(EventResponse(events(), heartbeat=OFTEN)({}, caller.receive, caller.send))
     await caller.waits.wait()  # the end is on its way
@@ -135,7 +135,7 @@ async def test_no_comment_comes_after_the_last():
     assert caller.is_whole and not caller.is_late and reported == []
 
 
-async def test_what_fails_beside_the_events_is_not_lost():
+async def test_error_outside_the_events_is_raised():
     async def events() -> AsyncGenerator[bytes, None]:
         await asyncio.Event().wait()
         yield b""
@@ -143,6 +143,6 @@ async def test_what_fails_beside_the_events_is_not_lost():
     def waiting() -> str:
         raise RuntimeError("no place")
 
-    reading = Reading(EventResponse(events(), waiting, heartbeat=OFTEN))
+    reading = ResponseReader(EventResponse(events(), waiting, heartbeat=OFTEN))
     with pytest.raises(RuntimeError, match="no place"):
         await reading.going

@@ -64,7 +64,7 @@ def metrics(may_end):
     return GatewayMetrics(Starlette(routes=routes))
 
 
-async def told(metrics: GatewayMetrics) -> dict[str, float]:
+async def read_metrics(metrics: GatewayMetrics) -> dict[str, float]:
     lines = [line for line in (await metrics.render()).decode().splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
@@ -73,49 +73,49 @@ async def test_streams_are_counted_while_they_are_open(metrics, may_end):
     callers = [Caller("GET", "/stream") for _ in range(3)]
     going = [asyncio.create_task(caller.call(metrics)) for caller in callers]
     await asyncio.gather(*(caller.begun.wait() for caller in callers))
-    assert (await told(metrics))["longleaf_door_streams"] == 3
+    assert (await read_metrics(metrics))["longleaf_door_streams"] == 3
     callers[0].left.set()
     await going[0]
-    assert (await told(metrics))["longleaf_door_streams"] == 2
+    assert (await read_metrics(metrics))["longleaf_door_streams"] == 2
     may_end.set()
     await asyncio.gather(*going)
-    found = await told(metrics)
+    found = await read_metrics(metrics)
     assert found["longleaf_door_streams"] == 0
     assert found[ROUTES + '{code="200",method="GET",route="/stream"}'] == 3
 
 
-async def test_a_stream_that_is_ended_from_outside_counts_no_longer(metrics):
+async def test_cancelled_stream_is_no_longer_counted(metrics):
     caller = Caller("GET", "/stream")
     going = asyncio.create_task(caller.call(metrics))
     await caller.begun.wait()
-    assert (await told(metrics))["longleaf_door_streams"] == 1
+    assert (await read_metrics(metrics))["longleaf_door_streams"] == 1
     going.cancel()
     await asyncio.wait([going])
-    assert (await told(metrics))["longleaf_door_streams"] == 0
+    assert (await read_metrics(metrics))["longleaf_door_streams"] == 0
 
 
-async def test_requests_are_told_by_route_and_never_by_what_a_caller_makes_up(metrics):
+async def test_requests_are_labelled_by_route_never_by_client_input(metrics):
     for name in ("one", "two"):
         await Caller("POST", f"/echo/{name}", b"x" * 1000).call(metrics)
     for word in ("BREW", "MELT"):
         await Caller(word, "/nowhere/at/all").call(metrics)
-    found = await told(metrics)
+    found = await read_metrics(metrics)
     assert found[ROUTES + '{code="201",method="POST",route="/echo/{id}"}'] == 2
     assert found[ROUTES + '{code="404",method="other",route="-"}'] == 2
     assert found["longleaf_door_received_bytes_total"] == 2000
     assert found["longleaf_door_sent_bytes_total"] == 2000 + 2 * len("Not Found")
 
 
-async def test_what_fails_is_counted_too(metrics):
+async def test_failed_requests_are_counted(metrics):
     with pytest.raises(RuntimeError):
         await Caller("GET", "/broken").call(metrics)
-    assert (await told(metrics))[ROUTES + '{code="500",method="GET",route="/broken"}'] == 1
+    assert (await read_metrics(metrics))[ROUTES + '{code="500",method="GET",route="/broken"}'] == 1
 
 
 @pytest.mark.parametrize(
     "setting", [{"metrics_port": 65536}, {"metrics_port": -1}, {"drain_seconds": -1}, {"drain_seconds": float("nan")}]
 )
-def test_settings_that_make_no_sense_are_named(setting):
+def test_invalid_settings_are_named(setting):
     (name,) = setting
     with pytest.raises(InvalidArgument) as reported:
         GatewayConfig(**setting).check()

@@ -1,4 +1,4 @@
-"""The error messages of the web page: its module of sentences, in node."""
+"""The error messages of the web page, tested in Node."""
 
 import json
 import shutil
@@ -9,8 +9,8 @@ import pytest
 
 PAGE = Path(__file__).parents[3] / "door" / "page"
 LONG = (
-    "body: 9,031 tokens or more cannot fit in the 8,192 tokens of the model's context, those that it was trained for, "
-    "and only a service started with --allow-long goes on"
+    "body: at least 9,031 tokens do not fit in 8,192 tokens of the model's context, the length that it was trained for "
+    "(only serve --allow-long goes beyond it)"
 )
 SCRIPT = """
 import { isFinal, Refusal, sentence, Unreachable } from "%s/errors.js";
@@ -20,7 +20,7 @@ console.log(JSON.stringify(errors.map((error) => [isFinal(error), sentence(error
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
-def test_what_can_never_work_is_not_to_be_tried_again() -> None:
+def test_permanent_errors_suggest_no_retry() -> None:
     """Messages also do not mention service options or request fields."""
     given = [[400, LONG], [413, "too large"], [415, "kind"], [409, "busy"], [429, "full"], [503, "away"], [500, "?"]]
     script = SCRIPT % (PAGE.as_uri(), json.dumps(given))
@@ -29,6 +29,6 @@ def test_what_can_never_work_is_not_to_be_tried_again() -> None:
     found = json.loads(done.stdout)
     assert [is_final for is_final, _ in found] == [True, True, True, False, False, False, False, False]
     message = (
-        "9,031 tokens or more cannot fit in the 8,192 tokens of the model's context, those that it was trained for."
+        "at least 9,031 tokens do not fit in 8,192 tokens of the model's context, the length that it was trained for."
     )
-    assert found[0][1] == f"The service does not take this: {message}"
+    assert found[0][1] == f"The request is invalid: {message}"

@@ -25,7 +25,7 @@ def vendored() -> dict[str, str]:
     return {line.split()[0]: line.split()[-1] for line in lines if line.split()[-1:] and len(line.split()[-1]) == 64}
 
 
-def test_what_others_wrote_is_as_they_published_it():
+def test_vendored_files_are_unchanged():
     found = {}
     for file in VENDOR.glob("*.js"):
         content = file.read_bytes().replace(b'from"./preact.js"', b'from"preact"')
@@ -34,18 +34,18 @@ def test_what_others_wrote_is_as_they_published_it():
     assert all((VENDOR / f"{package}-LICENSE.txt").exists() for package in ("preact", "htm"))
 
 
-def test_everything_together_is_small_over_the_wire():
+def test_total_compressed_size_is_small():
     assert sum(len(gzip.compress(file.read_bytes(), mtime=0)) for file in SERVED) < MOST_BYTES
 
 
 @pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.name)
-def test_scripts_import_by_relative_paths_what_is_there(file: Path):
+def test_scripts_import_existing_files_by_relative_path(file: Path):
     for name in IMPORT.findall(file.read_text()):
         assert name.startswith("./")
         assert (file.parent / name).is_file()
 
 
-def test_the_first_file_names_all_others_so_that_they_come_at_once():
+def test_index_preloads_all_modules():
     named = re.findall(r'<link rel="modulepreload" href="page/([^"]+)">', INDEX)
     named += re.findall(r'<script type="module" src="page/([^"]+)"></script>', INDEX)
     styles = re.findall(r'<link rel="stylesheet" href="page/([^"]+)">', INDEX)
@@ -53,17 +53,17 @@ def test_the_first_file_names_all_others_so_that_they_come_at_once():
     assert sorted(styles) == sorted(file.name for file in PAGE.glob("*.css"))
 
 
-def test_no_code_and_no_style_stands_in_the_markup():
+def test_markup_has_no_inline_code_or_style():
     assert len(re.findall("<script", INDEX)) == len(re.findall(r"<script [^>]*></script>", INDEX)) == 1
     assert not re.search(r"<style|\sstyle=|\son[a-z]+=|javascript:", INDEX)
 
 
-def test_nothing_makes_markup_of_text():
+def test_scripts_do_not_create_markup_from_text():
     for file in set(SCRIPTS) - set(VENDOR.glob("*.js")):
         assert not MARKUP.search(file.read_text())
 
 
-def test_nothing_points_elsewhere():
-    """But for the name of a drawing's language, which is no request."""
+def test_no_file_refers_to_another_origin():
+    """The XML namespace of SVG is allowed: it causes no request."""
     for file in set(SERVED) - set(VENDOR.glob("*.js")):
         assert set(URL.findall(file.read_text())) <= {"http://www.w3.org"}, file

@@ -48,7 +48,7 @@ async def ask(engine: Engine, context: str, count: int = 3) -> tuple[list[int], 
     return tokens, any(isinstance(event, Recovering) for event in events)
 
 
-async def test_contexts_are_there_again_and_answer_alike() -> None:
+async def test_contexts_are_restored_with_equal_answers() -> None:
     persistence = MemoryLasting()
     async with running(persistence) as engine:
         await ingest(engine, "book", 50)
@@ -74,40 +74,40 @@ async def test_contexts_are_there_again_and_answer_alike() -> None:
         engine.audit()
 
 
-async def test_epochs_and_segments_are_numbered_on() -> None:
+async def test_epoch_and_segment_numbers_continue() -> None:
     persistence = MemoryLasting()
     async with running(persistence) as engine:
         await ingest(engine, "a", 8)
         epoch = engine.cluster().epoch
         await engine.delete_context("a")
-    assert not persistence.kept.segments
+    assert not persistence.contents.segments
     ranks = FakeRanks(2, 100)
     async with running(persistence, ranks) as engine:
         assert engine.cluster().epoch == epoch + 1
         await ingest(engine, "a", 8)
         ranks.lose(1, "is gone")
         await comes_to(engine, lambda: engine.cluster().epoch == epoch + 2)
-    assert persistence.kept.epoch == epoch + 2
-    assert min(segment.id for segment in persistence.kept.segments) > 0
+    assert persistence.contents.epoch == epoch + 2
+    assert min(segment.id for segment in persistence.contents.segments) > 0
 
 
-class ThirdTime(FakeRanks):
-    """Epochs of ranks that meet at the third try."""
+class SlowRendezvousRanks(FakeRanks):
+    """Ranks whose rendezvous succeeds at the third attempt."""
 
     async def form(self, epoch: int) -> Formation:
         return await super().form(epoch + 2 if epoch > FIRST_EPOCH else epoch)
 
 
-async def test_an_epoch_that_took_more_than_one_try_is_numbered_on() -> None:
-    persistence, ranks = MemoryLasting(), ThirdTime(2, 100)
+async def test_epoch_numbers_continue_after_several_attempts() -> None:
+    persistence, ranks = MemoryLasting(), SlowRendezvousRanks(2, 100)
     async with running(persistence, ranks) as engine:
         epoch = engine.cluster().epoch
         ranks.lose(1, "is gone")
         await comes_to(engine, lambda: engine.cluster().epoch == epoch + 3)
-    assert persistence.kept.epoch == epoch + 3
+    assert persistence.contents.epoch == epoch + 3
 
 
-async def test_nothing_is_acknowledged_before_it_is_kept() -> None:
+async def test_changes_are_acknowledged_only_after_they_are_written() -> None:
     persistence = MemoryLasting()
     async with running(persistence) as engine:
         persistence.catalog.hold()
@@ -118,7 +118,7 @@ async def test_nothing_is_acknowledged_before_it_is_kept() -> None:
             engine.get_context("book")
         with pytest.raises(AlreadyExists):
             await ingest(engine, "book", 4)
-        assert (await ask_alone(engine)) and not reading.done(), "steps go on meanwhile"
+        assert (await ask_alone(engine)) and not reading.done(), "steps continue meanwhile"
         persistence.catalog.release()
         await reading
         assert engine.get_context("book").tokens == 40
@@ -130,7 +130,7 @@ async def ask_alone(engine: Engine) -> list[int]:
     return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
 
 
-async def test_what_cannot_be_kept_is_not_done() -> None:
+async def test_changes_that_cannot_be_written_are_refused() -> None:
     persistence = MemoryLasting()
     async with running(persistence) as engine:
         await ingest(engine, "book", 40)
@@ -160,7 +160,7 @@ async def test_what_cannot_be_kept_is_not_done() -> None:
 
 
 @pytest.mark.parametrize("name", ["waits", "is written"])
-async def test_what_was_asked_is_done_also_when_nobody_waits_for_it(name: str) -> None:
+async def test_changes_complete_after_the_client_disconnects(name: str) -> None:
     """A client that disconnects or times out asks again, and then gets the true state, also from the next service."""
     persistence = MemoryLasting()
     async with running(persistence) as engine:
@@ -189,7 +189,7 @@ async def test_what_was_asked_is_done_also_when_nobody_waits_for_it(name: str) -
         assert found == {"book": "a name", "twig": "", "third": "before the others"}
 
 
-async def test_what_is_deleted_while_it_is_kept_is_not_there() -> None:
+async def test_context_deleted_during_a_write_is_absent() -> None:
     persistence = MemoryLasting()
     async with running(persistence) as engine:
         await ingest(engine, "book", 8)
@@ -207,7 +207,7 @@ async def test_what_is_deleted_while_it_is_kept_is_not_there() -> None:
     assert not persistence.contexts
 
 
-async def test_what_is_deleted_stays_so_when_its_journal_cannot_be() -> None:
+async def test_deleted_context_stays_deleted_if_its_journal_remains() -> None:
     persistence = MemoryLasting()
     async with running(persistence) as engine:
         await ingest(engine, "book", 8)
@@ -219,21 +219,21 @@ async def test_what_is_deleted_stays_so_when_its_journal_cannot_be() -> None:
         assert sorted(persistence.journal.forgotten) == ["book", "other"]
 
 
-async def test_a_use_that_could_not_be_kept_is_kept_later() -> None:
+async def test_failed_write_of_a_use_is_retried() -> None:
     persistence, times = MemoryLasting(), itertools.count(10.0)
     async with running(persistence, wall_clock=lambda: next(times)) as engine:
         await ingest(engine, "book", 8)
         await ask(engine, "book")
         persistence.catalog.failures = [StorageUnavailable("the disk is full")]
-        await engine._keeping._keep_uses()
-        (retained,) = persistence.kept.contexts
-        assert retained.num_hits == 0
-        await engine._keeping._keep_uses()
-        (retained,) = persistence.kept.contexts
-        assert retained.num_hits == 1
+        await engine._persistence._keep_uses()
+        (record,) = persistence.contents.contexts
+        assert record.num_hits == 0
+        await engine._persistence._keep_uses()
+        (record,) = persistence.contents.contexts
+        assert record.num_hits == 1
 
 
-async def test_a_document_that_is_given_up_while_it_is_kept_is_not_there() -> None:
+async def test_cancelled_ingest_is_absent_after_its_write() -> None:
     persistence = MemoryLasting()
     async with running(persistence) as engine:
         await ingest(engine, "book", 8)
@@ -243,28 +243,28 @@ async def test_a_document_that_is_given_up_while_it_is_kept_is_not_there() -> No
             DocumentPrompt(context="book", token_ids=[1, 2, 3], append=True),
         ):
             stream = engine.ingest(document)
-            await comes_to(engine, lambda: stream_is_read(engine) == [False])
+            await comes_to(engine, lambda: unsealed_streams(engine) == [False])
             stream.cancel()
         persistence.catalog.release()
-        await engine.update_context("book", ContextSettings(display_name="changes are kept in their order"))
+        await engine.update_context("book", ContextSettings(display_name="changes are written in order"))
         assert [view.tokens for view in engine.list_contexts()] == [8]
     assert persistence.contexts == {"book": 8}
 
 
-def stream_is_read(engine: Engine) -> list[bool]:
-    """Whether documents that are read are not sealed yet."""
+def unsealed_streams(engine: Engine) -> list[bool]:
+    """For each open request, whether its segment is not sealed yet."""
     scheduler = engine._scheduler
     assert scheduler is not None
     return [scheduler.sealed(request.id) is None for request in scheduler._requests]
 
 
-async def test_changes_that_meet_are_all_kept() -> None:
+async def test_concurrent_changes_are_all_written() -> None:
     persistence = MemoryLasting()
     async with running(persistence) as engine:
         await ingest(engine, "book", 8)
         persistence.catalog.hold()
         reading = asyncio.create_task(ingest(engine, "book", 9, append=True))
-        await comes_to(engine, lambda: stream_is_read(engine) == [False])
+        await comes_to(engine, lambda: unsealed_streams(engine) == [False])
         changing = asyncio.create_task(engine.update_context("book", ContextSettings(display_name="a name")))
         forking = asyncio.create_task(engine.fork_context("book", "twig"))
         await asyncio.sleep(0)
@@ -275,7 +275,7 @@ async def test_changes_that_meet_are_all_kept() -> None:
         assert found == {"book": (17, "a name"), "twig": (8, "")}
 
 
-async def test_what_nobody_asks_makes_room() -> None:
+async def test_idle_contexts_are_evicted_for_space() -> None:
     persistence = MemoryLasting()
     ranks = FakeRanks(2, 12)  # 96 tokens
     async with running(persistence, ranks) as engine:
@@ -283,8 +283,8 @@ async def test_what_nobody_asks_makes_room() -> None:
             await ingest(engine, name, 40)
         states = {view.id: view.state for view in engine.list_contexts()}
         assert states == {"a": "parked", "b": "held", "c": "held"}
-        _, came_back = await ask(engine, "a")
-        assert came_back
+        _, was_restored = await ask(engine, "a")
+        assert was_restored
         assert {view.id: view.state for view in engine.list_contexts()} == {"a": "held", "b": "parked", "c": "held"}
         await engine.update_context("a", ContextSettings(is_pinned=True))
         await engine.update_context("c", ContextSettings(is_pinned=True))
@@ -297,19 +297,19 @@ async def test_what_nobody_asks_makes_room() -> None:
         engine.audit()
 
 
-async def test_twenty_who_ask_have_it_come_back_once() -> None:
+async def test_concurrent_requests_restore_a_context_once() -> None:
     persistence = MemoryLasting()
     async with running(persistence) as engine:
         await ingest(engine, "book", 200)
     ranks = FakeRanks(2, 100)
     async with running(persistence, ranks) as engine:
         answers = await asyncio.gather(*(ask(engine, "book", count) for count in range(1, 21)))
-        assert all(came_back for _, came_back in answers)
+        assert all(was_restored for _, was_restored in answers)
     read = [len(plan.work.token_ids) for plan in ranks.plans if hasattr(plan.work, "pieces")]
     assert sum(read) < 200 + 20 * 21
 
 
-async def test_contexts_are_warmed_as_far_as_there_is_room() -> None:
+async def test_contexts_are_preloaded_while_there_is_space() -> None:
     persistence, times = MemoryLasting(), itertools.count(10.0)
     async with running(persistence, wall_clock=lambda: next(times)) as engine:
         for name in ("a", "b", "c"):
@@ -322,7 +322,7 @@ async def test_contexts_are_warmed_as_far_as_there_is_room() -> None:
         assert states == {"a": "held", "b": "parked", "c": "held"}
 
 
-async def test_when_contexts_were_used_is_kept() -> None:
+async def test_use_of_contexts_is_written() -> None:
     persistence = MemoryLasting()
     async with running(persistence) as engine:
         await ingest(engine, "book", 8)
@@ -330,14 +330,14 @@ async def test_when_contexts_were_used_is_kept() -> None:
             await ask(engine, "book")
         assert engine.get_context("book").hits == 3
         probe = Prompt(context="book", token_ids=(1, 2), sampling=Sampling(max_tokens=1), is_probe=True, num_scored=1)
-        assert [event async for event in engine.submit(probe)]  # it confirms a source, and asks nothing
+        assert [event async for event in engine.submit(probe)]  # a probe does not count as a use
         assert engine.get_context("book").hits == 3
     async with running(persistence) as engine:
         view = engine.get_context("book")
         assert (view.hits, view.used) == (3, 12.0)
 
 
-async def test_ranks_that_are_fewer_park_what_they_cannot_hold() -> None:
+async def test_fewer_ranks_evict_contexts_that_do_not_fit() -> None:
     persistence = MemoryLasting()
     ranks = FakeRanks(2, 12)
     async with running(persistence, ranks) as engine:
@@ -347,6 +347,6 @@ async def test_ranks_that_are_fewer_park_what_they_cannot_hold() -> None:
         await comes_to(engine, lambda: engine.cluster().world_size == 1)
         await comes_to(engine, lambda: "restoring" not in {view.state for view in engine.list_contexts()})
         assert {view.id: view.state for view in engine.list_contexts()} == {"a": "parked", "b": "held"}
-        tokens, came_back = await ask(engine, "a")
-        assert tokens and came_back
+        tokens, was_restored = await ask(engine, "a")
+        assert tokens and was_restored
         engine.audit()

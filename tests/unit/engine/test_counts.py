@@ -1,4 +1,4 @@
-"""What an engine counts of its own work, on fake ranks."""
+"""The counters of an engine, on fake ranks."""
 
 from collections import Counter
 
@@ -32,7 +32,7 @@ async def ingest(engine: Engine, context: str, count: int = 96) -> None:
     [_ async for _ in engine.ingest(DocumentPrompt(context=context, token_ids=list(range(count))))]
 
 
-def test_a_step_counts_in_the_first_bucket_whose_bound_it_keeps() -> None:
+def test_step_counts_in_the_first_bucket_that_fits() -> None:
     times = StepTimes()
     for seconds in (0.0, STEP_SECONDS[0], STEP_SECONDS[0] + 1e-9, STEP_SECONDS[-1] + 1):
         times.add(seconds)
@@ -41,7 +41,7 @@ def test_a_step_counts_in_the_first_bucket_whose_bound_it_keeps() -> None:
     assert times.seconds == sum((0.0, STEP_SECONDS[0], STEP_SECONDS[0] + 1e-9, STEP_SECONDS[-1] + 1))
 
 
-async def test_every_answered_step_counts_once_under_what_the_ranks_did() -> None:
+async def test_every_step_counts_once_by_kind_of_work() -> None:
     ranks = FakeRanks(2, 100)
     async with running(Engine(ranks, CONFIG, max_positions=3000)) as found:
         await ingest(found.engine, "doc")
@@ -54,10 +54,10 @@ async def test_every_answered_step_counts_once_under_what_the_ranks_did() -> Non
         assert counts.num_contexts == 2
         await found.engine.delete_context("other")
         assert found.engine.counts.num_contexts == 1
-        assert (counts.num_preempted, counts.reread_tokens, counts.snapshot_bytes) == (0, 0, None)
+        assert (counts.num_preempted, counts.num_recomputed_tokens, counts.snapshot_bytes) == (0, 0, None)
 
 
-async def test_tokens_of_answers_count_and_each_answer_of_a_step_as_one() -> None:
+async def test_output_tokens_and_rows_of_a_step_are_counted() -> None:
     async with running(Engine(FakeRanks(2, 100), CONFIG, max_positions=3000)) as found:
         for num_samples in (1, 3):
             [_ async for _ in found.engine.submit(replace(prompt(3, 5), num_samples=num_samples))]
@@ -67,12 +67,12 @@ async def test_tokens_of_answers_count_and_each_answer_of_a_step_as_one() -> Non
         assert found.engine.cluster().drafting == Drafting(drafted_tokens=0, accepted_tokens=0, tokens_per_step=1.0)
 
 
-def test_no_step_has_given_no_tokens() -> None:
+def test_no_steps_mean_no_tokens() -> None:
     assert DraftCounts().tokens_per_step == 0.0
     assert DraftCounts(num_sampled=9, num_row_steps=4).tokens_per_step == 2.25
 
 
-async def test_steps_last_as_long_as_rank_0_says() -> None:
+async def test_step_duration_is_that_of_rank_0() -> None:
     ranks = GatedRanks(seconds_per_token=0.5)
     async with running(Engine(ranks, CONFIG, max_positions=3000)) as found:
         ranks.allow(100)
@@ -80,7 +80,7 @@ async def test_steps_last_as_long_as_rank_0_says() -> None:
         assert found.engine.counts.steps["prefill"].seconds == 16.0
 
 
-async def test_who_gives_way_to_a_higher_priority_counts_as_preempted() -> None:
+async def test_job_preempted_by_a_higher_priority_is_counted() -> None:
     ranks = GatedRanks()
     config = EngineConfig(model="none", world_size=1, chunk_size=32, block_size=4, max_sequences=1)
     async with running(Engine(ranks, config, max_positions=3000)) as found:
@@ -94,7 +94,7 @@ async def test_who_gives_way_to_a_higher_priority_counts_as_preempted() -> None:
         assert found.engine.counts.num_preempted == 1
 
 
-async def test_what_was_lost_with_a_rank_counts_as_read_again_and_answers_are_not_preempted_for_it() -> None:
+async def test_lost_tokens_count_as_recomputed_and_not_as_preempted() -> None:
     ranks = FakeRanks(3, 100, lost_rank=1)
     async with running(Engine(ranks, CONFIG, max_positions=3000)) as found:
         await ingest(found.engine, "doc")
@@ -103,6 +103,6 @@ async def test_what_was_lost_with_a_rank_counts_as_read_again_and_answers_are_no
         stream = found.engine.submit(prompt(3, 30, "doc"))
         [_ async for _ in stream]
         recomputed = [plan.work for plan in ranks.plans if plan.epoch == 2 and isinstance(plan.work, Prefill)]
-        assert found.engine.counts.reread_tokens == resident
+        assert found.engine.counts.num_recomputed_tokens == resident
         assert sum(len(work.token_ids) for work in recomputed) >= resident
         assert found.engine.counts.num_preempted == 0

@@ -71,7 +71,7 @@ async def test_views_and_streams() -> None:
         assert engine.list_contexts() == []
 
 
-async def test_views_tell_of_windows_on_every_rank() -> None:
+async def test_views_include_windows_on_every_rank() -> None:
     windows = WindowSpec(reaches=(AttentionSpan(5),), num_blocks=10, bytes_per_token=8)
     async with running(FakeRanks(2, 100, windows=windows)) as (engine, _):
         _ = [event async for event in engine.ingest(DocumentPrompt(context="doc", token_ids=list(range(64))))]
@@ -83,7 +83,7 @@ async def test_views_tell_of_windows_on_every_rank() -> None:
         assert [(w.kv_bytes, w.max_kv_bytes) for w in cluster.workers] == [(2080, 400 * 64 + 40 * 8)] * 2
 
 
-async def test_errors_are_raised_at_once() -> None:
+async def test_errors_are_raised_immediately() -> None:
     async with running(FakeRanks(2, 100)) as (engine, _):
         for call, error in (
             (lambda: engine.submit(prompt(3, 4, "doc")), NotFound),
@@ -101,7 +101,7 @@ async def test_errors_are_raised_at_once() -> None:
             engine.ingest(DocumentPrompt(context="doc", token_ids=[1]))
 
 
-async def test_slow_reader_gets_joined_tokens() -> None:
+async def test_slow_reader_receives_joined_tokens() -> None:
     async with running(FakeRanks(2, 100)) as (engine, _):
         slow, fast = engine.submit(prompt(3, 50)), engine.submit(prompt(3, 60))
         assert isinstance([event async for event in fast][-1], Ended)
@@ -112,7 +112,7 @@ async def test_slow_reader_gets_joined_tokens() -> None:
         assert events[1].token_ids[0] == echo_token(2, 0, 1000)
 
 
-async def test_an_observer_sees_every_step_with_its_answer() -> None:
+async def test_observer_receives_every_step_with_its_result() -> None:
     ranks, seen = FakeRanks(2, 100), list[tuple[StepPlan, StepResult]]()
     async with running(ranks, observe=lambda plan, result: seen.append((plan, result))) as (engine, _):
         [_ async for _ in engine.ingest(DocumentPrompt(context="doc", token_ids=range(64)))]
@@ -140,7 +140,7 @@ async def test_samples_are_one_stream() -> None:
         assert await collect(other) == 2
 
 
-async def test_a_stream_ends_with_its_last_sample() -> None:
+async def test_stream_ends_with_its_last_sample() -> None:
     async with running(FakeRanks(2, 1000)) as (engine, _):
         stream = engine.submit(msgspec.structs.replace(prompt(20, 900), num_samples=2))
         seen: set[int] = set()
@@ -155,7 +155,7 @@ async def test_a_stream_ends_with_its_last_sample() -> None:
         engine.audit()
 
 
-async def test_logprobs_and_stop_tokens_come_through() -> None:
+async def test_logprobs_and_stop_tokens_reach_the_stream() -> None:
     async with running(FakeRanks(2, 100)) as (engine, _):
         second = echo_token(echo_token(2, 0, 1000), 1, 1000)
         sampling = Sampling(max_tokens=9, num_logprobs=0, stop_tokens=(second,))
@@ -167,16 +167,16 @@ async def test_logprobs_and_stop_tokens_come_through() -> None:
         assert (events[-1].reason, events[-1].completion_tokens) == ("stop_token", 2)
 
 
-async def test_a_reader_that_is_behind_is_paused_until_it_reads() -> None:
+async def test_slow_reader_is_paused_until_it_reads() -> None:
     async with running(FakeRanks(2, 1000)) as (engine, _):
         slow = engine.submit(prompt(3, 2000))
         assert await collect(engine.submit(prompt(3, 1500))) == 1500
         first = await anext(event async for event in slow if isinstance(event, Tokens))
-        assert MAX_UNREAD <= len(first.token_ids) <= MAX_UNREAD + 2, "no more than were under way"
+        assert MAX_UNREAD <= len(first.token_ids) <= MAX_UNREAD + 2, "at most the steps in flight"
         assert len(first.token_ids) + await collect(slow) == 2000
 
 
-async def test_those_that_wait_are_told_their_place() -> None:
+async def test_queued_requests_report_their_position() -> None:
     ranks = FakeRanks(2, 1000)
     config = msgspec.structs.replace(CONFIG, max_sequences=1)
     async with running(ranks, config=config) as (engine, _):
@@ -191,7 +191,7 @@ async def test_those_that_wait_are_told_their_place() -> None:
         assert places == [Admitted(3, 0, 1), Admitted(3, 0, 2)]
 
 
-async def test_a_deadline_ends_a_job_while_nothing_else_happens() -> None:
+async def test_deadline_ends_a_job_on_an_idle_engine() -> None:
     now = [0.0]
     async with running(FakeRanks(2, 1000), clock=lambda: now[0]) as (engine, _):
         stream = engine.submit(msgspec.structs.replace(prompt(3, 2000), claim=SchedulingClaim(deadline=0.001)))
@@ -205,7 +205,7 @@ async def test_a_deadline_ends_a_job_while_nothing_else_happens() -> None:
         assert engine.cluster().running == 0
 
 
-async def test_cancel_by_leaving() -> None:
+async def test_closing_a_stream_cancels_its_job() -> None:
     async with running(FakeRanks(2, 1000)) as (engine, _):
         async with aclosing(engine.submit(prompt(100, 2000))) as stream:
             async for event in stream:
@@ -231,7 +231,7 @@ async def collect(stream: Stream) -> int:
     return sum([len(event.token_ids) async for event in stream if isinstance(event, Tokens)])
 
 
-async def test_the_last_rank_fails_every_stream() -> None:
+async def test_loss_of_the_last_rank_fails_every_stream() -> None:
     async with running(FakeRanks(1, 1000, lose_at=5)) as (engine, loop):
         results = await asyncio.gather(
             collect(engine.submit(prompt(3, 1000))), collect(engine.submit(prompt(3, 2000))), return_exceptions=True
@@ -241,11 +241,11 @@ async def test_the_last_rank_fails_every_stream() -> None:
             await loop
         with pytest.raises(Unavailable, match="rank 0 was lost") as refused:
             engine.submit(prompt(3, 1))
-        assert type(refused.value) is Unavailable, "nothing of this call's was lost"
+        assert type(refused.value) is Unavailable, "this call lost no tokens"
         assert refused.value.__cause__ is results[0], "but it is known here why"
 
 
-async def test_the_last_rank_is_lost_between_steps() -> None:
+async def test_last_rank_may_be_lost_between_steps() -> None:
     ranks = FakeRanks(1, 1000)
     async with running(ranks) as (engine, loop):
         await collect(engine.submit(prompt(3, 1)))
@@ -270,8 +270,8 @@ async def test_not_started() -> None:
         engine.submit(prompt(3, 1))
 
 
-class Days:
-    """A wall clock that is turned by hand."""
+class ManualClock:
+    """A manual wall clock."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -285,8 +285,8 @@ def names(engine: Engine) -> list[str]:
 
 
 async def test_contexts_expire() -> None:
-    days = Days()
-    async with running(FakeRanks(2, 100), days) as (engine, _):
+    date_clock = ManualClock()
+    async with running(FakeRanks(2, 100), date_clock) as (engine, _):
         for name, settings in (
             ("early", ContextSettings(ttl=10.0, display_name="E")),
             ("late", ContextSettings(expires=1020.0)),
@@ -296,23 +296,23 @@ async def test_contexts_expire() -> None:
             [_ async for _ in engine.ingest(DocumentPrompt(context=name, token_ids=list(range(8)), settings=settings))]
         view = engine.get_context("early")
         assert (view.expires, view.display_name, view.is_pinned) == (1010.0, "E", False)
-        days.now = 1009.9
+        date_clock.now = 1009.9
         assert names(engine) == ["early", "late", "never", "pinned"]
-        days.now = 1010.0
+        date_clock.now = 1010.0
         assert names(engine) == ["late", "never", "pinned"]
         engine.audit()
         with pytest.raises(NotFound):
             engine.submit(prompt(3, 1, "early"))
         assert (await engine.update_context("late", ContextSettings(expires=None))).expires is None
         await engine.update_context("never", ContextSettings(ttl=5.0))
-        days.now = 2000.0
+        date_clock.now = 2000.0
         assert names(engine) == ["late", "pinned"]
         assert engine.get_context("pinned").expires == 1010.0
         await engine.update_context("pinned", ContextSettings(is_pinned=False))
         assert names(engine) == ["late"]
 
 
-async def test_an_idle_engine_wakes_when_a_context_expires() -> None:
+async def test_context_expires_on_an_idle_engine() -> None:
     has_passed = asyncio.Event()
 
     def clock() -> float:
@@ -329,37 +329,37 @@ async def test_an_idle_engine_wakes_when_a_context_expires() -> None:
             )
         ]
         assert engine._scheduler is not None
-        await has_passed.wait()  # the engine checks by itself, without a request
+        await has_passed.wait()  # the engine checks expiry without a request
         assert "doc" not in engine._scheduler.contexts
 
 
 @pytest.mark.parametrize("is_waiting", [False, True])
-async def test_an_ingest_ends_when_its_context_would_have_expired(is_waiting: bool) -> None:
-    """Whether it is being read or is queued; its blocks are freed immediately."""
-    days, ranks = Days(), GatedRanks()
-    async with running(ranks, days) as (engine, _):
+async def test_ingest_ends_when_its_context_expires(is_waiting: bool) -> None:
+    """Running or queued, it ends, and its blocks are freed immediately."""
+    date_clock, ranks = ManualClock(), GatedRanks()
+    async with running(ranks, date_clock) as (engine, _):
         others = [engine.submit(prompt(2, 230)) for _ in range(4 if is_waiting else 0)]
         stream = engine.ingest(
             DocumentPrompt(context="doc", token_ids=list(range(200)), settings=ContextSettings(expires=1010.0))
         )
         pinned = ContextSettings(expires=1010.0, is_pinned=True)
-        retained = engine.ingest(DocumentPrompt(context="kept", token_ids=list(range(8)), settings=pinned))
+        pinned_stream = engine.ingest(DocumentPrompt(context="kept", token_ids=list(range(8)), settings=pinned))
         ranks.allow(2)
         await comes_to(engine, lambda: len(ranks.plans) == 2)
         assert engine.cluster().waiting == int(is_waiting)
-        days.now = 1010.0
+        date_clock.now = 1010.0
         engine.list_contexts()  # looks at the clock
         with pytest.raises(InvalidArgument, match=r"config\.expire_time"):
             [_ async for _ in stream]
         engine.audit()
         ranks.allow(1000)
-        for other in (*others, retained):
+        for other in (*others, pinned_stream):
             [_ async for _ in other]
         assert names(engine) == ["kept"]
         assert sum(worker.tokens for worker in engine.cluster().workers) == 8
 
 
-async def test_an_idle_engine_wakes_when_an_ingest_expires() -> None:
+async def test_ingest_expires_on_an_idle_engine() -> None:
     async with running(GatedRanks(), time.time) as (engine, _):
         soon = ContextSettings(expires=time.time() + 0.05)
         stream = engine.ingest(DocumentPrompt(context="doc", token_ids=list(range(200)), settings=soon))
@@ -367,9 +367,9 @@ async def test_an_idle_engine_wakes_when_an_ingest_expires() -> None:
             [_ async for _ in stream]
 
 
-async def test_what_runs_on_an_expired_context_finishes_and_what_is_appended_fails() -> None:
-    days = Days()
-    async with running(FakeRanks(2, 1000), days) as (engine, _):
+async def test_expired_context_finishes_generations_and_fails_appends() -> None:
+    date_clock = ManualClock()
+    async with running(FakeRanks(2, 1000), date_clock) as (engine, _):
         [
             _
             async for _ in engine.ingest(
@@ -381,14 +381,14 @@ async def test_what_runs_on_an_expired_context_finishes_and_what_is_appended_fai
             engine.ingest(DocumentPrompt(context="doc", token_ids=list(range(500)), append=True)),
         )
         assert isinstance(await anext(answer), Admitted)
-        days.now = 1010.0
+        date_clock.now = 1010.0
         assert names(engine) == []
         assert sum([len(event.token_ids) async for event in answer if isinstance(event, Tokens)]) == 5
         with pytest.raises(NotFound):
             [_ async for _ in append]
 
 
-async def test_an_append_leaves_the_settings_and_a_time_that_passed_is_refused() -> None:
+async def test_append_keeps_the_settings_and_past_expiry_is_refused() -> None:
     async with running(FakeRanks(2, 100)) as (engine, _):
         [
             _
@@ -405,7 +405,7 @@ async def test_an_append_leaves_the_settings_and_a_time_that_passed_is_refused()
             await engine.update_context("none", ContextSettings(is_pinned=True))
 
 
-async def test_an_unexpected_error_of_one_job_ends_its_stream_and_not_the_service(
+async def test_unexpected_error_of_a_job_ends_only_its_stream(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     next_row = Sequence.next_row

@@ -1,4 +1,4 @@
-"""From epoch to epoch: what streams, contexts and views are when ranks are lost and others come, on fake ranks."""
+"""Changes of epoch: streams, contexts and views after ranks are lost or join, on fake ranks."""
 
 import asyncio
 import dataclasses
@@ -30,7 +30,7 @@ def prompt(count: int, max_tokens: int, context: str | None = None) -> Prompt:
     return Prompt(context=context, token_ids=tuple(range(count)), sampling=Sampling(max_tokens=max_tokens))
 
 
-def engine_of(ranks: FakeRanks) -> Engine:
+def make_engine(ranks: FakeRanks) -> Engine:
     return Engine(ranks, CONFIG, max_positions=3000)
 
 
@@ -59,9 +59,9 @@ def answer(last: int, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("lost_rank", [0, 2])
-async def test_streams_go_on_and_what_was_lost_is_read_again(lost_rank: int) -> None:
+async def test_streams_continue_and_lost_tokens_are_recomputed(lost_rank: int) -> None:
     ranks = FakeRanks(3, 100, lost_rank=lost_rank)
-    async with running(engine_of(ranks)) as found:
+    async with running(make_engine(ranks)) as found:
         engine = found.engine
         await ingest(engine)
         resident = engine.get_context("doc").shares[lost_rank].tokens
@@ -83,9 +83,9 @@ async def test_streams_go_on_and_what_was_lost_is_read_again(lost_rank: int) -> 
         engine.audit()
 
 
-async def test_whoever_comes_gets_a_share() -> None:
+async def test_joining_rank_receives_a_share_of_the_tokens() -> None:
     ranks = FakeRanks(3, 100)
-    async with running(engine_of(ranks)) as found:
+    async with running(make_engine(ranks)) as found:
         engine = found.engine
         await ingest(engine)
         ranks.lose(1, "vanished")
@@ -101,7 +101,7 @@ async def test_whoever_comes_gets_a_share() -> None:
         assert sum(share.tokens for share in engine.get_context("doc").shares) == 96
 
 
-async def test_a_loss_while_others_join_is_told_as_any() -> None:
+async def test_loss_during_a_join_is_reported() -> None:
     class Unlucky(FakeRanks):
         async def form(self, epoch):
             if self.joinable:
@@ -109,7 +109,7 @@ async def test_a_loss_while_others_join_is_told_as_any() -> None:
             return await super().form(epoch)
 
     ranks = Unlucky(3, 100)
-    async with running(engine_of(ranks)) as found:
+    async with running(make_engine(ranks)) as found:
         engine = found.engine
         await ingest(engine)
         resident = engine.get_context("doc").shares[1].tokens
@@ -121,18 +121,18 @@ async def test_a_loss_while_others_join_is_told_as_any() -> None:
         assert (recovery.epoch, recovery.lost_tokens, recovery.recovered_tokens) == (2, resident, resident)
 
 
-async def test_who_is_gone_is_told_of_no_more_though_no_other_group_is_formed_yet() -> None:
+async def test_lost_rank_leaves_the_view_before_a_new_group_is_formed() -> None:
     ranks = FakeRanks(3, 16)
-    async with running(engine_of(ranks)) as found:
-        ranks.tell((Loss(time=0.0, member=1, rank=1, epoch=1, node="", reason="vanished", slot="waiting"),))
+    async with running(make_engine(ranks)) as found:
+        ranks.publish((Loss(time=0.0, member=1, rank=1, epoch=1, node="", reason="vanished", slot="waiting"),))
         cluster = found.engine.cluster()
         assert [worker.rank for worker in cluster.workers] == [0, 2]
         assert (cluster.world_size, cluster.epoch) == (2, 1)
 
 
-async def test_what_is_left_may_be_too_small() -> None:
+async def test_contexts_are_dropped_if_the_remaining_ranks_are_too_small() -> None:
     ranks = FakeRanks(3, 16)
-    async with running(engine_of(ranks)) as found:
+    async with running(make_engine(ranks)) as found:
         engine = found.engine
         await ingest(engine, "old")
         await ingest(engine, "new")
@@ -149,31 +149,31 @@ async def test_what_is_left_may_be_too_small() -> None:
             await engine.fork_context("old", "other")
         await engine.fork_context("new", "old", 8)
         await engine.delete_context("old")
-        with pytest.raises(NotFound):  # another one of that name has come, and gone
+        with pytest.raises(NotFound):  # another context of that name was added and deleted
             engine.get_context("old")
         assert (await read(engine.submit(prompt(3, 9, "new"))))[0] == answer(2, 9)
 
 
-async def test_what_is_left_may_be_too_small_once_nobody_is_to_come() -> None:
+async def test_contexts_are_dropped_only_if_no_replacement_is_expected() -> None:
     ranks = FakeRanks(3, 16)
     loss = Loss(time=0.0, member=2, rank=2, epoch=1, node="", reason="vanished", slot="waiting")
-    async with running(engine_of(ranks)) as found:
+    async with running(make_engine(ranks)) as found:
         engine = found.engine
         await ingest(engine, "old")
         await ingest(engine, "new")
-        ranks.tell((loss,))
+        ranks.publish((loss,))
         ranks.lose(2, "vanished")
         await comes_to(engine, lambda: engine.cluster().epoch == 2)
-        assert engine.get_context("old").tokens == 96, "it is given up as a last resort"
-        ranks.tell((replace(loss, slot="given_up"),))
+        assert engine.get_context("old").tokens == 96, "it is dropped only as a last resort"
+        ranks.publish((replace(loss, slot="given_up"),))
         await comes_to(engine, lambda: not any(context.id == "old" for context in engine.list_contexts()))
         with pytest.raises(ContextLost, match="cannot hold it"):
             engine.get_context("old")
 
 
 @pytest.mark.parametrize(("is_deadly", "num_epochs"), [(False, 2), (True, 4)])
-async def test_a_job_that_ends_one_epoch_after_the_other_fails_alone(is_deadly: bool, num_epochs: int) -> None:
-    """With the second one that it breaks, or the fourth in which a rank dies."""
+async def test_job_that_breaks_several_epochs_fails_alone(is_deadly: bool, num_epochs: int) -> None:
+    """It fails with the second epoch that it breaks, or with the fourth in which a rank dies."""
 
     class Poisoned(FakeRanks):
         num_ended = 0
@@ -189,7 +189,7 @@ async def test_a_job_that_ends_one_epoch_after_the_other_fails_alone(is_deadly: 
             return await super().step(plan)
 
     ranks = Poisoned(3, 100)
-    async with running(engine_of(ranks)) as found:
+    async with running(make_engine(ranks)) as found:
         engine = found.engine
         await ingest(engine)
         others = [engine.submit(prompt(3, 300, "doc")), engine.submit(prompt(4, 300))]
@@ -201,14 +201,14 @@ async def test_a_job_that_ends_one_epoch_after_the_other_fails_alone(is_deadly: 
         engine.audit()
 
 
-async def test_many_jobs_that_break_epochs_do_not_end_the_service() -> None:
+async def test_many_poison_jobs_do_not_end_the_service() -> None:
     class Poisoned(FakeRanks):
         async def step(self, plan):
             if not isinstance(plan.work, Prefill | Move) and any(666 in row.token_ids for row in plan.work.rows):
                 self.break_epoch("choked", plan.step)
             return await super().step(plan)
 
-    async with running(engine_of(Poisoned(3, 100))) as found:
+    async with running(make_engine(Poisoned(3, 100))) as found:
         engine = found.engine
         poison = Prompt(context=None, token_ids=(666,), sampling=Sampling(max_tokens=3))
         reported = await asyncio.gather(*(read(engine.submit(poison)) for _ in range(12)), return_exceptions=True)
@@ -216,17 +216,17 @@ async def test_many_jobs_that_break_epochs_do_not_end_the_service() -> None:
         assert (await read(engine.submit(prompt(5, 9))))[0] == answer(4, 9)
 
 
-async def test_epochs_that_always_break_before_their_first_step_end_the_service() -> None:
+async def test_repeated_failures_before_the_first_step_end_the_service() -> None:
     class Disagreeing(FakeRanks):
         async def lay_out(self, layout):
             await super().lay_out(layout)
             self.break_epoch("that cannot be held")
 
     ranks = Disagreeing(3, 100)
-    async with running(engine_of(ranks)) as found:
+    async with running(make_engine(ranks)) as found:
         stream = found.engine.submit(prompt(5, 60))
         ranks.break_epoch("hung")
-        message = "8 epochs ended one after the other without a step; the last: that cannot be held"
+        message = "8 epochs in a row ended without a step; latest error: that cannot be held"
         with pytest.raises(Unavailable, match=message):
             await read(stream)
         with pytest.raises(Unavailable, match=message):
@@ -234,7 +234,7 @@ async def test_epochs_that_always_break_before_their_first_step_end_the_service(
 
 
 @pytest.mark.parametrize(("bytes_per_token", "expected"), [(1 << 10, 4096), (320 << 10, 12), (1 << 30, 1)])
-async def test_one_step_moves_as_much_as_streams_can_wait_for(bytes_per_token: int, expected: int) -> None:
+async def test_moves_of_a_step_are_limited_by_stream_latency(bytes_per_token: int, expected: int) -> None:
     formation = await FakeRanks(2).start(1)
     readies = tuple(replace(ready, bytes_per_token=bytes_per_token) for ready in formation.readies)
     assert Epoch.first(dataclasses.replace(formation, readies=readies), 16).max_moved_blocks == expected

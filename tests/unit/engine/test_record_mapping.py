@@ -1,4 +1,4 @@
-"""What is kept of contexts is taken up again, also where earlier versions kept what contradicts itself."""
+"""Persisted contexts are restored, including inconsistent records of earlier versions."""
 
 from array import array
 
@@ -9,7 +9,7 @@ from coordinator.engine.record_mapping import context_of, segment_of
 from coordinator.kv_cache.block_placer import BlockPlacer
 from coordinator.kv_cache.contexts import LAST_ENDS, ContextTable
 from coordinator.kv_cache.segments import SegmentStore
-from coordinator.kv_cache.token_paths import NOWHERE
+from coordinator.kv_cache.token_paths import EMPTY_PATH
 from coordinator.persistence.catalog.records import SegmentRecord
 from tests.support.catalog import context
 
@@ -25,11 +25,11 @@ from tests.support.catalog import context
         ((3, 30), (3, 30)),
     ],
 )
-def test_a_context_has_ends_to_go_on_from(ends: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def test_restored_context_has_valid_continuation_points(ends: tuple[int, ...], expected: tuple[int, ...]) -> None:
     segments = SegmentStore(BlockPlacer([64], 4))
     contexts = ContextTable(segments)
     record = replace(context("book", 7, 30, capacity=2_000), ends=ends)
-    segment = segment_of(SegmentRecord(id=7, token_ids=array("I", range(30))), NOWHERE, "default")
+    segment = segment_of(SegmentRecord(id=7, token_ids=array("I", range(30))), EMPTY_PATH, "default")
     segments.adopt(segment)
     contexts.adopt(context_of(record, segment.path))
     assert contexts.get("book").ends == expected

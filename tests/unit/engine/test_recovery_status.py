@@ -1,4 +1,4 @@
-"""What is told of a recovery to clients, and to those who run the service."""
+"""The recovery status for clients and in the log."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from coordinator.engine_messages import ContextDropped
 from longleaf.types import Recovering
 
 
-def test_what_is_lost_and_held_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_and_recovered_tokens_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     now = 10.0
     recoveries = RecoveryStatus(lambda: now)
     recoveries.begin(2, 10.0)
@@ -18,14 +18,14 @@ def test_what_is_lost_and_held_again_is_logged_once(caplog: pytest.LogCaptureFix
     recoveries.see(None, [])
     recoveries.see(None, [])
     assert [record.message for record in caplog.records] == [
-        "recovering: 3,000 tokens were lost",
-        "context book of 1,234 tokens was given up: no room",
-        "recovering: 5,000 tokens were lost",
-        "recovered 5,000 lost tokens in 4 s, but for those of contexts that were given up (1)",
+        "recovering 3,000 lost tokens",
+        "dropped context book with 1,234 tokens: no room",
+        "recovering 5,000 lost tokens",
+        "recovered 5,000 lost tokens in 4 s; dropped contexts: 1",
     ]
 
 
-def test_where_nothing_was_held_there_is_nothing_to_say(caplog: pytest.LogCaptureFixture) -> None:
+def test_recovery_without_lost_tokens_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     recoveries = RecoveryStatus(lambda: 1.0)
     recoveries.begin(2, 0.0)
     recoveries.see(None, [])

@@ -1,4 +1,4 @@
-"""Storage as an engine sees it: what may be saved of what ranks hold, and when it is looked at again."""
+"""Snapshots in an engine: segments that can be saved from ranks, and the times at which they are checked again."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from coordinator.engine.engine import Engine
 from coordinator.engine.snapshot_coordinator import SnapshotCoordinator
 from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
 from coordinator.persistence.catalog.records import Change
-from coordinator.persistence.snapshots.ports import ContextUse, HeldSegment
+from coordinator.persistence.snapshots.ports import ContextUse, PlacedSegment
 from coordinator.persistence.snapshots.retention import RetentionPolicy
 from longleaf.errors import StorageUnavailable, Unavailable
 from longleaf.positions import EVERY_RANK, AttentionSpan, WindowSpec
@@ -39,89 +39,89 @@ async def ask(engine: Engine, name: str = "book") -> list[int]:
     return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
 
 
-def storing(service: Service) -> SnapshotCoordinator:
+def snapshot_coordinator(service: Service) -> SnapshotCoordinator:
     assert service.engine._storing is not None
     return service.engine._storing
 
 
-def held(service: Service, segment: int) -> HeldSegment | None:
-    return storing(service).held(segment)
+def segment_on_ranks(service: Service, segment: int) -> PlacedSegment | None:
+    return snapshot_coordinator(service).placed(segment)
 
 
-def num_reread(service: Service) -> int:
-    """Tokens of the first segment that were read."""
+def num_recomputed(service: Service) -> int:
+    """The number of prefilled tokens of the first segment."""
     works = [plan.work for plan in service.ranks.plans]
     return sum(len(work.token_ids) for work in works if isinstance(work, Prefill) and work.path == (0,))
 
 
-async def test_what_is_sealed_is_held_as_it_lies() -> None:
+async def test_sealed_segment_is_reported_with_its_placement() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         number = await ingest(service.engine)
-        found = held(service, number)
+        found = segment_on_ranks(service, number)
         assert found is not None
         assert list(found.segment.token_ids) == IDS
         assert sum(len(run) for run in found.runs) == len(IDS)
         assert (found.members, found.epoch, found.window_runs) == ((0, 1), 1, ())
-        assert found == held(service, number)
-        assert held(service, number + 1) is None
+        assert found == segment_on_ranks(service, number)
+        assert segment_on_ranks(service, number + 1) is None
 
 
-async def test_what_every_rank_holds_of_windows_is_held_too() -> None:
+async def test_replicated_windows_are_included() -> None:
     storage = Storage()
     async with serving(storage, storage.ranks(windows=WINDOWS), DEMAND) as service:
-        found = held(service, await ingest(service.engine))
+        found = segment_on_ranks(service, await ingest(service.engine))
         assert found is not None
         assert [(run.rank, run.end) for run in found.window_runs] == [(EVERY_RANK, len(IDS))]
 
 
-async def test_what_grows_is_not_held() -> None:
+async def test_growing_segment_is_not_reported() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         service.ranks.may_step.clear()
         reading = asyncio.create_task(ingest(service.engine))
         scheduler = service.engine._current()
         await comes(lambda: scheduler.segments.holdings.find(0) is not None)
-        assert held(service, 0) is None
+        assert segment_on_ranks(service, 0) is None
         service.ranks.may_step.set()
         assert await reading == 0
-        assert held(service, 0) is not None
+        assert segment_on_ranks(service, 0) is not None
 
 
-async def test_what_is_parked_is_not_held_and_is_another_one_once_it_is_again() -> None:
+async def test_evicted_segment_is_not_reported_until_it_is_restored() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
-        before = held(service, number := await ingest(service.engine))
+        before = segment_on_ranks(service, number := await ingest(service.engine))
         assert before is not None
     async with serving(storage, policy=DEMAND) as service:
-        assert held(service, number) is None
+        assert segment_on_ranks(service, number) is None
         await ask(service.engine)
-        again = held(service, number)
+        again = segment_on_ranks(service, number)
         assert again is not None
         assert again.version != before.version
 
 
-async def test_what_is_lost_is_held_again_by_others_once_it_has_been_read() -> None:
+async def test_lost_segment_is_reported_after_recompute() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         number = await ingest(service.engine)
         service.ranks.may_step.clear()
         service.ranks.lose(1, "it died")
         await comes(lambda: service.engine.cluster().epoch == 2)
-        assert held(service, number) is None
+        assert segment_on_ranks(service, number) is None
         service.ranks.may_step.set()
-        await comes(lambda: (found := held(service, number)) and (found.epoch, found.members) == (2, (0,)))
+        await comes(lambda: (found := segment_on_ranks(service, number)) and (found.epoch, found.members) == (2, (0,)))
 
 
-async def test_nothing_is_held_between_epochs() -> None:
+async def test_no_segment_is_reported_between_epochs() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         number = await ingest(service.engine)
         service.ranks.may_form.clear()
         service.ranks.break_epoch("they hung")
         await comes(lambda: service.engine._epochs.is_over)
-        assert held(service, number) is None
+        assert segment_on_ranks(service, number) is None
         service.ranks.may_form.set()
-        await comes(lambda: (found := held(service, number)) and found.epoch == 2)
+        await comes(lambda: (found := segment_on_ranks(service, number)) and found.epoch == 2)
 
 
-async def test_nothing_is_held_while_runs_move_to_who_came() -> None:
+async def test_no_segment_is_reported_during_a_rebalance() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         number = await ingest(service.engine)
         service.ranks.may_step.clear()
@@ -129,10 +129,10 @@ async def test_nothing_is_held_while_runs_move_to_who_came() -> None:
         await comes(lambda: service.engine.cluster().epoch == 2)
         scheduler = service.engine._current()
         assert scheduler.segments.holdings.is_whole
-        assert held(service, number) is None
+        assert segment_on_ranks(service, number) is None
         service.ranks.may_step.set()
-        await comes(lambda: held(service, number))
-        found = held(service, number)
+        await comes(lambda: segment_on_ranks(service, number))
+        found = segment_on_ranks(service, number)
         assert found is not None
         assert {found.members[run.rank] for run in found.runs} == {0, 1, 7}
 
@@ -145,7 +145,7 @@ async def test_nothing_is_held_while_runs_move_to_who_came() -> None:
         ("", None, ""),
     ],
 )
-async def test_the_form_is_that_of_all_pools_and_none_where_ranks_cannot_save(
+async def test_format_covers_all_pools_or_is_empty_without_saving(
     form: str, windows: WindowSpec | None, message: str
 ) -> None:
     storage = Storage()
@@ -154,7 +154,7 @@ async def test_the_form_is_that_of_all_pools_and_none_where_ranks_cannot_save(
         assert service.snapshots.may_write == bool(message)
 
 
-async def test_contexts_are_told_with_their_paths_and_when_they_were_used() -> None:
+async def test_context_uses_have_paths_and_times() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         number = await ingest(service.engine)
         await service.engine.fork_context("book", "fork", 10)
@@ -162,13 +162,13 @@ async def test_contexts_are_told_with_their_paths_and_when_they_were_used() -> N
         await service.engine.update_context("fork", ContextSettings(is_pinned=True))
         path = service.engine.named("fork").path.ids
         assert len(path) == 2
-        assert storing(service).uses() == [
+        assert snapshot_coordinator(service).uses() == [
             ContextUse("book", 12.0, False, (number,)),
             ContextUse("fork", 12.0, True, path),
         ]
 
 
-async def test_what_was_saved_comes_back_and_is_not_read() -> None:
+async def test_saved_segment_is_restored_without_recompute() -> None:
     storage = Storage()
     async with serving(storage) as service:
         number = await ingest(service.engine)
@@ -177,11 +177,11 @@ async def test_what_was_saved_comes_back_and_is_not_read() -> None:
     async with serving(storage) as service:
         assert await ask(service.engine) == answer
         assert any(isinstance(plan.work, Restore) for plan in service.ranks.plans)
-        assert num_reread(service) == 0
+        assert num_recomputed(service) == 0
         await comes(lambda: not service.ranks.fetched)
 
 
-async def test_what_is_damaged_is_read_again_and_then_saved_anew() -> None:
+async def test_damaged_segment_is_recomputed_and_saved_again() -> None:
     storage = Storage()
     async with serving(storage) as service:
         number = await ingest(service.engine)
@@ -191,28 +191,28 @@ async def test_what_is_damaged_is_read_again_and_then_saved_anew() -> None:
     num_lost = len(storage.pieces.pop(damaged))
     async with serving(storage) as service:
         assert await ask(service.engine) == answer
-        assert num_reread(service) == num_lost
+        assert num_recomputed(service) == num_lost
         await comes(lambda: storage.pieces.keys() - before)
         await comes(lambda: service.snapshots.is_usable(number))
         manifest = await service.snapshots.manifest(service.engine.named("book").path.segments[0])
         assert before.isdisjoint(manifest.objects)
 
 
-async def test_a_storage_that_is_away_has_all_be_read_again_and_keeps_what_it_has() -> None:
+async def test_unreachable_storage_causes_recompute_and_keeps_its_snapshots() -> None:
     storage = Storage()
     async with serving(storage) as service:
         number = await ingest(service.engine)
         answer = await ask(service.engine)
         await comes(lambda: service.snapshots.is_usable(number))
     ranks = storage.ranks()
-    ranks.storage_trouble = "it is away"
+    ranks.storage_error = "it is away"
     async with serving(storage, ranks) as service:
         assert await ask(service.engine) == answer
-        assert num_reread(service) == len(IDS)
+        assert num_recomputed(service) == len(IDS)
         assert service.snapshots.is_usable(number)
 
 
-async def test_what_could_not_be_saved_for_a_loss_is_saved_once_all_is_held_again() -> None:
+async def test_save_interrupted_by_a_loss_is_repeated_after_recovery() -> None:
     async with serving(Storage()) as service:
         service.ranks.may_save.clear()
         number = await ingest(service.engine)
@@ -227,7 +227,7 @@ async def test_what_could_not_be_saved_for_a_loss_is_saved_once_all_is_held_agai
         assert service.engine.cluster().epoch == 2
 
 
-async def test_what_could_not_be_saved_while_runs_moved_is_saved_once_they_lie_still() -> None:
+async def test_save_interrupted_by_a_rebalance_is_repeated_after_it() -> None:
     async with serving(Storage()) as service:
         service.ranks.may_save.clear()
         number = await ingest(service.engine)
@@ -239,11 +239,11 @@ async def test_what_could_not_be_saved_while_runs_moved_is_saved_once_they_lie_s
         await comes(lambda: not service.snapshots._attempts)
         assert not service.snapshots.is_usable(number)
         service.ranks.may_step.set()
-        await comes(lambda: held(service, number))
+        await comes(lambda: segment_on_ranks(service, number))
         await comes(lambda: service.snapshots.is_usable(number))
 
 
-async def test_closing_waits_for_no_save_and_tells_who_waits() -> None:
+async def test_close_does_not_wait_for_saves_and_fails_waiting_callers() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         number = await ingest(service.engine)
         service.ranks.may_save.clear()
@@ -255,7 +255,7 @@ async def test_closing_waits_for_no_save_and_tells_who_waits() -> None:
             await saving
 
 
-async def test_closing_waits_for_nothing_that_is_fetched() -> None:
+async def test_close_does_not_wait_for_fetches() -> None:
     storage = Storage()
     async with serving(storage) as service:
         number = await ingest(service.engine)
@@ -274,7 +274,7 @@ async def test_closing_waits_for_nothing_that_is_fetched() -> None:
         assert not service.ranks.fetched
 
 
-async def test_a_segment_that_does_not_fit_on_the_disk_delays_no_other() -> None:
+async def test_segment_that_does_not_fit_on_the_disk_delays_no_other() -> None:
     def check_room(num_bytes: int) -> None:
         if num_bytes > 1 << 20:
             raise StorageUnavailable("the disk lacks room")
@@ -293,7 +293,7 @@ async def test_a_segment_that_does_not_fit_on_the_disk_delays_no_other() -> None
 
 
 async def test_one_timer_retries_segments_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often snapshots are looked through meanwhile."""
+    """The number of snapshot checks meanwhile does not matter."""
     loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
     call_later = loop.call_later
 
@@ -311,13 +311,13 @@ async def test_one_timer_retries_segments_that_do_not_fit(monkeypatch: pytest.Mo
             await ingest(service.engine, f"book{number}")
             with pytest.raises(StorageUnavailable, match="lacks room"):
                 await service.snapshots.save([service.engine.named(f"book{number}").path.ids[-1]])
-        retries = [timer for timer in timers if getattr(timer, "_callback", None) == service.snapshots.wake]
+        retries = [timer for timer in timers if getattr(timer, "_callback", None) == service.snapshots.notify]
         await comes(lambda: sum(not timer.cancelled() for timer in retries) == 1)
     assert all(timer.cancelled() for timer in retries)
 
 
-async def test_a_segment_that_did_not_fit_and_is_deleted_leaves_no_trouble() -> None:
-    """Although another one waits until it is held again."""
+async def test_deleting_a_segment_that_did_not_fit_clears_the_storage_error() -> None:
+    """Another segment still waits for its restore."""
 
     def check_room(num_bytes: int) -> None:
         if num_bytes:

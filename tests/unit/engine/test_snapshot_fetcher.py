@@ -1,5 +1,4 @@
-"""Fetches from storage beside the steps: the members that are asked, the number of attempts, and the handling of
-missing pieces."""
+"""Fetches from storage beside the steps: the selected members, the number of attempts, and missing pieces."""
 
 import asyncio
 from collections.abc import Sequence
@@ -23,12 +22,12 @@ pytestmark = pytest.mark.timeout(60)
 WINDOWS = WindowSpec(reaches=(AttentionSpan(window=4),), num_blocks=16)
 
 
-def promised(holding: SegmentPlacement) -> bool:
-    """Whether it may come from storage yet."""
+def is_restorable(holding: SegmentPlacement) -> bool:
+    """Whether the segment may still be restored from storage."""
     return holding.loss is not None and holding.loss.may_return
 
 
-async def test_what_storage_has_comes_back_and_members_keep_nothing_of_it() -> None:
+async def test_stored_segments_are_restored_and_members_free_their_pieces() -> None:
     async with opened() as bench:
         holding = bench.lost(3)
         await bench.restore_all()
@@ -41,12 +40,12 @@ async def test_what_storage_has_comes_back_and_members_keep_nothing_of_it() -> N
         assert not bench.archive.forgotten
 
 
-async def test_a_manifest_is_read_once_for_all_who_ask_and_none_waits_for_another() -> None:
+async def test_manifest_is_read_once_for_concurrent_requests() -> None:
     async with opened() as bench:
         bench.archive.is_answering.clear()
         bench.lost(3)
         await bench.turn_often()
-        bench.segments.retain(bench.segments.holdings.lossy[0].segment.path)  # a second user of the segment
+        bench.segments.retain(bench.segments.holdings.with_losses[0].segment.path)  # a second user of the segment
         bench.lost(4)
         await bench.until(lambda: 4 in bench.archive.asked)
         assert bench.archive.asked == [3, 4]
@@ -57,7 +56,7 @@ async def test_a_manifest_is_read_once_for_all_who_ask_and_none_waits_for_anothe
         assert len(bench.ranks.orders) == 4
 
 
-async def test_what_has_come_is_told_so_that_recovery_goes_on() -> None:
+async def test_fetched_data_signals_a_change() -> None:
     async with opened() as bench:
         bench.lost(3)
         bench.turn()
@@ -67,18 +66,18 @@ async def test_what_has_come_is_told_so_that_recovery_goes_on() -> None:
 
 
 @pytest.mark.parametrize("error", [NotFound("the manifest"), DataLoss("the manifest", "a byte is flipped")])
-async def test_a_segment_without_a_sound_manifest_is_read_again_and_forgotten(error: LongleafError) -> None:
+async def test_segment_without_a_valid_manifest_is_recomputed_and_removed(error: LongleafError) -> None:
     async with opened() as bench:
         holding, other = bench.lost(3), bench.lost(4)
         bench.archive.failures[3] = error
-        await bench.until(lambda: not promised(holding))
-        assert promised(other)
+        await bench.until(lambda: not is_restorable(holding))
+        assert is_restorable(other)
         await bench.until(lambda: 3 not in bench.archive.manifests)
         assert bench.archive.forgotten == [(3, str(error))]
         assert bench.archive.asked == [3, 4]
 
 
-async def test_what_is_saved_anew_is_believed_until_it_is_damaged_again() -> None:
+async def test_new_snapshot_of_a_damaged_segment_is_trusted_again() -> None:
     async with opened() as bench:
         for count in (1, 2):
             holding = bench.lost(3)
@@ -93,7 +92,7 @@ async def test_what_is_saved_anew_is_believed_until_it_is_damaged_again() -> Non
 
 
 @pytest.mark.parametrize("is_slow", [True, False])
-async def test_a_storage_that_is_away_is_not_waited_for_and_loses_nothing(
+async def test_unreachable_storage_is_not_waited_for_and_loses_nothing(
     is_slow: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened() as bench:
@@ -103,17 +102,17 @@ async def test_a_storage_that_is_away_is_not_waited_for_and_loses_nothing(
             bench.archive.is_answering.clear()
         else:
             bench.archive.failures[3] = AWAY
-        await bench.until(lambda: not promised(holding))
+        await bench.until(lambda: not is_restorable(holding))
         bench.turn()
         assert bench.archive.manifests.keys() == {3}
         assert not bench.archive.forgotten
         assert not bench.ranks.orders
-        assert "segment 3 is read again" in caplog.text
-        assert ("it takes longer than" if is_slow else str(AWAY)) in caplog.text
+        assert "recomputing segment 3" in caplog.text
+        assert ("no result within" if is_slow else str(AWAY)) in caplog.text
 
 
 @pytest.mark.parametrize("is_missing", [True, False])
-async def test_only_what_is_damaged_is_read_again_and_the_rest_comes_back_first(is_missing: bool) -> None:
+async def test_only_damaged_pieces_are_recomputed_after_the_restore(is_missing: bool) -> None:
     async with opened() as bench:
         holding = bench.lost(3, num_pieces=4)
         name = bench.piece(3, 1)
@@ -122,8 +121,8 @@ async def test_only_what_is_damaged_is_read_again_and_the_rest_comes_back_first(
             del bench.ranks.pieces[name]
         await bench.until(lambda: len(bench.ranks.fetched) == 3)
         await bench.turn_often()
-        assert not bench.archive.forgotten, "others of its pieces may come yet"
-        while promised(holding):
+        assert not bench.archive.forgotten, "other pieces of it may still be fetched"
+        while is_restorable(holding):
             bench.turn()
             bench.restore()
         assert holding.loss is not None
@@ -136,7 +135,7 @@ async def test_only_what_is_damaged_is_read_again_and_the_rest_comes_back_first(
 
 
 @pytest.mark.parametrize("cut", [6, 9, TOKENS - 1])
-async def test_pieces_that_end_within_a_block_are_read_again_in_the_blocks_that_are_promised(cut: int) -> None:
+async def test_pieces_ending_inside_a_block_are_recomputed_in_reserved_blocks(cut: int) -> None:
     """An imported archive may have such a manifest: digests only detect damage. The restored blocks and those of the
     recomputed tokens would be more than the segment takes."""
     async with opened() as bench:
@@ -149,7 +148,7 @@ async def test_pieces_that_end_within_a_block_are_read_again_in_the_blocks_that_
         bench.archive.manifests[3] = replace(manifest, pieces=pieces)
         bench.archive.manifests[3].check()
         bench.ranks.pieces |= {piece.name: frozenset(range(*piece.runs[0])) for piece in pieces}
-        await bench.until(lambda: not promised(holding) or bench.can_restore)
+        await bench.until(lambda: not is_restorable(holding) or bench.can_restore)
         while holding.loss is not None:
             assert bench.recovery.plan([], TOKENS) is not None
             bench.recovery.commit()
@@ -159,7 +158,7 @@ async def test_pieces_that_end_within_a_block_are_read_again_in_the_blocks_that_
 
 
 @pytest.mark.parametrize("problem", ["manifest", "piece", "epoch"])
-async def test_after_one_damaged_restore_nothing_more_of_that_archive_comes_from_storage(problem: str) -> None:
+async def test_after_a_damaged_restore_its_archive_is_no_longer_used(problem: str) -> None:
     async with opened() as bench:
         bench.archive.imported = frozenset(range(3, 12))
         segments = {number: bench.keep(number) for number in range(3, 13)}
@@ -177,10 +176,10 @@ async def test_after_one_damaged_restore_nothing_more_of_that_archive_comes_from
             assert first is not None
             bench.recovery.undo([work], BREAK)
             bench.recovery.change_ranks(RankMapping(2, (0, 1), (32, 32)))
-        await bench.until(lambda: not (promised(first) or any(map(promised, others))))
+        await bench.until(lambda: not (is_restorable(first) or any(map(is_restorable, others))))
         last = [bench.call(segments[number]) for number in (6, 12)]
         await bench.until(lambda: len(bench.archive.forgotten) == 9)
-        assert sorted(bench.archive.manifests) == [12], "what was not asked goes, too"
+        assert sorted(bench.archive.manifests) == [12], "a snapshot that was not requested is dropped"
         num_orders = len(bench.ranks.orders)
         while last[1].loss is not None:
             await bench.until(lambda: bench.can_restore)
@@ -190,7 +189,7 @@ async def test_after_one_damaged_restore_nothing_more_of_that_archive_comes_from
         assert not bench.recovery.restoring.has(last[0])
 
 
-async def test_an_epoch_that_breaks_in_a_restore_of_own_snapshots_costs_only_what_broke_it() -> None:
+async def test_failed_restore_of_own_snapshots_discards_only_that_snapshot() -> None:
     async with opened() as bench:
         holdings = [bench.lost(3), bench.lost(4)]
         await bench.until(lambda: bench.can_restore)
@@ -199,17 +198,17 @@ async def test_an_epoch_that_breaks_in_a_restore_of_own_snapshots_costs_only_wha
         bench.recovery.undo([work], BREAK)
         bench.recovery.change_ranks(RankMapping(2, (0, 1), (32, 32)))
         await bench.turn_often()
-        assert [promised(one) for one in holdings] == [one.segment.id != work.segment for one in holdings]
+        assert [is_restorable(one) for one in holdings] == [one.segment.id != work.segment for one in holdings]
         assert not bench.archive.forgotten
 
 
-async def test_with_windows_a_segment_of_which_a_piece_is_damaged_is_read_again_as_a_whole() -> None:
+async def test_damaged_piece_recomputes_the_whole_segment_with_windows() -> None:
     async with opened(WINDOWS) as bench:
         holding = bench.lost(3)
         bench.ranks.pieces[bench.piece(3)] = frozenset()
         await bench.until(lambda: bench.archive.forgotten)
         assert holding.loss is not None
-        assert (holding.loss.left, promised(holding)) == ([(0, TOKENS)], False)
+        assert (holding.loss.left, is_restorable(holding)) == ([(0, TOKENS)], False)
         await bench.until(lambda: not bench.ranks.fetched)
 
 
@@ -225,7 +224,7 @@ async def test_windows_are_fetched_by_every_member() -> None:
 
 
 @pytest.mark.parametrize("is_slow", [True, False])
-async def test_pieces_that_do_not_come_are_read_again_and_stay_where_they_are(
+async def test_pieces_that_cannot_be_fetched_are_recomputed_and_stay_on_storage(
     is_slow: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened() as bench:
@@ -236,17 +235,17 @@ async def test_pieces_that_do_not_come_are_read_again_and_stay_where_they_are(
         if is_slow:
             monkeypatch.setattr(snapshot_fetcher, "FETCH_SECONDS", 0.0)
         else:
-            bench.ranks.storage_trouble = "the storage is away"
+            bench.ranks.storage_error = "the storage is away"
             bench.ranks.is_fetching.set()
-        await bench.until(lambda: not promised(holding))
+        await bench.until(lambda: not is_restorable(holding))
         bench.turn()
         assert bench.archive.manifests.keys() == {3}
         assert not bench.archive.forgotten
         reported = [record.message for record in caplog.records if record.name == snapshot_fetcher.__name__]
-        assert len(reported) == 1, "once for a segment, however many pieces it has"
+        assert len(reported) == 1, "once for a segment, regardless of its number of pieces"
 
 
-async def test_what_cannot_be_forgotten_is_not_believed_until_it_is_tried_again() -> None:
+async def test_snapshot_that_cannot_be_removed_is_not_trusted() -> None:
     async with opened() as bench:
         holding = bench.lost(3)
         bench.archive.may_forget = False
@@ -261,7 +260,7 @@ async def test_what_cannot_be_forgotten_is_not_believed_until_it_is_tried_again(
         assert bench.archive.asked == [3]
 
 
-async def test_what_could_not_be_forgotten_is_forgotten_later(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_removal_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_fetcher, "FORGET_SECONDS", 0.01)
     async with opened() as bench:
         bench.lost(3)
@@ -272,7 +271,7 @@ async def test_what_could_not_be_forgotten_is_forgotten_later(monkeypatch: pytes
         await bench.until(lambda: 3 not in bench.archive.manifests)
 
 
-async def test_a_member_that_is_lost_is_no_fault_of_storage_and_others_fetch_in_the_next_epoch() -> None:
+async def test_loss_of_a_member_is_not_a_storage_error() -> None:
     async with opened() as bench:
         holding = bench.lost(3)
         bench.ranks.is_fetching.clear()
@@ -280,7 +279,7 @@ async def test_a_member_that_is_lost_is_no_fault_of_storage_and_others_fetch_in_
         bench.ranks.lose(1, "it died")
         bench.ranks.is_fetching.set()
         await comes(lambda: bench.ranks.fetched)
-        assert promised(holding), "the epoch ends, and that is all"
+        assert is_restorable(holding), "only the epoch ends"
         bench.end_epoch(0)
         tickets = {order.ticket for _, order in bench.ranks.orders}
         await bench.restore_all()
@@ -291,7 +290,7 @@ async def test_a_member_that_is_lost_is_no_fault_of_storage_and_others_fetch_in_
         await bench.until(lambda: not bench.ranks.fetched)
 
 
-async def test_what_was_fetched_in_an_epoch_that_is_over_is_discarded() -> None:
+async def test_pieces_fetched_in_an_ended_epoch_are_discarded() -> None:
     async with opened() as bench:
         bench.lost(3)
         await bench.until(lambda: len(bench.ranks.fetched) == 2)
@@ -300,7 +299,7 @@ async def test_what_was_fetched_in_an_epoch_that_is_over_is_discarded() -> None:
         await comes(lambda: not bench.ranks.fetched)
 
 
-async def test_a_manifest_that_comes_after_the_end_of_its_epoch_serves_the_next_one() -> None:
+async def test_late_manifest_is_used_in_the_next_epoch() -> None:
     async with opened() as bench:
         holding = bench.lost(3)
         bench.archive.is_answering.clear()
@@ -313,7 +312,7 @@ async def test_a_manifest_that_comes_after_the_end_of_its_epoch_serves_the_next_
         assert len(bench.ranks.orders) == 2
 
 
-async def test_a_manifest_of_what_nobody_needs_any_more_is_nothing() -> None:
+async def test_manifest_of_a_released_segment_is_ignored() -> None:
     async with opened() as bench:
         holding = bench.lost(3)
         bench.archive.is_answering.clear()
@@ -326,19 +325,19 @@ async def test_a_manifest_of_what_nobody_needs_any_more_is_nothing() -> None:
         assert not bench.fetching._pieces
 
 
-async def test_what_nobody_needs_any_more_is_discarded_while_it_is_fetched() -> None:
+async def test_fetch_of_a_released_segment_is_discarded() -> None:
     async with opened() as bench:
         holding = bench.lost(3)
         bench.ranks.is_fetching.clear()
         await bench.until(lambda: len(bench.ranks.orders) == 2)
-        discarded = noted(bench.ranks)
+        discarded = recorded_discards(bench.ranks)
         bench.segments.release(holding.segment.path)
         await bench.until(lambda: len(discarded) == 2)
         assert sorted(discarded) == sorted((member, order.ticket) for member, order in bench.ranks.orders)
 
 
-def noted(ranks: Members) -> list[tuple[int, int]]:
-    """Records from now on which member was sent which discard."""
+def recorded_discards(ranks: Members) -> list[tuple[int, int]]:
+    """Records the discards that are sent to each member from now on."""
     found, discard = list[tuple[int, int]](), ranks.discard
 
     async def note(member: int, tickets: Sequence[int]) -> None:
@@ -349,14 +348,14 @@ def noted(ranks: Members) -> list[tuple[int, int]]:
     return found
 
 
-async def test_what_was_given_up_before_anybody_was_told_is_left_with_no_member() -> None:
+async def test_segment_dropped_before_its_order_leaves_nothing_on_members() -> None:
     async with opened() as bench:
         holding = bench.lost(3)
         bench.turn()
         await comes(lambda: bench.num_changes)
         bench.recovery.promise([])  # it is ordered
         bench.segments.release(holding.segment.path)
-        bench.recovery.promise([])  # and dropped, all before the turn that would report it
+        bench.recovery.promise([])  # and dropped before the poll that would report it
         other = bench.lost(4)
         bench.turn()
         await bench.restore_all()
@@ -365,7 +364,7 @@ async def test_what_was_given_up_before_anybody_was_told_is_left_with_no_member(
 
 
 @pytest.mark.parametrize("place", ["manifest", "offer", "fetch"])
-async def test_an_unexpected_error_has_its_segment_read_again_and_no_other(
+async def test_unexpected_error_recomputes_only_its_segment(
     place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened() as bench:
@@ -380,17 +379,17 @@ async def test_an_unexpected_error_has_its_segment_read_again_and_no_other(
             return call(first, *args)
 
         monkeypatch.setattr(owner, place, fail)
-        await bench.until(lambda: not promised(holding))
-        assert promised(other)
+        await bench.until(lambda: not is_restorable(holding))
+        assert is_restorable(other)
         while other.loss is not None:
             await bench.until(lambda: bench.can_restore)
             bench.restore()
         assert not bench.archive.forgotten
-        assert "segment 3 is read again: an unexpected error" in caplog.text
+        assert "recomputing segment 3: unexpected error" in caplog.text
 
 
 @pytest.mark.parametrize("method", ["place_part", "place_windows"])
-async def test_what_cannot_be_placed_is_read_again_and_what_was_promised_is_free_again(
+async def test_segment_that_cannot_be_placed_is_recomputed_and_its_reservation_freed(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened(WINDOWS) as bench:
@@ -407,8 +406,8 @@ async def test_what_cannot_be_placed_is_read_again_and_what_was_promised_is_free
                 plan = bench.recovery.plan([], TOKENS)
                 assert plan is None or isinstance(plan, Prefill)
             else:
-                await bench.until(lambda: not promised(holding))
-        assert not promised(holding)
+                await bench.until(lambda: not is_restorable(holding))
+        assert not is_restorable(holding)
         assert len(bench.recovery.restoring.take_faults()) == 1
         bench.recovery.undo([], 0)
         await bench.until(lambda: not bench.ranks.fetched)
@@ -417,7 +416,7 @@ async def test_what_cannot_be_placed_is_read_again_and_what_was_promised_is_free
         assert bench.placer.num_free.sharded >= free.sharded
 
 
-async def test_closing_ends_what_is_fetched() -> None:
+async def test_close_cancels_fetches() -> None:
     async with opened() as bench:
         bench.lost(3)
         await bench.until(lambda: bench.recovery.restoring._returns[3].left is not None)

@@ -26,21 +26,21 @@ async def read(*put: Event) -> list[Event]:
     return [event async for event in made]
 
 
-async def test_the_last_that_was_said_of_a_recovery_comes_after_the_tokens_before_it() -> None:
+async def test_last_recovery_event_follows_the_previous_tokens() -> None:
     first = Tokens(0, tokens((1, 2)))
     assert await read(Admitted(5, 3), first, *LOST) == [Admitted(5, 3), first, LOST[-1]]
 
 
 @pytest.mark.parametrize("event", [Admitted(5, 3), Progress(5, 5), Tokens(2, tokens((3,))), ENDED])
-async def test_it_is_forgotten_when_the_request_goes_on(event: Event) -> None:
+async def test_recovery_event_is_dropped_when_the_request_continues(event: Event) -> None:
     assert await read(LOST[0], event) == [event]
 
 
-async def test_a_place_in_the_queue_does_not_end_it() -> None:
+async def test_queue_position_does_not_end_the_recovery() -> None:
     assert await read(LOST[0], Admitted(5, 3, 2)) == [Admitted(5, 3, 2), LOST[0]]
 
 
-async def test_indices_go_on_whatever_is_said_between() -> None:
+async def test_token_indices_continue_across_recovery_events() -> None:
     made = stream()
     output = [Tokens(0, tokens((1, 2))), LOST[0], LOST[1], Tokens(2, tokens((3,)))]
     for event in output:
@@ -48,7 +48,7 @@ async def test_indices_go_on_whatever_is_said_between() -> None:
         assert await anext(made) == event
 
 
-async def test_drafts_are_joined_with_their_tokens_and_told_once() -> None:
+async def test_draft_counts_are_joined_with_their_tokens_and_reported_once() -> None:
     output = [Tokens(0, tokens((1, 2, 3)), 0, (), 7, 2), Tokens(3, tokens((4,)), 0, (), 5, 0), Tokens(4, tokens((5,)))]
     assert await read(*output) == [Tokens(0, tokens((1, 2, 3, 4, 5)), 0, (), 12, 2, (3, 4))]
     made = stream()
@@ -57,7 +57,7 @@ async def test_drafts_are_joined_with_their_tokens_and_told_once() -> None:
         assert await anext(made) == event
 
 
-async def test_tokens_of_one_step_count_one_by_one_until_the_reader_is_behind() -> None:
+async def test_tokens_count_individually_until_the_reader_is_behind() -> None:
     made, size = stream(), 30
     for start in range(0, MAX_UNREAD, size):
         assert not made.is_full
@@ -68,7 +68,7 @@ async def test_tokens_of_one_step_count_one_by_one_until_the_reader_is_behind() 
     assert not made.is_full
 
 
-async def test_it_reaches_the_reader_of_its_request_and_nobody_falls_behind() -> None:
+async def test_recovery_event_reaches_only_its_reader_and_pauses_none() -> None:
     readers, others = StreamRegistry(lambda: 0.0), stream()
     made = stream()
     readers.add(5, made, 1)
@@ -80,7 +80,7 @@ async def test_it_reaches_the_reader_of_its_request_and_nobody_falls_behind() ->
         await anext(others)
 
 
-async def test_an_error_comes_after_it() -> None:
+async def test_error_follows_the_recovery_event() -> None:
     made = stream()
     made.put(LOST[0])
     made.close(Unavailable("gone"))

@@ -1,4 +1,4 @@
-"""Which callers are on the machine of the service."""
+"""Detection of callers on the machine of the service."""
 
 import psutil
 import pytest
@@ -18,11 +18,11 @@ from coordinator.grpc_server.local_peers import is_here
         "unix:/run/longleaf",
     ],
 )
-def test_the_loopback_is_here(peer: str) -> None:
+def test_loopback_is_local(peer: str) -> None:
     assert is_here(peer)
 
 
-def test_the_addresses_of_this_machine_are_here() -> None:
+def test_addresses_of_this_machine_are_local() -> None:
     own = [one.address for each in psutil.net_if_addrs().values() for one in each if one.family.name == "AF_INET"]
     assert own
     assert all(is_here(f"ipv4:{address}:1") for address in own)
@@ -40,5 +40,5 @@ def test_the_addresses_of_this_machine_are_here() -> None:
         "",
     ],
 )
-def test_others_are_not(peer: str) -> None:
+def test_other_addresses_are_not_local(peer: str) -> None:
     assert not is_here(peer)

@@ -1,4 +1,4 @@
-"""Options of connections: the library says nothing about one that it does not know."""
+"""gRPC channel options: the library silently ignores unknown ones."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from coordinator.grpc_server import server
 from longleaf.client import channels
 
 
-@pytest.mark.parametrize("options", [server.OPTIONS, channels.OPTIONS], ids=["of the service", "of its clients"])
-def test_each_is_one_that_the_library_knows(options: tuple[tuple[str, object], ...]) -> None:
+@pytest.mark.parametrize("options", [server.OPTIONS, channels.OPTIONS], ids=["service", "clients"])
+def test_every_option_is_known_to_the_library(options: tuple[tuple[str, object], ...]) -> None:
     library = Path(cygrpc.__file__).read_bytes()
     assert [name for name, _ in options if name.encode() + b"\0" not in library] == []

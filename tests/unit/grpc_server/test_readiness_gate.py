@@ -1,4 +1,4 @@
-"""Who is let in before there is something to serve, while there is, and after."""
+"""Calls that the readiness gate admits before the model is loaded, while it is served, and after."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -20,33 +20,33 @@ NOTHING = cast(Application, object())
 STOPPING = Unavailable("stopping", 1.0)
 
 
-def loading_lobby() -> ReadinessGate:
+def loading_gate() -> ReadinessGate:
     return ReadinessGate(lambda: Unavailable("loading", 2.0))
 
 
 def refusal(readiness: ReadinessGate, method: str) -> str | None:
     try:
-        with readiness.visit(method):
+        with readiness.enter(method):
             return None
     except Unavailable as error:
         return str(error)
 
 
 async def call(readiness: ReadinessGate, end: asyncio.Event) -> None:
-    with readiness.visit(GENERATE):
+    with readiness.enter(GENERATE):
         await end.wait()
 
 
 async def start(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Runs until it waits."""
+    """Starts a task and runs it until it first waits."""
     task = asyncio.create_task(coroutine)
     await asyncio.sleep(0)
     return task
 
 
 @pytest.mark.parametrize("method", [GENERATE, WATCH])
-async def test_calls_to_the_model_are_let_in_between_open_and_close(method: str) -> None:
-    readiness = loading_lobby()
+async def test_model_calls_are_admitted_between_open_and_close(method: str) -> None:
+    readiness = loading_gate()
     assert (refusal(readiness, method), readiness.is_open) == ("loading", False)
     readiness.open(NOTHING)
     assert (refusal(readiness, method), readiness.is_open) == (None, True)
@@ -55,22 +55,22 @@ async def test_calls_to_the_model_are_let_in_between_open_and_close(method: str)
 
 
 @pytest.mark.parametrize("method", [DRAIN, HEALTH])
-def test_others_are_let_in_at_any_time(method: str) -> None:
-    readiness = loading_lobby()
+def test_other_calls_are_always_admitted(method: str) -> None:
+    readiness = loading_gate()
     assert refusal(readiness, method) is None
     readiness.close(STOPPING)
     assert refusal(readiness, method) is None
 
 
-def test_what_was_closed_stays_closed() -> None:
-    readiness = loading_lobby()
+def test_closed_gate_stays_closed() -> None:
+    readiness = loading_gate()
     readiness.close(STOPPING)
     readiness.open(NOTHING)
     assert refusal(readiness, GENERATE) == "stopping"
 
 
-async def test_calls_that_run_are_waited_for() -> None:
-    readiness = loading_lobby()
+async def test_running_calls_are_waited_for() -> None:
+    readiness = loading_gate()
     readiness.open(NOTHING)
     ends = [asyncio.Event(), asyncio.Event()]
     calls = [await start(call(readiness, end)) for end in ends]
@@ -85,8 +85,8 @@ async def test_calls_that_run_are_waited_for() -> None:
     assert readiness.num_open == 0
 
 
-async def test_calls_that_wait_for_something_are_ended_with_the_reason() -> None:
-    readiness = loading_lobby()
+async def test_waiting_calls_are_ended_with_the_reason() -> None:
+    readiness = loading_gate()
     readiness.open(NOTHING)
     one = await start(call(readiness, asyncio.Event()))
     readiness.end(STOPPING)
@@ -95,8 +95,8 @@ async def test_calls_that_wait_for_something_are_ended_with_the_reason() -> None
     assert (one.cancelled(), readiness.num_open) == (False, 0)
 
 
-async def test_calls_whose_clients_leave_are_only_cancelled() -> None:
-    readiness = loading_lobby()
+async def test_calls_of_disconnected_clients_are_only_cancelled() -> None:
+    readiness = loading_gate()
     readiness.open(NOTHING)
     one = await start(call(readiness, asyncio.Event()))
     one.cancel()
@@ -105,8 +105,8 @@ async def test_calls_whose_clients_leave_are_only_cancelled() -> None:
 
 
 async def test_calls_that_never_end_are_not_waited_for() -> None:
-    readiness = loading_lobby()
+    readiness = loading_gate()
     readiness.open(NOTHING)
-    with readiness.visit(WATCH), readiness.visit(HEALTH), readiness.visit(DRAIN):
+    with readiness.enter(WATCH), readiness.enter(HEALTH), readiness.enter(DRAIN):
         assert readiness.num_open == 0
         await readiness.wait_empty(60)

@@ -61,9 +61,9 @@ async def refused(method: str, data: bytes) -> str:
 
 async def test_each_method_has_its_limit() -> None:
     reported = await refused(GET, bytes(MAX_SMALL_BYTES + 1))
-    assert reported == f"has {MAX_SMALL_BYTES + 1:,} bytes, GetContext takes at most {MAX_SMALL_BYTES:,}"
-    assert f"Generate takes at most {MAX_REQUEST_BYTES:,}" in await refused(GENERATE, bytes(MAX_REQUEST_BYTES + 1))
-    assert f"IngestContext takes at most {MAX_PIECE_BYTES:,}" in await refused(INGEST, bytes(MAX_PIECE_BYTES + 1))
+    assert reported == f"has {MAX_SMALL_BYTES + 1:,} bytes; the limit of GetContext is {MAX_SMALL_BYTES:,}"
+    assert f"Generate is {MAX_REQUEST_BYTES:,}" in await refused(GENERATE, bytes(MAX_REQUEST_BYTES + 1))
+    assert f"IngestContext is {MAX_PIECE_BYTES:,}" in await refused(INGEST, bytes(MAX_PIECE_BYTES + 1))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ async def test_many_fields_are_refused(field: bytes) -> None:
 
 
 @pytest.mark.parametrize("field", [b"\x32\x00", b"\x62\x00", b"\x62\x02\x08\x05"], ids=["stops", "biases", "keys"])
-async def test_many_fields_of_a_message_inside_are_refused(field: bytes) -> None:
+async def test_many_fields_of_a_nested_message_are_refused(field: bytes) -> None:
     size = 1 << 17
     inside = field * (size // len(field))
     assert "fields" in await refused(GENERATE, b"\x2a\x80\x80\x08" + inside)
@@ -95,14 +95,14 @@ async def test_many_fields_of_a_message_inside_are_refused(field: bytes) -> None
 
 
 @pytest.mark.parametrize("data", [LARGE, b"", b"\x0a\x00" * MAX_FIELDS, b"\x80" * (MAX_SMALL_BYTES + 1)])
-async def test_what_is_within_the_limits_is_parsed(data: bytes) -> None:
+async def test_requests_within_the_limits_are_parsed(data: bytes) -> None:
     parser = Parser()
     with RequestLimiter().of(GENERATE, parser, HOST) as incoming:
         assert await incoming.one(call(data)) == data
         assert [request async for request in incoming.all(call(data, b"x"))] == [data, b"x"]
 
 
-async def test_what_is_missing_or_no_message_is_told() -> None:
+async def test_missing_or_invalid_message_is_refused() -> None:
     with RequestLimiter().of(GENERATE, Parser(), HOST) as incoming:
         with pytest.raises(InvalidArgument, match="request: is missing"):
             await incoming.one(call())
@@ -124,7 +124,7 @@ class SlowParser(Parser):
         return super().request_deserializer(data)
 
 
-async def test_while_a_large_request_is_parsed_the_event_loop_serves_others() -> None:
+async def test_parsing_a_large_request_does_not_block_the_event_loop() -> None:
     parser, requests = SlowParser(), RequestLimiter()
 
     async def read(data: bytes, host: str = HOST) -> None:
@@ -148,7 +148,7 @@ async def test_while_a_large_request_is_parsed_the_event_loop_serves_others() ->
     await requests.close()
 
 
-async def test_a_tenant_has_one_turn_whatever_the_number_of_its_hosts() -> None:
+async def test_tenant_has_one_turn_for_all_its_hosts() -> None:
     parser, requests = SlowParser(), RequestLimiter()
 
     async def read(tenant: str, host: int) -> None:
@@ -167,12 +167,12 @@ async def test_a_tenant_has_one_turn_whatever_the_number_of_its_hosts() -> None:
     await requests.close()
 
 
-async def test_large_requests_that_wait_for_an_answer_have_a_limit() -> None:
-    requests = RequestLimiter(max_held_bytes=len(LARGE), share=1)
+async def test_waiting_large_requests_are_limited() -> None:
+    requests = RequestLimiter(max_pending_bytes=len(LARGE), share=1)
     with requests.of(GENERATE, Parser(), HOST) as first, requests.of(GENERATE, Parser(), HOST) as second:
         await first.one(call(LARGE))
         with pytest.raises(
-            ResourceExhausted, match=f"with {len(LARGE):,} bytes more, .* more than {len(LARGE):,}"
+            ResourceExhausted, match=f"with {len(LARGE):,} more bytes, .* limit of {len(LARGE):,}"
         ) as caught:
             await second.one(call(LARGE))
         assert caught.value.retry_seconds
@@ -180,11 +180,11 @@ async def test_large_requests_that_wait_for_an_answer_have_a_limit() -> None:
         first.release()
         assert await second.one(call(LARGE)) == LARGE
     with requests.of(GENERATE, Parser(), HOST) as third:
-        assert await third.one(call(LARGE)) == LARGE, "the end of a call gives back what it held"
+        assert await third.one(call(LARGE)) == LARGE, "the end of a call releases its memory"
 
 
-async def test_large_requests_of_a_tenant_leave_room_to_others() -> None:
-    requests = RequestLimiter(max_held_bytes=4 * len(LARGE))
+async def test_large_requests_of_one_tenant_do_not_exclude_others() -> None:
+    requests = RequestLimiter(max_pending_bytes=4 * len(LARGE))
 
     async def hold(tenant: str, stack: ExitStack) -> None:
         CALLER.set(Caller(tenant=tenant, is_alone=False))
@@ -195,14 +195,16 @@ async def test_large_requests_of_a_tenant_leave_room_to_others() -> None:
         with ExitStack() as stack:
             for _ in range(3):
                 await asyncio.create_task(hold("many", stack))
-            with pytest.raises(ResourceExhausted, match=f"yours that wait .* more than {3 * len(LARGE):,}") as caught:
+            with pytest.raises(
+                ResourceExhausted, match=f"your pending requests .* limit of {3 * len(LARGE):,}"
+            ) as caught:
                 await asyncio.create_task(hold("many", stack))
             assert caught.value.retry_seconds
             await asyncio.create_task(hold("other", stack))
     await requests.close()
 
 
-async def test_open_calls_have_a_limit() -> None:
+async def test_open_calls_are_limited() -> None:
     requests = RequestLimiter(max_calls=1)
     with (
         requests.of(GENERATE, Parser(), HOST),
@@ -215,7 +217,7 @@ async def test_open_calls_have_a_limit() -> None:
         pass
 
 
-async def test_one_host_leaves_calls_to_others() -> None:
+async def test_one_host_cannot_use_all_calls() -> None:
     requests, most = RequestLimiter(max_calls=4), 3
     with ExitStack() as stack:
         for _ in range(most):
@@ -231,13 +233,13 @@ async def test_one_host_leaves_calls_to_others() -> None:
 
 
 class Weighty:
-    """Stands for the bytes of a request, and for the message parsed from them."""
+    """A stand-in for the bytes of a request and for the message parsed from them."""
 
     def __len__(self) -> int:
         return 1
 
 
-async def test_nothing_of_a_piece_is_held_while_its_stream_is_silent() -> None:
+async def test_pieces_are_freed_while_the_stream_is_silent() -> None:
     made: list[weakref.ref[Weighty]] = []
     requested = asyncio.Event()
 
@@ -261,7 +263,7 @@ async def test_nothing_of_a_piece_is_held_while_its_stream_is_silent() -> None:
         silent.cancel()
 
 
-async def test_a_request_that_does_not_come_ends_its_call() -> None:
+async def test_call_without_a_request_times_out() -> None:
     never = SimpleNamespace(read=asyncio.Event().wait)
     with (
         RequestLimiter(arrival_seconds=0.001).of(GENERATE, Parser(), HOST) as incoming,
@@ -270,7 +272,7 @@ async def test_a_request_that_does_not_come_ends_its_call() -> None:
         await incoming.one(never)
 
 
-def test_files_of_an_ingest_are_counted_apart() -> None:
+def test_files_of_an_ingest_are_counted_separately() -> None:
     def request(num_files: int, padding: bytes = b"") -> bytes:
         config = ingest_pb.IngestConfig(files=[ingest_pb.IngestFile(name="a", byte_start=1)] * num_files)
         config.files.add().MergeFromString(padding)

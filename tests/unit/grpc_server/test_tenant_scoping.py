@@ -1,4 +1,4 @@
-"""What a tenant is shown: names as it calls things, and no number that is of others."""
+"""The view of a tenant: its own names, and no figures of other tenants."""
 
 from collections.abc import Iterator
 
@@ -19,14 +19,14 @@ def role(request: pytest.FixtureRequest) -> Iterator[Role]:
     CALLER.reset(token)
 
 
-def test_how_far_all_is_that_was_lost_is_for_admins(role: Role) -> None:
+def test_total_recovery_progress_is_only_for_admins(role: Role) -> None:
     shown = RECOVERING if role == "admin" else Recovering(lost_tokens=8, recovered_tokens=0, total_tokens=0)
     assert shown_event(RECOVERING) == shown
     report = IngestProgress(phase="recovering", total=3, recovering=RECOVERING)
     assert shown_report(report) == IngestProgress(phase="recovering", total=3, recovering=shown)
 
 
-def test_what_drafts_brought_in_all_answers_is_for_admins(role: Role) -> None:
+def test_total_draft_acceptance_is_only_for_admins(role: Role) -> None:
     drafting = Drafting(drafted_tokens=9, accepted_tokens=6, tokens_per_step=1.5)
     cluster = Cluster(
         model=ModelInfo(name="m"), workers=(), world_size=1, epoch=1, launcher="local", merge="auto", drafting=drafting
@@ -34,5 +34,5 @@ def test_what_drafts_brought_in_all_answers_is_for_admins(role: Role) -> None:
     assert shown_cluster(cluster).drafting == (drafting if role == "admin" else None)
 
 
-def test_names_are_its_own(role: Role) -> None:
+def test_names_are_those_of_the_tenant(role: Role) -> None:
     assert shown_event(Started(1, 0, request_id="acme/one")) == Started(1, 0, request_id="one")

@@ -1,4 +1,4 @@
-"""What those who take answers up again go on from."""
+"""Fixtures for generations that are resumed from a journal."""
 
 from pathlib import Path
 

@@ -1,5 +1,4 @@
-"""An ingest whose client falls silent or cuts its document short, or whose time passes, and more of them than there is
-room for."""
+"""Ingests with a silent client, a truncated document or an expired context, and ingests beyond the available space."""
 
 import asyncio
 import weakref
@@ -41,7 +40,7 @@ pytestmark = pytest.mark.timeout(60)
 SILENCE = 0.05
 
 
-class Made:
+class IngestBench:
     """The ingests of an engine, and their uploads."""
 
     def __init__(self, folder: Path, idle_seconds: float, ledger: QuotaEnforcer = UNLIMITED, **limits: int) -> None:
@@ -77,38 +76,36 @@ def expiring(expires: float, upload_id: str = "", *, is_pinned: bool = False) ->
 
 
 @pytest.fixture
-async def made(tmp_path: Path) -> AsyncIterator[Made]:
-    made = Made(tmp_path, SILENCE, max_uploads=4, max_bytes=80_000)
+async def made(tmp_path: Path) -> AsyncIterator[IngestBench]:
+    made = IngestBench(tmp_path, SILENCE, max_uploads=4, max_bytes=80_000)
     yield made
     made.uploads.audit()
     await made.threads.close()
 
 
 @pytest.mark.parametrize("pieces", [(), (header(),), (header(), b"call me"), (header(), (1, 2, 3))])
-async def test_a_stream_that_sends_nothing_is_ended_and_leaves_nothing(
-    made: Made, pieces: tuple[IngestPiece, ...]
-) -> None:
+async def test_silent_stream_times_out_and_leaves_nothing(made: IngestBench, pieces: tuple[IngestPiece, ...]) -> None:
     with pytest.raises(DeadlineExceeded, match=r"sent nothing for 50 ms"):
         await made.run(*pieces, ends=False)
     assert made.uploads.num_bytes == 0
     assert not made.engine.contexts
 
 
-async def test_one_that_can_be_resumed_goes_on_where_it_fell_silent(made: Made) -> None:
+async def test_resumable_ingest_continues_after_a_silent_stream(made: IngestBench) -> None:
     with pytest.raises(DeadlineExceeded):
         await made.run(header("mine"), b"call me ", ends=False)
     assert made.uploads.num_bytes > 0
     reports = await made.run(header("mine"), b"Ishmael")
     assert (reports[0].received_bytes, reports[-1].phase) == (8, "ready")
     assert len(made.engine.contexts["moby"]) == 2 + len("call me Ishmael")
-    assert made.uploads.num_bytes == 0, "the engine has it"
+    assert made.uploads.num_bytes == 0, "the engine has the document"
 
 
 @pytest.mark.parametrize(
     "error", [ContextLost("contexts/moby", "no room"), CheckpointChanged("contexts/moby", "other weights")]
 )
-async def test_what_is_gone_can_be_ingested_again_and_not_be_appended_to(
-    made: Made, monkeypatch: pytest.MonkeyPatch, error: LongleafError
+async def test_lost_context_can_be_ingested_again_but_not_appended_to(
+    made: IngestBench, monkeypatch: pytest.MonkeyPatch, error: LongleafError
 ) -> None:
     def gone(context_id: str) -> int:
         raise error
@@ -119,7 +116,7 @@ async def test_what_is_gone_can_be_ingested_again_and_not_be_appended_to(
     assert (await made.run(header(), b"call me"))[-1].phase == "ready"
 
 
-async def test_an_ingest_tells_of_a_recovery(made: Made) -> None:
+async def test_ingest_reports_a_recovery(made: IngestBench) -> None:
     """Each report is sent as it arrives; a slow stream gets only the last one."""
     lost = Recovering(8, 32, 64)
     made.engine.interlude = (lost, Progress(3, 4))
@@ -131,30 +128,30 @@ async def test_an_ingest_tells_of_a_recovery(made: Made) -> None:
     assert reported == [*counts, ("ready", 4, None)]
 
 
-async def test_nothing_of_a_piece_is_held_while_its_stream_is_silent(made: Made) -> None:
+async def test_pieces_are_freed_while_the_stream_is_silent(made: IngestBench) -> None:
     CALLER.set(OWNER)
     made_of: list[weakref.ref[array[int]]] = []
-    resident: list[object] = []
+    remaining: list[object] = []
 
     async def requests() -> AsyncIterator[ingest_pb.IngestContextRequest]:
         yield ingest_pb.IngestContextRequest(config={"name": "contexts/moby"})
         yield ingest_pb.IngestContextRequest(token_ids={"ids": [1] * 1000})
-        resident.extend(ref() for ref in made_of)  # asked for the next one
+        remaining.extend(ref() for ref in made_of)  # when the next piece is requested
 
-    async def noted() -> AsyncIterator[IngestPiece]:
+    async def recorded() -> AsyncIterator[IngestPiece]:
         async for piece in _pieces(requests(), made.threads, "here"):
             if isinstance(piece, array):
                 made_of.append(weakref.ref(piece))
             yield piece
             del piece
 
-    async with aclosing(made.ingest.run(noted())) as reports:
+    async with aclosing(made.ingest.run(recorded())) as reports:
         assert [report async for report in reports][-1].phase == "ready"
-    assert resident == [None]
+    assert remaining == [None]
 
 
-async def test_too_many_streams_are_refused_before_they_send(made: Made) -> None:
-    """Two of one client that have been answered, and are open."""
+async def test_too_many_streams_are_refused_before_they_send_data(made: IngestBench) -> None:
+    """Two open streams of one client have been answered."""
     gate = [made.ingest.run(stream(header(context=f"c{i}", client="a"), ends=False)) for i in range(2)]
     for reports in gate:
         assert (await anext(reports)).phase == "receiving"
@@ -167,26 +164,26 @@ async def test_too_many_streams_are_refused_before_they_send(made: Made) -> None
     await gate[1].aclose()
 
 
-async def test_a_piece_counts_before_it_is_taken(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_piece_is_counted_before_it_is_processed(made: IngestBench, monkeypatch: pytest.MonkeyPatch) -> None:
     def take(*_: object) -> None:
         raise AssertionError("a piece is taken for which there is no room")
 
     monkeypatch.setattr(DocumentTokenizer, "add_ids", take)
     monkeypatch.setattr(DocumentTokenizer, "receive", take)
     for piece in (b"a" * 40_001, array("I", [5]) * 10_001):
-        with pytest.raises(ResourceExhausted, match="at most 40,000 are for client"):
+        with pytest.raises(ResourceExhausted, match="the limit of client '' is 40,000"):
             await made.run(header(), piece)
     assert made.uploads.num_bytes == 0
 
 
-async def test_a_document_for_which_there_is_no_room_goes_on_when_there_is(tmp_path: Path) -> None:
-    made = Made(tmp_path, 60.0, max_bytes=80_000)
+async def test_document_continues_when_space_is_available(tmp_path: Path) -> None:
+    made = IngestBench(tmp_path, 60.0, max_bytes=80_000)
     other = asyncio.create_task(made.run(header("other", context="other"), (1,) * 8000, ends=False))
     while True:
         if made.uploads.num_bytes >= 32_000:
             break
         await asyncio.sleep(0.001)
-    with pytest.raises(ResourceExhausted, match=r"hold 40,0\d\d bytes, at most 40,000") as caught:
+    with pytest.raises(ResourceExhausted, match=r"use 40,0\d\d bytes of memory; the limit is 40,000") as caught:
         await made.run(header("mine"), (1,) * 1000, (1,) * 1001)
     assert caught.value.retry_seconds
     other.cancel()
@@ -198,9 +195,9 @@ async def test_a_document_for_which_there_is_no_room_goes_on_when_there_is(tmp_p
     await made.threads.close()
 
 
-async def test_tokens_of_a_document_that_waits_for_room_are_taken_once(tmp_path: Path) -> None:
+async def test_tokens_of_a_waiting_document_are_charged_once(tmp_path: Path) -> None:
     CALLER.set(Caller(quotas=Quotas(tokens_in_per_minute=5)))
-    made = Made(tmp_path, 60.0, ledger=QuotaEnforcer(lambda _: TenantUsage(), lambda: 0.0))
+    made = IngestBench(tmp_path, 60.0, ledger=QuotaEnforcer(lambda _: TenantUsage(), lambda: 0.0))
     made.engine.error = ResourceExhausted("queue", "others wait already", 1.0)
     for ids in ([(1,) * 10], [], []):
         with pytest.raises(ResourceExhausted, match="queue"):
@@ -212,55 +209,57 @@ async def test_tokens_of_a_document_that_waits_for_room_are_taken_once(tmp_path:
     await made.threads.close()
 
 
-async def test_a_document_that_comes_short_of_its_size_is_no_document(made: Made) -> None:
+async def test_document_shorter_than_its_size_is_refused(made: IngestBench) -> None:
     with pytest.raises(InvalidArgument, match=r"config\.total_size_bytes: 15 bytes are declared, .* after 7"):
         await made.run(header(size=15), b"call me")
-    assert not made.engine.claims, "the engine never heard of it"
+    assert not made.engine.claims, "the engine never received it"
     assert made.uploads.num_bytes == 0
     assert (await made.run(header(size=7), b"call me"))[-1].phase == "ready"
 
 
-async def test_one_that_can_be_resumed_is_kept_when_it_comes_short(made: Made) -> None:
+async def test_resumable_ingest_is_retained_when_it_is_too_short(made: IngestBench) -> None:
     text = "call me Ismaël".encode()
     with pytest.raises(InvalidArgument, match="15 bytes are declared"):
-        await made.run(header("mine", size=15), text[:13])  # inside of a character
+        await made.run(header("mine", size=15), text[:13])  # inside a character
     reports = await made.run(header("mine", size=15), text[13:])
     assert (reports[0].received_bytes, reports[-1].phase) == (13, "ready")
     assert len(made.engine.contexts["moby"]) == 2 + 15
 
 
-async def test_more_than_the_size_is_refused_before_it_is_taken(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_data_beyond_the_size_is_refused(made: IngestBench, monkeypatch: pytest.MonkeyPatch) -> None:
     def decode(*_: object) -> None:
         raise AssertionError("text is taken that is too much")
 
     monkeypatch.setattr(DocumentTokenizer, "_decode", decode)
-    with pytest.raises(InvalidArgument, match=r"config\.total_size_bytes: 6 bytes are declared, and 7 have come"):
+    with pytest.raises(
+        InvalidArgument, match=r"config\.total_size_bytes: 6 bytes are declared, but 7 have been received"
+    ):
         await made.run(header("mine", size=6), b"call me")
     assert made.uploads.num_bytes == 0
-    assert (await anext(made.ingest.run(stream(header("mine"), ends=False)))).received_bytes == 0, "it is not kept"
+    assert (await anext(made.ingest.run(stream(header("mine"), ends=False)))).received_bytes == 0, "it is not retained"
 
 
-async def test_ids_have_no_size_in_bytes(made: Made) -> None:
+async def test_ids_have_no_size_in_bytes(made: IngestBench) -> None:
     with pytest.raises(InvalidArgument, match=r"config\.total_size_bytes: 12 bytes of text are declared"):
         await made.run(header(size=12), (1, 2, 3))
 
 
-async def test_an_upload_keeps_its_size(made: Made) -> None:
+async def test_upload_keeps_its_size(made: IngestBench) -> None:
     """A client that resumes with another size has another document; the size may be sent late."""
     with pytest.raises(DeadlineExceeded):
         await made.run(header("mine"), b"call me ", ends=False)
-    with pytest.raises(InvalidArgument, match="7 bytes are declared, and 8 have come"):
+    with pytest.raises(InvalidArgument, match="7 bytes are declared, but 8 have been received"):
         await made.run(header("mine", size=7))
     with pytest.raises(InvalidArgument, match=r"15 bytes are declared, .* after 8"):
         await made.run(header("mine", size=15))
-    with pytest.raises(InvalidArgument, match="16 bytes are declared now, and 15 were before"):
+    with pytest.raises(InvalidArgument, match="16 bytes are declared, but 15 were declared before"):
         await made.run(header("mine", size=16))
     assert (await made.run(header("mine"), b"Ishmael"))[-1].phase == "ready"
 
 
 @pytest.mark.parametrize("upload_id", ["", "mine"])
-async def test_an_ingest_ends_when_its_context_would_have_expired(tmp_path: Path, upload_id: str) -> None:
-    made = Made(tmp_path, 60.0)
+async def test_ingest_ends_when_its_context_expires(tmp_path: Path, upload_id: str) -> None:
+    made = IngestBench(tmp_path, 60.0)
     with pytest.raises(InvalidArgument, match=r"config\.expire_time") as caught:
         await made.run(expiring(made.date + 0.05, upload_id), b"call me", ends=False)
     assert caught.value.field == "config.expire_time"
@@ -270,7 +269,7 @@ async def test_an_ingest_ends_when_its_context_would_have_expired(tmp_path: Path
     await made.threads.close()
 
 
-async def test_a_client_that_never_pauses_is_told_as_well(made: Made) -> None:
+async def test_expiry_ends_an_ingest_that_never_pauses(made: IngestBench) -> None:
     reports = made.ingest.run(endless(expiring(made.date + 10)))
     assert (await anext(reports)).phase == "receiving"
     made.date += 10
@@ -284,15 +283,15 @@ async def endless(first: IngestHeader) -> AsyncIterator[IngestPiece]:
         yield b"a"
 
 
-async def test_what_is_pinned_does_not_expire_while_it_is_read(made: Made) -> None:
+async def test_pinned_context_does_not_expire_during_ingest(made: IngestBench) -> None:
     reports = made.ingest.run(stream(expiring(made.date + 10, is_pinned=True), b"call me", ends=True))
     await anext(reports)
     made.date += 20
     assert [report async for report in reports][-1].phase == "ready"
 
 
-async def test_what_expires_as_it_is_acknowledged_is_told_as_such(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the last step and the answer to the client."""
+async def test_expiry_during_acknowledgement_is_reported(made: IngestBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It expires between the last step and the response to the client."""
 
     def expire(context_id: str) -> None:
         if made.engine.claims:

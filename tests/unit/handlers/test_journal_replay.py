@@ -1,4 +1,4 @@
-"""The replay of a journal whose steps gave several tokens."""
+"""The replay of a journal whose steps produced several tokens."""
 
 from io import BytesIO
 
@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from coordinator.engine_messages import Admitted, Ended, Prompt, Tokens
-from coordinator.handlers.journal_replay import retell
+from coordinator.handlers.journal_replay import replay_journal
 from coordinator.handlers.response_assembler import ResponseAssembler
-from coordinator.persistence.journal.entries import Said, encode_entry, read_entries
+from coordinator.persistence.journal.entries import JournalEvent, encode_entry, read_entries
 from coordinator.text.detokenizer import Alphabet
 from longleaf.sampling import Sampling, Token
 from longleaf.types import Event, Finished, Generate, Timings
@@ -27,9 +27,9 @@ def answer() -> ResponseAssembler:
 
 
 @st.composite
-def scripts(draw: st.DrawFn) -> list[Said]:
+def scripts(draw: st.DrawFn) -> list[JournalEvent]:
     """The engine's events for two samples: steps of several tokens, up to the end of an answer."""
-    output = [list[Said](), list[Said]()]
+    output = [list[JournalEvent](), list[JournalEvent]()]
     for sample, mine in enumerate(output):
         index, reason = 0, None
         while reason is None:
@@ -48,24 +48,24 @@ def untimed(event: Event) -> Event:
     return replace(event, timings=Timings()) if isinstance(event, Finished) else event
 
 
-@given(said=scripts(), data=st.data())
+@given(script=scripts(), data=st.data())
 @settings(max_examples=200, deadline=None)
-def test_what_was_told_is_told_again_in_the_same_pieces(said: list[Said], data: st.DataObject) -> None:
+def test_journal_replay_emits_the_same_deltas(script: list[JournalEvent], data: st.DataObject) -> None:
     """Wherever the service died, the rest of the answer is sent as it would have been, with the draft counts of
     both."""
     one = answer()
-    expected = [untimed(event) for entry in said for event in one.take(entry)]
-    num_retained = data.draw(st.integers(1, len(said)))
-    content = b"".join(map(encode_entry, said[:num_retained]))
+    expected = [untimed(event) for entry in script for event in one.take(entry)]
+    num_retained = data.draw(st.integers(1, len(script)))
+    content = b"".join(map(encode_entry, script[:num_retained]))
     retained = [entry for entry, _ in read_entries(BytesIO(content), len(content))]
     again = answer()
-    retold = retell([entry for entry in retained if isinstance(entry, Said)], PROMPT, again)
-    found = [untimed(event) for event in retold.events]
-    for sample, token_ids in retold.generated.items():
+    replayed = replay_journal([entry for entry in retained if isinstance(entry, JournalEvent)], PROMPT, again)
+    found = [untimed(event) for event in replayed.events]
+    for sample, token_ids in replayed.generated.items():
         assert PROMPT.end_reason(token_ids[-1], len(token_ids)) is None if token_ids else True
-        entries = [entry for entry in said[:num_retained] if isinstance(entry, Tokens) and entry.sample == sample]
+        entries = [entry for entry in script[:num_retained] if isinstance(entry, Tokens) and entry.sample == sample]
         assert list(token_ids) == [i for entry in entries for i in entry.token_ids]
-    found += [untimed(event) for entry in said[num_retained:] for event in again.take(entry)]
+    found += [untimed(event) for entry in script[num_retained:] for event in again.take(entry)]
     assert again.is_finished
     for sample in range(2):
         mine = [

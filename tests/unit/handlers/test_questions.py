@@ -1,10 +1,10 @@
-"""The digest by which a repeated request is known: no two questions have the same."""
+"""The digest that identifies a repeated request: different questions have different digests."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.handlers.resumable_generations import question_of
+from coordinator.handlers.resumable_generations import request_digest
 from longleaf.sampling import Sampling
 from longleaf.types import Conversation, Generate, Message, Role
 
@@ -17,7 +17,7 @@ INPUTS = CONVERSATIONS | st.text("u3\n ser", max_size=5) | st.lists(st.integers(
 @given(one=INPUTS, other=INPUTS)
 @settings(max_examples=300)
 def test_different_questions_have_different_digests(one: Conversation | str, other: Conversation | str) -> None:
-    requested = [question_of(Generate(input=each, sampling=Sampling())) for each in (one, other)]
+    requested = [request_digest(Generate(input=each, sampling=Sampling())) for each in (one, other)]
     assert (requested[0] == requested[1]) == (one == other)
 
 
@@ -31,8 +31,8 @@ def test_different_questions_have_different_digests(one: Conversation | str, oth
         ([("user", "a" * 12)], [("user", "a" * 1), ("user", "a" * 2)]),
     ],
 )
-def test_messages_are_told_apart(one: list[tuple[Role, str]], other: list[tuple[Role, str]]) -> None:
+def test_different_messages_have_different_digests(one: list[tuple[Role, str]], other: list[tuple[Role, str]]) -> None:
     made = [Conversation(tuple(Message(*each) for each in turns)) for turns in (one, other)]
-    digests = {question_of(Generate(input=each, sampling=Sampling())) for each in made}
-    digests |= {question_of(Generate(input=each, context="book", sampling=Sampling())) for each in made}
+    digests = {request_digest(Generate(input=each, sampling=Sampling())) for each in made}
+    digests |= {request_digest(Generate(input=each, context="book", sampling=Sampling())) for each in made}
     assert len(digests) == 4

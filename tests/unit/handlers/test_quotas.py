@@ -28,16 +28,16 @@ MOBY = packable()
 WHOLE = MOBY.packed()
 
 
-class House:
+class Importer:
     """Imports into an engine, and a ledger of the expected quota use."""
 
     def __init__(self, **quotas: int) -> None:
-        self.quotas, self.house = Quotas(**quotas), empty_house()
+        self.quotas, self.engine = Quotas(**quotas), empty_house()
         self.ledger = QuotaEnforcer(self._usage, lambda: 0.0, lambda tenant: self.imports.num_of(tenant))
-        self.imports = ImportSessions(self.house, 1 << 17, wall_clock=lambda: 10.0, ledger=self.ledger, max_imports=2)
+        self.imports = ImportSessions(self.engine, 1 << 17, wall_clock=lambda: 10.0, ledger=self.ledger, max_imports=2)
 
     def _usage(self, _: str) -> TenantUsage:
-        contexts = [stored.context for stored in self.house.contexts.values()]
+        contexts = [stored.context for stored in self.engine.contexts.values()]
         return TenantUsage(contexts=len(contexts), tokens=sum(context.num_tokens for context in contexts))
 
     async def arrive(self, name: str, upload_id: str = "", end: int | None = None) -> list[ImportProgress]:
@@ -47,47 +47,47 @@ class House:
             return [report async for report in reports]
 
 
-async def test_of_imports_at_once_only_as_many_are_made_as_there_may_be() -> None:
-    it = House(contexts=1)
-    found = await asyncio.gather(it.arrive("one"), it.arrive("two"), return_exceptions=True)
+async def test_concurrent_imports_respect_the_context_quota() -> None:
+    importer = Importer(contexts=1)
+    found = await asyncio.gather(importer.arrive("one"), importer.arrive("two"), return_exceptions=True)
     refused = [each for each in found if isinstance(each, ResourceExhausted)]
     assert ["quotas/contexts" in str(each) for each in refused] == [True]
-    assert len(it.house.contexts) == 1
-    await it.imports.close()
-    assert it.house.num_arriving == 0
+    assert len(importer.engine.contexts) == 1
+    await importer.imports.close()
+    assert importer.engine.num_imports == 0
 
 
-async def test_tokens_of_imports_are_taken_off_the_rate() -> None:
-    it = House(tokens_in_per_minute=MOBY.head.num_tokens - 1)
-    await it.arrive("one")
+async def test_imported_tokens_count_towards_the_rate() -> None:
+    importer = Importer(tokens_in_per_minute=MOBY.head.num_tokens - 1)
+    await importer.arrive("one")
     with pytest.raises(ResourceExhausted, match="quotas/tokens_in_per_minute"):
-        await it.arrive("two")
-    await it.imports.close()
+        await importer.arrive("two")
+    await importer.imports.close()
 
 
-async def test_who_may_have_no_more_uploads_takes_no_place_of_another() -> None:
-    it = House(uploads=1)
+async def test_refused_upload_evicts_no_other() -> None:
+    importer = Importer(uploads=1)
     CALLER.set(Caller(tenant="bolt"))
-    retained = it.imports.run(sending(ImportHeader(context="kept", upload_id="kept", tenant="bolt"), WHOLE))
+    retained = importer.imports.run(sending(ImportHeader(context="kept", upload_id="kept", tenant="bolt"), WHOLE))
     await anext(retained)
     await retained.aclose()
-    listening = it.imports.run(sending(ImportHeader(context="open", tenant="acme"), WHOLE))
-    CALLER.set(Caller(tenant="acme", quotas=it.quotas))
+    listening = importer.imports.run(sending(ImportHeader(context="open", tenant="acme"), WHOLE))
+    CALLER.set(Caller(tenant="acme", quotas=importer.quotas))
     await anext(listening)
     with pytest.raises(ResourceExhausted, match="quotas/uploads"):
-        await it.arrive("third")
-    assert it.imports.num_of("bolt") == 1, "what it keeps to be resumed is still there"
+        await importer.arrive("third")
+    assert importer.imports.num_of("bolt") == 1, "its resumable import is still there"
     await listening.aclose()
-    await it.imports.close()
+    await importer.imports.close()
 
 
 @pytest.fixture
 async def use_cases(tmp_path: Path) -> AsyncIterator[tuple[FakeEngine, Application]]:
-    engine, transfers = FakeEngine(), empty_house()
+    engine, transfer = FakeEngine(), empty_house()
     tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
-    made = Application(engine, tokenizer, engine.describe, house=transfers)
-    yield engine, made
-    await made.close()
+    application = Application(engine, tokenizer, engine.describe, transfers=transfer)
+    yield engine, application
+    await application.close()
 
 
 async def ending(*pieces: IngestPiece) -> AsyncIterator[IngestPiece]:
@@ -101,7 +101,7 @@ async def silent(*pieces: IngestPiece) -> AsyncIterator[IngestPiece]:
     await asyncio.Event().wait()
 
 
-async def test_ingests_and_imports_count_together(use_cases: tuple[FakeEngine, Application]) -> None:
+async def test_ingests_and_imports_share_the_quota(use_cases: tuple[FakeEngine, Application]) -> None:
     _, calls = use_cases
     CALLER.set(Caller(tenant="acme", quotas=Quotas(uploads=2)))
     ingest = calls.ingest.run(silent(IngestHeader("acme/one", tenant="acme")))
@@ -117,7 +117,7 @@ async def test_ingests_and_imports_count_together(use_cases: tuple[FakeEngine, A
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
-async def test_the_engine_learns_whether_others_may_come(
+async def test_scheduling_claims_mark_a_caller_that_is_the_only_tenant(
     use_cases: tuple[FakeEngine, Application], is_alone: bool
 ) -> None:
     engine, calls = use_cases
@@ -132,22 +132,22 @@ async def test_the_engine_learns_whether_others_may_come(
     assert [engine.prompts[-1].claim.is_alone, engine.claims[-1].is_alone] == [is_alone] * 2
 
 
-async def test_what_is_read_anew_counts_as_a_context(use_cases: tuple[FakeEngine, Application]) -> None:
+async def test_recomputed_contexts_count_towards_the_quota(use_cases: tuple[FakeEngine, Application]) -> None:
     engine, calls = use_cases
     engine.earlier = {f"acme/{name}": [1, 2, 3] for name in ("one", "two", "three")}
     CALLER.set(Caller(tenant="acme", quotas=Quotas(tokens=7)))
-    found = await calls.reread_contexts("acme")
+    found = await calls.recompute_contexts("acme")
     assert [each.id for each in found.contexts] == ["acme/one", "acme/three"]
     assert [(each.name, "quotas/tokens" in each.reason) for each in found.left_out] == [("acme/two", True)]
     with pytest.raises(ResourceExhausted, match="quotas/tokens"):
-        await calls.reread_context("acme/two")
+        await calls.recompute_context("acme/two")
     engine.contexts.clear()
-    reported = await asyncio.gather(*map(calls.reread_context, engine.earlier), return_exceptions=True)
+    reported = await asyncio.gather(*map(calls.recompute_context, engine.earlier), return_exceptions=True)
     assert sum(isinstance(each, ResourceExhausted) for each in reported) == 1
 
 
 @pytest.mark.parametrize("quotas", [{"generations": 0}, {"tokens_out_per_minute": 0}, {"tokens_in_per_minute": 0}])
-async def test_a_prompt_that_quotas_refuse_is_not_made(
+async def test_prompt_refused_by_quotas_is_not_encoded(
     quotas: dict[str, int], use_cases: tuple[FakeEngine, Application], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def ids_of(*_: object) -> None:

@@ -17,8 +17,8 @@ END = BYTES.token_to_id("<|end|>")
 ALPHABET = Alphabet(decode=lambda token_ids: BYTES.decode(list(token_ids)), silent=frozenset({END}))
 
 
-class Ticks:
-    """A clock that advances by a second at each read."""
+class TickingClock:
+    """A clock that advances by one second at each read."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -30,15 +30,15 @@ class Ticks:
 
 def answer(num_samples: int = 1, **sampling: object) -> ResponseAssembler:
     request = Generate(input="", sampling=Sampling(**sampling), num_samples=num_samples)  # type: ignore[arg-type]
-    return ResponseAssembler("id", request, ALPHABET, frozenset({END}), Ticks(), exactness_note="")
+    return ResponseAssembler("id", request, ALPHABET, frozenset({END}), TickingClock(), exactness_note="")
 
 
 def ended(sample: int = 0, reason: engine_messages.EndReason = "length") -> engine_messages.Ended:
     return engine_messages.Ended(reason, 5, 3, 2, 0.5, 1.5, 2.0, sample)
 
 
-def told(answer: ResponseAssembler, *said: engine_messages.Event) -> list[Event]:
-    return [message for event in said for message in answer.take(event)]
+def assemble(answer: ResponseAssembler, *events: engine_messages.Event) -> list[Event]:
+    return [message for event in events for message in answer.take(event)]
 
 
 def text_of(messages: list[Event], sample: int = 0) -> str:
@@ -56,7 +56,7 @@ def logprob_of(token_id: int) -> Logprobs:
     stop=st.sampled_from([(), ("a",), ("é!", "b")]),
 )
 @settings(max_examples=150, deadline=None)
-def test_interleaved_samples_are_told_as_if_each_came_alone(
+def test_interleaved_samples_are_assembled_independently(
     texts: list[str], step: int, seed: int, stop: tuple[str, ...]
 ) -> None:
     """Each has its own text, indices, logprobs and stop strings; ids and logprobs travel with their text."""
@@ -71,7 +71,7 @@ def test_interleaved_samples_are_told_as_if_each_came_alone(
     alone = []
     for script in output:
         one = answer(len(texts), stop=stop)
-        alone.append([m for m in told(one, *script) if not isinstance(m, Finished)])
+        alone.append([m for m in assemble(one, *script) if not isinstance(m, Finished)])
         assert one.is_finished == (len(texts) == 1)
     rng, together, mixed = random.Random(seed), answer(len(texts), stop=stop), []
     while any(output):
@@ -111,7 +111,7 @@ def steps(token_ids: list[int], starts: list[int], reason: engine_messages.EndRe
 
 
 def joined(messages: list[Event]) -> tuple[str, list[int], list[Logprobs], object]:
-    """Text, ids, logprobs and end of an answer, whose times and drafts hang on its steps."""
+    """Text, ids, logprobs and end of an answer; times and drafts are omitted because they depend on the steps."""
     deltas, end = [m for m in messages if isinstance(m, Delta)], messages[-1]
     assert isinstance(end, Finished)
     assert [delta.index for delta in deltas] == [sum(len(d.token_ids) for d in deltas[:n]) for n in range(len(deltas))]
@@ -121,17 +121,17 @@ def joined(messages: list[Event]) -> tuple[str, list[int], list[Logprobs], objec
 
 
 @given(
-    said=cut(),
+    events=cut(),
     stop=st.sampled_from([(), ("bc",), ("cd", "a!"), ("dab",)]),
     stop_tokens=st.sampled_from([(), tuple(ids("!"))]),
     ignore_end_token=st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
-def test_an_answer_ends_where_it_would_if_each_step_gave_one_token(
-    said: tuple[list[int], list[int]], stop: tuple[str, ...], stop_tokens: tuple[int, ...], ignore_end_token: bool
+def test_answer_ends_as_with_one_token_per_step(
+    events: tuple[list[int], list[int]], stop: tuple[str, ...], stop_tokens: tuple[int, ...], ignore_end_token: bool
 ) -> None:
     """Tokens that the engine generated after the end are neither returned nor counted as accepted."""
-    token_ids, starts = said
+    token_ids, starts = events
     ends = {*stop_tokens, *([] if ignore_end_token else [END])}
     num_answered = next((n for n, i in enumerate(token_ids, 1) if i in ends), len(token_ids))
     reason: engine_messages.EndReason = "length"
@@ -139,16 +139,16 @@ def test_an_answer_ends_where_it_would_if_each_step_gave_one_token(
         reason = "end_token" if token_ids[num_answered - 1] == END else "stop_token"
     sampling = {"stop": stop, "stop_tokens": stop_tokens, "ignore_end_token": ignore_end_token}
     singly = steps(token_ids[:num_answered], list(range(num_answered)), reason)
-    expected = joined(told(answer(**sampling), *singly))
+    expected = joined(assemble(answer(**sampling), *singly))
     whole = steps(token_ids[:num_answered], [start for start in starts if start < num_answered], reason)
-    assert joined(found := told(answer(**sampling), *whole)) == expected
+    assert joined(found := assemble(answer(**sampling), *whole)) == expected
     behind = [*steps(token_ids, starts, reason)[: len(whole) - 1], whole[-1]]
-    assert joined(told(answer(**sampling), *behind)) == expected
+    assert joined(assemble(answer(**sampling), *behind)) == expected
     assert isinstance(finished := found[-1], Finished)
     assert finished.usage.accepted_tokens <= min(finished.usage.drafted_tokens, finished.usage.completion_tokens)
 
 
-def test_drafts_of_all_steps_are_added_up_for_each_sample() -> None:
+def test_drafts_are_summed_per_sample() -> None:
     two = answer(2)
     two.take(engine_messages.Admitted(5, 3))
     output = [
@@ -157,15 +157,15 @@ def test_drafts_of_all_steps_are_added_up_for_each_sample() -> None:
     ]
     output.append(engine_messages.Tokens(3, tokens(ids("ef")), 0, (), 4, 1))
     two.take(engine_messages.Admitted(5, 3))  # it was preempted, and continues
-    first, second = [m for m in told(two, *output, ended(0), ended(1)) if isinstance(m, Finished)]
+    first, second = [m for m in assemble(two, *output, ended(0), ended(1)) if isinstance(m, Finished)]
     assert (first.usage, second.usage) == (Usage(5, 3, 2, 11, 3), Usage(5, 3, 2, 3, 0))
 
 
 @pytest.mark.parametrize(("stop", "num_reported", "num_accepted"), [("a", 1, 1), ("b", 2, 2), ("d", 4, 3)])
-def test_accepted_drafts_behind_a_stop_string_do_not_count(stop: str, num_reported: int, num_accepted: int) -> None:
+def test_accepted_drafts_after_a_stop_string_do_not_count(stop: str, num_reported: int, num_accepted: int) -> None:
     """A step gives four tokens, of which the first three were drafted."""
     step = engine_messages.Tokens(0, tokens(ids("abcd")), 0, (), 7, 3)
-    *_, delta, end = told(answer(stop=(stop,)), engine_messages.Admitted(5, 3), step)
+    *_, delta, end = assemble(answer(stop=(stop,)), engine_messages.Admitted(5, 3), step)
     assert isinstance(delta, Delta) and delta.token_ids == tuple(ids("abcd")[:num_reported])
     assert isinstance(end, Finished) and end.usage == Usage(5, 3, num_reported, 7, num_accepted)
 
@@ -173,17 +173,17 @@ def test_accepted_drafts_behind_a_stop_string_do_not_count(stop: str, num_report
 @pytest.mark.parametrize(
     ("stop", "num_accepted"), [("a", 0), ("b", 1), ("d", 3), ("e", 3), ("f", 4), ("g", 4), ("i", 6), ("none", 6)]
 )
-def test_of_joined_steps_those_before_a_stop_string_count(stop: str, num_accepted: int) -> None:
-    """Steps of one, four, two and two tokens, of which the reader took none before the last; that ends with a draft."""
+def test_joined_steps_before_a_stop_string_count(stop: str, num_accepted: int) -> None:
+    """Steps of one, four, two and two tokens, read together after the last one, which ends with a draft."""
     joined_steps = engine_messages.Tokens(0, tokens(ids("abcdefghi")), 0, (), 21, 6, (1, 5, 7))
-    *_, end = told(answer(stop=(stop,)), engine_messages.Admitted(5, 3), joined_steps, ended(0))
+    *_, end = assemble(answer(stop=(stop,)), engine_messages.Admitted(5, 3), joined_steps, ended(0))
     assert isinstance(end, Finished) and end.usage.accepted_tokens == num_accepted
 
 
-def test_a_sample_that_stops_leaves_the_others_and_says_nothing_more() -> None:
+def test_stopped_sample_emits_nothing_more_and_others_continue() -> None:
     both = answer(2, stop=("END",))
     both.take(engine_messages.Admitted(5, 3, 1))
-    messages = told(
+    messages = assemble(
         both,
         engine_messages.Tokens(0, tokens(ids("xENDy")), 1),
         engine_messages.Tokens(5, tokens(ids("z")), 1),
@@ -195,14 +195,14 @@ def test_a_sample_that_stops_leaves_the_others_and_says_nothing_more() -> None:
     assert (finished.sample, finished.reason, finished.matched_stop) == (1, "stop", "END")
     assert finished.usage == Usage(5, 3, 4)
     assert not both.is_finished
-    messages = told(both, engine_messages.Tokens(0, tokens(ids("END"))))
+    messages = assemble(both, engine_messages.Tokens(0, tokens(ids("END"))))
     assert isinstance(messages[-1], Finished)
     assert both.is_finished
 
 
-def test_a_recovery_is_told_between_deltas_that_follow_one_another() -> None:
+def test_recovery_is_reported_between_contiguous_deltas() -> None:
     one, lost = answer(), Recovering(8, 0, 64)
-    messages = told(
+    messages = assemble(
         one,
         engine_messages.Tokens(0, tokens(ids("a"))),
         lost,
@@ -215,9 +215,9 @@ def test_a_recovery_is_told_between_deltas_that_follow_one_another() -> None:
     assert isinstance(messages[-1], Finished)
 
 
-def test_times_of_a_stop_string_are_taken_here() -> None:
+def test_times_of_a_stop_string_are_measured_by_the_assembler() -> None:
     one = answer(stop=("b",))  # arrived at 1
-    messages = told(
+    messages = assemble(
         one,
         engine_messages.Admitted(5, 3),
         engine_messages.Tokens(0, tokens(ids("a"))),
@@ -231,10 +231,10 @@ def test_times_of_a_stop_string_are_taken_here() -> None:
 
 
 @pytest.mark.parametrize("ignore_end_token", [False, True])
-def test_stop_tokens_have_no_text_and_come_with_the_last_delta(ignore_end_token: bool) -> None:
+def test_stop_tokens_have_no_text_and_are_in_the_last_delta(ignore_end_token: bool) -> None:
     stop_token = ids("!")[0]
     one = answer(stop_tokens=(stop_token,), ignore_end_token=ignore_end_token)
-    messages = told(one, engine_messages.Tokens(0, tokens((*ids("ab"), stop_token))), ended(reason="stop_token"))
+    messages = assemble(one, engine_messages.Tokens(0, tokens((*ids("ab"), stop_token))), ended(reason="stop_token"))
     assert text_of(messages) == "ab"
     assert [i for m in messages if isinstance(m, Delta) for i in m.token_ids] == [*ids("ab"), stop_token]
     assert isinstance(messages[-1], Finished)
@@ -242,4 +242,4 @@ def test_stop_tokens_have_no_text_and_come_with_the_last_delta(ignore_end_token:
 
 
 def test_started_names_the_generation() -> None:
-    assert told(answer(), engine_messages.Admitted(5, 3, 7)) == [Started(5, 3, 7, "id", is_exact=True)]
+    assert assemble(answer(), engine_messages.Admitted(5, 3, 7)) == [Started(5, 3, 7, "id", is_exact=True)]

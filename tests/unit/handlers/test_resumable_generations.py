@@ -43,7 +43,7 @@ class Source:
         self._script = script
         self._error = error
         self._allowed = asyncio.Semaphore(0)
-        self.num_said = 0
+        self.num_events = 0
         self.exhausted = asyncio.Event()
         self.is_closed = asyncio.Event()
 
@@ -57,7 +57,7 @@ class Source:
                 if self._allowed.locked():
                     self.exhausted.set()
                 await self._allowed.acquire()
-                self.num_said += 1
+                self.num_events += 1
                 yield event
             if self._error is not None:
                 raise self._error
@@ -66,12 +66,12 @@ class Source:
 
 
 def hold(source: Source, timers: Timers) -> tuple[ResumableGenerations, ResumableGeneration]:
-    resident = ResumableGenerations(timers)
-    return resident, resident.hold("id", REQUEST, source.events())
+    generations = ResumableGenerations(timers)
+    return generations, generations.hold("id", REQUEST, source.events())
 
 
 async def read(replay: ResumableGeneration, count: int, token_index: int = 0) -> list[Event]:
-    """The first `count` events, as of a client whose stream breaks then."""
+    """The first `count` events; the client disconnects after them."""
     found: list[Event] = []
     async with aclosing(replay.read(token_index)) as events:
         while len(found) < count and (event := await anext(events, None)) is not None:
@@ -86,7 +86,7 @@ async def read(replay: ResumableGeneration, count: int, token_index: int = 0) ->
     recoveries=st.lists(st.integers(0, 12), max_size=6),
 )
 @settings(max_examples=150, deadline=None)
-def test_a_client_that_comes_back_sees_every_token_once(
+def test_resumed_client_receives_every_token_once(
     sizes: list[int], breaks: list[int], lost: int, recoveries: list[int]
 ) -> None:
     """`lost` deltas were in flight at each disconnect; a recovery is reported before the deltas with these numbers."""
@@ -110,7 +110,7 @@ def test_a_client_that_comes_back_sees_every_token_once(
     asyncio.run(scenario())
 
 
-async def test_the_wait_for_a_token_outlives_its_reader() -> None:
+async def test_generation_continues_after_its_reader_disconnects() -> None:
     source = Source([*HEAD, *deltas([1, 1])])
     _, replay = hold(source, Timers())
     source.allow(4)
@@ -124,7 +124,7 @@ async def test_the_wait_for_a_token_outlives_its_reader() -> None:
     assert await read(replay, 5, 1) == [HEAD[0], deltas([1, 1])[1]]
 
 
-async def test_what_is_said_of_a_recovery_is_told_once_and_not_kept() -> None:
+async def test_recovery_events_are_sent_once_and_not_retained() -> None:
     first, second = deltas([2, 1])
     source = Source([*HEAD, first, *LOST, second, Finished("length")])
     source.allow()
@@ -134,7 +134,7 @@ async def test_what_is_said_of_a_recovery_is_told_once_and_not_kept() -> None:
     assert await read(replay, 99, 2) == [HEAD[0], second, Finished("length")]
 
 
-async def test_a_client_that_comes_back_during_a_recovery_is_told_of_it() -> None:
+async def test_client_that_resumes_during_a_recovery_receives_its_state() -> None:
     first, second = deltas([2, 1])
     source = Source([*HEAD, first, *LOST[:2], second, Finished("length")])
     source.allow(6)
@@ -145,7 +145,7 @@ async def test_a_client_that_comes_back_during_a_recovery_is_told_of_it() -> Non
     assert await read(replay, 99, 2) == [HEAD[0], LOST[1], second, Finished("length")]
 
 
-async def test_all_who_wait_are_told_of_a_recovery() -> None:
+async def test_all_readers_receive_recovery_events() -> None:
     first, second = deltas([2, 1])
     source = Source([*HEAD, first, LOST[0], second, Finished("length")])
     _, replay = hold(source, Timers())
@@ -158,7 +158,7 @@ async def test_all_who_wait_are_told_of_a_recovery() -> None:
         assert found.count(LOST[0]) == 1
 
 
-async def test_a_long_recovery_pushes_out_no_delta(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_recovery_evicts_no_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replays, "MAX_WEIGHT", 30)
     first, second = deltas([2, 1])
     source = Source([*HEAD, first, *(Recovering(8, done, 64) for done in range(64)), second, Finished("length")])
@@ -168,7 +168,7 @@ async def test_a_long_recovery_pushes_out_no_delta(monkeypatch: pytest.MonkeyPat
     assert await read(replay, 99) == [*HEAD, first, second, Finished("length")]
 
 
-async def test_two_readers_see_the_same() -> None:
+async def test_two_readers_receive_the_same_events() -> None:
     source = Source([*HEAD, *deltas([1] * 9), Finished("length")])
     _, replay = hold(source, Timers())
     readers = [asyncio.create_task(read(replay, 99)) for _ in range(2)]
@@ -176,55 +176,55 @@ async def test_two_readers_see_the_same() -> None:
     first, second = await asyncio.gather(*readers)
     assert first == second
     assert len(first) == 3 + 9 + 1
-    assert source.num_said == 13
+    assert source.num_events == 13
 
 
-async def test_cancelling_ends_it_and_tells_its_readers() -> None:
+async def test_cancel_ends_the_generation_and_its_readers() -> None:
     source, timers = Source([*HEAD, *deltas([1] * 9)]), Timers()
-    resident, replay = hold(source, timers)
+    generations, replay = hold(source, timers)
     source.allow(5)
     readers = [asyncio.create_task(read(replay, 99)) for _ in range(2)]
     await source.exhausted.wait()
-    await resident.cancel("id")
+    await generations.cancel("id")
     assert source.is_closed.is_set()
     for reader in readers:
         with pytest.raises(Cancelled, match="generations/id"):
             await reader
     with pytest.raises(NotFound):
-        await resident.cancel("id")
-    again = resident.hold("id", REQUEST, source.events())
+        await generations.cancel("id")
+    again = generations.hold("id", REQUEST, source.events())
     timers.advance(29.0)
-    assert resident.get("id") is again, "the timer of the one before is off"
+    assert generations.get("id") is again, "the timer of the previous generation is cancelled"
     timers.advance(1.0)
-    assert resident.get("id") is None
+    assert generations.get("id") is None
 
 
-async def test_a_finished_one_that_is_cancelled_is_forgotten() -> None:
+async def test_cancelled_finished_generation_is_removed() -> None:
     source = Source([*HEAD, *deltas([1]), Finished("length")])
     source.allow()
-    resident, replay = hold(source, Timers())
+    generations, replay = hold(source, Timers())
     assert len(await read(replay, 99)) == 5
-    await resident.cancel("id")
-    assert resident.get("id") is None
+    await generations.cancel("id")
+    assert generations.get("id") is None
 
 
-async def test_nobody_for_so_long_ends_it() -> None:
+async def test_generation_ends_after_the_retention_time_without_readers() -> None:
     source, timers = Source([*HEAD, *deltas([1] * 9)]), Timers()
-    resident, replay = hold(source, timers)
+    generations, replay = hold(source, timers)
     source.allow(5)
     await read(replay, 5)
     timers.advance(29.0)
-    assert resident.find("id") is replay
+    assert generations.find("id") is replay
     await read(replay, 2, 1)
     timers.advance(29.0)
-    assert resident.find("id") is replay
+    assert generations.find("id") is replay
     timers.advance(1.0)
     with pytest.raises(NotFound, match="generations/id"):
-        resident.find("id")
+        generations.find("id")
     await source.is_closed.wait()
 
 
-async def test_one_that_waits_is_ended_too() -> None:
+async def test_waiting_generation_ends_after_the_retention_time() -> None:
     source, timers = Source([*HEAD]), Timers()
     _, replay = hold(source, timers)
     reading = asyncio.create_task(read(replay, 1))
@@ -235,14 +235,14 @@ async def test_one_that_waits_is_ended_too() -> None:
     await source.is_closed.wait()
 
 
-async def test_one_that_was_never_read_is_forgotten() -> None:
+async def test_unread_generation_is_removed() -> None:
     timers = Timers()
-    resident, _ = hold(Source([]), timers)
+    generations, _ = hold(Source([]), timers)
     timers.advance(30.0)
-    assert resident.get("id") is None
+    assert generations.get("id") is None
 
 
-async def test_a_finished_one_may_be_read_again_for_a_while() -> None:
+async def test_finished_generation_can_be_read_during_the_retention_time() -> None:
     source, timers = Source([*HEAD, *deltas([2]), Finished("length")]), Timers()
     _, replay = hold(source, timers)
     source.allow()
@@ -253,24 +253,24 @@ async def test_a_finished_one_may_be_read_again_for_a_while() -> None:
     assert await read(replay, 99, 2) == [HEAD[0], Finished("length")]
 
 
-async def test_a_failed_one_is_not_held() -> None:
+async def test_failed_generation_is_not_retained() -> None:
     timers = Timers()
     source = Source([*HEAD], RankLost(1, "gone"))
-    resident, replay = hold(source, timers)
+    generations, replay = hold(source, timers)
     source.allow()
     with pytest.raises(RankLost):
         await read(replay, 99)
-    assert resident.get("id") is None
-    again = resident.hold("id", REQUEST, Source([]).events())
+    assert generations.get("id") is None
+    again = generations.hold("id", REQUEST, Source([]).events())
     timers.advance(29.0)
-    assert resident.get("id") is again
+    assert generations.get("id") is again
 
 
 class Failing:
-    """A generation that waits before it fails, and whose reader has left meanwhile."""
+    """A generation that waits before it fails; its reader disconnects meanwhile."""
 
-    def __init__(self, held: ResumableGenerations) -> None:
-        self._held = held
+    def __init__(self, generations: ResumableGenerations) -> None:
+        self._generations = generations
         self._is_waiting, self._gate = asyncio.Event(), asyncio.Event()
 
     async def events(self) -> AsyncGenerator[Event, None]:
@@ -280,8 +280,8 @@ class Failing:
         raise RankLost(1, "gone")
 
     async def fail_next(self) -> None:
-        """It fails in the next turn of the loop."""
-        reading = asyncio.create_task(read(self._held.hold("id", REQUEST, self.events()), 2))
+        """Makes the generation fail in the next iteration of the event loop."""
+        reading = asyncio.create_task(read(self._generations.hold("id", REQUEST, self.events()), 2))
         await self._is_waiting.wait()
         reading.cancel()
         await asyncio.wait([reading])
@@ -289,25 +289,25 @@ class Failing:
 
 
 @pytest.mark.parametrize("num_turns", [0, 1, 2, 3])
-async def test_one_that_fails_as_its_time_is_up_leaves_its_successor_alone(num_turns: int) -> None:
+async def test_failure_at_expiry_does_not_affect_the_successor(num_turns: int) -> None:
     """The name is used again this number of event loop iterations later."""
     timers, reported = Timers(), list[object]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
-    resident = ResumableGenerations(timers)
-    await Failing(resident).fail_next()
+    generations = ResumableGenerations(timers)
+    await Failing(generations).fail_next()
     timers.advance(30.0)
     for _ in range(num_turns):
         await asyncio.sleep(0)
     source = Source([*HEAD, *deltas([1, 1]), Finished("length")])
     source.allow()
-    successor = resident.hold("id", REQUEST, source.events())
+    successor = generations.hold("id", REQUEST, source.events())
     assert (await read(successor, 99))[-1] == Finished("length")
-    assert resident.get("id") is successor
+    assert generations.get("id") is successor
     gc.collect()  # asyncio logs a failed task when it is collected
     assert not reported
 
 
-async def test_a_name_is_free_as_soon_as_its_time_is_up(tmp_path: Path) -> None:
+async def test_name_is_free_after_expiry(tmp_path: Path) -> None:
     """The resources of the previous generation are still being released, and it waits for its next token."""
     engine, timers, threads = FakeEngine(), Timers(), TokenizerPool()
     engine.is_endless = True
@@ -332,8 +332,8 @@ async def wait_for_tokens(events: AsyncGenerator[Event, None], begun: asyncio.Ev
             begun.set()
 
 
-async def test_whoever_comes_as_its_time_is_up_is_told_that_it_is_gone() -> None:
-    """Not that the answer is whole: the reader was there before the end, but had not begun to read."""
+async def test_reader_at_expiry_gets_not_found() -> None:
+    """The answer is not reported as complete: the reader existed before the end, but had not begun to read."""
     source, timers = Source([*HEAD, *deltas([1] * 9)]), Timers()
     _, replay = hold(source, timers)
     source.allow(5)
@@ -344,8 +344,8 @@ async def test_whoever_comes_as_its_time_is_up_is_told_that_it_is_gone() -> None
         [_ async for _ in late]
 
 
-@pytest.mark.parametrize(("index", "why"), [(1, "inside of a delta"), (5, "only 4 tokens")])
-async def test_an_index_where_no_delta_begins_is_refused(index: int, why: str) -> None:
+@pytest.mark.parametrize(("index", "why"), [(1, "inside a delta"), (5, "only 4 tokens")])
+async def test_index_inside_a_delta_is_refused(index: int, why: str) -> None:
     source = Source([*HEAD, *deltas([2, 2])])
     _, replay = hold(source, Timers())
     source.allow()
@@ -355,7 +355,7 @@ async def test_an_index_where_no_delta_begins_is_refused(index: int, why: str) -
     assert caught.value.field == "resume_token_index"
 
 
-async def test_what_is_held_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_retained_deltas_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replays, "MAX_WEIGHT", 30)
     top = Logprobs(-1.0, (TokenLogprob(0, -1.0), TokenLogprob(1, -2.0)))
     script = [Delta(i, (i,), "x", (top,)) for i in range(50)]
@@ -364,13 +364,13 @@ async def test_what_is_held_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     source.allow()
     await read(replay, 99)
     assert await read(replay, 99, 40) == [HEAD[0], *script[40:]]
-    with pytest.raises(InvalidArgument, match="no longer held, only 40 and later"):
+    with pytest.raises(InvalidArgument, match="no longer buffered; the first available index is 40"):
         await read(replay, 1, 39)
-    with pytest.raises(InvalidArgument, match="no longer held"):
+    with pytest.raises(InvalidArgument, match="no longer buffered"):
         await read(replay, 1)
 
 
-async def test_a_reader_that_is_left_behind_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reader_behind_the_retained_deltas_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replays, "MAX_WEIGHT", 5)
     source = Source([*HEAD, *deltas([1] * 50)])
     _, replay = hold(source, Timers())
@@ -382,34 +382,34 @@ async def test_a_reader_that_is_left_behind_is_told(monkeypatch: pytest.MonkeyPa
             await anext(slow)
 
 
-async def test_a_client_holds_only_its_share() -> None:
-    resident = ResumableGenerations(Timers(), max_held=3)
+async def test_client_is_limited_to_its_share() -> None:
+    generations = ResumableGenerations(Timers(), max_resumable=3)
     greedy, other = (Generate(input="x", sampling=Sampling(), resume_seconds=30.0, client=c) for c in ("greedy", "b"))
     for number in range(2):
-        resident.hold(f"greedy {number}", greedy, Source([]).events())
-    with pytest.raises(ResourceExhausted, match="'greedy' holds 2 .* of all 3") as caught:
-        resident.hold("greedy 2", greedy, Source([]).events())
+        generations.hold(f"greedy {number}", greedy, Source([]).events())
+    with pytest.raises(ResourceExhausted, match="'greedy' has 2 .* of 3") as caught:
+        generations.hold("greedy 2", greedy, Source([]).events())
     assert caught.value.retry_seconds is not None
-    resident.hold("other", other, Source([]).events())
-    with pytest.raises(ResourceExhausted, match="3 are held"):
-        resident.hold("other 1", other, Source([]).events())
-    await resident.cancel("greedy 0")
-    resident.hold("greedy 2", greedy, Source([]).events())
+    generations.hold("other", other, Source([]).events())
+    with pytest.raises(ResourceExhausted, match="3 resumable generations exist"):
+        generations.hold("other 1", other, Source([]).events())
+    await generations.cancel("greedy 0")
+    generations.hold("greedy 2", greedy, Source([]).events())
 
 
-async def test_a_tenant_holds_only_its_share_whatever_it_calls_its_clients() -> None:
-    resident = ResumableGenerations(Timers(), max_held=4, tenant_share=1 / 2)
+async def test_tenant_is_limited_to_its_share_for_all_clients() -> None:
+    generations = ResumableGenerations(Timers(), max_resumable=4, tenant_share=1 / 2)
     requested = Generate(input="x", sampling=Sampling(), resume_seconds=30.0, tenant="acme")
     for client in ("a", "b"):
-        resident.hold(client, replace(requested, client=client), Source([]).events())
-    with pytest.raises(ResourceExhausted, match="the tenant acme holds 2 .* of all 4"):
-        resident.hold("c", replace(requested, client="c"), Source([]).events())
-    resident.hold("d", replace(requested, tenant="bolt"), Source([]).events())
+        generations.hold(client, replace(requested, client=client), Source([]).events())
+    with pytest.raises(ResourceExhausted, match="tenant acme has 2 .* of 4"):
+        generations.hold("c", replace(requested, client="c"), Source([]).events())
+    generations.hold("d", replace(requested, tenant="bolt"), Source([]).events())
 
 
-async def test_how_many_are_held_is_bounded() -> None:
-    resident = ResumableGenerations(Timers(), max_held=1)
-    resident.hold("id", replace(REQUEST, client="another"), Source([]).events())
+async def test_number_of_retained_generations_is_bounded() -> None:
+    generations = ResumableGenerations(Timers(), max_resumable=1)
+    generations.hold("id", replace(REQUEST, client="another"), Source([]).events())
     with pytest.raises(ResourceExhausted) as caught:
-        resident.hold("other", REQUEST, Source([]).events())
+        generations.hold("other", REQUEST, Source([]).events())
     assert caught.value.retry_seconds is not None

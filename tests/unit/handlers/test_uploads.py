@@ -73,55 +73,55 @@ def make(tmp_path: Path, threads: TokenizerPool) -> Callable[..., Upload]:
 
 def leave(uploads: Uploads, upload: Upload) -> bool:
     uploads.add(upload)
-    return uploads.leave(upload.own())
+    return uploads.release(upload.acquire())
 
 
-def kept(uploads: Uploads, *upload_ids: str) -> list[bool]:
+def retained(uploads: Uploads, *upload_ids: str) -> list[bool]:
     return [uploads.find(IngestHeader("moby", upload_id=upload_id)) is not None for upload_id in upload_ids]
 
 
-def test_an_ingest_is_kept_for_its_time_from_when_its_stream_left(make: Callable[..., Upload]) -> None:
+def test_upload_is_retained_from_the_end_of_its_stream(make: Callable[..., Upload]) -> None:
     clock = Clock()
     uploads = uploads_on(clock, keep_seconds=10)
     upload = make("a")
     uploads.add(upload)
-    owner = upload.own()
+    owner = upload.acquire()
     clock.now = 100
-    assert kept(uploads, "a") == [True], "while its stream lives it has all the time"
-    assert uploads.leave(owner)
+    assert retained(uploads, "a") == [True], "it does not expire while its stream is open"
+    assert uploads.release(owner)
     clock.now = 110
-    assert kept(uploads, "a") == [True]
+    assert retained(uploads, "a") == [True]
     clock.now = 110.5
-    assert kept(uploads, "a") == [False]
+    assert retained(uploads, "a") == [False]
 
 
-def test_the_oldest_give_way(make: Callable[..., Upload]) -> None:
+def test_oldest_upload_is_evicted(make: Callable[..., Upload]) -> None:
     clock = Clock()
     uploads = uploads_on(clock, max_uploads=4)
     for clock.now, name in enumerate("abc"):
         assert leave(uploads, make(name))
         uploads.audit()
-    assert kept(uploads, "a", "b", "c") == [False, True, True]
+    assert retained(uploads, "a", "b", "c") == [False, True, True]
 
 
-def test_memory_is_bounded(make: Callable[..., Upload]) -> None:
+def test_upload_memory_is_bounded(make: Callable[..., Upload]) -> None:
     clock = Clock()
     uploads = uploads_on(clock, max_bytes=10_000)
     for clock.now, name in enumerate("abc"):
         leave(uploads, make(name, 1000))
         uploads.audit()
-    assert kept(uploads, "a", "b", "c") == [False, True, True]
+    assert retained(uploads, "a", "b", "c") == [False, True, True]
     clock.now = 3
-    assert not leave(uploads, make("d", 3000)), "what is too large alone is not kept"
+    assert not leave(uploads, make("d", 3000)), "an upload above the limit is not retained"
 
 
-def test_without_an_id_nothing_is_kept(make: Callable[..., Upload]) -> None:
+def test_upload_without_an_id_is_not_retained(make: Callable[..., Upload]) -> None:
     uploads = uploads_on(Clock())
     assert not leave(uploads, make(""))
-    assert kept(uploads, "") == [False]
+    assert retained(uploads, "") == [False]
 
 
-def test_ingests_of_other_contexts_and_ways_are_others(make: Callable[..., Upload]) -> None:
+def test_ingests_of_other_contexts_or_modes_are_separate(make: Callable[..., Upload]) -> None:
     uploads = uploads_on(Clock())
     leave(uploads, make("a"))
     assert uploads.find(IngestHeader("dick", upload_id="a")) is None
@@ -129,29 +129,29 @@ def test_ingests_of_other_contexts_and_ways_are_others(make: Callable[..., Uploa
         uploads.find(IngestHeader("moby", append=True, upload_id="a"))
 
 
-def test_a_stream_that_was_replaced_does_not_let_go(make: Callable[..., Upload]) -> None:
+def test_replaced_stream_does_not_release_the_upload(make: Callable[..., Upload]) -> None:
     clock = Clock()
     uploads = uploads_on(clock, keep_seconds=10)
     upload = make("a")
     uploads.add(upload)
-    old, new = upload.own(), upload.own()
-    assert uploads.leave(old)
+    old, new = upload.acquire(), upload.acquire()
+    assert uploads.release(old)
     with pytest.raises(Unavailable, match="another stream"):
         old.check()
     new.check()
     clock.now = 100
-    assert kept(uploads, "a") == [True]
+    assert retained(uploads, "a") == [True]
 
 
 class Blocked:
     """A step in which the only thread blocks until it is released."""
 
     def __init__(self) -> None:
-        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.begun, self.may_continue = threading.Event(), threading.Event()
 
     def __call__(self) -> None:
         self.begun.set()
-        assert self.go_on.wait(30)
+        assert self.may_continue.wait(30)
 
 
 async def begin(work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
@@ -160,36 +160,36 @@ async def begin(work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
     return task
 
 
-async def test_work_that_waits_is_dropped_with_its_stream_and_a_new_stream_goes_on(
-    make: Callable[..., Upload], threads: TokenizerPool
-) -> None:
+async def test_waiting_work_is_dropped_with_its_stream(make: Callable[..., Upload], threads: TokenizerPool) -> None:
     upload, blocked = make("a"), Blocked()
     assert upload.document is not None
     first = threads.submit(blocked)
-    old = await begin(upload.work(upload.document.add_ids, [1, 2, 3]))
-    settling = await begin(upload.settle())
+    old = await begin(upload.run_prefill(upload.document.add_ids, [1, 2, 3]))
+    settling = await begin(upload.complete())
     old.cancel()
     await asyncio.wait([old])
     await settling
-    blocked.go_on.set()
+    blocked.may_continue.set()
     await asyncio.wrap_future(first)
-    await upload.work(upload.document.add_ids, [4])
-    assert list(upload.document.token_ids) == [4], "the client was told that nothing had come, and sends it again"
+    await upload.run_prefill(upload.document.add_ids, [4])
+    assert list(upload.document.token_ids) == [4], (
+        "the server reported 0 received tokens, and the client sends them again"
+    )
 
 
-async def test_work_that_has_begun_ends_before_a_new_stream_goes_on(make: Callable[..., Upload]) -> None:
+async def test_running_work_ends_before_a_new_stream_continues(make: Callable[..., Upload]) -> None:
     upload, blocked = make("a"), Blocked()
-    old = await begin(upload.work(blocked))
+    old = await begin(upload.run_prefill(blocked))
     await asyncio.to_thread(blocked.begun.wait, 30)
     old.cancel()
     await asyncio.wait([old])
-    settling = await begin(upload.settle())
+    settling = await begin(upload.complete())
     assert not settling.done()
-    blocked.go_on.set()
+    blocked.may_continue.set()
     await settling
 
 
-def test_what_is_kept_is_let_go_in_time_though_nobody_calls(make: Callable[..., Upload]) -> None:
+def test_retained_uploads_expire_by_timer(make: Callable[..., Upload]) -> None:
     clock = Clock()
     uploads = uploads_on(clock, keep_seconds=100)
     leave(uploads, make("a", 1000))
@@ -201,60 +201,60 @@ def test_what_is_kept_is_let_go_in_time_though_nobody_calls(make: Callable[..., 
     clock.turn_to(160)
     clock.turn_to(190)
     assert uploads.num_bytes == 0
-    assert not clock.to_come, "and no timer runs for nothing"
+    assert not clock.to_come, "no timer remains"
     uploads.audit()
 
 
-def test_the_number_of_uploads_is_bounded_with_a_share_for_each_client(make: Callable[..., Upload]) -> None:
+def test_number_of_uploads_is_bounded_per_client(make: Callable[..., Upload]) -> None:
     clock = Clock()
     uploads = uploads_on(clock, max_uploads=6)
     uploads_of = {client: [make(f"{client}{i}", client=client) for i in range(3)] for client in "ab"}
     for upload in uploads_of["a"]:
         uploads.add(upload)
-        upload.own()
-    with pytest.raises(ResourceExhausted, match="3 of client 'a' are open or kept") as caught:
+        upload.acquire()
+    with pytest.raises(ResourceExhausted, match="3 of client 'a' are open or resumable") as caught:
         uploads.add(make("a3", client="a"))
     assert caught.value.retry_seconds
     for upload in uploads_of["b"]:
         uploads.add(upload)
-        upload.own()
+        upload.acquire()
     with pytest.raises(ResourceExhausted, match="6 are open"):
         uploads.add(make("c", client="c"))
     assert (owner := uploads_of["a"][0].owner) is not None
-    assert uploads.leave(owner)
+    assert uploads.release(owner)
     uploads.add(make("c", client="c"))
-    assert kept(uploads, "a0", "a1") == [False, True], "what nobody listens to gave way"
+    assert retained(uploads, "a0", "a1") == [False, True], "the upload without a client was evicted"
     uploads.audit()
 
 
-def test_a_tenant_has_only_its_share_whatever_it_calls_its_clients(make: Callable[..., Upload]) -> None:
+def test_number_of_uploads_is_bounded_per_tenant(make: Callable[..., Upload]) -> None:
     clock = Clock()
     uploads = uploads_on(clock, max_uploads=8, tenant_share=1 / 2)
     leave(uploads, make("bolt's", tenant="bolt"))
     for clock.now, client in enumerate("abcde", 1):
         assert leave(uploads, make(client, client=client, tenant="acme"))
-    assert kept(uploads, "bolt's", "a", "b") == [True, False, True], "its own gave way"
+    assert retained(uploads, "bolt's", "a", "b") == [True, False, True], "an upload of the same tenant was evicted"
     for client in "fghi":
         upload = make(client, client=client, tenant="acme")
         uploads.add(upload)
-        upload.own()
-    with pytest.raises(ResourceExhausted, match="4 of the tenant acme are open or kept to be resumed, at most 4 may"):
+        upload.acquire()
+    with pytest.raises(ResourceExhausted, match="4 of tenant acme are open or resumable; the limit is 4"):
         uploads.add(make("j", client="j", tenant="acme"))
-    assert kept(uploads, "bolt's") == [True]
+    assert retained(uploads, "bolt's") == [True]
     uploads.audit()
 
 
-def test_the_tenant_that_has_most_makes_room(make: Callable[..., Upload]) -> None:
+def test_upload_of_the_largest_tenant_is_evicted(make: Callable[..., Upload]) -> None:
     clock = Clock()
     uploads = uploads_on(clock, max_uploads=4, tenant_share=3 / 4)
     for clock.now, (name, tenant) in enumerate((("b", "bolt"), ("a", "acme"), ("a2", "acme"), ("a3", "acme"))):
         leave(uploads, make(name, client=name, tenant=tenant))
     leave(uploads, make("b2", client="2", tenant="bolt"))
-    assert kept(uploads, "b", "a", "a2", "a3", "b2") == [True, False, True, True, True]
+    assert retained(uploads, "b", "a", "a2", "a3", "b2") == [True, False, True, True, True]
     uploads.audit()
 
 
-def test_the_bytes_of_a_tenant_are_bounded(make: Callable[..., Upload]) -> None:
+def test_upload_bytes_are_bounded_per_tenant(make: Callable[..., Upload]) -> None:
     uploads = uploads_on(Clock(), max_bytes=16_000, tenant_share=1 / 2)
     leave(uploads, make("bolt's", 1000, tenant="bolt"))
     for client in "ab":
@@ -262,12 +262,12 @@ def test_the_bytes_of_a_tenant_are_bounded(make: Callable[..., Upload]) -> None:
         uploads.add(upload)
         uploads.count(upload)
     uploads.add(third := make("c", 1, "c", "acme"))
-    with pytest.raises(ResourceExhausted, match="those of the tenant acme hold 8,004 bytes, at most 8,000"):
+    with pytest.raises(ResourceExhausted, match="those of tenant acme use 8,004 bytes of memory; the limit is 8,000"):
         uploads.count(third)
-    assert kept(uploads, "bolt's") == [True]
+    assert retained(uploads, "bolt's") == [True]
 
 
-def test_the_bytes_of_open_uploads_are_bounded_with_a_share_for_each_client(make: Callable[..., Upload]) -> None:
+def test_bytes_of_open_uploads_are_bounded_per_client(make: Callable[..., Upload]) -> None:
     clock = Clock()
     uploads = uploads_on(clock, max_bytes=16_000)
     for name, num_tokens, client in (("old", 1000, "a"), ("a", 1000, "a"), ("b", 2000, "b")):
@@ -276,43 +276,45 @@ def test_the_bytes_of_open_uploads_are_bounded_with_a_share_for_each_client(make
         uploads.count(upload)
         uploads.audit()
         if name == "old":
-            uploads.leave(upload.own())
+            uploads.release(upload.acquire())
     second = make("second", 1000, "a")
     uploads.add(second)
     uploads.count(second)
-    assert kept(uploads, "old") == [False], "it gave way to another of its client"
+    assert retained(uploads, "old") == [False], "it was evicted for another upload of its client"
     third = make("third", 1, "a")
     uploads.add(third)
-    with pytest.raises(ResourceExhausted, match="those of client 'a' hold 8,004 bytes, at most 8,000") as caught:
+    with pytest.raises(
+        ResourceExhausted, match="those of client 'a' use 8,004 bytes of memory; the limit is 8,000"
+    ) as caught:
         uploads.count(third)
     assert caught.value.retry_seconds
     other = make("other", 1, "c")
     uploads.add(other)
-    with pytest.raises(ResourceExhausted, match="all together hold too much, at most 16,000"):
+    with pytest.raises(ResourceExhausted, match="all uploads use too much memory; the limit is 16,000"):
         uploads.count(other)
     uploads.audit()
 
 
-def test_a_document_that_is_too_large_for_itself_is_not_tried_again(make: Callable[..., Upload]) -> None:
+def test_document_larger_than_the_limit_is_not_retried(make: Callable[..., Upload]) -> None:
     uploads = uploads_on(Clock(), max_bytes=16_000)
     upload = make("a", 2001)
     uploads.add(upload)
-    with pytest.raises(ResourceExhausted, match="one holds 8,004 bytes, at most 8,000") as caught:
+    with pytest.raises(ResourceExhausted, match="it uses 8,004 bytes of memory; the limit of .* is 8,000") as caught:
         uploads.count(upload)
     assert caught.value.retry_seconds is None
 
 
-def test_what_ended_is_not_counted_any_more(make: Callable[..., Upload]) -> None:
+def test_ended_uploads_are_not_counted(make: Callable[..., Upload]) -> None:
     uploads = uploads_on(Clock())
     for upload_id in ("", "failed"):
         upload = make(upload_id, 1000)
         uploads.add(upload)
         uploads.count(upload)
-        owner = upload.own()
+        owner = upload.acquire()
         assert uploads.num_bytes == 4000
         uploads.forget(upload)
-        assert uploads.num_bytes == 4000, "its stream is open yet, and holds it"
-        assert not uploads.leave(owner)
+        assert uploads.num_bytes == 4000, "its open stream still holds it"
+        assert not uploads.release(owner)
         assert uploads.num_bytes == 0
         uploads.audit()
 
@@ -325,23 +327,23 @@ async def reports(gate: asyncio.Event, error: Exception | None = None) -> AsyncG
     yield IngestProgress(phase="ready")
 
 
-async def test_a_prefill_is_never_dropped_while_it_runs(make: Callable[..., Upload]) -> None:
+async def test_running_prefill_is_never_dropped(make: Callable[..., Upload]) -> None:
     clock, gate = Clock(), asyncio.Event()
     uploads = uploads_on(clock, keep_seconds=10)
     upload = make("a", 5)
     upload.begin(PrefillTask(FakeStream((), None, False), reports(gate)))
-    assert upload.num_held_bytes == 0
+    assert upload.num_buffered_bytes == 0
     leave(uploads, upload)
     clock.now = 100
-    assert kept(uploads, "a") == [True]
+    assert retained(uploads, "a") == [True]
     gate.set()
     assert upload.prefill is not None
     assert [report.phase async for report in upload.prefill.follow()][-1] == "ready"
     assert [report.phase async for report in upload.prefill.follow()] == ["ready"]
-    assert kept(uploads, "a") == [False]
+    assert retained(uploads, "a") == [False]
 
 
-async def test_what_ended_a_prefill_is_told_to_everybody() -> None:
+async def test_error_of_a_prefill_is_raised_for_every_follower() -> None:
     gate = asyncio.Event()
     gate.set()
     prefill = PrefillTask(FakeStream((), None, False), reports(gate, Unavailable("gone")))
@@ -350,7 +352,7 @@ async def test_what_ended_a_prefill_is_told_to_everybody() -> None:
             [report async for report in prefill.follow()]
 
 
-async def test_a_prefill_that_is_given_up_closes_its_stream() -> None:
+async def test_abandoned_prefill_closes_its_stream() -> None:
     stream = FakeStream((), None, True)
     prefill = PrefillTask(stream, reports(asyncio.Event()))
     await prefill.stop()

@@ -1,4 +1,4 @@
-"""Which blocks are free, and where new tokens go."""
+"""Free blocks, and the placement of new tokens."""
 
 import itertools
 
@@ -24,7 +24,7 @@ def extents(runs: tuple[Run, ...]) -> list[tuple[int, int, int]]:
     return [(run.rank, run.start, run.end) for run in runs]
 
 
-def test_allocation_prefers_the_smallest_stretch_that_fits() -> None:
+def test_allocation_prefers_the_smallest_sufficient_range() -> None:
     pool = BlockAllocator(12)
     pool.allocate(12)
     pool.free([0, 1, 2, 5, 6, 9, 10, 11])
@@ -34,7 +34,7 @@ def test_allocation_prefers_the_smallest_stretch_that_fits() -> None:
     pool.audit()
 
 
-def test_allocation_joins_stretches_when_none_fits() -> None:
+def test_allocation_joins_ranges_when_none_fits() -> None:
     pool = BlockAllocator(10)
     pool.allocate(10)
     pool.free([1, 2, 3, 6, 9])
@@ -43,7 +43,7 @@ def test_allocation_joins_stretches_when_none_fits() -> None:
     pool.audit()
 
 
-def test_free_joins_neighbours_again() -> None:
+def test_free_merges_adjacent_blocks() -> None:
     pool = BlockAllocator(8)
     pool.allocate(8)
     for block in (3, 5, 4, 0, 7, 1, 6, 2):
@@ -52,7 +52,7 @@ def test_free_joins_neighbours_again() -> None:
     assert pool.allocate(8) == tuple(range(8))
 
 
-def test_too_many_blocks_take_nothing() -> None:
+def test_failed_allocation_takes_no_blocks() -> None:
     pool = BlockAllocator(3)
     with pytest.raises(ResourceExhausted):
         pool.allocate(4)
@@ -61,7 +61,7 @@ def test_too_many_blocks_take_nothing() -> None:
 
 
 @pytest.mark.parametrize("ids", [[0], [4], [5], [1, 1]])
-def test_free_of_what_is_not_in_use(ids: list[int]) -> None:
+def test_free_of_unused_blocks_is_an_error(ids: list[int]) -> None:
     pool = BlockAllocator(5)
     pool.allocate(3)
     pool.free([0])
@@ -79,7 +79,7 @@ def test_free_of_what_is_not_in_use(ids: list[int]) -> None:
         (1, 1, [(2, 0, 1)]),
     ],
 )
-def test_chunk_is_dealt_in_serpentine_order(end: int, turn: int, expected: list[tuple[int, int, int]]) -> None:
+def test_chunk_is_distributed_in_serpentine_order(end: int, turn: int, expected: list[tuple[int, int, int]]) -> None:
     place = placer(10, 10, 10)
     runs = place.place_chunk(0, end, turn, reserve(place, 10))
     assert extents(runs) == expected
@@ -91,7 +91,7 @@ def test_chunk_of_few_pieces_goes_to_the_emptiest_ranks() -> None:
     assert extents(place.place_chunk(0, 8, 0, reserve(place, 2))) == [(1, 0, 4), (2, 4, 8)]
 
 
-def test_chunk_moves_to_ranks_that_have_room() -> None:
+def test_chunk_is_placed_on_ranks_with_free_blocks() -> None:
     place = placer(1, 0, 5)
     runs = place.place_chunk(100, 123, 0, reserve(place, 6))
     assert extents(runs) == [(0, 100, 104), (2, 104, 123)]
@@ -110,7 +110,7 @@ def test_growth_fills_the_last_run_first() -> None:
     place.audit([*grown])
 
 
-def test_promises_are_kept() -> None:
+def test_reserved_blocks_stay_available() -> None:
     place = placer(2, 2)
     first = reserve(place, 3)
     assert place.reserve(BlockCount(2)) is None

@@ -20,7 +20,7 @@ class Store:
         self.contexts = ContextTable(self.segments)
 
     def segment(self, before: TokenPath, count: int) -> Segment:
-        """With one reference, from `create`."""
+        """A segment with one reference, from `create`."""
         holding, start = self.segments.create(before), before.end
         reservation = self.placer.reserve(self.placer.blocks_needed(count, 0))
         assert reservation is not None
@@ -52,7 +52,7 @@ def test_context_grows_by_sealed_segments() -> None:
     store.audit()
 
 
-def test_deleted_context_lives_as_long_as_somebody_reads_it() -> None:
+def test_deleted_context_is_freed_after_its_last_reader() -> None:
     store = Store()
     store.append("a", TokenPath(), 10, now=0.0)
     path = store.contexts.get("a").path
@@ -66,13 +66,13 @@ def test_deleted_context_lives_as_long_as_somebody_reads_it() -> None:
     assert store.segments.take_forgotten() == ()
 
 
-def test_segment_that_no_rank_knows_is_not_forgotten() -> None:
+def test_segment_unknown_to_ranks_is_not_reported_as_forgotten() -> None:
     store = Store()
     store.segments.drop(store.segments.create(TokenPath()).segment)
     assert store.segments.take_forgotten() == ()
 
 
-def test_missing_context() -> None:
+def test_missing_context_raises_not_found() -> None:
     store = Store()
     for call in (store.contexts.get, store.contexts.delete):
         with pytest.raises(NotFound, match="contexts/a does not exist"):
@@ -115,7 +115,7 @@ def test_fork_shares_segments_and_copies_nothing(num_tokens: int | None, parts: 
     store.audit()
 
 
-def test_fork_outlives_its_source_and_goes_on_by_itself() -> None:
+def test_fork_outlives_its_source_and_grows_separately() -> None:
     store = forked_store()
     fork = store.contexts.fork("a", "b", 4, now=9.0)
     first, second = store.contexts.get("a").path.segments
@@ -133,7 +133,7 @@ def test_fork_outlives_its_source_and_goes_on_by_itself() -> None:
     assert store.placer.num_free == BlockCount(16)
 
 
-def test_wrong_forks_name_what_is_wrong() -> None:
+def test_invalid_forks_name_the_field() -> None:
     store = forked_store()
     with pytest.raises(NotFound, match="contexts/x"):
         store.contexts.fork("x", "b", None, now=0.0)
@@ -148,8 +148,8 @@ def test_wrong_forks_name_what_is_wrong() -> None:
     store.audit()
 
 
-class Unwalked(dict[str, NamedContext]):
-    """Gives what is asked for by its key, and not all that there is."""
+class LookupOnlyMapping(dict[str, NamedContext]):
+    """A mapping that supports lookup but not iteration."""
 
     def __iter__(self) -> Iterator[str]:
         raise AssertionError("all contexts are walked through")
@@ -157,13 +157,13 @@ class Unwalked(dict[str, NamedContext]):
     values = items = keys = __iter__  # type: ignore[assignment]
 
 
-def test_expiries_are_found_without_walking_through_all_contexts() -> None:
+def test_expired_contexts_are_found_without_a_full_scan() -> None:
     store = Store()
     for name, ttl in (("a", 3.0), ("b", 1.0), ("c", 2.0), ("d", None)):
         store.append(name, TokenPath(), 1)
         store.contexts.change(name, ContextSettings(ttl=ttl) if ttl else ContextSettings(), now=0.0)
     contexts = store.contexts
-    contexts._by_id = Unwalked(contexts._by_id)
+    contexts._by_id = LookupOnlyMapping(contexts._by_id)
     assert (contexts.next_expiry, contexts.expired(2.5)) == (1.0, ("b", "c"))
     contexts.delete("b")
     contexts.delete("d")

@@ -1,4 +1,4 @@
-"""Contexts that rest, and what is parked of them."""
+"""Idle contexts and the eviction of their segments."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,12 @@ from coordinator.kv_cache.contexts import ContextTable
 from coordinator.kv_cache.eviction import ContextEvictor
 from coordinator.kv_cache.segment_placement import SegmentPlacement
 from coordinator.kv_cache.segments import SegmentStore
-from coordinator.kv_cache.token_paths import NOWHERE
+from coordinator.kv_cache.token_paths import EMPTY_PATH
 
 SIZE = 4
 
 
-class House:
+class Pool:
     """Contexts over two pools, without ranks."""
 
     def __init__(self, num_blocks: int = 20) -> None:
@@ -22,11 +22,11 @@ class House:
         self.segments = SegmentStore(self.placer)
         self.contexts = ContextTable(self.segments)
         self.in_use = set[str | None]()
-        self.parking = ContextEvictor(self.placer, self.segments, self.contexts, lambda: self.in_use)
+        self.evictor = ContextEvictor(self.placer, self.segments, self.contexts, lambda: self.in_use)
 
     def append(self, context: str, count: int) -> None:
         known = self.contexts.find(context)
-        holding = self.segments.create(known.path if known else NOWHERE)
+        holding = self.segments.create(known.path if known else EMPTY_PATH)
         reservation = self.placer.reserve(self.placer.blocks_needed(count, 0))
         assert reservation is not None
         start = holding.segment.end
@@ -40,80 +40,80 @@ class House:
         self.contexts.audit()
         self.placer.audit(run for holding in self.segments.holdings for run in holding.runs)
 
-    def parked(self, context: str) -> list[int]:
-        return [holding.segment.id for holding in self.segments.holdings.parked(self.contexts.get(context).path)]
+    def evicted(self, context: str) -> list[int]:
+        return [holding.segment.id for holding in self.segments.holdings.evicted(self.contexts.get(context).path)]
 
     def rest(self, context: str) -> None:
-        self.contexts.rest(self.contexts.get(context))
+        self.contexts.evict(self.contexts.get(context))
         self.audit()
 
-    def wake(self, context: str) -> Sequence[SegmentPlacement]:
-        found = self.contexts.wake(self.contexts.get(context))
+    def activate(self, context: str) -> Sequence[SegmentPlacement]:
+        found = self.contexts.activate(self.contexts.get(context))
         for holding in found:
             self.segments.call(holding)
         self.audit()
         return found
 
 
-def test_what_others_need_is_not_parked() -> None:
-    transfers = House()
-    transfers.append("a", 8)
-    transfers.contexts.fork("a", "b", None, 1.0)
-    transfers.append("b", 12)
-    transfers.append("a", 4)
-    assert transfers.placer.num_free.sharded == 40 - 2 - 3 - 1
-    transfers.rest("b")
-    assert (transfers.parked("a"), transfers.parked("b")) == ([], [1])
-    assert transfers.placer.num_free.sharded == 40 - 2 - 1
-    transfers.rest("a")
-    assert (transfers.parked("a"), transfers.parked("b")) == ([0, 2], [0, 1])
-    assert transfers.placer.num_free.sharded == 40
-    assert transfers.segments.take_forgotten() == (1, 0, 2)
-    assert [holding.loss.left for holding in transfers.wake("b") if holding.loss] == [[(0, 8)], [(8, 20)]]
-    assert (transfers.parked("a"), transfers.parked("b")) == ([2], [])
-    transfers.contexts.delete("b")
-    transfers.audit()
-    assert transfers.parked("a") == [0, 2], "nobody needs the beginning any more"
-    transfers.contexts.delete("a")
-    transfers.audit()
-    assert not list(transfers.segments.holdings)
-    assert transfers.segments.take_forgotten() == (), "ranks have forgotten them"
+def test_segments_of_other_contexts_are_not_evicted() -> None:
+    pool = Pool()
+    pool.append("a", 8)
+    pool.contexts.fork("a", "b", None, 1.0)
+    pool.append("b", 12)
+    pool.append("a", 4)
+    assert pool.placer.num_free.sharded == 40 - 2 - 3 - 1
+    pool.rest("b")
+    assert (pool.evicted("a"), pool.evicted("b")) == ([], [1])
+    assert pool.placer.num_free.sharded == 40 - 2 - 1
+    pool.rest("a")
+    assert (pool.evicted("a"), pool.evicted("b")) == ([0, 2], [0, 1])
+    assert pool.placer.num_free.sharded == 40
+    assert pool.segments.take_forgotten() == (1, 0, 2)
+    assert [holding.loss.left for holding in pool.activate("b") if holding.loss] == [[(0, 8)], [(8, 20)]]
+    assert (pool.evicted("a"), pool.evicted("b")) == ([2], [])
+    pool.contexts.delete("b")
+    pool.audit()
+    assert pool.evicted("a") == [0, 2], "no context needs the beginning any more"
+    pool.contexts.delete("a")
+    pool.audit()
+    assert not list(pool.segments.holdings)
+    assert pool.segments.take_forgotten() == (), "ranks have forgotten them"
 
 
-def test_a_fork_of_what_is_parked_rests_too() -> None:
-    transfers = House()
-    transfers.append("a", 8)
-    transfers.append("a", 8)
-    transfers.rest("a")
-    fork = transfers.contexts.fork("a", "b", 3, 2.0)
-    transfers.audit()
-    assert fork.is_resting
-    transfers.contexts.delete("a")
-    transfers.audit()
-    assert [holding.segment.id for holding in transfers.wake("b")] == [0]
+def test_fork_of_an_evicted_context_is_evicted() -> None:
+    pool = Pool()
+    pool.append("a", 8)
+    pool.append("a", 8)
+    pool.rest("a")
+    fork = pool.contexts.fork("a", "b", 3, 2.0)
+    pool.audit()
+    assert fork.is_evicted
+    pool.contexts.delete("a")
+    pool.audit()
+    assert [holding.segment.id for holding in pool.activate("b")] == [0]
 
 
-def test_room_is_made_by_those_that_were_used_least_recently() -> None:
-    transfers = House(num_blocks=6)
+def test_least_recently_used_contexts_are_evicted_first() -> None:
+    pool = Pool(num_blocks=6)
     for name in ("a", "b", "c", "d"):
-        transfers.append(name, 8)
-    transfers.contexts.use(transfers.contexts.get("a"))
-    transfers.contexts.get("b").is_pinned = True
-    transfers.in_use = {"c"}
-    assert transfers.parking.num_spare == BlockCount(4)
-    assert not transfers.segments.make_room(BlockCount(9))
-    assert [transfers.parked(name) for name in "abcd"] == [[], [], [], []], "nothing is parked in vain"
-    assert not transfers.segments.make_room(BlockCount(5), may_park=False)
-    assert transfers.segments.make_room(BlockCount(5))
-    assert [transfers.parked(name) for name in "abcd"] == [[], [], [], [3]]
-    transfers.audit()
+        pool.append(name, 8)
+    pool.contexts.use(pool.contexts.get("a"))
+    pool.contexts.get("b").is_pinned = True
+    pool.in_use = {"c"}
+    assert pool.evictor.num_spare == BlockCount(4)
+    assert not pool.segments.make_room(BlockCount(9))
+    assert [pool.evicted(name) for name in "abcd"] == [[], [], [], []], "nothing is evicted if it does not free enough"
+    assert not pool.segments.make_room(BlockCount(5), may_park=False)
+    assert pool.segments.make_room(BlockCount(5))
+    assert [pool.evicted(name) for name in "abcd"] == [[], [], [], [3]]
+    pool.audit()
 
 
-@pytest.mark.parametrize("is_awake", [False, True])
-def test_prompts_do_not_find_what_is_parked(is_awake: bool) -> None:
-    transfers = House()
-    transfers.append("a", 8)
-    transfers.rest("a")
-    if is_awake:
-        transfers.wake("a")
-    assert transfers.segments.match(transfers.contexts.get("a").path.token_ids()).end == 0
+@pytest.mark.parametrize("is_activated", [False, True])
+def test_prompts_do_not_match_evicted_segments(is_activated: bool) -> None:
+    pool = Pool()
+    pool.append("a", 8)
+    pool.rest("a")
+    if is_activated:
+        pool.activate("a")
+    assert pool.segments.match(pool.contexts.get("a").path.token_ids()).end == 0

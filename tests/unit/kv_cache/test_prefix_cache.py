@@ -1,4 +1,4 @@
-"""What tenants find of each other's beginnings of prompts, where they may share them."""
+"""The prefix cache between tenants that share prefixes."""
 
 from array import array
 
@@ -12,12 +12,12 @@ IDS = array("I", range(12))
 OTHER = array("I", range(100, 112))
 
 
-def taken_in(segments: SegmentStore, number: int, tenant: str, ids: "array[int]") -> Segment:
-    """A segment that came from elsewhere, as those of imports do."""
+def imported_segment(segments: SegmentStore, number: int, tenant: str, ids: "array[int]") -> Segment:
+    """A segment that was imported."""
     segment = Segment(number, TokenPath(), tenant=tenant)
     segment.extend(ids)
     segments.adopt(segment)
-    segments.call(segments.holdings[segment])  # it is about to be held
+    segments.call(segments.holdings[segment])  # its keys are about to be placed
     segments.end_loss(segments.holdings[segment])
     return segment
 
@@ -30,10 +30,10 @@ def read(segments: SegmentStore, before: TokenPath, tenant: str, ids: "array[int
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_nothing_on_a_path_that_was_adopted_is_found_by_another_tenant(is_shared: bool) -> None:
+def test_imported_segments_are_not_matched_for_other_tenants(is_shared: bool) -> None:
     segments = SegmentStore(BlockPlacer((64,), 4), share_prefixes=is_shared)
     own = read(segments, TokenPath(), "acme", OTHER)
-    adopted = taken_in(segments, 40, "acme", IDS)
+    adopted = imported_segment(segments, 40, "acme", IDS)
     behind = read(segments, adopted.path, "acme", OTHER)
     for tenant in ("acme", "bolt"):
         is_theirs = tenant == "acme"

@@ -24,10 +24,10 @@ def window_runs(plans: list[StepPlan]) -> list[list[tuple[int, int, int]]]:
     return found
 
 
-def test_a_document_leaves_the_window_before_its_end() -> None:
+def test_document_keeps_the_window_before_its_end() -> None:
     bench = Asker(windows=WINDOW)
     bench.ingest("doc", 40)
-    # each chunk stores what the token after it will see, and keeps what its own first token sees
+    # each chunk stores the window of the next token and keeps the window of its own first token
     assert window_runs(bench.run()) == [[(25, 32, 2)], [(25, 32, 2), (33, 40, 2)]]
     (segment,) = bench.scheduler.contexts.get("doc").path.segments
     assert [(run.start, run.end) for run in bench.scheduler.segments.holdings[segment].window_runs] == [(33, 40)]
@@ -41,18 +41,18 @@ def test_chunks_shorter_than_the_window_share_a_run() -> None:
     assert window_runs(bench.run()) == expected
 
 
-def test_an_answer_rolls_by_whole_blocks() -> None:
+def test_answer_advances_windows_by_whole_blocks() -> None:
     bench = Asker(windows=WINDOW)
     job = bench.ask(3, max_tokens=14)
     found = window_runs(bench.run())
     assert found[0] == [(0, 3, 1)]
-    assert found[7:10] == [[(0, 10, 3)], [(0, 11, 3)], [(4, 12, 2)]]  # the token at 11 sees from 4 on
+    assert found[7:10] == [[(0, 10, 3)], [(0, 11, 3)], [(4, 12, 2)]]  # the token at 11 sees positions from 4
     assert found[10:] == [[(4, 13, 3)], [(4, 14, 3)], [(4, 15, 3)], [(8, 16, 2)]]
     assert bench.tokens(job) == bench.alone(3, 14)
     assert bench.placer.num_free == bench.placer.num_blocks
 
 
-def test_sections_leave_nothing_at_their_ends() -> None:
+def test_sections_keep_no_windows_at_their_ends() -> None:
     bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(section=16),), num_blocks=40))
     bench.ingest("doc", 32)
     assert window_runs(bench.run()) == [[]]
@@ -61,7 +61,7 @@ def test_sections_leave_nothing_at_their_ends() -> None:
     assert len(bench.tokens(job)) == 4
 
 
-def test_where_sections_begin_paths_part() -> None:
+def test_paths_split_where_sections_begin() -> None:
     bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(section=8), AttentionSpan(section=12)), num_blocks=40))
     bench.ingest("doc", 61)
     bench.run()
@@ -84,7 +84,7 @@ def forked() -> Asker:
 
 
 @pytest.mark.parametrize("position", [40, 41, 43])
-def test_a_context_forks_where_the_window_is_held(position: int) -> None:
+def test_context_forks_where_its_window_is_retained(position: int) -> None:
     bench = forked()
     bench.scheduler.fork_context("doc", "fork", position)
     bench.scheduler.audit()
@@ -94,7 +94,7 @@ def test_a_context_forks_where_the_window_is_held(position: int) -> None:
 
 
 @pytest.mark.parametrize(("position", "nearest"), [(1, "at 40"), (39, "at 40")])
-def test_elsewhere_a_fork_is_refused_with_the_nearest_places(position: int, nearest: str) -> None:
+def test_fork_without_a_window_is_refused_with_the_nearest_positions(position: int, nearest: str) -> None:
     bench = forked()
     with pytest.raises(InvalidArgument, match=f"{nearest}; with --window-keys sharded") as caught:
         bench.scheduler.fork_context("doc", "fork", position)
@@ -105,11 +105,11 @@ def test_elsewhere_a_fork_is_refused_with_the_nearest_places(position: int, near
         bench.scheduler.fork_context("doc", "fork", 70)
 
 
-def test_a_prompt_goes_on_where_an_earlier_one_ended() -> None:
+def test_prompt_continues_from_the_end_of_a_previous_one() -> None:
     bench = Asker(windows=WINDOW)
     first = bench.prompt(range(41))
     bench.run()
-    job = bench.prompt([*range(60), 500])  # begins with the 40 tokens that were read of the first one
+    job = bench.prompt([*range(60), 500])  # begins with the 40 prefilled tokens of the first one
     bench.run()
     same, other = bench.prompt(range(41)), bench.prompt([*range(50), *range(500, 511)])  # the second one ended at 60
     bench.run()
@@ -119,7 +119,7 @@ def test_a_prompt_goes_on_where_an_earlier_one_ended() -> None:
     assert bench.cached(elsewhere) == 0
 
 
-def test_a_shorter_prompt_is_found_where_a_longer_one_cannot_be_continued() -> None:
+def test_shorter_prefix_is_used_if_the_longer_has_no_window() -> None:
     bench = Asker(windows=WINDOW)
     cached: list[int] = []
     for prompt in (range(61), range(25), [*range(30), *range(500, 520)]):
@@ -129,7 +129,7 @@ def test_a_shorter_prompt_is_found_where_a_longer_one_cannot_be_continued() -> N
     assert cached == [0, 0, 24]
 
 
-def test_samples_roll_windows_of_their_own() -> None:
+def test_samples_have_separate_windows() -> None:
     bench = Asker(windows=WINDOW)
     job = bench.prompt(range(41), max_tokens=12, num_samples=3)
     plans = bench.run()
@@ -139,21 +139,21 @@ def test_samples_roll_windows_of_their_own() -> None:
     assert [bench.answer(job, sample) for sample in range(3)] == [bench.answer(job)] * 3
 
 
-def test_a_windows_pool_that_is_too_small_is_named() -> None:
+def test_too_small_window_pool_is_named() -> None:
     bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=9))
-    with pytest.raises(InvalidArgument, match="the windows' pool holds 36 tokens.*--window-bytes") as caught:
+    with pytest.raises(InvalidArgument, match="the window pool has 36 tokens.*--window-bytes") as caught:
         bench.prompt(range(41), max_tokens=40)
     assert caught.value.field == "sampling.max_token_count"
     for number in range(3):
         bench.ingest(f"doc-{number}", 40)
         bench.run()
-    with pytest.raises(ResourceExhausted, match="of 36 contexts keep too many; .*--window-bytes") as refused:
+    with pytest.raises(ResourceExhausted, match="contexts use too many of 36;.*--window-bytes") as refused:
         bench.ingest("doc-3", 40)
     assert refused.value.subject == "window pool"
     assert refused.value.retry_seconds is None
 
 
-def test_what_only_chunks_needed_lets_others_begin() -> None:
+def test_blocks_used_only_by_chunks_are_freed_for_other_jobs() -> None:
     """Two prompts need 5 + 2 blocks each while they are read, and 2 + 2 while they answer."""
     bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=11))
     for start in (0, 500):
@@ -166,9 +166,9 @@ def test_what_only_chunks_needed_lets_others_begin() -> None:
     assert bench.scheduler.segments.make_room(bench.placer.num_blocks)
 
 
-def test_a_pool_has_room_for_what_is_read_again() -> None:
+def test_window_pool_has_space_for_recompute() -> None:
     """3 tokens and 40 of an answer are rows in 4 blocks; preempted after 20, they are a chunk in 5 and rows in 4."""
-    with pytest.raises(InvalidArgument, match="holds 36 tokens, in blocks of 4, and 40 are needed"):
+    with pytest.raises(InvalidArgument, match="has 36 tokens in blocks of 4, and 40 are needed"):
         Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=9)).ask(3, max_tokens=40)
     bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=10), max_sequences=1)
     low = bench.ask(3, max_tokens=40)
@@ -182,21 +182,21 @@ def test_a_pool_has_room_for_what_is_read_again() -> None:
     assert bench.tokens(low) == bench.alone(3, 40)
 
 
-def test_a_run_begins_anew_where_nothing_of_the_last_one_is_seen() -> None:
+def test_new_run_begins_where_the_last_one_is_not_visible() -> None:
     bench = Asker(windows=WINDOW)
     reservation = bench.placer.reserve(BlockCount(0, 5))
     assert reservation is not None
-    runs = bench.placer.roll((), 0, 10, reservation, is_chunk=True)
+    runs = bench.placer.advance_windows((), 0, 10, reservation, is_chunk=True)
     assert runs == (Run(EVERY_RANK, 3, 10, (0, 1)),)
-    runs = bench.placer.roll(runs, 10, 30, reservation, is_chunk=True)
+    runs = bench.placer.advance_windows(runs, 10, 30, reservation, is_chunk=True)
     assert runs == (Run(EVERY_RANK, 3, 10, (0, 1)), Run(EVERY_RANK, 23, 30, (2, 3)))
-    runs = bench.placer.roll(runs, 30, 31, reservation, is_chunk=False)
+    runs = bench.placer.advance_windows(runs, 30, 31, reservation, is_chunk=False)
     assert runs == (Run(EVERY_RANK, 23, 31, (2, 3)),)
     assert reservation.left == BlockCount(0, 3)
 
 
 def append(bench: Asker, *counts: int, context: str = "doc") -> None:
-    """One document after the other, into a new context if it is none yet."""
+    """Appends documents one by one to a context, which is created if it is missing."""
     for count in counts:
         bench.ingest(context, count, append=context in bench.scheduler.contexts)
         bench.run()
@@ -207,7 +207,7 @@ def num_window_blocks(bench: Asker) -> int:
 
 
 @pytest.mark.parametrize("num_appends", [600, pytest.param(3000, marks=pytest.mark.slow)])
-def test_thousands_of_tiny_appends_keep_what_the_last_ends_see(num_appends: int) -> None:
+def test_many_small_appends_keep_the_windows_of_the_last_ends(num_appends: int) -> None:
     """Each piece is in a separate block, and the next token sees 7 of them."""
     windows, rest = (
         WindowSpec(reaches=(AttentionSpan(8),), num_blocks=24),
@@ -216,7 +216,7 @@ def test_thousands_of_tiny_appends_keep_what_the_last_ends_see(num_appends: int)
     bench = Asker(blocks=(2100, 2100), windows=windows, **rest)
     append(bench, *[1] * num_appends)
     assert num_window_blocks(bench) == 7 + LAST_ENDS - 1
-    append(bench, 40, 1, 1, context="other")  # there is room for others
+    append(bench, 40, 1, 1, context="other")  # space for other documents remains
     jobs = [bench.ask(3, context=context) for context in ("doc", "other")]
     bench.run()
     assert [bench.tokens(job) for job in jobs] == [bench.alone(3, 4)] * 2
@@ -226,7 +226,7 @@ def test_thousands_of_tiny_appends_keep_what_the_last_ends_see(num_appends: int)
     bench.scheduler.audit()
 
 
-def test_a_context_forks_at_its_last_ends_and_says_which_they_are() -> None:
+def test_context_forks_only_at_its_last_ends() -> None:
     bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=60), blocks=(200, 200))
     append(bench, *[20] * (LAST_ENDS + 2))
     ends = [20 * number for number in range(3, LAST_ENDS + 3)]
@@ -242,7 +242,7 @@ def test_a_context_forks_at_its_last_ends_and_says_which_they_are() -> None:
         bench.scheduler.fork_context("doc", "other", 65)
 
 
-def test_a_fork_keeps_the_ends_that_are_before_its_own() -> None:
+def test_fork_keeps_the_previous_ends() -> None:
     bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=60), blocks=(200, 200))
     append(bench, 20, 20, 20)
     bench.scheduler.fork_context("doc", "fork", 40)
@@ -257,7 +257,7 @@ def test_a_fork_keeps_the_ends_that_are_before_its_own() -> None:
     assert num_window_blocks(bench) == 2 * LAST_ENDS
 
 
-def test_what_waits_or_runs_on_an_end_keeps_its_windows() -> None:
+def test_jobs_that_use_an_end_keep_its_windows() -> None:
     """An answer from the first end is preempted and restarted after the context has grown far beyond that end."""
     bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=80), blocks=(200, 200), max_sequences=1)
     append(bench, 20)
@@ -277,11 +277,13 @@ def test_what_waits_or_runs_on_an_end_keeps_its_windows() -> None:
     assert num_window_blocks(bench) == 2 * LAST_ENDS
 
 
-def test_prompts_go_on_from_a_context_whose_ends_are_gone() -> None:
+def test_prompts_continue_from_a_context_without_retained_ends() -> None:
     """The cached part of a prompt that shares a context's prefix retains the keys that the prompt's end sees."""
     bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(16),), num_blocks=100), blocks=(200, 200))
     append(bench, 20)
-    first = bench.prompt([*range(20), *range(500, 508)])  # of 27 tokens that are kept the next one sees 12 on
+    first = bench.prompt(
+        [*range(20), *range(500, 508)]
+    )  # the next token sees positions from 12 of the 27 cached tokens
     bench.run()
     assert bench.cached(first) == 20
     append(bench, *[20] * LAST_ENDS)
@@ -294,14 +296,14 @@ def test_prompts_go_on_from_a_context_whose_ends_are_gone() -> None:
     assert num_window_blocks(bench) == 4 * LAST_ENDS
 
 
-def test_an_append_is_refused_before_the_windows_pool_is_full() -> None:
-    """Of tokens in blocks of their own the next one sees 7, and the ends before them 3 more: 10 blocks."""
+def test_append_is_refused_before_the_window_pool_is_full() -> None:
+    """The next token sees 7 tokens in separate blocks, and the earlier ends see 3 more: 10 blocks."""
     bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=20), blocks=(400, 400))
     append(bench, *[1] * 40, context="tiny")
     append(bench, *[1] * 9, context="other")
     num_free, paths = bench.placer.num_free, [context.path for context in bench.scheduler.contexts.list()]
     message = (
-        "8 tokens are needed, and of 80 contexts keep too many; delete a context, or serve with more --window-bytes"
+        "8 tokens are needed, and contexts use too many of 80; delete a context, or serve with more --window-bytes"
     )
     for context in ("tiny", "other"):
         with pytest.raises(ResourceExhausted, match=message) as caught:
@@ -314,10 +316,10 @@ def test_an_append_is_refused_before_the_windows_pool_is_full() -> None:
     assert num_window_blocks(bench) == 10
 
 
-def test_what_a_context_itself_keeps_is_no_fault_of_the_text() -> None:
+def test_full_window_pool_of_a_context_is_not_blamed_on_the_text() -> None:
     bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=10), blocks=(400, 400))
     append(bench, *[1] * 9)
     for refused in (lambda: bench.ingest("doc", 1, append=True), lambda: bench.ask(5, context="doc")):
-        with pytest.raises(ResourceExhausted, match="of 40 contexts keep too many; delete a context") as caught:
+        with pytest.raises(ResourceExhausted, match="contexts use too many of 40;delete a context") as caught:
             refused()
         assert caught.value.subject == "window pool"

@@ -10,7 +10,7 @@ from longleaf.comm.abort import ExchangeAborter, Sockets
 from longleaf.errors import ExchangeAborted
 
 
-def test_what_is_begun_before_is_freed_and_what_comes_later_is_not_begun():
+def test_running_exchange_is_released_and_later_ones_do_not_start():
     fence, freed = ExchangeAborter(), []
     fence.add(lambda: freed.append("early"))
     fence.put_up()
@@ -28,7 +28,7 @@ def pair(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
     return one, listener.accept()[0]
 
 
-def test_connections_that_were_opened_meanwhile_end_and_others_go_on():
+def test_only_connections_opened_meanwhile_are_closed():
     with socket.create_server(("127.0.0.1", 0)) as old, socket.socketpair()[0] as plain:
         before = pair(old)
         sockets = Sockets()
@@ -36,12 +36,12 @@ def test_connections_that_were_opened_meanwhile_end_and_others_go_on():
         meanwhile = pair(new)
         sockets.complete()
         later = pair(new)
-        heard = []
-        waiting = threading.Thread(target=lambda: heard.append(meanwhile[0].recv(1)))
+        received = []
+        waiting = threading.Thread(target=lambda: received.append(meanwhile[0].recv(1)))
         waiting.start()
         assert sockets.shut_down() == 2
         waiting.join(60)
-        assert heard == [b""]
+        assert received == [b""]
         for one, other in (before, later, pair(new)):  # the remaining listeners
             one.send(b"x")
             assert other.recv(1) == b"x"
@@ -52,7 +52,7 @@ def test_connections_that_were_opened_meanwhile_end_and_others_go_on():
             one.close()
 
 
-def test_a_number_that_is_of_another_file_by_now_is_left_alone():
+def test_reused_file_descriptor_is_not_closed():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sockets = Sockets()
         gone = pair(listener)

@@ -24,7 +24,7 @@ def source(tmp_path):
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """An empty home of this test."""
+    """An empty home directory for the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
     return tmp_path / "home"
 
@@ -33,8 +33,8 @@ def answer(source):
     return c_extension.load(source, FLAGS).answer()
 
 
-def kept():
-    """The libraries that are kept."""
+def cached_libraries():
+    """The libraries in the cache."""
     return sorted(cache_folder().glob("*.so"))
 
 
@@ -42,14 +42,14 @@ def modes(*paths):
     return [stat.S_IMODE(path.stat().st_mode) for path in paths]
 
 
-def test_folders_and_libraries_are_their_users_alone(source, home):
+def test_folders_and_libraries_are_private_to_the_user(source, home):
     before = os.umask(0)
     try:
         assert answer(source) == 42
     finally:
         os.umask(before)
-    assert modes(home, home / "cache", cache_folder(), *kept()) == [0o700] * 4
-    assert [path.name for path in cache_folder().iterdir()] == [path.name for path in kept()]
+    assert modes(home, home / "cache", cache_folder(), *cached_libraries()) == [0o700] * 4
+    assert [path.name for path in cache_folder().iterdir()] == [path.name for path in cached_libraries()]
 
 
 def open_to_all(folder):
@@ -62,7 +62,7 @@ def open_to_the_group(folder):
     folder.chmod(0o770)
 
 
-def anothers(folder):
+def owned_by_another_user(folder):
     if os.geteuid():
         pytest.skip("only root can give a folder away")
     folder.mkdir(parents=True)
@@ -88,19 +88,19 @@ def a_file(folder):
 @pytest.mark.parametrize(
     ("prepare", "reason"),
     [
-        (open_to_all, "others may write"),
-        (open_to_the_group, "others may write"),
-        (anothers, "belongs to user 12345"),
-        (link_to_an_open_one, "there: others may write"),
-        (in_an_open_one, "cache: others may write"),
+        (open_to_all, "other users can write"),
+        (open_to_the_group, "other users can write"),
+        (owned_by_another_user, "belongs to user 12345"),
+        (link_to_an_open_one, "there: other users can write"),
+        (in_an_open_one, "cache: other users can write"),
         (a_file, "longleaf"),
     ],
 )
-def test_a_folder_that_others_can_change_is_not_used_and_one_is_told(source, prepare, reason, caplog, monkeypatch):
+def test_folder_writable_by_others_is_not_used(source, prepare, reason, caplog, monkeypatch):
     planted = source.with_name("planted")
     monkeypatch.setenv("XDG_CACHE_HOME", str(planted))
     answer(source)
-    [library] = kept()
+    [library] = cached_libraries()
     monkeypatch.setenv("XDG_CACHE_HOME", str(source.with_name("home") / "cache"))
     prepare(cache_folder())
     if cache_folder().is_dir():  # another user's file has the right name
@@ -109,16 +109,16 @@ def test_a_folder_that_others_can_change_is_not_used_and_one_is_told(source, pre
     with caplog.at_level(logging.WARNING, "longleaf"):
         assert answer(source) == 42
     [reported] = caplog.messages
-    assert reason in reported and "anew" in reported
+    assert reason in reported and "compiled again at every start" in reported
     assert sorted(cache_folder().glob("*")) == before
 
 
-def test_a_link_to_a_folder_of_ones_own_is_followed(source, caplog):
+def test_link_to_an_own_folder_is_followed(source, caplog):
     cache_folder().parent.mkdir(parents=True)
     (cache_folder().parent / "there").mkdir(mode=0o700)
     cache_folder().symlink_to("there")
     assert answer(source) == 42
-    assert kept() and not caplog.messages
+    assert cached_libraries() and not caplog.messages
 
 
 def zeros(data):
@@ -138,8 +138,8 @@ def changed(data):
 
 
 @pytest.mark.parametrize("damage", [zeros, half, nothing, changed])
-def test_a_library_that_a_crash_damaged_is_made_again(source, damage):
-    """It must not even be opened: the half of a library ends the process that touches the rest."""
+def test_library_damaged_by_a_crash_is_rebuilt(source, damage):
+    """It must not be opened: access to the missing half of a library ends the process."""
     cache_folder().mkdir(parents=True, mode=0o700)
     flags = ("-c", "-fPIC", *FLAGS)
     path = c_extension.build(source, flags, cache_folder())
@@ -152,9 +152,9 @@ def test_a_library_that_a_crash_damaged_is_made_again(source, damage):
     assert ctypes.CDLL(str(path)).answer() == 42
 
 
-def test_a_library_that_others_may_write_is_made_again(source):
+def test_library_writable_by_others_is_rebuilt(source):
     answer(source)
-    [path] = kept()
+    [path] = cached_libraries()
     made = path.stat().st_ino
     answer(source)
     assert path.stat().st_ino == made
@@ -163,7 +163,7 @@ def test_a_library_that_others_may_write_is_made_again(source):
     assert modes(path) == [0o700]
 
 
-def test_another_compiler_and_another_libc_make_another_library(source, tmp_path, monkeypatch):
+def test_compiler_and_libc_are_part_of_the_cache_key(source, tmp_path, monkeypatch):
     answer(source)
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -172,15 +172,15 @@ def test_another_compiler_and_another_libc_make_another_library(source, tmp_path
     compiler.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     answer(source)
-    assert len(kept()) == 2
+    assert len(cached_libraries()) == 2
     monkeypatch.setattr(c_extension.platform, "libc_ver", lambda: ("glibc", "99"))
     answer(source)
-    assert len(kept()) == 3
+    assert len(cached_libraries()) == 3
     answer(source)
-    assert len(kept()) == 3
+    assert len(cached_libraries()) == 3
 
 
-def test_a_library_is_on_the_disk_before_it_has_its_name(source, monkeypatch):
+def test_library_is_synced_before_it_is_renamed(source, monkeypatch):
     events = []
 
     def named(file):
@@ -197,22 +197,22 @@ def test_a_library_is_on_the_disk_before_it_has_its_name(source, monkeypatch):
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replace)
     answer(source)
-    [path] = kept()
+    [path] = cached_libraries()
     library, folder = path.stat().st_ino, cache_folder().stat().st_ino
     assert events == [("fsync", library), ("replace", library), ("fsync", folder)]
 
 
-def test_without_a_compiler_the_reason_is_told(source, monkeypatch):
+def test_missing_compiler_is_reported(source, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(OSError, match="cc"):
         answer(source)
 
 
-def test_a_compiler_that_fails_says_why(source):
+def test_compiler_error_is_reported(source):
     source.write_text("int answer(void) { return nothing; }")
     with pytest.raises(OSError, match="nothing"):
         answer(source)
-    assert not kept()
+    assert not cached_libraries()
 
 
 @pytest.fixture
@@ -226,22 +226,22 @@ def without_a_compiler(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
 
 
-def test_what_was_installed_is_loaded_where_there_is_no_compiler(source, installed, monkeypatch):
+def test_installed_library_is_loaded_without_a_compiler(source, installed, monkeypatch):
     c_extension.install(source, FLAGS)
     assert len(list(installed.iterdir())) == len(c_extension.KINDS[platform.machine()])
     without_a_compiler(monkeypatch)
     assert answer(source) == 42
-    assert not kept()
+    assert not cached_libraries()
 
 
-def test_other_code_than_was_installed_is_compiled(source, installed):
+def test_changed_source_is_compiled(source, installed):
     c_extension.install(source, FLAGS)
     source.write_text("int answer(void) { return 43; }")
     assert answer(source) == 43
-    assert len(kept()) == 1
+    assert len(cached_libraries()) == 1
 
 
-def test_code_for_a_processor_is_loaded_on_one_that_has_all_it_takes(source, installed, monkeypatch):
+def test_library_is_loaded_only_if_the_processor_has_its_features(source, installed, monkeypatch):
     kinds = c_extension.KINDS[platform.machine()]
     c_extension.install(source, ("-O1", c_extension.NATIVE))
     for kind, features in kinds.items():
@@ -253,7 +253,7 @@ def test_code_for_a_processor_is_loaded_on_one_that_has_all_it_takes(source, ins
     )
 
 
-def test_nothing_that_was_installed_fits_a_machine_of_another_kind(source, installed, monkeypatch):
+def test_installed_library_of_another_architecture_is_not_loaded(source, installed, monkeypatch):
     c_extension.install(source, FLAGS)
     monkeypatch.setattr(c_extension.platform, "machine", lambda: "riscv64")
     assert c_extension.find_installed(source, FLAGS) is None

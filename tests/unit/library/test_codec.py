@@ -113,7 +113,7 @@ def test_events_survive(event: Event) -> None:
     assert codec.decode_event(service_pb.GenerateResponse.FromString(data)) == event
 
 
-def test_finish_reasons_mean_the_same_on_the_wire() -> None:
+def test_finish_reasons_have_wire_values() -> None:
     names = {reason: codec.encode_event(Finished(reason)).finished.finish_reason for reason in FINISH_REASONS}
     wanted = {reason: f"FINISH_REASON_{reason.upper()}" for reason in names}
     assert {reason: generation_pb.FinishReason.Name(number) for reason, number in names.items()} == wanted
@@ -142,12 +142,12 @@ def test_forks_survive(fork: ForkContext) -> None:
         ),
     ],
 )
-def test_what_is_read_anew_survives(recomputed: RecomputeResult) -> None:
-    data = codec.encode_reread(recomputed).SerializeToString()
-    assert codec.decode_reread(ingest_pb.RereadContextsResponse.FromString(data)) == recomputed
+def test_recompute_results_survive(recomputed: RecomputeResult) -> None:
+    data = codec.encode_recompute(recomputed).SerializeToString()
+    assert codec.decode_recompute(ingest_pb.RereadContextsResponse.FromString(data)) == recomputed
 
 
-def test_wrong_forks_name_the_field() -> None:
+def test_invalid_forks_name_the_field() -> None:
     good = {"name": "contexts/a", "new_name": "contexts/b"}
     for field, value in (("name", ""), ("name", "a"), ("new_name", ""), ("new_name", "contexts/-b")):
         with pytest.raises(InvalidArgument) as caught:
@@ -177,16 +177,16 @@ def test_ingest_pieces_survive(piece: IngestPiece) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"), [({"capacity_token_count": 0}, "not positive"), ({"append": True}, "is for new contexts")]
+    ("fields", "words"), [({"capacity_token_count": 0}, "not positive"), ({"append": True}, "is only for new contexts")]
 )
-def test_a_wrong_capacity_is_named(fields: dict[str, Any], words: str) -> None:
+def test_invalid_capacity_is_named(fields: dict[str, Any], words: str) -> None:
     config = {"name": "contexts/a", "capacity_token_count": 5} | fields
     with pytest.raises(InvalidArgument, match=words) as caught:
         codec.decode_ingest_piece(ingest_pb.IngestContextRequest(config=config))
     assert caught.value.field == "config.capacity_token_count"
 
 
-def test_a_capacity_cannot_be_changed_or_exceed_its_field() -> None:
+def test_capacity_cannot_be_changed_or_exceed_its_field() -> None:
     with pytest.raises(InvalidArgument, match="fixed when a context is created"):
         codec.encode_update("moby", ContextSettings(capacity=5))
     with pytest.raises(InvalidArgument, match="out of range"):
@@ -263,7 +263,7 @@ def test_clusters_survive() -> None:
 
 
 @pytest.mark.parametrize("slot", get_args(SlotState))
-def test_states_of_slots_mean_the_same_on_the_wire(slot: SlotState) -> None:
+def test_slot_states_have_wire_values(slot: SlotState) -> None:
     loss = Loss(time=1.5, member=2, rank=0, epoch=1, node="here", reason="killed", slot=slot)
     model = ModelInfo(name="m")
     cluster = Cluster(model=model, workers=(), world_size=2, epoch=1, launcher="", merge="", losses=(loss,))
@@ -341,7 +341,7 @@ def test_requests_survive(request_: Generate) -> None:
         {"max_draft_tokens": 2**40},
     ],
 )
-def test_what_does_not_fit_its_field_is_refused_before_it_is_sent(options: dict[str, Any]) -> None:
+def test_values_outside_their_field_are_refused_before_sending(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match="provenance|hidden|max_draft_token_count"):
         codec.encode_generate("x", context="moby", use_chat_template=None, sampling={}, **options)
 
@@ -373,7 +373,7 @@ def test_attributions_survive(attribution: Attribution | None) -> None:
         assert codec.decode_event(service_pb.GenerateResponse.FromString(data)) == event
 
 
-def test_a_request_to_resume_needs_no_more_than_its_id() -> None:
+def test_resume_request_needs_only_its_id() -> None:
     resume = Resume("abc", 17)
     assert codec.decode_generate(codec.encode_resume(resume), 42) == resume
 
@@ -424,7 +424,7 @@ def test_a_request_to_resume_needs_no_more_than_its_id() -> None:
     ],
     ids=str,
 )
-def test_what_is_out_of_range_is_named(fields: dict[str, Any], field: str) -> None:
+def test_field_out_of_range_is_named(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         codec.decode_generate(service_pb.GenerateRequest(**({"text": "x"} | fields)), 42)
     assert caught.value.field == field
@@ -448,14 +448,14 @@ def test_collections_are_counted_before_they_are_converted(field: str, limit: in
 
 def test_ids_and_paths_are_counted_before_they_are_converted() -> None:
     ids = SimpleNamespace(ids=Uncounted([1, 2, 3]))
-    with pytest.raises(InvalidArgument, match="token_ids: are 3, at most 2 are taken at once"):
+    with pytest.raises(InvalidArgument, match="token_ids: has 3 ids; the limit is 2"):
         codec.decode_ids(cast(Any, ids), 2)
     update = SimpleNamespace(update_mask=SimpleNamespace(paths=Uncounted([1] * 17)))
-    with pytest.raises(InvalidArgument, match="update_mask: has 17 paths, at most 16 are taken"):
+    with pytest.raises(InvalidArgument, match="update_mask: has 17 paths; the limit is 16"):
         codec.decode_update(cast(Any, update))
 
 
-def test_zero_is_a_value_and_absence_a_default() -> None:
+def test_zero_is_a_value_and_a_missing_field_is_a_default() -> None:
     assert codec.decode_sampling(generation_pb.SamplingParams(), 42) == Sampling(seed=42)
     zeros = codec.encode_sampling({"seed": 0, "top_k": 0, "temperature": 0.0, "ignore_end_token": False})
     assert zeros.HasField("seed")
@@ -464,7 +464,7 @@ def test_zero_is_a_value_and_absence_a_default() -> None:
         codec.decode_sampling(codec.encode_sampling({"max_tokens": 0}), 42)
 
 
-def test_what_is_absent_has_the_services_default() -> None:
+def test_missing_fields_use_defaults_of_the_service() -> None:
     defaults = Sampling(temperature=0.6, top_k=20, repetition_penalty=1.1)
     assert codec.decode_sampling(generation_pb.SamplingParams(), 42, defaults) == msgspec.structs.replace(
         defaults, seed=42
@@ -474,14 +474,14 @@ def test_what_is_absent_has_the_services_default() -> None:
     assert codec.decode_sampling(given, 42, defaults) == wanted
 
 
-def test_negative_ids_name_their_place() -> None:
+def test_negative_ids_name_their_index() -> None:
     message = ingest_pb.IngestContextRequest(token_ids={"ids": [1, 2, -3]})
     with pytest.raises(InvalidArgument, match="-3 is negative") as caught:
         codec.decode_ingest_piece(message)
     assert caught.value.field == "token_ids.ids[2]"
 
 
-def test_whole_numbers_of_the_wire_cannot_be_exceeded() -> None:
+def test_integers_are_limited_by_their_wire_type() -> None:
     wrong = {"stop_tokens": [2**31], "logit_bias": {2**31: 1.0}, "num_logprobs": 2**31, "stop": [1]}
     for field, value in ({"seed": 2**64, "top_k": 2**31, "max_tokens": "many"} | wrong).items():
         with pytest.raises(InvalidArgument, match="sampling"):
@@ -489,7 +489,7 @@ def test_whole_numbers_of_the_wire_cannot_be_exceeded() -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "moby", "a.b_c-d", "0", "a" * 63])
-def test_names_that_are_right(name: str) -> None:
+def test_valid_names_are_accepted(name: str) -> None:
     assert codec.context_id(codec.context_name(name)) == name
     assert codec.context_name(f"contexts/{name}") == f"contexts/{name}"
 
@@ -497,13 +497,13 @@ def test_names_that_are_right(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["", "moby", "contexts/", "contexts/A", "contexts/-a", "contexts/a-", "contexts/a/b", "contexts/a\n"]
 )
-def test_names_that_are_wrong(name: str) -> None:
+def test_invalid_names_are_rejected(name: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         codec.context_id(name, "config.name")
     assert caught.value.field == "config.name"
 
 
-def test_a_name_without_bounds_is_cut_in_the_message() -> None:
+def test_long_name_is_truncated_in_the_message() -> None:
     with pytest.raises(InvalidArgument) as caught:
         codec.context_id("contexts/" + "a" * 10**6)
     assert len(str(caught.value)) < 300
@@ -530,4 +530,4 @@ def test_a_name_without_bounds_is_cut_in_the_message() -> None:
 def test_statuses_stay_small_enough_for_headers(error: LongleafError) -> None:
     status = encode_error(error)
     message, details = quote(status.message, safe=" "), b64encode(status.SerializeToString())
-    assert len(message) + len(details) < 7_500, "of 8 KiB, with room for what else a response's end carries"
+    assert len(message) + len(details) < 7_500, "below 8 KiB, with space for other trailers of a response"

@@ -1,4 +1,4 @@
-"""The demo's document: facts planted in generated text, or in the user's own."""
+"""The demo's document: facts in generated text or in the user's text."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from longleaf.demo.run import DemoSettings, build
 from longleaf.errors import InvalidArgument
 
 
-def test_the_demos_document_is_the_seeds(tmp_path: Path) -> None:
+def test_generated_document_depends_only_on_the_seed(tmp_path: Path) -> None:
     assert build(DemoSettings(tokens=4000, seed=3)) == make_haystack(3, 4000, facts=5, absent=1)
 
 
-def test_facts_are_planted_in_the_users_own_text(tmp_path: Path) -> None:
+def test_facts_are_inserted_into_the_users_text(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     path.write_text("línea una\n" * 100)
     haystack = build(DemoSettings(file=path, seed=1))
@@ -24,7 +24,7 @@ def test_facts_are_planted_in_the_users_own_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "message"), [(None, "cannot be read"), (b"\xff", "byte 0")])
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+def test_file_that_is_not_text_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "mine.txt"
     if content is not None:
         path.write_bytes(content)
@@ -32,6 +32,6 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes | None
         build(DemoSettings(file=path))
 
 
-def test_a_demo_too_small_for_its_facts_is_refused() -> None:
+def test_demo_too_small_for_its_facts_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="tokens"):
         DemoSettings(tokens=10).check()

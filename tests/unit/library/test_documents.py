@@ -1,4 +1,4 @@
-"""Documents on their way to a service."""
+"""Document readers during an upload."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,7 +21,7 @@ async def read_all(source: UploadSource) -> int:
 
 
 @pytest.mark.parametrize("num_turns", range(6 * NUM_PIECES))
-async def test_a_document_may_be_ended_at_any_turn_of_its_reader(num_turns: int) -> None:
+async def test_reader_can_be_closed_at_any_piece(num_turns: int) -> None:
     source = UploadSource(pieces())
     reader = asyncio.create_task(read_all(source))
     for _ in range(num_turns):
@@ -31,5 +31,5 @@ async def test_a_document_may_be_ended_at_any_turn_of_its_reader(num_turns: int)
     assert reader.cancelled() or reader.result() <= NUM_PIECES
 
 
-async def test_a_document_that_is_not_ended_is_read_to_its_end() -> None:
+async def test_document_is_read_to_its_end() -> None:
     assert await read_all(UploadSource(pieces())) == NUM_PIECES

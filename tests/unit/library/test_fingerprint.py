@@ -15,7 +15,7 @@ from longleaf.errors import ModelRefused
 from longleaf.fingerprint import INDEX, MAX_NAME_BYTES, PIECE_BYTES, SINGLE, TEXTS, read_fingerprint, read_texts
 
 LARGE = 5 * PIECE_BYTES
-"""Bytes of a tensor that is not read whole."""
+"""The size of a tensor that is only sampled."""
 SMALL = 3 * PIECE_BYTES
 Tensors = dict[str, np.ndarray]
 
@@ -75,7 +75,7 @@ WEIGHTS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("change", WEIGHTS.values(), ids=WEIGHTS)
-def test_what_changes_in_a_tensor_is_seen(folder: Path, change: Callable[[Path], None]) -> None:
+def test_changes_of_a_tensor_are_detected(folder: Path, change: Callable[[Path], None]) -> None:
     before = read_fingerprint(folder)
     change(folder)
     after = read_fingerprint(folder)
@@ -84,7 +84,7 @@ def test_what_changes_in_a_tensor_is_seen(folder: Path, change: Callable[[Path],
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_what_changes_in_a_text_is_seen(folder: Path, name: str) -> None:
+def test_changes_of_a_text_file_are_detected(folder: Path, name: str) -> None:
     before = read_fingerprint(folder)
     (folder / name).write_text(json.dumps({"file": name}) + " ")
     changed = read_fingerprint(folder)
@@ -97,7 +97,7 @@ def test_what_changes_in_a_text_is_seen(folder: Path, name: str) -> None:
         assert before.files.keys() - lacking.files.keys() == {name}
 
 
-def test_one_text_in_the_place_of_another_is_seen(folder: Path) -> None:
+def test_swapped_text_files_are_detected(folder: Path) -> None:
     (folder / "tokenizer.json").rename(folder / "saved")
     before = read_fingerprint(folder)
     (folder / "tokenizer_config.json").rename(folder / "tokenizer.json")
@@ -108,12 +108,12 @@ UNSEEN: dict[str, Callable[[Path], None]] = {
     "between the pieces": with_bytes("large", PIECE_BYTES + 7),
     "other files": lambda folder: (folder / "README.md").write_text("about it") and None,
     "metadata of the weights": lambda folder: save_file(tensors(), folder / SINGLE, {"format": "pt"}),
-    "what is not loaded": lambda folder: save_file(renamed(tensors()), folder / "consolidated.safetensors"),
+    "files that are not loaded": lambda folder: save_file(renamed(tensors()), folder / "consolidated.safetensors"),
 }
 
 
 @pytest.mark.parametrize("change", UNSEEN.values(), ids=UNSEEN)
-def test_what_it_is_said_not_to_see_it_does_not_see(folder: Path, change: Callable[[Path], None]) -> None:
+def test_documented_exceptions_are_not_detected(folder: Path, change: Callable[[Path], None]) -> None:
     """If this ever changes, the fingerprint's documentation must change."""
     before = read_fingerprint(folder)
     change(folder)
@@ -130,7 +130,7 @@ def deal(folder: Path, files: dict[str, list[str]], *, named_by: str = INDEX) ->
     (folder / SINGLE).unlink(missing_ok=True)
 
 
-def test_the_same_tensors_in_other_files_are_the_same_model(folder: Path) -> None:
+def test_equal_tensors_in_other_files_have_the_same_fingerprint(folder: Path) -> None:
     before = read_fingerprint(folder)
     deal(folder, {"a.safetensors": ["large", "table"], "b.safetensors": ["small", "empty"]})
     after = read_fingerprint(folder)
@@ -138,8 +138,8 @@ def test_the_same_tensors_in_other_files_are_the_same_model(folder: Path) -> Non
     assert after.files.keys() - TEXTS == {"a.safetensors", "b.safetensors"}
 
 
-def test_of_a_tensor_in_several_files_the_last_one_counts(folder: Path) -> None:
-    """It is the one that is used: the same bytes in files of other names are another model."""
+def test_last_file_of_a_repeated_tensor_counts(folder: Path) -> None:
+    """The last file is used: the same bytes in files of other names are another model."""
     (folder / SINGLE).unlink()
     weight_map = {"w": "a.safetensors", "v": "b.safetensors"}
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
@@ -151,7 +151,7 @@ def test_of_a_tensor_in_several_files_the_last_one_counts(folder: Path) -> None:
     assert digests[0] != digests[1]
 
 
-def test_weights_that_the_config_names_are_those_that_count(folder: Path) -> None:
+def test_weights_named_by_the_config_count(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"transformers_weights": "mine.safetensors"}))
     save_file(renamed(tensors()), folder / "mine.safetensors")
     first = read_fingerprint(folder)
@@ -160,8 +160,8 @@ def test_weights_that_the_config_names_are_those_that_count(folder: Path) -> Non
     assert "mine.safetensors" in first.files
 
 
-def test_very_many_files_are_told_as_one(folder: Path) -> None:
-    """All findings fit into one message."""
+def test_many_weight_files_are_reported_by_their_index(folder: Path) -> None:
+    """The fingerprint fits into one message."""
     stem = "x" * 200
     many = MAX_NAME_BYTES // len(stem) + 1
     save_file({"one": np.zeros(4, np.float32)}, folder / "one")
@@ -173,7 +173,7 @@ def test_very_many_files_are_told_as_one(folder: Path) -> None:
     assert read_fingerprint(folder).files.keys() == {*TEXTS, INDEX}
 
 
-def test_a_folder_without_weights_has_one_too(folder: Path) -> None:
+def test_folder_without_weights_has_a_fingerprint(folder: Path) -> None:
     with_weights = read_fingerprint(folder)
     (folder / SINGLE).unlink()
     without = read_fingerprint(folder)
@@ -186,8 +186,8 @@ def cut(count: int) -> Callable[[Path], None]:
     return lambda folder: (folder / SINGLE).write_bytes((folder / SINGLE).read_bytes()[:count]) and None
 
 
-def header(told: object) -> Callable[[Path], None]:
-    return lambda folder: write_header(folder, json.dumps(told).encode())
+def header(content: object) -> Callable[[Path], None]:
+    return lambda folder: write_header(folder, json.dumps(content).encode())
 
 
 def write_header(folder: Path, data: bytes) -> None:
@@ -219,21 +219,21 @@ def deal_gone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "file"), BROKEN.values(), ids=BROKEN)
-def test_what_cannot_be_read_is_refused_by_name(folder: Path, change: Callable[[Path], object], file: str) -> None:
+def test_unreadable_file_is_named(folder: Path, change: Callable[[Path], object], file: str) -> None:
     change(folder)
     with pytest.raises(ModelRefused, match=file):
         read_fingerprint(folder)
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelRefused, match="gone does not exist"):
         read_fingerprint(tmp_path / "gone")
     with pytest.raises(ModelRefused, match=r"has no config\.json"):
         read_fingerprint(tmp_path)
 
 
-def test_the_weights_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a tensor of any size three pieces are."""
+def test_only_samples_of_the_weights_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three pieces of each tensor are read, regardless of its size."""
     (folder / SINGLE).unlink()
     reported = json.dumps({"a": {"dtype": "U8", "shape": [1 << 40], "data_offsets": [0, 1 << 40]}}).encode()
     with (folder / SINGLE).open("wb") as file:
@@ -246,7 +246,7 @@ def test_the_weights_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert counts == [8, len(reported), *[PIECE_BYTES] * 3]
 
 
-def test_the_embedded_model_has_one() -> None:
+def test_embedded_model_has_a_fingerprint() -> None:
     found = read_fingerprint(embedded_model())
     assert len(found.digest) == 64
     assert found.files.keys() >= {"config.json", "tokenizer.json", SINGLE}

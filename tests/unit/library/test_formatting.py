@@ -31,17 +31,17 @@ from longleaf.formatting import human_angle, human_bytes, human_count, human_num
         (86_400 * 36_500.0, "36,500 d"),
     ],
 )
-def test_times_are_told_in_units_that_fit(seconds: float, message: str) -> None:
+def test_durations_have_suitable_units(seconds: float, message: str) -> None:
     assert human_seconds(seconds) == message
 
 
 @pytest.mark.parametrize("power", range(-9, 16))
-def test_no_time_has_an_exponent(power: int) -> None:
+def test_durations_have_no_exponent(power: int) -> None:
     assert all("e" not in human_seconds(digit * 10.0**power) for digit in (1.0, 1.234567, 9.99999))
 
 
 @pytest.mark.parametrize(("size", "message"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")])
-def test_sizes_are_told_in_units_that_fit(size: float, message: str) -> None:
+def test_sizes_have_suitable_units(size: float, message: str) -> None:
     assert human_bytes(size) == message
 
 
@@ -56,7 +56,7 @@ def test_sizes_are_told_in_units_that_fit(size: float, message: str) -> None:
         (-2.5, "-2.5"),
     ],
 )
-def test_numbers_are_told_in_full(value: float, message: str) -> None:
+def test_numbers_are_written_in_full(value: float, message: str) -> None:
     assert human_number(value) == message
 
 
@@ -64,7 +64,7 @@ def test_numbers_are_told_in_full(value: float, message: str) -> None:
     ("value", "message"),
     [(0.0, "0"), (3.178e-5, "0.0000318"), (7.6e-6, "0.0000076"), (0.5, "0.5"), (12345.6, "12,300"), (10.0, "10")],
 )
-def test_what_is_rounded_has_its_zeros_written_out(value: float, message: str) -> None:
+def test_rounded_numbers_keep_their_zeros(value: float, message: str) -> None:
     assert human_rounded(value) == message
 
 
@@ -80,7 +80,7 @@ def test_what_is_rounded_has_its_zeros_written_out(value: float, message: str) -
         (4.0, "4 rad"),
     ],
 )
-def test_angles_are_told_in_units_that_fit(radians: float, message: str) -> None:
+def test_angles_have_suitable_units(radians: float, message: str) -> None:
     assert human_angle(radians) == message
 
 
@@ -88,7 +88,7 @@ ROOT = Path(longleaf.__file__).parent.parent
 
 
 @pytest.mark.parametrize("package", ["longleaf", "coordinator", "workers"])
-def test_no_message_tells_a_time_or_a_large_number_by_itself(package: str) -> None:
+def test_messages_format_times_and_numbers_with_helpers(package: str) -> None:
     bare = re.compile(r"\} seconds|:[.\d]*[eg]\}")
     files = [
         path for path in (ROOT / package).rglob("*.py") if path.name != "formatting.py" and "_pb2" not in path.name
@@ -97,5 +97,5 @@ def test_no_message_tells_a_time_or_a_large_number_by_itself(package: str) -> No
     assert found == set()
 
 
-def test_one_has_no_plural():
+def test_count_of_one_is_singular():
     assert [human_count(count, "context") for count in (0, 1, 1200)] == ["0 contexts", "1 context", "1,200 contexts"]

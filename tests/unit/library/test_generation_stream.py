@@ -1,4 +1,4 @@
-"""One generation as its reader sees it."""
+"""One generation from the view of its reader."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from longleaf.types import Started
 
 
 @pytest.mark.parametrize("position", [0, 3])
-def test_a_service_that_reads_what_it_was_to_hide_is_told_of(position: int) -> None:
+def test_service_that_ignores_hidden_ranges_is_an_error(position: int) -> None:
     previous, later = (Started(10, 8, position, "id", is_exact=is_exact) for is_exact in (True, False))
     assert GenerationStream("why?", "book", {"hidden": [(0, 4)]}).take(later)
     assert GenerationStream("why?", "book", {}).take(previous)

@@ -1,4 +1,4 @@
-"""The demo's documents: seeded, of the asked size, with every fact in them exactly once."""
+"""The demo's documents: seeded, of the requested size, with every fact exactly once."""
 
 import random
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longleaf.demo.facts import HELD_OUT_WORDS, TRAIN_WORDS, Fact, absent_fact, held_out_fact, is_correct
+from longleaf.demo.facts import EVALUATION_WORDS, TRAIN_WORDS, Fact, absent_fact, evaluation_fact, is_correct
 from longleaf.demo.haystack import (
     DISTRACTOR_EVERY,
     cut,
@@ -54,14 +54,14 @@ def test_document_holds_distractors() -> None:
     few, many = make_haystack(1, 4 * DISTRACTOR_EVERY), make_haystack(1, 4 * DISTRACTOR_EVERY, facts=9)
     assert len(few.facts) == 5
     assert len(many.facts) == 9
-    planted = [held_out_fact(rng).sentence for _ in range(40)]
+    planted = [evaluation_fact(rng).sentence for _ in range(40)]
     text = plant(rng, library_text(rng, 5_000), planted)
     places = [text.index(sentence) for sentence in planted]
     assert places == sorted(places)
 
 
-def test_held_out_words_and_files_are_apart() -> None:
-    assert not set(HELD_OUT_WORDS) & set(TRAIN_WORDS)
+def test_held_out_words_and_files_are_disjoint() -> None:
+    assert not set(EVALUATION_WORDS) & set(TRAIN_WORDS)
     held_out, train = set(library_files("held_out")), set(library_files("train"))
     assert held_out
     assert not held_out & train
@@ -81,7 +81,7 @@ def test_cut_keeps_whole_characters(text: str, size: int) -> None:
 @given(text=st.text(), count=st.integers(0, 5), seed=st.integers(0, 1000))
 def test_planting_only_adds_whole_lines(text: str, count: int, seed: int) -> None:
     rng = random.Random(seed)
-    sentences = [held_out_fact(rng).sentence for _ in range(count)]
+    sentences = [evaluation_fact(rng).sentence for _ in range(count)]
     planted = plant(rng, text, sentences)
     for sentence in sentences:
         assert sentence in planted.split("\n")
@@ -90,7 +90,7 @@ def test_planting_only_adds_whole_lines(text: str, count: int, seed: int) -> Non
 
 
 @pytest.mark.parametrize("text", ["word " * 2000, "x" * 10_000, "one line\n" * 1000])
-def test_facts_are_spread_whatever_the_text_is_made_of(text: str) -> None:
+def test_facts_are_spread_over_any_text(text: str) -> None:
     rng = random.Random(0)
     sentences = [fact.sentence for fact in distinct_facts(rng, 5)]
     planted = plant(rng, text, sentences)

@@ -26,38 +26,38 @@ HERE = [name for name, entry in registry.TABLE.items() if entry.device in (None,
 """Kernels that this machine can run; those of GPUs are in `tests/triton`."""
 
 
-def test_the_table_has_every_backend_that_can_be_asked_for():
+def test_table_has_every_backend_name():
     assert tuple(registry.TABLE) == get_args(KernelsName)
     for name in HERE:
         assert registry.choose(name, "cpu", FLOAT32).name == name
 
 
-def test_auto_takes_the_compiled_kernels_on_cpus_and_says_so(caplog):
+def test_auto_selects_compiled_kernels_on_cpus_and_logs_it(caplog):
     with caplog.at_level(logging.INFO, "longleaf"):
         assert registry.choose("auto", "cpu", FLOAT32).name == "compiled"
     assert caplog.messages == ["kernels: compiled"]
 
 
-def test_without_a_compiler_auto_takes_those_of_torch_and_says_why(no_compiler, caplog):
+def test_auto_falls_back_to_torch_without_a_compiler(no_compiler, caplog):
     with caplog.at_level(logging.WARNING, "longleaf"):
         assert registry.choose("auto", "cpu", FLOAT32).name == "torch"
     [reported] = caplog.messages
-    assert reported.startswith("kernels: compiled cannot be had on cpu: ") and "'cc'" in reported
-    assert reported.endswith("; those of torch serve instead (slower)")
+    assert reported.startswith("kernels: compiled is not available on cpu: ") and "'cc'" in reported
+    assert reported.endswith("; using torch instead (slower)")
 
 
-def test_what_was_asked_for_is_not_replaced(no_compiler):
-    with pytest.raises(StartError, match=r"^kernels: compiled cannot be had on cpu: .*'cc'"):
+def test_requested_kernels_are_not_replaced(no_compiler):
+    with pytest.raises(StartError, match=r"^kernels: compiled is not available on cpu: .*'cc'"):
         registry.choose("compiled", "cpu", FLOAT32)
 
 
 @pytest.mark.parametrize("name", ["compiled", "torch"])
-def test_kernels_of_cpus_do_not_serve_gpus(name):
-    with pytest.raises(StartError, match=f"^kernels: {name} computes on cpu, and this rank on cuda:1$"):
+def test_cpu_kernels_are_not_used_on_gpus(name):
+    with pytest.raises(StartError, match=f"^kernels: {name} runs on cpu, but this rank is on cuda:1$"):
         registry.choose(name, "cuda:1", FLOAT32)
 
 
-def test_a_gpu_has_what_runs_on_any_device(monkeypatch):
+def test_gpu_can_use_device_independent_kernels(monkeypatch):
     tried = []
     monkeypatch.setattr(registry, "probe", lambda *of: tried.append(of))
     chosen = registry.choose("auto", "cuda:1", torch.bfloat16)
@@ -66,7 +66,7 @@ def test_a_gpu_has_what_runs_on_any_device(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["auto", "dense"])
-def test_kernels_that_fail_their_self_test_do_not_serve(monkeypatch, name):
+def test_kernels_that_fail_the_self_test_are_not_used(monkeypatch, name):
     monkeypatch.setattr(registry, "probe", lambda *of: "fold is off by 3, where rounding explains 0.00001")
     with pytest.raises(StartError, match=r"^kernels: (compiled|dense) is wrong on cpu: fold is off by 3, .*--kernels"):
         registry.choose(name, "cpu", FLOAT32)
@@ -79,7 +79,7 @@ def test_kernels_pass_their_self_test(name, dtype):
 
 
 def changed(operation, change):
-    """Kernels with one operation replaced: `change` is given the right operation and its arguments."""
+    """Kernels with one operation replaced: `change` receives the original operation and its arguments."""
     backend = Compiled()
     right = getattr(backend, operation)
     setattr(backend, operation, lambda *args: change(right, *args))
@@ -87,7 +87,7 @@ def changed(operation, change):
 
 
 def over_keys(change):
-    """An attend over changed keys and values."""
+    """An attention operation over changed keys and values."""
 
     def attend(right, q, k, v, *rest):
         k, values = change(k), change(v)
@@ -117,14 +117,14 @@ def of_latents(right, q, k, v, *rest):
     return right(q, k, v if v.shape == k.shape else k[..., k.shape[2] - v.shape[2] :].contiguous(), *rest)
 
 
-def halved(right, kept, slots, k, v):
-    right(kept, slots, k, v / 2)
+def halved(right, pool, slots, k, v):
+    right(pool, slots, k, v / 2)
 
 
-def torn(right, kept, slots, k, v):
-    """Each call rounds by its own scales."""
-    kept.exponents_KBD.fill_(-20)
-    right(kept, slots, k, v)
+def torn(right, pool, slots, k, v):
+    """A fault: each call rounds with its own scales."""
+    pool.exponents_KBD.fill_(-20)
+    right(pool, slots, k, v)
 
 
 WRONG = {
@@ -144,8 +144,8 @@ WRONG = {
     "NaN hidden": ("attend", over_keys(torch.nan_to_num), "attend of 3 rows does not show"),
     "NaN beyond its reads": ("attend", over_keys(lambda k: k + 0 * k.sum()), "attend of 3 rows is off by NaN"),
     "8 bits": ("attend_int8", of_result(change_lse=lambda lse: lse + 0.1), "attend_int8 is off"),
-    "other slots": ("store", lambda right, kept, slots, tokens: right(kept, slots + 1, tokens), "store does"),
-    "no values": ("store", lambda right, kept, slots, tokens: right(kept[:1], slots, tokens), "store does"),
+    "other slots": ("store", lambda right, pool, slots, tokens: right(pool, slots + 1, tokens), "store does"),
+    "no values": ("store", lambda right, pool, slots, tokens: right(pool[:1], slots, tokens), "store does"),
     "half values": ("store_int8", halved, "store_int8 rounds values"),
     "keys of other scales": ("store_int8", torn, "store_int8 rounds keys"),
     "rounded": ("pack", lambda right, part, dtype: right(part, torch.bfloat16).to(dtype), "pack to float32"),
@@ -156,7 +156,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_the_self_test_finds(wrong):
+def test_self_test_detects(wrong):
     operation, change, reported = WRONG[wrong]
     found = probe(changed(operation, change), "cpu", FLOAT32)
     assert found is not None and found.startswith(reported)

@@ -1,4 +1,4 @@
-"""Lines of a log."""
+"""Log lines."""
 
 import logging
 
@@ -12,26 +12,26 @@ def record(message: str, *arguments: object, error: bool = False) -> logging.Log
     return logging.LogRecord("x", logging.WARNING, "", 0, message, arguments, failure)
 
 
-def test_a_line_that_is_said_again_and_again_passes_once_in_a_while():
+def test_repeated_line_is_logged_once_per_interval():
     now = 0.0
     repeats = RepeatSuppressor(lambda: now)
     assert repeats.filter(record("gone: %s", 1))
     assert not repeats.filter(record("gone: %s", 1))
-    assert not repeats.filter(record("gone: %s", 2))  # whatever it says beside
+    assert not repeats.filter(record("gone: %s", 2))  # the arguments do not matter
     assert repeats.filter(record("back"))
     now = REPEAT_SECONDS
     assert repeats.filter(record("gone: %s", 2))
     assert not repeats.filter(record("gone: %s", 2))
 
 
-def test_failures_are_each_told():
+def test_every_error_is_logged():
     repeats = RepeatSuppressor(lambda: 0.0)
     assert all(repeats.filter(record("failed", error=True)) for _ in range(3))
 
 
 @pytest.mark.parametrize("formatter", [TextFormatter(), TextFormatter(is_plain=True), JsonFormatter()])
-def test_no_text_of_a_client_begins_a_line(formatter: LineFormatter) -> None:
-    """Nor does it write over one, or colour it."""
+def test_client_text_cannot_begin_a_line(formatter: LineFormatter) -> None:
+    """Client text cannot overwrite or colour a line either."""
     forged = "u\nerror: forged\r\x1b[2J\x85\u2028error"
     line = record("upload %s is kept", forged)
     line.context = forged

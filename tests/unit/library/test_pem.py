@@ -18,22 +18,22 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path)
 
 
-def test_a_pair_is_taken_with_the_time_at_which_it_expires(authority: Authority) -> None:
+def test_key_pair_is_loaded_with_its_expiry(authority: Authority) -> None:
     chain, key = authority.make()
     assert parse_pair(chain, key).expires == pytest.approx(parse_pair(*authority.make()).expires, abs=60)
 
 
 SPOILED: dict[str, tuple[Callable[[Authority], tuple[bytes, bytes]], str, str]] = {
     "an empty certificate": (lambda a: (b" \n", a.make()[1]), "tls_cert", "is empty"),
-    "a certificate that is none": (lambda a: (b"hello", a.make()[1]), "tls_cert", "no certificate in PEM"),
-    "half a certificate": (lambda a: (a.make()[0][:200], a.make()[1]), "tls_cert", "no certificate in PEM"),
-    "an expired one": (lambda a: a.make(life=timedelta(days=-1)), "tls_cert", "expired at 2"),
-    "one that is not valid yet": (lambda a: a.make(age=-DAY, life=2 * DAY), "tls_cert", "is not valid before 2"),
+    "a certificate that is none": (lambda a: (b"hello", a.make()[1]), "tls_cert", "no readable PEM certificate"),
+    "half a certificate": (lambda a: (a.make()[0][:200], a.make()[1]), "tls_cert", "no readable PEM certificate"),
+    "an expired one": (lambda a: a.make(validity=timedelta(days=-1)), "tls_cert", "expired at 2"),
+    "one that is not valid yet": (lambda a: a.make(age=-DAY, validity=2 * DAY), "tls_cert", "is not valid before 2"),
     "a weak key": (lambda a: a.make(key=rsa.generate_private_key(65537, 1024)), "tls_cert", "RSA key of 1,024 bits"),
     "a key of a curve that TLS has not": (
         lambda a: a.make(key=ec.generate_private_key(ec.SECP256K1())),
         "tls_cert",
-        "over secp256k1; TLS here takes RSA",
+        "over secp256k1; supported are RSA",
     ),
     "a key of a curve that clients do not take": (
         lambda a: a.make(key=ec.generate_private_key(ec.SECP521R1())),
@@ -46,7 +46,7 @@ SPOILED: dict[str, tuple[Callable[[Authority], tuple[bytes, bytes]], str, str]] 
         "over brainpoolP256r1",
     ),
     "an empty key": (lambda a: (a.make()[0], b""), "tls_key", "is empty"),
-    "a key that is none": (lambda a: (a.make()[0], b"hello"), "tls_key", "no private key in PEM"),
+    "a key that is none": (lambda a: (a.make()[0], b"hello"), "tls_key", "no readable PEM private key"),
     "the key of another": (lambda a: (a.make()[0], a.make()[1]), "tls_key", "not the key of the certificate"),
     "an encrypted key": (
         lambda a: (a.make()[0], pem_of(ec.generate_private_key(ec.SECP256R1()), b"secret")),
@@ -62,14 +62,14 @@ SPOILED: dict[str, tuple[Callable[[Authority], tuple[bytes, bytes]], str, str]] 
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_what_cannot_be_used_is_named(authority: Authority, name: str) -> None:
+def test_unusable_files_are_named(authority: Authority, name: str) -> None:
     make, field, reported = SPOILED[name]
     with pytest.raises(InvalidArgument, match=reported) as caught:
         parse_pair(*make(authority))
     assert caught.value.field == field
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="tls_ca: .*No such file"):
         read_pem("tls_ca", tmp_path / "none")
     (tmp_path / "large").write_bytes(bytes(MAX_PEM_BYTES + 1))
@@ -77,9 +77,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         read_pem("tls_ca", tmp_path / "large")
 
 
-def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_irregular_file_is_refused_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "pipe", tmp_path / "folder", Path("/dev/null")):
-        with pytest.raises(InvalidArgument, match="tls_ca: .*no regular file|tls_ca: .*directory"):
+        with pytest.raises(InvalidArgument, match="tls_ca: .*not a regular file|tls_ca: .*directory"):
             read_pem("tls_ca", path)

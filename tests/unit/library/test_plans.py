@@ -1,4 +1,4 @@
-"""What a plan says of itself."""
+"""Properties of step plans."""
 
 import pytest
 from msgspec.structs import replace
@@ -26,11 +26,11 @@ MOVE = Move((RunTransfer(4, Run(0, 8, 14, (1, 2)), Run(1, 8, 14, (5, 3))),), (Ru
     ],
     ids=["rows", "a chunk", "a move", "a sequence ends", "an answer is compared", "drafts are verified"],
 )
-def test_what_keeps_the_answer_before_waiting_is_not_begun_before_it(plan, may_overlap):
+def test_work_that_depends_on_the_last_answer_is_not_started_early(plan, may_overlap):
     assert plan.may_overlap == may_overlap
 
 
-def test_drafts_are_tokens_that_are_computed():
+def test_drafts_count_as_computed_tokens():
     plan = replace(
         PLAN, work=Decode((replace(ROW, draft_ids=(7, 8, 9)), replace(ROW, token_ids=(4, 5), draft_ids=(6,))))
     )
@@ -39,7 +39,7 @@ def test_drafts_are_tokens_that_are_computed():
     assert (plan.num_tokens, plan.num_drafts) == (7, 4)
 
 
-def test_a_move_is_told_as_it_is_and_counts_the_tokens_that_go():
+def test_move_survives_encoding_and_counts_its_tokens():
     plan = replace(PLAN, work=MOVE)
     assert decode_to_rank(encode(plan)) == plan == RowState(4).complete(plan)
     assert (plan.num_tokens, plan.num_reference) == (6 + 11, 0)

@@ -18,7 +18,7 @@ UNLIMITED = 9223372036854771712
 
 @pytest.fixture
 def system(tmp_path):
-    """Makes a file system of the files that are given as keyword arguments of paths."""
+    """Creates a file system from contents by path."""
 
     def make(files):
         for name, text in files.items():
@@ -43,20 +43,20 @@ def old_group(folder, limit, used, stat=""):
     return {f"{folder}/memory.{name}": value for name, value in zip(names, (limit, used, stat), strict=True)}
 
 
-def test_without_groups_the_machine_is_the_limit(system):
+def test_machine_is_the_limit_without_control_groups(system):
     found = resources.memory(system({}))
     assert found.total == psutil.virtual_memory().total
     assert 0 < found.free <= found.total
     assert resources.num_processors(system({})) == len(os.sched_getaffinity(0))
 
 
-def test_the_groups_own_limit_counts_and_what_it_can_give_back_is_free(system):
+def test_group_limit_counts_and_reclaimable_memory_is_free(system):
     stat = f"anon {MIB}\ninactive_file {2 * MIB}\nactive_file {MIB}\nslab_reclaimable {MIB}"
     files = processes("0::/a", V2) | group("sys/fs/cgroup/a", 64 * MIB, 10 * MIB, stat)
     assert resources.memory(system(files)) == (64 * MIB, (64 - 10 + 4) * MIB)
 
 
-def test_the_narrowest_group_on_the_way_to_the_root_counts(system):
+def test_lowest_limit_up_to_the_root_counts(system):
     files = processes("0::/a/b/c", V2)
     files |= group("sys/fs/cgroup/a/b/c", "max", MIB)
     files |= group("sys/fs/cgroup/a/b", 96 * MIB, 2 * MIB) | {"sys/fs/cgroup/a/b/memory.high": 64 * MIB}
@@ -64,13 +64,13 @@ def test_the_narrowest_group_on_the_way_to_the_root_counts(system):
     assert resources.memory(system(files)) == (64 * MIB, 10 * MIB)
 
 
-def test_a_group_that_is_full_has_nothing_free(system):
+def test_full_group_has_no_free_memory(system):
     files = processes("0::/a", V2) | group("sys/fs/cgroup/a", 64 * MIB, 65 * MIB)
     assert resources.memory(system(files)) == (64 * MIB, 0)
 
 
 @pytest.mark.parametrize("limit", ["max", UNLIMITED])
-def test_a_group_without_a_limit_limits_nothing(system, limit):
+def test_group_without_a_limit_is_unlimited(system, limit):
     folder = "sys/fs/cgroup/memory/a"
     groups, mounts = ("0::/memory/a", V2) if limit == "max" else ("4:memory:/a", V1)
     make = group if limit == "max" else old_group
@@ -80,7 +80,7 @@ def test_a_group_without_a_limit_limits_nothing(system, limit):
     )
 
 
-def test_groups_of_the_first_version(system):
+def test_control_groups_version_1(system):
     stat = f"inactive_file 0\nactive_file 0\ntotal_inactive_file {MIB}\ntotal_active_file {2 * MIB}"
     files = processes("5:cpu,cpuacct:/else\n4:memory:/a/b\n0::/", V1 + V2.replace("cgroup rw", "cgroup/unified rw"))
     files |= old_group("sys/fs/cgroup/memory/a/b", UNLIMITED, MIB)
@@ -97,7 +97,7 @@ def test_groups_of_the_first_version(system):
         ("0::/docker/1", "/other"),
     ],
 )
-def test_what_a_container_sees(system, groups, mount_root):
+def test_limits_inside_a_container(system, groups, mount_root):
     files = processes(groups, V2, mount_root) | group("sys/fs/cgroup", 64 * MIB, 4 * MIB)
     assert resources.memory(system(files)) == (64 * MIB, 60 * MIB)
 
@@ -129,7 +129,7 @@ def test_what_a_container_sees(system, groups, mount_root):
         ),
     ],
 )
-def test_processors_are_those_of_affinity_and_of_the_quota(system, monkeypatch, groups, mounts, files, wanted):
+def test_processors_are_limited_by_affinity_and_quota(system, monkeypatch, groups, mounts, files, wanted):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(1 << 20))
     assert resources.num_processors(system(processes(groups, mounts) | files)) == wanted
 
@@ -137,10 +137,10 @@ def test_processors_are_those_of_affinity_and_of_the_quota(system, monkeypatch, 
 def test_affinity_counts_for_slots(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
     config.check_slots_here(config.RANKS_PER_CPU)
-    with pytest.raises(StartError, match="9 needs as many slots, this machine has 8"):
+    with pytest.raises(StartError, match="9 ranks do not fit: this machine has 8 slots"):
         config.check_slots_here(config.RANKS_PER_CPU + 1)
 
 
-def test_a_gpu_driver_is_seen_by_its_file(system):
+def test_gpu_driver_is_detected_by_its_file(system):
     assert not resources.has_gpu_driver(system({"dev/null": ""}))
     assert resources.has_gpu_driver(system({"dev/nvidiactl": ""}))

@@ -1,4 +1,4 @@
-"""Every error has a status, and every status is read as the error that it was made of."""
+"""Every error has a status, and every status is decoded to the error that it was encoded from."""
 
 import grpc
 import pytest
@@ -53,7 +53,7 @@ EXAMPLES = [
     RankLost(3, "died"),
     GroupFailed("rank 1: raised"),
     PermissionDenied("not from there"),
-    Unauthenticated("nobody has these credentials"),
+    Unauthenticated("unknown credential"),
     Unavailable("starting"),
     Unavailable("loading", 2.5),
     ModelRefused("no rope"),
@@ -62,30 +62,30 @@ EXAMPLES = [
 
 
 def raised(error: LongleafError) -> grpc.RpcError:
-    """As the library raises it in a client."""
+    """The error that the client library raises."""
     status = encode_error(error)
     trailers = grpc.aio.Metadata((DETAILS_KEY, status.SerializeToString()))
     return grpc.aio.AioRpcError(grpc_code(status), grpc.aio.Metadata(), trailers, status.message)
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=repr)
-def test_an_error_is_the_same_on_the_other_side(error: LongleafError) -> None:
+def test_error_round_trip(error: LongleafError) -> None:
     read = decode_error(raised(error), "here")
     assert (type(read), str(read), vars(read)) == (type(error), str(error), vars(error))
 
 
-def test_every_type_of_error_has_its_kind_before_those_that_it_is_one_of() -> None:
+def test_error_kinds_are_ordered_by_subclass() -> None:
     known = {kind.error for kind in KINDS}
     types = {found for found in vars(errors).values() if isinstance(found, type)}
     assert types - known == {LongleafError, CollectiveMismatch, ExchangeAborted, TransferCorrupted, PieceNotFetched}, (
-        "the root, and what only ranks meet"
+        "the base class, and errors that only ranks raise"
     )
     assert known == {type(example) for example in EXAMPLES}
     for i, kind in enumerate(KINDS):
         assert not any(issubclass(later.error, kind.error) for later in KINDS[i + 1 :])
 
 
-def test_what_has_no_kind_is_unknown() -> None:
+def test_other_errors_are_unknown() -> None:
     assert encode_error(CollectiveMismatch("two do other things")).code == code_pb2.UNKNOWN
     read = decode_error(raised(LongleafError("odd")), "here")
     assert (type(read), str(read)) == (LongleafError, "odd")

@@ -1,4 +1,4 @@
-"""What a merge does inside the nodes and between them, as people are told."""
+"""The merges inside and between nodes that are shown to users."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_only_the_hierarchy_merges_inside_nodes_first(nodes: str, tiered: TierMe
 
 
 @pytest.mark.parametrize("name", MERGES)
-def test_every_merge_does_something_somewhere(name: str) -> None:
+def test_every_merge_has_a_description(name: str) -> None:
     for nodes in ("aa", "ab", "aabb"):
         tier = tiers(name, Topology(tuple(nodes)))
         assert tier.rows == 0

@@ -1,4 +1,4 @@
-"""Seconds as protobuf's times: what is rounded, and where to."""
+"""Conversion of seconds to protobuf times, and its rounding."""
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
@@ -8,12 +8,12 @@ from longleaf.codec.times import decode_seconds, encode_duration, encode_lifetim
 
 
 @pytest.mark.parametrize(("seconds", "nanos"), [(0.9999999, 999_999_000), (1.5, 500_000_000), (4.0000009, 0)])
-def test_a_time_is_never_told_later_than_it_is(seconds: float, nanos: int) -> None:
+def test_encoded_time_is_never_later(seconds: float, nanos: int) -> None:
     assert encode_time(seconds) == Timestamp(seconds=int(seconds), nanos=nanos)
     assert encode_lifetime(seconds) == Duration(seconds=int(seconds), nanos=nanos)
 
 
-def test_a_time_before_the_epoch_is_floored_and_a_lifetime_is_cut() -> None:
+def test_time_before_the_epoch_is_floored_and_lifetime_is_truncated() -> None:
     assert encode_time(-0.25) == Timestamp(seconds=-1, nanos=750_000_000)
     assert encode_lifetime(-0.25) == Duration(nanos=-250_000_000)
 
@@ -24,9 +24,9 @@ def test_durations_are_rounded_to_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 1.1, 2.000001, 8.41, 86400.123456, 1_700_000_000.123456])
-def test_whole_microseconds_come_back(seconds: float) -> None:
+def test_whole_microseconds_round_trip(seconds: float) -> None:
     assert decode_seconds(encode_duration(seconds)) == pytest.approx(seconds, abs=2e-7 if seconds > 1e9 else 0)
 
 
-def test_what_is_no_time_is_read_all_the_same() -> None:
+def test_invalid_times_are_decoded() -> None:
     assert decode_seconds(Duration(seconds=2**62, nanos=-5)) == pytest.approx(2**62)

@@ -1,4 +1,4 @@
-"""Ranks on machines, even and uneven."""
+"""Ranks on nodes of equal and unequal size."""
 
 import pytest
 
@@ -35,6 +35,6 @@ def test_ranks_of_a_node_must_be_consecutive():
         ("a", "1 node x 1 rank = 1"),
     ],
 )
-def test_a_wrong_number_of_ranks_is_refused_with_the_equation(machines, equation):
+def test_wrong_number_of_ranks_is_refused(machines, equation):
     with pytest.raises(InvalidArgument, match=f"nodes: {equation}, and the world size is 5"):
         Topology(tuple(machines)).check(5)

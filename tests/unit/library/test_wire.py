@@ -33,7 +33,7 @@ def change(protos: Path, file: str, before: str, after: str) -> None:
     path.write_text(text.replace(before, after))
 
 
-def test_the_wire_keeps_what_was_released() -> None:
+def test_wire_format_is_compatible_with_the_release() -> None:
     assert breaks(PROTOS) == ""
 
 
@@ -81,7 +81,9 @@ BREAKS: dict[str, tuple[list[tuple[str, str, str]], list[str]]] = {
 
 
 @pytest.mark.parametrize(("changes", "words"), BREAKS.values(), ids=BREAKS)
-def test_a_break_is_refused_by_its_place(protos: Path, changes: list[tuple[str, str, str]], words: list[str]) -> None:
+def test_break_is_refused_with_its_location(
+    protos: Path, changes: list[tuple[str, str, str]], words: list[str]
+) -> None:
     for file, before, after in changes:
         change(protos, file, before, after)
     reported = breaks(protos)
@@ -89,7 +91,7 @@ def test_a_break_is_refused_by_its_place(protos: Path, changes: list[tuple[str, 
     assert [word for word in words if word.lower() not in reported.lower()] == []
 
 
-def test_additions_pass(protos: Path) -> None:
+def test_additions_are_accepted(protos: Path) -> None:
     change(protos, GENERATION, "  int64 token_index = 1;", "  int64 token_index = 1;\n  string mood = 77;")
     change(protos, GENERATION, "  FINISH_REASON_LENGTH = 3;", "  FINISH_REASON_LENGTH = 3;\n  FINISH_REASON_MOOD = 77;")
     change(protos, SERVICE, "    Delta delta = 3;", "    Delta delta = 3;\n    Mood mood = 77;")
@@ -98,7 +100,7 @@ def test_additions_pass(protos: Path) -> None:
     assert breaks(protos) == ""
 
 
-def test_what_was_reserved_stays_reserved(protos: Path, tmp_path: Path) -> None:
+def test_reserved_fields_stay_reserved(protos: Path, tmp_path: Path) -> None:
     change(
         protos, GENERATION, "  int64 token_index = 1;", '  int64 token_index = 1; reserved 50 to 59; reserved "mood";'
     )

@@ -1,4 +1,4 @@
-"""What Kubernetes is told: held against schemas and rules of our own, and broken on purpose. No tool is needed."""
+"""The Kubernetes manifests: validated against schemas and project rules, and with deliberate faults. Needs no tool."""
 
 import copy
 import json
@@ -31,11 +31,11 @@ def broken():
     return copy.deepcopy(RENDERED["gpu-2x8"])
 
 
-def test_all_sizes_that_the_readme_names_are_there():
+def test_all_sizes_in_the_readme_exist():
     assert set(OVERLAYS) == {"cpu", "gpu-1x8", "gpu-2x8"}
 
 
-def test_every_document_is_strictly_of_its_kind(documents):
+def test_every_document_is_valid_for_its_kind(documents):
     assert list(all_errors(documents)) == []
 
 
@@ -43,7 +43,7 @@ def test_every_rule_holds(documents):
     assert problems(documents, RAY) == []
 
 
-def test_the_readme_names_the_versions_that_the_schemas_are_of():
+def test_readme_names_the_versions_of_the_schemas():
     reported = (ROOT / "k8s" / "README.md").read_text()
     assert f"Kubernetes {KUBERNETES} or newer" in reported
     (kuberay,) = re.findall(r"kuberay v(\d+\.\d+)\.\d+", (SCHEMAS / "README.md").read_text())
@@ -51,19 +51,19 @@ def test_the_readme_names_the_versions_that_the_schemas_are_of():
 
 
 @pytest.mark.parametrize("path", sorted(SCHEMAS.glob("*.json")), ids=lambda path: path.stem)
-def test_schemas_and_definitions_are_made_of_each_other(path):
+def test_schemas_and_definitions_agree(path):
     made = definition(path)
     assert list(all_errors([made])) == []
     assert of_definition(made) == json.loads(path.read_text())
 
 
-def test_images_are_of_this_version(documents):
+def test_images_have_this_version(documents):
     version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE).group(1)
     tags = {container["image"].rpartition(":")[2] for pod in pods(documents) for container in pod.containers()}
     assert {tag.rpartition("-")[0] for tag in tags} == {version}
 
 
-def test_gpus_are_on_as_many_hosts_as_there_are_pods():
+def test_number_of_gpu_hosts_equals_number_of_pods():
     (group,) = cluster(RENDERED["gpu-2x8"])["workerGroupSpecs"]
     (spread,) = group["template"]["spec"]["topologySpreadConstraints"]
     wanted = ("kubernetes.io/hostname", 1, "DoNotSchedule")
@@ -92,19 +92,19 @@ def whole(tmp_path):
     return with_components(tmp_path, "gpu-2x8")
 
 
-def test_components_keep_the_rules_too(whole):
+def test_components_keep_the_rules(whole):
     assert list(all_errors(known(whole))) == []
     assert problems(whole, RAY) == []
     assert {"GRPCRoute", "Job"} <= {one["kind"] for one in known(whole)}
 
 
 def known(documents):
-    """Those whose schema is at hand: all but Envoy Gateway's own."""
+    """The documents with a known schema: all except those of Envoy Gateway."""
     return [one for one in documents if one["kind"] != "BackendTrafficPolicy"]
 
 
-def test_what_the_readme_tells_people_to_write_keeps_the_rules(tmp_path):
-    """With all that it changes: a patch that takes something away by replacing a list is found here."""
+def test_readme_example_keeps_the_rules(tmp_path):
+    """Includes all its changes: a patch that removes entries by replacing a list is detected."""
     found = of_readme(tmp_path)
     assert list(all_errors(known(found))) == []
     assert problems(found, RAY) == []
@@ -117,7 +117,7 @@ def test_what_the_readme_tells_people_to_write_keeps_the_rules(tmp_path):
     assert options(serve(found))["snapshot-url"] == "s3://keys/longleaf"
 
 
-def test_what_holds_keys_has_the_credentials_of_the_storage(tmp_path):
+def test_pods_with_snapshots_have_the_storage_credentials(tmp_path):
     whole = with_these(tmp_path, "gpu-2x8", ["snapshots", "prefetch"])
     assert options(serve(whole)) == options(serve(RENDERED["gpu-2x8"])) | {"snapshot-url": "s3://bucket/longleaf"}
     (container,) = ranks(whole)["template"]["spec"]["containers"]
@@ -130,12 +130,12 @@ def test_what_holds_keys_has_the_credentials_of_the_storage(tmp_path):
     assert policy["spec"]["egress"] == [{"ports": [{"protocol": "TCP", "port": 443}]}]
 
 
-def test_without_the_component_nothing_is_asked_of_a_storage(documents):
+def test_base_overlay_uses_no_storage(documents):
     assert "snapshot-url" not in options(serve(documents))
     assert not any("envFrom" in container for pod in pods(documents) for container in pod.containers())
 
 
-def test_a_route_leads_to_the_service_and_never_to_its_end(whole):
+def test_route_leads_to_the_service_and_has_no_timeout(whole):
     from longleaf.v1 import cluster_service_pb2, context_service_pb2, generation_service_pb2, tokenizer_service_pb2
 
     files = (cluster_service_pb2, context_service_pb2, generation_service_pb2, tokenizer_service_pb2)
@@ -171,7 +171,7 @@ TYPOS = {
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("typo", TYPOS)
-def test_a_planted_typo_is_found(typo, broken):
+def test_typo_is_detected(typo, broken):
     TYPOS[typo](broken)
     (reported,) = all_errors(broken)
     assert typo in reported
@@ -224,6 +224,6 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("reported", BREAKS)
-def test_a_broken_rule_is_told(reported, broken):
+def test_broken_rule_is_reported(reported, broken):
     BREAKS[reported](broken)
     assert reported in "\n".join(problems(broken, RAY))

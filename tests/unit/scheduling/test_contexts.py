@@ -1,4 +1,4 @@
-"""Contexts that are asked, appended to, forked and deleted while others use them."""
+"""Contexts that are queried, extended, forked and deleted while jobs use them."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_question_about_a_context_attends_to_its_path() -> None:
     assert sum(bench.scheduler.segments.tokens_by_rank()) == 50
 
 
-def test_cancelled_ingest_leaves_the_context_as_it_was() -> None:
+def test_cancelled_ingest_leaves_the_context_unchanged() -> None:
     bench = Bench()
     bench.ingest("doc", 40)
     bench.run()
@@ -44,7 +44,7 @@ def test_cancelled_ingest_leaves_the_context_as_it_was() -> None:
     assert bench.run()[0].release_segments == (plan.work.path[-1],)  # type: ignore[union-attr]
 
 
-def test_deleted_context_lives_under_its_sequences() -> None:
+def test_deleted_context_stays_until_its_sequences_end() -> None:
     bench = Bench()
     bench.ingest("doc", 40)
     bench.run()
@@ -60,7 +60,7 @@ def test_deleted_context_lives_under_its_sequences() -> None:
     assert bench.placer.num_free == bench.placer.num_blocks
 
 
-def test_deleting_a_context_cancels_what_is_appended_to_it() -> None:
+def test_deleting_a_context_cancels_its_appends() -> None:
     bench = Bench()
     bench.ingest("doc", 40)
     bench.run()
@@ -71,7 +71,7 @@ def test_deleting_a_context_cancels_what_is_appended_to_it() -> None:
     assert bench.placer.num_free == bench.placer.num_blocks
 
 
-def test_names_are_taken_from_the_start_of_an_ingest() -> None:
+def test_name_is_reserved_when_an_ingest_starts() -> None:
     bench = Bench()
     job = bench.ingest("doc", 40)
     with pytest.raises(AlreadyExists):
@@ -88,7 +88,7 @@ def test_names_are_taken_from_the_start_of_an_ingest() -> None:
     assert bench.seen[job][-1] == Acknowledged("doc")
 
 
-def test_jobs_around_a_deleted_context_all_run() -> None:
+def test_jobs_around_a_deleted_context_finish() -> None:
     bench = Bench(blocks=(5, 5), max_sequences=1)
     bench.ingest("doc", 20)
     bench.run()
@@ -97,7 +97,7 @@ def test_jobs_around_a_deleted_context_all_run() -> None:
     large = bench.ask(12, 8)
     small = bench.ask(4, 2, "doc")
     bench.scheduler.delete_context("doc")
-    with pytest.raises(ResourceExhausted, match="under way") as caught:
+    with pytest.raises(ResourceExhausted, match="running generations") as caught:
         bench.ask(20, 20)  # it might come before the small one, which keeps the document
     assert caught.value.retry_seconds
     assert plan is not None
@@ -111,7 +111,7 @@ def test_jobs_around_a_deleted_context_all_run() -> None:
     assert len(bench.tokens(larger)) == 20
 
 
-def test_a_fork_is_asked_and_appended_to_by_itself() -> None:
+def test_fork_is_queried_and_extended_separately() -> None:
     bench = Bench()
     bench.ingest("doc", 40)
     bench.run()
@@ -130,7 +130,7 @@ def test_a_fork_is_asked_and_appended_to_by_itself() -> None:
     assert bench.placer.num_free == bench.placer.num_blocks
 
 
-def test_a_fork_takes_no_name_that_an_ingest_has_taken() -> None:
+def test_fork_cannot_use_the_name_of_a_running_ingest() -> None:
     bench = Bench()
     bench.ingest("doc", 40)
     bench.run()

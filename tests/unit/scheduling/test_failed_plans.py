@@ -1,4 +1,4 @@
-"""A job, a restore or a recomputation that cannot be planned or committed ends alone: all others go on."""
+"""A job, a restore or a recomputation that cannot be planned or committed fails without effect on the others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +21,10 @@ ERRORS = [NO_BLOCKS, AssertionError("a promise"), KeyError(7)]
 WINDOWS = WindowSpec(reaches=(AttentionSpan(window=4),), num_blocks=64)
 
 
-def failing(
+def patch_failure(
     monkeypatch: pytest.MonkeyPatch, kind: type, method: str, error: Exception, is_it: Callable[..., bool]
 ) -> None:
-    """Has a method raise for those for which `is_it`."""
+    """Patches a method to raise an error for objects that `is_it` selects."""
     original = getattr(kind, method)
 
     def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,19 +39,19 @@ def check_ended(bench: Bench, job: int) -> None:
     ended = bench.seen[job][-1]
     error = ended.error if isinstance(ended, Failed) else ended
     assert isinstance(error, Unavailable)
-    assert "Blocks(" not in str(error), "what is inside is for the log"
+    assert "Blocks(" not in str(error), "internal details are only in the log"
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_row_that_cannot_be_placed_ends_its_request_alone(
+def test_row_that_cannot_be_placed_fails_only_its_request(
     monkeypatch: pytest.MonkeyPatch, error: Exception, place: int
 ) -> None:
     bench = Bench()
     jobs = [bench.ask(5, max_tokens=9) for _ in range(3)]
     for _ in range(3):
         bench.step()
-    failing(monkeypatch, Sequence, "next_row", error, lambda job: job.id == jobs[place])
+    patch_failure(monkeypatch, Sequence, "next_row", error, lambda job: job.id == jobs[place])
     bench.run()
     check_ended(bench, jobs.pop(place))
     assert [bench.tokens(job) for job in jobs] == [bench.alone(5, 9)] * 2
@@ -60,14 +60,12 @@ def test_a_row_that_cannot_be_placed_ends_its_request_alone(
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_a_chunk_that_cannot_be_placed_ends_its_document_alone(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_chunk_that_cannot_be_placed_fails_only_its_document(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     bench = Bench()
     requested = bench.ask(5, max_tokens=30)
     bench.step()
     document, other = bench.ingest("doc", 100), bench.ingest("other", 100)
-    failing(monkeypatch, IngestJob, "next_chunk", error, lambda job: job.id == document)
+    patch_failure(monkeypatch, IngestJob, "next_chunk", error, lambda job: job.id == document)
     bench.run()
     check_ended(bench, document)
     assert bench.tokens(requested) == bench.alone(5, 30)
@@ -77,27 +75,27 @@ def test_a_chunk_that_cannot_be_placed_ends_its_document_alone(
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_an_answer_that_cannot_be_taken_in_ends_its_request_alone(
+def test_result_that_cannot_be_committed_fails_only_its_request(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     bench = Bench()
     jobs = [bench.ask(5, max_tokens=9) for _ in range(3)]
     for _ in range(2):
         bench.step()
-    failing(monkeypatch, Sequence, "take", error, lambda job: job.id == jobs[1])
+    patch_failure(monkeypatch, Sequence, "take", error, lambda job: job.id == jobs[1])
     bench.run()
     check_ended(bench, jobs.pop(1))
     assert [bench.tokens(job) for job in jobs] == [bench.alone(5, 9)] * 2
 
 
-def parked(windows: WindowSpec | None = None) -> Bench:
-    """Two contexts that rest, and an answer that runs."""
+def bench_with_evicted_contexts(windows: WindowSpec | None = None) -> Bench:
+    """A bench with two evicted contexts."""
     bench = Bench(is_durable=True, windows=windows, blocks=(256, 256))
     for name in ("bad", "good"):
         job = bench.ingest(name, 40)
         bench.run()
         assert bench.scheduler.acknowledge(job, 1.0)
-        bench.scheduler.contexts.rest(bench.scheduler.contexts.get(name))
+        bench.scheduler.contexts.evict(bench.scheduler.contexts.get(name))
     return bench
 
 
@@ -108,15 +106,15 @@ def parked(windows: WindowSpec | None = None) -> Bench:
     ids=lambda x: str(x),
 )
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_what_cannot_be_recomputed_ends_those_who_ask_it_alone(
+def test_failed_recomputation_fails_only_requests_of_its_context(
     monkeypatch: pytest.MonkeyPatch, windows: WindowSpec | None, kind: type, method: str, error: Exception
 ) -> None:
-    bench = parked(windows)
+    bench = bench_with_evicted_contexts(windows)
     running = bench.ask(5, max_tokens=60)
     bench.step()
     requested = bench.ask(3, context="bad")
     with monkeypatch.context() as patched:
-        failing(patched, kind, method, error, lambda _: True)
+        patch_failure(patched, kind, method, error, lambda _: True)
         for _ in range(20):
             bench.step()
     assert isinstance(bench.seen[requested][-1], LongleafError)
@@ -127,9 +125,9 @@ def test_what_cannot_be_recomputed_ends_those_who_ask_it_alone(
     assert bench.scheduler.take_faults()
 
 
-def test_a_queued_job_that_can_never_begin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queued_job_that_can_never_begin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
-    failing(monkeypatch, type(bench.scheduler), "_reserve", NO_BLOCKS, lambda _: False)
+    patch_failure(monkeypatch, type(bench.scheduler), "_reserve", NO_BLOCKS, lambda _: False)
     monkeypatch.setattr(type(bench.scheduler._sharing), "reserve", lambda *_: None)
     jobs = [bench.ask(5), bench.ask(5)]
     assert bench.run() == []
@@ -140,24 +138,24 @@ def test_a_queued_job_that_can_never_begin_is_refused(monkeypatch: pytest.Monkey
     assert bench.tokens(again) == bench.alone(5, 4)
 
 
-def test_a_context_that_cannot_be_activated_keeps_no_other_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = parked()
+def test_context_that_cannot_be_activated_does_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_with_evicted_contexts()
     contexts = bench.scheduler.contexts
-    failing(monkeypatch, type(contexts), "wake", NO_BLOCKS, lambda _: False)
-    wake = type(contexts).wake
+    patch_failure(monkeypatch, type(contexts), "wake", NO_BLOCKS, lambda _: False)
+    activate = type(contexts).activate
 
     def fail(self: Any, context: Any) -> Any:
         if context.id == "good":  # the first one of them: it was used last
             raise NO_BLOCKS
-        return wake(self, context)
+        return activate(self, context)
 
     monkeypatch.setattr(type(contexts), "wake", fail)
     bench.scheduler.warm()
-    assert (contexts.get("good").is_resting, contexts.get("bad").is_resting) == (True, False)
+    assert (contexts.get("good").is_evicted, contexts.get("bad").is_evicted) == (True, False)
     assert len(bench.scheduler.take_faults()) == 1
 
 
-def test_blocks_are_spent_at_once_or_not_at_all() -> None:
+def test_blocks_are_allocated_completely_or_not_allocated() -> None:
     placer = BlockPlacer([8, 8], 4, WINDOWS)
     promise = placer.reserve(few := placer.num_free.__class__(1, 1))
     assert promise is not None
@@ -165,7 +163,7 @@ def test_blocks_are_spent_at_once_or_not_at_all() -> None:
         lambda: placer.place_again([(0, 8), (20, 28)], 64, promise),
         lambda: placer.place_windows([(0, 4), (8, 12)], promise),
         lambda: placer.grow(None, 0, 8, promise),
-        lambda: placer.roll((), 0, 12, promise, is_chunk=False),
+        lambda: placer.advance_windows((), 0, 12, promise, is_chunk=False),
     ]
     for call in calls:
         with pytest.raises(ResourceExhausted):

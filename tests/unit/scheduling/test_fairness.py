@@ -54,7 +54,7 @@ class Bench:
         return self.num_jobs - 1
 
     def ingest(self, count: int, **claim: object) -> None:
-        """Under the id 100."""
+        """Submits a document as job 100."""
         claimed = SchedulingClaim(**claim)  # type: ignore[arg-type]
         self.scheduler.admit(100, DocumentPrompt(context="doc", token_ids=range(count), claim=claimed))
 
@@ -99,7 +99,7 @@ def test_higher_priority_begins_first() -> None:
     assert bench.began == [first, jobs[1], jobs[3], jobs[2], jobs[0]]
 
 
-def test_clients_take_turns_however_many_jobs_they_have() -> None:
+def test_clients_take_turns_regardless_of_their_number_of_jobs() -> None:
     bench = Bench(max_sequences=1)
     many = [bench.ask(4, client="many") for _ in range(5)]
     few = [bench.ask(4, client="few") for _ in range(2)]
@@ -107,13 +107,13 @@ def test_clients_take_turns_however_many_jobs_they_have() -> None:
     assert bench.began == [many[0], few[0], many[1], few[1], *many[2:]]
 
 
-def test_a_client_is_charged_in_tokens() -> None:
+def test_clients_are_charged_in_tokens() -> None:
     bench = Bench(max_sequences=1)
     large = [bench.ask(4, max_tokens=40, client="large") for _ in range(2)]
     small = [bench.ask(4, max_tokens=4, client="small") for _ in range(8)]
     bench.run()
     assert bench.began[:2] == [large[0], small[0]]
-    assert 4 <= bench.began.index(large[1]) <= 8, "its turn comes when the others had as many tokens, or by age"
+    assert 4 <= bench.began.index(large[1]) <= 8, "its turn comes when the others had as many tokens, or due to its age"
 
 
 def test_low_priority_is_not_starved() -> None:
@@ -128,7 +128,7 @@ def test_low_priority_is_not_starved() -> None:
     assert isinstance(bench.seen[low][-1], Ended), "and it was not preempted again"
 
 
-def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
+def test_short_prompt_does_not_wait_for_a_long_one() -> None:
     bench = Bench(blocks=(400,))
     bench.ingest(1500, client="a")
     bench.step()
@@ -137,7 +137,7 @@ def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
     assert isinstance(bench.seen[short][-1], Tokens), [type(plan.work) for plan in plans if plan]
 
 
-def test_preempted_answer_goes_on_at_its_next_token() -> None:
+def test_preempted_answer_continues_at_its_next_token() -> None:
     bench = Bench(blocks=(10,))
     low = bench.ask(20, max_tokens=20)
     for _ in range(6):
@@ -160,7 +160,7 @@ def test_preempted_answer_goes_on_at_its_next_token() -> None:
     assert row.token_index == reported
 
 
-def test_a_chunk_that_reads_an_answer_again_is_not_named_as_the_prompt_alone() -> None:
+def test_recomputed_chunk_is_described_as_prompt_and_answer() -> None:
     bench = Bench(blocks=(10,))
     low = bench.ask(20, max_tokens=20)
     for _ in range(6):
@@ -173,7 +173,7 @@ def test_a_chunk_that_reads_an_answer_again_is_not_named_as_the_prompt_alone() -
     assert job._tokens_of(again) == f"tokens 0 to {20 + reported - 2} of the prompt and the answer"
 
 
-def test_what_is_still_held_of_a_preempted_answer_is_not_read_again() -> None:
+def test_retained_tokens_of_a_preempted_answer_are_not_recomputed() -> None:
     bench = Bench(max_sequences=1)
     low = bench.ask(20, max_tokens=20)
     for _ in range(6):
@@ -188,7 +188,7 @@ def test_what_is_still_held_of_a_preempted_answer_is_not_read_again() -> None:
     assert ended.cached_tokens == 0
 
 
-def test_one_of_several_samples_gives_way() -> None:
+def test_one_of_several_samples_is_preempted() -> None:
     bench = Bench(max_sequences=3)
     job = bench.ask(20, max_tokens=10, num_samples=3)
     bench.num_jobs += 2
@@ -203,7 +203,7 @@ def test_one_of_several_samples_gives_way() -> None:
     assert bench.began == [job, high]
 
 
-def test_the_youngest_of_the_lowest_gives_way() -> None:
+def test_youngest_job_of_the_lowest_priority_is_preempted() -> None:
     bench = Bench(max_sequences=3)
     for priority in (0, 0, 1):
         bench.ask(4, max_tokens=50, priority=priority)
@@ -213,24 +213,24 @@ def test_the_youngest_of_the_lowest_gives_way() -> None:
     assert list(bench.scheduler.positions()) == [1]
 
 
-def test_one_of_several_tenants_fills_half_of_the_queue() -> None:
+def test_one_of_several_tenants_may_fill_half_of_the_queue() -> None:
     bench = Bench(max_sequences=1, max_waiting=5)
     for number in range(4):  # one of them begins
         bench.ask(4, first=10 * number, tenant="acme", is_alone=False)
-    with pytest.raises(ResourceExhausted, match="of the tenant acme wait as may, 3 of 5") as caught:
+    with pytest.raises(ResourceExhausted, match="tenant acme has 3 waiting requests, its share of 5") as caught:
         bench.ask(4, tenant="acme", is_alone=False)
     assert caught.value.retry_seconds
     for number in range(2):
         bench.ask(4, first=100 * number, tenant="bolt", is_alone=False)
     for tenant in ("acme", "bolt"):
-        with pytest.raises(ResourceExhausted, match="wait as may, 5"):
+        with pytest.raises(ResourceExhausted, match="5 requests are waiting"):
             bench.ask(4, tenant=tenant, is_alone=False)
     bench.run()
     for number in range(6):
         bench.ask(4, first=10 * number, tenant="acme")
 
 
-def test_who_waits_is_told_its_place_among_those_of_its_tenant() -> None:
+def test_queue_position_counts_jobs_of_the_tenant() -> None:
     bench = Bench(max_sequences=1)
     bench.ask(4, max_tokens=20)
     bench.step()
@@ -240,7 +240,7 @@ def test_who_waits_is_told_its_place_among_those_of_its_tenant() -> None:
     assert places == dict(zip((*acme, *bolt), (1, 2, 3, 1, 2), strict=True))
 
 
-def test_a_priority_takes_nothing_from_another_tenant() -> None:
+def test_priority_does_not_preempt_other_tenants() -> None:
     bench = Bench(max_sequences=2)
     low = bench.ask(4, max_tokens=20, tenant="acme", priority=-1)
     bench.ask(4, max_tokens=20, tenant="bolt", priority=-2)
@@ -248,13 +248,13 @@ def test_a_priority_takes_nothing_from_another_tenant() -> None:
     high = bench.ask(4, max_tokens=20, tenant="bolt", priority=100)
     urgent = bench.ask(4, max_tokens=20, tenant="core", priority=100)
     bench.step()
-    assert set(bench.scheduler.positions()) == {1, urgent}, "only who is of the same tenant gives way"
+    assert set(bench.scheduler.positions()) == {1, urgent}, "only a job of the same tenant is preempted"
     bench.run()
     assert bench.scheduler.num_preempted == 1
     assert [len(bench.tokens(job)) for job in (low, 1, high, urgent)] == [20] * 4
 
 
-def test_a_deadline_that_another_tenants_priority_does_not_threaten_is_taken() -> None:
+def test_deadline_ignores_priorities_of_other_tenants() -> None:
     bench = Bench(max_sequences=1)
     for number in range(3):
         bench.ask(4, max_tokens=100, first=10 * number)
@@ -266,7 +266,7 @@ def test_a_deadline_that_another_tenants_priority_does_not_threaten_is_taken() -
         bench.ask(4, tenant="acme", max_tokens=1, deadline=bench.now + 0.2)
 
 
-def test_equals_do_not_preempt_unless_the_reader_is_behind() -> None:
+def test_equal_priority_preempts_only_a_slow_reader() -> None:
     bench = Bench(max_sequences=1)
     slow = bench.ask(4, max_tokens=10)
     bench.step()
@@ -282,7 +282,7 @@ def test_equals_do_not_preempt_unless_the_reader_is_behind() -> None:
     assert bench.tokens(slow) == answer(4, 10)
 
 
-def test_whoever_does_not_read_keeps_nobody_from_waiting() -> None:
+def test_unread_jobs_do_not_fill_the_queue() -> None:
     bench = Bench(max_sequences=1, max_waiting=3)
     for number in range(4):
         unread = bench.ask(4, max_tokens=10, first=10 * number)
@@ -298,7 +298,7 @@ def test_whoever_does_not_read_keeps_nobody_from_waiting() -> None:
     assert [bench.tokens(job) for job in range(4)] == [answer(10 * number + 4, 10) for number in range(4)]
 
 
-def test_whoever_does_not_read_makes_no_deadline_impossible() -> None:
+def test_unread_jobs_do_not_prevent_deadlines() -> None:
     bench = Bench(max_sequences=1, max_waiting=3)
     for number in range(3):
         bench.ask(4, max_tokens=100, first=10 * number)
@@ -308,7 +308,7 @@ def test_whoever_does_not_read_makes_no_deadline_impossible() -> None:
     bench.ask(4, max_tokens=1, first=500, deadline=bench.now + 0.01)
 
 
-def test_of_too_many_that_are_not_read_the_greediest_client_loses_its_oldest() -> None:
+def test_excess_unread_jobs_end_the_oldest_of_the_largest_client() -> None:
     bench = Bench(max_sequences=1, max_waiting=2)
     jobs = [bench.ask(4, max_tokens=10, first=10 * n, client=client) for n, client in enumerate(("few", "many"))]
     jobs.append(bench.ask(4, max_tokens=10, first=20, client="many"))
@@ -325,7 +325,7 @@ def test_of_too_many_that_are_not_read_the_greediest_client_loses_its_oldest() -
     assert [len(bench.tokens(job)) for job in (jobs[0], jobs[2], jobs[3])] == [10, 10, 10]
 
 
-def test_a_passed_deadline_ends_a_job_wherever_it_is() -> None:
+def test_passed_deadline_ends_a_job_in_any_state() -> None:
     bench = Bench(max_sequences=1)
     reading = bench.ask(200, deadline=0.05)
     waiting = bench.ask(4, deadline=0.06)
@@ -338,11 +338,11 @@ def test_a_passed_deadline_ends_a_job_wherever_it_is() -> None:
     assert bench.scheduler.num_waiting == bench.scheduler.num_running == 0
 
 
-def test_a_deadline_that_cannot_be_met_is_refused() -> None:
+def test_deadline_that_cannot_be_met_is_refused() -> None:
     bench = Bench()
     bench.ask(100, max_tokens=10)
     bench.run()
-    with pytest.raises(DeadlineExceeded, match=r"50 ms are left, and 1\d\d ms are"):
+    with pytest.raises(DeadlineExceeded, match=r"50 ms are left, and at least 1\d\d ms are"):
         bench.ask(100, first=500, deadline=bench.now + 0.05)
     bench.ask(100, deadline=bench.now + 0.05)  # cached tokens need not be read
     with pytest.raises(DeadlineExceeded):
@@ -355,18 +355,18 @@ def test_a_deadline_that_cannot_be_met_is_refused() -> None:
     bench.scheduler.audit()
 
 
-def test_the_deadline_of_a_held_one_tells_only_whether_it_may_begin() -> None:
+def test_deadline_of_a_resumable_job_only_decides_its_admission() -> None:
     bench = Bench()
-    resident = bench.ask(100, max_tokens=10, deadline=0.05, is_held=True)
+    job = bench.ask(100, max_tokens=10, deadline=0.05, is_held=True)
     assert bench.scheduler.next_deadline is None
     bench.now = 0.1
     bench.run()
-    assert isinstance(bench.seen[resident][-1], Ended)
+    assert isinstance(bench.seen[job][-1], Ended)
     with pytest.raises(DeadlineExceeded):
         bench.ask(100, first=500, deadline=bench.now + 0.05, is_held=True)
 
 
-def test_what_must_be_retried_says_when() -> None:
+def test_retryable_refusal_gives_a_delay() -> None:
     bench = Bench(max_sequences=1, max_waiting=4)
 
     def refused() -> float | None:
@@ -386,9 +386,7 @@ def test_what_must_be_retried_says_when() -> None:
     ("per_token", "step", "expected"),
     [(None, 0.01, 256), (0.0001, 0.02, 768), (0.00001, 0.02, 4096), (0.001, 0.09, 256), (0.0001, 0.4, 768)],
 )
-def test_chunks_beside_streams_are_as_long_as_the_target_allows(
-    per_token: float | None, step: float, expected: int
-) -> None:
+def test_chunks_beside_streams_meet_the_latency_target(per_token: float | None, step: float, expected: int) -> None:
     speeds = Speeds()
     budget = Budget(EngineConfig(model="none", target_itl_ms=100.0), 2, speeds)
     request = Request(0, SchedulingClaim(), TokenPath(), RopeSwitch(OWN_ROPE, OWN_ROPE), UNLIMITED)
@@ -400,7 +398,7 @@ def test_chunks_beside_streams_are_as_long_as_the_target_allows(
     assert budget.chunk_size(job, is_alone=True) == 4096
 
 
-def test_chunks_follow_what_they_took() -> None:
+def test_chunk_length_follows_measured_times() -> None:
     bench = Bench(blocks=(400,), target_itl_ms=10.0, per_token=0.0005, chunk_size=400)
     stream = bench.ask(4, max_tokens=40)
     bench.step()
@@ -408,5 +406,5 @@ def test_chunks_follow_what_they_took() -> None:
     chunks = [len(plan.work.token_ids) for plan in bench.run() if isinstance(plan.work, Prefill)]
     assert chunks[0] == 4, "nothing is known yet"
     assert set(chunks[1:30]) == {16}, "a multiple of blocks that takes less than the target, with a decode step"
-    assert chunks[-2] == 400, "when nobody decodes any more"
+    assert chunks[-2] == 400, "when no job decodes any more"
     assert bench.tokens(stream) == answer(4, 40)

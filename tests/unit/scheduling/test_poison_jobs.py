@@ -1,4 +1,4 @@
-"""Who ends epochs is found, and nobody else is blamed."""
+"""Poison jobs are identified, and no other job is blamed."""
 
 from collections import deque
 
@@ -13,7 +13,7 @@ def rows(plan: StepPlan) -> list[int]:
     return [row.sequence for row in plan.work.rows] if isinstance(plan.work, Decode) else []
 
 
-def test_who_breaks_two_epochs_ends_alone() -> None:
+def test_job_that_breaks_two_epochs_fails_alone() -> None:
     group = Group()
     poison, other = group.ask(9, max_tokens=6), group.ask(9, max_tokens=6)
     rows = 0
@@ -26,7 +26,7 @@ def test_who_breaks_two_epochs_ends_alone() -> None:
             group.change(0, 1, 2, 3, steps=(plan.step,))
         else:
             group.commit(plan)
-    assert rows == 1, "the second time it was alone"
+    assert rows == 1, "the second time it ran in isolation"
     assert group.tokens(poison) == group.alone(9, 2)
     error = group.seen[poison][-1]
     assert isinstance(error, Failed) and isinstance(error.error, Unavailable)
@@ -34,7 +34,7 @@ def test_who_breaks_two_epochs_ends_alone() -> None:
     assert group.tokens(other) == group.alone(9, 6)
 
 
-def test_an_epoch_that_breaks_elsewhere_accuses_nobody() -> None:
+def test_epoch_that_breaks_outside_a_step_blames_no_job() -> None:
     group = Group()
     job = group.ingest("a", 64)
     for _ in range(4):
@@ -45,7 +45,7 @@ def test_an_epoch_that_breaks_elsewhere_accuses_nobody() -> None:
     assert not any(isinstance(event, Exception) for event in group.seen[job])
 
 
-def test_a_reread_that_breaks_two_epochs_gives_up_what_it_read() -> None:
+def test_recomputation_that_breaks_two_epochs_drops_its_context() -> None:
     group = Group()
     group.document("a", 64)
     group.document("b", 64)
@@ -60,7 +60,7 @@ def test_a_reread_that_breaks_two_epochs_gives_up_what_it_read() -> None:
     assert group.holds("b")
 
 
-def test_a_reread_that_gets_on_after_a_loss_may_be_broken_by_another_one() -> None:
+def test_recomputation_with_progress_survives_another_loss() -> None:
     group = Group()
     group.document("a", 128)
     group.change(0, 1, 2)
@@ -74,7 +74,7 @@ def test_a_reread_that_gets_on_after_a_loss_may_be_broken_by_another_one() -> No
     assert group.holds("a")
 
 
-def test_in_whose_steps_ranks_die_four_times_ends_alone() -> None:
+def test_job_that_kills_ranks_in_four_epochs_fails_alone() -> None:
     group = Group()
     deadly, other = group.ask(9, max_tokens=6), group.ask(9, max_tokens=6)
     together = list[int]()
@@ -86,14 +86,14 @@ def test_in_whose_steps_ranks_die_four_times_ends_alone() -> None:
             group.change(0, 1, 2, None, steps=(plan.step,), suspicion=LOSS)
         else:
             group.commit(plan)
-    assert together == [2, 2, 1, 1], "one loss parts nobody"
+    assert together == [2, 2, 1, 1], "one loss isolates no job"
     assert group.tokens(deadly) == group.alone(9, 2)
     group.run()
     assert group.tokens(other) == group.alone(9, 6)
 
 
-def test_who_was_under_way_with_others_is_not_guilty_but_done_apart() -> None:
-    """A rank that dies may not have sent its last answer any more."""
+def test_suspected_job_is_computed_in_isolation() -> None:
+    """A rank may die before it sends its last result."""
     group = Group()
     group.document("a", 64)
     group.change(0, 1, 2, None)
@@ -113,35 +113,35 @@ def test_who_was_under_way_with_others_is_not_guilty_but_done_apart() -> None:
     assert group.holds("a")
 
 
-def _told(group: Group, job: int) -> list[int]:
+def _tokens(group: Group, job: int) -> list[int]:
     return group.tokens(job) if job in group.seen else []
 
 
 def _drive(group: Group, plans: deque[StepPlan]) -> None:
-    """One step of ranks that have two plans wherever there are two."""
+    """One step of ranks that have two plans in flight if there are two."""
     while len(plans) < 2 and (plan := group.schedule()):
         plans.append(plan)
     group.commit(plans.popleft())
 
 
-def test_a_prompt_that_is_read_apart_has_its_turn_while_others_answer() -> None:
+def test_isolated_prompt_makes_progress_beside_answers() -> None:
     group, plans = Group(), deque[StepPlan]()
     other = group.ask(9, max_tokens=60)
-    while not _told(group, other):
+    while not _tokens(group, other):
         group.step()
     suspected = group.ask(64, max_tokens=2)
     plan = group.schedule()
     assert plan is not None and isinstance(plan.work, Prefill)
     group.change(0, 1, 2, 3, steps=(plan.step,))
-    while not _told(group, suspected):
+    while not _tokens(group, suspected):
         _drive(group, plans)
     assert len(group.tokens(other)) < 30
 
 
-def test_an_answer_that_is_computed_apart_has_its_turn_while_others_read() -> None:
+def test_isolated_answer_makes_progress_beside_prefills() -> None:
     group, plans = Group(), deque[StepPlan]()
     suspected = group.ask(9, max_tokens=6)
-    while not _told(group, suspected):
+    while not _tokens(group, suspected):
         group.step()
     plan = group.schedule()
     assert plan is not None and suspected in rows(plan)
@@ -153,14 +153,14 @@ def test_an_answer_that_is_computed_apart_has_its_turn_while_others_read() -> No
     assert "a" not in group.contexts()
 
 
-def test_a_prompt_that_comes_past_the_place_is_cleared() -> None:
+def test_prompt_that_passes_the_failed_position_is_cleared() -> None:
     group = Group()
     requested = group.ask(200, max_tokens=2)
     _break_everywhere(group, requested)
     assert group.tokens(requested) == group.alone(200, 2)
 
 
-def test_a_document_that_comes_past_the_place_is_cleared() -> None:
+def test_document_that_passes_the_failed_position_is_cleared() -> None:
     group = Group()
     _break_everywhere(group, group.ingest("a", 200))
     assert group.holds("a")
@@ -174,7 +174,7 @@ def _break_everywhere(group: Group, job: int) -> None:
 
 
 def _until(group: Group, job: int, place: int) -> StepPlan:
-    """The plan of a job's chunk from some position on, under way."""
+    """The plan in flight of a job's chunk from a position on."""
     while True:
         plan = group.schedule()
         assert plan is not None and isinstance(plan.work, Prefill)
@@ -183,7 +183,7 @@ def _until(group: Group, job: int, place: int) -> StepPlan:
         group.commit(plan)
 
 
-def test_a_chunk_before_the_place_clears_nobody() -> None:
+def test_chunk_before_the_failed_position_clears_no_job() -> None:
     group = Group()
     requested = group.ask(100, max_tokens=2)
     while not isinstance(group.seen.get(requested, [None])[-1], Failed):

@@ -1,4 +1,4 @@
-"""What can never fit, who waits, and who may pass."""
+"""Limits of jobs, waiting jobs, and jobs that may overtake others."""
 
 import itertools
 import re
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from coordinator.engine_messages import Acknowledged, Ended
 from coordinator.scheduling.jobs import Job, Request
 from longleaf.errors import InvalidArgument, ResourceExhausted
-from tests.support.scheduling import Bench
+from tests.support.scheduling import Asker, Bench
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_limits_of_the_model(count: int, max_tokens: int, context: str | None, f
 
 
 @pytest.mark.parametrize(("count", "max_tokens", "context"), [(200, 1, None), (150, 51, None), (140, 1, "doc")])
-def test_the_last_token_of_an_answer_takes_no_position(count: int, max_tokens: int, context: str | None) -> None:
+def test_last_token_of_an_answer_needs_no_position(count: int, max_tokens: int, context: str | None) -> None:
     bench = Bench(max_positions=200)
     bench.ingest("doc", 60)
     bench.run()
@@ -58,7 +58,7 @@ def test_limits_of_the_pool(count: int, max_tokens: int, field: str | None) -> N
         bench.ask(count, max_tokens)
         bench.run()
         return
-    with pytest.raises(InvalidArgument, match="the pool of all ranks holds 40, in blocks of 4") as caught:
+    with pytest.raises(InvalidArgument, match="the pool of all ranks has 40 tokens in blocks of 4") as caught:
         bench.ask(count, max_tokens)
     assert caught.value.field == field
     if found := re.search("at most ([0-9]+) can be generated", str(caught.value)):
@@ -76,7 +76,7 @@ def test_limits_of_a_document(count: int, words: str) -> None:
     assert caught.value.field == "text"
 
 
-def test_what_has_no_room_lets_small_ones_pass() -> None:
+def test_small_jobs_overtake_a_job_that_does_not_fit() -> None:
     bench = Bench(blocks=(5, 5))
     first, second, third = bench.ask(20, 10), bench.ask(20, 10), bench.ask(1, 1)
     plan = bench.schedule()
@@ -90,7 +90,7 @@ def test_what_has_no_room_lets_small_ones_pass() -> None:
 
 @pytest.fixture
 def busy() -> tuple[Bench, list[int]]:
-    """One on which two answers run, of 40 of its 100 blocks each; the second one ends later."""
+    """A bench with two running answers of 40 of 100 blocks each; the second one ends later."""
     bench = Bench(blocks=(100,), max_sequences=6)
     running = [bench.ask(126, 30), bench.ask(40, 120)]
     bench.step()
@@ -103,7 +103,7 @@ def until_ended(bench: Bench, job: int) -> None:
         assert bench.step()
 
 
-def test_small_ones_pass_a_document_for_as_long_as_it_has_no_room(busy: tuple[Bench, list[int]]) -> None:
+def test_small_jobs_overtake_a_document_until_it_fits(busy: tuple[Bench, list[int]]) -> None:
     bench, running = busy
     document = bench.ingest("doc", 240)
     small = [bench.ask(2, 2) for _ in range(60)]
@@ -113,21 +113,21 @@ def test_small_ones_pass_a_document_for_as_long_as_it_has_no_room(busy: tuple[Be
     assert bench.seen[document][-1] == Acknowledged("doc")
 
 
-def test_whoever_passes_gives_way_when_nothing_else_is_in_the_way(busy: tuple[Bench, list[int]]) -> None:
+def test_overtaking_job_is_preempted_when_the_document_would_fit(busy: tuple[Bench, list[int]]) -> None:
     bench, running = busy
     document = bench.ingest("doc", 200)
     passing = [bench.ask(1, 39) for _ in range(2)]
     until_ended(bench, running[0])
     assert [0 < len(bench.tokens(job)) < 39 for job in passing] == [True, True]
     bench.step()
-    assert document in bench.scheduler._running, "it does not wait for what is left of the other answers"
-    assert list(bench.scheduler.positions()) == passing[1:], "one gave enough"
+    assert document in bench.scheduler._running, "it does not wait for the rest of the other answers"
+    assert list(bench.scheduler.positions()) == passing[1:], "one preemption frees enough"
     bench.run()
     assert [bench.tokens(job) for job in passing] == [bench.alone(1, 39)] * 2
     assert bench.seen[document][-1] == Acknowledged("doc")
 
 
-def test_samples_that_passed_give_way_too(busy: tuple[Bench, list[int]]) -> None:
+def test_overtaking_samples_are_preempted(busy: tuple[Bench, list[int]]) -> None:
     bench, running = busy
     document = bench.ingest("doc", 216)
     passing = bench.ask(2, 34, num_samples=2)
@@ -146,10 +146,10 @@ def test_samples_that_passed_give_way_too(busy: tuple[Bench, list[int]]) -> None
     per_step=st.integers(1, 3),
 )
 @settings(max_examples=40, deadline=None)
-def test_a_document_begins_when_those_before_it_have_ended(
+def test_document_begins_when_previous_jobs_have_ended(
     running: list[int], num_tokens: int, small: list[tuple[int, int]], per_step: int
 ) -> None:
-    """However many small requests come."""
+    """The number of small requests does not matter."""
     bench = Bench(blocks=(40, 40), max_waiting=5000, max_sequences=8, check_every=10)
     before = [bench.ask(3, max_tokens) for max_tokens in running]
     bench.step()
@@ -167,16 +167,16 @@ def test_queue_is_bounded() -> None:
     bench = Bench(max_waiting=2, max_sequences=3)
     for _ in range(5):
         bench.ask(4)  # three of them need not wait
-    with pytest.raises(ResourceExhausted, match="as many requests wait as may, 2") as caught:
+    with pytest.raises(ResourceExhausted, match="2 requests are waiting, which is the limit") as caught:
         bench.ask(4)
     assert caught.value.retry_seconds
 
 
-def test_a_document_does_not_take_the_room_of_those_that_wait() -> None:
+def test_document_does_not_take_blocks_of_waiting_jobs() -> None:
     bench = Bench(blocks=(5, 5), max_sequences=1)
     bench.ask(4, 2)
     large = bench.ask(20, 10)
-    with pytest.raises(ResourceExhausted, match="under way") as caught:
+    with pytest.raises(ResourceExhausted, match="running generations") as caught:
         bench.ingest("doc", 16)  # it might come first, and stay
     assert caught.value.retry_seconds
     bench.run()
@@ -185,10 +185,10 @@ def test_a_document_does_not_take_the_room_of_those_that_wait() -> None:
     bench.run()
 
 
-def test_room_that_contexts_hold_does_not_come_by_waiting() -> None:
+def test_job_that_needs_blocks_of_contexts_is_refused() -> None:
     bench = Bench(blocks=(5, 5))
     bench.ingest("doc", 30)
-    with pytest.raises(ResourceExhausted, match="contexts keep too many; delete a context") as caught:
+    with pytest.raises(ResourceExhausted, match="contexts use too many of .*; delete a context") as caught:
         bench.ask(10, 4)
     assert caught.value.retry_seconds is None
     bench.run()
@@ -198,8 +198,8 @@ def test_room_that_contexts_hold_does_not_come_by_waiting() -> None:
     bench.run()
 
 
-def test_those_who_wait_are_not_compared_with_each_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There may be hundreds of them, and dozens that run."""
+def test_waiting_jobs_are_not_compared_with_each_running_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be hundreds of waiting and dozens of running jobs."""
     bench = Bench(max_sequences=8)
     for _ in range(30):
         bench.ask(3, max_tokens=20)
@@ -213,8 +213,8 @@ def test_those_who_wait_are_not_compared_with_each_that_runs(monkeypatch: pytest
     assert (bench.scheduler.num_running, bench.scheduler.num_waiting, requested) == (8, 22, [])
 
 
-def test_those_who_wait_for_a_quota_are_not_compared_with_each_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else one tenant's quota slows the steps of all."""
+def test_jobs_waiting_for_a_quota_are_not_compared_with_each_running_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the quota of one tenant would slow down the steps of all."""
     bench = Bench(max_sequences=8)
     for number in range(30):
         bench.ask(3, max_tokens=20, at_once=3 if number % 2 else None, tenant="acme" if number % 2 else "bolt")
@@ -232,7 +232,7 @@ def test_those_who_wait_for_a_quota_are_not_compared_with_each_that_runs(monkeyp
     assert len(requested) <= 2 * bench.scheduler.num_waiting
 
 
-def test_who_is_not_read_and_waits_keeps_no_context_from_making_room() -> None:
+def test_unread_waiting_job_does_not_prevent_eviction() -> None:
     bench = Bench(blocks=(10,), is_durable=True, max_sequences=1)
     for name in ("old", "new"):
         document = bench.ingest(name, 16)
@@ -246,3 +246,19 @@ def test_who_is_not_read_and_waits_keeps_no_context_from_making_room() -> None:
     assert isinstance(error, ResourceExhausted)
     assert error.subject == "stream"
     assert "is not read" in str(error)
+
+
+@pytest.mark.xfail(reason="known fault: requests hold their context while they wait, so later ones prolong the wait")
+def test_a_prompt_that_has_no_room_beside_a_context_waits_only_for_questions_that_came_before() -> None:
+    bench = Asker(blocks=(15,), is_durable=True, max_sequences=1)
+    document = bench.ingest("doc", 20)
+    bench.run()
+    assert bench.scheduler.acknowledge(document, 9.0)
+    bench.ask(1, 2)
+    bench.step()
+    long = bench.prompt(range(100, 140), 8)
+    for _ in range(100):
+        while bench.scheduler.num_waiting < 3:
+            bench.ask(1, 2, "doc")
+        bench.step()
+    assert long in bench.seen

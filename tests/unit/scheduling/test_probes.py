@@ -1,4 +1,4 @@
-"""Probes, which read and answer nothing, and prompts that do not read all of their context."""
+"""Probes, which only score tokens, and prompts that do not see all of their context."""
 
 import pytest
 from msgspec.structs import replace
@@ -12,7 +12,7 @@ from coordinator.scheduling.throughput import Speeds
 from longleaf.config import EngineConfig
 from longleaf.errors import DeadlineExceeded, InvalidArgument, NotFound
 from longleaf.positions import AttentionSpan, WindowSpec
-from longleaf.rank_protocol.step import MAX_TOLD_SPANS, Attention, Decode, Prefill, Row, StepPlan, StepResult
+from longleaf.rank_protocol.step import MAX_ATTRIBUTED_SPANS, Attention, Decode, Prefill, Row, StepPlan, StepResult
 from longleaf.sampling import Sampling
 from tests.support.scheduling import Bench, kinds
 
@@ -21,7 +21,7 @@ class ProbeBench(Bench):
     """Ranks that report, for each probe row, a value that distinguishes the rows."""
 
     seconds_per_probed_token = 0.0
-    """More than others take."""
+    """Additional seconds per probed token."""
 
     def _result(self, plan: StepPlan) -> StepResult:
         result, work = super()._result(plan), self.sequences.complete(plan).work
@@ -30,7 +30,7 @@ class ProbeBench(Bench):
         return replace(
             result,
             seconds=result.seconds + self.seconds_per_probed_token * num_probed,
-            attention={row.sequence: told(row) for row in rows if row.spans},
+            attention={row.sequence: attention_of(row) for row in rows if row.spans},
             scores={
                 row.sequence: tuple(map(float, row.token_ids[-row.num_scored :])) for row in rows if row.num_scored
             },
@@ -45,7 +45,7 @@ class ProbeBench(Bench):
         return ended.found
 
 
-def told(row: Row) -> Attention:
+def attention_of(row: Row) -> Attention:
     return Attention(bytes([row.start + row.num_tokens - 1]), b"", b"")
 
 
@@ -75,9 +75,7 @@ def path_of(scheduler: Scheduler, end: int) -> ContinuationPoint:
 @pytest.mark.parametrize(
     ("count", "num_scored", "expected"), [(7, 0, "D"), (7, 6, "D"), (20, 3, "PD"), (20, 19, "D"), (60, 40, "PD")]
 )
-def test_a_probe_has_as_many_rows_as_say_something(
-    bench: ProbeBench, count: int, num_scored: int, expected: str
-) -> None:
+def test_probe_is_one_row_with_its_scored_tokens(bench: ProbeBench, count: int, num_scored: int, expected: str) -> None:
     job = bench.submit(probe(count, num_scored))
     plans = bench.run()
     assert kinds(plans) == expected
@@ -91,7 +89,7 @@ def test_a_probe_has_as_many_rows_as_say_something(
     assert bench.tokens(job) == []
 
 
-def test_a_probe_needs_no_room_for_an_answer() -> None:
+def test_probe_reserves_no_blocks_for_an_answer() -> None:
     bench = ProbeBench(max_positions=60)
     bench.ingest("doc", 40)
     bench.run()
@@ -101,7 +99,7 @@ def test_a_probe_needs_no_room_for_an_answer() -> None:
         bench.submit(probe(21, 5))
 
 
-def test_probes_that_come_together_run_together(bench: ProbeBench) -> None:
+def test_concurrent_probes_are_batched(bench: ProbeBench) -> None:
     jobs = [bench.submit(probe(6, 5, hidden=((4 * i, 4 * i + 4),))) for i in range(5)]
     [plan] = bench.run()
     assert [row.hidden for row in rows([plan])] == [((4 * i, 4 * i + 4),) for i in range(5)]
@@ -112,10 +110,8 @@ def test_probes_that_come_together_run_together(bench: ProbeBench) -> None:
     ("chunk_size", "seconds", "expected"),
     [(4096, 1e-6, [1, 5, 4]), (512, 1e-6, [1, 2, 2, 2, 2, 1]), (4096, 1e-3, [1] * 10)],
 )
-def test_probes_of_many_answers_take_turns_beside_other_answers(
-    chunk_size: int, seconds: float, expected: list[int]
-) -> None:
-    """The first one runs without others: the speed of probes is not known before."""
+def test_probes_take_turns_beside_answers(chunk_size: int, seconds: float, expected: list[int]) -> None:
+    """The first one runs separately because the speed of probes is not known before."""
     bench = ProbeBench(blocks=(3000, 3000), chunk_size=chunk_size)
     bench.seconds_per_probed_token = seconds
     bench.ingest("doc", 40)
@@ -131,8 +127,8 @@ def test_probes_of_many_answers_take_turns_beside_other_answers(
     assert all(any(row.sequence == answer for row in rows([plan])) for plan in decodes[:19]), "it missed no step"
 
 
-def test_probes_are_not_taken_for_free_where_other_rows_have_become_faster() -> None:
-    """Steps without probes took long when there were many rows, and there are none now."""
+def test_probe_size_adapts_if_other_rows_get_faster() -> None:
+    """Earlier steps without probes were slow due to many rows; there are no such steps now."""
     speeds, row = Speeds(), Row(1, (), 0, (7,), (), 0)
     budget = Budget(EngineConfig(model="none", target_itl_ms=100.0, block_size=16), 1, speeds)
     speeds.measure(StepPlan(1, 1, Decode((row,))), 0.2)
@@ -144,21 +140,21 @@ def test_probes_are_not_taken_for_free_where_other_rows_have_become_faster() -> 
     assert max(taken) <= 0.2
 
 
-def test_sequences_take_turns_where_more_spans_are_told_than_fit_into_an_answer(bench: ProbeBench) -> None:
-    cuts = SpanLayout(4, num_spans=MAX_TOLD_SPANS // 2)
+def test_sequences_take_turns_if_their_spans_exceed_a_result(bench: ProbeBench) -> None:
+    cuts = SpanLayout(4, num_spans=MAX_ATTRIBUTED_SPANS // 2)
     prompt = Prompt(context="doc", token_ids=(1, 2), sampling=Sampling(max_tokens=6), cuts=cuts)
     jobs = [bench.submit(prompt) for _ in range(5)]
     plain = bench.ask(2, max_tokens=15)
     plans = bench.run()
     reported = [[row.sequence for row in rows([plan]) if row.sequence != plain] for plan in plans]
-    assert {len(step) for step in reported[:12]} == {2}, "no step tells of more, and none of fewer than fit"
+    assert {len(step) for step in reported[:12]} == {2}, "each step reports as many spans as fit"
     assert max(map(len, reported)) == 2
     assert [len(bench.tokens(job)) for job in jobs] == [6] * 5
     assert all({*jobs} == {job for step in reported[i : i + 3] for job in step} for i in range(10))
     assert all(any(row.sequence == plain for row in rows([plan])) for plan in plans[:15]), "it missed no step"
 
 
-def test_what_is_hidden_is_hidden_from_chunks_too_and_again_after_a_preemption() -> None:
+def test_hidden_tokens_stay_hidden_in_chunks_and_after_preemption() -> None:
     bench = ProbeBench(blocks=(30,), max_sequences=1)
     bench.ingest("doc", 40)
     bench.run()
@@ -172,17 +168,17 @@ def test_what_is_hidden_is_hidden_from_chunks_too_and_again_after_a_preemption()
     plans = [plan for plan in [*first, *bench.run()] if plan is not None]
     works = [plan.work for plan in plans]
     chunks = [work for work in works if isinstance(work, Prefill)]
-    assert len(chunks) == 2, "it was preempted, and read again"
+    assert len(chunks) == 2, "it was preempted and recomputed"
     assert {chunk.hidden for chunk in chunks} == {hidden}
     begins = [row for row in rows(plans) if row.path and row.token_index >= 0]
     assert len(begins) == 2
     assert {row.hidden for row in begins} == {hidden}
     assert {row.spans.prompt_end for row in begins if row.spans} == {52}
     positions = [each.means[0] for event in bench.seen[job] for each in getattr(event, "attention", ())]
-    assert positions == [51 + i for i in range(6)], "each token is told once, from the row that produced it"
+    assert positions == [51 + i for i in range(6)], "each token is reported once, by the row that produced it"
 
 
-def test_a_probe_goes_on_in_a_context_as_it_was(bench: ProbeBench) -> None:
+def test_probe_continues_in_the_context_at_its_start(bench: ProbeBench) -> None:
     beginning = path_of(bench.scheduler, 40)
     bench.ingest("doc", 8, append=True)
     bench.run()
@@ -204,8 +200,8 @@ def test_a_probe_goes_on_in_a_context_as_it_was(bench: ProbeBench) -> None:
 @pytest.mark.parametrize(
     "windows", [None, WindowSpec(reaches=(AttentionSpan(8),), num_blocks=60)], ids=["sharded", "replicated"]
 )
-def test_a_prompt_goes_on_where_a_parked_context_ends(windows: WindowSpec | None) -> None:
-    """As after a restart or an import: nothing of it is held yet, the windows' keys neither."""
+def test_prompt_continues_at_the_end_of_an_evicted_context(windows: WindowSpec | None) -> None:
+    """As after a restart or an import: none of its keys is resident yet, including those of windows."""
     bench = ProbeBench(windows=windows, blocks=(100, 100))
     path, ends = TokenPath(), (24, 40)
     for number, end in enumerate(ends):
@@ -216,7 +212,7 @@ def test_a_prompt_goes_on_where_a_parked_context_ends(windows: WindowSpec | None
     context = NamedContext("doc", 1.0, path, 100)
     context.ends = ends
     bench.scheduler.contexts.adopt(context)
-    assert bench.scheduler.segments.holdings.parked(context.path)
+    assert bench.scheduler.segments.holdings.evicted(context.path)
     for end in ends:
         job = bench.submit(probe(3, beginning=path_of(bench.scheduler, end), is_probe=False, cuts=None))
         bench.run()
@@ -226,13 +222,13 @@ def test_a_prompt_goes_on_where_a_parked_context_ends(windows: WindowSpec | None
 
 
 @pytest.mark.parametrize(("hidden", "field"), [(((0, 41),), "hidden[0]"), (((0, 1), (39, 41)), "hidden[1]")])
-def test_only_the_context_can_be_hidden(bench: ProbeBench, hidden: tuple[tuple[int, int], ...], field: str) -> None:
+def test_only_context_tokens_can_be_hidden(bench: ProbeBench, hidden: tuple[tuple[int, int], ...], field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         bench.submit(probe(3, 2, hidden=hidden))
     assert caught.value.field == field
 
 
-def test_no_guess_of_what_it_takes_ends_an_answer_that_was_given(bench: ProbeBench) -> None:
+def test_estimated_cost_does_not_end_a_probe_before_its_deadline(bench: ProbeBench) -> None:
     bench.scheduler.speeds.job.add(100.0, 1)
     claim = SchedulingClaim(deadline=50.0)
     jobs = [bench.submit(probe(6, 5, claim=claim)) for _ in range(3)]

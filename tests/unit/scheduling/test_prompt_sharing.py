@@ -1,4 +1,4 @@
-"""Prompts that begin alike share segments, and samples share their prompt."""
+"""Prompts with a common prefix share segments, and samples share their prompt."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from longleaf.rank_protocol.step import Decode
 from tests.support.scheduling import Asker, kinds
 
 
-def test_a_repeated_prompt_computes_its_last_token_alone() -> None:
+def test_repeated_prompt_computes_only_its_last_token() -> None:
     bench = Asker()
     first = bench.prompt(range(70))
     bench.run()
@@ -29,14 +29,14 @@ def test_a_repeated_prompt_computes_its_last_token_alone() -> None:
     ("same", "length", "cached", "expected"),
     [
         (50, 70, 50, "PDDDD"),
-        (66, 70, 66, "DDDD"),  # a short rest is one row
+        (66, 70, 66, "DDDD"),  # a short remainder is one row
         (4, 70, 4, "PPPDDDD"),  # chunks of 32 after the first block
-        (3, 70, 0, "PPPDDDD"),  # less than a block is not looked for
+        (3, 70, 0, "PPPDDDD"),  # less than a block is not matched
         (69, 300, 69, "PPPPPPPPDDDD"),
         (5, 6, 5, "DDDD"),
     ],
 )
-def test_a_prompt_goes_on_where_another_one_differs(same: int, length: int, cached: int, expected: str) -> None:
+def test_prompt_continues_after_a_common_prefix(same: int, length: int, cached: int, expected: str) -> None:
     bench = Asker()
     bench.prompt(range(70))
     bench.run()
@@ -67,7 +67,7 @@ def test_prompts_build_on_each_other_and_on_contexts() -> None:
     assert sum(bench.scheduler.segments.tokens_by_rank()) == 0
 
 
-def test_a_prompt_may_start_with_what_is_held_for_a_fork_alone() -> None:
+def test_prompt_matches_tokens_retained_only_for_a_fork() -> None:
     bench = Asker()
     bench.ingest("doc", 40)
     bench.run()
@@ -79,7 +79,7 @@ def test_a_prompt_may_start_with_what_is_held_for_a_fork_alone() -> None:
     assert bench.scheduler.contexts.get("fork").num_tokens == 10
 
 
-def test_a_context_is_never_asked_by_way_of_a_prompt() -> None:
+def test_cached_prompt_does_not_replace_an_ingest() -> None:
     bench = Asker()
     bench.prompt(range(60))
     bench.run()
@@ -91,8 +91,8 @@ def test_a_context_is_never_asked_by_way_of_a_prompt() -> None:
     assert bench.cached(job) == 50
 
 
-def test_what_is_kept_makes_room_in_the_order_of_its_last_use() -> None:
-    bench = Asker(blocks=(15, 15))  # room for 120 tokens
+def test_cached_segments_are_evicted_in_order_of_last_use() -> None:
+    bench = Asker(blocks=(15, 15))  # capacity of 120 tokens
     starts = [0, 100, 200]
     for start in starts:
         bench.prompt(range(start, start + 33), max_tokens=1)
@@ -113,7 +113,7 @@ def test_what_is_kept_makes_room_in_the_order_of_its_last_use() -> None:
     assert bench.cached(gone) == 0
 
 
-def test_what_is_kept_refuses_nobody_and_lets_nobody_wait() -> None:
+def test_cached_segments_do_not_block_new_jobs() -> None:
     bench = Asker(blocks=(5, 5))
     bench.prompt(range(33), max_tokens=1)
     bench.run()
@@ -123,11 +123,11 @@ def test_what_is_kept_refuses_nobody_and_lets_nobody_wait() -> None:
     assert bench.scheduler.num_waiting == 0
 
 
-def test_a_large_segment_is_given_up_for_a_prompt_that_needs_little_of_it() -> None:
+def test_large_cached_segment_is_evicted_for_a_prompt_that_needs_little_of_it() -> None:
     bench = Asker(blocks=(5, 5))
     bench.prompt(range(33), max_tokens=1)
     bench.run()
-    job = bench.prompt([*range(12), *range(500, 516)], max_tokens=4)  # 8 blocks alone, 8 + 5 with what is held
+    job = bench.prompt([*range(12), *range(500, 516)], max_tokens=4)  # 8 blocks for itself, 13 with the cached segment
     bench.run()
     assert bench.cached(job) == 0
     assert len(bench.answer(job)) == 4
@@ -162,7 +162,7 @@ def test_blocks_of_samples_are_reserved_exactly() -> None:
     job = bench.prompt(range(41), max_tokens=5, num_samples=3)
     with pytest.raises(
         InvalidArgument,
-        match="3 times 9 to generate make 65, .*; the pool of all ranks holds 64",
+        match="3 times 9 to generate make 65, .*; the pool of all ranks has 64",
     ) as caught:
         bench.prompt(range(41), max_tokens=9, num_samples=3)
     assert caught.value.field == "sample_count"
@@ -186,7 +186,7 @@ def test_samples_count_as_sequences() -> None:
     assert [len(bench.answer(second, sample)) for sample in range(2)] == [4, 4]
 
 
-def test_a_sample_may_end_before_the_others() -> None:
+def test_sample_may_end_before_the_others() -> None:
     bench = Asker()
     job = bench.prompt(range(41), max_tokens=6, num_samples=3)
     assert not bench.scheduler.cancel_sample(job, 1), "the prompt is not read yet"
@@ -202,7 +202,7 @@ def test_a_sample_may_end_before_the_others() -> None:
     assert [len(bench.answer(job, sample)) for sample in range(3)] == [1, 1, 6]
 
 
-def test_cancelling_ends_all_samples() -> None:
+def test_cancel_ends_all_samples() -> None:
     bench = Asker()
     job = bench.prompt(range(41), max_tokens=6, num_samples=3)
     for _ in range(3):
@@ -215,11 +215,11 @@ def test_cancelling_ends_all_samples() -> None:
     assert (bench.scheduler.num_running, sum(bench.scheduler.segments.tokens_by_rank())) == (0, 0)
 
 
-def test_contexts_refuse_what_they_leave_no_room_for() -> None:
+def test_request_that_does_not_fit_beside_contexts_is_refused() -> None:
     bench = Asker(blocks=(5, 5))
     bench.ingest("doc", 30)
     bench.run()
     bench.prompt(range(5), max_tokens=1)
     bench.run()
-    with pytest.raises(ResourceExhausted, match="contexts keep too many"):
+    with pytest.raises(ResourceExhausted, match="contexts use too many"):
         bench.prompt(range(10), max_tokens=4)

@@ -54,7 +54,7 @@ def test_steps_alternate_and_prompts_take_turns() -> None:
     assert lasts == [first, second, first, second, second]
 
 
-def test_the_next_plan_is_there_before_the_answer() -> None:
+def test_next_plan_is_scheduled_before_the_result() -> None:
     bench = Bench()
     job = bench.ask(4, max_tokens=4)
     first, second = bench.schedule(), bench.schedule()
@@ -70,7 +70,7 @@ def test_the_next_plan_is_there_before_the_answer() -> None:
     assert bench.tokens(job) == bench.alone(4, 4)
 
 
-def test_what_was_asked_for_after_the_end_is_dropped() -> None:
+def test_surplus_step_after_the_end_is_dropped() -> None:
     bench = Bench(blocks=(3,))
     end = echo_token(3, 0)
     job, waiting = bench.ask(4, max_tokens=5, ends=(end,)), bench.ask(8, max_tokens=1)
@@ -88,7 +88,7 @@ def test_what_was_asked_for_after_the_end_is_dropped() -> None:
     assert len(bench.tokens(waiting)) == 1
 
 
-def test_only_one_chunk_is_under_way() -> None:
+def test_only_one_chunk_is_in_flight() -> None:
     bench = Bench()
     job = bench.ingest("doc", 100)
     plan = bench.schedule()
@@ -117,7 +117,7 @@ def test_rows_are_batched_up_to_the_limit() -> None:
     assert widths == [3, 3, 3, 2, 2, 2]
 
 
-def test_a_chunk_read_before_a_preemption_is_not_counted_after_it() -> None:
+def test_chunk_before_a_preemption_is_not_counted_after_it() -> None:
     bench = Bench(max_sequences=1)
     low = bench.ask(70, max_tokens=3)
     chunk = bench.schedule()
@@ -140,9 +140,7 @@ def test_a_chunk_read_before_a_preemption_is_not_counted_after_it() -> None:
         ({"repetition_penalty": 1.5}, PenaltyHistory(tuple(range(40)), ())),
     ],
 )
-def test_penalties_are_told_what_was_seen_with_the_first_row(
-    penalty: dict[str, float], reported: PenaltyHistory | None
-) -> None:
+def test_first_row_carries_the_penalty_history(penalty: dict[str, float], reported: PenaltyHistory | None) -> None:
     bench = Bench()
     bench.ingest("book", 40)
     bench.run()
@@ -188,14 +186,14 @@ def bytes_of_steps(sampling: Sampling, *, is_compared: bool = False, num_samples
 
 
 @pytest.mark.parametrize(("num_samples", "is_compared"), [(1, False), (3, False), (1, True)])
-def test_steps_of_an_answer_do_not_grow_with_its_settings(num_samples: int, is_compared: bool) -> None:
+def test_step_size_does_not_grow_with_sampling_settings(num_samples: int, is_compared: bool) -> None:
     plain = bytes_of_steps(Sampling(max_tokens=6), num_samples=num_samples)
     many = bytes_of_steps(MANY, num_samples=num_samples, is_compared=is_compared)
-    assert many[1] == plain[1], "what was told is not told again"
-    assert all(size > 1024 * 9 for size in many[0]), "it is told where an answer begins, and where it goes on"
+    assert many[1] == plain[1], "earlier history is not sent again"
+    assert all(size > 1024 * 9 for size in many[0]), "history is sent when an answer begins and when it continues"
     assert len(many[0]) == len(plain[0]) >= 2
 
 
-def test_what_ends_an_answer_is_not_told_to_ranks() -> None:
+def test_stop_conditions_are_not_sent_to_ranks() -> None:
     stops = Sampling(max_tokens=6, stop=MANY.stop, stop_tokens=MANY.stop_tokens, ignore_end_token=True)
     assert bytes_of_steps(stops) == bytes_of_steps(Sampling(max_tokens=6))

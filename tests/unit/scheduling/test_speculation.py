@@ -1,4 +1,4 @@
-"""What is looked for at a full batch, and whose tokens are compared with what would have been drafted."""
+"""Draft lookups at a full batch, and sequences whose tokens are compared with unused drafts."""
 
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from tests.support.scheduling import Bench
 
 
 def steps_of(bench: Bench) -> Iterator[StepPlan]:
-    """Each step, once the one after it is planned."""
+    """Yields each step after the next one is planned."""
     plan = bench.schedule()
     while (done := plan) is not None:
         bench.commit(done)
@@ -26,7 +26,7 @@ def steps_of(bench: Bench) -> Iterator[StepPlan]:
 
 
 @pytest.mark.parametrize(("num_sequences", "is_full"), [(MIN_ROWS, True), (2, False)])
-def test_a_full_batch_looks_for_no_drafts(monkeypatch: pytest.MonkeyPatch, num_sequences: int, is_full: bool) -> None:
+def test_full_batch_looks_up_no_drafts(monkeypatch: pytest.MonkeyPatch, num_sequences: int, is_full: bool) -> None:
     found, draft = list[Draft](), SequenceDrafter.draft
 
     def look(drafts: SequenceDrafter, end: int, count: int) -> Draft:
@@ -42,7 +42,7 @@ def test_a_full_batch_looks_for_no_drafts(monkeypatch: pytest.MonkeyPatch, num_s
     assert (not found) == is_full
 
 
-def test_of_many_sequences_some_are_compared_in_a_step_and_all_in_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_are_compared_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, compare, in_step = Counter[int](), SequenceDrafter.compare, list[int]()
 
     def count(drafts: SequenceDrafter, token_id: int, end: int) -> None:
@@ -64,13 +64,13 @@ def test_of_many_sequences_some_are_compared_in_a_step_and_all_in_their_turn(mon
 
 
 class EvenBench(Bench):
-    """All steps take as long, and plans are sent ahead."""
+    """A bench whose steps all take the same time, with plans sent ahead."""
 
     def _result(self, plan: StepPlan) -> StepResult:
         return replace(super()._result(plan), seconds=0.01)
 
     def counts(self) -> list[int]:
-        """How many drafts each decode step has until nothing is left to do."""
+        """The number of drafts of each decode step until all jobs end."""
         under_way, found = deque[StepPlan](), list[int]()
         while True:
             while (plan := self.schedule()) is not None:
@@ -83,7 +83,7 @@ class EvenBench(Bench):
             self.commit(done)
 
 
-def test_who_asks_what_others_asked_has_drafts_behind_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_question_has_drafts_after_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     num_context, num_question = 40, 5
 
     def know(drafts: SequenceDrafter, end: int, count: int) -> Draft:
@@ -101,15 +101,15 @@ def test_who_asks_what_others_asked_has_drafts_behind_its_first_token(monkeypatc
         drafted.append(bench.counts())
         assert bench.tokens(job) == bench.alone(num_question, 30)
     first, second = drafted
-    assert first[:3] == [0, 0, 0], "nobody knows yet what drafts bring"
+    assert first[:3] == [0, 0, 0], "the benefit of drafts is not known yet"
     assert second[:2] == [0, 7]
 
 
-def test_a_deadline_that_drafts_may_meet_is_not_refused() -> None:
+def test_deadline_that_drafts_may_meet_is_not_refused() -> None:
     bench = Bench(block_size=64, max_draft_tokens=7)
     bench.seconds_per_token = 0.1
     bench.ask(5, max_tokens=20)
-    bench.run()  # so long takes a step
+    bench.run()  # measures the step time
     with pytest.raises(DeadlineExceeded):
         bench.ask(5, max_tokens=80, deadline=6.0)
     bench.ask(5, max_tokens=80, deadline=6.0, max_draft_tokens=7)

@@ -15,8 +15,8 @@ from tests.support.scheduling import Bench
 NUM_DRAFTS = 7
 
 
-class Longest(DraftLengthPolicy):
-    """Uses all offered drafts, whatever they cost."""
+class GreedyPolicy(DraftLengthPolicy):
+    """A policy that uses all offered drafts, regardless of their cost."""
 
     def __init__(self) -> None:
         pass
@@ -36,11 +36,11 @@ class Drafter(RandomDrafter):
 
     def __init__(self, bench: Bench) -> None:
         super().__init__(bench.config, "right")
-        self._policy = Longest()
+        self._policy = GreedyPolicy()
 
 
-class Drafting(Bench):
-    """A bench whose steps have as many drafts as they may."""
+class DraftingBench(Bench):
+    """A bench whose steps have the maximum number of drafts."""
 
     def __init__(self) -> None:
         super().__init__(block_size=64, max_draft_tokens=NUM_DRAFTS)
@@ -62,8 +62,8 @@ class Drafting(Bench):
         return [event for event in self.seen[job] if isinstance(event, Tokens)]
 
 
-def test_a_step_tells_what_it_drafted_and_what_of_it_was_right() -> None:
-    bench = Drafting()
+def test_step_counts_drafted_and_accepted_tokens() -> None:
+    bench = DraftingBench()
     reported = bench.answer(max_tokens=20)
     assert [token_id for step in reported for token_id in step.token_ids] == Bench.alone(8, 20)
     assert [(len(step.tokens), step.num_drafted, step.num_accepted) for step in reported] == [
@@ -75,8 +75,8 @@ def test_a_step_tells_what_it_drafted_and_what_of_it_was_right() -> None:
     assert bench.scheduler.drafts == DraftCounts(num_drafted=16, num_accepted=16, num_sampled=20, num_row_steps=4)
 
 
-def test_drafts_behind_the_end_token_are_not_accepted() -> None:
-    bench, alone = Drafting(), Bench.alone(8, 40)
+def test_drafts_after_the_end_token_are_not_accepted() -> None:
+    bench, alone = DraftingBench(), Bench.alone(8, 40)
     assert alone.index(alone[12]) == 12
     *_, last = bench.answer(end=alone[12])
     assert (last.index, last.token_ids) == (9, tuple(alone[9:13]))

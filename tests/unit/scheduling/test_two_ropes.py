@@ -1,4 +1,4 @@
-"""Answers that become longer than one set of rotary factors reaches: they are computed anew with the other one."""
+"""Answers that outgrow one set of rotary factors are recomputed with the other one."""
 
 import pytest
 
@@ -15,8 +15,8 @@ BORDER = 24
 FAR = Rope(scaled_for=BORDER + 1)
 
 
-class Watched(Bench):
-    """Notes by which rope, and up to which position, each step of a sequence computes."""
+class RopeBench(Bench):
+    """A bench that records the rope and the positions of each step of a sequence."""
 
     def __init__(self, **changes: object) -> None:
         super().__init__(rotary=Rotary(kind="longrope", scaled_from=BORDER), **changes)  # type: ignore[arg-type]
@@ -41,8 +41,8 @@ class Watched(Bench):
 
 @pytest.mark.parametrize("drafts", ["", *RandomDrafter.KINDS])
 @pytest.mark.parametrize("count", [1, 3, 20, BORDER - 1, BORDER])
-def test_all_is_computed_anew_at_the_first_position_behind_the_border(count: int, drafts: str) -> None:
-    bench = Watched(drafts=drafts, max_draft_tokens=4)
+def test_sequence_is_recomputed_at_the_first_position_past_the_limit(count: int, drafts: str) -> None:
+    bench = RopeBench(drafts=drafts, max_draft_tokens=4)
     job = bench.ask(count, max_tokens=40, max_draft_tokens=4)
     bench.run()
     assert bench.tokens(job) == bench.alone(count, 40)
@@ -55,24 +55,24 @@ def test_all_is_computed_anew_at_the_first_position_behind_the_border(count: int
 
 
 @pytest.mark.parametrize(("count", "max_tokens"), [(20, 5), (BORDER, 1), (1, BORDER)])
-def test_an_answer_that_just_fits_is_computed_once(count: int, max_tokens: int) -> None:
-    bench = Watched()
+def test_answer_that_just_fits_is_computed_once(count: int, max_tokens: int) -> None:
+    bench = RopeBench()
     job = bench.ask(count, max_tokens)
     bench.run()
     assert not bench.of(job, FAR)
     assert bench.of(job, OWN_ROPE)[-1][1] == count + max_tokens - 1
 
 
-def test_a_prompt_behind_the_border_begins_with_the_other_rope() -> None:
-    bench = Watched()
+def test_prompt_past_the_limit_begins_with_the_other_rope() -> None:
+    bench = RopeBench()
     job = bench.ask(BORDER + 1, 9)
     bench.run()
     assert not bench.of(job, OWN_ROPE)
 
 
 @pytest.mark.parametrize("reported", [4, 5])
-def test_an_answer_goes_on_with_the_rope_of_what_was_told(reported: int) -> None:
-    bench = Watched()
+def test_resumed_answer_uses_the_rope_for_its_length(reported: int) -> None:
+    bench = RopeBench()
     answer = bench.alone(20, 30)
     prompt = Prompt(
         context=None,
@@ -86,8 +86,8 @@ def test_an_answer_goes_on_with_the_rope_of_what_was_told(reported: int) -> None
     assert bool(bench.of(0, OWN_ROPE)) == (20 + reported <= BORDER)
 
 
-def test_others_wait_for_one_chunk_at_a_time() -> None:
-    bench = Watched(chunk_size=4)
+def test_other_jobs_wait_for_one_chunk_at_a_time() -> None:
+    bench = RopeBench(chunk_size=4)
     other = bench.ask(2, 20)
     bench.ask(20, 12)
     plans = bench.run()
@@ -95,8 +95,8 @@ def test_others_wait_for_one_chunk_at_a_time() -> None:
     assert bench.tokens(other) == bench.alone(2, 20)
 
 
-def test_an_answer_keeps_its_turn_where_it_has_room() -> None:
-    bench = Watched(max_sequences=1)
+def test_recomputed_answer_keeps_its_turn_if_it_fits() -> None:
+    bench = RopeBench(max_sequences=1)
     first, second = bench.ask(20, 12), bench.ask(3, 2)
     bench.run()
     sequences = [sequence for sequence, *_ in bench.steps]
@@ -106,9 +106,9 @@ def test_an_answer_keeps_its_turn_where_it_has_room() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [11, 13, 16])
-def test_samples_that_shared_a_prompt_wait_for_room_to_read_it_again(num_blocks: int) -> None:
-    """Two need 8 blocks each behind the border, and 5 that they share with 3 of their own before."""
-    bench = Watched(blocks=(num_blocks,))
+def test_samples_wait_for_blocks_to_recompute_their_shared_prompt(num_blocks: int) -> None:
+    """Two samples need 8 blocks each past the limit; before it they share 5 and have 3 each."""
+    bench = RopeBench(blocks=(num_blocks,))
     job = bench.ask(20, 12, num_samples=2)
     bench.ask(6, 3)
     bench.run()
@@ -118,8 +118,8 @@ def test_samples_that_shared_a_prompt_wait_for_room_to_read_it_again(num_blocks:
     assert bench.scheduler.num_preempted == 0
 
 
-def test_one_that_is_not_read_waits_at_the_border() -> None:
-    bench = Watched()
+def test_unread_answer_waits_at_the_limit() -> None:
+    bench = RopeBench()
     job = bench.ask(20, 12)
     while len(bench.steps) < 3:
         bench.step()
@@ -135,8 +135,8 @@ def test_one_that_is_not_read_waits_at_the_border() -> None:
     assert bench.tokens(job) == bench.alone(20, 12)
 
 
-def test_a_question_goes_on_from_its_context_up_to_the_border() -> None:
-    bench = Watched()
+def test_question_uses_its_context_up_to_the_limit() -> None:
+    bench = RopeBench()
     bench.ingest("book", 20)
     bench.run()
     job = bench.ask(2, 12, context="book")
@@ -149,8 +149,8 @@ def test_a_question_goes_on_from_its_context_up_to_the_border() -> None:
     assert [event.cached_tokens for event in bench.seen[job] if isinstance(event, Admitted)] == [20, 0]
 
 
-def test_a_question_that_fits_does_not_look_for_other_keys() -> None:
-    bench = Watched()
+def test_question_that_fits_uses_the_keys_of_its_context() -> None:
+    bench = RopeBench()
     bench.ingest("book", 20)
     bench.run()
     job = bench.ask(2, 3, context="book")
@@ -160,13 +160,13 @@ def test_a_question_that_fits_does_not_look_for_other_keys() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [16, 17])
-def test_what_is_computed_anew_needs_room_beside_the_context(num_blocks: int) -> None:
+def test_recomputation_needs_blocks_beside_the_context(num_blocks: int) -> None:
     """5 blocks for the context, 6 for the prompt of 24 tokens and 6 for the answer."""
-    bench = Watched(blocks=(num_blocks,))
+    bench = RopeBench(blocks=(num_blocks,))
     bench.ingest("book", 20)
     bench.run()
     if num_blocks < 17:
-        with pytest.raises(ResourceExhausted, match="48 tokens are needed, and of 64 contexts keep too many"):
+        with pytest.raises(ResourceExhausted, match="48 tokens are needed, and contexts use too many of 64"):
             bench.ask(4, 21, context="book")
         return
     job = bench.ask(4, 21, context="book")
@@ -174,8 +174,8 @@ def test_what_is_computed_anew_needs_room_beside_the_context(num_blocks: int) ->
     assert bench.tokens(job) == bench.alone(4, 21)
 
 
-def test_a_context_that_was_created_for_less_keeps_to_its_capacity() -> None:
-    bench = Watched()
+def test_context_keeps_its_declared_capacity() -> None:
+    bench = RopeBench()
     document = DocumentPrompt(context="book", token_ids=[1] * 10, settings=ContextSettings(capacity=BORDER - 1))
     bench.scheduler.admit(0, document)
     bench.num_jobs = 1
@@ -184,8 +184,8 @@ def test_a_context_that_was_created_for_less_keeps_to_its_capacity() -> None:
         bench.ask(2, 30, context="book")
 
 
-def test_a_question_that_went_on_elsewhere_goes_on_with_the_rope_of_its_length() -> None:
-    bench = Watched()
+def test_question_resumed_in_another_service_uses_the_rope_for_its_length() -> None:
+    bench = RopeBench()
     bench.ingest("book", 20)
     bench.run()
     answer = bench.alone(2, 12)

@@ -1,4 +1,4 @@
-"""What a tenant takes is known without looking at each of its contexts: each of its requests asks for it."""
+"""The quota use of a tenant is known without a scan of its contexts."""
 
 import sys
 from types import FrameType
@@ -19,7 +19,7 @@ def forked(num_contexts: int) -> Bench:
     return bench
 
 
-def test_usage_counts_contexts_and_documents_that_are_being_read() -> None:
+def test_usage_counts_contexts_and_running_ingests() -> None:
     bench = forked(3)
     bench.ingest("new", 30)
     bench.ingest("book", 5, append=True)
@@ -33,7 +33,7 @@ def test_usage_counts_contexts_and_documents_that_are_being_read() -> None:
     assert bench.scheduler.usage("acme") == TenantUsage(contexts=1, tokens=7)
 
 
-def test_usage_costs_the_same_however_many_contexts_there_are() -> None:
+def test_usage_lookup_does_not_depend_on_the_number_of_contexts() -> None:
     counts = list[int]()
     for num_contexts in (2, len(NAMES)):
         scheduler, calls = forked(num_contexts).scheduler, list[str]()

@@ -1,4 +1,4 @@
-"""What documents held goes back to the system when they end."""
+"""The memory of a document is returned to the system when its ingest ends."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ if sys.argv[1] == "yes":
 step, held = array("I", bytes(1 << 18)), []
 
 def grow():
-    array("I", bytes(24 << 20))  # as a long document that has ended before: it teaches glibc what is large
+    array("I", bytes(24 << 20))  # as a long document that has ended before: it raises glibc's mmap threshold
     documents = [array("I") for _ in range(8)]
     for _ in range(40):
         for document in documents:
@@ -33,12 +33,12 @@ print(psutil.Process().memory_info().rss - before)
 """
 
 
-def left(wanted: str) -> int:
+def bytes_left(wanted: str) -> int:
     """Bytes that a process keeps of 16 documents that have ended."""
     done = subprocess.run([sys.executable, "-c", GROW, wanted], capture_output=True, text=True, check=True, timeout=60)
     return int(done.stdout)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
-def test_what_documents_held_is_returned() -> None:
-    assert left("yes") < 16 * MIB < left("no")
+def test_memory_of_documents_is_returned() -> None:
+    assert bytes_left("yes") < 16 * MIB < bytes_left("no")

@@ -1,4 +1,4 @@
-"""What clients see of a model: the name that was given, or that of its folder."""
+"""The name of a model that clients see: the configured one, or that of its folder."""
 
 import os
 from pathlib import Path
@@ -15,28 +15,28 @@ from longleaf.types import Cluster, ModelInfo
 
 
 @pytest.mark.parametrize("name", ["x" * 256, "acme/Größe 7B", "世界", "null", "-x", "🦙"])
-def test_a_name_is_what_people_can_read(name: str) -> None:
+def test_readable_names_are_accepted(name: str) -> None:
     check_model_name(name)
 
 
 @pytest.mark.parametrize(
     "name", ["", " ", "a\nb", "\x1b[31m", "a ", "a\u202eb", "\0", os.fsdecode(b"\xff"), "x" * 257], ids=ascii
 )
-def test_all_else_is_refused_at_once(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_names_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         app.main(["serve", f"--model-name={name}"])
-    message = "error: --model-name: must be 1 to 256 printable characters, the first and the last no space\n"
+    message = "error: --model-name: must be 1 to 256 printable characters without a space at the start or end\n"
     assert (end.value.code, capsys.readouterr().err) == (2, message)
 
 
-async def test_a_service_that_is_started_otherwise_refuses_it_too(tmp_path: Path) -> None:
+async def test_service_config_refuses_invalid_names(tmp_path: Path) -> None:
     config = ServiceConfig(engine=EngineConfig(model=str(tmp_path)), model_name="a\nb", launcher="local")
     outcome = await CoordinatorActor(config, lambda: LocalFleet(lambda: None)).start()  # type: ignore[arg-type]
     assert (outcome.exit_code, outcome.error.startswith("--model-name: must be 1 to 256")) == (2, True)
 
 
 @pytest.mark.parametrize(("folder", "name"), [(b"my-model", "my-model"), (b"odd\xff", "odd\ufffd")], ids=ascii)
-def test_without_a_name_clients_see_that_of_the_folder(folder: bytes, name: str, tmp_path: Path) -> None:
+def test_default_name_is_that_of_the_folder(folder: bytes, name: str, tmp_path: Path) -> None:
     path, link = tmp_path / os.fsdecode(folder), tmp_path / "link"
     path.mkdir()
     link.symlink_to(path)

@@ -1,4 +1,4 @@
-"""Which lengths are chosen for which chances and times."""
+"""Draft lengths for given acceptance rates and step times."""
 
 import math
 
@@ -12,25 +12,25 @@ from coordinator.speculation.step_cost_model import FORGOTTEN_AFTER, GAP_AFTER, 
 SURE = [1.0] * 15
 
 
-def tiled(num_sequences: int, tile: int = 8, seconds: float = 0.01) -> StepCostModel:
-    """Rows are computed in tiles, each of which takes as long, however few rows it has."""
+def tiled_costs(num_sequences: int, tile: int = 8, seconds: float = 0.01) -> StepCostModel:
+    """Rows are computed in tiles that each take the same time, regardless of their number of rows."""
     costs = StepCostModel()
     for num_drafts in range(16):
         costs.measure(num_sequences, num_drafts, seconds * math.ceil((num_sequences + num_drafts) / tile))
     return costs
 
 
-def test_a_tile_is_filled_and_no_other_is_begun() -> None:
-    assert DraftLengthPolicy(64, 8, tiled(1)).lengths([SURE]) == [7]
-    assert DraftLengthPolicy(64, 8, tiled(2)).lengths([SURE, [0.5] * 8]) == [6, 0]
-    assert DraftLengthPolicy(64, 3, tiled(2)).lengths([SURE, [0.5] * 8]) == [3, 3]
+def test_drafts_fill_a_tile_and_begin_no_other() -> None:
+    assert DraftLengthPolicy(64, 8, tiled_costs(1)).lengths([SURE]) == [7]
+    assert DraftLengthPolicy(64, 8, tiled_costs(2)).lengths([SURE, [0.5] * 8]) == [6, 0]
+    assert DraftLengthPolicy(64, 3, tiled_costs(2)).lengths([SURE, [0.5] * 8]) == [3, 3]
 
 
-def test_of_equally_likely_drafts_the_first_sequence_has_more() -> None:
-    assert DraftLengthPolicy(5, 8, tiled(2)).lengths([[0.5, 0.5], [0.5, 0.5]]) == [2, 1]
+def test_first_sequence_gets_more_of_equally_likely_drafts() -> None:
+    assert DraftLengthPolicy(5, 8, tiled_costs(2)).lengths([[0.5, 0.5], [0.5, 0.5]]) == [2, 1]
 
 
-def test_all_sequences_of_a_step_must_gain() -> None:
+def test_every_sequence_of_a_step_must_gain() -> None:
     costs = StepCostModel()
     for num_sequences in (1, 8):
         costs.measure(num_sequences, 0, 0.01)
@@ -39,42 +39,42 @@ def test_all_sequences_of_a_step_must_gain() -> None:
     assert not DraftLengthPolicy(64, 4, costs).is_worth_waiting([[0.8] * 4] + [[]] * 7)
 
 
-def test_a_step_waits_only_where_that_outweighs_the_gap() -> None:
+def test_step_waits_only_if_drafts_outweigh_the_gap() -> None:
     costs = StepCostModel()
     costs.measure(1, 0, 0.001)
     policy, chances = DraftLengthPolicy(64, 4, costs), [[0.4]]
     assert (costs.gap(is_ahead=True), costs.gap(is_ahead=False)) == (GAP_AHEAD, GAP_AFTER)
     assert not policy.is_worth_waiting(chances)  # 1.4 tokens in 1.6 ms, or 1 in 1.1
-    assert policy.lengths(chances) == [1]  # who has waited already
+    assert policy.lengths(chances) == [1]  # after the wait a draft pays off
     costs.measure_gap(0.0002, is_ahead=False)
     assert policy.is_worth_waiting(chances)
     costs.measure_gap(0.0, is_ahead=True)
     assert costs.gap(is_ahead=True) == 0.0
 
 
-def test_nothing_is_drafted_where_the_batch_is_full_or_no_step_was_measured() -> None:
-    assert not DraftLengthPolicy(2, 8, tiled(2)).is_worth_waiting([SURE, SURE])
-    assert DraftLengthPolicy(2, 8, tiled(2)).lengths([SURE, SURE]) == [0, 0]
-    assert not DraftLengthPolicy(64, 8, tiled(2)).is_worth_waiting([SURE])
-    assert DraftLengthPolicy(64, 8, tiled(2)).lengths([SURE]) == [0]
-    assert DraftLengthPolicy(64, 8, tiled(2)).lengths([[], []]) == [0, 0]
+def test_no_drafts_at_a_full_batch_or_without_measurements() -> None:
+    assert not DraftLengthPolicy(2, 8, tiled_costs(2)).is_worth_waiting([SURE, SURE])
+    assert DraftLengthPolicy(2, 8, tiled_costs(2)).lengths([SURE, SURE]) == [0, 0]
+    assert not DraftLengthPolicy(64, 8, tiled_costs(2)).is_worth_waiting([SURE])
+    assert DraftLengthPolicy(64, 8, tiled_costs(2)).lengths([SURE]) == [0]
+    assert DraftLengthPolicy(64, 8, tiled_costs(2)).lengths([[], []]) == [0, 0]
     assert DraftLengthPolicy(64, 8, StepCostModel()).lengths([]) == []
 
 
-def test_times_between_those_that_were_measured_lie_between_them_but_now_and_then_a_tile_is_looked_for() -> None:
+def test_step_times_are_interpolated_and_tiles_are_searched_occasionally() -> None:
     costs = StepCostModel()
     costs.measure(1, 0, 1.0)
     costs.measure(1, 4, 3.0)
     costs.measure(1, 0, 0.0)  # was not measured
     assert [costs.seconds(1, count) for count in (0, 1, 2, 3, 4, 9)] == [1.0, 1.5, 2.0, 2.5, 3.0, 3.0]
-    hopeful = list[bool]()
+    are_optimistic = list[bool]()
     for _ in range(2 * HOPEFUL_EVERY):
-        hopeful.append(costs.seconds(1, 2) == 1.0)
+        are_optimistic.append(costs.seconds(1, 2) == 1.0)
         costs.measure(1, 0, 1.0)
-    assert sum(hopeful) == 4
+    assert sum(are_optimistic) == 4
 
 
-def test_steps_with_drafts_tell_how_long_those_without_take_now() -> None:
+def test_steps_with_drafts_update_the_time_without_drafts() -> None:
     costs = StepCostModel()
     costs.measure(1, 0, 1.0)
     costs.measure(1, 4, 1.5)
@@ -84,7 +84,7 @@ def test_steps_with_drafts_tell_how_long_those_without_take_now() -> None:
     assert costs.seconds(1, 4) == pytest.approx(15.0, rel=0.1)
 
 
-def test_what_was_slow_once_is_forgotten() -> None:
+def test_single_slow_step_is_forgotten() -> None:
     costs = StepCostModel()
     costs.measure(1, 0, 1.0)
     costs.measure(1, 4, 100.0)
@@ -93,7 +93,7 @@ def test_what_was_slow_once_is_forgotten() -> None:
     assert costs.seconds(1, 4) == 1.0
 
 
-def test_chances_are_learned_for_each_place_and_kind_of_ngram() -> None:
+def test_acceptance_is_learned_per_position_and_ngram_kind() -> None:
     acceptance = Acceptance(4)
     assert acceptance.expected() == [0.0] * 4
     assert acceptance.of(NO_DRAFT) == []
@@ -109,7 +109,7 @@ def test_chances_are_learned_for_each_place_and_kind_of_ngram() -> None:
     assert short[0] < 0.15
 
 
-def test_a_place_that_was_never_reached_is_as_likely_as_the_one_before() -> None:
+def test_unmeasured_position_has_the_acceptance_of_the_previous_one() -> None:
     acceptance = Acceptance(4)
     for _ in range(50):
         acceptance.verified(Draft(4, (1, 2)), 2)
@@ -118,7 +118,7 @@ def test_a_place_that_was_never_reached_is_as_likely_as_the_one_before() -> None
     assert fourth > 0.6
 
 
-def test_what_came_is_compared_with_what_would_have_been_drafted() -> None:
+def test_sampled_tokens_are_compared_with_unused_drafts() -> None:
     compared, verified = Acceptance(3), Acceptance(3)
     comparison = ShadowDrafts(compared)
     drafts = iter([Draft(2, (11, 12, 99)), Draft(5, (15, 16)), NO_DRAFT, Draft(1, (20,))])

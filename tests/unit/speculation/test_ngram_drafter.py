@@ -5,7 +5,7 @@ from array import array
 import numpy as np
 import pytest
 
-from coordinator.kv_cache.token_paths import NOWHERE, Segment, TokenPath
+from coordinator.kv_cache.token_paths import EMPTY_PATH, Segment, TokenPath
 from coordinator.speculation import ngram_index
 from coordinator.speculation.ngram_drafter import ENTERED_AT_ONCE, MAX_SHORT, NO_DRAFT, NgramDrafter, NgramIndexes
 from coordinator.speculation.ngram_index import MAX_SIZE, REST_TOKENS, TABLE_TOKENS, SegmentIndex
@@ -21,7 +21,7 @@ def segment_of(number: int, before: TokenPath, token_ids: list[int]) -> Segment:
     return segment
 
 
-def entered(segment: Segment) -> NgramIndexes:
+def indexed(segment: Segment) -> NgramIndexes:
     indexes = NgramIndexes()
     for end in range(segment.start, segment.end, 2048):
         indexes.enter(segment, end)
@@ -29,9 +29,9 @@ def entered(segment: Segment) -> NgramIndexes:
     return indexes
 
 
-def test_a_quote_is_found_wherever_it_comes_from() -> None:
-    document = segment_of(0, NOWHERE, random_ids(3 * TABLE_TOKENS))
-    indexes = entered(document)
+def test_quote_is_found_in_any_segment() -> None:
+    document = segment_of(0, EMPTY_PATH, random_ids(3 * TABLE_TOKENS))
+    indexes = indexed(document)
     for place in range(20, document.end - 8, 997):
         tail = segment_of(1, document.path, document.token_ids[place - MAX_SIZE : place].tolist())
         draft = NgramDrafter(tail, indexes).draft(tail.end, 7)
@@ -39,20 +39,20 @@ def test_a_quote_is_found_wherever_it_comes_from() -> None:
         assert draft.token_ids == tuple(document.token_ids[place : place + 7])
 
 
-def test_of_equal_long_ngrams_in_a_table_the_last_one_before_the_end_of_the_fork_is_found() -> None:
+def test_last_of_equal_ngrams_before_the_fork_is_found() -> None:
     quote = random_ids(10, seed=1)
     text = random_ids(20_000)
     for n, place in enumerate((3000, 3500, 3600, 3700)):
         text[place : place + 11] = [*quote, 60_000 + n]
-    parent = segment_of(0, NOWHERE, text)
-    indexes = entered(parent)
+    parent = segment_of(0, EMPTY_PATH, text)
+    indexes = indexed(parent)
     for end, expected in ((3400, 60_000), (3550, 60_001), (3650, 60_002), (3709, 60_002), (3710, 7), (3711, 60_003)):
         tail = segment_of(1, parent.path.cut(end), [7, *quote])
         assert NgramDrafter(tail, indexes).draft(tail.end, 1).token_ids == (expected,)
 
 
-def test_a_match_runs_on_into_the_next_segments_and_then_into_itself() -> None:
-    first = segment_of(0, NOWHERE, [1, 2, 3, 4])
+def test_match_continues_into_later_segments_and_into_itself() -> None:
+    first = segment_of(0, EMPTY_PATH, [1, 2, 3, 4])
     second = segment_of(1, first.path.cut(3), [5])
     tail = segment_of(2, second.path, [6, 1, 2])
     indexes = NgramIndexes()
@@ -61,37 +61,37 @@ def test_a_match_runs_on_into_the_next_segments_and_then_into_itself() -> None:
     assert NgramDrafter(tail, indexes).draft(tail.end, 9).token_ids == (3, 5, 6, 1, 2, 3, 5, 6, 1)
 
 
-def test_the_query_reaches_back_into_the_path() -> None:
-    document = segment_of(0, NOWHERE, [1, 2, 3, 4, 9, 2, 3])
+def test_query_extends_back_into_the_path() -> None:
+    document = segment_of(0, EMPTY_PATH, [1, 2, 3, 4, 9, 2, 3])
     tail = segment_of(1, document.path, [4])
-    assert NgramDrafter(tail, entered(document)).draft(tail.end, 1) == (3, (9,))
+    assert NgramDrafter(tail, indexed(document)).draft(tail.end, 1) == (3, (9,))
 
 
-def test_what_was_never_said_has_no_draft() -> None:
-    document = segment_of(0, NOWHERE, random_ids(5000))
+def test_unknown_ngram_has_no_draft() -> None:
+    document = segment_of(0, EMPTY_PATH, random_ids(5000))
     tail = segment_of(1, document.path, [60_000])
-    assert NgramDrafter(tail, entered(document)).draft(tail.end, 7) is NO_DRAFT
+    assert NgramDrafter(tail, indexed(document)).draft(tail.end, 7) is NO_DRAFT
 
 
-def test_equal_hashes_deceive_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hash_collisions_yield_no_wrong_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram_index, "MULTIPLIERS", (0,) * ngram_index.CHAINED)
-    document = segment_of(0, NOWHERE, random_ids(5000))
-    indexes = entered(document)
+    document = segment_of(0, EMPTY_PATH, random_ids(5000))
+    indexes = indexed(document)
     tail = segment_of(1, document.path, document.token_ids[4090:4096].tolist())
     assert NgramDrafter(tail, indexes).draft(tail.end, 7).size in (0, 6)
     tail = segment_of(1, document.path, [60_000])
     assert NgramDrafter(tail, indexes).draft(tail.end, 7) is NO_DRAFT
 
 
-def test_a_text_of_one_token_is_searched_as_quickly_as_another() -> None:
-    document = segment_of(0, NOWHERE, [3] * 9000 + [4] + [3] * 9000)
+def test_text_of_one_repeated_token_is_searched_quickly() -> None:
+    document = segment_of(0, EMPTY_PATH, [3] * 9000 + [4] + [3] * 9000)
     tail = segment_of(1, document.path, [3] * 5)
-    draft = NgramDrafter(tail, entered(document)).draft(tail.end, 4)
+    draft = NgramDrafter(tail, indexed(document)).draft(tail.end, 4)
     assert draft == (MAX_SIZE, (3, 3, 3, 3))
 
 
-class Counted(array):
-    """Ids that count how many of them were looked at one by one."""
+class CountingArray(array):
+    """Ids that count accesses to single elements."""
 
     num_read = 0
 
@@ -112,8 +112,8 @@ class Counted(array):
         ([1, 2, 3, 4, *[3, 4] * 300], [0, 1, 2, 3, 4], (4, 3)),
     ],
 )
-def test_what_is_in_no_table_yet_is_not_looked_through_one_by_one(text, query, found) -> None:
-    ids = Counted("I", text)
+def test_unindexed_tokens_are_not_scanned_one_by_one(text, query, found) -> None:
+    ids = CountingArray("I", text)
     segment, match = SegmentIndex(ids), ngram_index.NgramMatch(query[-MAX_SIZE:])
     segment.enter(len(ids))
     segment.match(match, len(ids))
@@ -121,7 +121,7 @@ def test_what_is_in_no_table_yet_is_not_looked_through_one_by_one(text, query, f
     assert ids.num_read <= 4 * (MAX_SIZE + 1)
 
 
-def test_entering_by_chunks_finds_what_entering_at_once_does() -> None:
+def test_indexing_in_chunks_equals_indexing_at_once() -> None:
     token_ids = array("I", random_ids(30_000, vocabulary=40))
     whole, growing = SegmentIndex(token_ids), SegmentIndex(token_ids)
     whole.enter(len(token_ids))
@@ -137,8 +137,8 @@ def test_entering_by_chunks_finds_what_entering_at_once_does() -> None:
         assert found[0] == found[1] == (9, *token_ids[place - 9 : place])
 
 
-def test_what_was_not_entered_when_it_was_read_is_entered_later_and_by_and_by() -> None:
-    first = segment_of(0, NOWHERE, random_ids(5000, seed=1))
+def test_unindexed_tokens_are_indexed_later_in_parts() -> None:
+    first = segment_of(0, EMPTY_PATH, random_ids(5000, seed=1))
     second = segment_of(1, first.path.cut(4000), random_ids(3000, seed=2))
     indexes = NgramIndexes()
     tail = segment_of(2, second.path, first.token_ids[1000:1010].tolist())
@@ -154,8 +154,8 @@ def test_what_was_not_entered_when_it_was_read_is_entered_later_and_by_and_by() 
     assert drafts.draft(tail.end, 3) == (10, tuple(first.token_ids[1010:1013]))
 
 
-def test_a_long_tail_is_entered_in_turns() -> None:
-    tail = segment_of(0, NOWHERE, random_ids(3 * ENTERED_AT_ONCE))
+def test_long_tail_is_indexed_in_parts() -> None:
+    tail = segment_of(0, EMPTY_PATH, random_ids(3 * ENTERED_AT_ONCE))
     indexes = NgramIndexes()
     drafts = NgramDrafter(tail, indexes)
     for turn in range(1, 4):
@@ -163,9 +163,9 @@ def test_a_long_tail_is_entered_in_turns() -> None:
         assert indexes.of(tail).count == min(turn * ENTERED_AT_ONCE, tail.end - 1)
 
 
-def test_of_a_path_of_many_segments_the_last_are_looked_at_and_the_long_ones() -> None:
-    document = segment_of(9999, NOWHERE, random_ids(5000))
-    path, indexes, segments = document.path, entered(document), list[Segment]()
+def test_last_and_long_segments_of_a_long_path_are_searched() -> None:
+    document = segment_of(9999, EMPTY_PATH, random_ids(5000))
+    path, indexes, segments = document.path, indexed(document), list[Segment]()
     for number in range(MAX_SHORT + 5):
         segments.append(segment_of(number, path, [60_000 + 3 * number, 60_001 + 3 * number]))
         path = segments[-1].path
@@ -179,8 +179,8 @@ def test_of_a_path_of_many_segments_the_last_are_looked_at_and_the_long_ones() -
     assert NgramDrafter(tail, indexes).draft(tail.end, 5) == (8, after)
 
 
-def test_an_index_is_gone_with_its_segment_and_never_keeps_it_from_growing() -> None:
-    indexes, segment = NgramIndexes(), segment_of(0, NOWHERE, random_ids(REST_TOKENS))
+def test_index_is_freed_with_its_segment_and_does_not_block_growth() -> None:
+    indexes, segment = NgramIndexes(), segment_of(0, EMPTY_PATH, random_ids(REST_TOKENS))
     tail = segment_of(1, segment.path, [1])
     indexes.enter(segment, segment.end)
     drafts = NgramDrafter(tail, indexes)
@@ -194,10 +194,10 @@ def test_an_index_is_gone_with_its_segment_and_never_keeps_it_from_growing() -> 
     assert indexes.num_bytes == 0
 
 
-def test_an_ngram_is_found_that_ends_with_the_first_token_that_is_in_no_table() -> None:
+def test_ngram_ending_at_the_first_unindexed_token_is_found() -> None:
     text = random_ids(REST_TOKENS + 9)
     text[-2] = text[REST_TOKENS]
-    document = segment_of(0, NOWHERE, text)
+    document = segment_of(0, EMPTY_PATH, text)
     indexes = NgramIndexes()
     indexes.enter(document, REST_TOKENS)
     indexes.enter(document, document.end)
@@ -205,8 +205,8 @@ def test_an_ngram_is_found_that_ends_with_the_first_token_that_is_in_no_table() 
     assert NgramDrafter(tail, indexes).draft(tail.end, 1) == (5, (text[REST_TOKENS + 1],))
 
 
-def test_the_last_tokens_are_not_found_themselves_though_they_are_entered() -> None:
-    tail = segment_of(0, NOWHERE, [5, 6, 7, 8, 6, 7])
+def test_query_does_not_match_itself() -> None:
+    tail = segment_of(0, EMPTY_PATH, [5, 6, 7, 8, 6, 7])
     indexes = NgramIndexes()
     indexes.enter(tail, tail.end)
     assert NgramDrafter(tail, indexes).draft(tail.end, 2) == (2, (8, 6))

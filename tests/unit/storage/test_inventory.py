@@ -1,10 +1,10 @@
-"""What is read of a whole storage, and what a sweep leaves there."""
+"""The inventory of a storage, and the objects that remain after garbage collection."""
 
 import pytest
 from msgspec.structs import replace
 
 from longleaf.errors import DataLoss, InvalidArgument, StorageUnavailable
-from longleaf.storage.envelope import seal
+from longleaf.storage.envelope import wrap
 from longleaf.storage.fakes import FlakyFiles, MemoryFiles
 from longleaf.storage.gc import sweep
 from longleaf.storage.inventory import read_manifests, read_notes
@@ -42,7 +42,7 @@ def names(store):
     return {entry.name for entry in store.list()}
 
 
-def test_the_newest_note_of_each_context_is_read(store):
+def test_newest_note_of_each_context_is_read(store):
     for number, context in enumerate(["moby", "emma", "moby", "moby"]):
         put_note(store, "a", context, number, is_deleted=number == 3)
     put_note(store, "b", "moby", 2)
@@ -52,7 +52,7 @@ def test_the_newest_note_of_each_context_is_read(store):
     assert not found.damaged
 
 
-def test_a_damaged_note_is_told_and_no_older_one_taken(store):
+def test_damaged_note_is_reported_and_not_replaced_by_an_older_one(store):
     put_note(store, "a", "moby", 1)
     newest = put_note(store, "a", "moby", 2, is_deleted=True)
     put_note(store, "a", "emma", 3)
@@ -62,12 +62,12 @@ def test_a_damaged_note_is_told_and_no_older_one_taken(store):
     assert [error.name for error in found.damaged] == [newest]
 
 
-def test_damaged_and_foreign_manifests_are_told(store):
+def test_damaged_and_foreign_manifests_are_reported(store):
     good, bad, torn = (Attempt("a", f"a-{number}", "1f") for number in range(3))
     for attempt in (good, bad, torn):
         keep(store, attempt)
     store.put(bad.manifest, [encode_manifest(manifest_of(good))])
-    store.put(torn.manifest, [seal(b"manifest", 1, b"")])
+    store.put(torn.manifest, [wrap(b"manifest", 1, b"")])
     store.put("services/a/segments/a-1/1f/manifest.0123.part", [b"half"])
     store.put("services/a/unknown", [b"later versions may write this"])
     found = dict(read_manifests(store))
@@ -76,7 +76,7 @@ def test_damaged_and_foreign_manifests_are_told(store):
     assert all(isinstance(found[attempt.manifest], DataLoss) for attempt in (bad, torn))
 
 
-def test_a_sweep_deletes_what_is_old_and_not_live(store, clock):
+def test_sweep_deletes_old_unreferenced_objects(store, clock):
     live = keep(store, Attempt("a", "a-1", "1f"))
     given_up = keep(store, Attempt("a", "a-1", "2f"))
     store.put("services/a/segments/a-3/1f/piece-00000.safetensors.01ab.part", [b"half"])
@@ -92,7 +92,7 @@ def test_a_sweep_deletes_what_is_old_and_not_live(store, clock):
     assert names(store) == live | young | others
 
 
-def test_the_last_note_of_a_context_is_never_swept(store, clock):
+def test_last_note_of_a_context_is_never_deleted(store, clock):
     for number, context in enumerate(["moby", "emma", "moby", "emma"]):
         put_note(store, "a", context, number, is_deleted=True)
     clock.now += GRACE + 1
@@ -106,7 +106,7 @@ def test_the_last_note_of_a_context_is_never_swept(store, clock):
     assert len(names(store)) == 2
 
 
-def test_neither_service_touches_what_is_the_others(store, clock):
+def test_sweep_does_not_touch_objects_of_other_services(store, clock):
     retained = {service: keep(store, Attempt(service, f"{service}-1", "1f")) for service in ("a", "a-b")}
     for number in range(3):
         for service in retained:
@@ -123,17 +123,17 @@ def test_neither_service_touches_what_is_the_others(store, clock):
 
 
 @pytest.mark.parametrize("num_before", range(4))
-def test_a_sweep_that_ends_early_leaves_no_manifest_without_its_pieces(store, files, clock, num_before):
+def test_interrupted_sweep_leaves_no_manifest_without_pieces(store, files, clock, num_before):
     num_objects = len(keep(store, Attempt("a", "a-1", "1f"), num_pieces=3))
     clock.now += GRACE + 1
     with pytest.raises(StorageUnavailable):
-        sweep(Store(Ending(files.files, num_before), "fake://x"), "a", clock.now, GRACE, set())
+        sweep(Store(FailingFiles(files.files, num_before), "fake://x"), "a", clock.now, GRACE, set())
     assert len(names(store)) == num_objects - num_before
     assert len(dict(read_manifests(store))) == (num_before == 0)
 
 
-class Ending(FlakyFiles):
-    """It is away after so many objects are removed."""
+class FailingFiles(FlakyFiles):
+    """Files that fail after a number of removals."""
 
     def __init__(self, files: MemoryFiles, num_before: int) -> None:
         super().__init__(files)
@@ -146,7 +146,7 @@ class Ending(FlakyFiles):
         super().remove(name)
 
 
-def test_manifests_name_their_windows_too():
+def test_manifests_include_their_windows():
     attempt = Attempt("a", "a-1", "1f")
     manifest = manifest_of(attempt)
     windows = replace(manifest.pieces[-1], name=attempt.windows(0))

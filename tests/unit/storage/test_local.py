@@ -1,4 +1,4 @@
-"""Files of a folder: durable in the right order, and gone with their folders."""
+"""Objects in a folder: written in a durable order, and removed with their folders."""
 
 import os
 import threading
@@ -15,7 +15,7 @@ def store_of(tmp_path) -> Store:
     return Store.open(str(tmp_path / "kept"))
 
 
-def test_deleting_leaves_no_empty_folders(store, tmp_path):
+def test_delete_leaves_no_empty_folders(store, tmp_path):
     for name in ("a/b/c/one", "a/b/two", "a/three"):
         store.put(name, [b"1"])
     store.delete(["a/b/c/one"])
@@ -25,7 +25,7 @@ def test_deleting_leaves_no_empty_folders(store, tmp_path):
     store.put("a/b/c/one", [b"1"])
 
 
-def test_folders_are_no_objects(store):
+def test_folders_are_not_objects(store):
     store.put("a/b", [b"1"])
     assert not store.exists("a")
     with pytest.raises(NotFound):
@@ -37,7 +37,7 @@ def test_folders_are_no_objects(store):
     assert store.get("a/b") == b"1"
 
 
-def test_without_its_folder_the_storage_is_away_and_nothing_is_missing(store, tmp_path):
+def test_missing_folder_is_a_storage_failure_not_a_missing_object(store, tmp_path):
     (tmp_path / "kept").rename(tmp_path / "elsewhere")
     calls = (
         lambda: store.get("a"),
@@ -47,7 +47,7 @@ def test_without_its_folder_the_storage_is_away_and_nothing_is_missing(store, tm
         lambda: store.put("a/b", [b"1"]),
     )
     for call in calls:
-        with pytest.raises(StorageUnavailable, match="not there any more"):
+        with pytest.raises(StorageUnavailable, match="no longer exists"):
             call()
     assert not (tmp_path / "kept").exists()
 
@@ -59,15 +59,15 @@ def test_links_out_of_the_folder_are_not_listed(store, tmp_path):
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_nothing_has_its_name_before_it_is_on_the_disk(store, tmp_path, monkeypatch, is_new):
+def test_object_is_synced_before_it_is_renamed(store, tmp_path, monkeypatch, is_new):
     """The order of calls determines the data that a power failure may destroy."""
     steps = []
 
-    def noting(name, told):
+    def record(name, path_of_call):
         original = getattr(os, name)
 
         def call(*arguments, **options):
-            steps.append((name, told(*arguments)))
+            steps.append((name, path_of_call(*arguments)))
             return original(*arguments, **options)
 
         monkeypatch.setattr(os, name, call)
@@ -76,13 +76,13 @@ def test_nothing_has_its_name_before_it_is_on_the_disk(store, tmp_path, monkeypa
         path = os.readlink(f"/proc/self/fd/{descriptor}")
         return "part" if path.endswith(PART) else os.path.relpath(path, tmp_path)
 
-    noting("write", path_of)
-    noting("fsync", path_of)
+    record("write", path_of)
+    record("fsync", path_of)
     for name in ("replace", "link"):
-        noting(name, lambda source, target: os.path.relpath(target, tmp_path))
+        record(name, lambda source, target: os.path.relpath(target, tmp_path))
     store.put("a/b/c", [b"12", b"34"], is_new=is_new)
     assert steps == [
-        ("fsync", "kept"),  # of the created folders
+        ("fsync", "kept"),  # the created folders
         ("fsync", "kept/a"),
         ("write", "part"),
         ("write", "part"),
@@ -92,7 +92,7 @@ def test_nothing_has_its_name_before_it_is_on_the_disk(store, tmp_path, monkeypa
     ]
 
 
-def test_a_put_that_fails_leaves_nothing(store, tmp_path, monkeypatch):
+def test_failed_put_leaves_nothing(store, tmp_path, monkeypatch):
     def fsync(descriptor):
         raise OSError("no")
 
@@ -102,8 +102,8 @@ def test_a_put_that_fails_leaves_nothing(store, tmp_path, monkeypatch):
     assert not list((tmp_path / "kept").iterdir())
 
 
-def test_many_put_and_delete_in_one_folder(store):
-    """Its folder vanishes again and again under who writes there."""
+def test_concurrent_puts_and_deletes_in_one_folder(store):
+    """The folder is repeatedly removed while objects are written to it."""
     failures = []
 
     def live(number):
@@ -124,7 +124,7 @@ def test_many_put_and_delete_in_one_folder(store):
     assert not list(store.list())
 
 
-def test_only_one_of_many_is_the_first(store):
+def test_only_one_concurrent_put_of_a_new_object_succeeds(store):
     winners, barrier = [], threading.Barrier(4)
 
     def live(number):
@@ -144,7 +144,7 @@ def test_only_one_of_many_is_the_first(store):
     assert [entry.name for entry in store.list()] == ["a/b"]
 
 
-def test_an_object_that_is_deleted_as_soon_as_it_is_there_was_written(store, tmp_path, monkeypatch):
+def test_object_deleted_right_after_its_creation_was_written(store, tmp_path, monkeypatch):
     replace = os.replace
 
     def replace_and_delete(part, path):

@@ -1,4 +1,4 @@
-"""A store tells what is wrong with its storage, and never waits longer than it may."""
+"""A store reports errors of its storage, and its calls are bounded in time."""
 
 import errno
 import threading
@@ -28,7 +28,7 @@ def names(store):
     return sorted(entry.name for entry in store.list())
 
 
-def test_parts_are_joined_whatever_they_are_made_of(store):
+def test_parts_of_any_buffer_type_are_joined(store):
     parts = [b"one", bytearray(b"two"), memoryview(array("I", [1, 2])), b"", memoryview(b"abc")[1:]]
     content = b"".join(bytes(part) for part in parts)
     written = store.put("a/b", parts)
@@ -37,14 +37,14 @@ def test_parts_are_joined_whatever_they_are_made_of(store):
     assert store.size("a/b") == len(content)
 
 
-def test_what_is_new_replaces_nothing(store):
+def test_new_object_replaces_nothing(store):
     store.put("a", [b"first"])
     with pytest.raises(AlreadyExists):
         store.put("a", [b"second"], is_new=True)
     assert store.get("a") == b"first"
 
 
-def test_missing_objects(store):
+def test_missing_objects_raise_not_found(store):
     with pytest.raises(NotFound):
         store.get("a")
     with pytest.raises(NotFound):
@@ -54,7 +54,7 @@ def test_missing_objects(store):
     store.delete(["a"])
 
 
-def test_other_content_than_was_put_is_told(store):
+def test_changed_content_is_detected(store):
     digest = store.put("a", [b"first"]).digest
     store.put("a", [b"other"])
     with pytest.raises(DataLoss, match="a is damaged"):
@@ -64,7 +64,7 @@ def test_other_content_than_was_put_is_told(store):
 @pytest.mark.parametrize(
     "name", ["", "/a", "a/", "a//b", "..", "a/../b", ".", ".a", "a b", "a\0", "ä", "a\n", "x" * 1001]
 )
-def test_no_name_leads_out_of_the_storage(store, name):
+def test_names_cannot_escape_the_storage(store, name):
     for call in (store.get, store.size, store.exists, lambda name: store.put(name, [b""]), lambda n: store.delete([n])):
         with pytest.raises(InvalidArgument, match="name"):
             call(name)
@@ -77,8 +77,8 @@ def test_no_name_leads_out_of_the_storage(store, name):
     ("error", "reported"),
     [
         (OSError(errno.EIO, "input/output error"), "input/output error"),
-        (OSError(errno.ENOSPC, "no space"), "make room"),
-        (OSError(errno.EDQUOT, "quota"), "make room"),
+        (OSError(errno.ENOSPC, "no space"), "free space"),
+        (OSError(errno.EDQUOT, "quota"), "free space"),
         (OSError(errno.EROFS, "read-only"), "mount it for writing"),
         (PermissionError("403"), "credentials"),
         (FileExistsError("surprise"), "surprise"),
@@ -86,7 +86,7 @@ def test_no_name_leads_out_of_the_storage(store, name):
         (RuntimeError(), "RuntimeError"),
     ],
 )
-def test_whatever_fails_is_one_error_that_says_what_to_do(store, files, error, reported):
+def test_failures_are_storage_errors_with_a_remedy(store, files, error, reported):
     calls = (
         lambda: store.put("a", [b"1"]),
         lambda: store.get("a"),
@@ -104,13 +104,13 @@ def test_whatever_fails_is_one_error_that_says_what_to_do(store, files, error, r
         assert "password" not in str(caught.value)
 
 
-def test_memory_that_is_missing_here_is_no_fault_of_the_storage(store, files):
+def test_local_memory_error_is_not_a_storage_error(store, files):
     files.fail(1, MemoryError())
     with pytest.raises(MemoryError):
         store.get("a")
 
 
-def test_a_full_storage_can_be_read_and_emptied(store, files):
+def test_full_storage_can_be_read_and_emptied(store, files):
     files.max_bytes = 10
     store.put("a", [b"12345678"])
     with pytest.raises(StorageUnavailable, match="full"):
@@ -120,7 +120,7 @@ def test_a_full_storage_can_be_read_and_emptied(store, files):
     store.put("b", [b"123"])
 
 
-def test_a_torn_object_is_noticed(store, files):
+def test_torn_object_is_detected(store, files):
     files.tear(3)
     with pytest.raises(StorageUnavailable):
         store.put("a", [b"12", b"34"])
@@ -129,7 +129,7 @@ def test_a_torn_object_is_noticed(store, files):
         store.get("a", blake3(b"1234").hexdigest())
 
 
-def test_a_hanging_storage_is_given_up_and_comes_back(files):
+def test_hanging_storage_times_out_and_recovers(files):
     hasty, patient = Store(files, "fake://x", timeout=0.01), Store(files, "fake://x", timeout=60)
     files.is_answering.clear()
     for _ in range(MAX_HANGING):

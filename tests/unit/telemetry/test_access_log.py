@@ -1,4 +1,4 @@
-"""Lines on calls, and that a flood of refused ones is told as a number."""
+"""Log lines of calls; a flood of refused calls is logged as a number."""
 
 import asyncio
 import logging
@@ -16,8 +16,8 @@ GET = "/longleaf.v1.ContextService/GetContext"
 DELETE = "/longleaf.v1.ContextService/DeleteContext"
 
 
-class Hand:
-    """A clock, and timers that ring when it is moved."""
+class ManualClock:
+    """A manual clock with timers."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -51,14 +51,14 @@ def heard(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "coordinator")
 
 
-async def test_a_call_is_one_line_that_says_all_of_it(caplog: pytest.LogCaptureFixture) -> None:
-    hand = Hand()
+async def test_call_is_one_line_with_all_fields(caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock()
     record = CallRecord(GET, "ipv6:[::1]:4711", {}, tenant="acme", trace="ab" * 16)
-    with AccessLog(lambda: hand.now, hand.later).call(record):
+    with AccessLog(lambda: clock.now, clock.later).call(record):
         record.request_id, record.context = "acme/one", "acme/book"
         record.code, record.error, record.field = "INVALID_ARGUMENT", "InvalidArgument", "text"
         record.message = "text: 'a secret' is wrong"
-        hand.move(1.25)
+        clock.move(1.25)
     (line,) = caplog.records
     assert (line.name, line.levelname, line.getMessage()) == (
         "coordinator.auth",
@@ -79,7 +79,7 @@ async def test_a_call_is_one_line_that_says_all_of_it(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), ValueError("secret")])
-async def test_a_call_that_raises_has_its_line_too(caplog: pytest.LogCaptureFixture, error: BaseException) -> None:
+async def test_call_that_raises_is_logged(caplog: pytest.LogCaptureFixture, error: BaseException) -> None:
     with pytest.raises(type(error)), AccessLog().call(CallRecord(GET, "ipv4:1.1.1.1:1", {}, code="CANCELLED")):
         raise error
     assert [line.getMessage() for line in caplog.records] == ["call ended"]
@@ -89,7 +89,7 @@ async def test_a_call_that_raises_has_its_line_too(caplog: pytest.LogCaptureFixt
     ("code", "is_audited"),
     [("OK", True), ("UNAVAILABLE", True), ("CANCELLED", True), ("NOT_FOUND", False), ("INVALID_ARGUMENT", False)],
 )
-async def test_what_deletes_is_audited_unless_it_did_nothing(
+async def test_deletions_are_audited_unless_nothing_was_deleted(
     caplog: pytest.LogCaptureFixture, code: str, is_audited: bool
 ) -> None:
     one(AccessLog(), DELETE, code, tenant="acme", context="acme/book")
@@ -98,38 +98,38 @@ async def test_what_deletes_is_audited_unless_it_did_nothing(
     assert all((line.levelname, line.context) == ("WARNING", "book") for line in audited)  # type: ignore[attr-defined]
 
 
-async def test_a_flood_of_refused_calls_writes_the_first_of_a_host_and_then_counts(
+async def test_flood_of_refused_calls_is_logged_per_host_then_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    hand = Hand()
-    log = AccessLog(lambda: hand.now, hand.later)
+    clock = ManualClock()
+    log = AccessLog(lambda: clock.now, clock.later)
     for second in range(3):
         for _ in range(10_000):
             one(log, code="UNAUTHENTICATED")
         one(log, code="PERMISSION_DENIED")
-        hand.move(1.0)
+        clock.move(1.0)
         reported = [line.getMessage() for line in lines(caplog, "coordinator.audit")]
         assert len(reported) == FIRST_PER_HOST + second + 1
         count = 10_000 - (0 if second else FIRST_PER_HOST)
         assert reported[-1] == f"further calls were refused: 1 with PERMISSION_DENIED, {count:,} with UNAUTHENTICATED"
     assert len(lines(caplog, "coordinator.auth")) == FIRST_PER_HOST
     one(log, code="OK")
-    assert len(lines(caplog, "coordinator.auth")) == FIRST_PER_HOST + 1, "who comes in is not counted among them"
+    assert len(lines(caplog, "coordinator.auth")) == FIRST_PER_HOST + 1, "accepted calls are not counted among them"
 
 
-async def test_an_attacker_with_many_addresses_writes_no_more(caplog: pytest.LogCaptureFixture) -> None:
-    hand = Hand()
-    log = AccessLog(lambda: hand.now, hand.later)
+async def test_flood_from_many_addresses_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock()
+    log = AccessLog(lambda: clock.now, clock.later)
     for number in range(10_000):
         one(log, code="UNAUTHENTICATED", host=f"10.0.{number // 250}.{number % 250}")
     assert len(lines(caplog, "coordinator.audit")) == MAX_HOSTS
-    hand.move(61)
+    clock.move(61)
     assert lines(caplog, "coordinator.audit")[-1].getMessage().endswith(f"{10_000 - MAX_HOSTS:,} with UNAUTHENTICATED")
     one(log, code="UNAUTHENTICATED", host="10.9.9.9")
-    assert lines(caplog, "coordinator.audit")[-1].host == "ipv4:10.9.9.9", "a minute later others are told again"  # type: ignore[attr-defined]
+    assert lines(caplog, "coordinator.audit")[-1].host == "ipv4:10.9.9.9", "a minute later others are logged again"  # type: ignore[attr-defined]
 
 
-async def test_what_was_counted_is_told_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+async def test_counted_refusals_are_logged_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     log = AccessLog()
     for _ in range(FIRST_PER_HOST + 2):
         one(log, code="UNAUTHENTICATED")
@@ -141,7 +141,7 @@ async def test_what_was_counted_is_told_at_the_end(caplog: pytest.LogCaptureFixt
     assert len(lines(caplog, "coordinator.audit")) == FIRST_PER_HOST + 1
 
 
-async def test_the_number_is_not_told_as_part_of_a_call() -> None:
+async def test_timer_runs_outside_the_context_of_a_call() -> None:
     found = asyncio.get_running_loop().create_future()
     token = CURRENT.set(CallRecord(GET, "ipv4:1.1.1.1:1", {}))
     try:

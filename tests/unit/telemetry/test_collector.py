@@ -1,4 +1,4 @@
-"""What is read from a service when its metrics are asked for."""
+"""The values that the collector reads from a service for its metrics."""
 
 from dataclasses import replace
 
@@ -29,14 +29,14 @@ def of(cluster: Cluster) -> Scraped:
     return read(replace(SOURCES, cluster=lambda: cluster))
 
 
-def test_the_load_and_the_ranks() -> None:
+def test_load_and_ranks() -> None:
     seen = of(changed(CLUSTER, running=5, waiting=4, epoch=9, world_size=6))
     values = [seen.value(f"longleaf_{name}") for name in ("requests_running", "requests_waiting", "epoch", "ranks")]
     assert values == [5, 4, 9, 6]
     assert seen.value("longleaf_build_info", version="7", launcher="local") == 1
 
 
-def test_the_pool_of_each_rank() -> None:
+def test_pool_of_each_rank() -> None:
     worker = CLUSTER.workers[0]
     ranks = (changed(worker, rank=0, tokens=30, max_tokens=120), changed(worker, rank=3, tokens=0, max_tokens=0))
     seen = of(changed(CLUSTER, workers=ranks))
@@ -45,7 +45,7 @@ def test_the_pool_of_each_rank() -> None:
     assert [seen.value("longleaf_kv_used_ratio", rank=rank) for rank in "03"] == [0.25, 0]
 
 
-def test_a_service_that_cannot_answer_tells_the_rest() -> None:
+def test_metrics_of_an_unavailable_cluster_are_omitted() -> None:
     def refuse() -> Cluster:
         raise Unavailable("loading")
 
@@ -54,8 +54,8 @@ def test_a_service_that_cannot_answer_tells_the_rest() -> None:
     assert "longleaf_ranks" not in seen.families
 
 
-def test_steps_by_what_the_ranks_did() -> None:
-    counts = Counts(num_preempted=3, reread_tokens=70, num_contexts=8)
+def test_steps_by_kind_of_work() -> None:
+    counts = Counts(num_preempted=3, num_recomputed_tokens=70, num_contexts=8)
     for seconds in (STEP_SECONDS[0], STEP_SECONDS[2], STEP_SECONDS[-1] + 40):
         counts.add_step("decode", seconds, 7)
     counts.add_step("prefill", 2.0, 1000)
@@ -71,21 +71,21 @@ def test_steps_by_what_the_ranks_did() -> None:
     assert [seen.value(f"longleaf_{name}") for name in names] == [1021, 3, 70, 8]
 
 
-def test_what_drafts_brought() -> None:
+def test_draft_acceptance() -> None:
     counts = Counts(num_drafted=70, num_accepted=30, num_sampled=90, num_row_steps=60)
     seen = read(replace(SOURCES, counts=lambda: counts))
     names = ("drafted_tokens_total", "accepted_draft_tokens_total", "sampled_tokens_total", "row_steps_total")
     assert [seen.value(f"longleaf_{name}") for name in names] == [70, 30, 90, 60]
 
 
-def test_merges_as_they_were_measured_with_the_fewest_rows() -> None:
+def test_merge_times_for_the_fewest_rows() -> None:
     timings = (MergeTiming(8, "gather", {"gather": 90.0}), MergeTiming(1, "butterfly", {"gather": 40, "butterfly": 25}))
     seen = of(changed(CLUSTER, merge_timings=timings))
     assert seen.value("longleaf_merge_seconds", kind="butterfly") == 25e-6
     assert seen.value("longleaf_merge_seconds", kind="gather") == 40e-6
 
 
-def test_what_a_service_has_not_is_not_told() -> None:
+def test_metrics_of_unused_features_are_omitted() -> None:
     left_out = {
         "longleaf_refused_credentials",
         "longleaf_refused_frames",
@@ -99,7 +99,7 @@ def test_what_a_service_has_not_is_not_told() -> None:
     assert not left_out & set(read(replace(SOURCES, certificate_expiry=lambda: None)).families)
 
 
-def test_what_it_has_is() -> None:
+def test_metrics_of_used_features_are_exported() -> None:
     seen = read(
         replace(
             SOURCES,
@@ -122,7 +122,7 @@ def test_what_it_has_is() -> None:
     assert seen.value("longleaf_snapshot_bytes") == 4096
 
 
-def test_nothing_is_read_until_somebody_looks() -> None:
+def test_nothing_is_read_before_a_scrape() -> None:
     requested: list[int] = []
 
     def cluster() -> Cluster:

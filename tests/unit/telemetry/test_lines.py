@@ -1,4 +1,4 @@
-"""Lines of the log: for people, and for programs."""
+"""Log lines as text and as JSON."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ def raised() -> Exception:
         return error
 
 
-def test_a_json_line_has_time_level_logger_message_and_the_facts_that_are_known() -> None:
+def test_json_line_has_time_level_logger_message_and_known_fields() -> None:
     line = JsonFormatter().format(
         record("a\nline of ünïcödé\u2028", rank=3, node="n1", epoch=2, tenant="", color="red")
     )
@@ -50,23 +50,23 @@ def test_a_json_line_has_time_level_logger_message_and_the_facts_that_are_known(
     }
 
 
-def test_whole_seconds_have_milliseconds_too() -> None:
+def test_whole_seconds_have_milliseconds() -> None:
     made = record()
     made.created = 1_000_000_000.0
     assert json.loads(JsonFormatter().format(made))["ts"] == "2001-09-09T01:46:40.000Z"
 
 
-def test_a_line_for_people_is_the_message_alone_as_long_as_nothing_else_is_known() -> None:
+def test_text_line_is_only_the_message_without_fields() -> None:
     assert TextFormatter().format(record()) == "hello"
     assert TextFormatter().format(record(node="n1", rank=0)) == "hello [rank 0, node n1]"
 
 
-def test_a_name_that_is_no_unicode_breaks_no_line() -> None:
+def test_invalid_unicode_does_not_break_a_line() -> None:
     assert json.loads(JsonFormatter().format(record("\udcff")))["message"] == "\udcff"
 
 
 @pytest.mark.parametrize("formatter", [JsonFormatter(), TextFormatter()])
-def test_an_error_is_told_with_where_it_was_raised_and_never_with_what_variables_held(
+def test_error_has_a_traceback_without_variable_values(
     formatter: logging.Formatter,
 ) -> None:
     text = formatter.format(record(error=raised()))
@@ -76,7 +76,7 @@ def test_an_error_is_told_with_where_it_was_raised_and_never_with_what_variables
 
 
 @pytest.mark.parametrize("kind", [JsonFormatter, TextFormatter])
-def test_while_a_call_is_served_messages_of_errors_are_not_logged(kind: type[logging.Formatter]) -> None:
+def test_error_messages_are_not_logged_during_a_call(kind: type[logging.Formatter]) -> None:
     token = CURRENT.set(CallRecord(METHOD, "ipv4:10.0.0.1:5", {}, tenant="acme", request_id="acme/one"))
     try:
         text = kind(logs.facts_of_call).format(record(error=raised()))
@@ -86,14 +86,14 @@ def test_while_a_call_is_served_messages_of_errors_are_not_logged(kind: type[log
     assert SECRET not in text
 
 
-def test_errors_that_came_from_each_other_in_a_ring_are_told() -> None:
+def test_cyclic_error_contexts_are_logged() -> None:
     first, second = ValueError(), KeyError()
     first.__context__, second.__context__ = second, first
     text = TextFormatter(lambda: {"method": METHOD}).format(record(error=first))
     assert (text.count("ValueError"), text.count("KeyError")) == (1, 1)
 
 
-def test_what_is_logged_while_a_call_is_served_names_the_call_by_the_names_of_its_tenant() -> None:
+def test_lines_during_a_call_use_the_names_of_its_tenant() -> None:
     call = CallRecord(METHOD, "ipv4:10.0.0.1:5", {}, tenant="acme", request_id="acme/one", context="acme/book")
     token = CURRENT.set(call)
     try:
@@ -111,9 +111,7 @@ def test_what_is_logged_while_a_call_is_served_names_the_call_by_the_names_of_it
         (TelemetryConfig(log_level="error"), f"hello [tenant acme, method {METHOD}, code OK]"),
     ],
 )
-def test_a_service_that_is_asked_for_nothing_says_of_calls_what_it_always_said(
-    telemetry: TelemetryConfig, wanted: str
-) -> None:
+def test_default_text_lines_omit_call_fields(telemetry: TelemetryConfig, wanted: str) -> None:
     token = CURRENT.set(CallRecord(METHOD, "ipv4:10.0.0.1:5", {}, tenant="acme"))
     try:
         message = logs.formatter(telemetry).format(record(code="OK", error=raised()))
@@ -125,7 +123,7 @@ def test_a_service_that_is_asked_for_nothing_says_of_calls_what_it_always_said(
 
 
 @pytest.mark.parametrize(("log_format", "wanted"), [("text", "hello\n"), ("json", '"message": "hello"')])
-def test_a_process_logs_each_line_once_from_its_level_on(
+def test_process_logs_each_line_once_from_its_level(
     log_format: str, wanted: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine, others = logging.getLogger("coordinator.some.place"), logging.getLogger("of.a.library")
@@ -143,8 +141,8 @@ def test_a_process_logs_each_line_once_from_its_level_on(
     assert (list(logging.getLogger().handlers), logging.getLogger("coordinator").level) == before
 
 
-def test_notes_on_a_start_are_lines_of_the_log() -> None:
-    assert logs.noted(TelemetryConfig(), ["a note"]) == ("a note",)
-    (line,) = logs.noted(TelemetryConfig(log_format="json", log_level="error"), ["a note"])
+def test_startup_notes_are_log_lines() -> None:
+    assert logs.format_start_notes(TelemetryConfig(), ["a note"]) == ("a note",)
+    (line,) = logs.format_start_notes(TelemetryConfig(log_format="json", log_level="error"), ["a note"])
     reported = json.loads(line)
     assert (reported["level"], reported["logger"], reported["message"]) == ("info", "coordinator.notes", "a note")

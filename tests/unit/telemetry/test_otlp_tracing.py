@@ -21,7 +21,7 @@ from opentelemetry.trace import StatusCode
 
 from coordinator.engine_messages import Admitted, Ended, Event, Tokens
 from coordinator.telemetry.observers import CallRecord
-from coordinator.telemetry.otlp_errors import ExportTrouble
+from coordinator.telemetry.otlp_errors import ExportErrors
 from coordinator.telemetry.otlp_tracing import OtlpTraces, provider_of_environment
 from coordinator.telemetry.telemetry import Telemetry
 from longleaf.errors import InvalidArgument, NotFinite
@@ -62,7 +62,7 @@ async def seen(events: Sequence[Event], error: BaseException | None = None) -> d
 BEGIN = [Admitted(10, 4, 2), Admitted(10, 4, 1), Admitted(10, 4), Progress(6, 10), Progress(10, 10)]
 
 
-async def test_a_generation_is_a_span_with_its_phases_in_it() -> None:
+async def test_generation_is_a_span_with_its_phases() -> None:
     spans = await seen([*BEGIN, Tokens(0, tokens((1,))), Tokens(1, tokens((2,)), 0, (), 7, 1), ended()])
     (whole,) = spans.pop("text_completion lookup")
     assert {name: len(found) for name, found in spans.items()} == {"queue": 1, "prefill": 1, "decode": 1}
@@ -90,7 +90,7 @@ async def test_a_generation_is_a_span_with_its_phases_in_it() -> None:
     assert whole.status.status_code == StatusCode.UNSET
 
 
-async def test_who_is_preempted_is_in_the_queue_again_and_reads_again() -> None:
+async def test_preempted_generation_has_further_queue_and_prefill_spans() -> None:
     again = [Admitted(10, 4, 1), Admitted(10, 4), Recovering(3, 0, 3), Tokens(1, tokens((2,))), ended()]
     spans = await seen([*BEGIN, Tokens(0, tokens((1,))), *again])
     assert {name: len(found) for name, found in spans.items()} == {
@@ -102,7 +102,7 @@ async def test_who_is_preempted_is_in_the_queue_again_and_reads_again() -> None:
     assert [event.name for event in spans["prefill"][1].events] == ["recovering"]
 
 
-async def test_each_sample_says_why_it_ended() -> None:
+async def test_each_sample_has_a_finish_reason() -> None:
     """The engine is not notified of a sample that a stop string ends."""
     events = [*BEGIN, *(Tokens(0, tokens((5,)), sample) for sample in (2, 1, 0)), ended(2), ended(0, "end_token")]
     (whole,) = (await seen(events))["text_completion lookup"]
@@ -111,7 +111,7 @@ async def test_each_sample_says_why_it_ended() -> None:
     assert whole.attributes["gen_ai.usage.output_tokens"] == 5
 
 
-async def test_what_begins_after_a_call_is_no_part_of_it() -> None:
+async def test_work_after_a_call_is_not_part_of_its_span() -> None:
     exporter = InMemorySpanExporter()
     traces = OtlpTraces("lookup", lambda: memory(exporter))
     await traces.start()
@@ -136,7 +136,7 @@ async def test_what_begins_after_a_call_is_no_part_of_it() -> None:
     ],
 )
 @pytest.mark.parametrize("count", [0, 1, 3, 5])
-async def test_all_spans_end_however_a_generation_does(error: BaseException, reason: str, count: int) -> None:
+async def test_all_spans_end_with_any_end_of_a_generation(error: BaseException, reason: str, count: int) -> None:
     spans = await seen(BEGIN[:count], error)
     (whole,) = spans.pop("text_completion lookup")
     last = max((span for found in spans.values() for span in found), key=lambda span: span.start_time or 0)
@@ -146,7 +146,7 @@ async def test_all_spans_end_however_a_generation_does(error: BaseException, rea
         assert not [event for event in span.events if event.name == "exception"]
 
 
-async def test_without_the_extra_the_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_setting_without_the_extra_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "coordinator.telemetry.otlp_tracing")
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     watching = Telemetry(TelemetryConfig(traces=True), "lookup", "local", True)
@@ -160,9 +160,7 @@ async def test_without_the_extra_the_setting_is_refused(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("name", "value"), [("OTEL_EXPORTER_OTLP_TIMEOUT", "secret"), ("OTEL_EXPORTER_OTLP_COMPRESSION", "secret")]
 )
-async def test_a_variable_that_cannot_be_used_is_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
+async def test_invalid_environment_variable_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(InvalidArgument) as refused:
         provider_of_environment()
@@ -170,7 +168,7 @@ async def test_a_variable_that_cannot_be_used_is_refused(
 
 
 @pytest.mark.parametrize(("given", "wanted"), [(None, "longleaf"), ("mine", "mine")])
-def test_the_service_has_the_name_that_a_variable_gives_it(
+def test_service_name_is_taken_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, given: str | None, wanted: str
 ) -> None:
     if given is not None:
@@ -180,20 +178,20 @@ def test_the_service_has_the_name_that_a_variable_gives_it(
     assert provider.resource.attributes["service.name"] == wanted
 
 
-class Stuck(SpanExporter):
+class BlockingExporter(SpanExporter):
     """Accepts spans and does not return until it is released."""
 
     def __init__(self) -> None:
-        self.is_asked, self.may_answer = threading.Event(), threading.Event()
+        self.is_called, self.may_answer = threading.Event(), threading.Event()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self.is_asked.set()
+        self.is_called.set()
         self.may_answer.wait(60)
         return SpanExportResult.SUCCESS
 
 
-async def test_a_collector_that_does_not_answer_holds_up_the_end_only_so_long() -> None:
-    exporter = Stuck()
+async def test_unresponsive_collector_delays_the_end_by_a_limited_time() -> None:
+    exporter = BlockingExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     traces = OtlpTraces("lookup", lambda: provider, stop_seconds=0.2)
@@ -204,12 +202,12 @@ async def test_a_collector_that_does_not_answer_holds_up_the_end_only_so_long() 
     try:
         await traces.stop()
         assert 0.2 <= time.monotonic() - began < 10
-        assert exporter.is_asked.is_set()
+        assert exporter.is_called.is_set()
     finally:
         exporter.may_answer.set()
 
 
-async def test_what_was_not_sent_is_sent_at_the_end() -> None:
+async def test_pending_spans_are_sent_at_the_end() -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1e6))
@@ -222,15 +220,15 @@ async def test_what_was_not_sent_is_sent_at_the_end() -> None:
     assert len(exporter.get_finished_spans()) == 2
 
 
-def test_the_library_may_complain_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_library_warnings_are_limited_to_one_per_minute(caplog: pytest.LogCaptureFixture) -> None:
     times = [50.0, *[51.0] * 1000, 109.9, 110.1]
-    outage = ExportTrouble(iter(times).__next__)
-    outage.set_up()
+    errors = ExportErrors(iter(times).__next__)
+    errors.set_up()
     try:
         for _ in times:
             OTHER.error("failed to export to %s", "host:4317")
     finally:
-        outage.take_down()
+        errors.take_down()
     assert [record.getMessage() for record in caplog.records] == [
         "traces: failed to export to host:4317",
         "traces: failed to export to host:4317 (1,001 more since the last line)",
@@ -239,7 +237,7 @@ def test_the_library_may_complain_once_a_minute(caplog: pytest.LogCaptureFixture
     assert logging.getLogger("opentelemetry").propagate
 
 
-async def test_headers_that_cannot_be_read_are_not_quoted(
+async def test_invalid_headers_are_not_printed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "a secret")
@@ -253,13 +251,13 @@ async def test_headers_that_cannot_be_read_are_not_quoted(
 
 
 @pytest.mark.parametrize("endpoint", ["garbage", "http://", "http://a b:1", "https://collector:port", "http://x:99999"])
-def test_an_address_of_no_collector_is_refused(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+def test_invalid_collector_address_is_refused(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
     with pytest.raises(InvalidArgument, match="OTEL_EXPORTER_OTLP_ENDPOINT must be http://HOST:PORT"):
         provider_of_environment()
 
 
 @pytest.mark.parametrize("endpoint", ["", "http://[::1]:4317", "https://collector", "collector:4317", "unix:/run/otel"])
-def test_addresses_of_collectors_are_taken(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+def test_valid_collector_addresses_are_accepted(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
     provider_of_environment().shutdown()

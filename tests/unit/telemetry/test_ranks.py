@@ -1,4 +1,4 @@
-"""The log of a rank's own process."""
+"""The log of a rank process."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from workers.__main__ import LOGGERS, ProcessContext
 from workers.member_process import taking_notes
 
 
-def test_lines_say_which_rank_of_which_epoch_they_are_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_have_rank_and_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     place = ProcessContext("n1")
     logs = Logs(TelemetryConfig(log_format="json"), LOGGERS, place.facts)
     try:
@@ -26,14 +26,14 @@ def test_lines_say_which_rank_of_which_epoch_they_are_of(capsys: pytest.CaptureF
     assert (second["message"], second["rank"], second["epoch"], second["node"]) == ("two", 2, 3, "n1")
 
 
-def test_notes_on_a_start_are_told_by_the_coordinator_and_not_by_the_rank_too(
+def test_startup_notes_are_logged_only_by_the_coordinator(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     logs = Logs(TelemetryConfig(log_level="debug"), LOGGERS)
     try:
-        with taking_notes() as texts:
+        with taking_notes() as notes:
             logging.getLogger("longleaf.kernels").warning("slower")
         logging.getLogger("longleaf.kernels").warning("later")
     finally:
         logs.take_down()
-    assert (texts, capsys.readouterr().err) == (["slower"], "later\n")
+    assert (notes.warnings, capsys.readouterr().err) == (["slower"], "later\n")

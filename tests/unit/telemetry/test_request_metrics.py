@@ -1,4 +1,4 @@
-"""What calls and generations leave in the counters and histograms."""
+"""Counters and histograms of calls and generations."""
 
 import asyncio
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from tests.support.scraping import Scraped
 
 
 class Bench:
-    """Metrics on a clock of the test's."""
+    """Metrics on a manual clock."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -29,7 +29,7 @@ class Bench:
         return Scraped(generate_latest(self.registry).decode())
 
     def generate(self, *events: tuple[float, Event], tenant: str = "acme", end: float = 0.0) -> None:
-        """A generation that sees these events, each so many seconds after the one before."""
+        """A generation with these events, each with its delay in seconds after the previous one."""
         with self.metrics.generation("some-request", tenant) as emit:
             for seconds, event in events:
                 self.now += seconds
@@ -42,7 +42,7 @@ class Bench:
             record.tenant, record.code = tenant, code
 
     def spent(self, name: str, tenant: str = "acme") -> tuple[float, float]:
-        """How many were observed, and their sum."""
+        """Count and sum of a histogram."""
         seen = self.seen
         return seen.value(f"{name}_count", tenant=tenant), seen.value(f"{name}_sum", tenant=tenant)
 
@@ -58,7 +58,7 @@ def ended(sample: int = 0) -> Ended:
 ADMITTED = Admitted(50, 20)
 
 
-def test_times_of_a_generation_are_those_between_its_events() -> None:
+def test_times_of_a_generation_are_measured_between_events() -> None:
     bench = Bench()
     bench.generate(
         (0.5, Admitted(50, 20, queue_position=2)),
@@ -78,7 +78,7 @@ def test_times_of_a_generation_are_those_between_its_events() -> None:
     assert bench.spent("longleaf_e2e_request_latency_seconds") == (1, 10.0)
 
 
-def test_a_bucket_has_what_keeps_its_bound() -> None:
+def test_bucket_includes_its_bound() -> None:
     bench = Bench()
     for bound in FIRST_TOKEN_SECONDS:
         bench.now = 0.0
@@ -89,14 +89,14 @@ def test_a_bucket_has_what_keeps_its_bound() -> None:
         assert seen.value(name, tenant="acme", le=str(bound)) == number
 
 
-def test_tokens_that_come_together_share_the_time_since_those_before() -> None:
+def test_tokens_of_one_step_share_its_time() -> None:
     bench = Bench()
     bench.generate((0.0, ADMITTED), (1.0, tokens(0)), (2.0, tokens(1, count=4)))
     assert bench.spent("longleaf_inter_token_latency_seconds") == (4, 2.0)
     assert bench.seen.value("longleaf_inter_token_latency_seconds_bucket", tenant="acme", le="0.5") == 4
 
 
-def test_samples_have_times_of_their_own_and_one_first_token() -> None:
+def test_samples_have_separate_times_and_one_first_token() -> None:
     bench = Bench()
     bench.generate(
         (0.0, ADMITTED),
@@ -113,7 +113,7 @@ def test_samples_have_times_of_their_own_and_one_first_token() -> None:
     assert bench.seen.value("longleaf_prompt_tokens_total", tenant="acme") == 50
 
 
-def test_a_preempted_generation_counts_its_prompt_and_its_wait_once() -> None:
+def test_preempted_generation_counts_prompt_and_queue_time_once() -> None:
     bench = Bench()
     again = Admitted(50, 45)
     bench.generate((2.0, ADMITTED), (1.0, tokens(0)), (1.0, Admitted(50, 20, 3)), (5.0, again), (1.0, tokens(1)))
@@ -122,14 +122,14 @@ def test_a_preempted_generation_counts_its_prompt_and_its_wait_once() -> None:
     assert bench.seen.value("longleaf_cached_prompt_tokens_total", tenant="acme") == 20
 
 
-def test_the_prompt_of_one_that_goes_on_in_another_service_counts_when_it_ends() -> None:
+def test_prompt_of_a_resumed_generation_counts_when_it_ends() -> None:
     bench = Bench()
     bench.generate((0.0, tokens(7)), (0.0, ended()))
     assert bench.seen.value("longleaf_prompt_tokens_total", tenant="acme") == 50
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError, GeneratorExit, ValueError])
-def test_what_an_error_has_ended_has_tokens_and_no_length(error: type[BaseException]) -> None:
+def test_failed_generation_counts_tokens_but_no_length(error: type[BaseException]) -> None:
     bench = Bench()
 
     def generate() -> None:
@@ -145,7 +145,7 @@ def test_what_an_error_has_ended_has_tokens_and_no_length(error: type[BaseExcept
     assert bench.spent("longleaf_request_decode_seconds") == (0, 0)
 
 
-def test_tenants_are_counted_apart() -> None:
+def test_tenants_are_counted_separately() -> None:
     bench = Bench()
     bench.generate((0.0, ADMITTED), (0.0, tokens(0, count=3)))
     bench.generate((0.0, ADMITTED), (0.0, tokens(0, count=5)), tenant="bolt")
@@ -166,7 +166,7 @@ def test_tenants_are_counted_apart() -> None:
         ("INTERNAL", "failed"),
     ],
 )
-def test_a_call_counts_under_its_code(code: str, outcome: str) -> None:
+def test_call_counts_under_its_code(code: str, outcome: str) -> None:
     bench = Bench()
     bench.call(code)
     bench.call(code)
@@ -174,7 +174,7 @@ def test_a_call_counts_under_its_code(code: str, outcome: str) -> None:
     assert bench.seen.value("longleaf_requests_total", **labels) == 2
 
 
-def test_a_call_that_breaks_without_a_code_has_failed() -> None:
+def test_call_that_raises_without_a_code_counts_as_failed() -> None:
     bench = Bench()
     with pytest.raises(ValueError, match="boom"), bench.metrics.call(CallRecord("/a/Generate", "", {})):
         raise ValueError("boom")
@@ -182,7 +182,7 @@ def test_a_call_that_breaks_without_a_code_has_failed() -> None:
     assert bench.seen.value("longleaf_requests_total", **labels) == 1
 
 
-def test_the_outcomes_are_of_codes_that_grpc_has() -> None:
+def test_outcomes_are_grpc_codes() -> None:
     assert set(OUTCOMES) <= {code.name for code in StatusCode}
 
 
@@ -191,7 +191,7 @@ def texts(seen: Scraped) -> Iterator[str]:
     return chain.from_iterable(sample.labels.values() for sample in samples)
 
 
-def test_labels_are_the_few_that_are_bounded_and_never_the_request() -> None:
+def test_labels_are_bounded_and_never_identify_a_request() -> None:
     bench = Bench()
     bench.generate((0.0, ADMITTED), (0.0, tokens(0)))
     bench.call("OK")

@@ -1,11 +1,11 @@
-"""Which part of a prompt comes before a document, which after it, and which message a template refuses."""
+"""The parts of a prompt before and after a document, and the messages that a template refuses."""
 
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from coordinator.text.chat_template import ConversationRefused, Said
+from coordinator.text.chat_template import ConversationRefused, TemplateMessage
 from coordinator.text.control_tokens import NONCHARACTERS, ControlTokens, Marks, TemplatePiece
 from coordinator.text.renderer import Renderer
 from coordinator.text.template import DirectRenderer
@@ -25,8 +25,8 @@ def load(folder: Path, template: str) -> Tokenizer:
     return Tokenizer.load(write_model(folder, chat_tokenizer(), template), DirectRenderer())
 
 
-def said(*turns: tuple[str, str]) -> list[Said]:
-    return [Said(*turn) for turn in turns]
+def messages(*turns: tuple[str, str]) -> list[TemplateMessage]:
+    return [TemplateMessage(*turn) for turn in turns]
 
 
 @pytest.mark.parametrize(
@@ -37,15 +37,15 @@ def said(*turns: tuple[str, str]) -> list[Said]:
         ("{{ '[INST] ' + messages[-1].content + ' [/INST]' }}", "[INST] ", " [/INST]"),
     ],
 )  # fmt: skip
-def test_a_document_has_its_place_in_the_first_question(template: str, before: str, after: str, tmp_path: Path) -> None:
+def test_document_is_placed_in_the_first_question(template: str, before: str, after: str, tmp_path: Path) -> None:
     made = load(tmp_path, template).chat_template
     assert made is not None
     assert made.before_document == before
-    assert made.question(said((U, "Why?")), {}) == [TemplatePiece(f"\n\nWhy?{after}")]
+    assert made.question(messages((U, "Why?")), {}) == [TemplatePiece(f"\n\nWhy?{after}")]
 
 
-def test_what_comes_before_a_document_is_encoded_together_with_it(tmp_path: Path) -> None:
-    """As in the prompt of the whole text."""
+def test_prefix_of_a_document_is_encoded_together_with_it(tmp_path: Path) -> None:
+    """The ids equal those of the whole text."""
     for kind in ("prepend", "always", "first"):
         template = "{{ bos_token + '[INST] ' }}{% for m in messages %}{{ m.content + ' [/INST]' }}{% endfor %}"
         fast = sentencepiece_tokenizer(kind)
@@ -58,12 +58,12 @@ def test_what_comes_before_a_document_is_encoded_together_with_it(tmp_path: Path
         assert document == conversation_ids(tokenizer, [(U, "Hi there")])[: len(document)]
 
 
-def test_where_a_document_begins_is_counted_from_its_own_text(tmp_path: Path) -> None:
+def test_document_offsets_are_counted_from_its_own_text(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, "{{ '<|im_start|>abc ' + messages[0].content }}")
     encoder = tokenizer.document_encoder(is_first=True)
     ids = encoded(encoder, "xy " * 200)
     assert encoder.starts is not None and encoder.starts.is_whole(len(ids))
-    retained = encoder.starts.kept
+    retained = encoder.starts.starts
     assert retained[0] == 0
     text = tokenizer.decode(ids[:64], keep_special=True)
     assert retained[1] == len(text.removeprefix("<|im_start|>abc ").encode())
@@ -79,44 +79,44 @@ def test_where_a_document_begins_is_counted_from_its_own_text(tmp_path: Path) ->
         ("{{ messages[0].content }}{{ 'x' * 9999999 if messages[1] }}", ((U, ""), (U, "")), None, "9,999,999 chara"),
     ],
 )  # fmt: skip
-def test_a_message_that_is_refused_is_named(
+def test_refused_message_is_named(
     source: str, turns: tuple[tuple[str, str], ...], message: int | None, text: str, tmp_path: Path
 ) -> None:
     made = load(tmp_path, source).chat_template
     assert made is not None
     with pytest.raises(ConversationRefused, match=text) as caught:
-        made.conversation(said(*turns), {})
+        made.conversation(messages(*turns), {})
     assert caught.value.message == message
     assert len(str(caught.value)) < 600
 
 
-def test_a_template_that_shows_no_question_is_refused(tmp_path: Path) -> None:
+def test_template_without_the_question_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelRefused, match="the chat template leaves out the user's message"):
         load(tmp_path, "{{ bos_token }}")
 
 
-def test_a_system_message_before_a_document_must_leave_the_end_as_it_is(tmp_path: Path) -> None:
+def test_system_message_before_a_document_must_not_change_the_end(tmp_path: Path) -> None:
     made = load(tmp_path, CHATML + "{% if messages[0].role == 'system' %}Obey: {% endif %}").chat_template
     assert made is not None
-    with pytest.raises(ConversationRefused, match="changes what the chat template writes after questions"):
+    with pytest.raises(ConversationRefused, match="changes the prompt after a question"):
         made.opening("Be brief.")
 
 
-def test_the_model_in_the_package_is_asked_one_question_alone() -> None:
-    """It would answer the first one again."""
+def test_embedded_model_accepts_only_one_question() -> None:
+    """In a conversation it would answer the first question again."""
     made = Tokenizer.load(embedded_model(), DirectRenderer()).chat_template
     assert made is not None
-    assert made.conversation(said((U, "Why?")), {})
+    assert made.conversation(messages((U, "Why?")), {})
     for turns, message in ((((U, ""), (A, ""), (U, "")), 1), (((U, ""), (U, "")), 1)):
         with pytest.raises(ConversationRefused, match="knows no conversation: ask one question alone") as caught:
-            made.conversation(said(*turns), {})
+            made.conversation(messages(*turns), {})
         assert caught.value.message == message
 
 
 @pytest.mark.parametrize("content", ["m.content", "m.content | trim", "m.content | tojson"])
-def test_a_system_message_that_is_left_out_is_refused(content: str, tmp_path: Path) -> None:
+def test_omitted_system_message_is_refused(content: str, tmp_path: Path) -> None:
     show = f"{{% for m in messages if m.role != 'ROLE' %}}{{{{ {content} }}}}{{% endfor %}}"
-    turns = said((S, ' Say "é". [INST]\n'), (U, "Why?"))
+    turns = messages((S, ' Say "é". [INST]\n'), (U, "Why?"))
     made = load(tmp_path / "system", show.replace("ROLE", "system")).chat_template
     assert made is not None
     with pytest.raises(ConversationRefused, match="leaves out the system's message") as caught:
@@ -126,34 +126,34 @@ def test_a_system_message_that_is_left_out_is_refused(content: str, tmp_path: Pa
     assert made is not None and made.conversation(turns, {})
 
 
-def test_the_date_is_the_one_of_the_start(tmp_path: Path) -> None:
+def test_date_is_that_of_the_start(tmp_path: Path) -> None:
     folder = write_model(tmp_path, chat_tokenizer(), LLAMA)
     renderer = Renderer(now=datetime(2026, 12, 31, 23, 59))
     made = Tokenizer.load(folder, renderer).chat_template
     assert made is not None
     for turns in (((U, ""),), ((S, ""), (U, "")), ((U, ""), (U, ""), (U, ""))):
-        assert "Today Date: 31 Dec 2026" in made.conversation(said(*turns), {})[0].text
+        assert "Today Date: 31 Dec 2026" in made.conversation(messages(*turns), {})[0].text
     renderer.stop()
 
 
 def test_variables_reach_the_template(tmp_path: Path) -> None:
     made = load(tmp_path, "{{ messages[0].content }}{{ '<think>' if enable_thinking else '' }}").chat_template
     assert made is not None
-    assert made.conversation(said((U, "x")), {"enable_thinking": True}) == [TemplatePiece("x<think>")]
-    assert made.conversation(said((U, "x")), {"messages": "none", "enable_thinking": False}) == [TemplatePiece("x")]
+    assert made.conversation(messages((U, "x")), {"enable_thinking": True}) == [TemplatePiece("x<think>")]
+    assert made.conversation(messages((U, "x")), {"messages": "none", "enable_thinking": False}) == [TemplatePiece("x")]
 
 
 def test_texts_of_a_conversation_have_a_limit(tmp_path: Path) -> None:
     made = load(tmp_path, CHATML).chat_template
     assert made is not None
-    with pytest.raises(InvalidArgument, match=r"conversation: has 16,777,217 bytes of text, at most 16,777,216"):
-        made.conversation(said((U, "x" * (1 << 24)), (A, "y"), (U, "")), {})
+    with pytest.raises(InvalidArgument, match=r"conversation: has 16,777,217 bytes of text; the limit is 16,777,216"):
+        made.conversation(messages((U, "x" * (1 << 24)), (A, "y"), (U, "")), {})
 
 
 # Control tokens
 
 
-def test_the_longest_control_token_counts() -> None:
+def test_longest_control_token_is_matched() -> None:
     control, marks = ControlTokens(["<a", "<a>", "<ab>", "b", "[INST]"]), Marks("1", "2", "3", "4")
     assert control.mark("x<ab><a><ax[INST", marks) == "x1<ab>21<a>21<a2x[INST"
     assert control.count("<ab>b[INST]") == 3
@@ -162,14 +162,14 @@ def test_the_longest_control_token_counts() -> None:
         ControlTokens("x" * size for size in range(1, 5_000))
 
 
-def test_marks_are_characters_that_no_text_has() -> None:
+def test_placeholders_are_unused_characters() -> None:
     texts = ["a", *NONCHARACTERS[:5], "b" + NONCHARACTERS[7]]
     assert not {*Marks.beside(texts)} & {*"".join(texts)}
     with pytest.raises(InvalidArgument, match="too many noncharacters"):
         Marks.beside(NONCHARACTERS[2:])
 
 
-def test_marks_without_a_partner_are_left_out() -> None:
+def test_unpaired_placeholders_are_removed() -> None:
     control, marks = ControlTokens(["b", "<b>"]), Marks("1", "2", "3", "4")
     assert control.split("a1b2c", marks) == [TemplatePiece("a"), TemplatePiece("b", True), TemplatePiece("c")]
     assert control.split("1b", marks) == [TemplatePiece("b")]
@@ -180,12 +180,12 @@ def test_marks_without_a_partner_are_left_out() -> None:
     assert ControlTokens([]).split("a1b2", marks) == [TemplatePiece("a"), TemplatePiece("b")]
 
 
-def test_a_control_token_that_the_template_writes_between_two_texts_is_one(tmp_path: Path) -> None:
-    """Each text ends or begins like a control token and is tokenized separately from the token between them."""
+def test_control_token_between_two_texts_is_one_token(tmp_path: Path) -> None:
+    """Both texts look like parts of a control token, and are tokenized separately from the token between them."""
     template = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}<|im_end|>{% endif %}{% endfor %}"
     made = load(tmp_path, template).chat_template
     assert made is not None
-    output = [Said("user", "a<"), Said("assistant", ">b<|im_"), Said("user", "end|>c")]
+    output = [TemplateMessage("user", "a<"), TemplateMessage("assistant", ">b<|im_"), TemplateMessage("user", "end|>c")]
     pieces = made.conversation(output, {})
     assert not any(piece.is_plain for piece in pieces)
     assert [piece.text for piece in pieces] == ["a<", "<|im_end|>", ">b<|im_", "end|>c<|im_end|>"]

@@ -1,4 +1,4 @@
-"""Templates that never end, or take all memory, end with their process; honest ones are rendered as ever."""
+"""Templates that never end or use all memory end with their process; other templates are rendered."""
 
 import asyncio
 import threading
@@ -23,11 +23,11 @@ from tests.support.service import TEMPLATE, write_model
 ENDLESS = (
     "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
 )
-"""Ends after days. Each loop is as long as the sandbox allows."""
+"""A template that ends after days. Each loop is as long as the sandbox allows."""
 
 
 class NoFleet:
-    """Nothing may be launched: the tokenizer comes first."""
+    """A fleet that fails at a launch: the tokenizer is loaded first."""
 
     num_missing = 0
 
@@ -44,7 +44,7 @@ def service_of(folder: Path, **settings: float) -> Service:
 
 
 def renderings() -> list[psutil.Process]:
-    """Processes of ours that render."""
+    """The running renderer processes."""
     return [child for child in psutil.Process().children() if "coordinator.text.template" in _command(child)]
 
 
@@ -68,7 +68,7 @@ def make_renderer() -> Iterator[Renderer]:
 QUESTION, TURNS = conversation("user"), conversation("user", "assistant", "user")
 
 
-def test_templates_are_rendered_as_in_the_same_process(renderer: Renderer) -> None:
+def test_process_renders_like_the_direct_renderer(renderer: Renderer) -> None:
     tokens = {"bos_token": "<|begin|>"}
     (rendering,) = renderer.render(TEMPLATE, tokens, [QUESTION])
     assert rendering == Rendering("<|begin|><|user|>0\n\u2028é<|model|>")
@@ -79,21 +79,21 @@ def test_templates_are_rendered_as_in_the_same_process(renderer: Renderer) -> No
     assert len(renderings()) == 1, "one process renders all"
 
 
-def test_literals_are_what_a_template_may_write() -> None:
+def test_literals_are_found_in_a_template() -> None:
     source = "<a>{# <b> #}{{ '<c>' if x['<d>'] else y }}{% if '<e>' in z %}\n{% endif %}"
     assert sorted(DirectRenderer().literals(source)) == ["<a>", "<c>", "<d>", "<e>"]
     assert DirectRenderer().literals("{% if %}") == []
 
 
 @pytest.mark.parametrize("source", [ENDLESS, "{{ 9 ** (9 ** 9) }}"], ids=["loops", "power"])
-def test_a_template_without_end_is_refused_and_the_next_one_rendered(source: str, renderer: Renderer) -> None:
+def test_endless_template_is_refused_and_the_next_is_rendered(source: str, renderer: Renderer) -> None:
     for _ in range(2):
         found = renderer.render(source, {}, [QUESTION, TURNS])
-        assert found == [Rendering(reason="takes more than 1 s of processor time")] * 2
+        assert found == [Rendering(reason="did not finish within 1 s of processor time")] * 2
     assert renderer.render("x", {}, [QUESTION]) == [Rendering("x")]
 
 
-def test_a_process_that_was_killed_is_replaced(renderer: Renderer) -> None:
+def test_killed_process_is_replaced(renderer: Renderer) -> None:
     assert renderer.render("x", {}, [QUESTION]) == [Rendering("x")]
     (process,) = renderings()
     process.kill()
@@ -102,20 +102,20 @@ def test_a_process_that_was_killed_is_replaced(renderer: Renderer) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20], ids=["small", "more than a pipe takes"])
-def test_a_process_that_was_stopped_is_ended(size: int) -> None:
-    """By SIGSTOP: it uses no processor time, and never answers."""
+def test_suspended_process_is_killed(size: int) -> None:
+    """A process stopped by SIGSTOP uses no processor time and never answers."""
     renderer = Renderer(patience=1)
     while renderer.render("x", {}, [QUESTION]) != [Rendering("x")]:
-        pass  # it did not even start in time
+        pass  # it did not start in time
     (process,) = renderings()
     process.suspend()
     found = renderer.render("x", {}, [[{"role": "user", "content": "x" * size}]])
-    assert found == [Rendering(reason="takes more than 1 s")]
+    assert found == [Rendering(reason="did not finish within 1 s")]
     assert renderings() == [], "the next rendering starts another process"
     renderer.stop()
 
 
-def test_a_rendering_does_not_wait_for_another_one(renderer: Renderer) -> None:
+def test_renderings_run_concurrently(renderer: Renderer) -> None:
     found: list[Rendering] = []
     slow = threading.Thread(target=lambda: found.extend(renderer.render(ENDLESS, {}, [QUESTION])))
     slow.start()
@@ -125,7 +125,7 @@ def test_a_rendering_does_not_wait_for_another_one(renderer: Renderer) -> None:
     slow.join()
 
 
-def test_all_renderings_are_given_the_time_of_the_start() -> None:
+def test_all_renderings_use_the_time_of_the_start() -> None:
     renderer = Renderer(now=datetime(2024, 12, 31, 23, 59, 59))
     for _ in range(2):
         (rendering,) = renderer.render("{{ strftime_now('%d %b %Y %H:%M:%S') }}", {}, [QUESTION])
@@ -136,7 +136,7 @@ def test_all_renderings_are_given_the_time_of_the_start() -> None:
 @pytest.mark.parametrize(
     ("source", "message"), [("'x' * 10 ** 10", "MemoryError"), ("'x' * 10 ** 7", "10,000,000 characters")]
 )
-def test_a_template_that_makes_too_much_is_refused(
+def test_template_with_too_much_output_is_refused(
     tmp_path: Path, source: str, message: str, renderer: Renderer
 ) -> None:
     folder = write_model(tmp_path / "model", template=f"{{{{ {source} }}}}")
@@ -153,7 +153,7 @@ async def until_rendering() -> psutil.Process:
 
 
 @pytest.mark.timeout(60)
-async def test_a_service_that_loads_an_endless_template_can_be_stopped(tmp_path: Path) -> None:
+async def test_service_can_be_stopped_while_it_loads_an_endless_template(tmp_path: Path) -> None:
     service = service_of(tmp_path / "model")
     starting = asyncio.create_task(service.start())
     process = await until_rendering()
@@ -164,24 +164,24 @@ async def test_a_service_that_loads_an_endless_template_can_be_stopped(tmp_path:
 
 
 @pytest.mark.timeout(60)
-async def test_loading_the_tokenizer_is_part_of_the_time_to_start(tmp_path: Path) -> None:
+async def test_tokenizer_load_counts_towards_the_start_timeout(tmp_path: Path) -> None:
     service = service_of(tmp_path / "model", start_timeout=1.5)
     starting = asyncio.create_task(service.start())
     process = await until_rendering()
-    with pytest.raises(StartError, match=r"not loaded within 1\.5 s"):
+    with pytest.raises(StartError, match=r"did not load within 1\.5 s"):
         await starting
     await service.stop()
     assert await asyncio.to_thread(psutil.wait_procs, [process], 20) == ([process], [])
 
 
-def test_what_was_stopped_begins_nothing() -> None:
+def test_stopped_renderer_starts_nothing() -> None:
     renderer = Renderer()
     renderer.stop()
     with pytest.raises(StartError, match="was stopped"):
         renderer.render(TEMPLATE, {}, [QUESTION])
 
 
-def test_a_rendering_is_ended_from_another_thread() -> None:
+def test_rendering_can_be_cancelled_from_another_thread() -> None:
     renderer, failures = Renderer(), []
 
     def render() -> None:

@@ -1,4 +1,4 @@
-"""Sampling parameters that a checkpoint recommends."""
+"""Default sampling parameters of a checkpoint."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ def write(folder: Path, **content: Any) -> Path:
     return folder
 
 
-def test_what_the_file_names_is_taken_and_the_rest_is_as_always(tmp_path: Path) -> None:
+def test_named_parameters_are_used_and_others_keep_their_defaults(tmp_path: Path) -> None:
     assert read_sampling(tmp_path) == Sampling(), "without a file"
     named = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05}
     write(tmp_path, do_sample=True, eos_token_id=[1, 2], max_new_tokens=9, transformers_version="5.0", **named)
@@ -26,7 +26,7 @@ def test_what_the_file_names_is_taken_and_the_rest_is_as_always(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("do_sample", [{}, {"do_sample": False}, {"do_sample": None}])
-def test_without_do_sample_it_is_greedy_as_in_transformers(tmp_path: Path, do_sample: dict[str, Any]) -> None:
+def test_greedy_without_do_sample_as_in_transformers(tmp_path: Path, do_sample: dict[str, Any]) -> None:
     write(tmp_path, temperature=0.6, top_k=20, repetition_penalty=1.1, **do_sample)
     assert read_sampling(tmp_path) == Sampling(repetition_penalty=1.1)
 
@@ -41,9 +41,7 @@ def test_without_do_sample_it_is_greedy_as_in_transformers(tmp_path: Path, do_sa
         ("repetition_penalty", 0, "repetition_penalty: must be above 0"),
     ],
 )
-def test_what_cannot_be_a_parameter_is_refused_with_its_file(
-    tmp_path: Path, field: str, value: object, message: str
-) -> None:
+def test_invalid_parameter_is_refused_with_its_file(tmp_path: Path, field: str, value: object, message: str) -> None:
     write(tmp_path, do_sample=True, **{field: value})
     with pytest.raises(ModelRefused, match=f"generation_config.json: {message}"):
         read_sampling(tmp_path)

@@ -1,4 +1,4 @@
-"""Text to ids: plain text stays plain, templates are split, long documents are cut without a trace."""
+"""Tokenization: plain text stays plain, templates are split, and long documents are split without other ids."""
 
 import json
 from functools import partial
@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
     return write_model(tmp_path / "model")
 
 
-def test_the_template_is_split_around_document_and_question(folder: Path) -> None:
+def test_template_is_split_around_document_and_question(folder: Path) -> None:
     tokenizer = load(folder)
     assert tokenizer.has_chat_template
     assert document_ids(tokenizer, "doc", is_first=True) == [BEGIN, USER, *plain("doc")]
@@ -71,14 +71,14 @@ def test_text_that_looks_like_a_control_token_is_plain_text(folder: Path) -> Non
     assert question_ids(tokenizer, sly).count(MODEL) == 1
 
 
-def test_a_separator_may_be_a_control_token(folder: Path) -> None:
+def test_separator_may_be_a_control_token(folder: Path) -> None:
     edit(folder, "tokenizer_config.json", document_separator="<|separator|>")
     assert question_ids(load(folder), "x") == [SEPARATOR, *plain("x"), MODEL]
     edit(folder, "tokenizer_config.json", document_separator="")
     assert question_ids(load(folder), "x") == [*plain("x"), MODEL]
 
 
-def test_without_a_template_the_begin_token_comes_once(tmp_path: Path) -> None:
+def test_begin_token_is_added_once_without_a_template(tmp_path: Path) -> None:
     fast = byte_tokenizer()
     fast.post_processor = processors.TemplateProcessing(
         single=f"<|begin|> $A {END}", special_tokens=[("<|begin|>", BEGIN), (END, fast.token_to_id(END))]
@@ -93,7 +93,7 @@ def test_without_a_template_the_begin_token_comes_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [5, [5, 6]])
-def test_end_tokens_are_one_or_several(folder: Path, value: int | list[int]) -> None:
+def test_one_or_several_end_tokens(folder: Path, value: int | list[int]) -> None:
     assert load(folder).end_tokens == {FAST.token_to_id(END)}
     edit(folder, "generation_config.json", eos_token_id=value)
     assert load(folder).end_tokens == frozenset([value] if isinstance(value, int) else value)
@@ -101,7 +101,7 @@ def test_end_tokens_are_one_or_several(folder: Path, value: int | list[int]) -> 
 
 @pytest.mark.parametrize("eos_token", [END, {"content": END, "special": True}])
 @pytest.mark.parametrize("others", [5, [5, 6], None])
-def test_the_tokenizers_end_token_is_one_beside_those_of_the_config(
+def test_end_token_of_the_tokenizer_is_added_to_those_of_the_config(
     folder: Path, eos_token: str | dict[str, Any], others: int | list[int] | None
 ) -> None:
     edit(folder, "tokenizer_config.json", eos_token=eos_token)
@@ -110,13 +110,13 @@ def test_the_tokenizers_end_token_is_one_beside_those_of_the_config(
     assert load(folder).end_tokens == {FAST.token_to_id(END), *named}
 
 
-def test_an_end_token_that_the_vocabulary_lacks_is_none(folder: Path) -> None:
+def test_end_token_outside_the_vocabulary_is_ignored(folder: Path) -> None:
     edit(folder, "tokenizer_config.json", eos_token="<|nowhere|>")
     edit(folder, "generation_config.json", eos_token_id=5)
     assert load(folder).end_tokens == {5}
 
 
-def test_a_template_file_comes_before_the_config_and_several_have_a_default(folder: Path) -> None:
+def test_template_file_takes_precedence_and_several_have_a_default(folder: Path) -> None:
     several = [{"name": "tools", "template": "no"}, {"name": "default", "template": TEMPLATE}]
     edit(folder, "tokenizer_config.json", chat_template=several)
     assert question_ids(load(folder), "x")[-1] == MODEL
@@ -124,7 +124,7 @@ def test_a_template_file_comes_before_the_config_and_several_have_a_default(fold
     assert question_ids(load(folder), "x")[-1] == USER
 
 
-def test_a_files_truncation_and_padding_are_undone(tmp_path: Path) -> None:
+def test_truncation_and_padding_of_the_file_are_disabled(tmp_path: Path) -> None:
     fast = byte_tokenizer()
     fast.enable_truncation(4)
     fast.enable_padding(length=100)
@@ -132,7 +132,7 @@ def test_a_files_truncation_and_padding_are_undone(tmp_path: Path) -> None:
     assert len(document_ids(tokenizer, "a" * 50)) == 50
 
 
-def test_the_vocabulary_is_the_configs(folder: Path) -> None:
+def test_vocabulary_size_is_that_of_the_config(folder: Path) -> None:
     edit(folder, "config.json", vocab_size=300)
     tokenizer = load(folder)
     assert tokenizer.vocabulary_size == 300
@@ -154,7 +154,7 @@ def test_the_vocabulary_is_the_configs(folder: Path) -> None:
         ("chat_template.jinja", "{{ ().__class__.__bases__ }}", "unsafe"),
     ],
 )
-def test_a_folder_that_cannot_be_served_is_refused(folder: Path, name: str, content: str | None, message: str) -> None:
+def test_invalid_folder_is_refused(folder: Path, name: str, content: str | None, message: str) -> None:
     if content is None:
         (folder / name).unlink()
     else:
@@ -163,7 +163,7 @@ def test_a_folder_that_cannot_be_served_is_refused(folder: Path, name: str, cont
         load(folder)
 
 
-def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+def test_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelRefused, match="does not exist"):
         load(tmp_path / "none")
 
@@ -180,12 +180,12 @@ def test_templates_have_the_helpers_of_transformers() -> None:
 # The bound on bytes
 
 
-def test_a_byte_level_token_stands_for_no_more_bytes_than_its_name(folder: Path) -> None:
+def test_byte_level_token_has_at_most_the_bytes_of_its_name(folder: Path) -> None:
     assert load(folder).max_bytes_per_token == len("<|separator|>")
 
 
 @pytest.mark.parametrize("kind", ["lowercase", "removing", "fused", "wordlevel", "greedy"])
-def test_there_is_no_bound_where_text_may_vanish(kind: str, tmp_path: Path) -> None:
+def test_no_bound_if_normalization_removes_text(kind: str, tmp_path: Path) -> None:
     fast = byte_tokenizer()
     match kind:
         case "lowercase":
@@ -204,7 +204,7 @@ def test_there_is_no_bound_where_text_may_vanish(kind: str, tmp_path: Path) -> N
 
 @given(text=st.text(max_size=60))
 @settings(max_examples=60, deadline=None)
-def test_the_bound_holds_with_composition(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_bound_holds_with_unicode_composition(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     fast = byte_tokenizer()
     fast.normalizer = normalizers.NFC()
     tokenizer = load(write_model(tmp_path_factory.mktemp("m") / "model", fast, template=None))

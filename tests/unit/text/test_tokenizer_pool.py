@@ -1,4 +1,4 @@
-"""Texts are tokenized in turns, step by step, and a cancelled text gets no further step."""
+"""Texts are tokenized in turns, step by step; a cancelled text gets no further step."""
 
 import asyncio
 import threading
@@ -15,7 +15,7 @@ LONG = 5 * STEP_CHARACTERS
 
 
 class Recorder:
-    """Notes whose turn it was; each step waits until it is let."""
+    """Records turns; each step waits until it is allowed."""
 
     def __init__(self) -> None:
         self.turns: list[str] = []
@@ -66,7 +66,7 @@ async def begin(threads: TokenizerPool, recorder: Recorder, *names: str) -> list
 
 
 @pytest.mark.parametrize("size", [0, 1, STEP_CHARACTERS, STEP_CHARACTERS + 1, LONG])
-async def test_a_text_is_given_whole(threads: TokenizerPool, size: int) -> None:
+async def test_text_is_passed_unchanged(threads: TokenizerPool, size: int) -> None:
     recorder, steps = Recorder(), []
     recorder.allow(10)
     encoder = Encoder("a", recorder)
@@ -76,7 +76,7 @@ async def test_a_text_is_given_whole(threads: TokenizerPool, size: int) -> None:
     assert len(steps) == max(1, -(-size // STEP_CHARACTERS))
 
 
-async def test_a_short_text_waits_for_one_step_of_each_long_one(threads: TokenizerPool) -> None:
+async def test_short_text_waits_for_one_step_of_each_long_text(threads: TokenizerPool) -> None:
     recorder = Recorder()
     long = await begin(threads, recorder, "a", "b")
     short = asyncio.create_task(threads.encode(Encoder("short", recorder), "x"))
@@ -89,7 +89,7 @@ async def test_a_short_text_waits_for_one_step_of_each_long_one(threads: Tokeniz
 
 
 async def test_tenants_take_turns() -> None:
-    """However many texts one of them sends."""
+    """The number of texts of a tenant does not matter."""
     names = ContextVar("names", default="")
     recorder, threads = Recorder(), TokenizerPool(1, tenant=names.get)
 
@@ -111,7 +111,7 @@ async def test_tenants_take_turns() -> None:
     await threads.close()
 
 
-async def test_what_is_cancelled_takes_no_further_step(threads: TokenizerPool) -> None:
+async def test_cancelled_text_gets_no_further_step(threads: TokenizerPool) -> None:
     recorder = Recorder()
     tasks = await begin(threads, recorder, "a", "b", "c")
     for task in tasks:
@@ -122,7 +122,7 @@ async def test_what_is_cancelled_takes_no_further_step(threads: TokenizerPool) -
     assert recorder.turns == ["a", "next"]
 
 
-async def test_an_error_after_a_step_ends_the_text(threads: TokenizerPool) -> None:
+async def test_error_after_a_step_ends_the_text(threads: TokenizerPool) -> None:
     recorder = Recorder()
     recorder.allow(9)
 
@@ -134,7 +134,7 @@ async def test_an_error_after_a_step_ends_the_text(threads: TokenizerPool) -> No
     assert recorder.turns == ["a"]
 
 
-async def test_the_end_drops_what_waits_and_is_not_held_by_a_step_that_takes_long() -> None:
+async def test_close_drops_waiting_texts_and_does_not_wait_for_a_long_step() -> None:
     recorder, threads = Recorder(), TokenizerPool(1, leave_seconds=0.01)
     tasks = await begin(threads, recorder, "a", "b")
     await threads.close()
@@ -150,17 +150,17 @@ async def test_the_end_drops_what_waits_and_is_not_held_by_a_step_that_takes_lon
     assert recorder.turns == ["a"]
 
 
-class Listed:
+class ListingEncoder:
     """A text's encoder that lists all of its pieces."""
 
-    def __init__(self, said: list[object]) -> None:
-        self._said = said
+    def __init__(self, calls: list[object]) -> None:
+        self._calls = calls
 
     def push(self, text: str) -> None:
-        self._said.append(len(text))
+        self._calls.append(len(text))
 
     def finish(self) -> None:
-        self._said.append("end")
+        self._calls.append("end")
 
 
 @pytest.mark.parametrize(
@@ -177,11 +177,13 @@ class Listed:
 )
 async def test_short_texts_share_a_step(threads: TokenizerPool, lengths: list[int], expected: list[object]) -> None:
     output: list[object] = []
-    await threads.encode_all([(Listed(output), "x" * length) for length in lengths], lambda: output.append("step"))
+    await threads.encode_all(
+        [(ListingEncoder(output), "x" * length) for length in lengths], lambda: output.append("step")
+    )
     assert output == expected
 
 
-async def test_what_takes_long_keeps_no_step_waiting(threads: TokenizerPool) -> None:
+async def test_long_call_does_not_delay_steps(threads: TokenizerPool) -> None:
     gate, order = threading.Event(), list[int]()
 
     def wait(number: int) -> None:
@@ -195,10 +197,10 @@ async def test_what_takes_long_keeps_no_step_waiting(threads: TokenizerPool) -> 
     await asyncio.wait([long[1]])
     gate.set()
     await asyncio.gather(long[0], long[2])
-    assert order == [0, 2], "one after the other, and none that nobody waits for"
+    assert order == [0, 2], "one after the other, and none for a cancelled caller"
 
 
-async def test_a_short_text_does_not_wait_for_a_long_one_that_takes_long(threads: TokenizerPool) -> None:
+async def test_short_text_does_not_wait_for_a_slow_long_one(threads: TokenizerPool) -> None:
     gate = threading.Event()
     long = asyncio.create_task(threads.run_long(STEP_CHARACTERS + 1, gate.wait, 30))
     await asyncio.sleep(0)
@@ -208,7 +210,7 @@ async def test_a_short_text_does_not_wait_for_a_long_one_that_takes_long(threads
     assert await long
 
 
-async def test_nothing_long_begins_once_they_are_closed(threads: TokenizerPool) -> None:
+async def test_no_long_text_starts_after_close(threads: TokenizerPool) -> None:
     assert await threads.run_long(5, lambda: 7) == 7
     await threads.close()
     with pytest.raises(Unavailable):

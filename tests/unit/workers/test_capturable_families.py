@@ -1,9 +1,9 @@
-"""Which families' forward passes a graph can hold, and what those of the others ask the host.
+"""The families whose forward passes can be captured in a graph, and the host synchronization of the others.
 
-Experts are the only ones that ask: by default transformers multiplies the rows of all experts in one grouped product,
-for which torch has a kernel in bfloat16 alone. In other types the host waits to hear how many rows each expert gets. Of
-the settings that a config has for it, "batched_mm" asks for nothing in any type, but copies an expert's weights for
-each row that goes there; "eager" always asks. Llama 4 has all rows pass through all experts.
+Only experts synchronize with the host: by default transformers multiplies the rows of all experts in one grouped
+product, and torch has a kernel for it only in bfloat16. With other dtypes the host waits for the number of rows per
+expert. The config setting "batched_mm" never synchronizes, but copies the weights of an expert for each of its rows;
+"eager" always synchronizes. In Llama 4 all rows pass through all experts.
 """
 
 import pytest
@@ -44,12 +44,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """Makes the checkpoint of a family, once."""
+    """Creates the checkpoint of a family once."""
     made = {}
 
     def get(family):
         if family not in made:
-            num_layers = 4 if family.startswith("llama4") else 2  # as few as there are kinds of them
+            num_layers = 4 if family.startswith("llama4") else 2  # the smallest number with all kinds
             made[family] = make_checkpoint(tmp_path_factory.mktemp(family), family, num_layers=num_layers)
         return made[family]
 
@@ -57,13 +57,13 @@ def folder_of(tmp_path_factory):
 
 
 @pytest.fixture
-def says_that_it_captures(monkeypatch):
+def simulated_capture(monkeypatch):
     """During a capture transformers skips checks that only warn and would read ids; on a GPU it detects the capture
     itself."""
     monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
 
 
-class Itself:
+class OwnValueHandle:
     """Implements workers.model.hook.Handle: each row attends only to its own values, scaled by its rotated query."""
 
     def attend(self, layer, q_THD, k_KTD, v_KTV, call):
@@ -91,7 +91,7 @@ class Forward:
 
     @torch.inference_mode()
     def run(self):
-        inputs = self.model.arguments(Itself(), self.ids, self.positions)
+        inputs = self.model.arguments(OwnValueHandle(), self.ids, self.positions)
         found = self.model.module(**inputs, return_dict=False, logits_to_keep=self.sampled)
         self.logits.copy_(found[0][0])
 
@@ -114,9 +114,9 @@ def thinned(rows):
     return [row if row[0] in QUICK else pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
-@pytest.mark.usefixtures("says_that_it_captures")
+@pytest.mark.usefixtures("simulated_capture")
 @pytest.mark.parametrize(("family", "dtype"), thinned((family, dtype) for family in FAMILIES for dtype in DTYPES))
-def test_a_forward_pass_can_be_captured(folder_of, family, dtype):
+def test_forward_pass_can_be_captured(folder_of, family, dtype):
     forward = Forward(folder_of(family), dtype)
     if family in GROUPED and dtype != "bfloat16":
         with pytest.raises(CaptureRefused, match="_grouped_mm at transformers.integrations.moe:[0-9]+: .* offsets"):
@@ -129,13 +129,13 @@ def test_a_forward_pass_can_be_captured(folder_of, family, dtype):
 
 
 @pytest.mark.parametrize(("family", "dtype"), thinned((family, dtype) for family in GROUPED for dtype in DTYPES))
-def test_experts_can_be_captured_in_other_ways(folder_of, family, dtype):
+def test_experts_can_be_captured_with_other_settings(folder_of, family, dtype):
     check_replays(Forward(folder_of(family), dtype, experts="batched_mm"))
     with pytest.raises(CaptureRefused, match="transformers.models.*: the host waits for numbers"):
         RecordedGraphs().capture(Forward(folder_of(family), dtype, experts="eager").run)
 
 
-def test_a_model_that_looks_at_ids_is_refused(folder_of):
-    """Where transformers does not know that it is captured."""
+def test_model_that_reads_ids_on_the_host_is_refused(folder_of):
+    """transformers does not detect the capture here."""
     with pytest.raises(CaptureRefused, match="lift_fresh at transformers.modeling_utils"):
         RecordedGraphs().capture(Forward(folder_of("gpt2"), "float32").run)

@@ -74,13 +74,13 @@ def refuse():
     raise RuntimeError("operation not permitted")
 
 
-def test_a_refused_capture_tells_what_was_refused_first_and_leaves_the_stream(cuda):
+def test_refused_capture_raises_the_first_error_and_restores_the_stream(cuda):
     with pytest.raises(CaptureRefused, match="RuntimeError: operation not permitted"):
         CudaGraphs("cuda:0", MIB).capture(refuse)
     assert cuda.current == "the usual stream"
 
 
-def test_what_captures_take_counts_and_nothing_else(cuda):
+def test_only_memory_of_captures_is_counted(cuda):
     made = CudaGraphs("cuda:0", 2 * MIB)
     cuda.used, cuda.unused = 900 * MIB, 900 * MIB
 
@@ -96,7 +96,7 @@ def test_what_captures_take_counts_and_nothing_else(cuda):
         made.check_room()
 
 
-def test_all_are_given_back(cuda):
+def test_all_graphs_are_released(cuda):
     made = CudaGraphs("cuda:0", MIB)
     for _ in range(3):
         made.capture(lambda: None)
@@ -105,7 +105,7 @@ def test_all_are_given_back(cuda):
     assert cuda.resets == 3
 
 
-class Refusing:
+class RefusingGraphs:
     """Implements workers.cuda_graphs.graphs.Graphs."""
 
     def __init__(self, room=True, capture=True):
@@ -127,14 +127,14 @@ class Refusing:
 @pytest.mark.parametrize("mine", [True, False])
 @pytest.mark.parametrize("theirs", [True, False])
 @pytest.mark.parametrize("step", ["room", "capture"])
-def test_all_ranks_capture_or_none_and_each_is_asked(step, mine, theirs):
+def test_either_all_ranks_capture_or_none(step, mine, theirs):
     requested = []
 
     def agree(is_so):
         requested.append(is_so)
         return is_so and theirs
 
-    shared = SharedGraphs(Refusing(**{step: mine}), agree)
+    shared = SharedGraphs(RefusingGraphs(**{step: mine}), agree)
 
     def act():
         return shared.check_room() if step == "room" else shared.capture(refuse)

@@ -1,4 +1,4 @@
-"""The sampler of devices, run on a CPU: its tokens are those of the CPU sampler, and of the definition."""
+"""The device sampler, run on a CPU: its tokens equal those of the CPU sampler and of the definition."""
 
 import itertools
 import random
@@ -45,7 +45,7 @@ def settings() -> list[Sampling]:
 
 
 class Service:
-    """Sequences that begin and end in no order, and steps with some of them, for two samplers."""
+    """Sequences that begin and end in random order, and steps with a part of them, for two samplers."""
 
     def __init__(self, seed: int, size: int) -> None:
         self._random = random.Random(seed)
@@ -53,7 +53,7 @@ class Service:
         self._kinds = itertools.cycle(self._random.sample(settings(), len(settings())))
         self._numbers = itertools.count()
         self._live: dict[int, int] = {}
-        """By sequence, the index of its next token."""
+        """The index of the next token by sequence."""
         self._drawing: set[int] = set()
 
     def count_drawn(self, rows: list[Row]) -> int:
@@ -80,14 +80,14 @@ class Service:
         sampling, first = next(self._kinds), self._random.choice([0, 0, 5])
         drawn = [self._random.randrange(self._size + 9) for _ in range(30)]  # some have no logit
         seen = PenaltyHistory(tuple({*drawn[:20]}), tuple(i % self._size for i in drawn[: 2 * first]))
-        # few seeds: where they are equal, so are the numbers
+        # few seeds, so that equal seeds occur
         terms = SamplingTerms(sampling.of_sample(sequence % 7), seen if sampling.has_penalties else None)
         self._live[sequence] = first + 1
         return Row(sequence, (0,), first, (), (), first, terms)
 
 
 def logits(num_rows: int, size: int, step: int) -> torch.Tensor:
-    """Flat, peaked, with many equal ones, with tokens that are ruled out, or not finite."""
+    """Logits that are flat, peaked, partly equal, partly excluded or not finite."""
     generator = torch.Generator().manual_seed(step)
     found = torch.randn(num_rows, size, generator=generator) * [0.5, 2.0, 4.0, 8.0][step % 4]
     if step % 5 == 0:
@@ -107,7 +107,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize(("size", "num_steps", "least"), [QUICK, *SLOW])
-def test_tokens_are_those_of_the_sampler_of_cpus(size, num_steps, least):
+def test_tokens_equal_those_of_the_cpu_sampler(size, num_steps, least):
     found, wanted, service, num_draws = DeviceSampler("cpu", 512), Sampler(), Service(size, size), 0
     for step in range(num_steps):
         rows, ended = service.step()
@@ -115,14 +115,14 @@ def test_tokens_are_those_of_the_sampler_of_cpus(size, num_steps, least):
         for sampler in (found, wanted):
             sampler.forget(ended)
         tokens = found.start(rows, logits_RV).tokens()
-        assert told(tokens) == told(wanted.start(rows, logits_RV).tokens()), f"step {step}"
+        assert comparable(tokens) == comparable(wanted.start(rows, logits_RV).tokens()), f"step {step}"
         assert found.broken == wanted.broken
         num_draws += service.count_drawn(rows)
     assert num_draws > least
 
 
-def told(tokens):
-    """Of equally likely tokens, any may be reported."""
+def comparable(tokens):
+    """Token ids and logprobs; ids of top tokens are left out because equally likely ones may differ."""
     return [
         [
             (token.id, token.logprobs and (token.logprobs.logprob, [top.logprob for top in token.logprobs.top]))
@@ -138,8 +138,8 @@ def told(tokens):
     [{}, {"top_p": 0.0}, {"top_p": 1e-20}, {"min_p": 1.0}, {"top_k": 1, "top_p": 1e-20}, {"top_k": 5, "min_p": 1.0}],
 )
 @pytest.mark.parametrize("drawn", [0.0, 0.5, 1 - 2**-53, 1.0])
-def test_at_the_ends_of_what_can_be_asked_a_token_that_is_kept_is_drawn(cut, drawn, monkeypatch):
-    """The least of top-p, the most of min-p, and a number as rounding may make it, beyond the last token."""
+def test_extreme_settings_draw_an_allowed_token(cut, drawn, monkeypatch):
+    """The smallest top-p, the largest min-p, and a random number that rounding moves past the last token."""
     monkeypatch.setattr(device_sampler, "uniforms", lambda seed, index, count: [drawn] * count)
     sampling = Sampling(temperature=1.0, **cut)
     for step in range(1, 40):
@@ -153,7 +153,7 @@ def test_at_the_ends_of_what_can_be_asked_a_token_that_is_kept_is_drawn(cut, dra
         ]
 
 
-def test_all_settings_are_mixed():
+def test_all_settings_occur():
     kinds = settings()
     assert len(set(map(str, kinds))) == len(kinds) == 480
 
@@ -162,7 +162,7 @@ def row(sequence: int, index: int, terms: SamplingTerms | None = None) -> Row:
     return Row(sequence, (0,), index, (), (), index, terms)
 
 
-def test_the_other_ranks_are_told_where_there_is_no_token():
+def test_missing_tokens_are_marked_for_the_other_ranks():
     sampler = DeviceSampler("cpu", 512)
     logits_RV = torch.tensor([[0.0, 1.0], [torch.nan, 0.0], [-torch.inf, -torch.inf]])
     for index, sampling in enumerate([Sampling(), Sampling(temperature=1.0, num_logprobs=1)]):
@@ -172,7 +172,7 @@ def test_the_other_ranks_are_told_where_there_is_no_token():
         assert choice.ids().dtype == torch.long
 
 
-def test_a_sequence_that_was_broken_gets_no_token_any_more_until_it_is_forgotten():
+def test_broken_sequence_gets_no_tokens_until_it_is_forgotten():
     sampler, sampling = DeviceSampler("cpu", 512), Sampling()
     assert sampler.start([row(4, 0, SamplingTerms(sampling))], torch.tensor([[torch.nan, 0.0]])).tokens() == [()]
     assert sampler.start([row(4, 1)], torch.tensor([[1.0, 0.0]])).tokens() == [()]
@@ -181,7 +181,7 @@ def test_a_sequence_that_was_broken_gets_no_token_any_more_until_it_is_forgotten
     assert token.id == 0
 
 
-def test_the_parameters_of_a_step_go_there_only_if_they_are_others(monkeypatch):
+def test_parameters_are_copied_to_the_device_only_when_changed(monkeypatch):
     copies = []
     monkeypatch.setattr(device_sampler, "to_device", lambda host, device: copies.append(host.shape) or host)
     sampler, logits_RV = DeviceSampler("cpu", 512), torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
@@ -196,7 +196,7 @@ def test_the_parameters_of_a_step_go_there_only_if_they_are_others(monkeypatch):
     assert len(copies) == 7
 
 
-def test_rows_that_are_too_many_to_be_computed_on_together_get_the_same_tokens(monkeypatch):
+def test_large_batches_are_split_without_changing_tokens(monkeypatch):
     requested = [row(i, 0, SamplingTerms(Sampling(temperature=1.0, seed=i, num_logprobs=2))) for i in range(10)]
     logits_RV = logits(10, 300, 1)
     together = DeviceSampler("cpu", 512).start(requested, logits_RV).tokens()
@@ -204,7 +204,7 @@ def test_rows_that_are_too_many_to_be_computed_on_together_get_the_same_tokens(m
     assert DeviceSampler("cpu", 512).start(requested, logits_RV).tokens() == together
 
 
-def test_places_are_given_back_and_begun_anew():
+def test_history_slots_are_released_and_reset():
     histories = TokenHistories(10, 11, "cpu")
     terms = SamplingTerms(Sampling(presence_penalty=1.0, logit_bias={2: 1.0}), PenaltyHistory((1, 30), (4, 4)))
     assert histories.begin(SamplingTerms(Sampling(temperature=1.0))) == 0
@@ -229,10 +229,10 @@ def test_places_are_given_back_and_begun_anew():
 
 @pytest.mark.parametrize("seed", [0, 3, 2**64 - 1])
 @pytest.mark.parametrize("first", [0, 5, 1 << 20])
-def test_random_numbers_that_are_made_ahead_are_those_of_each_token(seed, first):
+def test_precomputed_random_numbers_equal_those_of_each_token(seed, first):
     assert uniforms(seed, first, 70) == [uniform(seed, index) for index in range(first, first + 70)]
 
 
-def test_cpus_keep_the_sampler_that_is_faster_there():
+def test_cpus_use_the_cpu_sampler():
     assert isinstance(make_sampler("cpu", 8), Sampler)
     assert isinstance(make_sampler("cuda:1", 8), DeviceSampler)

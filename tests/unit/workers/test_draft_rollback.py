@@ -1,4 +1,4 @@
-"""Rows that may have no drafts are refused where a step is built."""
+"""Rows that cannot have drafts are refused when a step is built."""
 
 import pytest
 from msgspec.structs import replace
@@ -11,7 +11,7 @@ ROW = Row(3, (0,), 8, (), (Run(0, 0, 11, (0,)),), 1, draft_ids=(5, 6))
 
 
 @pytest.mark.parametrize("change", [{"token_index": -1}, {"num_scored": 1}, {"spans": Spans(16, 1, 4)}])
-def test_rows_that_tell_more_than_tokens_have_no_drafts(change):
+def test_rows_with_scores_or_spans_cannot_have_drafts(change):
     check_drafts(ROW)
     check_drafts(replace(ROW, **change, draft_ids=()))
     with pytest.raises(ValueError, match="sequence 3 has drafts"):

@@ -16,8 +16,8 @@ from workers.sampling.sampler import Sampler
 ROWS, V = 16, 20_000
 
 
-class Watch(TorchDispatchMode):
-    """Notes of operations how large the tensors are that they are given."""
+class OperationSizes(TorchDispatchMode):
+    """Records the sizes of the tensors that operations receive."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
@@ -53,30 +53,30 @@ def rows(*samplings: Sampling, seen: PenaltyHistory | None = None) -> list[Row]:
 @pytest.mark.parametrize("spread", [0.1, 1.0, 3.0], ids=["flat", "normal", "peaked"])
 def test_top_p_sorts_a_small_part_of_a_row(spread):
     requested = rows(*(Sampling(temperature=1.0, top_p=0.9, seed=i) for i in range(ROWS)))
-    with Watch("sort") as watch:
+    with OperationSizes("sort") as watch:
         Sampler().choose(requested, logits(spread=spread))
     assert sum(size for _, size in watch.sizes) < ROWS * V / 20
 
 
-def test_the_probabilities_of_all_rows_are_made_together():
+def test_probabilities_of_all_rows_are_computed_together():
     requested = rows(*(Sampling(temperature=0.5 + i / 8, seed=i, num_logprobs=2) for i in range(ROWS)))
-    with Watch("_softmax", "_log_softmax") as watch:
+    with OperationSizes("_softmax", "_log_softmax") as watch:
         Sampler().choose(requested, logits(size=512))
-    assert [size for _, size in watch.sizes] == [ROWS * 512] * 2  # of the candidates, and of the reported tokens
+    assert [size for _, size in watch.sizes] == [ROWS * 512] * 2  # the candidates and the reported tokens
 
 
-def test_penalties_touch_the_tokens_that_were_seen_alone():
+def test_penalties_affect_only_seen_tokens():
     seen = PenaltyHistory(tuple(range(0, 200, 2)), (3, 5, 5))
     requested = rows(Sampling(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5), seen=seen)
     logits_RV = logits(1)
-    with Watch("nonzero", "where", "mul", "gt", "sub", "add") as watch:
+    with OperationSizes("nonzero", "where", "mul", "gt", "sub", "add") as watch:
         Sampler().choose(requested, logits_RV)
     assert all(size <= 200 for _, size in watch.sizes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_of_tokens_equally_likely_top_p_keeps_those_of_larger_ids(dtype):
-    """On every processor: the instructions that it has decide how torch sorts them."""
+def test_top_p_keeps_larger_ids_of_equally_likely_tokens(dtype):
+    """This holds on every processor: the order in which torch sorts them depends on its instruction set."""
     values = torch.arange(640) % 4
     logits_V = values.log().to(dtype)  # 160 tokens each of no weight, of weight 1, 2 and 3
     sampling = Sampling(temperature=1.0, top_p=(3 * 160 + 2 * 30 - 1) / (6 * 160))
@@ -106,14 +106,14 @@ def settings() -> list[Sampling]:
 
 
 def at_a_limit(logits_V: torch.Tensor, num_tokens: int) -> list[Sampling]:
-    """With a top-p that so many tokens reach, but for rounding, and a min-p at which one more is."""
+    """Settings with a top-p that this number of tokens reaches, except for rounding, and a min-p with one more."""
     shares_V = torch.softmax(logits_V.double(), 0).sort(descending=True).values
     top_p, min_p = float(shares_V[:num_tokens].sum()), float(shares_V[num_tokens] / shares_V[0])
     kinds = {"top_p": top_p}, {"min_p": min_p}, {"min_p": min_p, "top_k": 2 * num_tokens}
     return [Sampling(temperature=1.0, seed=num_tokens, **kind) for kind in kinds]
 
 
-def test_all_tokens_that_are_as_likely_as_the_last_of_top_k_are_kept():
+def test_top_k_keeps_all_tokens_tied_with_the_last():
     logits_RV = torch.arange(500.0).clamp(min=5.0, max=450.0)[None]
     sampling = Sampling(temperature=1.0, top_k=2, seed=1)
     drawn = {Sampler().choose([row], logits_RV)[0].id for row in every_draw(sampling, 1000)}
@@ -121,7 +121,7 @@ def test_all_tokens_that_are_as_likely_as_the_last_of_top_k_are_kept():
 
 
 @pytest.mark.parametrize("size", [63, 200, 1000])
-def test_a_top_p_that_rounded_shares_may_never_reach_keeps_a_token(size):
+def test_top_p_that_rounding_never_reaches_keeps_a_token(size):
     sampling = Sampling(temperature=1.0, top_p=1 - 2**-53)
     for seed in range(60):
         scores_RV = logits(1, size, seed=seed).double()
@@ -130,7 +130,7 @@ def test_a_top_p_that_rounded_shares_may_never_reach_keeps_a_token(size):
 
 
 @pytest.mark.parametrize("num_steps", [20, pytest.param(210, marks=pytest.mark.slow, id="ten thousand draws")])
-def test_tokens_are_those_of_one_row_after_the_other(monkeypatch, num_steps):
+def test_batched_tokens_equal_those_of_single_rows(monkeypatch, num_steps):
     """Some rows depend on rounding, and some cannot be sampled from."""
     num_left = 0
 
@@ -158,7 +158,7 @@ def test_tokens_are_those_of_one_row_after_the_other(monkeypatch, num_steps):
 
 @pytest.mark.parametrize("size", [64, 3000, 4096])
 @pytest.mark.parametrize("num", [1, 20, 64])
-def test_the_highest_are_those_of_topk(size, num):
+def test_highest_tokens_equal_those_of_topk(size, num):
     logits_RV = logits(3, size).double()
     values, ids = draws.highest(logits_RV, num)
     assert torch.equal(values, logits_RV.topk(num).values)

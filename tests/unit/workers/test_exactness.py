@@ -1,4 +1,4 @@
-"""Before it serves, a rank compares each model with plain attention, once for each checkpoint."""
+"""A rank compares each checkpoint with plain attention once, before it serves the model."""
 
 import dataclasses
 
@@ -34,46 +34,46 @@ def check(folder, dtype="float32"):
 @pytest.mark.parametrize("pad_token_id", PAD_IDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_that_is_served_agrees(tmp_path, family, dtype, pad_token_id):
+def test_every_supported_family_agrees(tmp_path, family, dtype, pad_token_id):
     assert check(make_checkpoint(tmp_path, family, pad_token_id=pad_token_id), dtype) == ""
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("family", ["falcon_h1", "zaya"])
-def test_a_model_that_carries_a_state_is_refused_even_if_the_preflight_overlooks_it(
-    tmp_path, monkeypatch, family, dtype
-):
+def test_stateful_model_that_passes_the_preflight_is_refused(tmp_path, monkeypatch, family, dtype):
     monkeypatch.setattr(model, "LAYER_TYPES", {})
     monkeypatch.setattr(model.Probe, "_check_rows", lambda *_: None)
     folder = make_checkpoint(tmp_path, family, num_layers=2, pad_token_id=0)
-    with pytest.raises(ModelRefused, match=f"{dtype_told(dtype)} differ from those of transformers by up to"):
+    with pytest.raises(ModelRefused, match=f"{compared_dtype(dtype)} differ from those of transformers by up to"):
         check(folder, dtype)
 
 
-def dtype_told(dtype):
-    """A refusal rests on float32 wherever that can be computed."""
+def compared_dtype(dtype):
+    """The dtype in the error: bfloat16 models are compared in float32."""
     return "its logits in float32" if dtype == "bfloat16" else f"its logits in {dtype}"
 
 
-def steep(call):
-    """Scores are taken too large."""
+def with_large_scores(call):
+    """Attention with scores that are too large."""
     return call._replace(scale=1.02 * call.scale)
 
 
 @pytest.mark.parametrize(
-    ("family", "wrong"), [("llama", steep), ("gemma2", lambda call: call._replace(softcap=None))], ids=["scale", "cap"]
+    ("family", "wrong"),
+    [("llama", with_large_scores), ("gemma2", lambda call: call._replace(softcap=None))],
+    ids=["scale", "cap"],
 )
-def test_wrong_attention_of_any_class_is_refused(tmp_path, monkeypatch, family, wrong):
+def test_wrong_attention_is_refused_for_every_class(tmp_path, monkeypatch, family, wrong):
     folder = make_checkpoint(tmp_path, family)
     assert check(folder) == ""
     monkeypatch.setattr(hook, "LayerCall", lambda *values: wrong(LayerCall(*values)))
-    with pytest.raises(ModelRefused, match="is not exact with replaced attention"):
+    with pytest.raises(ModelRefused, match="is not exact here"):
         check(folder)
 
 
-def test_rows_that_see_each_other_in_long_steps_alone_are_refused(tmp_path, monkeypatch):
-    """As experts of limited capacity do: the preflight has too few rows to see it."""
+def test_rows_that_interact_only_in_long_steps_are_refused(tmp_path, monkeypatch):
+    """Experts of limited capacity do so; the preflight has too few rows to detect it."""
     own = LlamaRMSNorm.forward
 
     def shifted(self, hidden):
@@ -81,15 +81,15 @@ def test_rows_that_see_each_other_in_long_steps_alone_are_refused(tmp_path, monk
         return found + found.roll(1, dims=1) if hidden.shape[1] > 16 else found
 
     monkeypatch.setattr(LlamaRMSNorm, "forward", shifted)
-    with pytest.raises(ModelRefused, match="is not exact with replaced attention"):
+    with pytest.raises(ModelRefused, match="is not exact here"):
         check(make_checkpoint(tmp_path, "llama"))
 
 
-def test_a_model_of_few_positions_is_compared_within_them(tmp_path):
+def test_model_with_few_positions_is_compared_within_them(tmp_path):
     assert check(make_checkpoint(tmp_path, "gpt2", max_positions=20)) == ""
 
 
-def test_what_cannot_be_compared_is_not_verified(tmp_path, monkeypatch):
+def test_model_that_cannot_be_compared_is_not_verified(tmp_path, monkeypatch):
     def fail(*_):
         raise RuntimeError("no eager attention")
 
@@ -107,7 +107,7 @@ def test_logits_that_are_not_finite_are_not_verified(tmp_path):
     assert note == "not verified: its keys or logits for random tokens are not finite"
 
 
-def test_steps_that_the_model_cannot_run_are_refused(tmp_path, monkeypatch):
+def test_model_that_cannot_run_its_steps_is_refused(tmp_path, monkeypatch):
     loaded = model.load(str(make_checkpoint(tmp_path, "llama", num_layers=1)), "float32", "cpu")
     monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: 1 / 0)
     with pytest.raises(ModelRefused, match="LlamaForCausalLM cannot run on such steps: division by zero"):
@@ -116,7 +116,7 @@ def test_steps_that_the_model_cannot_run_are_refused(tmp_path, monkeypatch):
 
 @pytest.fixture
 def compared(monkeypatch):
-    """Each model that was compared; comparing costs nothing."""
+    """The list of compared models; the comparison itself is replaced."""
     made = []
     monkeypatch.setattr(exactness, "check_exact", lambda *arguments: made.append(arguments) or "")
     return made
@@ -127,7 +127,7 @@ def first_rank(folder, records, **settings):
     return Rank(spec, records=records)
 
 
-def test_a_checkpoint_is_compared_once_for_each_type_of_numbers(tmp_path, compared):
+def test_checkpoint_is_compared_once_per_dtype(tmp_path, compared):
     folder, records = (
         make_checkpoint(tmp_path / "model", "llama", num_layers=1),
         ExactnessRecords(tmp_path / "cache" / "exact"),
@@ -144,7 +144,7 @@ def test_a_checkpoint_is_compared_once_for_each_type_of_numbers(tmp_path, compar
     assert len(compared) == 3
 
 
-def test_a_record_depends_on_versions_and_kernels(tmp_path, monkeypatch):
+def test_record_depends_on_versions_and_kernels(tmp_path, monkeypatch):
     folder = make_checkpoint(tmp_path, "llama", num_layers=1)
     loaded, fingerprint = model.load(str(folder), "float32", "cpu"), read_fingerprint(folder)
     backends = [registry.choose(name, "cpu", torch.float32) for name in ("torch", "dense")]
@@ -156,7 +156,7 @@ def test_a_record_depends_on_versions_and_kernels(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("outcome", ["refused", "not verified"])
-def test_what_was_not_found_exact_is_not_recorded(tmp_path, monkeypatch, outcome):
+def test_inexact_result_is_not_recorded(tmp_path, monkeypatch, outcome):
     folder, records = make_checkpoint(tmp_path / "model", "llama", num_layers=1), ExactnessRecords(tmp_path / "exact")
     loaded, backend = model.load(str(folder), "float32", "cpu"), registry.choose("auto", "cpu", torch.float32)
 
@@ -175,7 +175,7 @@ def test_what_was_not_found_exact_is_not_recorded(tmp_path, monkeypatch, outcome
     assert not (tmp_path / "exact").exists()
 
 
-def test_a_folder_of_records_that_cannot_be_written_is_no_error(tmp_path, compared):
+def test_unwritable_record_folder_is_not_an_error(tmp_path, compared):
     (tmp_path / "file").touch()
     folder, records = (
         make_checkpoint(tmp_path / "model", "llama", num_layers=1),
@@ -199,7 +199,7 @@ def test_a_folder_of_records_that_cannot_be_written_is_no_error(tmp_path, compar
     ],
     ids=["first", "of another machine", "beside the first", "replacement", "switched off"],
 )
-def test_one_rank_of_each_machine_compares_at_the_start(
+def test_one_rank_per_machine_compares_at_the_start(
     tmp_path, monkeypatch, member, is_first_here, verify_model, is_compared
 ):
     monkeypatch.setattr(rank, "verify_model", lambda *_: "not verified: here")

@@ -1,10 +1,10 @@
-"""What is imported for good is not looked through for garbage."""
+"""The garbage collector skips objects of imported modules."""
 
 import gc
 
 import pytest
 
-from workers.imports import for_good
+from workers.imports import frozen_imports
 
 
 @pytest.fixture(autouse=True)
@@ -14,18 +14,18 @@ def thawed():
     gc.enable()
 
 
-def test_garbage_is_not_looked_for_meanwhile_nor_there_later():
+def test_imports_disable_collection_and_freeze_their_objects():
     gc.unfreeze()
-    with for_good():
-        retained = [[]]
+    with frozen_imports():
+        imported = [[]]
         assert not gc.isenabled()
     assert gc.isenabled()
-    assert not any(each is retained for each in gc.get_objects())
+    assert not any(each is imported for each in gc.get_objects())
     later = [[]]
     assert any(each is later for each in gc.get_objects())
 
 
-def test_nor_where_an_import_fails():
-    with pytest.raises(ImportError), for_good():
+def test_failed_import_restores_collection():
+    with pytest.raises(ImportError), frozen_imports():
         raise ImportError
     assert gc.isenabled()

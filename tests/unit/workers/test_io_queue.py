@@ -1,4 +1,4 @@
-"""Which order comes next: fetches before saves, and saves when they have rested."""
+"""The order of storage requests: fetches before saves, and saves after their pause."""
 
 import threading
 
@@ -19,14 +19,14 @@ class Clock:
 
 def work(name):
     def done():
-        """Nothing: only which one comes is looked at."""
+        """A request without effect; tests check only the order."""
 
     done.__name__ = name
     return done
 
 
 def taken(orders):
-    """The name of the next order, from a separate thread that waits if there is none."""
+    """The name of the next request, from a separate thread that waits if there is none."""
     found = []
     thread = threading.Thread(target=lambda: found.append(orders.take()), daemon=True)
     thread.start()
@@ -38,7 +38,7 @@ def clock():
     return Clock()
 
 
-def test_somebody_waits_for_fetches_and_nobody_for_saves(clock):
+def test_fetches_precede_saves(clock):
     orders = IoQueue(clock)
     for name in ("save 1", "save 2"):
         orders.put_save(work(name))
@@ -47,7 +47,7 @@ def test_somebody_waits_for_fetches_and_nobody_for_saves(clock):
     assert [orders.take().__name__ for _ in range(4)] == ["fetch 1", "fetch 2", "save 1", "save 2"]
 
 
-def test_saves_rest_and_fetches_do_not(clock):
+def test_pause_delays_saves_but_not_fetches(clock):
     orders = IoQueue(clock)
     orders.put_save(work("save"))
     orders.rest(3600.0)
@@ -59,7 +59,7 @@ def test_saves_rest_and_fetches_do_not(clock):
     assert orders.take().__name__ == "save"
 
 
-def test_who_takes_a_save_has_others_wait_at_once(clock):
+def test_running_save_delays_other_saves(clock):
     orders = IoQueue(clock, lambda: 5.0)
     for name in ("save 1", "save 2"):
         orders.put_save(work(name))
@@ -72,7 +72,7 @@ def test_who_takes_a_save_has_others_wait_at_once(clock):
     assert orders.take().__name__ == "save 2"
 
 
-def test_the_last_word_on_a_rest_counts(clock):
+def test_last_pause_counts(clock):
     """A thread that waits for the end of a long pause is notified of a shorter one."""
     orders = IoQueue(clock)
     orders.put_save(work("save"))
@@ -83,14 +83,14 @@ def test_the_last_word_on_a_rest_counts(clock):
     assert [one.__name__ for one in found] == ["save"]
 
 
-def test_a_rest_ends_by_itself():
+def test_pause_ends_after_its_time():
     orders = IoQueue()
     orders.rest(0.05)
     orders.put_save(work("save"))
     assert orders.take().__name__ == "save"
 
 
-def test_what_waits_at_the_end_is_dropped(clock):
+def test_waiting_requests_are_dropped_on_close(clock):
     orders = IoQueue(clock)
     waiting = [taken(orders) for _ in range(2)]
     orders.close()

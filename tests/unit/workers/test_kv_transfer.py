@@ -1,4 +1,4 @@
-"""Runs that go from rank to rank: the same bits, in every kind of pool, or an error that names the ranks."""
+"""Transfers of runs between ranks: identical bits in every kind of pool, or an error that names the ranks."""
 
 import random
 
@@ -68,7 +68,7 @@ def deal(seed, num_ranks):
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", POOLS)
-def test_what_moves_has_the_same_bits_at_its_new_place_and_nothing_else_changes(name, num_ranks, monkeypatch):
+def test_moved_blocks_are_bit_identical_and_others_are_unchanged(name, num_ranks, monkeypatch):
     make = POOLS[name]
     monkeypatch.setattr(kv_transfer, "PIECE_BYTES", 2 * max(1, Content(make()).bytes_per_block))
     for seed in range(4):
@@ -88,7 +88,7 @@ def test_what_moves_has_the_same_bits_at_its_new_place_and_nothing_else_changes(
 
 
 @pytest.mark.parametrize("name", ["plain", "half", "latents", "narrow values", "int8"])
-def test_keys_and_values_are_read_as_before(name):
+def test_keys_and_values_read_equal_after_a_move(name):
     ranks = [Rank(POOLS[name], number) for number in range(2)]
     layout = SegmentLayout(4, 0, (Run(0, 0, 5, (8, 2)),))
     for rank in ranks:
@@ -100,8 +100,8 @@ def test_keys_and_values_are_read_as_before(name):
         assert torch.equal(ranks[1].pool.take(layer, torch.tensor(slots[1])), taken)
 
 
-def test_a_block_of_8_bits_goes_on_where_it_went_as_it_would_have_before():
-    """Its exponents come with it: a larger key shifts those that were there."""
+def test_moved_8_bit_block_continues_with_its_exponents():
+    """Its exponents are moved: a larger key shifts the keys that are already in the block."""
     here, there = [QuantizedPool({0: FULL}, 4, 4, torch.float32, "cpu") for _ in range(2)]
     backend, generator = Compiled(), torch.Generator().manual_seed(3)
     k, v = torch.randn(2, 2, 4, 8, generator=generator)
@@ -118,7 +118,7 @@ def test_a_block_of_8_bits_goes_on_where_it_went_as_it_would_have_before():
     assert torch.equal(Content(here).export([1]), Content(there).export([3]))
 
 
-def test_blocks_of_the_same_number_cross():
+def test_blocks_with_equal_numbers_are_swapped():
     """Each rank sends the content of a block, and receives into a block with the same number as the other's."""
     layout = SegmentLayout(4, 0, (Run(0, 0, 3, (5,)), Run(1, 3, 6, (6,)), Run(2, 6, 9, (5,))))
     targets = (Run(1, 0, 3, (5,)), Run(2, 3, 6, (6,)), Run(0, 6, 9, (6,)))
@@ -152,9 +152,9 @@ class FlippingComm:
         return flipped
 
 
-@pytest.mark.parametrize("at", [0, DIGEST_BYTES, 150], ids=["of the checksum", "of the first key", "of another"])
+@pytest.mark.parametrize("at", [0, DIGEST_BYTES, 150], ids=["checksum", "first key", "another"])
 @pytest.mark.parametrize("number", [0, 1], ids=["first round", "second round"])
-def test_a_flipped_bit_is_found_and_all_ranks_say_whose(at, number, monkeypatch):
+def test_flipped_bit_is_detected_and_reported_by_all_ranks(at, number, monkeypatch):
     make = POOLS["plain"]
     monkeypatch.setattr(kv_transfer, "PIECE_BYTES", Content(make()).bytes_per_block)
     layout = SegmentLayout(4, 0, (Run(0, 0, 6, (1, 2)), Run(1, 6, 9, (3,))))
@@ -165,20 +165,20 @@ def test_a_flipped_bit_is_found_and_all_ranks_say_whose(at, number, monkeypatch)
     ranks = [Rank(make, number, [layout]) for number in range(3)]
     before, retained = ranks[0].places(4, 9, 3), [Content(rank.pool).export(range(4)) for rank in ranks]
 
-    def told(comm):
+    def reported_ranks(comm):
         comm_here = FlippingComm(comm, at, number) if comm.rank == 2 else comm
-        with pytest.raises(TransferCorrupted, match="rank 2 otherwise than rank 0 sent") as raised:
+        with pytest.raises(TransferCorrupted, match="rank 2 received other keys than rank 0 sent") as raised:
             move(Move(transfers), comm_here, ranks[comm.rank].pool, ranks[comm.rank].ledger)
         return raised.value.source, raised.value.target
 
-    assert on_ends(loopback(3), told) == [(0, 2)] * 3
+    assert on_ends(loopback(3), reported_ranks) == [(0, 2)] * 3
     assert all(rank.places(4, 9, 3) == before for rank in ranks)
     for rank, bits in zip(ranks, retained, strict=True):
         assert torch.equal(Content(rank.pool).export(range(4)), bits)
 
 
 @pytest.mark.parametrize("name", ["windows apart", "int8 windows apart", "windows alone"])
-def test_windows_are_handed_out_by_rank_0(name, monkeypatch):
+def test_windows_are_sent_by_rank_0(name, monkeypatch):
     make = POOLS[name]
     size = Content(make(), of_windows=True).bytes_per_block
     monkeypatch.setattr(kv_transfer, "PIECE_BYTES", 2 * size)
@@ -195,9 +195,9 @@ def test_windows_are_handed_out_by_rank_0(name, monkeypatch):
         assert torch.equal(Content(rank.pool).export(range(NUM_BLOCKS)), sharded[number])
 
 
-def test_windows_that_came_damaged_are_found():
+def test_damaged_windows_are_detected():
     ranks = [Rank(POOLS["windows apart"], number) for number in range(2)]
-    with pytest.raises(TransferCorrupted, match="rank 1 otherwise than rank 0"):
+    with pytest.raises(TransferCorrupted, match="rank 1 received other keys than rank 0"):
         carry_out(
             Move((), (Run(EVERY_RANK, 0, 3, (2,)),)), ranks, lambda comm: FlippingComm(comm, 40) if comm.rank else comm
         )
@@ -220,15 +220,15 @@ NEXT = Run(1, 6, 9, (5,))
     ],
     ids=[
         "to itself",
-        "to nobody",
+        "to an unknown rank",
         "shorter",
         "into fewer blocks",
-        "over what is sent away",
+        "over blocks that are sent",
         "to two",
-        "from where it is not",
+        "from a wrong source",
     ],
 )
-def test_what_makes_no_sense_moves_nothing(transfers):
+def test_invalid_transfer_moves_nothing(transfers):
     ranks = [Rank(POOLS["plain"], number, [SegmentLayout(4, 0, (SOURCE, NEXT))]) for number in range(2)]
     before = [Content(rank.pool).export(range(NUM_BLOCKS)) for rank in ranks]
 
@@ -244,7 +244,7 @@ def test_what_makes_no_sense_moves_nothing(transfers):
         assert rank.places(4, 9, 2).keys() == set(range(9))
 
 
-def test_no_exchange_is_larger_than_a_piece(monkeypatch):
+def test_exchanges_are_at_most_a_piece(monkeypatch):
     make = POOLS["plain"]
     size = Content(make()).bytes_per_block
     monkeypatch.setattr(kv_transfer, "PIECE_BYTES", 3 * size)
@@ -263,7 +263,7 @@ def test_no_exchange_is_larger_than_a_piece(monkeypatch):
 
 
 @given(st.integers(0, 2**31), st.integers(2, 4), st.integers(1, 4))
-def test_in_a_round_each_rank_sends_to_one_and_hears_from_one(seed, num_ranks, most):
+def test_each_rank_has_one_peer_per_direction_in_a_round(seed, num_ranks, most):
     _, transfers = deal(seed, num_ranks)
     wanted = {
         (t.source.rank, block, t.target.rank, other)

@@ -7,11 +7,11 @@ import pytest
 
 from longleaf.rank_protocol.encoding import decode_from_rank, encode
 from longleaf.rank_protocol.log_messages import MAX_RECORDS, MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES, Logged, LogRecord
-from workers.log_buffer import MAX_KEPT, RankLogBuffer
+from workers.log_buffer import MAX_BUFFERED_RECORDS, RankLogBuffer
 from workers.member_process import taking_notes
 
 LARGEST = 240 << 10
-"""Bytes of a message that the channel takes in any case."""
+"""The size of a message that the channel always accepts."""
 ours = logging.getLogger("workers.some.module")
 library = logging.getLogger("longleaf.some.module")
 
@@ -37,7 +37,7 @@ def texts(records: RankLogBuffer) -> list[tuple[int, str]]:
     return [(record.level, record.text) for logged in taken(records) for record in logged.records]
 
 
-def test_warnings_of_ours_are_kept_in_order(records: RankLogBuffer) -> None:
+def test_own_warnings_are_buffered_in_order(records: RankLogBuffer) -> None:
     ours.info("too little")
     ours.warning("%d of %d", 1, 2)
     library.error("an error")
@@ -51,12 +51,12 @@ def test_warnings_of_ours_are_kept_in_order(records: RankLogBuffer) -> None:
 
 
 @pytest.mark.parametrize("exc_info", [False, None, True])
-def test_a_record_may_have_no_exception(records: RankLogBuffer, exc_info: bool | None) -> None:
+def test_record_without_an_exception(records: RankLogBuffer, exc_info: bool | None) -> None:
     ours.warning("epoch %d is broken", 3, exc_info=exc_info)
     assert texts(records) == [(30, "epoch 3 is broken")]
 
 
-def test_nothing_is_kept_of_what_comes_later(records: RankLogBuffer) -> None:
+def test_records_after_the_end_are_not_buffered(records: RankLogBuffer) -> None:
     other = RankLogBuffer()
     with other.listening():
         ours.warning("while both listen")
@@ -65,19 +65,19 @@ def test_nothing_is_kept_of_what_comes_later(records: RankLogBuffer) -> None:
     assert [text for _, text in texts(records)] == ["while both listen", "later"]
 
 
-def test_what_is_not_kept_is_counted_once(records: RankLogBuffer) -> None:
-    for number in range(MAX_KEPT + 7):
+def test_dropped_records_are_counted_once(records: RankLogBuffer) -> None:
+    for number in range(MAX_BUFFERED_RECORDS + 7):
         ours.warning("record %d", number)
     found = taken(records)
     assert [text for logged in found for text in (record.text for record in logged.records)] == [
-        f"record {number}" for number in range(MAX_KEPT)
+        f"record {number}" for number in range(MAX_BUFFERED_RECORDS)
     ]
     assert [logged.num_dropped for logged in found] == [0] * (len(found) - 1) + [7]
     ours.warning("there is room again")
     assert records.take(3) == Logged(3, (LogRecord(30, "there is room again"),))
 
 
-def test_the_end_of_a_traceback_is_told(records: RankLogBuffer) -> None:
+def test_end_of_a_traceback_is_included(records: RankLogBuffer) -> None:
     try:
         raise ValueError("at the bottom")
     except ValueError:
@@ -94,7 +94,7 @@ def test_the_end_of_a_traceback_is_told(records: RankLogBuffer) -> None:
     assert long.traceback.endswith("éat the end")
 
 
-def test_the_longest_records_are_a_message_that_the_channel_takes(records: RankLogBuffer) -> None:
+def test_longest_records_fit_a_message(records: RankLogBuffer) -> None:
     for _ in range(MAX_RECORDS):
         try:
             raise ValueError("\x00" * MAX_TRACEBACK_BYTES)
@@ -107,14 +107,14 @@ def test_the_longest_records_are_a_message_that_the_channel_takes(records: RankL
     assert len(encode(logged)) < LARGEST
 
 
-def test_names_of_files_that_are_no_text_can_be_told(records: RankLogBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_names_with_surrogates_are_escaped(records: RankLogBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
     for handler in logging.getLogger().handlers:  # records that the tests' handlers catch are sent as text
         monkeypatch.setattr(handler, "emit", lambda record: None)
     ours.warning("cannot read %s", "a\udcff")
     assert texts(records) == [(30, "cannot read a\\udcff")]
 
 
-def test_what_cannot_be_told_raises_nothing(records: RankLogBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_that_cannot_be_formatted_is_dropped(records: RankLogBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "raiseExceptions", False)
     for handler in logging.getLogger().handlers:  # those of the tests themselves raise
         monkeypatch.setattr(handler, "emit", lambda record: None)
@@ -122,13 +122,13 @@ def test_what_cannot_be_told_raises_nothing(records: RankLogBuffer, monkeypatch:
     assert records.take(3) is None
 
 
-def test_what_is_a_note_too_is_marked(records: RankLogBuffer) -> None:
+def test_startup_notes_are_marked(records: RankLogBuffer) -> None:
     with taking_notes() as notes:
         library.warning("slower")
         library.info("a choice")
         ours.warning("no note")
     library.warning("too late")
-    assert notes == ["slower", "a choice"]
+    assert (notes.warnings, notes.details) == (["slower"], ["a choice"])
     assert records.take(3) == Logged(
         3, (LogRecord(30, "slower", is_note=True), LogRecord(30, "no note"), LogRecord(30, "too late"))
     )

@@ -21,7 +21,7 @@ CHUNK = Prefill((0,), 0, (1,), ())
 
 
 class ScriptedChannel:
-    """Messages that come in their order; before some of them so many looks find none."""
+    """Messages in order; some are preceded by a number of polls without a message."""
 
     def __init__(self, log: list, *messages: object) -> None:
         self._messages = deque(messages)
@@ -55,8 +55,8 @@ class ScriptedChannel:
 
 
 class ScriptedRank:
-    """A device that completes a step after this number of polls; None: only when it is waited for. `errors` are raised
-    by action: the number of a step, `join`, `leave` or another name."""
+    """A device that completes a step after this number of polls; with None, only in a blocking wait. `errors` are
+    raised by action: the number of a step, `join`, `leave` or another name."""
 
     num_exchanges = 0
 
@@ -126,20 +126,20 @@ def join(epoch: int, rank: int = 0) -> Join:
     return Join(epoch, rank, "", 0, ("here", "here"))
 
 
-def live(log: list, *messages: object, standing: MemberStatus | None = None, **how: object) -> list:
+def run_member(log: list, *messages: object, status: MemberStatus | None = None, **how: object) -> list:
     """The actions and the messages sent, in `log`."""
     spec = make_spec(0, EngineConfig(model="none", world_size=2))
     channel = ScriptedChannel(log, Load(), *messages, Stop())
     rank = ScriptedRank(log, **{"looks": 0, **how})
     MemberProcess(
-        spec, rank, channel, standing or MemberStatus(), lambda outcome: log.append(("told", outcome.ticket))
+        spec, rank, channel, status or MemberStatus(), lambda outcome: log.append(("told", outcome.ticket))
     ).run()
     return log
 
 
-def lived(*messages: object, looks: int | None = None, rank: int = 0) -> list:
+def run_epoch(*messages: object, looks: int | None = None, rank: int = 0) -> list:
     """The actions and the messages sent after an epoch is joined."""
-    log = live([], join(1, rank), *messages, looks=looks, rank=rank)
+    log = run_member([], join(1, rank), *messages, looks=looks, rank=rank)
     assert log[:2] == [("join", 1), ("ready", 1)]
     return log[2:]
 
@@ -148,37 +148,37 @@ def of(step: int) -> list:
     return [("end", step), ("answer", step)]
 
 
-def test_a_step_is_begun_before_the_one_before_it_is_answered():
-    log = lived(plan(1), plan(2), plan(3))
+def test_next_step_begins_before_the_previous_result():
+    log = run_epoch(plan(1), plan(2), plan(3))
     assert log == [("begin", 1), ("begin", 2), *of(1), ("begin", 3), *of(2)]
 
 
-def test_what_is_done_at_once_is_answered_at_once():
-    log = lived(plan(1), plan(2), looks=0)
+def test_completed_step_is_answered_immediately():
+    log = run_epoch(plan(1), plan(2), looks=0)
     assert log == [("begin", 1), *of(1), ("begin", 2), *of(2)]
 
 
-def test_what_is_done_while_nothing_comes_is_answered():
-    log = lived(plan(1), 50, plan(2), 50, looks=20)
+def test_step_completed_while_idle_is_answered():
+    log = run_epoch(plan(1), 50, plan(2), 50, looks=20)
     assert log == [("begin", 1), *of(1), ("begin", 2), *of(2)]
 
 
-def test_what_comes_while_the_device_is_busy_is_begun():
-    log = lived(plan(1), 5, plan(2), 50, looks=20)
+def test_plan_received_while_the_device_is_busy_is_started():
+    log = run_epoch(plan(1), 5, plan(2), 50, looks=20)
     assert log == [("begin", 1), ("begin", 2), *of(1), *of(2)]
 
 
 @pytest.mark.parametrize("late", [plan(2, CHUNK), plan(2, release_sequences=(7,))])
-def test_chunks_and_releases_wait_for_the_answer(late):
-    assert lived(plan(1), late, plan(3)) == [("begin", 1), *of(1), ("begin", 2), ("begin", 3), *of(2)]
+def test_chunks_and_releases_wait_for_the_result(late):
+    assert run_epoch(plan(1), late, plan(3)) == [("begin", 1), *of(1), ("begin", 2), ("begin", 3), *of(2)]
 
 
-def test_other_ranks_wait_as_much_and_say_nothing():
-    log = lived(plan(1), plan(2), plan(3), rank=1)
+def test_other_ranks_wait_and_send_no_results():
+    log = run_epoch(plan(1), plan(2), plan(3), rank=1)
     assert log == [("begin", 1), ("begin", 2), ("end", 1), ("begin", 3), ("end", 2)]
 
 
-def test_a_result_is_made_once():
+def test_result_is_created_once():
     made = []
     pending = StepHandle(lambda: False, lambda: made.append(1))
     assert not pending.is_done
@@ -192,40 +192,40 @@ JOINED, LEFT = [("join", 1), ("ready", 1)], [("leave",)]
 AGAIN = [("join", 2), ("ready", 2)]
 
 
-def test_what_is_raised_in_a_step_ends_the_epoch_and_not_the_member():
+def test_error_in_a_step_ends_the_epoch_but_not_the_member():
     """Plans that were sent before the coordinator learned of the error are not executed."""
     errors = {2: RankLost(1, "died")}
     late = (plan(3), plan(4), KvLayout(1, ()), OpenStore(1), join(1))
-    log = live([], join(1), plan(1), plan(2), *late, join(2), plan(5), plan(6, epoch=2), errors=errors)
+    log = run_member([], join(1), plan(1), plan(2), *late, join(2), plan(5), plan(6, epoch=2), errors=errors)
     broken = [("begin", 2), ("end", 2), ("broken", 1, 2, "died", 1), *LEFT]
     assert log == [*JOINED, ("begin", 1), *of(1), *broken, *AGAIN, ("begin", 6), *of(6)]
 
 
-def test_the_step_that_broke_is_told_though_the_next_one_was_begun():
-    log = live([], join(1), plan(1), plan(2), errors={1: ValueError("no")}, looks=None)
+def test_failed_step_is_reported_after_the_next_one_began():
+    log = run_member([], join(1), plan(1), plan(2), errors={1: ValueError("no")}, looks=None)
     assert log == [*JOINED, ("begin", 1), ("begin", 2), ("end", 1), ("broken", 1, 1, "ValueError: no", None), *LEFT]
 
 
-def test_what_was_begun_when_an_epoch_ends_is_not_answered():
-    log = live([], join(1), plan(1), join(2), plan(2, epoch=2), 1, looks=None)
+def test_steps_in_flight_at_the_end_of_an_epoch_have_no_result():
+    log = run_member([], join(1), plan(1), join(2), plan(2, epoch=2), 1, looks=None)
     assert log == [*JOINED, ("begin", 1), *LEFT, *AGAIN, ("begin", 2)]
 
 
-def test_who_cannot_join_says_so_and_joins_the_next_one():
-    rank_errors: dict = {"join": RuntimeError("nobody came")}
-    log = live([], join(1), join(1), rank_errors.clear, plan(1), join(2), errors=rank_errors)
-    assert log == [("join", 1), ("broken", 1, 0, "RuntimeError: nobody came", None), *LEFT, *AGAIN]
+def test_failed_join_is_reported_and_the_next_epoch_is_joined():
+    rank_errors: dict = {"join": RuntimeError("no peer joined")}
+    log = run_member([], join(1), join(1), rank_errors.clear, plan(1), join(2), errors=rank_errors)
+    assert log == [("join", 1), ("broken", 1, 0, "RuntimeError: no peer joined", None), *LEFT, *AGAIN]
 
 
-def test_who_fails_twice_for_a_reason_of_its_own_ends():
+def test_member_ends_after_two_failures_of_its_own():
     log: list = []
     with pytest.raises(OSError, match="no room"):
-        live(log, join(1), join(2), errors={"join": OSError("no room")})
+        run_member(log, join(1), join(2), errors={"join": OSError("no room")})
     assert log == [("join", 1), ("broken", 1, 0, "OSError: no room", None), *LEFT, ("join", 2)]
 
 
-def test_a_store_is_opened_for_an_epoch_that_comes():
-    log = live([], OpenStore(1), join(1), OpenStore(2), join(2))
+def test_store_is_opened_before_its_epoch_is_joined():
+    log = run_member([], OpenStore(1), join(1), OpenStore(2), join(2))
     opened = [[("open",), ("storeopened", epoch)] for epoch in (1, 2)]
     assert log == [*opened[0], *JOINED, *LEFT, *opened[1], *AGAIN]
 
@@ -234,32 +234,32 @@ def test_a_store_is_opened_for_an_epoch_that_comes():
     ("errors", "raised"),
     [({"leave": RuntimeError("stuck"), 1: ValueError()}, RuntimeError), ({1: ModelRefused("bad")}, ModelRefused)],
 )
-def test_who_cannot_leave_or_work_ends(errors, raised):
+def test_member_that_cannot_leave_or_compute_ends(errors, raised):
     with pytest.raises(raised):
-        live([], join(1), plan(1), errors=errors)
+        run_member([], join(1), plan(1), errors=errors)
 
 
-def test_a_layout_is_taken_in_its_epoch():
-    log = live([], join(2), KvLayout(1, ()), KvLayout(2, ()), plan(1, epoch=2))
+def test_layout_applies_to_its_epoch():
+    log = run_member([], join(2), KvLayout(1, ()), KvLayout(2, ()), plan(1, epoch=2))
     assert log == [*AGAIN, ("take", 2), ("begin", 1), *of(1)]
 
 
-def test_an_epoch_that_has_ended_for_all_is_not_joined():
+def test_epoch_that_has_ended_is_not_joined():
     status, log = MemberStatus(), []
-    live(log, lambda: status.fence(2), join(1), join(2), plan(1, epoch=2), join(3), standing=status)
+    run_member(log, lambda: status.fence(2), join(1), join(2), plan(1, epoch=2), join(3), status=status)
     assert log == [("join", 3), ("ready", 3)]
 
 
-def test_what_a_device_says_after_the_end_of_its_epoch_is_not_told():
+def test_device_error_after_the_end_of_its_epoch_is_ignored():
     """A rank that is released from an exchange continues as if data had arrived."""
     status, log = MemberStatus(), []
     fence = lambda: status.fence(1)  # noqa: E731
-    live(log, join(1), plan(1), fence, plan(2), join(2), standing=status, looks=None)
+    run_member(log, join(1), plan(1), fence, plan(2), join(2), status=status, looks=None)
     freed = [("fence",), ("begin", 2), ("end", 1), ("broken", 1, 1, "epoch 1 was ended", None), *LEFT]
     assert log == [*JOINED, ("begin", 1), *freed, *AGAIN]
 
 
-def test_a_pulse_tells_how_far_a_member_has_come():
+def test_heartbeat_reports_progress():
     status, log, seen = MemberStatus(), [], []
     rank = ScriptedRank(log, None)
     status.fence(1)
@@ -275,13 +275,13 @@ def test_a_pulse_tells_how_far_a_member_has_come():
 SAVE, FETCH = Save(1, "a", 0, ()), Fetch(2, "b", 0, "", ())
 
 
-def test_orders_are_passed_on_between_steps_and_answered_by_others():
-    log = lived(plan(1), SAVE, FETCH, plan(2), Discard((2,)), looks=None)
+def test_storage_requests_are_forwarded_between_steps():
+    log = run_epoch(plan(1), SAVE, FETCH, plan(2), Discard((2,)), looks=None)
     orders = [("save", 1), ("fetch", 2), ("told", 2)]
     assert log == [("begin", 1), *orders, ("begin", 2), *of(1), ("discard", 2)]
 
 
-def test_who_is_in_no_epoch_takes_orders_too():
-    log = live([], FETCH, join(1), plan(1), SAVE, errors={1: RankLost(1, "died")})
+def test_member_outside_an_epoch_accepts_storage_requests():
+    log = run_member([], FETCH, join(1), plan(1), SAVE, errors={1: RankLost(1, "died")})
     left = [("end", 1), ("broken", 1, 1, "died", 1), *LEFT]
     assert log == [("fetch", 2), ("told", 2), *JOINED, ("begin", 1), *left, ("save", 1)]

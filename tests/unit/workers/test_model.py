@@ -63,7 +63,7 @@ def probe() -> Probe:
     return Probe(LlamaConfig(), IDS)
 
 
-def test_a_model_that_ignores_the_hook_is_refused(tmp_path):
+def test_model_that_ignores_the_hook_is_refused(tmp_path):
     BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2)).save_pretrained(tmp_path)
     with pytest.raises(ModelRefused, match="0 of 2 layers"):
         model.load(str(tmp_path), "float32", "cpu")
@@ -74,13 +74,13 @@ def test_a_model_that_ignores_the_hook_is_refused(tmp_path):
     [{"position_bias": torch.zeros(3, 3)}, {"sinks": torch.zeros(2)}, {"s_aux": torch.zeros(3, 2)}],
     ids=lambda feature: next(iter(feature)),
 )
-def test_attention_that_would_be_wrong_is_refused(feature):
+def test_wrong_attention_is_refused(feature):
     hook.attention(layer(), Q, K, K, None, step=probe(), softcap=3.0, s_aux=torch.zeros(2))
     with pytest.raises(ModelRefused, match="not supported"):
         hook.attention(layer(), Q, K, K, None, step=probe(), **feature)
 
 
-def test_the_step_arrives_on_the_positions_too():
+def test_step_is_passed_with_the_positions():
     positions = hook.arguments(seen := probe(), torch.zeros(3), torch.arange(3), has_offsets=False)["position_ids"]
     hook.attention(layer(4), Q, K, K, None, position_ids=positions)
     assert seen.layers.keys() == {4}
@@ -100,7 +100,7 @@ def test_the_step_arrives_on_the_positions_too():
         ((torch.inf, 6.0, torch.inf), "not finite"),
     ],
 )
-def test_rows_that_prove_nothing_or_are_mixed_outside_of_attention_are_refused(spoiled, rows, words):
+def test_inconclusive_or_mixed_rows_are_refused(spoiled, rows, words):
     tensors = {"query": Q, "key": K, "value": K}
     tensors[spoiled] = torch.tensor(rows)[None, None, :, None].expand(tensors[spoiled].shape)
     with pytest.raises(ModelRefused, match=f"attention layer 0 .*{words}"):
@@ -108,15 +108,15 @@ def test_rows_that_prove_nothing_or_are_mixed_outside_of_attention_are_refused(s
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, torch.nan])
-def test_embeddings_that_tell_no_token_from_another_are_refused(tmp_path, value):
+def test_embeddings_that_do_not_distinguish_tokens_are_refused(tmp_path, value):
     plain = LlamaForCausalLM(LlamaConfig(**SMALL))
     torch.nn.init.constant_(plain.get_input_embeddings().weight, value)
     plain.save_pretrained(tmp_path)
-    with pytest.raises(ModelRefused, match="embeddings of its tokens are zero, all the same or not finite"):
+    with pytest.raises(ModelRefused, match="embeddings of its tokens are zero, identical or not finite"):
         model.load(str(tmp_path), "float32", "cpu")
 
 
-def test_the_preflight_takes_tokens_that_are_neither_special_nor_alike():
+def test_preflight_uses_ordinary_distinct_tokens():
     config = LlamaConfig(**SMALL, pad_token_id=0, bos_token_id=1, eos_token_id=[2, 32], image_token_id=16)
     plain = LlamaForCausalLM(config)
     embeddings = plain.get_input_embeddings().weight
@@ -138,22 +138,22 @@ def test_the_preflight_takes_tokens_that_are_neither_special_nor_alike():
         ({"layer_types": ["full_attention"], "attention_chunk_size": 9}, None, AttentionSpan()),
     ],
 )
-def test_how_far_a_layer_sees_is_told_by_its_call_and_the_config(settings, window, reach):
+def test_attention_span_is_derived_from_call_and_config(settings, window, reach):
     assert reach_of(PreTrainedConfig(**settings, num_hidden_layers=1), 0, window) == reach
 
 
 @pytest.mark.parametrize(
     ("kind", "window"), [("sliding_attention", None), ("full_attention", 7), ("chunked_attention", None)]
 )
-def test_a_reach_that_config_and_call_tell_differently_is_refused(kind, window):
-    with pytest.raises(ModelRefused, match=f"attention layer 0 is of type {kind}"):
+def test_contradictory_attention_span_is_refused(kind, window):
+    with pytest.raises(ModelRefused, match=f"attention layer 0 has type {kind}"):
         reach_of(PreTrainedConfig(layer_types=[kind], num_hidden_layers=1), 0, window)
 
 
-def test_a_window_of_the_config_that_no_layer_asks_for_is_refused():
+def test_config_window_that_no_layer_uses_is_refused():
     """PhiMoE applies it only in its masks, which are not built."""
     config = PreTrainedConfig(sliding_window=8, num_hidden_layers=1, max_position_embeddings=16)
-    with pytest.raises(ModelRefused, match="sliding_window is 8, and attention layer 0 asks for no window"):
+    with pytest.raises(ModelRefused, match="sliding_window is 8, but attention layer 0 uses no window"):
         reach_of(config, 0, None)
     assert reach_of(config, 0, 8) == AttentionSpan(8)
     config.sliding_window = 16
@@ -169,7 +169,7 @@ def test_a_window_of_the_config_that_no_layer_asks_for_is_refused():
         ("llama4", [AttentionSpan(section=SECTION)] * 3 + [AttentionSpan()]),
     ],
 )
-def test_a_loaded_model_knows_how_far_its_layers_see(tmp_path, family, reaches):
+def test_loaded_model_has_attention_spans(tmp_path, family, reaches):
     loaded = model.load(str(make_checkpoint(tmp_path, family)), "float32", "cpu")
     assert [spec.reach for spec in loaded.layers.values()] == reaches
 
@@ -185,28 +185,28 @@ def test_a_loaded_model_knows_how_far_its_layers_see(tmp_path, family, reaches):
         ("muse_glimmer", "MuseGlimmerTextModel"),
     ],
 )
-def test_of_a_model_that_sees_images_the_text_is_served(tmp_path, family, name):
-    """That it is exact is in the golden tests."""
+def test_text_part_of_an_image_model_is_served(tmp_path, family, name):
+    """The golden tests check its exactness."""
     loaded = model.load(str(make_checkpoint(tmp_path, family)), "float32", "cpu")
     assert (type(loaded.decoder).__name__, len(loaded.layers)) == (name, 4)
 
 
-def test_the_text_of_a_checkpoint_that_the_causal_class_does_not_fit_is_served(tmp_path):
+def test_text_part_of_a_checkpoint_of_another_class_is_served(tmp_path):
     """Emu3ForCausalLM finds none of the weights of the text in a checkpoint that also sees images."""
     write_small(KINDS["emu3"], tmp_path)
     loaded = model.load(str(tmp_path), "float32", "cpu")
     assert (type(loaded.decoder).__name__, len(loaded.layers)) == ("Emu3TextModel", 4)
 
 
-def test_the_output_layer_is_not_taken_for_the_decoder(tmp_path):
-    """transformers gives the module that is called `decoder`: of ModernBERT the projection to the vocabulary."""
+def test_output_layer_is_not_used_as_the_decoder(tmp_path):
+    """transformers returns the module named `decoder`; in ModernBERT it is the projection to the vocabulary."""
     config = ModernBertDecoderConfig(**SMALL, pad_token_id=2, cls_token_id=0, sep_token_id=1)
     ModernBertDecoderForCausalLM(config).save_pretrained(tmp_path)
     loaded = model.load(str(tmp_path), "float32", "cpu")
     assert type(loaded.decoder).__name__ == "ModernBertDecoderModel"
 
 
-def test_a_model_whose_decoder_does_not_run_alone_is_refused(tmp_path, monkeypatch):
+def test_model_without_a_separable_decoder_is_refused(tmp_path, monkeypatch):
     """All ranks but the first run it without its head."""
     LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(tmp_path)
     monkeypatch.setattr(LlamaForCausalLM, "get_decoder", lambda plain: plain.model.embed_tokens)
@@ -214,13 +214,13 @@ def test_a_model_whose_decoder_does_not_run_alone_is_refused(tmp_path, monkeypat
         model.load(str(tmp_path), "float32", "cpu")
 
 
-def test_a_model_that_sees_all_of_a_prompt_at_once_is_refused(tmp_path):
+def test_model_that_attends_to_the_whole_prompt_is_refused(tmp_path):
     PaliGemmaConfig().save_pretrained(tmp_path)
     with pytest.raises(ModelRefused, match="not causal"):
         model.load(str(tmp_path), "float32", "cpu")
 
 
-def test_a_model_that_counts_positions_from_its_padding_token_is_refused(tmp_path):
+def test_positions_offset_by_the_padding_token_are_refused(tmp_path):
     """RoBERTa as a decoder: the first position is the one after the id of the padding token."""
     config = RobertaConfig(**SMALL, is_decoder=True, pad_token_id=2, bos_token_id=0, eos_token_id=1)
     RobertaForCausalLM(config).save_pretrained(tmp_path)
@@ -228,7 +228,7 @@ def test_a_model_that_counts_positions_from_its_padding_token_is_refused(tmp_pat
         model.load(str(tmp_path), "float32", "cpu")
 
 
-def test_a_config_whose_text_is_not_clear_is_refused(tmp_path):
+def test_config_with_an_ambiguous_text_part_is_refused(tmp_path):
     MusicgenConfig(
         text_encoder=T5Config().to_dict(),
         audio_encoder=EncodecConfig().to_dict(),
@@ -239,14 +239,14 @@ def test_a_config_whose_text_is_not_clear_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("model_type", ["bart", "blt", "mllama"])
-def test_a_decoder_that_attends_to_an_encoder_is_refused_by_that_name(tmp_path, model_type):
+def test_cross_attention_decoder_is_refused_by_name(tmp_path, model_type):
     write_small(KINDS[model_type], tmp_path)
     with pytest.raises(ModelRefused, match=r"attends to an encoder \(cross-attention\), which is not supported"):
         model.load(str(tmp_path), "float32", "cpu")
 
 
 @pytest.mark.parametrize("kind", [CLIPConfig, T5Config, UdopConfig])
-def test_what_transformers_knows_no_causal_language_model_of_is_refused(tmp_path, kind):
+def test_config_without_a_causal_language_model_is_refused(tmp_path, kind):
     kind().save_pretrained(tmp_path)
     with pytest.raises(ModelRefused, match=f"no causal language model of type {kind.model_type}"):
         model.load(str(tmp_path), "float32", "cpu")
@@ -255,7 +255,7 @@ def test_what_transformers_knows_no_causal_language_model_of_is_refused(tmp_path
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (DeepseekV32Config(), "layers of type indexed_attention (a learned indexer) are not supported yet"),
+        (DeepseekV32Config(), "layers of type indexed_attention (a learned indexer) are not supported"),
         (DeepseekV4Config(), "heavily_compressed_attention (compressed keys)"),
         (FalconH1Config(pad_token_id=0), "layers of type hybrid (attention and a recurrent state) are not"),
         (
@@ -270,29 +270,29 @@ def test_what_transformers_knows_no_causal_language_model_of_is_refused(tmp_path
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
 )
-def test_layers_that_are_not_attention_over_all_keys_are_refused_by_their_type(tmp_path, config, words):
+def test_other_layer_types_are_refused_by_name(tmp_path, config, words):
     config.save_pretrained(tmp_path)
     with pytest.raises(ModelRefused, match=re.escape(words)):
         model.read_config(str(tmp_path))
 
 
-def test_a_family_whose_attention_cannot_be_replaced_is_refused(tmp_path):
+def test_family_with_irreplaceable_attention_is_refused(tmp_path):
     with pytest.raises(ModelRefused, match="cannot be replaced"):
         model.load(str(make_checkpoint(tmp_path, "gptj")), "float32", "cpu")
 
 
 @pytest.mark.parametrize("pad_token_id", PAD_IDS)
 @pytest.mark.parametrize("family", ["falcon_h1", "zaya"])
-def test_a_model_that_carries_a_state_is_refused_whatever_its_padding(tmp_path, monkeypatch, family, pad_token_id):
-    """Also if the config does not name its layer types."""
+def test_stateful_model_is_refused_regardless_of_padding(tmp_path, monkeypatch, family, pad_token_id):
+    """It is refused even if the config does not name its layer types."""
     monkeypatch.setattr(model, "LAYER_TYPES", {})
     folder = make_checkpoint(tmp_path, family, num_layers=2, pad_token_id=pad_token_id)
     with pytest.raises(ModelRefused, match="depends on more of a token than its id and its position"):
         model.load(str(folder), "float32", "cpu")
 
 
-async def test_nothing_lies_beyond_learned_positions(tmp_path):
-    """The worker checks the size of the table, whatever the coordinator derives from the config."""
+async def test_position_limit_is_the_size_of_learned_positions(tmp_path):
+    """The worker checks the size of the table, independently of the coordinator's limit from the config."""
     config = config_for(make_checkpoint(tmp_path, "gpt2", max_positions=80), block_size=16)
     engine = Engine(ThreadRanks(config), config, max_positions=1 << 20)
 

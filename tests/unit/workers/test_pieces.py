@@ -1,4 +1,4 @@
-"""Blocks as a file and back: the same bits in every kind of pool, zeros past the end, and nothing that is damaged."""
+"""Serialization of KV blocks: bit-identical in every kind of pool, zeros past the end, and damage is detected."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def read(data, pool, ranges=RANGES, of_windows=False):
 
 
 @pytest.mark.parametrize(("name", "of_windows"), KINDS)
-def test_what_was_written_comes_back_to_the_bit(name, of_windows):
+def test_round_trip_is_bit_identical(name, of_windows):
     source, target = filled(POOLS[name], 1), filled(POOLS[name], 2)
     rank = EVERY_RANK if of_windows else 0
     runs = [Run(rank, run.start, run.end, run.blocks) for run in RUNS]
@@ -63,8 +63,8 @@ def test_what_was_written_comes_back_to_the_bit(name, of_windows):
 
 
 @pytest.mark.parametrize("name", ["plain", "half", "latents", "narrow values", "int8"])
-def test_equal_keys_give_equal_bytes_wherever_they_lie(name):
-    """Whatever is stored behind them in their block."""
+def test_equal_keys_give_equal_bytes_in_any_slot(name):
+    """Other content of their block does not matter."""
     here, there = filled(POOLS[name], 1), filled(POOLS[name], 2)
     bits = Content(here).export([5, 2, 6, 0, 3])
     Content(there).restore([9, 1, 0, 7, 4], bits)
@@ -77,7 +77,7 @@ def test_equal_keys_give_equal_bytes_wherever_they_lie(name):
     assert written(here) != written(there, runs)
 
 
-def test_a_piece_is_a_file_that_others_can_read():
+def test_piece_is_a_valid_safetensors_file():
     pool = filled(POOLS["int8"], 1)
     tensors = safetensors.torch.load(written(pool))
     names = [f"{layer}.{part}" for layer in (0, 1) for part in ("keys", "values", "exponents", "scales")]
@@ -86,7 +86,7 @@ def test_a_piece_is_a_file_that_others_can_read():
     assert torch.equal(tensors["0.exponents"], exponents[:, [5, 2, 6, 0, 3]].transpose(0, 1))
 
 
-def test_forms_tell_pools_apart():
+def test_formats_distinguish_pools():
     forms = [form_of(make(), of_windows=False) for name, make in POOLS.items() if name != "windows alone"]
     assert len(set(forms)) == len(forms)
     assert form_of(POOLS["plain"](), of_windows=False) == (
@@ -96,28 +96,28 @@ def test_forms_tell_pools_apart():
 
 
 @pytest.mark.parametrize("other", ["half", "latents", "int8", "windows apart"])
-def test_a_piece_of_another_form_is_refused(other):
-    with pytest.raises(DataLoss, match="a pool of another form"):
+def test_piece_of_another_format_is_refused(other):
+    with pytest.raises(DataLoss, match="a pool with another layout"):
         read(written(filled(POOLS["plain"], 1)), POOLS[other]())
 
 
-def test_a_piece_of_windows_is_none_of_the_other_blocks_and_the_other_way_round():
+def test_window_pieces_and_other_pieces_are_not_interchangeable():
     pool = filled(POOLS["windows apart"], 1)
     for of_windows in (False, True):
-        with pytest.raises(DataLoss, match="a pool of another form"):
+        with pytest.raises(DataLoss, match="a pool with another layout"):
             read(written(pool, of_windows=of_windows), pool, of_windows=not of_windows)
-    with pytest.raises(DataLoss, match="a pool of another form"):
+    with pytest.raises(DataLoss, match="a pool with another layout"):
         read(written(filled(POOLS["plain"], 1)), POOLS["plain"](), of_windows=True)
 
 
-def test_positions_that_a_piece_does_not_have_as_whole_blocks_are_not_found():
+def test_positions_outside_whole_blocks_are_not_found():
     piece = read(written(filled(POOLS["plain"], 1)), POOLS["plain"]())
     for start, end in [(1, 4), (4, 6), (5, 8), (4, 16), (16, 21), (16, 22), (13, 16), (19, 22)]:
         assert piece.find([Run(0, start, end, ())], BLOCK) is None
     assert piece.find([Run(0, 4, 7, ()), Run(0, 19, 20, ())], BLOCK) == [0, 4]
 
 
-def test_whatever_is_cut_off_is_no_piece():
+def test_truncated_piece_is_refused():
     pool = filled(POOLS["plain"], 1)
     data = written(pool)
     header = int.from_bytes(data[:8], "little")
@@ -134,10 +134,10 @@ def test_whatever_is_cut_off_is_no_piece():
         (b'"version":"1"', b'"version":"2"', "version is 2"),
         (b'"positions":"4-13', b'"positions":"4-17', "its positions"),
         (b'"positions":"4-13', b'"positions":"4+13', "its positions"),
-        (b"__metadata__", b"__metadate__", "no piece"),
+        (b"__metadata__", b"__metadate__", "not a piece"),
     ],
 )
-def test_a_header_that_says_something_else_is_refused(old, new, reported):
+def test_wrong_header_is_refused(old, new, reported):
     pool = filled(POOLS["plain"], 1)
     data = written(pool)
     assert old in data
@@ -146,9 +146,9 @@ def test_a_header_that_says_something_else_is_refused(old, new, reported):
 
 
 @pytest.mark.parametrize("ranges", [((4, 13),), ((4, 13), (16, 21)), ((4, 13), (17, 20)), ((16, 20), (4, 13)), ()])
-def test_a_piece_of_other_positions_than_its_manifest_names_is_refused(ranges):
+def test_positions_that_differ_from_the_manifest_are_refused(ranges):
     pool = filled(POOLS["plain"], 1)
-    with pytest.raises(DataLoss, match="its positions are not those of its manifest"):
+    with pytest.raises(DataLoss, match="its positions differ from those in its manifest"):
         read(written(pool), pool, ranges)
 
 
@@ -165,7 +165,7 @@ def forged(pool, changes, positions="4-13 16-20", size=None):
     return len(text).to_bytes(8, "little") + text + bytes(end if size is None else size)
 
 
-def test_what_is_not_forged_is_taken():
+def test_genuine_piece_is_accepted():
     pool = filled(POOLS["plain"], 1)
     assert read(forged(pool, lambda parts: None), pool).find(RUNS, BLOCK) == [0, 1, 2, 3, 4]
 
@@ -189,15 +189,15 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
-def test_other_tensors_than_those_of_the_pools_blocks_are_refused_when_they_are_read(forge):
+def test_tensors_that_differ_from_the_pool_are_refused_on_read(forge):
     pool = filled(POOLS["plain"], 1)
     with pytest.raises(DataLoss, match="its tensor"):
         read(forged(pool, forge), pool)
 
 
 @pytest.mark.parametrize("num_blocks", [4_000_000, 1 << 40])
-def test_blocks_without_bytes_are_refused_before_they_are_listed(num_blocks):
-    """Two kilobytes that state so many blocks of empty tensors."""
+def test_empty_blocks_are_refused_before_they_are_listed(num_blocks):
+    """Two kilobytes can declare a large number of blocks of empty tensors."""
     pool = filled(POOLS["plain"], 1)
 
     def empty(parts):
@@ -215,14 +215,14 @@ def test_blocks_without_bytes_are_refused_before_they_are_listed(num_blocks):
         tracemalloc.stop()
 
 
-def test_a_header_longer_than_any_that_is_written_is_not_parsed():
+def test_oversized_header_is_not_parsed():
     pool = filled(POOLS["plain"], 1)
     data = forged(pool, lambda parts: parts.update({f"{i}": parts["0.keys"] for i in range(500)}))
     with pytest.raises(DataLoss, match="its header has"):
         read(data, pool)
 
 
-def test_any_flipped_byte_is_found(tmp_path):
+def test_any_flipped_byte_is_detected(tmp_path):
     store, pool = FolderStore(str(tmp_path)), filled(POOLS["half"], 1)
     written = store.put("p", HostCopy(pool, RUNS, of_windows=False).parts())
     path, generator = tmp_path / "p", torch.Generator().manual_seed(1)
@@ -234,7 +234,7 @@ def test_any_flipped_byte_is_found(tmp_path):
             store.get("p", written.digest)
 
 
-def test_more_than_a_piece_may_have_is_refused(monkeypatch):
+def test_oversized_piece_is_refused(monkeypatch):
     pool = filled(POOLS["plain"], 1)
     size = math.prod(Content(pool).export(range(5)).shape)
     monkeypatch.setattr(pieces, "MAX_PIECE_BYTES", size)
@@ -245,7 +245,7 @@ def test_more_than_a_piece_may_have_is_refused(monkeypatch):
     HostCopy(pool, [Run(0, 0, 3, (NUM_BLOCKS - 1,))], of_windows=False)
 
 
-def test_what_happens_to_a_pool_does_not_change_a_copy():
+def test_copy_is_independent_of_its_pool():
     pool = filled(POOLS["plain"], 1)
     copy, before = HostCopy(pool, RUNS, of_windows=False), written(pool)
     for part in pool.blocks(of_windows=False):

@@ -1,4 +1,4 @@
-"""How many bytes of a rank's keys and values go to windowed layers that it holds itself."""
+"""The bytes of a rank's KV cache that are assigned to replicated windowed layers."""
 
 import msgspec
 import pytest
@@ -9,7 +9,7 @@ from longleaf.errors import ModelRefused, StartError
 from longleaf.positions import AttentionSpan, WindowSpec
 from tests.support.scheduling import Asker
 from tests.support.threads import make_spec
-from workers.compat_check import kv_bytes_beside, outline
+from workers.compat_check import kv_bytes_beside, meta_model
 from workers.kv_cache.pools import make_pool
 from workers.rank import Rank
 from zoo.checkpoints import make_checkpoint
@@ -22,19 +22,19 @@ LAYER = 2 * (2 * 16) * 4
 
 @pytest.fixture(scope="module")
 def pool_of(tmp_path_factory):
-    """The pool of a family, and its windowed blocks."""
+    """The pool size of a family, and its number of window blocks."""
     models = {}
 
     def get(family, num_ranks_here=1, **settings):
         if family not in models:
-            models[family] = outline(str(make_checkpoint(tmp_path_factory.mktemp(family), family)), "float32")
+            models[family] = meta_model(str(make_checkpoint(tmp_path_factory.mktemp(family), family)), "float32")
         config = EngineConfig(model="", **{"block_size": BLOCK, "window_keys": "replicated", **settings})
         return make_pool(models[family], config, num_ranks_here)
 
     return get
 
 
-def test_unless_asked_for_nothing_is_apart(pool_of):
+def test_sharded_windows_have_no_separate_pool(pool_of):
     pool, windows = pool_of("gemma3", kv_bytes=1 << 20, window_keys="sharded")
     assert windows is None
     assert pool.num_blocks == (1 << 20) // (4 * LAYER * BLOCK)
@@ -46,7 +46,7 @@ def test_models_without_windows_have_one_pool(pool_of):
     assert pool.num_blocks == (1 << 20) // (4 * LAYER * BLOCK)
 
 
-def test_windows_take_what_generations_and_contexts_need(pool_of):
+def test_window_pool_fits_generations_and_contexts(pool_of):
     """Layers 0 and 2 of 4 have windows; a path may need two of them, which begin within blocks."""
     pool, windows = pool_of("gemma3", kv_bytes=64 << 20, max_sequences=8)
     num_blocks = 2 * 8 * (2 * WINDOW // BLOCK + 2)
@@ -58,19 +58,19 @@ def test_windows_take_what_generations_and_contexts_need(pool_of):
     ] * 2
 
 
-def test_windows_take_half_at_most(pool_of):
+def test_windows_take_at_most_half(pool_of):
     pool, windows = pool_of("llama4", kv_bytes=4 << 20, max_sequences=64)
     assert windows.reaches == (AttentionSpan(section=SECTION),)
     assert windows.num_blocks == (2 << 20) // (3 * LAYER * BLOCK)
     assert pool.num_blocks == ((4 << 20) - windows.num_blocks * 3 * LAYER * BLOCK) // (LAYER * BLOCK)
 
 
-def test_windows_take_what_they_are_given(pool_of):
+def test_explicit_window_size_is_used(pool_of):
     pool, windows = pool_of("gemma3", kv_bytes=4 << 20, window_bytes=3 << 20)
     assert windows.num_blocks == 3 * pool.num_blocks == (3 << 20) // (2 * LAYER * BLOCK)
 
 
-def test_in_8_bits_windows_have_blocks_with_scales(pool_of):
+def test_8_bit_window_blocks_have_scales(pool_of):
     _, windows = pool_of("gemma3", kv_bytes=4 << 20, window_bytes=1 << 20, kv_dtype="int8")
     per_block = 2 * 2 * (BLOCK * (2 * 16 + 4) + 16)
     assert windows.num_blocks == (1 << 20) // per_block
@@ -85,8 +85,8 @@ def test_in_8_bits_windows_have_blocks_with_scales(pool_of):
         *(pytest.param(*each, marks=pytest.mark.slow) for each in ((16, 0), (16, 200), (64, 200), (512, 0))),
     ],
 )
-def test_the_least_windows_hold_a_context_and_a_generation(pool_of, block_size, replicate_below):
-    """For all lengths, and with --max-sequences 1 without an explicit setting."""
+def test_smallest_window_pool_holds_a_context_and_a_generation(pool_of, block_size, replicate_below):
+    """This holds for all lengths, and for --max-sequences 1 without an explicit setting."""
     settings = {"block_size": block_size, "replicate_below": replicate_below, "max_sequences": 1}
     with pytest.raises(StartError) as refused:
         pool_of("gemma3", kv_bytes=8 << 20, window_bytes=1, **settings)
@@ -101,15 +101,15 @@ def test_the_least_windows_hold_a_context_and_a_generation(pool_of, block_size, 
     assert pool_of("gemma3", kv_bytes=8 << 20, **settings)[1].num_blocks >= windows.num_blocks
 
 
-def test_models_without_windows_say_so(pool_of, caplog):
+def test_models_without_windows_log_a_notice(pool_of, caplog):
     with caplog.at_level("INFO", logger="longleaf"):
         pool_of("llama", kv_bytes=1 << 20, window_keys="sharded")
         assert caplog.messages == []
         pool_of("llama", kv_bytes=1 << 20)
-    assert caplog.messages == ["window_keys: no layer of this model has a window, so all keys are sharded"]
+    assert caplog.messages == ["window_keys: this model has no windowed layers, so all keys are sharded"]
 
 
-def test_without_other_layers_windows_take_all_and_positions_take_nothing(pool_of):
+def test_window_only_model_uses_all_bytes_for_windows(pool_of):
     pool, windows = pool_of("mistral", kv_bytes=2 << 20, max_sequences=64)
     assert windows.num_blocks == (2 << 20) // (4 * LAYER * BLOCK)
     assert pool.num_blocks * BLOCK == 1 << 31
@@ -118,42 +118,40 @@ def test_without_other_layers_windows_take_all_and_positions_take_nothing(pool_o
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"kv_bytes": 1 << 20, "window_bytes": 1 << 21}, "window_bytes: 2,097,152 bytes are more than the 1,048,576"),
+        ({"kv_bytes": 1 << 20, "window_bytes": 1 << 21}, "window_bytes: 2,097,152 bytes exceed the 1,048,576"),
         ({"kv_bytes": 1 << 20, "window_bytes": 1000}, "window_bytes: .* take 655,360 bytes .* get 1,000"),
         ({"kv_bytes": 1 << 18}, "kv_bytes: .* take 655,360 bytes .* get 131,072"),
         (
             {"kv_bytes": 1 << 20, "window_bytes": 1 << 20},
-            "kv_bytes: 1,048,576 bytes do not hold one block of 32,768 bytes beside 1,048,576 for windows",
+            "kv_bytes: 1,048,576 bytes are too few for one block of 32,768 bytes beside 1,048,576 for windows",
         ),
     ],
 )
-def test_too_few_bytes_are_named(pool_of, settings, reason):
+def test_too_few_bytes_are_reported(pool_of, settings, reason):
     with pytest.raises(StartError, match=reason):
         pool_of("gemma3", **settings)
 
 
-def test_the_ranks_of_a_machine_share_what_it_has_free(pool_of, monkeypatch):
-    """Not all ranks of the world: the others have machines of their own."""
+def test_ranks_of_a_machine_share_its_free_memory(pool_of, monkeypatch):
+    """Ranks of other machines do not count."""
     monkeypatch.setattr(resources, "memory", lambda: resources.Memory(1 << 40, 50 << 20))
     pool, _ = pool_of("llama", num_ranks_here=2, world_size=8)
     assert pool.num_blocks == (20 << 20) // 2 // (4 * LAYER * BLOCK)
 
 
-def test_a_pool_beyond_all_memory_is_refused_before_the_model_is_loaded(monkeypatch):
+def test_pool_larger_than_memory_is_refused_before_loading(monkeypatch):
     monkeypatch.setattr(resources, "memory", lambda: resources.Memory(1000, 500))
     config = EngineConfig(model="/no/such/folder", kv_bytes=251, world_size=4, device="cpu")
-    reason = (
-        "^kv_bytes: 251 for each of 4 ranks here is more than the 1,000 bytes of memory that this machine has for them$"
-    )
+    reason = "^kv_bytes: 251 for each of 4 ranks here exceeds the 1,000 bytes of memory of this machine$"
     with pytest.raises(StartError, match=reason):
         Rank(make_spec(0, config)).load()
     with pytest.raises(ModelRefused):
         Rank(make_spec(0, msgspec.structs.replace(config, kv_bytes=250))).load()
-    with pytest.raises(StartError, match="^kv_bytes: 1,001 for each of 1 rank here is more than the 1,000 bytes"):
+    with pytest.raises(StartError, match="^kv_bytes: 1,001 for each of 1 rank here exceeds the 1,000 bytes"):
         Rank(make_spec(0, msgspec.structs.replace(config, kv_bytes=1001, world_size=1))).load()
 
 
-def test_what_a_check_foretells_is_what_a_container_may_use(monkeypatch):
+def test_check_uses_the_memory_limit_of_a_container(monkeypatch):
     monkeypatch.setattr(resources, "memory", lambda: resources.Memory(1 << 40, 500))
     config = EngineConfig(model="", world_size=4, device="cpu")
     assert kv_bytes_beside(25, None, config) == [(500 - 4 * 25) * 0.4 / 4] * 4

@@ -1,4 +1,4 @@
-"""The fake of CUDA graphs: a replay equals a fresh run, and it refuses the same operations as a capture."""
+"""The simulated CUDA graphs: a replay equals a fresh run, and the operations that a capture refuses are refused."""
 
 import threading
 
@@ -25,7 +25,7 @@ class Memory:
     def __init__(self):
         self.x = torch.zeros(ROWS, COLUMNS)
         self.ids = torch.zeros(ROWS, dtype=torch.long)
-        self.kept = torch.zeros(8, COLUMNS)
+        self.state = torch.zeros(8, COLUMNS)
         self.out = torch.zeros(ROWS, COLUMNS)
         self.weights = numbers(0, COLUMNS, COLUMNS)
         self.fill(0)
@@ -39,7 +39,7 @@ class Memory:
 
 
 def many_operations(memory):
-    """Views, in place, by index, sorted, added up, scattered, multiplied, into given memory."""
+    """Operations: views, in-place, indexing, sorting, sums, scatter, products, and output into given memory."""
     x, ids = memory.x, memory.ids
     scores = torch.nn.functional.linear(x, memory.weights)
     scores.view(-1)[::2].mul_(0.5)
@@ -51,10 +51,10 @@ def many_operations(memory):
     shares = torch.softmax(scores.scatter_(1, order, ordered), dim=-1)
     cumulative = shares.cumsum(dim=-1)
     found = torch.searchsorted(cumulative, x[:, :1].abs().contiguous(), right=True).clamp(max=COLUMNS - 1)
-    memory.kept.index_copy_(0, ids, x.index_select(0, ids))
-    memory.kept[ids] += 1.0
+    memory.state.index_copy_(0, ids, x.index_select(0, ids))
+    memory.state[ids] += 1.0
     room = torch.empty_like(x)
-    torch.where(x > 0, shares @ memory.weights, memory.kept[ids] * 2, out=room)
+    torch.where(x > 0, shares @ memory.weights, memory.state[ids] * 2, out=room)
     room.unsqueeze_(0)
     torch.add(room[0], found, alpha=2, out=memory.out)
     rows = torch.arange(ROWS)[:, None] * torch.ones_like(memory.ids)
@@ -62,7 +62,7 @@ def many_operations(memory):
 
 
 def fresh_and_replayed(function, fill=lambda memory, seed: memory.fill(seed), seeds=(3, 1, 2)):
-    """Memory after each of some runs of a function, and after replays of it."""
+    """Memory after each of several runs of a function, and after replays of it."""
     memory, replayed = Memory(), Memory()
     replay = RecordedGraphs().capture(lambda: function(replayed))
     for seed in seeds:
@@ -79,7 +79,7 @@ def equal(some, others):
     return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
 
 
-def test_a_replay_is_a_fresh_run_bit_for_bit():
+def test_replay_equals_a_fresh_run_bit_for_bit():
     outs = []
     for memory, replayed in fresh_and_replayed(many_operations):
         assert equal(memory, replayed)
@@ -87,7 +87,7 @@ def test_a_replay_is_a_fresh_run_bit_for_bit():
     assert not torch.equal(outs[0], outs[1])
 
 
-def test_a_capture_alone_does_nothing():
+def test_capture_does_not_execute():
     memory, untouched, leaked = Memory(), Memory(), []
 
     def function():
@@ -101,7 +101,7 @@ def test_a_capture_alone_does_nothing():
     assert torch.equal(leaked[0], memory.x + 1)
 
 
-def test_what_is_replaced_is_not_seen():
+def test_replaced_tensors_are_not_seen():
     memory = Memory()
     replay = RecordedGraphs().capture(lambda: memory.out.copy_(memory.x * 2))
     captured, memory.x = memory.x, numbers(9)
@@ -112,7 +112,7 @@ def test_what_is_replaced_is_not_seen():
     assert torch.equal(memory.out, memory.x * 2)
 
 
-def test_numbers_of_python_are_frozen():
+def test_python_numbers_are_frozen():
     memory, factor = Memory(), [2]
     replay = RecordedGraphs().capture(lambda: memory.out.copy_(memory.x * factor[0]))
     factor[0] = 3
@@ -120,7 +120,7 @@ def test_numbers_of_python_are_frozen():
     assert torch.equal(memory.out, memory.x * 2)
 
 
-def test_memory_of_a_graph_holds_nothing_from_one_replay_to_the_next():
+def test_graph_memory_does_not_persist_between_replays():
     memory, retained = Memory(), []
 
     def function():
@@ -169,7 +169,7 @@ def test_memory_of_a_graph_holds_nothing_from_one_replay_to_the_next():
         (lambda m: RecordedGraphs().capture(lambda: m.x.tolist()), "tolist"),
     ],
 )
-def test_what_a_capture_refuses(function, name):
+def test_operations_refused_in_a_capture(function, name):
     memory = Memory()
     before = memory.out.clone()
 
@@ -183,7 +183,7 @@ def test_what_a_capture_refuses(function, name):
     assert torch.equal(memory.out, before)
 
 
-def test_refusals_leave_nothing_behind():
+def test_refusals_leave_no_state():
     memory, graphs = Memory(), RecordedGraphs()
     with pytest.raises(CaptureRefused, match="tolist"):
         graphs.capture(lambda: memory.x.tolist())
@@ -194,7 +194,7 @@ def test_refusals_leave_nothing_behind():
     assert torch.equal(memory.out, memory.x)
 
 
-def test_memory_of_the_host_is_not_touched():
+def test_host_memory_is_not_changed():
     memory = Memory()
     graphs = RecordedGraphs([memory.x])
     for function in (lambda: memory.out.copy_(memory.x[:]), lambda: memory.x.copy_(memory.out)):
@@ -206,7 +206,7 @@ def test_memory_of_the_host_is_not_touched():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_grouped_products_wait_for_their_offsets_unless_all_is_bfloat16(dtype):
+def test_grouped_products_synchronize_unless_all_is_bfloat16(dtype):
     rows, weights = numbers(1, 8, 16).to(dtype), numbers(2, 2, 16, 16).to(dtype)
     ends, out = torch.tensor([3, 8], dtype=torch.int32), torch.zeros(8, 16, dtype=dtype)
 
@@ -226,7 +226,7 @@ def test_grouped_products_wait_for_their_offsets_unless_all_is_bfloat16(dtype):
 
 
 def add_to(kernel, grid, x, out, number):
-    """A kernel's write that torch does not see."""
+    """A write by a kernel that torch does not observe."""
     assert (kernel, grid) == ("add", (1,))
     out.numpy()[:] = x.numpy() + number
 
@@ -252,8 +252,8 @@ def test_launches_are_replayed():
     assert torch.equal(memory.out, memory.x)
 
 
-class Reused:
-    """A Comm whose results lie in memory that it uses again."""
+class ReusingComm:
+    """A Comm that reuses the memory of its results."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -269,20 +269,20 @@ class Reused:
 
 
 def exchanges(comm, x):
-    """Every operation of a Comm, some with the results of others."""
+    """Every operation of a Comm; several use results of others."""
     gathered = comm.all_gather(x)
     sent = comm.all_to_all(gathered + comm.rank)
     passed = comm.permute(x * 2, (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size)
     return gathered.sum(0) + sent.sum(0) + passed + comm.all_reduce(x, "max") + comm.broadcast(passed)
 
 
-def test_exchanges_are_replayed_by_ranks_that_are_threads():
+def test_exchanges_are_replayed_by_ranks_in_threads():
     ends, outs = loopback(3), [torch.zeros(ROWS, COLUMNS) for _ in range(3)]
     wanted = [None] * 3
 
     def live(rank):
         graphs, x = RecordedGraphs(), torch.zeros(ROWS, COLUMNS)
-        comm = graphs.comm(Reused(ends[rank]))
+        comm = graphs.comm(ReusingComm(ends[rank]))
         replay = graphs.capture(lambda: outs[rank].copy_(exchanges(comm, x)))
         for seed in (1, 2):
             x.copy_(numbers(10 * seed + rank))
@@ -325,9 +325,9 @@ programs = st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 8),
 
 
 @given(program=programs, seeds=st.lists(st.integers(0, 100), min_size=1, max_size=3))
-def test_programs_replay_as_they_run(program, seeds):
+def test_replays_of_programs_equal_their_runs(program, seeds):
     def function(memory):
-        found = [memory.x, memory.kept[:ROWS], memory.x * 2]
+        found = [memory.x, memory.state[:ROWS], memory.x * 2]
         for name, a, b in program:
             found.append(STEPS[name](found[a % len(found)], found[b % len(found)]))
         memory.out.copy_(found[-1])

@@ -1,4 +1,4 @@
-"""Rotary phases: bit for bit the model's own where they are asked for, and right far out where float64 is."""
+"""Rotary phases: bit-identical to the model's own at near positions, and accurate at far positions in float64."""
 
 import math
 from copy import deepcopy
@@ -67,7 +67,7 @@ def rotary_of(model: transformers.PreTrainedModel) -> nn.Module:
 
 
 def make(family: str) -> tuple[nn.Module, transformers.PreTrainedModel]:
-    """A rotary module as the model's own, and the model."""
+    """A rotary module that replaces the model's own, and the model."""
     name, special = deepcopy(FAMILIES[family])
     config = getattr(transformers, name)(**{**COMMON, **special})
     with torch.random.fork_rng(devices=[]):
@@ -88,13 +88,13 @@ def exact_angle(position: int, base: float, exponent: Decimal) -> float:
 
 
 def replace(model: Any) -> tuple[Ropes, Rotary]:
-    """In the layers of a model, as a rank does."""
+    """Replaces the rotary modules in the layers of a model, as a rank does."""
     return replace_rotary(model.base_model, model.config)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_near_positions_have_the_model_s_own_numbers(family: str, dtype: torch.dtype) -> None:
+def test_near_positions_are_bit_identical_to_the_model(family: str, dtype: torch.dtype) -> None:
     own, model = make(family)
     _, facts = replace(model)
     assert not facts.reason
@@ -111,7 +111,7 @@ def test_near_positions_have_the_model_s_own_numbers(family: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("theta", [500.0, 10000.0, 500000.0])
-def test_far_phases_are_right_in_float64_and_not_in_float32(theta: float) -> None:
+def test_far_phases_are_accurate_only_in_float64(theta: float) -> None:
     special = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
     model = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**{**COMMON, **special}))
     ropes, facts = replace(model)
@@ -129,8 +129,8 @@ def test_far_phases_are_right_in_float64_and_not_in_float32(theta: float) -> Non
         assert errors[OWN_ROPE] > 1e-3
 
 
-def test_float32_errors_are_bounded_and_the_bound_is_close() -> None:
-    """The bound that is shown holds, and is less than three times the error that is there."""
+def test_float32_error_bound_holds_and_is_tight() -> None:
+    """The reported bound holds, and is less than three times the actual error."""
     special = {"head_dim": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
     model = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**{**COMMON, **special}))
     _, facts = replace(model)
@@ -143,7 +143,7 @@ def test_float32_errors_are_bounded_and_the_bound_is_close() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_frequencies_in_float64_round_to_the_model_s_own(family: str) -> None:
+def test_float64_frequencies_round_to_those_of_the_model(family: str) -> None:
     _, model = make(family)
     replace(model)
     new = rotary_of(model)
@@ -155,8 +155,8 @@ def test_frequencies_in_float64_round_to_the_model_s_own(family: str) -> None:
             assert (double.float().double() != double).any(), "these were computed in float32"
 
 
-def test_no_step_of_frequencies_in_float64_is_in_float32() -> None:
-    """In heads of 24 dims no float32 holds the exponents 2i / 24, as in those of 96 that Phi-3 has."""
+def test_float64_frequencies_are_computed_without_float32() -> None:
+    """With heads of 24 dims, as with the 96 dims of Phi-3, the exponents 2i / 24 have no float32 representation."""
     factors = [1.0 + i / 16 for i in range(12)]
     rope = {**LONGROPE, "short_factor": factors, "long_factor": factors}
     special = {"hidden_size": 96, "head_dim": 24, "rope_parameters": rope, "original_max_position_embeddings": 512}
@@ -184,7 +184,7 @@ def test_each_row_has_its_own_rope() -> None:
 
 
 @pytest.mark.parametrize("family", ["longrope", "dynamic"])
-def test_scalings_by_length_are_those_of_transformers(family: str) -> None:
+def test_length_scaling_equals_transformers(family: str) -> None:
     own, model = make(family)
     ropes, facts = replace(model)
     length = 3 * facts.scaled_from
@@ -195,14 +195,14 @@ def test_scalings_by_length_are_those_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize(("original", "trained"), [(2048, 8192), (8192, 32768)])
-def test_trained_length_is_what_yarn_stretches_to(original: int, trained: int) -> None:
+def test_trained_length_is_the_yarn_length(original: int, trained: int) -> None:
     rope = {**YARN, "original_max_position_embeddings": original}
     config = transformers.Qwen3Config(**{**COMMON, "rope_parameters": rope})
     assert replace(AutoModelForCausalLM.from_config(config))[1].trained == trained
 
 
-class Warped(nn.Module):
-    """Rotary positions that no other module has."""
+class CustomRotary(nn.Module):
+    """A custom rotary module."""
 
     def __init__(self, own: nn.Module, rope_type: str) -> None:
         super().__init__()
@@ -215,24 +215,24 @@ class Warped(nn.Module):
         return phases.cos(), phases.sin()
 
 
-def test_a_module_that_cannot_be_replaced_stays_and_ends_where_its_phases_do() -> None:
+def test_irreplaceable_module_limits_positions_to_its_accuracy() -> None:
     own, model = make("llama")
-    model.model.rotary_emb = Warped(own, "default")
+    model.model.rotary_emb = CustomRotary(own, "default")
     _, facts = replace(model)
-    assert isinstance(rotary_of(model), Warped)
+    assert isinstance(rotary_of(model), CustomRotary)
     assert facts.max_positions == FLOAT32_POSITIONS
-    assert "Warped cannot be replaced: it lays" in facts.reason
+    assert "CustomRotary cannot be replaced: it lays" in facts.reason
 
 
-def test_a_module_that_cannot_be_replaced_and_scales_by_the_batch_is_refused() -> None:
+def test_irreplaceable_module_with_batch_scaling_is_refused() -> None:
     own, model = make("dynamic")
-    model.model.rotary_emb = Warped(own, "dynamic")
-    with pytest.raises(ModelRefused, match="depend on the longest position, and Warped cannot"):
+    model.model.rotary_emb = CustomRotary(own, "dynamic")
+    with pytest.raises(ModelRefused, match="depend on the longest position, and CustomRotary cannot"):
         replace(model)
 
 
-def test_long_factors_that_are_not_used_are_refused() -> None:
-    """Phi-3.5-MoE computes with the short ones at every length."""
+def test_unused_long_factors_are_refused() -> None:
+    """Phi-3.5-MoE uses the short factors at every length."""
     scales = {"factor": 4.0, "short_mscale": math.sqrt(1 + math.log(4) / math.log(512))}
     rope = {**LONGROPE, **scales, "long_mscale": 1.0, "original_max_position_embeddings": 512}
     config = transformers.PhimoeConfig(**{**COMMON, **EXPERTS, "rope_parameters": rope})
@@ -240,7 +240,7 @@ def test_long_factors_that_are_not_used_are_refused() -> None:
         replace(AutoModelForCausalLM.from_config(config))
 
 
-def test_learned_positions_end_where_the_model_s_do() -> None:
+def test_learned_positions_end_at_the_size_of_their_table() -> None:
     config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64, n_positions=128)
     _, facts = replace(AutoModelForCausalLM.from_config(config))
     assert (facts.kind, facts.trained, facts.max_positions) == ("", 128, 128)
@@ -264,7 +264,7 @@ LAYER_TYPES = ["sliding_attention", "full_attention"]
         ),
     ],
 )
-def test_models_that_read_their_rotary_modules_compute_the_same_numbers(name: str, special: dict[str, Any]) -> None:
+def test_models_that_inspect_their_rotary_modules_compute_the_same(name: str, special: dict[str, Any]) -> None:
     """Granite reads configs, LFM3 types of layers, and Qwen3-VL passes three positions for each row."""
     config = getattr(transformers, name)(**{**COMMON, "num_hidden_layers": 2, "pad_token_id": 2, **special})
     with torch.random.fork_rng(devices=[]):

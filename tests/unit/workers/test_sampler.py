@@ -29,7 +29,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, 3.0])
 V = len(LOGITS)
 
 
-def transformers_says(logits_V: Tensor, sampling: Sampling, token_ids: list[int]) -> Tensor:
+def transformers_probabilities(logits_V: Tensor, sampling: Sampling, token_ids: list[int]) -> Tensor:
     """Probabilities [V] of the processors that `generate` builds, in its order, after `token_ids`."""
     processors: list[Any] = []
     if sampling.logit_bias:
@@ -47,10 +47,10 @@ def transformers_says(logits_V: Tensor, sampling: Sampling, token_ids: list[int]
     return torch.softmax(LogitsProcessorList(processors)(ids, logits_V[None].double())[0], dim=-1)
 
 
-def adjusted(logits_V: Tensor, sampling: Sampling, told: PenaltyHistory | None = None) -> Tensor:
+def adjusted(logits_V: Tensor, sampling: Sampling, history: PenaltyHistory | None = None) -> Tensor:
     """Logits [V], float64, after bias and penalties."""
     scores_V = logits_V.double()
-    Penalties(SamplingTerms(sampling, told), len(logits_V)).adjust(scores_V)
+    Penalties(SamplingTerms(sampling, history), len(logits_V)).adjust(scores_V)
     return scores_V
 
 
@@ -98,11 +98,11 @@ def test_probabilities_are_those_of_transformers(
     )
     logits_V = torch.tensor(logits)
     found = distribution(adjusted(logits_V, sampling, seen(prompt, answer)), sampling)
-    torch.testing.assert_close(found, transformers_says(logits_V, sampling, prompt + answer))
+    torch.testing.assert_close(found, transformers_probabilities(logits_V, sampling, prompt + answer))
 
 
 @pytest.mark.parametrize("answer", [[], [1], [1, 1, 4]])
-def test_presence_and_frequency_count_the_answer_alone(answer: list[int]) -> None:
+def test_presence_and_frequency_count_only_the_answer(answer: list[int]) -> None:
     sampling = Sampling(temperature=1.0, presence_penalty=0.5, frequency_penalty=-0.25)
     wanted = LOGITS.double()
     for token_id in range(V):
@@ -111,30 +111,30 @@ def test_presence_and_frequency_count_the_answer_alone(answer: list[int]) -> Non
     torch.testing.assert_close(found, wanted)
 
 
-def test_penalties_come_after_the_bias() -> None:
+def test_penalties_apply_after_the_bias() -> None:
     """A bias changes the sign of a logit, and so the effect of the repetition penalty."""
     sampling = Sampling(logit_bias={0: -4.0}, repetition_penalty=2.0, presence_penalty=1.0)
     assert adjusted(LOGITS, sampling, seen([], [0]))[0] == (2.0 - 4.0) * 2.0 - 1.0
 
 
-def test_ids_that_have_no_logit_are_left_alone() -> None:
+def test_ids_without_a_logit_are_ignored() -> None:
     sampling = Sampling(temperature=1.0, logit_bias={V: 5.0}, repetition_penalty=2.0)
     found = distribution(adjusted(LOGITS, sampling, seen([V, V + 1], [])), sampling)
     torch.testing.assert_close(found, torch.softmax(LOGITS.double(), 0))
 
 
-def row(sequence: int, sampling: Sampling | None, index: int = 0, told: PenaltyHistory | None = None) -> Row:
+def row(sequence: int, sampling: Sampling | None, index: int = 0, history: PenaltyHistory | None = None) -> Row:
     """A row that includes the sequence's sampling terms, unless `sampling` is None."""
-    return Row(sequence, (0,), index, (), (), index, SamplingTerms(sampling, told) if sampling else None)
+    return Row(sequence, (0,), index, (), (), index, SamplingTerms(sampling, history) if sampling else None)
 
 
-def test_a_step_mixes_all_kinds_of_rows() -> None:
+def test_step_mixes_all_kinds_of_rows() -> None:
     sampler = Sampler()
     rows = [
         row(1, Sampling()),
         row(2, Sampling(logit_bias={3: 50.0}, num_logprobs=2)),
         row(3, Sampling(temperature=1.0, seed=3, num_logprobs=0)),
-        row(4, Sampling(presence_penalty=2.0), told=PenaltyHistory((), (4,))),
+        row(4, Sampling(presence_penalty=2.0), history=PenaltyHistory((), (4,))),
     ]
     tokens = sampler.choose(rows, LOGITS.repeat(4, 1))
     assert [token.id for token in tokens] == [4, 3, sample(LOGITS, Sampling(temperature=1.0, seed=3), 0), 0]
@@ -147,7 +147,7 @@ def test_a_step_mixes_all_kinds_of_rows() -> None:
     assert none.top == ()
 
 
-def test_penalties_follow_what_was_sampled_until_the_sequence_is_forgotten() -> None:
+def test_penalties_include_sampled_tokens_until_the_sequence_is_forgotten() -> None:
     sampler = Sampler()
     sampling = Sampling(frequency_penalty=2.0)
     chosen = [
@@ -192,7 +192,7 @@ def test_filters_keep_the_most_likely():
     assert distribution(LOGITS.double(), Sampling(temperature=1.0, min_p=0.1)).nonzero().flatten().tolist() == [0, 1, 4]
 
 
-def test_a_draw_depends_on_seed_and_index_alone():
+def test_draw_depends_only_on_seed_and_index():
     draws = [uniform(7, index) for index in range(100)]
     assert draws == [uniform(7, index) for index in range(100)]
     assert len(set(draws)) == 100
@@ -200,7 +200,7 @@ def test_a_draw_depends_on_seed_and_index_alone():
     assert all(0 <= draw < 1 for draw in draws)
 
 
-def test_samples_of_a_request_have_seeds_of_their_own():
+def test_samples_of_a_request_have_different_seeds():
     sampling = Sampling(temperature=1.0, seed=2**64 - 1)
     assert [sampling.of_sample(i).seed for i in range(3)] == [2**64 - 1, 0, 1]
 

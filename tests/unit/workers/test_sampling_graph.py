@@ -1,4 +1,4 @@
-"""How tokens are chosen over memory of fixed address, before anybody has asked for one."""
+"""Captured sampling over memory of fixed address, before the first request."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from workers.sampling.fixed_shape import KINDS
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_captured_has_parameters_of_nobody(kind):
-    """Those that memory is made with, zeros, no row may have: the 0 likeliest tokens are none."""
+def test_captured_sampling_uses_padding_parameters(kind):
+    """Zeros, the initial content of memory, are not valid parameters: the 0 likeliest tokens are no tokens."""
     num_rows, size = 4, 50
     ids = torch.full((num_rows,), -5)
     choosing = GraphSampler(DeviceSampler("cpu", 4), torch.zeros(num_rows, size), ids)
@@ -19,4 +19,4 @@ def test_what_is_captured_has_parameters_of_nobody(kind):
     numbers_N = torch.zeros(fields.tables.start, dtype=torch.long)
     assert choosing.fill(numbers_N.numpy(), fields, ()) is None
     choosing.work(numbers_N, fields, kind)()
-    assert ids.tolist() == [0] * num_rows, "of equal logits the first"
+    assert ids.tolist() == [0] * num_rows, "the first of equal logits"

@@ -1,4 +1,4 @@
-"""No code of a checkpoint is run: neither its Python files nor a pickle, whatever standard input contains."""
+"""No code of a checkpoint is executed: neither its Python files nor a pickle, regardless of standard input."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from longleaf.errors import LongleafError, ModelRefused
 from longleaf.model_report import TextReport
 from tests.support import forked
-from workers.compat_check import outline
+from workers.compat_check import meta_model
 from workers.model import model as models
 from zoo.checkpoints import make_checkpoint
 
@@ -26,25 +26,25 @@ Path(__file__).with_name("it ran").touch()
 Path({marker!r}).touch()
 from transformers import LlamaConfig, LlamaForCausalLM, PixtralVisionModel
 class Config(LlamaConfig):
-    model_type = "stranger"
+    model_type = "untrusted"
 class Model(LlamaForCausalLM):
     config_class = Config
 def generate(model, **kwargs):
     return "never"
 """
-OWN = {"AutoConfig": "stranger.Config", "AutoModelForCausalLM": "stranger.Model", "AutoModel": "stranger.Model"}
+OWN = {"AutoConfig": "untrusted.Config", "AutoModelForCausalLM": "untrusted.Model", "AutoModel": "untrusted.Model"}
 
 
-class Stranger:
+class UntrustedCheckpoint:
     """A checkpoint with custom code, which creates a file if it is run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "model"
         self._marker = folder / "marker"
 
-    def make(self, family: Any = "llama") -> "Stranger":
+    def make(self, family: Any = "llama") -> "UntrustedCheckpoint":
         make_checkpoint(self.folder, family, num_layers=1)
-        for name in ("stranger.py", "custom_generate/generate.py"):
+        for name in ("untrusted.py", "custom_generate/generate.py"):
             path = self.folder / name
             path.parent.mkdir(exist_ok=True)
             path.write_text(CODE.format(marker=str(self._marker)))
@@ -76,16 +76,16 @@ class Touch:
 
 
 @pytest.fixture
-def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stranger:
-    """With a terminal that answers yes to every question."""
+def untrusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> UntrustedCheckpoint:
+    """An untrusted checkpoint, with a terminal that answers yes to every question."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
-    return Stranger(tmp_path).make()
+    return UntrustedCheckpoint(tmp_path).make()
 
 
 def refusals(folder: Path) -> list[str]:
-    """Why a checkpoint is refused: by its outline, and when it is loaded."""
+    """The reasons for the refusal of a checkpoint: on the meta device, and when it is loaded."""
     reasons: list[str] = []
-    for read in (lambda: outline(str(folder), "auto"), lambda: models.load(str(folder), "auto", "cpu")):
+    for read in (lambda: meta_model(str(folder), "auto"), lambda: models.load(str(folder), "auto", "cpu")):
         with pytest.raises(ModelRefused) as caught:
             read()
         reasons.append(str(caught.value))
@@ -101,90 +101,92 @@ def refusals(folder: Path) -> list[str]:
     ],
 )
 def test_models_check_refuses_code_without_asking(tmp_path: Path, text: str, options: list[str]) -> None:
-    intruder = Stranger(tmp_path).make()
-    intruder.configure(lambda settings: settings.update(model_type="stranger", auto_map=OWN))
-    found = forked.run([*forked.CLI, "models", "check", str(intruder.folder), *options], input=text)
+    checkpoint = UntrustedCheckpoint(tmp_path).make()
+    checkpoint.configure(lambda settings: settings.update(model_type="untrusted", auto_map=OWN))
+    found = forked.run([*forked.CLI, "models", "check", str(checkpoint.folder), *options], input=text)
     assert (found.returncode, found.stderr) == (2, "")
-    assert "code of its own, which is never run" in found.stdout
+    assert "custom code, which Longleaf never runs" in found.stdout
     assert "[y/N]" not in found.stdout
-    intruder.check_asleep()
+    checkpoint.check_asleep()
 
 
 def test_serve_refuses_code_without_asking(tmp_path: Path) -> None:
-    intruder = Stranger(tmp_path).make()
-    intruder.configure(lambda settings: settings.update(model_type="stranger", auto_map=OWN))
-    command = [*forked.CLI, "serve", "--model", str(intruder.folder), "--launcher", "local", "--port", "0"]
+    checkpoint = UntrustedCheckpoint(tmp_path).make()
+    checkpoint.configure(lambda settings: settings.update(model_type="untrusted", auto_map=OWN))
+    command = [*forked.CLI, "serve", "--model", str(checkpoint.folder), "--launcher", "local", "--port", "0"]
     found = forked.run(command, input="y\n" * 9)
     assert found.returncode == 2
-    assert "code of its own, which is never run" in found.stderr.splitlines()[-1]
+    assert "custom code, which Longleaf never runs" in found.stderr.splitlines()[-1]
     assert "Traceback" not in found.stderr
-    intruder.check_asleep()
+    checkpoint.check_asleep()
 
 
-def test_code_that_a_config_needs_is_refused(stranger: Stranger) -> None:
-    stranger.configure(lambda settings: settings.update(model_type="stranger", auto_map=OWN))
-    assert all("code of its own, which is never run" in reason for reason in refusals(stranger.folder))
-    stranger.check_asleep()
+def test_code_required_by_a_config_is_refused(untrusted: UntrustedCheckpoint) -> None:
+    untrusted.configure(lambda settings: settings.update(model_type="untrusted", auto_map=OWN))
+    assert all("custom code, which Longleaf never runs" in reason for reason in refusals(untrusted.folder))
+    untrusted.check_asleep()
 
 
-@pytest.mark.parametrize("auto_map", [OWN, {"AutoConfig": "some/where--stranger.Config"}, "stranger.Model", [1]])
-def test_a_known_model_is_the_librarys_own_whatever_code_lies_beside_it(stranger: Stranger, auto_map: object) -> None:
-    stranger.configure(lambda settings: settings.update(auto_map=auto_map))
-    for model in (outline(str(stranger.folder), "auto"), models.load(str(stranger.folder), "auto", "cpu")):
+@pytest.mark.parametrize("auto_map", [OWN, {"AutoConfig": "some/where--untrusted.Config"}, "untrusted.Model", [1]])
+def test_known_model_uses_the_library_class_despite_custom_code(
+    untrusted: UntrustedCheckpoint, auto_map: object
+) -> None:
+    untrusted.configure(lambda settings: settings.update(auto_map=auto_map))
+    for model in (meta_model(str(untrusted.folder), "auto"), models.load(str(untrusted.folder), "auto", "cpu")):
         assert type(model.module).__module__.startswith("transformers.models.llama")
-    stranger.check_asleep()
+    untrusted.check_asleep()
 
 
-def test_code_that_a_part_of_a_config_names_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models make their parts without passing on whether code is trusted."""
+def test_code_named_by_a_sub_config_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models create their sub-models without passing on `trust_remote_code`."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
-    intruder = Stranger(tmp_path).make("mistral3")
-    named = {"model_type": "blip_vision_model", "auto_map": {"AutoModel": f"{intruder.folder}--stranger.Model"}}
-    intruder.configure(lambda settings: settings["vision_config"].update(named))
-    refusals(intruder.folder)
-    intruder.check_asleep()
+    checkpoint = UntrustedCheckpoint(tmp_path).make("mistral3")
+    named = {"model_type": "blip_vision_model", "auto_map": {"AutoModel": f"{checkpoint.folder}--untrusted.Model"}}
+    checkpoint.configure(lambda settings: settings["vision_config"].update(named))
+    refusals(checkpoint.folder)
+    checkpoint.check_asleep()
 
 
-def pickled(stranger: Stranger, name: str) -> None:
-    """The weights as a pickle that is a program too."""
-    safe = stranger.folder / "model.safetensors"
-    torch.save(load_file(safe) | {"program": stranger.payload}, stranger.folder / name)
+def pickled(untrusted: UntrustedCheckpoint, name: str) -> None:
+    """Replaces the weights with a pickle that executes code."""
+    safe = untrusted.folder / "model.safetensors"
+    torch.save(load_file(safe) | {"program": untrusted.payload}, untrusted.folder / name)
     safe.unlink()
 
 
-def test_the_pickle_of_these_tests_is_a_program(stranger: Stranger, tmp_path: Path) -> None:
-    pickle.loads(pickle.dumps(stranger.payload))
+def test_pickle_of_these_tests_executes_code(untrusted: UntrustedCheckpoint, tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(untrusted.payload))
     assert (tmp_path / "marker").exists()
 
 
-def test_pickled_weights_are_refused(stranger: Stranger) -> None:
-    pickled(stranger, "pytorch_model.bin")
+def test_pickled_weights_are_refused(untrusted: UntrustedCheckpoint) -> None:
+    pickled(untrusted, "pytorch_model.bin")
     with pytest.raises(ModelRefused, match=r"no file named model\.safetensors"):
-        models.load(str(stranger.folder), "auto", "cpu")
-    stranger.check_asleep()
+        models.load(str(untrusted.folder), "auto", "cpu")
+    untrusted.check_asleep()
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "weights.safetensors.index.json"])
-def test_an_index_that_names_pickles_is_refused(stranger: Stranger, name: str) -> None:
-    names = dict.fromkeys(load_file(stranger.folder / "model.safetensors"), "evil.bin")
-    pickled(stranger, "evil.bin")
-    (stranger.folder / name).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+def test_index_that_names_pickles_is_refused(untrusted: UntrustedCheckpoint, name: str) -> None:
+    names = dict.fromkeys(load_file(untrusted.folder / "model.safetensors"), "evil.bin")
+    pickled(untrusted, "evil.bin")
+    (untrusted.folder / name).write_text(json.dumps({"metadata": {}, "weight_map": names}))
     if not name.startswith("model"):
-        stranger.configure(lambda settings: settings.update(transformers_weights=name))
+        untrusted.configure(lambda settings: settings.update(transformers_weights=name))
     with pytest.raises(ModelRefused, match=r"evil\.bin, which is not in safetensors"):
-        models.load(str(stranger.folder), "auto", "cpu")
-    stranger.check_asleep()
+        models.load(str(untrusted.folder), "auto", "cpu")
+    untrusted.check_asleep()
 
 
-def test_a_config_that_names_a_pickle_is_refused(stranger: Stranger) -> None:
-    pickled(stranger, "adapter_model.bin")
-    stranger.configure(lambda settings: settings.update(transformers_weights="adapter_model.bin"))
+def test_config_that_names_a_pickle_is_refused(untrusted: UntrustedCheckpoint) -> None:
+    pickled(untrusted, "adapter_model.bin")
+    untrusted.configure(lambda settings: settings.update(transformers_weights="adapter_model.bin"))
     with pytest.raises(ModelRefused, match=r"adapter_model\.bin, which is not in safetensors"):
-        models.load(str(stranger.folder), "auto", "cpu")
-    stranger.check_asleep()
+        models.load(str(untrusted.folder), "auto", "cpu")
+    untrusted.check_asleep()
 
 
-def test_what_answers_nothing_of_a_report_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_report_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from longleaf.cli import models as command
 
     for module in ("this", "antigravity_is_no_module"):

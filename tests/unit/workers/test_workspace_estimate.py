@@ -1,4 +1,4 @@
-"""What a rank on a GPU leaves free for its steps: what each number of a model and of a fleet adds to it."""
+"""The GPU memory that a rank reserves for its steps, by settings of the model and of the cluster."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import pytest
 from longleaf import resources
 from longleaf.config import EngineConfig
 from longleaf.formatting import human_bytes
-from workers.compat_check import kv_bytes_beside, outline
+from workers.compat_check import kv_bytes_beside, meta_model
 from workers.kv_cache import pools
 from workers.kv_cache import workspace_estimate as workspaces
 from workers.kv_cache.pools import CONTEXT, default_kv_bytes, kv_bytes_within
@@ -27,7 +27,7 @@ def model_of(tmp_path_factory):
     def get(family="llama"):
         if family not in models:
             folder = make_checkpoint(tmp_path_factory.mktemp(family), family, num_layers=2)
-            models[family] = outline(str(folder), "bfloat16")
+            models[family] = meta_model(str(folder), "bfloat16")
         return models[family]
 
     return get
@@ -53,7 +53,7 @@ def test_steps_with_drafts_have_more_rows_than_sequences(model_of):
     assert drafting.graphs == many.graphs > without.graphs
 
 
-def test_a_rank_alone(model_of):
+def test_single_rank(model_of):
     found = needed(model_of())
     assert found.chunk == 4096 * workspaces.WIDE_TENSORS * 192 * 2 + 8 * 512 * 4
     assert found.sampling == 8 * 512 * 64 + 9 * (512 * 5 + 1024 * 16)
@@ -62,8 +62,8 @@ def test_a_rank_alone(model_of):
     assert found.total == found.chunk + found.sampling + found.partials + KERNELS + found.graphs + 2 * GIB
 
 
-def test_captured_steps_keep_what_the_rows_of_the_largest_take(model_of):
-    """Of 8 sequences there are graphs for 1, 2, 4 and 8 rows."""
+def test_captured_steps_retain_the_memory_of_the_largest(model_of):
+    """For 8 sequences there are graphs for 1, 2, 4 and 8 rows."""
     in_model, choosing = 8 * workspaces.WIDE_TENSORS * 192 * 2, 8 * 512 * 64
     partials = 8 * 4 * (16 * (2 + 4) + workspaces.PARTIALS * 17 * 4)
     wanted = in_model + partials + choosing + 4 * workspaces.GRAPHS_PER_SIZE * workspaces.GRAPH
@@ -73,10 +73,8 @@ def test_captured_steps_keep_what_the_rows_of_the_largest_take(model_of):
 
 @pytest.mark.parametrize(("num_sequences", "num_drafting", "num_rows"), [(8, 8, 16), (2, 2, 16), (40, 20, 64)])
 @pytest.mark.parametrize("graphs", ["auto", "off"])
-def test_refused_drafts_take_blocks_and_what_steps_store_with_keys_in_8_bits(
-    model_of, num_sequences, num_drafting, num_rows, graphs
-):
-    """Captured or not. Each sequence with drafts has two rows or more, of 16 at least."""
+def test_rejected_drafts_need_saved_blocks_with_8_bit_keys(model_of, num_sequences, num_drafting, num_rows, graphs):
+    """This holds with and without captured steps. Sequences with drafts have at least 2 rows, steps at least 16."""
     settings = {"max_sequences": num_sequences, "max_draft_tokens": 7, "graphs": graphs}
     block = QuantizedPool.bytes_per_block(model_of().layers, 128)
     stored = num_rows * 2 * (2 * 2 * 16) * 2
@@ -85,40 +83,40 @@ def test_refused_drafts_take_blocks_and_what_steps_store_with_keys_in_8_bits(
     assert needed(model_of(), **(settings | {"max_draft_tokens": 0}), kv_dtype="int8").drafts == 0
 
 
-def test_a_piece_has_its_share_of_a_chunk_in_whole_blocks_and_all_rows_have_partials(model_of):
+def test_pieces_of_a_chunk_are_whole_blocks_and_all_rows_have_partials(model_of):
     one, three = needed(model_of()), needed(model_of(), 3)
     num_logits = 8 * 512 * 4
     assert (three.chunk - num_logits) * 4096 == (one.chunk - num_logits) * 11 * 128
     assert three.partials * 4096 == one.partials * 3 * 11 * 128
 
 
-def test_logits_of_many_rows_are_computed_on_one_part_after_the_other(model_of, monkeypatch):
+def test_logits_of_many_rows_are_computed_in_parts(model_of, monkeypatch):
     monkeypatch.setattr(workspaces, "MAX_LOGITS", 3 * 512)
     few, many = (needed(model_of(), max_sequences=count).sampling for count in (4, 8))
     assert many - few == 4 * (512 * 5 + 1024 * 16)
 
 
-def test_rows_of_many_sequences_count_as_a_chunk_of_them(model_of):
+def test_rows_of_many_sequences_count_as_a_chunk(model_of):
     assert needed(model_of(), chunk_size=16, max_sequences=300).partials == needed(model_of(), chunk_size=300).partials
 
 
-def test_a_row_that_goes_to_several_experts_is_there_as_often(model_of):
+def test_row_is_copied_for_each_of_its_experts(model_of):
     mixtral = model_of("mixtral")
     assert num_copies(mixtral.module.config) == 2
     assert widest(mixtral) == 2 * 192  # gate and up projections in one
 
 
-def test_learned_positions_and_ids_are_no_width(model_of):
+def test_learned_positions_and_ids_are_not_widths(model_of):
     """GPT-2 has 8192 positions and 512 ids."""
     assert widest(model_of("gpt2")) < 512
 
 
-def test_latents_are_as_wide_as_they_are(model_of):
+def test_latents_count_with_their_width(model_of):
     found = needed(model_of("deepseek_v3"))
     assert found.partials == 4096 * 4 * ((40 + 16) * 6 + workspaces.PARTIALS * 41 * 4)
 
 
-def test_gathered_keys_take_room_where_they_are_asked_for(model_of):
+def test_gathered_keys_need_memory_if_requested(model_of):
     gathered = 2 * workspaces.MAX_GATHERED * (2 * 2 * 16) * 2
     assert needed(model_of(), 2, chunk_size=128, prefill="keys").partials == gathered
     assert needed(model_of(), 2, chunk_size=128, prefill="auto").partials < gathered
@@ -129,17 +127,17 @@ def test_gathered_keys_take_room_where_they_are_asked_for(model_of):
     ("world_size", "num_ranks_here", "expected"),
     [(1, 1, 0), (2, 2, COMMUNICATOR + PEER), (8, 8, COMMUNICATOR + 7 * PEER), (8, 4, 3 * COMMUNICATOR + 3 * PEER)],
 )
-def test_groups_of_ranks_take_memory(model_of, world_size, num_ranks_here, expected):
+def test_process_groups_need_memory(model_of, world_size, num_ranks_here, expected):
     assert needed(model_of(), num_ranks_here, world_size=world_size).exchange == expected
 
 
-def test_a_pool_on_a_gpu_gets_what_steps_leave_and_nothing_where_they_leave_nothing(model_of, caplog):
+def test_gpu_pool_gets_the_memory_that_steps_leave(model_of, caplog):
     config = EngineConfig(model="")
     found, memory = workspace(model_of(), config, 1, TOTAL), resources.Memory(TOTAL, 40 * GIB)
     with caplog.at_level("INFO", logger="longleaf"):
         assert kv_bytes_within(memory, "cuda:1", model_of(), config, 1) == 40 * GIB - found.total
     left = human_bytes(40 * GIB - found.total)
-    begin = f"kv_bytes: {left} of 40.0 GiB that cuda:1 has free beside the weights; the others are "
+    begin = f"kv_bytes: {left} of 40.0 GiB free on cuda:1 after loading the weights; the others are "
     parts = (found.chunk, found.sampling, found.partials, KERNELS, found.graphs, 0, 0, 2 * GIB)
     names = ("chunks", "sampling", "partials", "kernels", "graphs", "drafts", "NCCL", "fragments")
     message = ", ".join(f"{human_bytes(size)} for {name}" for size, name in zip(parts, names, strict=True))
@@ -147,8 +145,8 @@ def test_a_pool_on_a_gpu_gets_what_steps_leave_and_nothing_where_they_leave_noth
     assert kv_bytes_within(resources.Memory(TOTAL, GIB), "cuda:1", model_of(), config, 1) == 0
 
 
-def test_ranks_that_share_a_gpu_take_no_more_than_their_share_of_it(model_of, monkeypatch):
-    """Whatever the others have taken by now. They do not meet over NCCL."""
+def test_ranks_that_share_a_gpu_are_limited_to_their_share(model_of, monkeypatch):
+    """The current use by the other ranks does not matter. Ranks on one GPU do not use NCCL."""
     model, config = replace(model_of(), device="cuda:0"), EngineConfig(model="", world_size=2)
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 3 * GIB)
     found = []
@@ -160,8 +158,8 @@ def test_ranks_that_share_a_gpu_take_no_more_than_their_share_of_it(model_of, mo
     assert found == [TOTAL // 2 - 3 * GIB - CONTEXT - needed.total, 20 * GIB - needed.total]
 
 
-def test_a_check_asks_the_gpu_of_each_rank(model_of, monkeypatch):
-    """Ranks for which there is none here will be on machines like this one, whose GPUs are like these."""
+def test_check_uses_the_gpu_of_each_rank(model_of, monkeypatch):
+    """Ranks beyond the local GPUs are assumed to be on equal machines."""
     free = {"cuda:0": 20 * GIB, "cuda:1": 30 * GIB, "cuda:2": 40 * GIB}
     requested = []
 

@@ -1,4 +1,4 @@
-"""What Alembic runs: the steps that are due, on the connection that it is given, in its transaction."""
+"""Alembic's entry point: runs the pending migrations on the given connection and in its transaction."""
 
 from alembic import context
 

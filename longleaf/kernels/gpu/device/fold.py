@@ -109,7 +109,7 @@ def pack_rows(
     TILE_ROWS: tl.constexpr,
     IS_WIDE: tl.constexpr,
 ):
-    """`out` [T, H, V] and `lse` [T, H] side by side in `packed` [T, H, C], float32 (IS_WIDE) or bfloat16; of the latter
+    """`out` [T, H, V] and `lse` [T, H] side by side in `packed` [T, H, C], float32 (IS_WIDE) or bfloat16; in bfloat16
     the last two columns are the bits of the lse."""
     COLUMNS: tl.constexpr = VALUE_DIM + (1 if IS_WIDE else 2)
     row_R = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)

@@ -1,6 +1,6 @@
 """Attention of few rows in float32 without matrix products, which have 16 rows where one token has a group of heads.
 
-Each place of a tile of keys has an online softmax of its own: its peak, its mass and its sum of values. No sum over
+Each place of a tile of keys has its own online softmax: a peak, a mass and a sum of values. No sum over
 keys is needed before the last tile, so that threads exchange only the sums over dims. Otherwise as
 `longleaf.kernels.gpu.device.decode`; shape letters as there.
 """

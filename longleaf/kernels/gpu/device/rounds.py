@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def betray_keys(
+def propagate_nonfinite(
     pieces,
     k,
     lse_0,

@@ -1,10 +1,11 @@
 """Sampling of the next token of each row of logits: top-k, top-p, min-p, penalties and biases, without sorting a row.
 
-A row is cut into blocks of BLOCK tokens, one program each. Its kept tokens are those at or above a threshold: a score,
-and among equal scores a token id. The threshold is found in four launches: scores of each block (`score_blocks`), their
-histogram over LEVELS equal steps below the highest score (`count_levels`), the steps in which the threshold can be
-(`plan_rows`), and the few tokens in these steps (`gather_candidates`), among which `find_thresholds` searches. The
-search works on the row itself if the candidates exceed their buffer, which takes equal scores or an extreme top-k.
+A row is cut into blocks of BLOCK tokens, one program each. Its eligible tokens are those at or above a threshold: a
+score, and among equal scores a token id. The threshold is found in four launches: scores of each block
+(`score_blocks`), their histogram over LEVELS equal steps below the highest score (`count_levels`), the steps in which
+the threshold can be (`plan_rows`), and the few tokens in these steps (`gather_candidates`), among which
+`find_thresholds` searches. The search works on the row itself if the candidates exceed their buffer, which takes equal
+scores or an extreme top-k.
 
 Scores and weights are float64. Masses are integers, weights in units of 2^-61 of the row's sum, so that sums do not
 depend on their order: every launch, and every number of programs, has the same sums. A token whose weight is not 0 has
@@ -65,13 +66,13 @@ def score_blocks(
     DRAWS: tl.constexpr,
     HAS_LOGPROBS: tl.constexpr,
 ):
-    """Of each block of a row of `logits` [R, V]: the highest and the lowest finite score, the sum of exp(score -
-    highest), and the first id of the highest, [R, B], float64 and int32; and whether a logit is NaN or +inf.
+    """Writes for each block of a row of `logits` [R, V]: the highest and the lowest finite score, the sum of exp(score
+    - highest), and the first id of the highest, [R, B], float64 and int32; and whether a logit is NaN or +inf.
 
-    A score is a logit after bias and penalties over the temperature. Rows with a place in the histories, `is_seen` and
-    `counts` [P, V], have their scores written to `scores` [R, V], float64. `before` [R, M] are drafts that count as
-    generated. With HAS_LOGPROBS also the maximum, the sum of exponentials, and the maxima of groups [R, G], float32, of
-    the logits.
+    A score is a logit after bias and penalties over the temperature. For rows with a place in the histories, `is_seen`
+    and `counts` [P, V], the scores are written to `scores` [R, V], float64. `before` [R, M] are drafts that count as
+    generated. With HAS_LOGPROBS, the results include the maximum, the sum of exponentials, and the maxima of groups
+    [R, G], float32, of the logits.
     """
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     id_N = block * BLOCK + tl.arange(0, BLOCK)
@@ -93,9 +94,9 @@ def score_blocks(
         if where != 0:
             factor, once, each = tl.load(repetition + row), tl.load(presence + row), tl.load(frequency + row)
             seen, counted, drafts = is_seen + where * size, counts + where * size, before + row * num_before
-            kept_scores = scores + row * size
+            row_scores = scores + row * size
             score_N = _penalized(score_N, id_N, is_id_N, seen, counted, drafts, num_before, factor, once, each)
-            tl.store(kept_scores + id_N, score_N / heat, mask=is_id_N)
+            tl.store(row_scores + id_N, score_N / heat, mask=is_id_N)
             tl.debug_barrier()
             bias_K = tl.arange(0, NUM_BIASES)
             bias_id_K = tl.load(bias_ids + where * NUM_BIASES + bias_K).to(tl.int32)
@@ -104,9 +105,9 @@ def score_blocks(
             is_here_K = is_here_K & (bias_id_K < size)
             biased_K = tl.load(logits + row * row_stride + bias_id_K, mask=is_here_K, other=0.0).to(tl.float64) + bias_K
             biased_K = _penalized(biased_K, bias_id_K, is_here_K, seen, counted, drafts, num_before, factor, once, each)
-            tl.store(kept_scores + bias_id_K, biased_K / heat, mask=is_here_K)
+            tl.store(row_scores + bias_id_K, biased_K / heat, mask=is_here_K)
             tl.debug_barrier()
-            score_N = tl.load(kept_scores + id_N, mask=is_id_N, other=float("-inf"))
+            score_N = tl.load(row_scores + id_N, mask=is_id_N, other=float("-inf"))
         else:
             score_N = score_N / heat
     else:
@@ -280,7 +281,7 @@ def gather_candidates(
         level_N = _levels(score_N, highest, per_level, LEVELS)
         mass = tl.zeros([], tl.int64)
         if first > 0:
-            mass_N = _masses(score_N, highest, tl.load(peaks + row * 2 + 1))
+            mass_N = _mass(score_N, highest, tl.load(peaks + row * 2 + 1))
             mass += tl.sum(tl.where(level_N < first, mass_N, 0), 0)
         tl.store(above + row * num_blocks + block, mass)
         if state == BUFFERED:
@@ -302,7 +303,7 @@ def find_thresholds(
     above,
     found_ids,
     found_scores,
-    found_masses,
+    found_mass,
     ids,
     temperature,
     dropped_share,
@@ -319,8 +320,8 @@ def find_thresholds(
     LEVELS: tl.constexpr,
     IS_ADJUSTED: tl.constexpr,
 ):
-    """Completes `plans` with the threshold. If all kept tokens of a row are in the buffer, it also draws the row's
-    token and writes it to `ids`. `found_masses` [R, C], int64, is memory for their masses."""
+    """Completes `plans` with the threshold. If all eligible tokens of a row are in the buffer, it also draws the row's
+    token and writes it to `ids`. `found_mass` [R, C], int64, is memory for their masses."""
     row = tl.program_id(0).to(tl.int64)
     plan = plans + row * 8
     state = tl.load(plan)
@@ -338,12 +339,12 @@ def find_thresholds(
             for start in range(0, num, TILE):
                 at_N = start + tl.arange(0, TILE)
                 score_N = tl.load(found_scores + buffer + at_N, mask=at_N < num, other=float("-inf"))
-                tl.store(found_masses + buffer + at_N, _masses(score_N, highest, unit), mask=at_N < num)
+                tl.store(found_mass + buffer + at_N, _mass(score_N, highest, unit), mask=at_N < num)
             tl.debug_barrier()
         key, least_id = _threshold(
             found_ids + buffer,
             found_scores + buffer,
-            found_masses + buffer,
+            found_mass + buffer,
             num,
             logits,
             scores,
@@ -372,23 +373,23 @@ def find_thresholds(
                 total = tl.zeros([], tl.int64)
                 for start in range(0, num, TILE):
                     at_N = start + tl.arange(0, TILE)
-                    id_N, kept_N = _kept_in_buffer(
-                        found_ids + buffer, found_scores + buffer, found_masses + buffer, at_N, num, highest, least,
+                    id_N, eligible_N = _eligible_in_buffer(
+                        found_ids + buffer, found_scores + buffer, found_mass + buffer, at_N, num, highest, least,
                         key, least_id,
                     )  # fmt: skip
-                    total += tl.sum(kept_N, 0)
+                    total += tl.sum(eligible_N, 0)
                 target = _target(tl.load(uniform + row), total)
                 passed = tl.zeros([], tl.int64)
                 token = tl.full([], 2147483647, tl.int32)
                 for start in range(0, num, TILE):
                     at_N = start + tl.arange(0, TILE)
-                    id_N, kept_N = _kept_in_buffer(
-                        found_ids + buffer, found_scores + buffer, found_masses + buffer, at_N, num, highest, least,
+                    id_N, eligible_N = _eligible_in_buffer(
+                        found_ids + buffer, found_scores + buffer, found_mass + buffer, at_N, num, highest, least,
                         key, least_id,
                     )  # fmt: skip
-                    up_to_N = passed + tl.cumsum(kept_N, 0)
+                    up_to_N = passed + tl.cumsum(eligible_N, 0)
                     token = tl.minimum(token, tl.min(tl.where(up_to_N > target, id_N, 2147483647), 0))
-                    passed += tl.sum(kept_N, 0)
+                    passed += tl.sum(eligible_N, 0)
                 tl.store(ids + row, token.to(tl.int64))
                 tl.store(plan, DRAWN)
         tl.store(plan + 5, key)
@@ -403,7 +404,7 @@ def weigh_blocks(
     minima,
     peaks,
     plans,
-    kept_masses,
+    eligible_mass,
     temperature,
     min_p,
     place,
@@ -416,16 +417,16 @@ def weigh_blocks(
     IS_ADJUSTED: tl.constexpr,
     CUTS: tl.constexpr,
 ):
-    """Writes `kept_masses` [R, B], int64: the mass of the kept tokens of each block, for rows whose token is not drawn
-    yet."""
+    """Writes `eligible_mass` [R, B], int64: the mass of the eligible tokens of each block, for rows whose token is not
+    drawn yet."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if tl.load(plans + row * 8) != DRAWN:
         id_N = block * BLOCK + tl.arange(0, BLOCK)
-        kept_N = _kept_in_row(
+        eligible_N = _eligible_in_row(
             logits, scores, maxima, minima, peaks, plans, temperature, min_p, place, row, row_stride, size, num_blocks,
             id_N, BLOCKS_PAD, LEVELS, IS_ADJUSTED, CUTS,
         )  # fmt: skip
-        tl.store(kept_masses + row * num_blocks + block, tl.sum(kept_N, 0))
+        tl.store(eligible_mass + row * num_blocks + block, tl.sum(eligible_N, 0))
 
 
 @triton.jit
@@ -436,7 +437,7 @@ def draw_rows(
     minima,
     peaks,
     plans,
-    kept_masses,
+    eligible_mass,
     ids,
     temperature,
     min_p,
@@ -456,17 +457,17 @@ def draw_rows(
     row = tl.program_id(0).to(tl.int64)
     if tl.load(plans + row * 8) != DRAWN:
         block_B = tl.arange(0, BLOCKS_PAD)
-        mass_B = tl.load(kept_masses + row * num_blocks + block_B, mask=block_B < num_blocks, other=0)
+        mass_B = tl.load(eligible_mass + row * num_blocks + block_B, mask=block_B < num_blocks, other=0)
         up_to_B = tl.cumsum(mass_B, 0)
         target = _target(tl.load(uniform + row), tl.sum(mass_B, 0))
         block = tl.sum((up_to_B <= target).to(tl.int32), 0)
         passed = tl.sum(tl.where(block_B < block, mass_B, 0), 0)
         id_N = block * BLOCK + tl.arange(0, BLOCK)
-        kept_N = _kept_in_row(
+        eligible_N = _eligible_in_row(
             logits, scores, maxima, minima, peaks, plans, temperature, min_p, place, row, row_stride, size, num_blocks,
             id_N, BLOCKS_PAD, LEVELS, IS_ADJUSTED, CUTS,
         )  # fmt: skip
-        up_to_N = passed + tl.cumsum(kept_N, 0)
+        up_to_N = passed + tl.cumsum(eligible_N, 0)
         tl.store(ids + row, tl.min(tl.where(up_to_N > target, id_N, size), 0).to(tl.int64))
 
 
@@ -601,7 +602,7 @@ def _levels(score_N, highest, per_level, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _masses(score_N, highest, unit):
+def _mass(score_N, highest, unit):
     """Masses of scores."""
     weight_N = tl.exp(score_N - highest)
     mass_N = (weight_N * unit + 0.5).to(tl.int64)
@@ -617,7 +618,7 @@ def _target(uniform, total):
 @triton.jit
 def _candidate_levels(count_L, total, per_level, dropped, wanted, size, LEVELS: tl.constexpr):
     """The levels [first, end) in which the thresholds of top-k and top-p can be, from the bounds of each level's mass;
-    tokens of lower ones are kept, those of higher ones are not."""
+    tokens of lower ones are eligible, those of higher ones are not."""
     level_L = tl.arange(0, LEVELS)
     most_L = count_L * tl.exp(-level_L.to(tl.float64) / per_level)
     least_L = count_L * tl.exp(-(level_L + 1).to(tl.float64) / per_level)
@@ -627,10 +628,10 @@ def _candidate_levels(count_L, total, per_level, dropped, wanted, size, LEVELS: 
         up_to_L = tl.cumsum(count_L, 0)
         last = tl.min(tl.where(up_to_L >= wanted, level_L, LEVELS - 1), 0)
         missing = wanted - tl.sum(tl.where(level_L < last, count_L, 0), 0)
-        least_kept = tl.sum(tl.where(level_L < last, least_L, 0.0), 0)
-        least_kept += missing * tl.sum(tl.where(level_L == last, least_L / tl.maximum(count_L, 1), 0.0), 0)
-        is_kept_L = most_up_to_L < (1 - dropped) * least_kept * (1 - SLACK)
-        first = tl.min(tl.where(is_kept_L, LEVELS - 1, level_L), 0)
+        least_mass = tl.sum(tl.where(level_L < last, least_L, 0.0), 0)
+        least_mass += missing * tl.sum(tl.where(level_L == last, least_L / tl.maximum(count_L, 1), 0.0), 0)
+        is_eligible_L = most_up_to_L < (1 - dropped) * least_mass * (1 - SLACK)
+        first = tl.min(tl.where(is_eligible_L, LEVELS - 1, level_L), 0)
         first = tl.where(dropped < 0, last, tl.minimum(first, last))
         end = last + 1
     else:
@@ -639,17 +640,17 @@ def _candidate_levels(count_L, total, per_level, dropped, wanted, size, LEVELS: 
         is_gone_L = (most_from_L <= gone * (1 - SLACK)) | (
             total * (1 + SLACK) - (least_up_to_L - least_L) <= gone * (1 - SLACK)
         )
-        is_kept_L = (least_from_L - least_L > gone * (1 + SLACK)) | (
+        is_eligible_L = (least_from_L - least_L > gone * (1 + SLACK)) | (
             total * (1 - SLACK) - most_up_to_L > gone * (1 + SLACK)
         )
         end = tl.maximum(tl.min(tl.where(is_gone_L, level_L, LEVELS), 0), 1)
-        first = tl.minimum(tl.min(tl.where(is_kept_L, LEVELS, level_L), 0), end - 1)
+        first = tl.minimum(tl.min(tl.where(is_eligible_L, LEVELS, level_L), 0), end - 1)
     return first, end
 
 
 @triton.jit
 def _candidates(
-    found_ids, found_scores, found_masses, num, logits, scores, temperature, place, row, row_stride, size,
+    found_ids, found_scores, found_mass, num, logits, scores, temperature, place, row, row_stride, size,
     highest, per_level, unit, first, end, start, TILE: tl.constexpr, LEVELS: tl.constexpr, IS_ADJUSTED: tl.constexpr,
     scans,
 ):  # fmt: skip
@@ -660,27 +661,27 @@ def _candidates(
         score_N = _scores(logits, scores, temperature, place, row, row_stride, size, id_N, IS_ADJUSTED)
         level_N = _levels(score_N, highest, per_level, LEVELS)
         is_there_N = (level_N >= first) & (level_N < end) & (id_N < size)
-        mass_N = tl.where(is_there_N, _masses(score_N, highest, unit), 0)
+        mass_N = tl.where(is_there_N, _mass(score_N, highest, unit), 0)
     else:
         is_there_N = at_N < num
         id_N = tl.load(found_ids + at_N, mask=is_there_N, other=0)
         score_N = tl.load(found_scores + at_N, mask=is_there_N, other=0.0)
-        mass_N = tl.load(found_masses + at_N, mask=is_there_N, other=0)
+        mass_N = tl.load(found_mass + at_N, mask=is_there_N, other=0)
     return tl.where(is_there_N, _key(score_N), LOWEST), mass_N, id_N
 
 
 @triton.jit
 def _threshold(
-    found_ids, found_scores, found_masses, num, logits, scores, temperature, place, row, row_stride, size,
+    found_ids, found_scores, found_mass, num, logits, scores, temperature, place, row, row_stride, size,
     highest, per_level, unit, first, end, num_above, mass_above, dropped, wanted,
     TILE: tl.constexpr, LEVELS: tl.constexpr, IS_ADJUSTED: tl.constexpr, scans,
 ):  # fmt: skip
-    """The threshold of a row: the lowest key that is kept, and the lowest kept id of that key."""
+    """The threshold of a row: the lowest eligible key, and the lowest eligible id of that key."""
     low = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
     high = tl.full([], LOWEST + 1, tl.int64)
     for start in range(0, num, TILE):
         key_N, mass_N, id_N = _candidates(
-            found_ids, found_scores, found_masses, num, logits, scores, temperature, place, row, row_stride, size,
+            found_ids, found_scores, found_mass, num, logits, scores, temperature, place, row, row_stride, size,
             highest, per_level, unit, first, end, start, TILE, LEVELS, IS_ADJUSTED, scans,
         )  # fmt: skip
         low = tl.minimum(low, tl.min(tl.where(key_N == LOWEST, 0x7FFFFFFFFFFFFFFF, key_N), 0))
@@ -690,23 +691,23 @@ def _threshold(
     # top-k first: the share of top-p is that of the tokens that top-k keeps
     for turn in range(2):
         by_mass = turn == 1
-        is_asked = (by_mass & (dropped >= 0)) | ((turn == 0) & (wanted < size))
-        if is_asked:
+        is_limited = (by_mass & (dropped >= 0)) | ((turn == 0) & (wanted < size))
+        if is_limited:
             limit = wanted - num_above
             if by_mass:
-                kept_mass = tl.full([], SUM, tl.float64)
+                top_k_mass = tl.full([], SUM, tl.float64)
                 if wanted < size:
-                    kept = tl.zeros([], tl.int64)
+                    below = tl.zeros([], tl.int64)
                     for start in range(0, num, TILE):
                         key_N, mass_N, id_N = _candidates(
-                            found_ids, found_scores, found_masses, num, logits, scores, temperature, place, row,
+                            found_ids, found_scores, found_mass, num, logits, scores, temperature, place, row,
                             row_stride, size, highest, per_level, unit, first, end, start, TILE, LEVELS, IS_ADJUSTED,
                             scans,
                         )  # fmt: skip
-                        kept += tl.sum(tl.where(key_N >= top_key, mass_N, 0), 0)
-                    kept_mass = (mass_above + kept).to(tl.float64)
-                # a token is kept if the mass above it is less than this
-                limit = kept_mass.to(tl.int64) - (dropped * kept_mass).to(tl.int64) - mass_above
+                        below += tl.sum(tl.where(key_N >= top_key, mass_N, 0), 0)
+                    top_k_mass = (mass_above + below).to(tl.float64)
+                # a token is eligible if the mass above it is less than this
+                limit = top_k_mass.to(tl.int64) - (dropped * top_k_mass).to(tl.int64) - mass_above
             limit = tl.maximum(limit, 1)
             # the smallest key in (low, upper] with candidates of larger keys below the limit; eight keys in each turn
             low = top_key - 1
@@ -717,15 +718,15 @@ def _threshold(
                 above_J = tl.zeros([8], tl.int64)
                 for start in range(0, num, TILE):
                     key_N, mass_N, id_N = _candidates(
-                        found_ids, found_scores, found_masses, num, logits, scores, temperature, place, row,
+                        found_ids, found_scores, found_mass, num, logits, scores, temperature, place, row,
                         row_stride, size, highest, per_level, unit, first, end, start, TILE, LEVELS, IS_ADJUSTED,
                         scans,
                     )  # fmt: skip
                     weight_N = tl.where(by_mass, mass_N, 1)
                     above_J += tl.sum(tl.where(key_N[None, :] > pivot_J[:, None], weight_N[None, :], 0), 1)
-                is_kept_J = above_J < limit
-                low = tl.maximum(low, tl.max(tl.where(is_kept_J, low, pivot_J), 0))
-                upper = tl.minimum(upper, tl.min(tl.where(is_kept_J, pivot_J, upper), 0))
+                is_eligible_J = above_J < limit
+                low = tl.maximum(low, tl.max(tl.where(is_eligible_J, low, pivot_J), 0))
+                upper = tl.minimum(upper, tl.min(tl.where(is_eligible_J, pivot_J, upper), 0))
             top_key = upper
     least_id = tl.zeros([], tl.int32)
     if dropped >= 0:
@@ -734,7 +735,7 @@ def _threshold(
         num_equal = tl.zeros([], tl.int64)
         for start in range(0, num, TILE):
             key_N, mass_N, id_N = _candidates(
-                found_ids, found_scores, found_masses, num, logits, scores, temperature, place, row, row_stride, size,
+                found_ids, found_scores, found_mass, num, logits, scores, temperature, place, row, row_stride, size,
                 highest, per_level, unit, first, end, start, TILE, LEVELS, IS_ADJUSTED, scans,
             )  # fmt: skip
             above += tl.sum(tl.where(key_N > top_key, mass_N, 0), 0)
@@ -746,30 +747,30 @@ def _threshold(
             least_id = tl.full([], 2147483647, tl.int32)
             for start in range(0, num, TILE):
                 key_N, mass_N, id_N = _candidates(
-                    found_ids, found_scores, found_masses, num, logits, scores, temperature, place, row, row_stride,
+                    found_ids, found_scores, found_mass, num, logits, scores, temperature, place, row, row_stride,
                     size, highest, per_level, unit, first, end, start, TILE, LEVELS, IS_ADJUSTED, scans,
                 )  # fmt: skip
                 is_equal_N = key_N == top_key
                 up_to_N = passed + tl.cumsum(is_equal_N.to(tl.int64), 0)
-                is_kept_N = is_equal_N & (above + (num_equal - up_to_N) * each < limit)
-                least_id = tl.minimum(least_id, tl.min(tl.where(is_kept_N, id_N, 2147483647), 0))
+                is_eligible_N = is_equal_N & (above + (num_equal - up_to_N) * each < limit)
+                least_id = tl.minimum(least_id, tl.min(tl.where(is_eligible_N, id_N, 2147483647), 0))
                 passed += tl.sum(is_equal_N.to(tl.int64), 0)
     return top_key, least_id
 
 
 @triton.jit
-def _kept_in_buffer(found_ids, found_scores, found_masses, at_N, num, highest, least, key, least_id):
-    """Ids of candidates, and their masses if they are kept, else 0."""
+def _eligible_in_buffer(found_ids, found_scores, found_mass, at_N, num, highest, least, key, least_id):
+    """Ids of candidates, and their masses if they are eligible, else 0."""
     is_there_N = at_N < num
     id_N = tl.load(found_ids + at_N, mask=is_there_N, other=2147483647)
     score_N = tl.load(found_scores + at_N, mask=is_there_N, other=float("-inf"))
-    mass_N = tl.load(found_masses + at_N, mask=is_there_N, other=0)
-    is_kept_N = is_there_N & _is_kept(score_N, id_N, highest, least, key, least_id)
-    return id_N, tl.where(is_kept_N, mass_N, 0)
+    mass_N = tl.load(found_mass + at_N, mask=is_there_N, other=0)
+    is_eligible_N = is_there_N & _is_eligible(score_N, id_N, highest, least, key, least_id)
+    return id_N, tl.where(is_eligible_N, mass_N, 0)
 
 
 @triton.jit
-def _is_kept(score_N, id_N, highest, least, key, least_id):
+def _is_eligible(score_N, id_N, highest, least, key, least_id):
     """Whether tokens are at or above the threshold, and likely enough for min-p."""
     key_N = _key(score_N)
     is_above_N = (key_N > key) | ((key_N == key) & (id_N >= least_id))
@@ -777,19 +778,19 @@ def _is_kept(score_N, id_N, highest, least, key, least_id):
 
 
 @triton.jit
-def _kept_in_row(
+def _eligible_in_row(
     logits, scores, maxima, minima, peaks, plans, temperature, min_p, place, row, row_stride, size, num_blocks, id_N,
     BLOCKS_PAD: tl.constexpr, LEVELS: tl.constexpr, IS_ADJUSTED: tl.constexpr, CUTS: tl.constexpr,
 ):  # fmt: skip
-    """Masses of tokens of a row if they are kept, else 0."""
+    """Masses of tokens of a row if they are eligible, else 0."""
     plan = plans + row * 8
     highest, per_level = _scale_of(maxima, minima, row, num_blocks, BLOCKS_PAD, LEVELS)
     score_N = _scores(logits, scores, temperature, place, row, row_stride, size, id_N, IS_ADJUSTED)
-    mass_N = _masses(score_N, highest, tl.load(peaks + row * 2 + 1))
-    is_kept_N = (id_N < size) & (tl.exp(score_N - highest) >= tl.load(min_p + row))
+    mass_N = _mass(score_N, highest, tl.load(peaks + row * 2 + 1))
+    is_eligible_N = (id_N < size) & (tl.exp(score_N - highest) >= tl.load(min_p + row))
     if CUTS:
         level_N = _levels(score_N, highest, per_level, LEVELS)
-        is_in_N = _is_kept(score_N, id_N, highest, 0.0, tl.load(plan + 5), tl.load(plan + 6).to(tl.int32))
+        is_in_N = _is_eligible(score_N, id_N, highest, 0.0, tl.load(plan + 5), tl.load(plan + 6).to(tl.int32))
         is_in_N = (level_N < tl.load(plan + 1)) | ((level_N < tl.load(plan + 2)) & is_in_N)
-        is_kept_N = is_kept_N & is_in_N
-    return tl.where(is_kept_N, mass_N, 0)
+        is_eligible_N = is_eligible_N & is_in_N
+    return tl.where(is_eligible_N, mass_N, 0)

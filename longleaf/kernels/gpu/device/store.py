@@ -1,7 +1,7 @@
-"""Keys and values of new tokens into their slots, as they are or rounded to 8 bits.
+"""Stores keys and values of new tokens in their slots, unchanged or rounded to 8 bits.
 
-What the 8-bit numbers stand for is said in `longleaf.kernels.int8`. Shape letters: K key heads, T tokens of a tile, S
-slots of a tile, D dim, V value dim.
+`longleaf.kernels.int8` defines the 8-bit format. Shape letters: K key heads, T tokens of a tile, S slots of a tile, D
+dim, V value dim.
 """
 
 import triton
@@ -13,8 +13,8 @@ def store_tokens(
     slots,
     k,
     v,
-    kept_keys,
-    kept_values,
+    pool_keys,
+    pool_values,
     num_tokens,
     k_stride_h,
     k_stride_t,
@@ -42,7 +42,7 @@ def store_tokens(
     is_key_TD = is_token_T[:, None] & (dim_D < DIM)[None, :]
     from_T, to_T = (
         k + head * k_stride_h + token_T * k_stride_t,
-        kept_keys + head * keys_stride_h + slot_T * keys_stride_s,
+        pool_keys + head * keys_stride_h + slot_T * keys_stride_s,
     )
     keys_TD = tl.load(from_T[:, None] + dim_D[None, :], mask=is_key_TD)
     tl.store(to_T[:, None] + dim_D[None, :], keys_TD, mask=is_key_TD)
@@ -50,7 +50,7 @@ def store_tokens(
         value_V = tl.arange(0, VALUE_PAD)
         is_value_TV = is_token_T[:, None] & (value_V < VALUE_DIM)[None, :]
         from_T = v + head * v_stride_h + token_T * v_stride_t
-        to_T = kept_values + head * values_stride_h + slot_T * values_stride_s
+        to_T = pool_values + head * values_stride_h + slot_T * values_stride_s
         values_TV = tl.load(from_T[:, None] + value_V[None, :], mask=is_value_TV)
         tl.store(to_T[:, None] + value_V[None, :], values_TV, mask=is_value_TV)
 
@@ -79,8 +79,8 @@ def store_int8(
 ):
     """`k` and `v` [K, T, D] rounded into `keys` and `values` [K, S, D], `exponents` [K, B, D] and `scales` [K, S].
 
-    One program per token and key head, of which that of the first token of a block does what is to be done in the
-    block: it makes the exponents large enough, brings the keys there to them, and writes the new tokens.
+    One program per token and key head. The program of the first token of a block processes the block: it raises the
+    exponents as needed, rescales the existing keys, and writes the new tokens.
     """
     token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     block = tl.load(slots + token) // BLOCK
@@ -153,7 +153,7 @@ def _tile(slots, block, start, last, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _finite_keys(from_T, is_mine_T, dim_D, is_dim_D):
-    """Keys of some tokens, float32, with 0 for what is no finite number, and of which tokens all are."""
+    """Keys of the given tokens, float32, with 0 for non-finite numbers, and a mask of tokens with finite keys."""
     k_TD = tl.load(from_T[:, None] + dim_D[None, :], mask=is_mine_T[:, None] & is_dim_D[None, :], other=0.0)
     k_TD = k_TD.to(tl.float32)
     is_finite_TD = tl.abs(k_TD) < float("inf")

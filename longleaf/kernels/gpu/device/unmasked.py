@@ -7,7 +7,7 @@ Exponentials are powers of two, with scores in units of log2(e). Tiles with mask
 import triton
 import triton.language as tl
 
-from longleaf.kernels.gpu.device.block_sums import asked, tell
+from longleaf.kernels.gpu.device.block_sums import reported_rows, store_attribution
 from longleaf.kernels.gpu.device.online import capped, masked, visible
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -32,9 +32,9 @@ def attend_unmasked(
     k_stride_s,
     v_stride_h,
     v_stride_s,
-    told_reads,
-    told,
-    told_stride_h,
+    attribution_reads,
+    attribution,
+    attribution_stride_h,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -42,7 +42,7 @@ def attend_unmasked(
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    TELLS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
     SLOTS: tl.constexpr,
     TYPE: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -79,9 +79,9 @@ def attend_unmasked(
             slot_start, slot_end = tl.load(stretches + i * 4), tl.load(stretches + i * 4 + 1)
             low = tl.maximum(slot_start, ahead + first - window + 1)
             high = tl.minimum(slot_end, ahead + last + 1)
-            if TELLS:
-                reported_R, is_reported_R, edge = asked(
-                    told_reads + i * 5, told + head * told_stride_h, row_R, is_row_R
+            if ATTRIBUTES:
+                reported_R, is_reported_R, edge = reported_rows(
+                    attribution_reads + i * 5, attribution + head * attribution_stride_h, row_R, is_row_R
                 )
             begin = low // SLOTS * SLOTS
             num_tiles = tl.maximum(high - begin + TILE_KEYS - 1, 0) // TILE_KEYS
@@ -108,8 +108,8 @@ def attend_unmasked(
                 peak_R = top_R
                 acc_RV = acc_RV * fade_R[:, None]
                 acc_RV = _product_onto(weight_RS.to(TYPE), v_SV.to(TYPE), acc_RV, UPCAST, PRECISION)
-                if TELLS:
-                    tell(
+                if ATTRIBUTES:
+                    store_attribution(
                         reported_R, is_reported_R, edge, weight_RS, peak_R * LN_2, start, low, high,
                         TILE_ROWS, TILE_KEYS, SLOTS,
                     )  # fmt: skip
@@ -138,8 +138,8 @@ def attend_unmasked(
                     v_SV = tl.load(values_SV + slot_S1 * v_stride_s, mask=is_value_V[None, :], other=0.0)
                 acc_RV = acc_RV * fade_R[:, None]
                 acc_RV = _product_onto(weight_RS.to(TYPE), v_SV.to(TYPE), acc_RV, UPCAST, PRECISION)
-                if TELLS:
-                    tell(
+                if ATTRIBUTES:
+                    store_attribution(
                         reported_R, is_reported_R, edge, weight_RS, peak_R * LN_2, start, low, high,
                         TILE_ROWS, TILE_KEYS, SLOTS,
                     )  # fmt: skip

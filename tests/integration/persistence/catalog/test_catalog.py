@@ -36,20 +36,20 @@ from tests.support.catalog import (
 FIXTURE = Path(__file__).parents[3] / "fixtures" / "catalog" / "first.db"
 
 
-async def test_commits_of_several_tasks_happen_in_the_order_of_the_calls(tmp_path: Path) -> None:
+async def test_commits_of_several_tasks_follow_call_order(tmp_path: Path) -> None:
     catalog = await Catalog.open(tmp_path / DATABASE)
     changes = [document("a", 2 * number) for number in range(10)]
     others = [document("b", 2 * number + 1) for number in range(10)]
     pairs = zip(changes, others, strict=True)
     committed = await asyncio.gather(*(catalog.commit(change) for pair in pairs for change in pair))
-    # each one takes the place of the one before, whose segment goes
+    # each one replaces the previous one, whose segment is dropped
     assert [each.segments for each in committed] == [(), (), *((number,) for number in range(18))]
     retained = await catalog.load()
     assert [each.segment for each in retained.contexts] == [18, 19]
     await catalog.close()
 
 
-async def test_the_loop_goes_on_meanwhile_and_who_is_cancelled_has_it_done(tmp_path: Path) -> None:
+async def test_event_loop_stays_responsive_and_cancelled_commits_complete(tmp_path: Path) -> None:
     catalog = await Catalog.open(tmp_path / DATABASE)
     call = asyncio.create_task(catalog.commit(document("a", 0, 200_000)))
     await asyncio.sleep(0)
@@ -60,7 +60,7 @@ async def test_the_loop_goes_on_meanwhile_and_who_is_cancelled_has_it_done(tmp_p
     await catalog.close()
 
 
-async def test_closing_does_what_waits_and_refuses_what_comes(tmp_path: Path) -> None:
+async def test_close_finishes_pending_commits_and_refuses_new_ones(tmp_path: Path) -> None:
     catalog = await Catalog.open(tmp_path / DATABASE)
     calls = [asyncio.create_task(catalog.commit(document(f"c{number}", number))) for number in range(5)]
     await asyncio.sleep(0)
@@ -72,7 +72,7 @@ async def test_closing_does_what_waits_and_refuses_what_comes(tmp_path: Path) ->
     assert not (tmp_path / f"{DATABASE}-wal").exists() or not (tmp_path / f"{DATABASE}-wal").stat().st_size
 
 
-async def test_a_change_that_builds_on_nothing_leaves_nothing(tmp_path: Path) -> None:
+async def test_change_without_a_base_leaves_nothing(tmp_path: Path) -> None:
     catalog = await Catalog.open(tmp_path / DATABASE)
     await catalog.commit(document("a", 0))
     before = await catalog.load()
@@ -82,15 +82,15 @@ async def test_a_change_that_builds_on_nothing_leaves_nothing(tmp_path: Path) ->
         Change(segments=(segment(0),), contexts=(context("b", 0),)),
     ]
     for change in wrong:
-        with pytest.raises(DataLoss, match="does not hold what this builds upon"):
+        with pytest.raises(DataLoss, match="its contents are inconsistent"):
             await catalog.commit(change)
         assert await catalog.load() == before
     await catalog.commit(document("b", 1))
     await catalog.close()
 
 
-async def test_what_is_kept_no_more_is_to_be_deleted_on_storage(tmp_path: Path) -> None:
-    """Also the snapshot of a segment that was deleted while it was saved."""
+async def test_dropped_segments_are_queued_for_deletion_on_storage(tmp_path: Path) -> None:
+    """Includes the snapshot of a segment that was deleted while it was saved."""
     catalog = await Catalog.open(tmp_path / DATABASE)
     await catalog.commit(document("a", 0))
     await catalog.commit(Change(snapshots=(SnapshotRecord(segment=0, manifest="m/0", form="f", num_bytes=1),)))
@@ -106,18 +106,18 @@ async def test_what_is_kept_no_more_is_to_be_deleted_on_storage(tmp_path: Path) 
     await catalog.close()
 
 
-async def test_ids_of_segments_are_never_given_twice(tmp_path: Path) -> None:
+async def test_segment_ids_are_never_reused(tmp_path: Path) -> None:
     catalog = await Catalog.open(tmp_path / DATABASE)
     await catalog.commit(document("a", 41))
     await catalog.commit(Change(dropped_contexts=("a",)))
-    await catalog.commit(document("b", 7))  # begun before, done later
+    await catalog.commit(document("b", 7))  # started before, finished later
     await catalog.close()
     catalog = await Catalog.open(tmp_path / DATABASE)
     assert (await catalog.load()).next_segment == 42
     await catalog.close()
 
 
-async def test_deleted_ids_are_nowhere_on_the_disk(tmp_path: Path) -> None:
+async def test_deleted_ids_are_erased_from_the_disk(tmp_path: Path) -> None:
     catalog = await Catalog.open(tmp_path / DATABASE)
     counts = dict(enumerate([3, 190, 900, 1100, 5000, PIECE_IDS + 9] * 2))
     for number, count in counts.items():
@@ -131,7 +131,7 @@ async def test_deleted_ids_are_nowhere_on_the_disk(tmp_path: Path) -> None:
 
 
 async def test_small_documents_leave_nothing_when_trees_are_balanced(tmp_path: Path) -> None:
-    """Without padding, copies of some outlive them."""
+    """Without padding, copies of some remain in the file."""
     catalog, random = await Catalog.open(tmp_path / DATABASE), Random(0)
     alive: dict[int, int] = {}
     gone: dict[int, int] = {}
@@ -149,7 +149,7 @@ async def test_small_documents_leave_nothing_when_trees_are_balanced(tmp_path: P
 SECRET = re.compile(rb"secret [0-9]+ ")
 
 
-async def test_texts_of_clients_leave_nothing_when_trees_are_balanced(tmp_path: Path) -> None:
+async def test_client_texts_leave_nothing_when_trees_are_balanced(tmp_path: Path) -> None:
     """System messages of uploads, and display names of contexts: whole pages of a tree move at once."""
     catalog, random = await Catalog.open(tmp_path / DATABASE), Random(0)
 
@@ -176,7 +176,7 @@ async def test_texts_of_clients_leave_nothing_when_trees_are_balanced(tmp_path: 
     await catalog.close()
 
 
-async def test_ids_in_what_is_outgoing_go_with_the_context(tmp_path: Path) -> None:
+async def test_ids_in_outgoing_entries_are_deleted_with_the_context(tmp_path: Path) -> None:
     catalog = await Catalog.open(tmp_path / DATABASE)
     content = ids(0, 500).tobytes()
     await catalog.commit(Change(outgoing=(OutboxEntry("m", content),)))
@@ -184,12 +184,12 @@ async def test_ids_in_what_is_outgoing_go_with_the_context(tmp_path: Path) -> No
     (first,) = await catalog.outgoing(9)
     await catalog.commit(Change(outgoing=(OutboxEntry("m", None),)))
     assert not remains(tmp_path, ids(0, 500))
-    await catalog.done([first[0]])  # it was on its way when it was replaced
+    await catalog.done([first[0]])  # it was being sent when it was replaced
     assert [each for _, each in await catalog.outgoing(9)] == [OutboxEntry("m", None)]
     await catalog.close()
 
 
-async def test_what_another_reader_holds_up_is_gone_with_the_next_commit(
+async def test_data_held_by_another_reader_is_erased_with_the_next_commit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     catalog = await Catalog.open(tmp_path / DATABASE, busy_seconds=0.05)
@@ -198,14 +198,14 @@ async def test_what_another_reader_holds_up_is_gone_with_the_next_commit(
     reader.execute("BEGIN")
     assert reader.execute("SELECT count(*) FROM contexts").fetchone() == (1,)
     await catalog.commit(Change(dropped_contexts=("a",)))
-    assert remains(tmp_path, ids(0, 20)) and "another process reads it" in caplog.text
+    assert remains(tmp_path, ids(0, 20)) and "another process is reading it" in caplog.text
     reader.close()
     await catalog.commit(Change())
     assert not remains(tmp_path, ids(0, 20))
     await catalog.close()
 
 
-async def test_an_upload_becomes_a_context_in_one_change(tmp_path: Path) -> None:
+async def test_upload_becomes_a_context_in_one_commit(tmp_path: Path) -> None:
     catalog = await Catalog.open(tmp_path / DATABASE)
     await catalog.append_upload(upload(), 0, ids(0, PIECE_IDS + 5))
     await catalog.append_upload(upload(settled_bytes=200), PIECE_IDS + 5, ids(1, 5))
@@ -217,17 +217,17 @@ async def test_an_upload_becomes_a_context_in_one_change(tmp_path: Path) -> None
     await catalog.close()
 
 
-async def test_what_does_not_follow_the_ids_of_an_upload_is_refused(tmp_path: Path) -> None:
+async def test_upload_part_at_the_wrong_offset_is_refused(tmp_path: Path) -> None:
     catalog = await Catalog.open(tmp_path / DATABASE)
     await catalog.append_upload(upload(), 0, ids(0, 20))
-    with pytest.raises(DataLoss, match="20 ids of it are kept, and those behind 25 do not follow them"):
+    with pytest.raises(DataLoss, match="it has 20 token ids, and the next ones start at 25"):
         await catalog.append_upload(upload(settled_bytes=200), 25, ids(1, 5))
     assert await catalog.upload_ids(("doc", "u1")) == ids(0, 20)
     assert (await catalog.load()).uploads == (upload(),)
     await catalog.close()
 
 
-async def test_uploads_into_a_context_go_with_it(tmp_path: Path) -> None:
+async def test_uploads_into_a_context_are_deleted_with_it(tmp_path: Path) -> None:
     catalog = await Catalog.open(tmp_path / DATABASE)
     await catalog.commit(document("doc", 0))
     await catalog.append_upload(upload(), 0, ids(7, 20))
@@ -238,7 +238,7 @@ async def test_uploads_into_a_context_go_with_it(tmp_path: Path) -> None:
     await catalog.close()
 
 
-async def test_ids_that_are_given_out_are_never_given_out_again(tmp_path: Path) -> None:
+async def test_allocated_ids_are_never_allocated_again(tmp_path: Path) -> None:
     catalog = await Catalog.open(tmp_path / DATABASE)
     for number in (70, 5):
         await catalog.commit(Change(next_segment=number))
@@ -268,7 +268,7 @@ asyncio.run(main())
 """
 
 
-def test_what_was_acknowledged_outlives_kill_9(tmp_path: Path) -> None:
+def test_acknowledged_changes_survive_kill_9(tmp_path: Path) -> None:
     path, reported = tmp_path / DATABASE, list[int]()
     for process in range(3):
         child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True)
@@ -285,7 +285,7 @@ def test_what_was_acknowledged_outlives_kill_9(tmp_path: Path) -> None:
             assert retained.path(each)[0].token_ids == ids(each.segment, 3000)
 
 
-async def test_a_file_of_the_first_schema_is_opened(tmp_path: Path) -> None:
+async def test_file_of_the_first_schema_is_opened(tmp_path: Path) -> None:
     shutil.copy(FIXTURE, tmp_path / DATABASE)
     catalog = await Catalog.open(tmp_path / DATABASE)
     retained = await catalog.load()
@@ -304,7 +304,7 @@ async def test_a_file_of_the_first_schema_is_opened(tmp_path: Path) -> None:
     await catalog.close()
 
 
-async def test_migrations_make_the_tables_as_they_are_declared(tmp_path: Path) -> None:
+async def test_migrated_tables_equal_the_declared_ones(tmp_path: Path) -> None:
     from alembic.autogenerate import compare_metadata
     from alembic.migration import MigrationContext
     from sqlalchemy import create_engine

@@ -26,9 +26,9 @@ def umask(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("umask")
-async def test_nobody_else_may_read_any_file(tmp_path: Path) -> None:
+async def test_files_are_readable_only_by_their_owner(tmp_path: Path) -> None:
     folder = DataFolder.open(tmp_path / "data", DIGEST, "model", {})
-    folder.tell_address("127.0.0.1:1234")
+    folder.record_address("127.0.0.1:1234")
     catalog = await Catalog.open(folder.database)
     await catalog.commit(document("a", 0))
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.path.iterdir()}
@@ -39,11 +39,11 @@ async def test_nobody_else_may_read_any_file(tmp_path: Path) -> None:
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder.path, folder.path.parent)] == [0o700, 0o700]
 
 
-def test_a_folder_has_one_service_and_others_are_told_which(tmp_path: Path) -> None:
+def test_locked_folder_names_its_service(tmp_path: Path) -> None:
     folder = DataFolder.open(tmp_path, DIGEST, "model", {})
     for address in ("", "10.0.0.1:50051"):
-        folder.tell_address(address)
-        with pytest.raises(CatalogError, match=f"is used by process {os.getpid()} on .*{address}: end that service"):
+        folder.record_address(address)
+        with pytest.raises(CatalogError, match=f"is in use by process {os.getpid()} on .*{address}: stop that service"):
             DataFolder.open(tmp_path, DIGEST, "model", {})
     other = DataFolder.open(tmp_path, "f" * 64, "model", {})
     folder.close()
@@ -52,10 +52,10 @@ def test_a_folder_has_one_service_and_others_are_told_which(tmp_path: Path) -> N
     other.close()
 
 
-def test_a_holder_that_says_nothing_holds_it_all_the_same(tmp_path: Path) -> None:
+def test_lock_without_holder_information_is_still_a_lock(tmp_path: Path) -> None:
     folder = DataFolder.open(tmp_path, DIGEST, "model", {})
     (folder.path / "holder.json").write_bytes(b"")
-    with pytest.raises(CatalogError, match="is used by another process"):
+    with pytest.raises(CatalogError, match="is in use by another process"):
         DataFolder.open(tmp_path, DIGEST, "model", {})
     folder.close()
 
@@ -70,26 +70,26 @@ time.sleep(600)
 """
 
 
-def test_the_lock_goes_with_a_holder_that_is_killed(tmp_path: Path) -> None:
+def test_lock_is_released_when_its_holder_is_killed(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path), DIGEST], stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "held\n"
-        with pytest.raises(CatalogError, match=f"is used by process {child.pid} on "):
+        with pytest.raises(CatalogError, match=f"is in use by process {child.pid} on "):
             DataFolder.open(tmp_path, DIGEST, "model", {})
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
     DataFolder.open(tmp_path, DIGEST, "model", {}).close()
 
 
-def test_other_models_are_told_with_their_facts(tmp_path: Path) -> None:
+def test_other_models_are_listed_with_their_details(tmp_path: Path) -> None:
     first = DataFolder.open(tmp_path, DIGEST, "old", {"config.json": "ab", "dtype": "float32"})
     first.close()
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "empty").mkdir()
     second = DataFolder.open(tmp_path, "f" * 64, "new", {})
-    ((path, reported),) = second.siblings()
+    ((path, reported),) = second.other_models()
     second.close()
     assert path == first.path == tmp_path / DIGEST[:32]
     assert (reported.model, reported.fingerprint, reported.facts) == (
@@ -99,7 +99,7 @@ def test_other_models_are_told_with_their_facts(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_no_folder_of_this_user_is_refused(tmp_path: Path) -> None:
+def test_path_that_is_not_a_folder_of_this_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("hello")
     with pytest.raises(CatalogError, match="file is a file: give a folder"):
         DataFolder.open(tmp_path / "file", DIGEST, "model", {})
@@ -108,7 +108,7 @@ def test_what_is_no_folder_of_this_user_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give folders away")
-def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+def test_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     for place in (tmp_path / "data", tmp_path / "data" / DIGEST[:32]):
         place.mkdir()
         os.chown(place, 12345, 12345)

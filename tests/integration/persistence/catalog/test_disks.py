@@ -42,7 +42,7 @@ async def opened(disk: Path) -> AsyncIterator[tuple[DataFolder, Catalog]]:
         folder.close()
 
 
-async def test_a_full_disk_refuses_a_commit_and_takes_the_next_one(disk: Path) -> None:
+async def test_full_disk_refuses_a_commit_and_accepts_the_next_one(disk: Path) -> None:
     catalog = await Catalog.open(disk / DATABASE)
     await catalog.commit(document("a", 0))
     before = await catalog.load()
@@ -50,7 +50,7 @@ async def test_a_full_disk_refuses_a_commit_and_takes_the_next_one(disk: Path) -
         if size > 1_000_000:
             with pytest.raises(OSError, match="No space"):
                 (disk / "other").write_bytes(bytes(2_000_000))
-        with pytest.raises(StorageUnavailable, match=r"catalog\.db: the disk is full .*; make room"):
+        with pytest.raises(StorageUnavailable, match=r"catalog\.db: the disk is full .*; free disk space"):
             await catalog.commit(document("b", 1, 400_000))
         assert await catalog.load() == before
     (disk / "other").unlink()
@@ -59,10 +59,10 @@ async def test_a_full_disk_refuses_a_commit_and_takes_the_next_one(disk: Path) -
     await catalog.close()
 
 
-async def test_a_full_disk_keeps_a_service_from_making_its_files(disk: Path) -> None:
+async def test_full_disk_prevents_the_creation_of_the_data_files(disk: Path) -> None:
     with pytest.raises(OSError, match="No space"):
         (disk / "other").write_bytes(bytes(2_000_000))
-    with pytest.raises(CatalogError, match="No space left.*on a disk that is neither full"):
+    with pytest.raises(CatalogError, match="No space left.*on a disk that is not full"):
         DataFolder.open(disk, "f" * 64, "model", {})
     with pytest.raises(CatalogError, match="the disk is full|its disk fails|No space left"):
         await Catalog.open(disk / DATABASE)
@@ -72,8 +72,8 @@ async def test_a_full_disk_keeps_a_service_from_making_its_files(disk: Path) -> 
 
 
 @pytest.mark.parametrize("disk", [16], indirect=True)
-async def test_on_a_full_disk_contexts_can_be_deleted_and_services_start(disk: Path) -> None:
-    """The reserved space is used for this; it is reserved again once there is room."""
+async def test_full_disk_accepts_deletions_and_restarts(disk: Path) -> None:
+    """Deletions use the reserved space, which is reserved again once there is room."""
     async with opened(disk) as (folder, catalog):
         for number in range(4):
             await catalog.commit(document(f"book{number}", number, 30_000))
@@ -81,11 +81,11 @@ async def test_on_a_full_disk_contexts_can_be_deleted_and_services_start(disk: P
         assert size == (16 << 20) // 32
         folder.reserve.check()
         fill(disk / "other")
-        with pytest.raises(StorageUnavailable, match="are kept for deletions"):
+        with pytest.raises(StorageUnavailable, match="are reserved for deletions"):
             folder.reserve.check()
         with pytest.raises(StorageUnavailable, match="the disk is full"):
             await catalog.commit(document("late", 9, 100_000))
-        assert (folder.path / "reserve").exists(), "it is not for what is new"
+        assert (folder.path / "reserve").exists(), "new data must not use the reserve"
         assert (await catalog.commit(Change(dropped_contexts=("book0",)))).segments == (0,)
         (disk / "other").unlink()
         await catalog.commit(Change(dropped_contexts=("book1",)))
@@ -100,8 +100,8 @@ async def test_on_a_full_disk_contexts_can_be_deleted_and_services_start(disk: P
 
 
 @pytest.mark.parametrize("disk", [16], indirect=True)
-async def test_who_fills_the_disk_between_deletions_leaves_room_for_the_next_one(disk: Path) -> None:
-    """And for the start of a service that was ended meanwhile."""
+async def test_disk_filled_between_deletions_leaves_space_for_the_next_one(disk: Path) -> None:
+    """Includes the start of a service that ended meanwhile."""
     async with opened(disk) as (_, catalog):
         for number in range(8):
             await catalog.commit(document(f"book{number}", number, 20_000))
@@ -117,7 +117,7 @@ async def test_who_fills_the_disk_between_deletions_leaves_room_for_the_next_one
 
 
 @pytest.mark.parametrize("disk", [16], indirect=True)
-async def test_what_is_sent_to_storage_leaves_room_for_the_next_deletion(disk: Path) -> None:
+async def test_outbox_entries_leave_space_for_the_next_deletion(disk: Path) -> None:
     async with opened(disk) as (_, catalog):
         await catalog.commit(document("book", 0, 20_000))
         await catalog.commit(Change(outgoing=tuple(OutboxEntry(f"{number:0200}", None) for number in range(1000))))
@@ -129,8 +129,8 @@ async def test_what_is_sent_to_storage_leaves_room_for_the_next_deletion(disk: P
 
 
 @pytest.mark.parametrize("disk", [520], indirect=True)
-async def test_what_made_way_for_deletions_is_theirs(disk: Path) -> None:
-    """Neither uploads nor imports nor new contexts take it."""
+async def test_space_freed_for_deletions_is_reserved_for_them(disk: Path) -> None:
+    """Uploads, imports and new contexts cannot use it."""
     async with opened(disk) as (folder, catalog):
         for number in range(3):
             await catalog.commit(document(f"book{number}", number, 300_000))
@@ -141,18 +141,18 @@ async def test_what_made_way_for_deletions_is_theirs(disk: Path) -> None:
         await catalog.commit(Change(dropped_contexts=("book2",)))
         assert not folder.reserve.is_there
         upload = UploadRecord(context="up", upload_id="u", header=b"x", settled_bytes=1, updated=1.0)
-        with pytest.raises(StorageUnavailable, match="are kept for deletions"):
+        with pytest.raises(StorageUnavailable, match="are reserved for deletions"):
             await catalog.append_upload(upload, 0, array("I", [7] * 60_000))
-        with pytest.raises(StorageUnavailable, match="are kept for deletions"):
+        with pytest.raises(StorageUnavailable, match="are reserved for deletions"):
             await catalog.commit(document("late", 9, 10))
         for name in ("book0", "book1"):
             await catalog.commit(Change(dropped_contexts=(name,)))
 
 
-def test_a_reserve_that_takes_up_no_room_is_made_anew(
+def test_sparse_reserve_is_rewritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "reserve").touch()  # as one that was killed meanwhile leaves it
+    (tmp_path / "reserve").touch()  # like one that was killed meanwhile
     reserve = Reserve(tmp_path)
     assert not reserve.is_there
 
@@ -170,7 +170,7 @@ def test_a_reserve_that_takes_up_no_room_is_made_anew(
 
 
 @pytest.mark.parametrize("disk", [64], indirect=True)
-def test_a_reserve_that_is_smaller_than_it_should_be_grows_with_the_free_room(disk: Path) -> None:
+def test_undersized_reserve_grows_with_the_free_space(disk: Path) -> None:
     reserve = Reserve(disk)
     reserve.make()
     size = (disk / "reserve").stat().st_size
@@ -184,7 +184,7 @@ def test_a_reserve_that_is_smaller_than_it_should_be_grows_with_the_free_room(di
     assert reserve.is_there, "although there is less than four times its size"
 
 
-async def test_a_read_only_disk_is_refused_at_the_start_and_can_be_read(tmp_path: Path) -> None:
+async def test_read_only_disk_is_refused_at_start_and_can_be_read(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 1 << 20) as made:
         disk = made.folder
         folder = DataFolder.open(disk / "data", "f" * 64, "model", {})
@@ -201,7 +201,7 @@ async def test_a_read_only_disk_is_refused_at_the_start_and_can_be_read(tmp_path
         assert read_only_catalog(folder.path) == retained
 
 
-async def test_a_file_that_was_moved_is_missed_and_found_again(tmp_path: Path) -> None:
+async def test_moved_file_is_detected_and_found_again(tmp_path: Path) -> None:
     catalog = await Catalog.open(tmp_path / DATABASE)
     await catalog.commit(document("a", 0))
     names = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm")
@@ -218,14 +218,14 @@ async def test_a_file_that_was_moved_is_missed_and_found_again(tmp_path: Path) -
     await catalog.close()
 
 
-async def test_a_lock_of_another_program_is_told_and_outlived(tmp_path: Path) -> None:
+async def test_lock_of_another_program_is_reported_and_survived(tmp_path: Path) -> None:
     catalog = await Catalog.open(tmp_path / DATABASE, busy_seconds=0.05)
     other = sqlite3.connect(tmp_path / DATABASE, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    with pytest.raises(StorageUnavailable, match="another process holds it locked") as raised:
+    with pytest.raises(StorageUnavailable, match="another process has locked it") as raised:
         await catalog.commit(document("a", 0))
     assert raised.value.retry_seconds
-    with pytest.raises(CatalogError, match="another process holds it locked"):
+    with pytest.raises(CatalogError, match="another process has locked it"):
         await Catalog.open(tmp_path / DATABASE, busy_seconds=0.05)
     other.close()
     await catalog.commit(document("a", 0))
@@ -257,11 +257,11 @@ asyncio.run(main())
 """
 
 
-def test_a_disk_that_fails_to_write_is_told_and_outlived(tmp_path: Path) -> None:
+def test_failing_disk_is_reported_and_survived(tmp_path: Path) -> None:
     reported = subprocess.run(
         [sys.executable, "-c", QUOTA, tmp_path / DATABASE], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    assert "its disk fails, or a quota is met (disk I/O error)" in reported[0]
+    assert "its disk failed, or a quota is exceeded (disk I/O error)" in reported[0]
     assert reported[1] == "['a', 'c']"
 
 
@@ -280,7 +280,7 @@ async def make(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("share", [0, 0.001, 0.5, 0.99])
-async def test_a_file_that_was_cut_is_refused_with_what_to_do(tmp_path: Path, share: float) -> None:
+async def test_truncated_file_is_refused_with_advice(tmp_path: Path, share: float) -> None:
     path = await make(tmp_path)
     os.truncate(path, int(path.stat().st_size * share))
     for opens in (Catalog.open(path), _read(tmp_path)):
@@ -288,28 +288,28 @@ async def test_a_file_that_was_cut_is_refused_with_what_to_do(tmp_path: Path, sh
             await opens
 
 
-async def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
+async def test_file_that_is_not_a_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / DATABASE).write_bytes(b"these are notes, no database\n" * 1000)
     with pytest.raises(CatalogError, match="it is damaged .*not a database.*restore"):
         await Catalog.open(tmp_path / DATABASE)
 
 
-async def test_a_log_without_its_database_is_refused(tmp_path: Path) -> None:
+async def test_log_without_its_database_is_refused(tmp_path: Path) -> None:
     path = await make(tmp_path)
     path.rename(f"{path}-wal")
     with pytest.raises(CatalogError, match="is missing.*put that back"):
         await Catalog.open(path)
 
 
-async def test_a_later_schema_is_refused(tmp_path: Path) -> None:
+async def test_later_schema_is_refused(tmp_path: Path) -> None:
     path = await make(tmp_path)
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
     connection.close()
     before = path.read_bytes()
-    with pytest.raises(CatalogError, match=r"a later version of longleaf wrote it \(schema 9999"):
+    with pytest.raises(CatalogError, match=r"written by a later version of longleaf \(schema 9999"):
         await Catalog.open(path)
-    with pytest.raises(CatalogError, match="another version of longleaf wrote it"):
+    with pytest.raises(CatalogError, match="written by another version of longleaf"):
         await _read(tmp_path)
     assert path.read_bytes() == before
 
@@ -325,7 +325,7 @@ def flip(path: Path, what: bytes) -> None:
     path.write_bytes(content)
 
 
-async def test_a_flipped_byte_of_ids_is_told_and_costs_one_segment(tmp_path: Path) -> None:
+async def test_flipped_byte_of_ids_is_reported_and_costs_one_segment(tmp_path: Path) -> None:
     path = await make(tmp_path)
     ids = document("long", 0, 200_000).segments[0].token_ids
     flip(path, ids[70_000:70_002].tobytes())
@@ -337,7 +337,7 @@ async def test_a_flipped_byte_of_ids_is_told_and_costs_one_segment(tmp_path: Pat
     await catalog.close()
 
 
-async def test_a_flipped_byte_of_a_context_is_told_and_costs_that(tmp_path: Path) -> None:
+async def test_flipped_byte_of_a_context_is_reported_and_costs_that_context(tmp_path: Path) -> None:
     path = await make(tmp_path)
     flip(path, b"the name of the twin")
     catalog = await Catalog.open(path)
@@ -349,7 +349,7 @@ async def test_a_flipped_byte_of_a_context_is_told_and_costs_that(tmp_path: Path
     await catalog.close()
 
 
-async def test_any_flipped_byte_is_seen_or_changes_nothing(tmp_path: Path) -> None:
+async def test_any_flipped_byte_is_detected_or_harmless(tmp_path: Path) -> None:
     whole = await make(tmp_path)
     expected = read_only_catalog(tmp_path)
     folder = tmp_path / "copy"
@@ -367,13 +367,13 @@ async def test_any_flipped_byte_is_seen_or_changes_nothing(tmp_path: Path) -> No
         folder.mkdir()
 
 
-def test_a_reserve_that_cannot_grow_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reserve_that_cannot_grow_is_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reserve, size = Reserve(tmp_path), 1 << 20
     with (tmp_path / "reserve").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, size)
 
     def fallocate(descriptor: int, start: int, length: int) -> None:
-        os.truncate(descriptor, length)  # a part of the room may have been taken
+        os.truncate(descriptor, length)  # a part of the space may have been used
         raise OSError(errno.ENOSPC, "no space")
 
     with monkeypatch.context() as patched:

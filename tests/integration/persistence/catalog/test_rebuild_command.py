@@ -66,13 +66,13 @@ def identity_of() -> Identity:
 
 
 class Service:
-    """Keeps contexts in a data folder and on storage, as one that has ended."""
+    """Writes contexts to a data folder and to storage, like a service that has ended."""
 
     def __init__(self, tmp_path: Path, identity: Identity) -> None:
         self.url, self.data_dir = str(tmp_path / "storage"), tmp_path / "data"
         self.folder = self.data_dir / identity.digest[:32]
         self.store, self.identity = Store.open(self.url), identity
-        self.kept = asyncio.run(self._live())
+        self.contents = asyncio.run(self._live())
 
     async def _live(self) -> CatalogContents:
         folder = DataFolder.open(self.data_dir, self.identity.digest, str(MODEL), self.identity.facts)
@@ -100,7 +100,7 @@ class Service:
         segment = note.segment and f"{self.service_id}-{note.segment.rpartition('-')[2]}"
         return replace(note, service=self.service_id, segment=segment)
 
-    def asked(self, **others) -> Rebuild:
+    def rebuild_request(self, **others) -> Rebuild:
         return Rebuild(url=self.url, data_dir=str(self.data_dir), model=str(MODEL), **others)
 
     def lose(self) -> None:
@@ -119,27 +119,27 @@ def service_of(tmp_path: Path, identity: Identity) -> Service:
     return Service(tmp_path, identity)
 
 
-def same(kept: CatalogContents) -> CatalogContents:
+def same(contents: CatalogContents) -> CatalogContents:
     """Without the last epoch and the outgoing segments, which storage does not record."""
-    return replace(kept, epoch=0, next_outgoing=0)
+    return replace(contents, epoch=0, next_outgoing=0)
 
 
-def test_a_lost_catalog_is_what_it_was(service: Service) -> None:
+def test_lost_catalog_is_rebuilt_completely(service: Service) -> None:
     service.lose()
-    report = run(service.asked())
+    report = run(service.rebuild_request())
     assert [(each.name, each.tokens) for each in report.contexts] == [("book", 340), ("twig", 270)]
     assert (report.left_out, report.other_manifests, report.moved) == ((), 0, ())
     assert (report.folder, report.service) == (str(service.folder), service.service_id)
     found = asyncio.run(service.load())
-    assert same(found) == same(service.kept)
+    assert same(found) == same(service.contents)
     assert found.next_segment == 4
     assert {path.name for path in service.folder.iterdir()} <= {"catalog.db", "lock", "holder.json", "model.json"}
     assert (service.folder / "catalog.db").stat().st_mode & 0o777 == 0o600
 
 
-async def test_an_engine_begins_with_what_was_made_anew(service: Service) -> None:
+async def test_engine_starts_from_a_rebuilt_catalog(service: Service) -> None:
     service.lose()
-    await asyncio.to_thread(run, service.asked())
+    await asyncio.to_thread(run, service.rebuild_request())
     persistence = MemoryLasting()
     persistence.catalog = FakeCatalog(await service.load())
     config = EngineConfig(model="none", world_size=2, block_size=4)
@@ -151,9 +151,9 @@ async def test_an_engine_begins_with_what_was_made_anew(service: Service) -> Non
         found.engine.audit()
 
 
-def test_what_is_written_next_is_numbered_on(service: Service) -> None:
+def test_numbering_continues_after_a_rebuild(service: Service) -> None:
     service.lose()
-    run(service.asked())
+    run(service.rebuild_request())
 
     async def goes_on() -> None:
         catalog = await Catalog.open(service.folder / "catalog.db")
@@ -166,99 +166,99 @@ def test_what_is_written_next_is_numbered_on(service: Service) -> None:
     asyncio.run(goes_on())
 
 
-@pytest.mark.parametrize("harm", ["cut", "bytes", "wal alone"])
-def test_a_damaged_catalog_is_moved_aside_with_what_is_beside_it(service: Service, harm: str) -> None:
+@pytest.mark.parametrize("harm", ["cut", "bytes", "only wal"])
+def test_damaged_catalog_is_moved_aside_with_its_files(service: Service, harm: str) -> None:
     path = service.folder / "catalog.db"
     content = path.read_bytes()
     (service.folder / "catalog.db-wal").write_bytes(b"a log")
-    if harm == "wal alone":
+    if harm == "only wal":
         path.unlink()
     else:
         path.write_bytes(content[:100] if harm == "cut" else b"?" * len(content))
     (service.folder / "journal").mkdir()
     (service.folder / "journal" / "x.journal").write_bytes(b"held")
-    report = run(service.asked())
+    report = run(service.rebuild_request())
     names = [Path(name).name for name in report.moved]
     assert [name.partition(".damaged-")[0] for name in names] == ["catalog.db"] * (len(names) - 1) + ["journal"]
     assert any(name.endswith("Z-wal") for name in names)
-    if harm != "wal alone":
+    if harm != "only wal":
         assert Path(report.moved[0]).read_bytes() == (content[:100] if harm == "cut" else b"?" * len(content))
     assert (Path(report.moved[-1]) / "x.journal").read_bytes() == b"held"
-    assert same(asyncio.run(service.load())) == same(service.kept)
+    assert same(asyncio.run(service.load())) == same(service.contents)
 
 
-def test_a_sound_catalog_is_replaced_only_when_that_is_asked_for(service: Service) -> None:
+def test_intact_catalog_is_replaced_only_on_request(service: Service) -> None:
     before = {path.name: path.read_bytes() for path in service.folder.iterdir()}
-    with pytest.raises(CatalogError, match="keeps 2 contexts: --replace"):
-        run(service.asked())
+    with pytest.raises(CatalogError, match="has 2 contexts; --replace"):
+        run(service.rebuild_request())
     assert {name: (service.folder / name).read_bytes() for name in before if "holder" not in name} == {
         name: content for name, content in before.items() if "holder" not in name
     }
-    report = run(service.asked(may_replace=True))
+    report = run(service.rebuild_request(may_replace=True))
     assert Path(report.moved[0]).name.startswith("catalog.db.damaged-")
-    assert same(asyncio.run(service.load())) == same(service.kept)
-    assert read_only_catalog(service.folder).epoch == EPOCH, "that was still to be read"
+    assert same(asyncio.run(service.load())) == same(service.contents)
+    assert read_only_catalog(service.folder).epoch == EPOCH, "the intact catalog was read"
 
 
-def test_a_new_catalog_without_contexts_may_be_replaced(service: Service) -> None:
+def test_new_catalog_without_contexts_may_be_replaced(service: Service) -> None:
     service.lose()
     fresh = asyncio.run(service.load())
     assert not fresh.contexts
-    report = run(service.asked())
+    report = run(service.rebuild_request())
     assert Path(report.moved[0]).name.startswith("catalog.db.damaged-")
-    assert same(asyncio.run(service.load())) == same(service.kept)
+    assert same(asyncio.run(service.load())) == same(service.contents)
 
 
-def test_what_is_damaged_on_storage_is_told_and_the_rest_brought_back(service: Service) -> None:
+def test_damage_on_storage_is_reported_and_the_rest_restored(service: Service) -> None:
     manifest = service.manifest(MORE)
     service.store.put(manifest.pieces[0].name, [b"short"])
-    report = run(service.asked(may_replace=True))
+    report = run(service.rebuild_request(may_replace=True))
     assert [each.name for each in report.contexts] == ["twig"]
     assert [each.name for each in report.left_out] == ["book"]
-    assert "had 40 bytes, and has 5" in report.left_out[0].reason
+    assert "has 5 bytes, expected 40" in report.left_out[0].reason
     found = asyncio.run(service.load())
     assert [each.id for each in found.segments] == [0, 2]
     assert found.next_segment == 4
     assert not found.damaged_contexts
 
 
-def test_a_newest_note_that_is_damaged_brings_no_older_one_back(service: Service) -> None:
+def test_damaged_newest_note_restores_no_older_one(service: Service) -> None:
     name = replace(deletion("book", 2), service=service.service_id).place.name
     service.store.put(name, [service.store.get(name)[:-3]])
-    report = run(service.asked(may_replace=True))
+    report = run(service.rebuild_request(may_replace=True))
     assert [each.name for each in report.contexts] == ["twig"]
     assert [each.name for each in report.left_out] == ["book"]
 
 
-def test_services_that_share_a_storage_are_told_apart(service: Service) -> None:
+def test_services_that_share_a_storage_are_distinguished(service: Service) -> None:
     other = "0f" * 16
     put_manifest(service.store, manifest_of(segment(8, 5), other, service.identity.digest))
     put_note(service.store, note_of(context("theirs", 8, 5), 3, other))
     put_manifest(service.store, manifest_of(segment(9, 5), service.service_id, "another checkpoint"))
     with pytest.raises(InvalidArgument, match=rf"--service: .*{other} \(1 context\)"):
-        run(service.asked(may_replace=True))
-    report = run(service.asked(may_replace=True, service=service.service_id))
+        run(service.rebuild_request(may_replace=True))
+    report = run(service.rebuild_request(may_replace=True, service=service.service_id))
     assert (len(report.contexts), report.other_manifests) == (2, 1)
-    report = run(service.asked(may_replace=True, service=other))
+    report = run(service.rebuild_request(may_replace=True, service=other))
     assert [each.name for each in report.contexts] == ["theirs"]
     assert asyncio.run(service.load()).service_id == other
 
 
-def test_a_service_that_runs_keeps_its_folder(service: Service) -> None:
+def test_folder_of_a_running_service_is_refused(service: Service) -> None:
     resident = DataFolder.open(service.data_dir, service.identity.digest, str(MODEL), service.identity.facts)
     try:
-        with pytest.raises(CatalogError, match="is used by process"):
-            run(service.asked(may_replace=True))
+        with pytest.raises(CatalogError, match="is in use by process"):
+            run(service.rebuild_request(may_replace=True))
     finally:
         resident.close()
 
 
-def test_another_numeric_type_is_another_checkpoint(service: Service) -> None:
-    with pytest.raises(InvalidArgument, match="--from: nothing lies there"):
-        run(service.asked(dtype="bfloat16"))
+def test_different_dtype_is_a_different_checkpoint(service: Service) -> None:
+    with pytest.raises(InvalidArgument, match="--from: no contexts of this checkpoint"):
+        run(service.rebuild_request(dtype="bfloat16"))
 
 
-def test_the_command_says_what_it_did(service: Service) -> None:
+def test_command_reports_its_result(service: Service) -> None:
     (service.folder / "catalog.db").write_bytes(b"nothing")
     arguments = [f"--from={service.url}", f"--data-dir={service.data_dir}"]
     done = _command(*arguments)
@@ -284,7 +284,7 @@ def _command(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return forked.run(command)
 
 
-async def test_a_damaged_catalog_names_the_command(tmp_path: Path) -> None:
+async def test_damaged_catalog_error_names_the_command(tmp_path: Path) -> None:
     path = tmp_path / "catalog.db"
     path.write_bytes(b"cut")
     with pytest.raises(CatalogError, match="longleaf contexts rebuild"):

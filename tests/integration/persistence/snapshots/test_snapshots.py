@@ -1,4 +1,4 @@
-"""Snapshots over a real storage, for ranks that write data: the times of saving, and the segments that are deleted and
+"""Snapshots on real storage, with ranks that write data: when they are saved, and which segments are deleted and
 retained."""
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.kv_cache.token_paths import NOWHERE, Segment
+from coordinator.kv_cache.token_paths import EMPTY_PATH, Segment
 from coordinator.persistence.catalog.fakes import FakeCatalog
 from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord
 from coordinator.persistence.snapshots.fakes import FakeSnapshotRanks
@@ -31,7 +31,7 @@ SERVICE = "0" * 32
 
 
 def segment(number: int, num_tokens: int = 10) -> Segment:
-    found = Segment(number, NOWHERE)
+    found = Segment(number, EMPTY_PATH)
     found.extend(array("I", range(number, number + num_tokens)))
     found.is_sealed = True
     return found
@@ -62,7 +62,7 @@ class Bench:
         self.ranks = FakeSnapshotRanks(self.store)
         self.views = list[Storage]()
         """The storage view at each reported change."""
-        self.snapshots = Snapshots(self.store, self.catalog, self.catalog.kept, "checkpoint", policy, lambda: 1e12)
+        self.snapshots = Snapshots(self.store, self.catalog, self.catalog.contents, "checkpoint", policy, lambda: 1e12)
 
     def hold(self, number: int, version: int = 0) -> None:
         runs = [Run(0, 0, 8, (0, 1)), Run(1, 8, 10, (0,))]
@@ -78,7 +78,7 @@ class Bench:
         """Of segments, by the last part of their names."""
         return {entry.name.rpartition("/")[2] for entry in self.store.list(segments_folder(SERVICE))}
 
-    def is_noted_as_deleted(self, name: str) -> bool:
+    def is_marked_deleted(self, name: str) -> bool:
         note = read_notes(self.store).newest.get((SERVICE, name))
         return note is not None and note.is_deleted
 
@@ -102,7 +102,7 @@ async def opened(
             await bench.snapshots.close()
 
 
-async def test_what_is_sealed_is_saved_and_can_be_read(tmp_path: Path) -> None:
+async def test_sealed_segments_are_saved_and_readable(tmp_path: Path) -> None:
     async with opened(tmp_path) as bench:
         await bench.ingest(3)
         await until(lambda: bench.snapshots.is_usable(3))
@@ -112,12 +112,12 @@ async def test_what_is_sealed_is_saved_and_can_be_read(tmp_path: Path) -> None:
             assert await bench.snapshots.read(piece.name, piece.digest)
         assert bench.objects == {"manifest", *(f"piece-0000{i}.safetensors" for i in range(3))}
         assert {member for member, _ in bench.ranks.orders} == {10, 11}
-        assert [each.segment for each in bench.catalog.kept.snapshots] == [3]
-        with pytest.raises(DataLoss, match="it is not of segment 3 as it is kept"):
+        assert [each.segment for each in bench.catalog.contents.snapshots] == [3]
+        with pytest.raises(DataLoss, match="it does not match segment 3 in the catalog"):
             await bench.snapshots.manifest(segment(3, 9))
 
 
-async def test_on_demand_all_who_ask_are_answered_once(tmp_path: Path) -> None:
+async def test_concurrent_save_requests_share_one_save(tmp_path: Path) -> None:
     async with opened(tmp_path, RetentionPolicy("demand")) as bench:
         await bench.ingest(3)
         assert not bench.snapshots.is_usable(3)
@@ -127,7 +127,7 @@ async def test_on_demand_all_who_ask_are_answered_once(tmp_path: Path) -> None:
             await bench.snapshots.save([4])
 
 
-async def test_nothing_is_written_where_that_is_off(tmp_path: Path) -> None:
+async def test_disabled_snapshots_write_nothing(tmp_path: Path) -> None:
     async with opened(tmp_path, RetentionPolicy("off")) as bench:
         await bench.ingest(3)
         with pytest.raises(InvalidArgument, match="--snapshots off"):
@@ -135,7 +135,7 @@ async def test_nothing_is_written_where_that_is_off(tmp_path: Path) -> None:
         assert not bench.ranks.orders
 
 
-async def test_what_moves_while_it_is_saved_is_saved_again(tmp_path: Path) -> None:
+async def test_segment_moved_during_its_save_is_saved_again(tmp_path: Path) -> None:
     async with opened(tmp_path) as bench:
         bench.ranks.may_answer.clear()
         await bench.ingest(3)
@@ -147,14 +147,14 @@ async def test_what_moves_while_it_is_saved_is_saved_again(tmp_path: Path) -> No
 
 
 class SlowStore(Store):
-    """One that takes its time to write."""
+    """A store with slow writes."""
 
     def put(self, name: str, parts: Sequence[Buffer], *, is_new: bool = False) -> WriteResult:
         time.sleep(0.2)
         return super().put(name, parts, is_new=is_new)
 
 
-async def test_what_ranks_still_write_when_a_piece_fails_is_deleted_too(tmp_path: Path) -> None:
+async def test_pieces_written_after_a_failure_are_deleted(tmp_path: Path) -> None:
     async with opened(tmp_path) as bench:
         bench.ranks.store = SlowStore(LocalFiles(tmp_path), str(tmp_path))
         bench.ranks.failures = [StorageUnavailable("it is away")]
@@ -164,7 +164,7 @@ async def test_what_ranks_still_write_when_a_piece_fails_is_deleted_too(tmp_path
         assert len({entry.name.split("/")[-2] for entry in bench.store.list(segments_folder(SERVICE))}) == 1
 
 
-async def test_what_is_deleted_while_it_is_saved_leaves_nothing(tmp_path: Path) -> None:
+async def test_segment_deleted_during_its_save_leaves_nothing(tmp_path: Path) -> None:
     async with opened(tmp_path) as bench:
         bench.ranks.may_answer.clear()
         await bench.ingest(3)
@@ -173,19 +173,19 @@ async def test_what_is_deleted_while_it_is_saved_leaves_nothing(tmp_path: Path) 
         bench.ranks.may_answer.set()
         await until(lambda: len(bench.ranks.orders) >= 3)
         await until(lambda: not bench.objects and not bench.snapshots._attempts)
-        assert bench.catalog.kept.snapshots == ()
+        assert bench.catalog.contents.snapshots == ()
 
 
-async def test_what_is_deleted_goes_from_storage_and_stays_deleted(tmp_path: Path) -> None:
+async def test_deleted_segments_leave_storage_and_stay_deleted(tmp_path: Path) -> None:
     async with opened(tmp_path) as bench:
         await bench.ingest(3)
         await until(lambda: bench.snapshots.is_usable(3))
         await bench.snapshots.commit(Change(dropped_contexts=("book",)))
         await until(lambda: not bench.objects)
-        await until(lambda: bench.is_noted_as_deleted("book"))
+        await until(lambda: bench.is_marked_deleted("book"))
 
 
-async def test_what_is_deleted_while_storage_is_told_of_everything_stays_deleted(tmp_path: Path) -> None:
+async def test_deletion_during_a_full_resend_stays_deleted(tmp_path: Path) -> None:
     """A storage that is empty or replaced receives all contexts at the start, while changes continue."""
     catalog = FakeCatalog()
     for number, name in enumerate(("book", "other")):
@@ -198,25 +198,25 @@ async def test_what_is_deleted_while_storage_is_told_of_everything_stays_deleted
         catalog.release()
         await deleting
         await until(lambda: (SERVICE, "other") in read_notes(bench.store).newest)
-        await until(lambda: bench.is_noted_as_deleted("book"))
+        await until(lambda: bench.is_marked_deleted("book"))
         assert not read_notes(bench.store).newest[SERVICE, "other"].is_deleted
         numbers = [note.number for note in read_notes(bench.store).newest.values()]
         assert len(set(numbers)) == len(numbers)
 
 
-async def test_what_leaves_is_held_back_from_deletion(tmp_path: Path) -> None:
+async def test_exported_segments_are_held_back_from_deletion(tmp_path: Path) -> None:
     async with opened(tmp_path) as bench:
         await bench.ingest(3)
         await until(lambda: bench.snapshots.is_usable(3))
         name = bench.snapshots.hold(3)
         await bench.snapshots.commit(Change(dropped_contexts=("book",)))
-        await until(lambda: bench.is_noted_as_deleted("book"))
+        await until(lambda: bench.is_marked_deleted("book"))
         assert "manifest" in bench.objects
         bench.snapshots.release(name)
         await until(lambda: not bench.objects)
 
 
-async def test_a_storage_that_is_away_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_unavailable_storage_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with opened(tmp_path, RetentionPolicy(grace=1e12)) as bench:
         bench.ranks.failures = [StorageUnavailable("it is away")]
         await bench.ingest(3)
@@ -224,12 +224,12 @@ async def test_a_storage_that_is_away_is_waited_for(tmp_path: Path, caplog: pyte
         assert "it is away" in bench.snapshots.view().trouble
         await until(lambda: bench.snapshots.is_usable(3))
         assert not bench.snapshots.view().trouble
-        assert caplog.text.count("not done for now") == caplog.text.count("done again") == 1
+        assert caplog.text.count("failed, will retry") == caplog.text.count("succeeded again") == 1
         assert [view.trouble for view in bench.views] == ["it is away", ""]
         assert bench.views[-1] == Storage(snapshots="seal", url=bench.store.url)
 
 
-async def test_trouble_ends_with_what_met_it(tmp_path: Path) -> None:
+async def test_storage_error_state_ends_with_its_operation(tmp_path: Path) -> None:
     async with opened(tmp_path) as bench:
         bench.ranks.failures = [StorageUnavailable("it is away")]
         await bench.ingest(3)
@@ -239,38 +239,38 @@ async def test_trouble_ends_with_what_met_it(tmp_path: Path) -> None:
         assert not bench.snapshots._wanted
 
 
-async def test_a_lost_rank_is_no_trouble_of_storage(tmp_path: Path) -> None:
+async def test_lost_rank_is_not_a_storage_error(tmp_path: Path) -> None:
     async with opened(tmp_path) as bench:
         bench.ranks.failures = [RankLost(1, "it died")]
         await bench.ingest(3)
         await until(lambda: not bench.ranks.failures)
         assert not bench.snapshots.view().trouble
         await asyncio.sleep(0.05)
-        bench.snapshots.wake()
+        bench.snapshots.notify()
         await until(lambda: bench.snapshots.is_usable(3))
 
 
-async def test_ranks_that_write_elsewhere_are_told(tmp_path: Path) -> None:
+async def test_ranks_with_different_storage_are_reported(tmp_path: Path) -> None:
     async with opened(tmp_path / "here") as bench:
         bench.ranks.store = Store.open(str(tmp_path / "there"))
         await bench.ingest(3)
         await until(lambda: bench.snapshots.view().trouble)
-        assert "--snapshot-url must name a storage that all machines share" in bench.snapshots.view().trouble
+        assert "--snapshot-url must be storage that all machines share" in bench.snapshots.view().trouble
 
 
-async def test_what_is_forgotten_is_saved_anew(tmp_path: Path) -> None:
+async def test_missing_segments_are_saved_again(tmp_path: Path) -> None:
     async with opened(tmp_path) as bench:
         await bench.ingest(3)
         await until(lambda: bench.snapshots.is_usable(3))
         before = (await bench.snapshots.manifest(segment(3))).pieces[0].name
         await bench.snapshots.forget({3: "a byte is flipped"})
-        bench.snapshots.wake()
+        bench.snapshots.notify()
         await until(lambda: bench.snapshots.is_usable(3))
         assert (await bench.snapshots.manifest(segment(3))).pieces[0].name != before
         await until(lambda: len(list(bench.store.list(segments_folder(SERVICE)))) == 4)
 
 
-async def test_another_service_believes_what_is_there_and_nothing_else(tmp_path: Path) -> None:
+async def test_another_service_trusts_only_existing_segments(tmp_path: Path) -> None:
     catalog = FakeCatalog()
     async with opened(tmp_path / "a", catalog=catalog) as bench:
         await bench.ingest(3)

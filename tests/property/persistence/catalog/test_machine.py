@@ -1,4 +1,4 @@
-"""Any changes, closed and opened at any point or killed: what is kept is what a dictionary would hold."""
+"""Any changes, with closing, opening or killing at any point: the stored state equals that of a dictionary."""
 
 import asyncio
 import shutil
@@ -58,12 +58,12 @@ class CatalogMachine(RuleBasedStateMachine):
         return self.runner.run(call)
 
     @property
-    def kept(self) -> CatalogContents:
-        return self.fake.kept
+    def contents(self) -> CatalogContents:
+        return self.fake.contents
 
     def commit(self, **fields: object) -> CommitResult:
         change = Change(**fields)
-        before = {each.id: each for each in self.kept.segments}
+        before = {each.id: each for each in self.contents.segments}
         expected = self.run(self.fake.commit(change))
         assert self.run(self.catalog.commit(change)) == expected
         for number in expected.segments:
@@ -82,25 +82,25 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, count=COUNTS, rope=st.builds(Rope, st.integers(0, 9), st.booleans()), data=st.data())
     def ingest(self, name: str, count: int, rope: Rope, data: st.DataObject) -> None:
-        """A context that is new, made anew, or appended to."""
-        old = next((each for each in self.kept.contexts if each.id == name and data.draw(st.booleans())), None)
+        """A context that is new, replaced, or appended to."""
+        old = next((each for each in self.contents.contexts if each.id == name and data.draw(st.booleans())), None)
         new = self.new_segment(count, old, rope)
         record = replace(old, segment=new.id, num_tokens=new.end) if old else context(name, new.id, new.end)
         snapshots = (SnapshotRecord(segment=new.id, manifest=f"m{new.id}", form="f", num_bytes=1),)
         self.commit(segments=(new,), contexts=(record,), snapshots=snapshots if data.draw(st.booleans()) else ())
 
-    @precondition(lambda self: self.kept.contexts)
+    @precondition(lambda self: self.contents.contexts)
     @rule(name=NAMES, data=st.data())
     def fork(self, name: str, data: st.DataObject) -> None:
-        source = data.draw(st.sampled_from(self.kept.contexts))
+        source = data.draw(st.sampled_from(self.contents.contexts))
         end = data.draw(st.integers(1, source.num_tokens))
-        last = next(each for each in reversed(self.kept.path(source)) if each.start < end)
+        last = next(each for each in reversed(self.contents.path(source)) if each.start < end)
         self.commit(contexts=(replace(source, id=name, segment=last.id, num_tokens=end),))
 
-    @precondition(lambda self: self.kept.contexts)
+    @precondition(lambda self: self.contents.contexts)
     @rule(text=st.text(st.characters(exclude_categories=["Cs"])), is_pinned=st.booleans(), time=TIMES, data=st.data())
     def update(self, text: str, is_pinned: bool, time: float, data: st.DataObject) -> None:
-        old = data.draw(st.sampled_from(self.kept.contexts))
+        old = data.draw(st.sampled_from(self.contents.contexts))
         ends = tuple(data.draw(st.lists(st.integers(0, 1 << 40), max_size=5)))
         expires = data.draw(st.none() | TIMES)
         times = {"updated": time, "expires": expires, "last_used": time}
@@ -110,22 +110,22 @@ class CatalogMachine(RuleBasedStateMachine):
     def drop(self, names: list[str]) -> None:
         self.commit(dropped_contexts=tuple(names))
 
-    @precondition(lambda self: self.kept.segments)
+    @precondition(lambda self: self.contents.segments)
     @rule(is_put=st.booleans(), data=st.data())
     def snapshot(self, is_put: bool, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(self.kept.segments)).id
+        number = data.draw(st.sampled_from(self.contents.segments)).id
         manifest = data.draw(st.sampled_from(["m", f"m{number}"]))
         put = SnapshotRecord(segment=number, manifest=manifest, form="g", num_bytes=1 << 40)
         self.commit(snapshots=(put,) if is_put else (), dropped_snapshots=(number,))
 
-    @rule(name=NAMES, count=st.integers(0, 50), settled=st.integers(0, 1 << 40), time=TIMES, header=st.binary())
-    def upload(self, name: str, count: int, settled: int, time: float, header: bytes) -> None:
-        record = UploadRecord(context=name, upload_id="u", header=header, settled_bytes=settled, updated=time)
+    @rule(name=NAMES, count=st.integers(0, 50), num_settled=st.integers(0, 1 << 40), time=TIMES, header=st.binary())
+    def upload(self, name: str, count: int, num_settled: int, time: float, header: bytes) -> None:
+        record = UploadRecord(context=name, upload_id="u", header=header, settled_bytes=num_settled, updated=time)
         self.next_segment += 1
         new_ids = ids(self.next_segment, count)
         self.seen_uploads[record.key] = new_ids
         num_retained = len(self.run(self.catalog.upload_ids(record.key)))
-        is_there = any(each.key == record.key for each in self.fake.kept.uploads)
+        is_there = any(each.key == record.key for each in self.fake.contents.uploads)
         refused = (DataLoss, f"{num_retained} ids of it are kept") if is_there else (NotFound, "does not exist")
         for catalog in (self.fake, self.catalog):
             with pytest.raises(refused[0], match=refused[1]):
@@ -159,7 +159,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.catalog = self.run(Catalog.open(self.folder / DATABASE))
 
     @rule()
-    def go_on_from_a_copy(self) -> None:
+    def restart_from_a_copy(self) -> None:
         """As after kill -9: nothing was closed."""
         copy = self.folder.with_name("copy")
         copy.mkdir()
@@ -172,14 +172,14 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @rule()
     def read_beside(self) -> None:
-        assert read_only_catalog(self.folder) == self.kept
+        assert read_only_catalog(self.folder) == self.contents
 
     @invariant()
     def holds_the_same(self) -> None:
         if not hasattr(self, "catalog"):
             return
         retained = self.run(self.catalog.load())
-        assert retained == self.kept
+        assert retained == self.contents
         for record in retained.uploads:
             assert self.run(self.catalog.upload_ids(record.key)) == self.run(self.fake.upload_ids(record.key))
             starts = self.run(self.catalog.upload_starts(record.key))

@@ -1,4 +1,4 @@
-"""Any history of contexts: what its notes and manifests are made into is the catalog that was."""
+"""Any history of contexts: its notes and manifests rebuild the same catalog."""
 
 from dataclasses import dataclass, field
 
@@ -22,16 +22,16 @@ NAMES = st.sampled_from("a b c d".split())
 class History:
     """A catalog, and all that was ever written to storage of it."""
 
-    kept: CatalogContents = field(default_factory=lambda: CatalogContents(service_id=SERVICE))
+    contents: CatalogContents = field(default_factory=lambda: CatalogContents(service_id=SERVICE))
     notes: list[ContextNote] = field(default_factory=list)
     segments: list[SegmentRecord] = field(default_factory=list)
 
     def find(self, name: str) -> ContextRecord | None:
-        return next((each for each in self.kept.contexts if each.id == name), None)
+        return next((each for each in self.contents.contexts if each.id == name), None)
 
     def ingest(self, name: str, count: int) -> None:
         """A new context, or more of one."""
-        known, number = self.find(name), self.kept.next_segment
+        known, number = self.find(name), self.contents.next_segment
         parent, start = (known.segment, known.num_tokens) if known else (None, 0)
         new = segment(number, count, parent, start)
         self.segments.append(new)
@@ -43,18 +43,18 @@ class History:
         if known is None or self.find(name) is not None:
             return
         end = max(1, int(part * known.num_tokens))
-        path = [each for each in self.kept.path(known) if each.start < end]
+        path = [each for each in self.contents.path(known) if each.start < end]
         self._put(context(name, path[-1].id, end))
 
     def delete(self, name: str) -> None:
         if self.find(name) is not None:
             self.notes.append(deletion(name, len(self.notes)))
-            self.kept, _ = changed(self.kept, Change(dropped_contexts=(name,)))
+            self.contents, _ = changed(self.contents, Change(dropped_contexts=(name,)))
 
     def _put(self, record: ContextRecord, segments: tuple[SegmentRecord, ...] = ()) -> None:
         record = replace(record, last_used=record.updated)
         self.notes.append(note_of(record, len(self.notes)))
-        self.kept, _ = changed(self.kept, Change(segments=segments, contexts=(record,)))
+        self.contents, _ = changed(self.contents, Change(segments=segments, contexts=(record,)))
 
     @property
     def stored(self) -> StorageContents:
@@ -82,10 +82,10 @@ def test_the_catalog_is_what_it_was(steps: list[tuple[str, ...]]) -> None:
         getattr(history, verb)(*arguments)
     made = rebuild(history.stored, SERVICE)
     assert made.left_out == []
-    assert made.kept.contexts == history.kept.contexts
-    assert made.kept.segments == history.kept.segments
-    assert [each.segment for each in made.kept.snapshots] == [each.id for each in history.kept.segments]
-    assert made.kept.next_segment == history.kept.next_segment
+    assert made.contents.contexts == history.contents.contexts
+    assert made.contents.segments == history.contents.segments
+    assert [each.segment for each in made.contents.snapshots] == [each.id for each in history.contents.segments]
+    assert made.contents.next_segment == history.contents.next_segment
     assert made.next_outgoing == len(history.notes)
 
 
@@ -102,12 +102,12 @@ def test_what_is_missing_takes_with_it_what_needs_it_and_nothing_else(
     gone = {piece.name for each in stored.manifests.values() for piece in each.pieces[:1] if _number(each) in lost}
     entries = {name: entry for name, entry in stored.entries.items() if name not in gone}
     made = rebuild(replace(stored, entries=entries), SERVICE)
-    retained = history.kept
+    retained = history.contents
     whole = {each.id for each in retained.contexts if lost.isdisjoint(part.id for part in retained.path(each))}
-    assert {each.id for each in made.kept.contexts} == whole
+    assert {each.id for each in made.contents.contexts} == whole
     assert {each.name for each in made.left_out} == {each.id for each in retained.contexts} - whole
-    for each in made.kept.contexts:
-        assert made.kept.path(each) == retained.path(each)
+    for each in made.contents.contexts:
+        assert made.contents.path(each) == retained.path(each)
 
 
 def _number(manifest) -> int:

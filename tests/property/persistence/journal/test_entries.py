@@ -1,4 +1,4 @@
-"""Whatever is torn off or damaged of a journal, what is read is a beginning of what was written."""
+"""For any truncation of or damage to a journal, the entries read are a prefix of the entries written."""
 
 from io import BytesIO
 from pathlib import Path
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.engine_messages import Admitted, Ended, Tokens
-from coordinator.persistence.journal.entries import Entry, GenerationEntry, Said, encode_entry, read_entries
+from coordinator.persistence.journal.entries import Entry, GenerationEntry, JournalEvent, encode_entry, read_entries
 from coordinator.persistence.journal.journal import Journal
 from longleaf.sampling import Logprobs, Sampling, Token, TokenLogprob
 from longleaf.types import Generate
@@ -21,7 +21,7 @@ LOGPROBS = st.builds(
 )
 TOKENS = st.lists(st.builds(Token, st.integers(0, 2**31), st.none() | LOGPROBS), min_size=1, max_size=5).map(tuple)
 COUNTS = st.integers(0, 2**40)
-SAID = st.one_of(
+EVENTS = st.one_of(
     st.builds(Admitted, COUNTS, COUNTS, st.integers(0, 9), st.booleans()),
     st.builds(Tokens, COUNTS, TOKENS, st.integers(0, 7), num_drafted=COUNTS, num_accepted=COUNTS),
     st.builds(Ended, st.sampled_from(["length", "end_token", "stop_token"]), *[COUNTS] * 3, *[st.floats(0, 9)] * 3),
@@ -35,7 +35,7 @@ SAMPLINGS = st.builds(
     logit_bias=st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-9, 9), max_size=2),
     num_logprobs=st.none() | st.integers(0, 20),
 )
-HELD = st.builds(
+GENERATIONS = st.builds(
     GenerationEntry,
     request_id=st.text("abc.-_", min_size=1, max_size=9),
     request=st.builds(
@@ -59,7 +59,7 @@ def read(content: bytes) -> list[Entry]:
     return [entry for entry, _ in read_entries(BytesIO(content), len(content))]
 
 
-@given(entries=st.lists(SAID | HELD, max_size=6), data=st.data())
+@given(entries=st.lists(EVENTS | GENERATIONS, max_size=6), data=st.data())
 def test_any_beginning_reads_as_the_entries_that_are_whole(entries: list[Entry], data: st.DataObject) -> None:
     parts = [encode_entry(entry) for entry in entries]
     content = b"".join(parts)
@@ -69,7 +69,7 @@ def test_any_beginning_reads_as_the_entries_that_are_whole(entries: list[Entry],
     assert read(content[:size]) == entries[:num_whole]
 
 
-@given(entries=st.lists(SAID, min_size=1, max_size=4), data=st.data(), mask=st.integers(1, 255))
+@given(entries=st.lists(EVENTS, min_size=1, max_size=4), data=st.data(), mask=st.integers(1, 255))
 def test_one_byte_that_changes_ends_the_reading_before_its_entry(
     entries: list[Entry], data: st.DataObject, mask: int
 ) -> None:
@@ -82,32 +82,32 @@ def test_one_byte_that_changes_ends_the_reading_before_its_entry(
 
 
 @given(
-    held=HELD,
-    said=st.lists(SAID, max_size=5),
-    more=st.lists(SAID, min_size=1, max_size=3),
+    generation=GENERATIONS,
+    events=st.lists(EVENTS, max_size=5),
+    more=st.lists(EVENTS, min_size=1, max_size=3),
     torn=st.binary(max_size=20),
     cut=st.floats(0, 1),
 )
 @settings(max_examples=60)
 def test_what_goes_on_after_a_torn_entry_is_read_with_what_was_before(
-    held: GenerationEntry, said: list[Said], more: list[Said], torn: bytes, cut: float
+    generation: GenerationEntry, events: list[JournalEvent], more: list[JournalEvent], torn: bytes, cut: float
 ) -> None:
     last = encode_entry(Tokens(7, (Token(7),)))
     with TemporaryDirectory() as name:
         folder = Path(name)
         journal = Journal(folder)
-        with journal.begin(held) as record:
-            for event in said:
+        with journal.begin(generation) as record:
+            for event in events:
                 record.append(event)
         [path] = folder.iterdir()
         with path.open("ab") as file:
             file.write(last[: int(cut * (len(last) - 1))] or torn)
         [retained] = Journal(folder).load()
-        assert retained.said[: len(said)] == said
-        assert len(retained.said) == len(said)
-        with journal.go_on(held.request_id) as record:
+        assert retained.said[: len(events)] == events
+        assert len(retained.said) == len(events)
+        with journal.reopen(generation.request_id) as record:
             for event in more:
                 record.append(event)
         [retained] = Journal(folder).load()
-        assert retained.said == [*said, *more]
-        assert msgspec.structs.replace(retained.held, checkpoint="") == held
+        assert retained.said == [*events, *more]
+        assert msgspec.structs.replace(retained.held, checkpoint="") == generation

@@ -1,4 +1,4 @@
-"""Paths of what is kept, pieces of ids, and what each error of SQLite becomes."""
+"""Paths of persisted contexts, chunks of token ids, and the error for each SQLite error."""
 
 import sqlite3
 from array import array
@@ -9,39 +9,39 @@ from msgspec.structs import replace
 
 from coordinator.persistence.catalog import row_codec, tables
 from coordinator.persistence.catalog.records import CatalogContents
-from coordinator.persistence.catalog.sqlite_errors import at_start, while_running
+from coordinator.persistence.catalog.sqlite_errors import runtime_error, startup_error
 from longleaf.errors import CatalogError, DataLoss, StorageUnavailable
 from tests.support.catalog import FIRST, context, ids, segment
 
-KEPT = CatalogContents(segments=FIRST.segments, contexts=FIRST.contexts, service_id="")
+CATALOG = CatalogContents(segments=FIRST.segments, contexts=FIRST.contexts, service_id="")
 
 
-def test_a_path_leads_from_position_0_on() -> None:
+def test_path_starts_at_position_0() -> None:
     moby, fork = FIRST.contexts
     first, second = FIRST.segments
-    assert KEPT.path(moby) == (first,)
-    assert KEPT.path(fork) == (first, second)
+    assert CATALOG.path(moby) == (first,)
+    assert CATALOG.path(fork) == (first, second)
 
 
 @pytest.mark.parametrize(
     ("retained", "reason"),
     [
-        (replace(KEPT, segments=FIRST.segments[1:], damaged={4: "its ids are gone"}), "its ids are gone"),
-        (replace(KEPT, segments=FIRST.segments[1:]), "segment 4 is missing, or ends too early"),
-        (replace(KEPT, segments=(segment(4, 49), FIRST.segments[1])), "segment 4 is missing, or ends too early"),
+        (replace(CATALOG, segments=FIRST.segments[1:], damaged={4: "its ids are gone"}), "its ids are gone"),
+        (replace(CATALOG, segments=FIRST.segments[1:]), "segment 4 is missing, or ends too early"),
+        (replace(CATALOG, segments=(segment(4, 49), FIRST.segments[1])), "segment 4 is missing, or ends too early"),
         (
-            replace(KEPT, segments=(FIRST.segments[0], segment(7, 20, parent=4, start=50))),
+            replace(CATALOG, segments=(FIRST.segments[0], segment(7, 20, parent=4, start=50))),
             "segment 7 is missing, or ends too early",
         ),
-        (replace(KEPT, segments=(FIRST.segments[0], segment(7, 30, start=50))), "does not begin at position 0"),
+        (replace(CATALOG, segments=(FIRST.segments[0], segment(7, 30, start=50))), "does not begin at position 0"),
     ],
 )
-def test_no_path_leads_through_what_is_damaged(retained: CatalogContents, reason: str) -> None:
+def test_path_with_a_damaged_segment_is_an_error(retained: CatalogContents, reason: str) -> None:
     with pytest.raises(DataLoss, match=f"contexts/fork is damaged: .*{reason}.*delete it"):
         retained.path(FIRST.contexts[1])
 
 
-def test_ids_are_cut_into_pieces_and_joined() -> None:
+def test_ids_are_split_into_chunks_and_joined() -> None:
     token_ids = ids(0, 2 * row_codec.PIECE_IDS + 7)
     pieces = list(row_codec.piece_rows(tables.segment_ids, {"segment": 3}, token_ids))
     assert [(piece["start"], len(piece["content"])) for piece in pieces] == [
@@ -50,28 +50,28 @@ def test_ids_are_cut_into_pieces_and_joined() -> None:
         (1 << 17, 28),
     ]
     assert pieces[0]["content"][:4] == token_ids[0].to_bytes(4, "little")
-    assert row_codec.joined(tables.segment_ids, pieces, len(token_ids)) == token_ids
+    assert row_codec.join_chunks(tables.segment_ids, pieces, len(token_ids)) == token_ids
     for spoilt in ([pieces[1], pieces[0], pieces[2]], pieces[1:], [{**pieces[0], "segment": 4}, *pieces[1:]]):
         with pytest.raises(ValueError, match="from 0 on are damaged"):
-            row_codec.joined(tables.segment_ids, spoilt, len(token_ids))
-    with pytest.raises(ValueError, match="it had 131,079 token ids, and there are 131,072"):
-        row_codec.joined(tables.segment_ids, pieces[:2], len(token_ids))
-    assert row_codec.joined(tables.segment_ids, [], 0) == array("I")
+            row_codec.join_chunks(tables.segment_ids, spoilt, len(token_ids))
+    with pytest.raises(ValueError, match="expected 131,079 token ids, found 131,072"):
+        row_codec.join_chunks(tables.segment_ids, pieces[:2], len(token_ids))
+    assert row_codec.join_chunks(tables.segment_ids, [], 0) == array("I")
 
 
-def test_whole_seconds_are_signed_as_they_are_read() -> None:
+def test_checksum_of_whole_seconds_matches_after_reading() -> None:
     row = row_codec.context_row(context("a", 1, created=1, expires=7))
-    assert row_codec.is_whole(tables.contexts, {**row, "created": 1.0, "expires": 7.0})
+    assert row_codec.checksum_matches(tables.contexts, {**row, "created": 1.0, "expires": 7.0})
 
 
 DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CONSTRAINT)
 
 
 @pytest.mark.parametrize("code", range(1, 29))
-def test_nothing_that_sqlite_says_is_an_internal_error(code: int) -> None:
-    error = sqlite3.OperationalError("what SQLite says")
+def test_no_sqlite_error_is_an_internal_error(code: int) -> None:
+    error = sqlite3.OperationalError("the message of SQLite")
     error.sqlite_errorcode = code | 1 << 8
-    found = while_running(Path("/data/catalog.db"), error)
+    found = runtime_error(Path("/data/catalog.db"), error)
     assert isinstance(found, DataLoss if code in DAMAGE else StorageUnavailable)
-    assert "/data/catalog.db" in str(found) and "(what SQLite says)" in str(found)
-    assert isinstance(at_start(Path("/data/catalog.db"), error), CatalogError)
+    assert "/data/catalog.db" in str(found) and "(the message of SQLite)" in str(found)
+    assert isinstance(startup_error(Path("/data/catalog.db"), error), CatalogError)

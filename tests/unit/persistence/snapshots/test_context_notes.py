@@ -1,4 +1,4 @@
-"""Notes of contexts: which changes make one, and how they are numbered."""
+"""Notes of contexts: the changes that create them, and their numbers."""
 
 from array import array
 
@@ -13,12 +13,12 @@ SERVICE = "0" * 32
 BOOK = ContextRecord(id="book", segment=3, num_tokens=10, ends=(10,), capacity=99, created=1, updated=1, last_used=1)
 
 
-def kept(*contexts: ContextRecord, next_outgoing: int = 0) -> CatalogContents:
+def catalog(*contexts: ContextRecord, next_outgoing: int = 0) -> CatalogContents:
     segment = SegmentRecord(id=3, token_ids=array("I", range(10)))
     return CatalogContents(service_id=SERVICE, contexts=contexts, segments=(segment,), next_outgoing=next_outgoing)
 
 
-def told(outgoing: tuple[OutboxEntry, ...]) -> list[ContextNote]:
+def notes_from(outgoing: tuple[OutboxEntry, ...]) -> list[ContextNote]:
     found = list[ContextNote]()
     for one in outgoing:
         place = place_of_note(one.name)
@@ -28,37 +28,37 @@ def told(outgoing: tuple[OutboxEntry, ...]) -> list[ContextNote]:
     return found
 
 
-def test_a_change_makes_a_note_and_a_use_makes_none() -> None:
-    notes = ContextNotes(kept(BOOK))
+def test_change_creates_a_note_and_use_creates_none() -> None:
+    notes = ContextNotes(catalog(BOOK))
     assert notes.of(Change(contexts=(replace(BOOK, last_used=9.0, num_hits=4),))) == ()
-    (note,) = told(notes.of(Change(contexts=(replace(BOOK, display_name="a book"),))))
+    (note,) = notes_from(notes.of(Change(contexts=(replace(BOOK, display_name="a book"),))))
     assert (note.display_name, note.segment, note.num_tokens) == ("a book", f"{SERVICE}-3", 10)
 
 
-def test_numbers_grow_with_what_is_kept_and_go_on_in_the_next_service() -> None:
-    notes = ContextNotes(kept(next_outgoing=5))
+def test_note_numbers_grow_and_continue_in_the_next_service() -> None:
+    notes = ContextNotes(catalog(next_outgoing=5))
     numbers = list[int]()
     for turn in range(4):
         change = Change(contexts=(replace(BOOK, updated=turn),))
         change = replace(change, outgoing=notes.of(change))
-        numbers += [note.number for note in told(change.outgoing)]
+        numbers += [note.number for note in notes_from(change.outgoing)]
         if turn != 1:  # that one cannot be kept
             notes.note(change)
     assert numbers == [5, 6, 6, 7]
-    assert told(ContextNotes(kept(next_outgoing=8)).of(Change(contexts=(BOOK,))))[0].number == 8
+    assert notes_from(ContextNotes(catalog(next_outgoing=8)).of(Change(contexts=(BOOK,))))[0].number == 8
 
 
-def test_what_is_dropped_is_told_if_it_was_ever_told() -> None:
-    notes = ContextNotes(kept(BOOK))
-    (note,) = told(notes.of(Change(dropped_contexts=("book", "never"))))
+def test_deletion_note_requires_a_previous_note() -> None:
+    notes = ContextNotes(catalog(BOOK))
+    (note,) = notes_from(notes.of(Change(dropped_contexts=("book", "never"))))
     assert note.is_deleted
     notes.note(Change(dropped_contexts=("book",)))
     assert notes.of(Change(dropped_contexts=("book",))) == ()
     assert notes.again(set()) == ()
 
 
-def test_what_storage_lacks_is_told_again_as_it_is_now() -> None:
-    notes = ContextNotes(kept(BOOK))
+def test_missing_notes_are_rewritten_with_the_current_state() -> None:
+    notes = ContextNotes(catalog(BOOK))
     notes.note(Change(contexts=(replace(BOOK, display_name="new"),)))
-    assert [note.display_name for note in told(notes.again(set()))] == ["new"]
+    assert [note.display_name for note in notes_from(notes.again(set()))] == ["new"]
     assert notes.again({"book"}) == ()

@@ -29,7 +29,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_health, "MOST_SECONDS", 0.01)
 
 
-class NotingFiles(MemoryFiles):
+class RecordingFiles(MemoryFiles):
     """Records the calls."""
 
     def __init__(self) -> None:
@@ -53,9 +53,9 @@ class NotingFiles(MemoryFiles):
         self.done.append(f"-{name}")
 
 
-class Sending:
+class SenderBench:
     def __init__(self) -> None:
-        self.memory = NotingFiles()
+        self.memory = RecordingFiles()
         self.files = FlakyFiles(self.memory)
         self.catalog = FakeCatalog()
         self.store = AsyncStore(Store(self.files, "memory"))
@@ -63,7 +63,7 @@ class Sending:
 
     async def put(self, *outgoing: OutboxEntry) -> None:
         await self.catalog.commit(Change(outgoing=outgoing))
-        self.sender.wake()
+        self.sender.notify()
 
     @property
     def names(self) -> set[str]:
@@ -77,8 +77,8 @@ class Sending:
 
 
 @asynccontextmanager
-async def sending() -> AsyncIterator[Sending]:
-    found = Sending()
+async def running_sender() -> AsyncIterator[SenderBench]:
+    found = SenderBench()
     task = asyncio.create_task(found.sender.run())
     try:
         yield found
@@ -95,8 +95,8 @@ def attempt(number: int) -> Attempt:
     return Attempt("s", f"s-{number}", "a")
 
 
-async def test_it_is_sent_in_the_order_in_which_it_was_kept() -> None:
-    async with sending() as found:
+async def test_entries_are_sent_in_order() -> None:
+    async with running_sender() as found:
         await found.catalog.commit(Change(outgoing=tuple(map(note, (5, 3, 9, 1)))))
         await found.put(note(2), note(5, None))
         await found.all_sent()
@@ -104,16 +104,16 @@ async def test_it_is_sent_in_the_order_in_which_it_was_kept() -> None:
         assert found.memory.done[-5:] == last
 
 
-async def test_more_than_is_taken_at_once_is_sent() -> None:
-    async with sending() as found:
+async def test_more_entries_than_a_batch_are_sent() -> None:
+    async with running_sender() as found:
         await found.put(*(note(number) for number in range(2 * AT_ONCE + 3)))
         await found.all_sent()
         assert len(found.names) == 2 * AT_ONCE + 3
 
 
-async def test_deletions_are_sent_past_any_number_of_notes_that_cannot_be_written() -> None:
-    """A storage that is full takes nothing else, and has room only then."""
-    async with sending() as found:
+async def test_deletions_overtake_notes_that_cannot_be_written() -> None:
+    """A storage that is full accepts nothing else, and has space for it only afterwards."""
+    async with running_sender() as found:
         found.memory.is_full = True
         await found.put(*(note(number) for number in range(2 * AT_ONCE)), note(5000, None))
         await comes(lambda: f"-{note(5000).name}" in found.memory.done)
@@ -122,27 +122,27 @@ async def test_deletions_are_sent_past_any_number_of_notes_that_cannot_be_writte
         assert len(found.names) == 2 * AT_ONCE
 
 
-async def test_a_storage_that_is_away_loses_nothing_and_is_told_of() -> None:
-    async with sending() as found:
+async def test_unreachable_storage_loses_nothing_and_is_reported() -> None:
+    async with running_sender() as found:
         found.files.fail(3)
         await found.put(note(1), note(2))
-        await comes(lambda: found.sender.trouble.reason)
-        assert "input/output" in found.sender.trouble.reason
+        await comes(lambda: found.sender.health.reason)
+        assert "input/output" in found.sender.health.reason
         await found.all_sent()
-        await comes(lambda: not found.sender.trouble.reason)
+        await comes(lambda: not found.sender.health.reason)
         assert found.memory.done == [f"+{note(1).name}", f"+{note(2).name}"]
 
 
-async def test_what_was_sent_and_not_noted_as_sent_is_sent_again() -> None:
-    async with sending() as found:
+async def test_unacknowledged_entries_are_sent_again() -> None:
+    async with running_sender() as found:
         await found.catalog.commit(Change(outgoing=(note(1), note(2))))
         found.catalog.failures.append(StorageUnavailable("the disk is full"))
-        found.sender.wake()
+        found.sender.notify()
         await found.all_sent()
         assert found.memory.done == 2 * [f"+{note(1).name}", f"+{note(2).name}"]
 
 
-async def test_a_catalog_that_cannot_be_read_is_asked_again_when_there_is_more() -> None:
+async def test_unreadable_catalog_is_read_again_after_the_next_change() -> None:
     class Damaged(FakeCatalog):
         is_damaged = True
 
@@ -152,21 +152,21 @@ async def test_a_catalog_that_cannot_be_read_is_asked_again_when_there_is_more()
                 raise DataLoss("the catalog", "its pages are torn")
             return await super().outgoing(limit, only_deletions=only_deletions)
 
-    found = Sending()
+    found = SenderBench()
     catalog = Damaged()
     sender = OutboxSender(found.store, catalog)
     task = asyncio.create_task(sender.run())
     await catalog.commit(Change(outgoing=(note(1),)))
     await comes(lambda: not catalog.is_damaged)
-    sender.wake()
+    sender.notify()
     await comes(lambda: not catalog._outbox)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert found.names == {note(1).name}
 
 
-async def test_an_attempt_is_deleted_with_its_pieces_and_the_manifest_goes_first() -> None:
-    async with sending() as found:
+async def test_deletion_of_an_attempt_starts_with_its_manifest() -> None:
+    async with running_sender() as found:
         one, other = attempt(1), attempt(12)
         for each in (one, other):
             for name in (each.piece(0), each.piece(1), each.windows(0), each.manifest):
@@ -178,8 +178,8 @@ async def test_an_attempt_is_deleted_with_its_pieces_and_the_manifest_goes_first
         assert found.names == {other.piece(0), other.piece(1), other.windows(0), other.manifest}
 
 
-async def test_what_is_held_stays_and_what_comes_behind_it_goes() -> None:
-    async with sending() as found:
+async def test_protected_manifest_stays_and_later_entries_are_sent() -> None:
+    async with running_sender() as found:
         one, other = attempt(1), attempt(2)
         for each in (one, other):
             found.keep(each.manifest)
@@ -197,8 +197,8 @@ async def test_what_is_held_stays_and_what_comes_behind_it_goes() -> None:
         assert one.manifest not in found.names
 
 
-async def test_ever_so_many_that_are_held_keep_nothing_waiting() -> None:
-    async with sending() as found:
+async def test_many_protected_manifests_do_not_block_others() -> None:
+    async with running_sender() as found:
         many = [attempt(number) for number in range(AT_ONCE + 1)]
         for each in many:
             found.sender.hold(each.manifest)
@@ -206,7 +206,7 @@ async def test_ever_so_many_that_are_held_keep_nothing_waiting() -> None:
         await comes(lambda: note(1).name in found.names)
 
 
-async def test_with_the_note_of_a_deletion_those_before_it_go() -> None:
+async def test_deletion_note_removes_previous_notes() -> None:
     """They contain the display name; a later context of the same name keeps its own records."""
 
     def note(context: str, number: int, *, is_deleted: bool = False) -> OutboxEntry:
@@ -215,7 +215,7 @@ async def test_with_the_note_of_a_deletion_those_before_it_go() -> None:
         )
         return OutboxEntry(reported.place.name, encode_note(reported))
 
-    async with sending() as found:
+    async with running_sender() as found:
         for context, number in (("moby", 1), ("moby", 3), ("moby 2", 2)):
             found.keep(note(context, number).name)
         await found.put(note("moby", 7))
@@ -225,9 +225,9 @@ async def test_with_the_note_of_a_deletion_those_before_it_go() -> None:
         assert found.names == {each.name for each in (note("moby 2", 2), note("moby", 8), note("moby", 9))}
 
 
-async def test_notes_that_cannot_be_deleted_now_are_deleted_later() -> None:
+async def test_failed_deletion_of_notes_is_retried() -> None:
     deletion = ContextNote(service=SERVICE, context="moby", number=4, is_deleted=True)
-    async with sending() as found:
+    async with running_sender() as found:
         found.keep(NotePlace(SERVICE, "moby", 1).name)
         found.memory.num_refused = 2
         await found.put(OutboxEntry(deletion.place.name, encode_note(deletion)))

@@ -1,4 +1,4 @@
-"""Trouble with a storage is told once, and waited for ever longer."""
+"""Storage errors are logged once, with growing delays between attempts."""
 
 import asyncio
 import logging
@@ -8,37 +8,37 @@ import pytest
 from coordinator.persistence.snapshots.storage_health import MOST_SECONDS, StorageHealth
 
 
-def test_only_changes_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_changes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     reported = list[str]()
-    outage = StorageHealth("writing")
-    outage.watch(lambda: reported.append(outage.reason))
-    outage.end()
+    health = StorageHealth("writing")
+    health.watch(lambda: reported.append(health.reason))
+    health.end()
     for reason in ("it is full", "it is full", "it is away"):
-        outage.begin(reason)
-        assert outage.reason == reason
-    outage.end()
-    outage.end()
-    assert outage.reason == ""
-    outage.begin("it is full")
+        health.begin(reason)
+        assert health.reason == reason
+    health.end()
+    health.end()
+    assert health.reason == ""
+    health.begin("it is full")
     assert [record.message for record in caplog.records] == [
-        "writing: not done for now, and the service goes on: it is full",
-        "writing: done again",
-        "writing: not done for now, and the service goes on: it is full",
+        "writing: failed, will retry: it is full",
+        "writing: succeeded again",
+        "writing: failed, will retry: it is full",
     ]
     assert reported == ["it is full", "it is away", "", "it is full"]
 
 
-async def test_each_wait_is_longer_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_delay_grows_until_the_error_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 
     async def sleep(seconds: float) -> None:
         waits.append(seconds)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    outage = StorageHealth("writing")
+    health = StorageHealth("writing")
     for _ in range(8):
-        await outage.wait()
-    outage.end()
-    await outage.wait()
+        await health.wait()
+    health.end()
+    await health.wait()
     assert waits == [1, 2, 4, 8, 16, 32, MOST_SECONDS, MOST_SECONDS, 1]

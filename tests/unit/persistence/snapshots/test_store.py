@@ -1,4 +1,4 @@
-"""A storage for an event loop: threads that wait for it are bounded, whoever stops waiting for them."""
+"""The asynchronous store: its waiting threads are bounded, including those of abandoned calls."""
 
 import asyncio
 import threading
@@ -15,12 +15,12 @@ from tests.support.coming import comes
 pytestmark = pytest.mark.timeout(60)
 
 
-async def test_calls_that_do_not_come_back_are_bounded_and_others_are_told() -> None:
+async def test_hanging_calls_are_bounded_and_further_calls_fail() -> None:
     store, gate = AsyncStore(Store(MemoryFiles(), "memory")), threading.Event()
     for _ in range(MAX_THREADS):
         with suppress(TimeoutError):
             await asyncio.wait_for(store.run(gate.wait), 0.001)
-    with pytest.raises(StorageUnavailable, match=f"{MAX_THREADS} calls have not come back"):
+    with pytest.raises(StorageUnavailable, match=f"{MAX_THREADS} calls have not returned"):
         await store.run(gate.wait)
     num_waiting = sum(thread.name == "storage" for thread in threading.enumerate())
     assert num_waiting <= MAX_THREADS
@@ -30,7 +30,7 @@ async def test_calls_that_do_not_come_back_are_bounded_and_others_are_told() -> 
     assert await store.get("a") == b"content"
 
 
-async def test_a_call_that_fails_counts_no_longer() -> None:
+async def test_failed_call_is_no_longer_counted() -> None:
     store = AsyncStore(Store(MemoryFiles(), "memory"))
     for _ in range(2 * MAX_THREADS):
         with pytest.raises(ZeroDivisionError):
@@ -38,7 +38,7 @@ async def test_a_call_that_fails_counts_no_longer() -> None:
     await comes(lambda: store.num_threads == 0)
 
 
-async def test_calls_for_which_there_was_no_thread_count_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_call_without_a_thread_is_no_longer_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     store = AsyncStore(Store(MemoryFiles(), "memory"))
 
     def refuse(_: threading.Thread) -> None:

@@ -1,1 +1,1 @@
-"""One file per step; none is ever changed once it was released."""
+"""One file per migration; a released one is never changed."""

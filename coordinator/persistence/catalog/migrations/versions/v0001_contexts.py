@@ -1,4 +1,4 @@
-"""Contexts, their segments, snapshots and uploads, and what is outgoing."""
+"""Creates the tables of contexts, segments, snapshots, uploads and the outbox."""
 
 import sqlalchemy as sa
 from alembic import op

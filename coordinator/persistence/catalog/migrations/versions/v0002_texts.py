@@ -1,4 +1,4 @@
-"""Which text the tokens of segments and uploads are. What was kept before has none."""
+"""Adds the texts of segments and uploads. Older rows have no text."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Headers of uploads and display names lie behind a page of padding, as all other contents of clients do."""
+"""Moves headers of uploads and display names behind a page of padding, as all other client content."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ revision = "0003"
 down_revision = "0002"
 PADDING = bytes(4096)
 MOVED = {"uploads": ("header", b""), "contexts": ("display_name", "")}
-"""The column whose content moves, and what it holds from now on."""
+"""The column whose content moves, and the new content."""
 
 
 def upgrade() -> None:

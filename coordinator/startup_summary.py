@@ -1,0 +1,44 @@
+"""The summary that a service prints when it is ready."""
+
+from coordinator.kv_cache.positions import UNLIMITED
+from longleaf.positions import UNLIMITED_TOKENS
+from longleaf.types import Cluster, ModelInfo
+
+
+def summarize(cluster: Cluster, max_positions: int) -> tuple[tuple[str, str], ...]:
+    """The model, the ranks, the longest document and the capacity, as pairs of a label and a text. `max_positions` is
+    the limit of the model."""
+    return (
+        ("model", _model(cluster.model)),
+        ("ranks", _ranks(cluster)),
+        ("document", _longest(cluster, max_positions)),
+        ("room", _tokens(_capacity(cluster)) + " in all contexts and answers"),
+    )
+
+
+def _model(model: ModelInfo) -> str:
+    dtypes = model.dtype if model.kv_dtype in ("", model.dtype) else f"{model.dtype}, keys in {model.kv_dtype}"
+    return f"{model.name} ({model.architecture}, {dtypes})"
+
+
+def _ranks(cluster: Cluster) -> str:
+    devices = sorted({worker.device.partition(":")[0] for worker in cluster.workers})
+    return f"{cluster.world_size:,} on {' and '.join(devices)}, launcher {cluster.launcher}"
+
+
+def _longest(cluster: Cluster, max_positions: int) -> str:
+    capacity = _capacity(cluster)
+    if min(max_positions, capacity) >= UNLIMITED_TOKENS:
+        return "of any length"
+    if max_positions <= capacity:
+        return f"up to {max_positions:,} tokens, with its questions and answers"
+    limit = "" if max_positions >= UNLIMITED else f"; the model supports {max_positions:,}"
+    return f"up to {capacity:,} tokens, with its questions and answers{limit}"
+
+
+def _capacity(cluster: Cluster) -> int:
+    return sum(worker.max_tokens for worker in cluster.workers)
+
+
+def _tokens(count: int) -> str:
+    return "any number of tokens" if count >= UNLIMITED_TOKENS else f"{count:,} tokens"

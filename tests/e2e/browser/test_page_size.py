@@ -1,0 +1,14 @@
+"""Transfer size of the page."""
+
+from typing import Any
+
+from bench.door.page import open_page
+from tests.support.behind_door import Behind
+
+MOST_BYTES = 60_000
+
+
+def test_page_transfer_size_with_headers_is_small(browser: Any, behind: Behind):
+    _, sizes = open_page(browser, behind.url)
+    assert len(sizes) > 20
+    assert sum(sizes) <= MOST_BYTES

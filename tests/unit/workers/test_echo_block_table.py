@@ -1,0 +1,102 @@
+"""The block table of ranks without a model, when runs are moved."""
+
+import pytest
+
+from longleaf.rank_protocol.fakes import echo_token
+from longleaf.rank_protocol.snapshots import Save
+from longleaf.rank_protocol.step import (
+    Decode,
+    Move,
+    Prefill,
+    Restore,
+    RestorePortion,
+    Row,
+    RunTransfer,
+    SamplingTerms,
+    StepPlan,
+)
+from longleaf.runs import Run
+from longleaf.sampling import Sampling
+from workers.fakes import EchoBlockTable
+
+FIRST, SECOND = Run(0, 0, 4, (0,)), Run(1, 4, 8, (0,))
+
+
+def do(ledger, work):
+    return ledger.apply(StepPlan(1, 1, work))
+
+
+def test_moved_run_is_only_at_its_new_rank():
+    ledger, target = EchoBlockTable(4), Run(1, 0, 4, (9,))
+    do(ledger, Prefill((3,), 0, tuple(range(8)), (FIRST, SECOND)))
+    do(ledger, Move((RunTransfer(3, FIRST, target),)))
+    with pytest.raises(AssertionError, match="no such run"):
+        do(ledger, Move((RunTransfer(3, FIRST, Run(1, 0, 4, (8,))),)))
+    do(ledger, Decode((Row(1, (3, 4), 8, (5,), (Run(0, 8, 9, (0,)),), 0, SamplingTerms(Sampling())),)))
+    with pytest.raises(AssertionError, match="in two runs"):
+        do(ledger, Move((RunTransfer(3, SECOND, Run(0, 4, 8, (0,))),)))
+
+
+def test_first_blocks_of_a_run_can_be_moved():
+    ledger, whole = EchoBlockTable(4), Run(0, 0, 10, (0, 1, 2))
+    do(ledger, Prefill((3,), 0, tuple(range(10)), (whole,)))
+    do(ledger, Move((RunTransfer(3, Run(0, 0, 8, (0, 1)), Run(1, 0, 8, (4, 5))),)))
+    do(ledger, Move((RunTransfer(3, Run(0, 8, 10, (2,)), Run(1, 8, 10, (0,))),)))
+    do(ledger, Decode((Row(1, (3, 4), 10, (5,), (Run(0, 10, 11, (0,)),), 0, SamplingTerms(Sampling())),)))
+    with pytest.raises(AssertionError, match="no such run"):
+        do(ledger, Move((RunTransfer(3, Run(1, 0, 6, (4, 5)), Run(0, 0, 6, (7, 8))),)))
+
+
+def test_saved_and_fetched_blocks_are_restored():
+    ledger = EchoBlockTable(4)
+    do(ledger, Prefill((3,), 0, tuple(range(10, 18)), (FIRST, SECOND)))
+    content = ledger.save(Save(1, "p", 3, (SECOND,)))
+    assert content == {position: 10 + position for position in range(4, 8)}
+    with pytest.raises(AssertionError, match="not held"):
+        ledger.save(Save(1, "p", 3, (Run(1, 4, 8, (1,)),)))
+    ledger.replace([])
+    back = Restore(5, 0, (RestorePortion(2, (Run(0, 4, 8, (6,)),)),))
+    with pytest.raises(AssertionError, match="not fetched"):
+        EchoBlockTable(4).apply(StepPlan(1, 1, back))
+    ledger.fetched[0, 2] = content
+    with pytest.raises(AssertionError, match="no such positions"):
+        do(ledger, Restore(6, 0, (RestorePortion(2, (Run(0, 0, 8, (7, 8)),)),)))
+    ledger.replace([])
+    do(ledger, back)
+    with pytest.raises(AssertionError, match="held twice"):
+        do(ledger, back)
+
+
+def test_rank_checks_only_blocks_that_it_receives():
+    ledger, portion = EchoBlockTable(4, rank=1), RestorePortion(2, (Run(0, 4, 8, (6,)),))
+    do(ledger, Restore(5, 0, (portion,)))
+    do(ledger, Prefill((5,), 0, tuple(range(4)), (Run(1, 0, 4, (3,)),)))
+    do(ledger, Decode((Row(1, (5, 4), 8, (5,), (Run(0, 8, 9, (0,)),), 0, SamplingTerms(Sampling())),)))
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 3])
+def test_rejected_drafts_are_removed(num_right):
+    ledger, answer = EchoBlockTable(8), [echo_token(5, 0)]
+    for index in range(1, 6):
+        answer.append(echo_token(answer[-1], index))
+    drafts = (*answer[:num_right], *[999] * (3 - num_right))
+    do(ledger, Prefill((3,), 0, tuple(range(8)), (Run(0, 0, 8, (0,)),)))
+    first = Row(1, (3, 4), 8, (5,), (Run(0, 8, 12, (1,)),), 0, SamplingTerms(Sampling()), draft_ids=drafts)
+    tokens = do(ledger, Decode((first,)))
+    assert [token.id for token in tokens[1]] == answer[: num_right + 1]
+    end = 9 + num_right
+    assert ledger.token_ids((3, 4)) == [*range(8), 5, *answer[:num_right]]
+    tokens = do(ledger, Decode((Row(1, (3, 4), end, (), (Run(0, 8, end + 1, (1,)),), num_right + 1),)))
+    assert [token.id for token in tokens[1]] == [answer[num_right + 1]]
+    with pytest.raises(AssertionError, match="nobody brought"):
+        do(ledger, Decode((Row(1, (3, 4), end + 2, (), (Run(0, 8, end + 3, (1,)),), 5),)))
+
+
+def test_draft_allocates_no_block():
+    ledger = EchoBlockTable(4)
+    do(ledger, Prefill((3,), 0, tuple(range(4)), (FIRST,)))
+    for runs in ((Run(0, 4, 9, (1, 2)),), (Run(0, 4, 8, (1,)), Run(1, 8, 9, (1,)))):
+        with pytest.raises(AssertionError, match="opens a block"):
+            do(ledger, Decode((Row(1, (3, 4), 4, (5,), runs, 0, SamplingTerms(Sampling()), draft_ids=(1, 2, 3, 4)),)))
+        ledger = EchoBlockTable(4)
+        do(ledger, Prefill((3,), 0, tuple(range(4)), (FIRST,)))
