@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from bench.gpu import ground
 from bench.gpu.cases import Attend, Choose, label
 
-SECONDS = 235.0
+SECONDS = 90.0
 JOBS = 14
 """Processes that compile at a time."""
 REPEATS = 10
@@ -50,7 +50,8 @@ class Group(NamedTuple):
     cases: Sequence[Attend]
     variants: Sequence[tuple[Any, ...]]
     """Fields of `tuning.Tile`, then the remaining ones of `tuning.Tuning`: maximum rows, programs, and minimum keys of
-    a piece. No fields: the kernel and the sizes of `constants`."""
+    a piece; then the precision of products or the maximum registers. No fields: the kernel and the sizes of
+    `constants`."""
     item_rows: int = 16
     """Maximum rows of an item."""
 
@@ -79,6 +80,10 @@ INT8 = Group(
         CONSTANTS,
         ("items", 16, 128, 4, 3),
         ("items", 16, 128, 4, 4),
+        ("items", 16, 128, 4, 3, None, 2, 256),
+        ("items", 16, 128, 4, 2, None, 3, None, 168),
+        ("items", 16, 128, 4, 3, None, 3, None, 168),
+        ("items", 16, 128, 4, 3, None, 3, None),
     ],
 )
 ONE_ROW = Group(
@@ -87,7 +92,17 @@ ONE_ROW = Group(
     [CONSTANTS, ("items", 16, 64, 4, 2, None, 2, 128)],
 )
 GROUPS = (SHARED_8, SHARED_64, FLOAT32, INT8, ONE_ROW)
-SAMPLERS: tuple[dict[str, int], ...] = ({},)
+SAMPLERS: tuple[dict[str, int], ...] = (
+    {},
+    {"row_warps": 8},
+    {"row_warps": 16},
+    {"tightens": 1},
+    {"tightens": 1, "search_warps": 4},
+    {"reuses": 1},
+    {"tightens": 1, "reuses": 1, "row_warps": 8},
+    {"tightens": 1, "reuses": 1, "row_warps": 16},
+    {"tightens": 1, "reuses": 1, "row_warps": 8, "levels": 512},
+)
 """Fields of `workers.sampling.fused.Tuning` that differ from the default."""
 
 
@@ -125,7 +140,8 @@ def tunings_of(group: Group, variant: Sequence[Any]) -> Any:
         return {}
     tile, rest = Tile(*variant[:5]), list(variant[5:])
     if len(rest) > 3:
-        tile = tile._replace(precision=rest.pop())
+        last = rest.pop()
+        tile = tile._replace(precision=last) if isinstance(last, str) else tile._replace(max_registers=last)
     max_rows, programs, min_piece = (*rest, *(None, 2, None)[len(rest) :])
     case = group.cases[0]
     rows = min(max_rows or group.item_rows, max_rows or 64)

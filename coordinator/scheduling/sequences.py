@@ -23,7 +23,7 @@ class Sequence(Job):
     """A generation. It stands for all samples of a request until the prompt is processed, then for one of them.
 
     `num_requested` counts the tokens of the answer that plans have requested, `generated` holds those that were
-    sampled. """
+    sampled."""
 
     def __init__(
         self, request: Request, prompt: Prompt, reading: PrefillCursor, num_blocks: BlockCount, samples: range

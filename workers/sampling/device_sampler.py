@@ -179,8 +179,8 @@ class DeviceSampler:
         """
         size = logits_RV.shape[-1]
         is_fused, histories = fused.is_supported(logits_RV), self._there(size)
-        choose_some, most = (fused.choose, fused.MAX_LOGITS) if is_fused else (choose, MAX_LOGITS)
-        most = max(1, most // size)
+        choose_some = fused.choose if is_fused else choose
+        most = fused.max_rows(size) if is_fused else max(1, MAX_LOGITS // size)
         num_before = min(MAX_DRAFT_TOKENS, len(logits_RV) - 1) if needs.counts_tokens else 0
         before_RM = drafts.before(num_before) if drafts is not None and num_before else None
         found: list[Tensor] = []

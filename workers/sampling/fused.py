@@ -21,8 +21,8 @@ from workers.sampling.history import TokenHistories
 
 GROUP = 64
 """Logits whose maximum is stored for the search of the likeliest tokens."""
-MAX_LOGITS = 1 << 24
-"""Logits that are sampled together, unless a single row has more: they need about 12 bytes each."""
+MAX_BYTES = 1 << 28
+"""Temporary memory of rows that are sampled together, unless a single row needs more."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -41,6 +41,13 @@ class Tuning(NamedTuple):
     """Of programs that search a row's candidates."""
     capacity: int = 8192
     """Candidates of a row in the buffer; a row with more is read once per search step instead."""
+    row_warps: int = 4
+    """Of programs that plan or draw a row."""
+    tightens: bool = False
+    """Whether each step of the search narrows its interval to the scores of candidates."""
+    reuses: bool = False
+    """Whether the mass of a block is the sum of those of its candidates and of the tokens above them, which are known,
+    if min-p does not apply."""
     small: int = 2048
     """Up to so many candidates, all tokens above the threshold are candidates as well, so that one program draws."""
 
@@ -51,6 +58,15 @@ DEFAULT = Tuning()
 def is_supported(logits_RV: Tensor) -> bool:
     """Whether the kernels can sample from these logits: on a GPU, if Triton is installed."""
     return logits_RV.is_cuda and logits_RV.dtype in DTYPES and logits_RV.stride(-1) == 1 and _has_triton()
+
+
+def max_rows(size: int, tuning: Tuning = DEFAULT) -> int:
+    """Rows of `size` logits that are sampled together."""
+    capacity = min(tuning.capacity, power_of_two(size, 1))
+    num_blocks = ceil_div(size, min(tuning.block, power_of_two(size, GROUP)))
+    # scores; ids, scores and mass of candidates; levels and results of blocks
+    num_bytes = 8 * size + 20 * capacity + (4 * tuning.levels + 128) * num_blocks
+    return max(1, MAX_BYTES // num_bytes)
 
 
 def choose(
@@ -131,6 +147,8 @@ def choose(
         "capacity": capacity,
         "SMALL": min(tuning.small, capacity),
         "TILE": tuning.tile,
+        "TIGHTENS": tuning.tightens,
+        "REUSES": tuning.reuses and needs.cuts,
     }
 
     def run(kernel: Any, grid: tuple[int, ...], num_warps: int, **more: Any) -> None:
@@ -145,18 +163,20 @@ def choose(
     if needs.draws and needs.cuts:
         counts = {"level_counts": empty(num_rows, num_blocks, tuning.levels, dtype=torch.int32)}
         run(sampling.count_levels, by_block, tuning.warps, **counts)
-    run(sampling.plan_rows, by_row, tuning.warps, **(counts or {"level_counts": offsets}))
+    run(sampling.plan_rows, by_row, tuning.row_warps, **(counts or {"level_counts": offsets}))
     if needs.draws:
         if needs.cuts:
             found = {
                 "found_ids": empty(num_rows, capacity, dtype=torch.int32),
                 "found_scores": empty(num_rows, capacity, dtype=torch.float64),
+                "found_mass": empty(num_rows, capacity, dtype=torch.int64),
             }
             run(sampling.gather_candidates, by_block, tuning.warps, **found)
-            mass = empty(num_rows, capacity, dtype=torch.int64)
-            run(sampling.find_thresholds, by_row, tuning.search_warps, **found, found_mass=mass)
-        run(sampling.weigh_blocks, by_block, tuning.warps)
-        run(sampling.draw_rows, by_row, tuning.warps)
+            run(sampling.find_thresholds, by_row, tuning.search_warps, **found)
+        # without candidates, placeholders that the kernel does not read
+        found = found or {"found_ids": offsets, "found_scores": maxima, "found_mass": above}
+        run(sampling.weigh_blocks, by_block, tuning.warps, **found)
+        run(sampling.draw_rows, by_row, tuning.row_warps)
     if num_top < 0:
         return ids[:, None]
     reported = empty(num_rows, 2 + 2 * num_top, dtype=torch.float64)

@@ -29,6 +29,9 @@ class Tile(NamedTuple):
     precision: str = "ieee"
     """Of products of float32: "ieee", or "tf32x3" for three products of tensor cores, of which the error is that of
     float32 up to a small factor."""
+    max_registers: int | None = None
+    """Registers of a thread of `attend_items_int8`; None: as many as the compiler chooses. A lower number allows more
+    programs per multiprocessor."""
 
 
 class Tuning(NamedTuple):
@@ -89,7 +92,10 @@ def int8_constants_of(tile: Tile, chosen: Constants) -> Constants:
     """The constants of `attend_items_int8`, from those of `constants.attend_int8`, for queries of 16 bits. No tile is
     larger than a block of slots."""
     keys = min(tile.keys, power_of_two(chosen["BLOCK"], MIN_TILE_KEYS))
-    return {**chosen, "TILE_KEYS": keys, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    launch: Constants = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if tile.max_registers is not None:
+        launch["maxnreg"] = tile.max_registers
+    return {**chosen, **launch, "TILE_KEYS": keys}
 
 
 def _sizes(tile: Tile) -> Constants:

@@ -319,6 +319,7 @@ def find_thresholds(
     BLOCKS_PAD: tl.constexpr,
     LEVELS: tl.constexpr,
     IS_ADJUSTED: tl.constexpr,
+    TIGHTENS: tl.constexpr,
 ):
     """Completes `plans` with the threshold. If all eligible tokens of a row are in the buffer, it also draws the row's
     token and writes it to `ids`. `found_mass` [R, C], int64, is memory for their masses."""
@@ -365,6 +366,7 @@ def find_thresholds(
             TILE,
             LEVELS,
             IS_ADJUSTED,
+            TIGHTENS,
             state == SCANNED,
         )
         if state == BUFFERED:  # noqa: SIM102
@@ -405,28 +407,57 @@ def weigh_blocks(
     peaks,
     plans,
     eligible_mass,
+    above,
+    offsets,
+    found_ids,
+    found_scores,
+    found_mass,
     temperature,
     min_p,
     place,
     row_stride,
     size,
     num_blocks,
+    capacity,
     BLOCK: tl.constexpr,
     BLOCKS_PAD: tl.constexpr,
     LEVELS: tl.constexpr,
     IS_ADJUSTED: tl.constexpr,
     CUTS: tl.constexpr,
+    REUSES: tl.constexpr,
 ):
     """Writes `eligible_mass` [R, B], int64: the mass of the eligible tokens of each block, for rows whose token is not
     drawn yet."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if tl.load(plans + row * 8) != DRAWN:
-        id_N = block * BLOCK + tl.arange(0, BLOCK)
-        eligible_N = _eligible_in_row(
-            logits, scores, maxima, minima, peaks, plans, temperature, min_p, place, row, row_stride, size, num_blocks,
-            id_N, BLOCKS_PAD, LEVELS, IS_ADJUSTED, CUTS,
-        )  # fmt: skip
-        tl.store(eligible_mass + row * num_blocks + block, tl.sum(eligible_N, 0))
+    plan, at = plans + row * 8, row * num_blocks + block
+    state, mass = tl.load(plan), tl.zeros([], tl.int64)
+    if state != DRAWN:
+        is_known = False
+        if REUSES:
+            is_known = (state == BUFFERED) & (tl.load(min_p + row) <= 0)
+        if is_known:
+            # all tokens above the candidates are eligible, and their mass is known
+            start = tl.load(offsets + at)
+            is_last = block == num_blocks - 1
+            end = tl.load(offsets + at + 1, mask=not is_last, other=0)
+            end = tl.where(is_last, tl.load(plan + 3).to(tl.int32), end)
+            buffer, highest = row * capacity, 0.0
+            key, least_id = tl.load(plan + 5), tl.load(plan + 6).to(tl.int32)
+            mass = tl.load(above + at)
+            for low in range(start, end, 128):
+                _, eligible_N = _eligible_in_buffer(
+                    found_ids + buffer, found_scores + buffer, found_mass + buffer, low + tl.arange(0, 128), end,
+                    highest, 0.0, key, least_id,
+                )  # fmt: skip
+                mass += tl.sum(eligible_N, 0)
+        else:
+            id_N = block * BLOCK + tl.arange(0, BLOCK)
+            eligible_N = _eligible_in_row(
+                logits, scores, maxima, minima, peaks, plans, temperature, min_p, place, row, row_stride, size,
+                num_blocks, id_N, BLOCKS_PAD, LEVELS, IS_ADJUSTED, CUTS,
+            )  # fmt: skip
+            mass = tl.sum(eligible_N, 0)
+        tl.store(eligible_mass + at, mass)
 
 
 @triton.jit
@@ -674,7 +705,7 @@ def _candidates(
 def _threshold(
     found_ids, found_scores, found_mass, num, logits, scores, temperature, place, row, row_stride, size,
     highest, per_level, unit, first, end, num_above, mass_above, dropped, wanted,
-    TILE: tl.constexpr, LEVELS: tl.constexpr, IS_ADJUSTED: tl.constexpr, scans,
+    TILE: tl.constexpr, LEVELS: tl.constexpr, IS_ADJUSTED: tl.constexpr, TIGHTENS: tl.constexpr, scans,
 ):  # fmt: skip
     """The threshold of a row: the lowest eligible key, and the lowest eligible id of that key."""
     low = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
@@ -727,6 +758,19 @@ def _threshold(
                 is_eligible_J = above_J < limit
                 low = tl.maximum(low, tl.max(tl.where(is_eligible_J, low, pivot_J), 0))
                 upper = tl.minimum(upper, tl.min(tl.where(is_eligible_J, pivot_J, upper), 0))
+                if TIGHTENS:
+                    # the threshold is the key of a candidate: skip the rest of the interval
+                    least, most = upper, low + 1
+                    for start in range(0, num, TILE):
+                        key_N, mass_N, id_N = _candidates(
+                            found_ids, found_scores, found_mass, num, logits, scores, temperature, place, row,
+                            row_stride, size, highest, per_level, unit, first, end, start, TILE, LEVELS, IS_ADJUSTED,
+                            scans,
+                        )  # fmt: skip
+                        is_in_N = (key_N > low) & (key_N <= upper)
+                        least = tl.minimum(least, tl.min(tl.where(is_in_N, key_N, least), 0))
+                        most = tl.maximum(most, tl.max(tl.where(is_in_N, key_N, most), 0))
+                    low, upper = least - 1, most
             top_key = upper
     least_id = tl.zeros([], tl.int32)
     if dropped >= 0:
