@@ -49,7 +49,9 @@ def captured_steps_have_the_bits_of_eager_ones(place: Place) -> None:
         assert_same_bits(keys[layer], others[layer])
     graphs = captured.graphs
     assert graphs is not None and graphs.num_captured and not graphs.refusal, graphs and graphs.refusal
-    assert graphs.num_replayed == 3 * num_steps, "a step is a replay of the model, one of choosing and one of telling"
+    assert graphs.num_replayed == 3 * num_steps, (
+        "a step is a replay of the model, one of sampling and one of the broadcast"
+    )
     assert eager.graphs is None
 
 

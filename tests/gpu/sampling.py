@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -62,7 +63,7 @@ def tokens_of_the_operations_of_fixed_shape(place: Place) -> None:
     from workers.sampling.device_sampler import Batch, DeviceSequenceSampler, parameters_of
     from workers.sampling.history import TokenHistories
 
-    cuts = (
+    cuts: tuple[dict[str, Any], ...] = (
         {"top_p": 0.9},
         {"top_p": 0.3, "min_p": 0.01},
         {"top_k": 50, "top_p": 0.95},
@@ -80,6 +81,7 @@ def tokens_of_the_operations_of_fixed_shape(place: Place) -> None:
     parameters, histories = parameters_of(numbers), TokenHistories(size, 1, place.device)
     tunings = [fused.DEFAULT, fused.DEFAULT._replace(small=0), fused.DEFAULT._replace(small=0, capacity=16)]
     tunings = tunings if place.is_gpu else [fused.Tuning(block=128, levels=32, tile=64)]
+    logits, wanted = torch.empty(0), torch.empty(0)
     for seed, spread in enumerate((0.5, 3.0, 3.0, 8.0) if place.is_gpu else (3.0,)):
         logits = spread * place.drawn(seed, len(samplings), size)
         logits = logits.round() if seed == 2 else logits.to(torch.bfloat16 if seed % 2 else torch.float32)

@@ -47,7 +47,7 @@ def logits(seed: int, num_rows: int, size: int = SIZE) -> torch.Tensor:
 
 
 def sampled(logits_RV, samplings, drawn, tuning, histories=None, places=None, before_RM=None):
-    """The results of the operations of fixed shape, and of the kernels."""
+    """The results of the operations of fixed shape and of the kernels."""
     size = logits_RV.shape[1]
     histories = histories or TokenHistories(size, 4, "cpu")
     choosers = [DeviceSequenceSampler(*pair) for pair in zip(samplings, places or [0] * len(samplings), strict=True)]
@@ -110,7 +110,7 @@ def test_logprobs_are_those_of_the_logits():
         assert torch.equal(logits_RV.gather(1, ids_RN), logits_RV.gather(1, wanted[:, 22:].long()))
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, which computes what the device would
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy in the interpreter
 def test_rows_that_are_not_finite_have_no_token():
     logits_RV = logits(1, 5).float()
     logits_RV[0, 7], logits_RV[1, 149], logits_RV[2], logits_RV[3, 9] = torch.nan, torch.inf, -torch.inf, -torch.inf

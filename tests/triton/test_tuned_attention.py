@@ -53,7 +53,7 @@ def test_masks_of_many_rows_are_those_of_float64(window):
     assert_same(found, expected(q, k, v, reads, SCALE), atol=TOLERANCES[torch.float32])
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, which computes what the device would
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy in the interpreter
 @pytest.mark.parametrize("broken", [NAN, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_row_that_sees_a_key_that_is_not_finite_is_nan(name, broken):
