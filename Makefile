@@ -95,7 +95,7 @@ release-wire: $(READY) ## Promise the wire as protos/ has it now; refused where 
 bench: $(READY) ## Measure against transformers and write bench/results
 	$(BIN)/python -m bench.report $(ARGS)
 
-clients: $(READY) ## Install clients of the door for HTTP that slow tests try
+clients: $(READY) ## Install clients of the gateway for HTTP that slow tests try
 	$(PIP) install -e '.[clients]'
 
 lock: $(READY) ## Write requirements.lock from what .venv holds now

@@ -1,12 +1,13 @@
-"""Runs a service: `python -m coordinator --model DIR --world-size 4 ...`. `longleaf serve` is the same with a help
-page.
+"""Runs a service: `python -m coordinator --model DIR --world-size 4 ...`. `longleaf serve` does the same and
+has a help page.
 
 Every field of ServiceConfig and EngineConfig is an option of the same name.
 
-The composition root: the only module that knows both roles; it passes the worker class to the fleet. Prints `listening
+This is the composition root, the only module that imports both coordinator and workers: it passes the worker class to
+the fleet. Prints `listening
 on HOST:PORT`, or {"address": "HOST:PORT"}, once requests are accepted, followed by the address of --http if that is
 set, or {"http": ...}. Lost ranks and their recovery are reported on standard error. A signal drains the service; a
-second one ends it immediately. Exit code 0: it was ended; 2: the settings are invalid; 1: the service failed.
+second one ends it immediately. Exit code 0: a signal ended it; 2: the settings are invalid; 1: the service failed.
 """
 
 import os
@@ -78,7 +79,7 @@ def parse(arguments: list[str]) -> ServiceConfig:
     """Raises msgspec.ValidationError for a value that does not fit, and SystemExit for an unknown option or choice."""
     parser = argparse.ArgumentParser(prog="python -m coordinator", argument_default=argparse.SUPPRESS)
     parts: dict[str, type[msgspec.Struct]] = {"engine": EngineConfig, "data": DataConfig, "security": SecurityConfig}
-    parts |= {"telemetry": TelemetryConfig, "door": HttpConfig}
+    parts |= {"telemetry": TelemetryConfig, "gateway": HttpConfig}
     own = [field for field in fields(ServiceConfig) if field.name not in parts]
     for field in chain(own, *(fields(part) for part in parts.values())):
         choices = get_args(field.type) if get_origin(field.type) is Literal else None
@@ -172,8 +173,8 @@ class WaitReporter:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds left to wait. If the limit was not 0, enough for one check remains, however long joining the cluster
-        took."""
+        """Seconds left to wait. Unless the limit is 0, the result allows at least one check, however long it took to
+        join the cluster."""
         limit = self._config.wait_for_ranks
         return max(min(limit, POLL_SECONDS), self._began + limit - time.monotonic())
 
@@ -198,7 +199,7 @@ def serve_on_ray(config: ServiceConfig) -> StartResult:
     except SystemExit:  # Ray's reaction to SIGTERM during its start; processes it started end with this one
         leave()
     signals = ShutdownSignals()
-    for number in SIGNALS:  # only now: Ray has replaced earlier handlers with its own
+    for number in SIGNALS:  # not earlier, because Ray replaces handlers with its own
         signal.signal(number, signals.take)
     try:
         return _serve_actor(msgspec.structs.replace(config, wait_for_ranks=waiting.seconds_left), signals, waiting)
@@ -215,7 +216,7 @@ def _serve_actor(config: ServiceConfig, signals: ShutdownSignals, waiting: WaitR
         reply = follow(actor.start.remote(), partial(_say_missing, actor, waiting))
         if reply.port:
             announce(config, reply)
-            while not reply.error and (reply := follow(actor.wait.remote(until_news=True))).notes:
+            while not reply.error and (reply := follow(actor.wait.remote(until_logs=True))).notes:
                 print_notices(reply)
     except ray.exceptions.RayError as error:
         if not signals.count:  # otherwise Ray may have ended with this process
@@ -246,7 +247,7 @@ def _say_missing(actor: Any, waiting: WaitReporter) -> None:
 
 
 def _place(config: ServiceConfig) -> Any:
-    """Creates the coordinator's actor on the node of this command; it occupies no slot."""
+    """Creates the coordinator's actor on the node of this process. The actor occupies no slot."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ray = ray_package()
@@ -266,8 +267,8 @@ def _follow(
     reference: Any,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> StartResult:
-    """Returns the call's reply. Every signal is forwarded to the actor, which is abandoned if it does not end within
-    `most_seconds`."""
+    """Returns the reply of a call to the actor. Forwards every signal to the actor. Stops waiting if the actor has not
+    ended `most_seconds` after the first signal."""
     ray, num_reported = ray_package(), 0
     while True:
         while num_reported < signals.count:
@@ -283,6 +284,7 @@ def _follow(
 
 if __name__ == "__main__":
     _code = main(sys.argv[1:])
-    for _number in SIGNALS:  # a late signal would kill: Python restores default handlers before the process ends
+    # Python restores the default handlers before the process ends, so a late signal would kill it.
+    for _number in SIGNALS:
         signal.signal(_number, signal.SIG_IGN)
     sys.exit(_code)

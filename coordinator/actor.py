@@ -139,7 +139,7 @@ class CoordinatorActor:
 
     async def wait(self, until_logs: bool = False) -> StartResult:
         """Returns when the service is drained and ready to be stopped; a service that failed is stopped first. With
-        `until_news`, returns as soon as there are log lines; the caller then calls it again unless there is an
+        `until_logs`, returns as soon as there are log lines; the caller then calls it again unless there is an
         error."""
         self._ending = self._ending or asyncio.create_task(self._service.wait())
         if until_logs and (notes := await self._wait_for_logs(self._ending)):

@@ -12,7 +12,7 @@ from longleaf.errors import ResourceExhausted
 T = TypeVar("T")
 MAX_WATCHERS = 256
 SECONDS_PER_WATCHER = 0.01
-"""Least seconds between two updates, per watcher: one update takes a few tenths of a millisecond on the event loop."""
+"""Minimum seconds between two updates, per watcher. One update takes a few tenths of a millisecond of loop time."""
 RETRY_SECONDS = 5.0
 
 
@@ -31,7 +31,7 @@ class ChangeCounter:
 
     @property
     def is_over(self) -> bool:
-        """Whether the source has ended: no further changes."""
+        """Whether the source has ended, so that no change follows."""
         return self._over.is_set()
 
     def note(self) -> None:
@@ -59,8 +59,8 @@ class ChangeCounter:
 
 @dataclass(frozen=True)
 class WatchState(Generic[T]):
-    """The last observed value, when it was observed, and the number of changes before it. An observation that equals
-    the previous value keeps the same object."""
+    """The last observed value `seen`, the time of the observation, and the number of changes before it. If an
+    observation equals the previous value, `seen` remains the same object."""
 
     count: int
     time: float
@@ -70,8 +70,8 @@ class WatchState(Generic[T]):
 class CoalescingWatch(Generic[T]):
     """Shares the observations of `look` among at most `max_watchers` watchers. `clock` counts seconds.
 
-    One observation serves all watchers, and each is updated at most once per `spacing` seconds times the number of
-    watchers: the total cost does not grow with their number.
+    One observation serves all watchers. The minimum interval between two updates of a watcher is `spacing` seconds
+    times the number of watchers, so the total cost does not grow with that number.
     """
 
     def __init__(

@@ -19,22 +19,22 @@ class SchedulingClaim(SchedulingOptions, frozen=True, kw_only=True):
     """Claim of a request on shared capacity."""
 
     deadline: float | None = None
-    """When the client stops waiting, in seconds on the engine's clock."""
+    """Time at which the client stops waiting, in seconds on the engine's clock."""
     at_once: int | None = None
-    """Most generations of the tenant that run concurrently; None: no limit per tenant."""
+    """Maximum number of generations of the tenant that run concurrently; None: no limit per tenant."""
     is_alone: bool = True
-    """No other tenant can send requests, so this one may fill the queue."""
+    """Whether no other tenant can send requests, so that this one may fill the queue."""
     is_held: bool = False
-    """The deadline only decides whether the request may start. Readers connect and disconnect, and the holder of the
-    generation ends it."""
+    """Whether the generation is held. The deadline then only decides whether the request may start: readers connect and
+    disconnect, and the holder of the generation ends it."""
 
     @property
     def end(self) -> float | None:
-        """When the engine ends the request, in any state; None if the holder ends it."""
+        """Time at which the engine ends the request in any state; None if the holder ends it."""
         return None if self.is_held else self.deadline
 
     def outranks(self, other: "SchedulingClaim") -> bool:
-        """Whether it has the higher priority; priorities apply only within a tenant."""
+        """Whether this claim has the higher priority. Priorities apply only within a tenant."""
         return self.tenant == other.tenant and self.priority > other.priority
 
 
@@ -55,7 +55,7 @@ class AttributionContext(msgspec.Struct, frozen=True, kw_only=True):
     full_layers: tuple[int, ...]
     """Layers with full attention."""
     can_cut: bool
-    """A prompt may continue from any position of the context."""
+    """Whether a prompt may continue from any position of the context."""
 
     @property
     def end(self) -> int:
@@ -82,12 +82,12 @@ class ContinuationPoint(msgspec.Struct, frozen=True):
 
 
 class SpanLayout(msgspec.Struct, frozen=True):
-    """How a context is divided into spans, and the layers whose attention counts."""
+    """The division of a context into spans, and the layers whose attention is reported."""
 
     size: int
     """Tokens of a span."""
     layers: tuple[int, ...] = ()
-    """Layers that count; empty: all with full attention."""
+    """Layers whose attention is reported; empty: all layers with full attention."""
     num_spans: int = 0
     """Number of spans in the context."""
 
@@ -103,8 +103,8 @@ class ProbeResult(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A generation: reads `token_ids` after the context, or without one, and generates. Or a probe, which only reads
-    them."""
+    """A generation or a probe. A generation prefills `token_ids`, after the context if there is one, and generates. A
+    probe only prefills them."""
 
     context: str | None
     """Id of the context to query, without the `contexts/` prefix."""
@@ -115,10 +115,10 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     num_samples: int = 1
     """Number of answers. Answer i is sampled with the seed of `sampling` plus i."""
     max_draft_tokens: int = 0
-    """Most draft tokens per answer and step."""
+    """Maximum number of draft tokens per answer and step."""
     claim: SchedulingClaim = NO_CLAIM
     is_compared: bool = False
-    """Compare its logits with those of plain attention. The prompt neither uses nor creates shared keys."""
+    """Whether to compare the logits with those of plain attention. The prompt neither uses nor creates shared keys."""
     generated: Mapping[int, Sequence[int]] | None = None
     """Token ids generated so far, by sample, for a generation that is resumed. Samples without an entry have ended.
     None: all samples are new."""
@@ -129,37 +129,37 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     beginning: ContinuationPoint | None = None
     """Position to continue from, if not the current end of the context."""
     is_probe: bool = False
-    """Generates nothing: scores its last `num_scored` tokens, or, for 0, returns the mean attention of all its
-    tokens."""
+    """Whether this is a probe. It scores its last `num_scored` tokens; if that is 0, it returns the mean attention of
+    all its tokens."""
     num_scored: int = 0
     """Number of tokens, at the end of a probe, to score."""
 
     @property
     def is_whole(self) -> bool:
-        """Reads all of the context and reports nothing about parts of it, so the tokens may be read in place of the
-        context."""
+        """Whether the prompt sees all of the context and reports nothing about parts of it, so that the context may be
+        recomputed as part of the prompt."""
         return not (self.hidden or self.cuts or self.beginning or self.is_probe)
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of an answer."""
+        """Maximum number of tokens of an answer."""
         return 0 if self.is_probe else self.sampling.max_tokens
 
     @property
     def num_rows(self) -> int:
-        """Least number of tokens, at the end of the prompt, that are computed as rows with an output."""
+        """Minimum number of tokens, at the end of the prompt, that are computed as rows with an output."""
         if not self.is_probe:
             return 1
         return self.num_scored + 1 if self.num_scored else len(self.token_ids)
 
     @property
     def num_open(self) -> int:
-        """Answers that have not ended."""
+        """Number of answers that have not ended."""
         return self.num_samples if self.generated is None else len(self.generated)
 
     @property
     def num_left(self) -> int:
-        """Most tokens that any open answer may still generate."""
+        """Maximum number of tokens that any open answer may still generate."""
         reported = () if self.generated is None else self.generated.values()
         return self.sampling.max_tokens - min(map(len, reported), default=0)
 
@@ -200,15 +200,15 @@ class DocumentPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Admitted(msgspec.Struct, frozen=True):
-    """The request is admitted. Counts are in tokens; cached ones are part of the prompt. Repeated when the queue
-    position changes, when the request starts, and when it is preempted."""
+    """The request is admitted. Counts are in tokens; `prompt_tokens` includes the cached ones. The event is repeated
+    when the queue position changes, when the request starts, and when it is preempted."""
 
     prompt_tokens: int
     cached_tokens: int
     queue_position: int = 0
     """1 is next in the queue; 0 is running."""
     is_beyond_trained: bool = False
-    """Prompt and answer may exceed the positions that the model was trained for."""
+    """Whether prompt and answer may exceed the positions that the model was trained for."""
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -220,11 +220,11 @@ class Tokens(msgspec.Struct, frozen=True):
     attention: tuple[Attention, ...] = ()
     """Attention of the row that produced each token, if the prompt requested it."""
     num_drafted: int = 0
-    """Tokens drafted in the steps that produced these."""
+    """Number of tokens drafted in the steps that produced these tokens."""
     num_accepted: int = 0
-    """Drafted tokens that were accepted and are among these."""
+    """Number of these tokens that were accepted drafts."""
     step_ends: tuple[int, ...] = ()
-    """Cumulative number of tokens after each step but the last one; empty for one step."""
+    """Cumulative number of tokens after each step except the last one; empty for one step."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -265,7 +265,7 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 class Sealed(msgspec.Struct, frozen=True):
-    """The document of an ingest has been read and is waiting to be persisted."""
+    """The document of an ingest has been prefilled and is waiting to be persisted."""
 
 
 class Acknowledged(msgspec.Struct, frozen=True):
@@ -276,4 +276,5 @@ class Acknowledged(msgspec.Struct, frozen=True):
 
 Event = Admitted | Progress | Recovering | Tokens | Ended
 Outcome = tuple[int, Event | Failed | Sealed | Acknowledged | LongleafError]
-"""Id of a request, and its next event. The last one is an error, the last Ended or Failed, or Acknowledged."""
+"""Id of a request, and its next event. Its last event is an error, Ended or Failed of its last sample, or
+Acknowledged."""

@@ -91,7 +91,7 @@ class Service:
         self._sampling_defaults = GREEDY
         self._watching = Telemetry(config.telemetry, config.shown_name, config.launcher, is_open)
         self._observers = Observers()
-        self._door: GatewayProcess | None = None
+        self._gateway: GatewayProcess | None = None
         self.http = ""
         """Address of the HTTP gateway; empty if it is off."""
         self.notes: tuple[str, ...] = ()
@@ -119,12 +119,12 @@ class Service:
             observers=self._observers,
             certificates=certificates,
         )
-        if self._config.door.http is not None:
-            self._door = GatewayProcess(self._config)
-        unix = self._door.socket if self._door is not None else None
+        if self._config.gateway.http is not None:
+            self._gateway = GatewayProcess(self._config)
+        unix = self._gateway.socket if self._gateway is not None else None
         port = await self._server.start(self._config.host, self._config.port, unix)
-        if self._door is not None:
-            self.http = await self._door.start()
+        if self._gateway is not None:
+            self.http = await self._gateway.start()
         reported = await self._start_health(self._server)
         reported += await self._watching.log_start(self._sources(authenticator, certificates))
         tokenizer = await self._load_tokenizer(config)
@@ -257,7 +257,7 @@ class Service:
         assert self._loop is not None
         drained = asyncio.create_task(self._end.drained.wait())
         await asyncio.wait([self._loop, drained], return_when=asyncio.FIRST_COMPLETED)
-        if not self._end.is_reported:
+        if not self._end.has_ended_calls:
             drained.cancel()
             await asyncio.shield(self._loop)
         await drained
@@ -272,7 +272,7 @@ class Service:
         """Refuses new calls and gives running calls `drain_seconds` to finish; after that they end with the shutdown
         reason. A second call ends them immediately."""
         if self._end.is_ordered:
-            self._end.hurry.set()
+            self._end.is_urgent.set()
         self._end.is_ordered = True
         self._begin_drain()
 
@@ -282,13 +282,13 @@ class Service:
     async def _drain(self) -> None:
         end = self._end
         if self._server is not None:
-            await first_completed(self._server.drain(self._config.drain_seconds), end.hurry.wait())
-            end.num_cut, end.is_reported = self._server.num_open, True
+            await first_completed(self._server.drain(self._config.drain_seconds), end.is_urgent.wait())
+            end.num_cut, end.has_ended_calls = self._server.num_open, True
             waited = f"; waited {human_seconds(self._config.drain_seconds)} for calls to end"
-            await self._report(self._server, STOPPING + ("" if end.hurry.is_set() else waited))
+            await self._end_calls(self._server, STOPPING + ("" if end.is_urgent.is_set() else waited))
         end.drained.set()
 
-    async def _report(self, server: GrpcServer, reason: str) -> None:
+    async def _end_calls(self, server: GrpcServer, reason: str) -> None:
         """Ends all calls: first the engine's streams, which send the tokens computed so far, then calls that wait for
         other input, such as the next chunk of a document."""
         if self._engine is not None:
@@ -304,7 +304,7 @@ class Service:
         assert self._server is not None
         if wait:
             await self._end.closing.wait()
-            if not self._end.is_reported:
+            if not self._end.has_ended_calls:
                 raise Unavailable(f"the service did not drain: {self._failure or STOPPING}")
         num_open = self._end.num_cut if wait else self._server.num_open
         return Draining(open_calls=num_open, limit=self._config.drain_seconds)
@@ -326,10 +326,10 @@ class Service:
             self._end.task.cancel()
         self._renderer.stop()
         if self._server is not None:
-            await self._report(self._server, str(self._failure or STOPPING))
+            await self._end_calls(self._server, str(self._failure or STOPPING))
             await self._server.stop(GRACE_SECONDS)
-        if self._door is not None:
-            await self._door.stop()
+        if self._gateway is not None:
+            await self._gateway.stop()
         if self._use_cases is not None:
             await self._use_cases.close()
         if self._supervisor is not None:
@@ -351,9 +351,9 @@ class ShutdownState:
         self.task: asyncio.Task[None] | None = None
         self.is_ordered = False
         """The operator requested the shutdown, not only an RPC."""
-        self.hurry = asyncio.Event()
+        self.is_urgent = asyncio.Event()
         """Set when the operator requests the shutdown a second time: the drain ends immediately."""
-        self.is_reported = False
+        self.has_ended_calls = False
         """The calls that did not finish in time were counted and are being ended with the reason."""
         self.num_cut = 0
         """Number of those calls."""

@@ -43,7 +43,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of authentication and encryption."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """Settings of logs, metrics and traces."""
-    door: HttpConfig = HttpConfig()
+    gateway: HttpConfig = HttpConfig()
     """Settings of the HTTP gateway."""
     as_json: bool = False
     """Print the address, and the components still missing, as JSON objects instead of text."""
@@ -61,7 +61,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
         self.data.check(self.engine.snapshot_url)
         self.security.check(self.host)
         self.telemetry.check()
-        self.door.check(self.security)
+        self.gateway.check(self.security)
         if self.engine.share_prefixes and self.security.credentials is None:
             raise InvalidArgument("share_prefixes", "requires credentials: without them there are no tenants")
         if self.model_name is not None:

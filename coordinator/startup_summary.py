@@ -6,7 +6,7 @@ from longleaf.types import Cluster, ModelInfo
 
 
 def summarize(cluster: Cluster, max_positions: int) -> tuple[tuple[str, str], ...]:
-    """The model, the ranks, the longest document and the capacity, as pairs of a label and a text. `max_positions` is
+    """Pairs of a label and a text, for the model, the ranks, the longest document and the capacity. `max_positions` is
     the limit of the model."""
     return (
         ("model", _model(cluster.model)),

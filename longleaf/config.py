@@ -1,4 +1,4 @@
-"""Settings of a service. Only this module reads the environment."""
+"""Settings of a service, and environment variables of its processes."""
 
 import os
 import re
@@ -26,7 +26,7 @@ SnapshotsChoice = Literal["seal", "demand", "off"]
 """When snapshots of keys and values are written: after a document is read, on request, or never."""
 WindowKeys = Literal["sharded", "replicated"]
 SamplingDefaults = Literal["greedy", "model"]
-"""Sampling parameters of requests that omit them: greedy decoding, or those of generation_config.json."""
+"""Defaults for sampling parameters that a request omits: greedy decoding, or the values of generation_config.json."""
 
 DEFAULT_PORT = 50051
 DRAIN_SECONDS = 2.0
@@ -43,11 +43,11 @@ MAX_SECONDS = 1e6
 MAX_MODEL_NAME = 256
 """In characters."""
 MAX_DRAFT_TOKENS = 31
-"""Together with the token before them, they make 32 rows of a step."""
+"""Together with the token before them, 31 drafts occupy 32 rows of a step."""
 MIN_ROWS = 16
 """Rows that a step with drafts may have regardless of `max_sequences`."""
 RANKS_PER_CPU = 8
-"""Limit of ranks per CPU; more processes would only wait for each other."""
+"""Maximum number of ranks per CPU. More processes would only wait for each other."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,11 +267,11 @@ def ray_environment(token_file: Path | None) -> dict[str, str]:
     for an existing cluster, the user's environment configures authentication.
 
     A local cluster requires its token regardless of the environment, and listens only on the loopback address. On
-    Linux, Ray does the latter only if it believes that the system does not support clusters. In Ray 2.60 that variable
-    otherwise affects only the output and the checks of `ray start`.
+    Linux, Ray restricts itself to that address only if RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER is 0. In Ray 2.60 that
+    variable otherwise affects only the output and the checks of `ray start`.
     """
-    # The last one suppresses pages that Ray prints on standard output when a machine is lost; Longleaf reports that
-    # itself.
+    # The regular expression suppresses pages of output that Ray prints when a machine is lost; Longleaf reports the
+    # loss itself.
     wanted = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": r"(?s).*"}
     variables = {name: os.environ.get(name, value) for name, value in wanted.items()}
     if token_file is not None:
@@ -307,7 +307,8 @@ def network_environment(interface: str | None) -> dict[str, str]:
     """
     if interface is None:
         return {}
-    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # without = it is a prefix
+    # Without the =, NCCL takes the name as a prefix.
+    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 

@@ -1,30 +1,30 @@
 """The error hierarchy.
 
     LongleafError
-    ├── InvalidArgument      an invalid argument; names the field and the limit
-    ├── NotFound             the named resource does not exist
-    ├── AlreadyExists        the name is taken
-    ├── ResourceExhausted    no capacity now; names the retry delay
-    ├── DeadlineExceeded     the caller's deadline has passed, or would pass before an answer is ready
-    ├── Cancelled            another call cancelled this one, or the client was closed
-    ├── PermissionDenied     the caller is not permitted to do this, or not from its address
-    ├── Unauthenticated      the credentials are missing or wrong
-    ├── NotFinite            the model computed NaN or infinity; names the tokens
-    ├── ContextLost          a context was dropped after a loss of ranks; gives the reason
-    ├── DataLoss             stored data is damaged; names it and the remedy
-    ├── CheckpointChanged    another checkpoint computed a stored context; names the differences
-    ├── FailedPrecondition   the current state forbids it; names the state that must change
-    ├── Unavailable          the service cannot answer
-    │   ├── RankLost       a rank died, raised or hung; names the rank
-    │   ├── GroupFailed      the ranks could not continue together, but all of them are alive
+    ├── InvalidArgument          an invalid argument; names the field and the limit
+    ├── NotFound                 the named resource does not exist
+    ├── AlreadyExists            the name is taken
+    ├── ResourceExhausted        no capacity now; names the retry delay
+    ├── DeadlineExceeded         the caller's deadline has passed, or would pass before an answer is ready
+    ├── Cancelled                another call cancelled this one, or the client was closed
+    ├── PermissionDenied         the caller is not permitted to do this, or not from its address
+    ├── Unauthenticated          the credentials are missing or wrong
+    ├── NotFinite                the model computed NaN or infinity; names the tokens
+    ├── ContextLost              a context was dropped after a loss of ranks; gives the reason
+    ├── DataLoss                 stored data is damaged; names it and the remedy
+    ├── CheckpointChanged        another checkpoint computed a stored context; names the differences
+    ├── FailedPrecondition       the current state forbids the operation; names the required change
+    ├── Unavailable              the service cannot answer
+    │   ├── RankLost             a rank died, raised or hung; names the rank
+    │   ├── GroupFailed          the ranks could not continue together, but all of them are alive
     │   └── StorageUnavailable   storage cannot be written or read; gives the reason
-    ├── CollectiveMismatch        ranks execute different collectives at the same time; describes two of them
-    ├── Fenced               a rank must not wait for the others any more
-    ├── TransferCorrupted          a rank received other keys than were sent; names both ranks
-    ├── PieceNotFetched          a rank has not fetched the piece to restore; names both
-    └── StartError           the service cannot start with these settings
-        ├── ModelRefused     this checkpoint cannot be served exactly
-        └── CatalogError     the catalog of earlier services cannot be opened; names the remedy
+    ├── CollectiveMismatch       ranks execute different collectives at the same time; describes two of them
+    ├── ExchangeAborted          the epoch of an exchange has ended, so a rank must not wait for the others
+    ├── TransferCorrupted        a rank received keys that differ from the sent ones; names both ranks
+    ├── PieceNotFetched          a rank has not fetched the piece to restore; names the rank and the ticket
+    └── StartError               the service cannot start with these settings
+        ├── ModelRefused         this checkpoint cannot be served exactly
+        └── CatalogError         the catalog of earlier service processes cannot be opened; names the remedy
 
 Only `longleaf.codec.status` converts them to gRPC statuses and back.
 """
@@ -172,7 +172,7 @@ class ExchangeAborted(LongleafError):
 
 
 class TransferCorrupted(LongleafError):
-    """Rank `target` received other keys and values than rank `source` sent."""
+    """The keys and values that rank `target` received differ from those that rank `source` sent."""
 
     def __init__(self, source: int, target: int) -> None:
         super().__init__(f"rank {target} received other keys than rank {source} sent")
@@ -198,5 +198,5 @@ class ModelRefused(StartError):
 
 
 class CatalogError(StartError):
-    """The catalog of earlier services cannot be opened: another service uses it, it is damaged, or a later version
-    wrote it. The message names the remedy."""
+    """The catalog of earlier service processes cannot be opened: another service uses it, it is damaged, or a later
+    version wrote it. The message names the remedy."""

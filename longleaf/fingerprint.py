@@ -1,14 +1,14 @@
-"""Fingerprints of model folders: detect whether two folders hold the same model without reading all of it.
+"""Fingerprints of model folders, which show whether two folders hold the same model without reading all of it.
 
-The fingerprint covers only the parts of a checkpoint that the service reads: TEXTS completely, and for every tensor of
-the weights its name, dtype and shape, and PIECE_BYTES at the start, in the middle and at the end (or all of a small
-tensor). The distribution of tensors over files does not matter.
+The fingerprint covers the complete TEXTS and, for every tensor of the weights, its name, dtype and shape, and
+PIECE_BYTES at the start, in the middle and at the end (or all of a small tensor). The distribution of tensors over
+files does not matter.
 
 Changes elsewhere inside a tensor are not detected, such as flipped bits or some rows of a table. Folders with equal
 fingerprints hold copies of one model, which may have been damaged since. The fingerprint is not a signature: an
 attacker can change the parts that are not read. Other files, and the metadata of the weights, are ignored.
 
-Computing it takes at most three reads per tensor, and memory for one file header on each of READERS threads.
+A fingerprint takes at most three reads per tensor, and memory for one file header on each of READERS threads.
 """
 
 import os
@@ -31,10 +31,10 @@ CHUNK_BYTES = 1 << 20
 LENGTH_BYTES, MAX_HEADER_BYTES = 8, 100_000_000
 """Size of the header's length field in a safetensors file, and the header limit of safetensors itself."""
 READERS = 16
-"""Weight files that are read concurrently: shared storage has high latency but serves many reads in parallel."""
+"""Number of weight files that are read concurrently. Shared storage has high latency, but serves reads in parallel."""
 FILE_DIGITS = 16
 MAX_NAME_BYTES = 64 << 10
-"""Limit of all individually listed names of weight files, which are sent in one message."""
+"""Maximum total bytes of the names of weight files that are listed individually. They are sent in one message."""
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
     digest: str
     files: dict[str, str]
-    """Digest per file, to show which file differs; the same model may be stored in other files."""
+    """Digest of each file, to show which file differs. The same model may be distributed over other files."""
 
 
 class _TensorLocation(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def read_fingerprint(folder: Path) -> Fingerprint:
-    """The fingerprint of the model in `folder`, which may have no weights.
+    """The fingerprint of the model in `folder`. The weights may be missing.
 
     Raises ModelRefused, which names the file, if the folder or the config is missing, or a file cannot be read.
     """

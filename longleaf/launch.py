@@ -35,7 +35,7 @@ STOP_SECONDS = 60.0
 NOT_DURABLE = DataConfig()
 OPEN = SecurityConfig()
 SILENT = TelemetryConfig()
-NO_DOOR = HttpConfig()
+NO_GATEWAY = HttpConfig()
 SHOWN_LINES = 5
 """Last lines of a failed service's log to show."""
 
@@ -59,7 +59,7 @@ def coordinator_command(
     data: DataConfig = NOT_DURABLE,
     security: SecurityConfig = OPEN,
     telemetry: TelemetryConfig = SILENT,
-    door: HttpConfig = NO_DOOR,
+    gateway: HttpConfig = NO_GATEWAY,
     as_json: bool = False,
 ) -> list[str]:
     """The command that serves with these settings. Raises InvalidArgument for options that are recognizably wrong."""
@@ -76,14 +76,14 @@ def coordinator_command(
     data.check(config.snapshot_url)
     security.check(host)
     telemetry.check()
-    door.check(security)
+    gateway.check(security)
     if not 0 <= port <= 65535:
         raise InvalidArgument("port", f"{port} is not between 0 and 65535")
     options: dict[str, object] = {"host": host, "port": port, "launcher": launcher}
     options |= {"ray-address": ray_address, "model-name": model_name, "as-json": as_json or None}
     options |= {"sampling-defaults": sampling_defaults}
     options |= {"wait-for-ranks": wait_for_ranks, "drain-seconds": drain_seconds}
-    for struct in (data, security, telemetry, door, config):
+    for struct in (data, security, telemetry, gateway, config):
         options |= {name.replace("_", "-"): getattr(struct, name) for name in struct.__struct_fields__}
     given = {name: str(value) for name, value in options.items() if value is not None}
     # -P: a folder named `tokenizers` in the working directory must not shadow the library.

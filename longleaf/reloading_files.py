@@ -13,15 +13,15 @@ from longleaf.read_limited import read_small
 
 Parsed = TypeVar("Parsed")
 LOOK_SECONDS = 1.0
-"""Interval of checks, and so the longest delay until a change is detected."""
+"""Minimum interval in seconds between two checks of the files."""
 log = logging.getLogger("longleaf.reloads")
-"""Not below `coordinator.auth`, which is for lines about calls."""
+"""Not a child of `coordinator.auth`, whose records are about calls."""
 
 
 class ReloadingFiles(Generic[Parsed]):
     """The parsed contents of several files. In errors, files are named by the keys of `paths`. If changed files are
-    invalid, the previous contents stay in use; this is logged once and counted. Changes are detected by content, not by
-    time, because a Kubernetes Secret is replaced by switching a link. Thread-safe."""
+    invalid, the previous contents remain in use, and the failure is logged once and counted. Changes are detected by
+    content, not by modification time, because Kubernetes updates a Secret by switching a link. Thread-safe."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class ReloadingFiles(Generic[Parsed]):
                 self._value, self._digest = self._parse(*datas), digest
         except InvalidArgument as error:
             self._note(str(error))
-        except Exception as error:  # its message might quote the file
+        except Exception as error:  # without its message, which might quote the file
             self._note(f"{self._names} cannot be used: {type(error).__name__}")
         else:
-            if self._error:  # same level as the warning that it resolves
+            if self._error:  # logged at the level of the warning that it resolves
                 log.warning("loaded %s after an earlier error", self._names)
             elif is_new:
                 log.info("reloaded %s", self._names)

@@ -23,7 +23,7 @@ SILENT = TelemetryConfig()
 
 
 class ProcessContext:
-    """The rank and epoch for log lines: those of the last epoch that was joined."""
+    """The node, rank and epoch for log lines. Rank and epoch are those of the last epoch that was joined."""
 
     def __init__(self, node: str) -> None:
         self._facts: Facts = {"node": node}
@@ -55,8 +55,8 @@ def main(spec: RankSpec, telemetry: TelemetryConfig = SILENT) -> None:
 
 
 def make_orphan_check() -> Callable[[], bool]:
-    """Returns a check that is true once the coordinator or the parent process, which may be a fork server, has
-    ended.
+    """Returns a function that returns true once the coordinator or the parent process has ended. The parent may be a
+    fork server.
     """
     coordinator, parent = multiprocessing.parent_process(), os.getppid()
     return lambda: os.getppid() != parent or (coordinator is not None and not coordinator.is_alive())
@@ -66,7 +66,7 @@ def live(spec: RankSpec, make_rank: Callable[[RankSpec], RankRuntime]) -> NoRetu
     """Runs the member until it is stopped, and exits with its exit code. The process also ends when
     the coordinator or the fork server ends.
     """
-    # Ctrl-C reaches the whole foreground group; only the coordinator decides when ranks leave.
+    # Ctrl-C reaches the whole foreground process group, but only the coordinator stops ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     code = serve(spec, make_rank, make_orphan_check())
     logging.shutdown()

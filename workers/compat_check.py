@@ -1,12 +1,12 @@
 """Checks whether ranks could serve a checkpoint.
 
-`python -m workers.compat_check '{"model": DIR, ...}'`, with an EngineConfig, prints an AttentionReport. `--load` reads
-the weights; further numbers are the bytes of each rank's pool.
+`python -m workers.compat_check '{"model": DIR, ...}'` prints an AttentionReport for this EngineConfig. `--load` reads
+the weights. Numbers that follow are the bytes of each rank's pool.
 
 Without `--load` no weights are read. The model is built as for serving, but each parameter is a single number, expanded
 to its shape: the same code runs the same preflight, data-dependent branches included, even where the weights would not
-fit. Only loading the weights shows whether some are missing, whether rows are mixed outside of attention, and whether
-the logits are those of plain attention.
+fit. Three checks need the weights: that no weight is missing, that no operation outside of attention mixes rows, and
+that the logits are those of plain attention.
 """
 
 import sys
@@ -45,7 +45,7 @@ from workers.rank import choose_device, count_gpus
 
 WINDOW_KEYS: tuple[WindowKeys, ...] = get_args(WindowKeys)
 WEIGHT = 2.0**-10
-"""Not 0, so that operations that mix rows outside of attention may be detected."""
+"""Value of all weights. Not 0, so that operations outside of attention that mix rows may be detected."""
 UNKNOWN = "the weights were not read"
 """The reason why exactness is unknown."""
 
@@ -83,12 +83,12 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
 
 
 def verify(model: Model, config: EngineConfig) -> str:
-    """Compares the model with plain attention, as a rank does at the start. Raises ModelRefused."""
+    """Compares the model with plain attention, like a rank at its start. Raises ModelRefused."""
     return check_exact(model, registry.choose(config.kernels, "cpu", model.dtype), config)
 
 
 def plan(model: Model, config: EngineConfig, window_keys: WindowKeys, pools: Sequence[int]) -> CapacityPlan:
-    """The capacity of the pools, laid out as by ranks at the start."""
+    """The capacity of the pools, with the layout that ranks choose at their start."""
     given = config.window_bytes if window_keys == "replicated" else None
     config = msgspec.structs.replace(config, window_keys=window_keys, window_bytes=given)
     size = config.block_size
@@ -115,15 +115,15 @@ def plan(model: Model, config: EngineConfig, window_keys: WindowKeys, pools: Seq
 
 
 def num_ends(windows: WindowSpec, block_size: int) -> int:
-    """The number of contexts whose windows fit, if contexts are read one at a time. A window may begin within a block,
-    and the reading of a context temporarily needs additional blocks for the windows of its chunks.
+    """The number of contexts whose windows fit, if contexts are ingested one at a time. A window may begin within a
+    block, and an ingest temporarily needs additional blocks for the windows of its chunks.
     """
     seen_blocks = windows.seen_blocks(block_size)
     return (windows.num_blocks - (windows.chunk_blocks(block_size) - seen_blocks)) // seen_blocks
 
 
 def replicated(model: Model, config: EngineConfig) -> ReplicatedReport | None:
-    """The bytes of keys and values under a config with replicated windows."""
+    """The bytes of keys and values under a config with replicated windows; None if no layer is windowed."""
     windowed = windowed_layers(model, config)
     if not windowed:
         return None
@@ -142,7 +142,7 @@ def meta_model(folder: str, dtype: DtypeName) -> Model:
         module = build(config, dtype)
     except ModelRefused:
         raise
-    except Exception as error:  # any error in the config refuses the folder
+    except Exception as error:  # whatever the error, the model is refused
         raise models.refusal(folder, error, config) from error
     with StretchedProducts():
         return models.prove(module, "cpu", has_weights=False)
@@ -205,8 +205,8 @@ def kinds(layers: dict[int, LayerSpec]) -> tuple[AttentionKind, ...]:
 
 
 def kv_bytes_beside(weight_bytes: int, model: Model, config: EngineConfig) -> list[int]:
-    """The default bytes of each rank for keys and values, once the weights are loaded. With CPUs all ranks are on this
-    machine; with GPUs as many as it has GPUs, and the others on identical machines.
+    """The default bytes of each rank for keys and values, once the weights are loaded. Assumes that CPU ranks are on
+    this machine, and that GPU ranks are on identical machines with one rank per GPU.
     """
     num_gpus = count_gpus()
     gpus = [rank % num_gpus if num_gpus else 0 for rank in range(config.world_size)]

@@ -98,7 +98,7 @@ class HeartbeatThread(threading.Thread):
         """Serializes the use of `_outcomes` by threads."""
         self._is_ended = False
 
-    def set_progress(self, outcome: Outcome) -> None:
+    def enqueue_outcome(self, outcome: Outcome) -> None:
         """Queues the outcome of an order for sending. Any thread may call it; after `stop`, outcomes are dropped."""
         with self._reporting:
             if not self._is_ended:
@@ -159,7 +159,7 @@ def serve(
     channel, pulse = RankControlSocket(context, spec), HeartbeatThread(context, spec, status, records, is_orphan)
     pulse.start()
     try:
-        return _live(spec, make_rank, channel, status, records, pulse.set_progress)
+        return _live(spec, make_rank, channel, status, records, pulse.enqueue_outcome)
     finally:
         pulse.stop()
         channel.close()

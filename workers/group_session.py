@@ -79,10 +79,10 @@ class GroupSession:
         self._means = means
         self._number, self._size = (groups.world.rank, groups.world.world_size) if groups else (0, 1)
         config, model = means.config, means.model
-        self._ledger = BlockTable(self._number, config.block_size)
+        self._block_table = BlockTable(self._number, config.block_size)
         self._sequences = RowState(config.block_size)
         self._wire = PartialCodec(means.backend, getattr(torch, config.partials))
-        self._verifier = Verifier(model, self._ledger, config, self._size)
+        self._verifier = Verifier(model, self._block_table, config, self._size)
         self._inputs = self._make_inputs(self._size)
         self._graphs = means.graphs
         self._fixed: FixedSteps | None = None
@@ -111,7 +111,7 @@ class GroupSession:
         return merge
 
     def _make_inputs(self, size: int) -> InputBuilder:
-        model, config, ledger, pool = self._means.model, self._means.config, self._ledger, self._means.pool
+        model, config, ledger, pool = self._means.model, self._means.config, self._block_table, self._means.pool
         sharded, windowed = sharded_layers(model, config), windowed_layers(model, config)
         windows = WindowBuilder(ledger, windowed, world_size=size, device=self._means.device)
         return InputBuilder(
@@ -154,18 +154,18 @@ class GroupSession:
 
     def take(self, layout: KvLayout) -> None:
         """Replaces the block table by the layout."""
-        self._ledger.replace(layout.segments)
+        self._block_table.replace(layout.segments)
 
     def holds(self, order: Save) -> bool:
         """Whether this rank holds the runs to be saved."""
         rank = EVERY_RANK if order.of_windows else self._number
-        return all(run.rank == rank and self._ledger.holds(order.segment, run) for run in order.runs)
+        return all(run.rank == rank and self._block_table.holds(order.segment, run) for run in order.runs)
 
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> StepHandle:
         """Begins a step, before the end of the previous one if it `may_overlap`."""
         plan = self._sequences.complete(plan)
-        self._ledger.release(plan.release_segments)
+        self._block_table.release(plan.release_segments)
         self._means.last_ids.forget(plan.release_sequences)
         self._means.sampler.forget(plan.release_sequences)
         self._verifier.forget(plan.release_sequences)
@@ -212,13 +212,13 @@ class GroupSession:
     def _move(self, work: Move, result: StepResult) -> StepHandle:
         """The result reports that all data has moved on all ranks."""
         comm = self.peers.comm if self.peers else None
-        move(work, comm, self._means.pool, self._ledger)
+        move(work, comm, self._means.pool, self._block_table)
         return done(result if self._number == 0 else None)
 
     def _restore(self, work: Restore, result: StepResult) -> StepHandle:
         """The result reports that all data is restored on all ranks."""
         comm = self.peers.comm if self.peers else None
-        restore(work, comm, self._means.pool, self._ledger, self._means.kv_io.piece)
+        restore(work, comm, self._means.pool, self._block_table, self._means.kv_io.piece)
         return done(result if self._number == 0 else None)
 
     def _decode(self, work: Decode, result: StepResult) -> StepHandle:
@@ -253,8 +253,8 @@ class GroupSession:
         choice = self._means.sampler.start(sampled, logits_RV) if sampled and logits_RV is not None else None
         reported_N = self._broadcast_tokens(sampled, choice) if sampled else None
         ids = AsyncHostCopy(reported_N) if reported_N is not None and choice is None and rows.has_drafts else None
-        importing = choice if isinstance(choice, DeviceChoice) else ids
-        end = importing.arrival if importing else DeviceEvent(torch.device(self._means.device))
+        copying = choice if isinstance(choice, DeviceChoice) else ids
+        end = copying.arrival if copying else DeviceEvent(torch.device(self._means.device))
         return Launched(end, choice, logits_RV, scores, reported, ids, blocks)
 
     def _accumulator(self, rows: RowNumbers) -> AttributionAccumulator:
@@ -287,7 +287,7 @@ class GroupSession:
             if num_accepted < len(row.draft_ids):
                 num_left[row.sequence] = row.num_known + num_accepted
                 end = row.start + row.num_known + num_accepted
-                self._ledger.cut_back(row.path[-1], end)
+                self._block_table.cut_back(row.path[-1], end)
                 self._sequences.cut_back(row.sequence, end)
         if blocks is not None and num_left:
             blocks.put_back(num_left)

@@ -5,19 +5,19 @@ from torch import Tensor
 
 
 def to_device(host: Tensor, device: str) -> Tensor:
-    """Copies a tensor to the device, ordered after earlier work of the stream. On a CPU it is the tensor itself."""
+    """Copies a tensor to the device, ordered after earlier work of the stream. On a CPU, returns the tensor itself."""
     if device == "cpu":
         return host
     return (host.pin_memory() if device.startswith("cuda") else host).to(device, non_blocking=True)
 
 
 def pinned(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Zeros in pinned host memory, from and to which a device copies asynchronously."""
+    """Zeros in host memory, pinned so that a GPU can copy from and to it asynchronously."""
     return torch.zeros(shape, dtype=dtype, pin_memory=device.startswith("cuda"))
 
 
 class DeviceEvent:
-    """The end of the work that was launched on a device so far. On a CPU it is always past."""
+    """The completion of the work launched on a device before this event was created. On a CPU it is always past."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None

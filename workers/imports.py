@@ -8,7 +8,7 @@ from contextlib import contextmanager
 @contextmanager
 def frozen_imports() -> Generator[None]:
     """Excludes objects that are imported in the body from garbage collection. Collections would take a fifth of the
-    import time, and later delay a step by a quarter of a second to scan torch and transformers.
+    import time, and a later one would delay a step by a quarter of a second while it scans torch and transformers.
     """
     gc.disable()
     try:

@@ -21,7 +21,7 @@ MAX_BUFFERED_RECORDS = 100
 
 
 class RankLogBuffer(logging.Handler):
-    """Buffers warnings and errors until they are taken. Buffering never blocks."""
+    """Buffers warnings and errors until `take` returns them. Buffering never blocks."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -1,4 +1,4 @@
-"""The interfaces that a member's lifecycle uses: a computation, and a connection."""
+"""The interfaces that the lifecycle of a member uses: its computation, and its connection."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -39,29 +39,30 @@ class RankRuntime(Protocol):
         ...
 
     def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:
-        """Begins an order in the background, without waiting; raises nothing. `answer` receives the outcome of a Save
-        or a Fetch once, possibly on another thread. At the end of an epoch, the copies of its saves that were not begun
-        are dropped; fetched pieces stay.
+        """Begins an order in the background, without waiting. Raises nothing. `answer` receives the outcome of a Save
+        or a Fetch once, possibly on another thread. At the end of an epoch, saves that have not begun to copy are
+        dropped. Fetched pieces are kept.
         """
         ...
 
     @property
     def num_exchanges(self) -> int:
-        """Exchanges with other ranks that were entered in this epoch. Thread-safe."""
+        """Number of exchanges with other ranks that were begun in this epoch. Thread-safe."""
         ...
 
     def fence(self) -> None:
-        """Makes the thread raise that waits for other ranks, now or during a join. Thread-safe."""
+        """Aborts the current or next wait for other ranks, in an exchange or a join: it raises an error.
+        Thread-safe."""
         ...
 
     def leave(self) -> None:
-        """Leaves the epoch, however it ended, and discards its state; the model and the pool stay. The process ends if
-        this takes longer than member_process.CLOSE_SECONDS.
+        """Leaves the epoch, however it ended, and discards its state; the model and the pool remain. The process ends
+        if this takes longer than member_process.CLOSE_SECONDS.
         """
         ...
 
     def close(self) -> None:
-        """Like `leave`; no call follows."""
+        """Like `leave`, but must be the last call."""
         ...
 
 

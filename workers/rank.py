@@ -55,8 +55,8 @@ OPEN_UNTRIED: OpenStore = partial(Storage.open, is_tried=False)
 class Rank:
     """Executes step plans. Lifecycle: greet, load, then, for each epoch, join, execute ..., leave; close.
 
-    `model`, `pool`, `backend` and `graphs` are set by loading; they, `sampler` and `last_ids` outlast epochs. `epoch`
-    does not. Tests may replace these attributes to inject errors or to record calls.
+    `load` sets `model`, `pool`, `backend` and `graphs`. These attributes, `sampler` and `last_ids` outlast epochs;
+    `epoch` does not. Tests may replace these attributes to inject errors or to record calls.
     """
 
     model: models.Model
@@ -66,8 +66,8 @@ class Rank:
     def __init__(
         self, spec: RankSpec, open_snapshots: OpenStore = OPEN_UNTRIED, records: ExactnessRecords | None = None
     ) -> None:
-        """`open_snapshots` opens the storage of `snapshot_url`. `records` hold the verified models; the default is the
-        records of this machine.
+        """`open_snapshots` opens the storage of `snapshot_url`. `records` lists the models that were verified; the
+        default is the list of this machine.
         """
         self._spec = spec
         self.config = spec.config
@@ -84,7 +84,7 @@ class Rank:
         """The fingerprint of the model, once it has been read."""
         self._records = records or ExactnessRecords(cache_folder() / EXACT)
         self._exactness_note = ""
-        """The reason why the model could not be compared with plain attention."""
+        """The reason why the model was not compared with plain attention; empty if it was."""
         self._fence = ExchangeAborter()
         self._opened: Store | None = None
         """The store for the next epoch, if this rank will be its rank 0."""
@@ -129,7 +129,7 @@ class Rank:
         return self.config.verify_model and spec.is_first_here and spec.member < self.config.world_size
 
     def lay_out(self, model: models.Model, backend: Backend | None = None) -> None:
-        """Allocates the pool of a loaded model, for `backend` or the one that the settings select. Raises ModelRefused
+        """Allocates the pool of a loaded model, for `backend` or, by default, the configured one. Raises ModelRefused
         or StartError.
         """
         config, num_ranks_here = self.config, self._spec.num_ranks_here
@@ -161,7 +161,7 @@ class Rank:
         return store.port
 
     def join(self, join: Join) -> Ready:
-        """Joins the process groups of an epoch; world size 1 has none. The block table starts empty. Raises
+        """Joins the process groups of an epoch, if it has several ranks. The block table starts empty. Raises
         ExchangeAborted, and the errors of torch when the other ranks cannot be reached.
         """
         groups = self._meet(join) if join.world_size > 1 else None
@@ -245,13 +245,14 @@ class Rank:
 
     @property
     def num_exchanges(self) -> int:
-        """Exchanges with other ranks that were entered in this epoch. Any thread may read it."""
+        """Number of exchanges with other ranks that this rank has begun in this epoch. Thread-safe."""
         groups = self._process_groups
         return groups.num_exchanges if groups else 0
 
     def fence(self) -> None:
-        """Makes this rank raise where it waits for others, now or during a join. Any thread may call it."""
-        self._fence.put_up()
+        """Aborts the current or next wait of this rank for others, in an exchange or a join: it raises an error.
+        Thread-safe."""
+        self._fence.abort()
 
     def leave(self) -> None:
         """Leaves the epoch, however it ended, and discards its state; the model and the pool remain. Does not wait for
@@ -266,20 +267,20 @@ class Rank:
             groups.abort()
             self._sockets.shut_down()  # an error may hold the last reference to a gloo group
         self._store = None
-        self._fence.take_down()
+        self._fence.reset()
         self.sampler.clear()
         self.last_ids.clear()
 
     def close(self) -> None:
-        """Leaves the epoch and closes the KV I/O. Ranks are also closed after the loss of another one."""
+        """Leaves the epoch and closes the KV I/O. Must also work after the loss of another rank."""
         self.leave()
         self.kv_io.close()
 
 
 def choose_device(wanted: str, gpu: int | None, num_gpus: int, num_ranks: int) -> str:
-    """Returns `cpu`, or `cuda:N` for a rank that was assigned GPU number `gpu`, of the `num_gpus` that are visible to
-    it and the others of the `num_ranks`. Raises StartError when GPUs were requested and there is none, or when ranks
-    would share a GPU without a request for that.
+    """Returns `cpu`, or `cuda:N` for a rank that was assigned GPU number `gpu`. `num_gpus` GPUs are visible to
+    `num_ranks` ranks. Raises StartError if GPUs were requested and there is none, or if ranks would share a GPU
+    although `wanted` is not cuda.
     """
     if wanted == "cuda" and not num_gpus:
         raise StartError("device: cuda is not available: torch finds no GPU")

@@ -187,7 +187,7 @@ def told(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows that `told` printed, also those of an interrupted run."""
+    """The rows that `--json` printed, including those of an interrupted run."""
     text = path.read_text().rstrip()
     return json.loads(text if text.endswith("]") else f"{text}]")
 

@@ -14,7 +14,7 @@ callback   the 99.9th percentile of the duration of a callback on the coordinato
            millisecond. num_long_callbacks computed for more than 5 ms (wanted: at most one of a thousand, over all
            attacks together; gRPC itself takes 6 to 9 ms to receive a message of 4 MiB)
 answer     the longest wait for a small honest request, from its first attempt; one request starts after the attack
-peak       growth of the memory of the coordinator (plus that of the door where HTTP is attacked) during the turn
+peak       growth of the memory of the coordinator (plus that of the gateway where HTTP is attacked) during the turn
 remaining  this memory a second after the attack, relative to its value before the first attack; the measurement
            triggers no garbage collection and no trimming (wanted: at most 64 MiB)
 statuses   status codes of the attacker's calls; a CANCELLED that the attacker did not request is a fault, as is
@@ -158,7 +158,7 @@ class Watch:
 
 def gateways_of(pid: int) -> list[int]:
     """The HTTP gateway that a service has started, if any."""
-    return [child.pid for child in psutil.Process(pid).children() if "door" in child.cmdline()]
+    return [child.pid for child in psutil.Process(pid).children() if "gateway" in child.cmdline()]
 
 
 async def take_turns(
@@ -196,17 +196,17 @@ def measure(name: str, options: argparse.Namespace, attackers: Executor) -> dict
 
 def config_of(chosen: Attack, world_size: int, folder: Path) -> ServiceConfig:
     """The service that an attack is made on; its files are in `folder`."""
-    model, data, security, door = str(embedded_model()), DataConfig(), SecurityConfig(), HttpConfig()
+    model, data, security, gateway = str(embedded_model()), DataConfig(), SecurityConfig(), HttpConfig()
     if chosen.prepare is not None:
         data = DataConfig(data_dir=str(folder / "data"))
         chosen.prepare(folder / "data", model)
     if chosen.quotas is not None:
         (folder / "credentials").write_text("\n".join(map(line_of, entries(chosen.quotas))))
         security = SecurityConfig(credentials=str(folder / "credentials"))
-    if chosen.has_door:
-        door = HttpConfig(http=0)
+    if chosen.has_gateway:
+        gateway = HttpConfig(http=0)
     engine = EngineConfig(model=model, world_size=world_size, kv_bytes=chosen.kv_bytes // world_size)
-    return ServiceConfig(engine=engine, launcher="local", data=data, security=security, door=door)
+    return ServiceConfig(engine=engine, launcher="local", data=data, security=security, gateway=gateway)
 
 
 def entries(quotas: Quotas) -> list[CredentialEntry]:

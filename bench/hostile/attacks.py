@@ -75,7 +75,7 @@ class Target:
     address: str
     """HOST:PORT."""
     http: str
-    """URL of its door; empty where there is none."""
+    """URL of its gateway; empty where there is none."""
 
 
 class Attacker:
@@ -84,7 +84,7 @@ class Attacker:
     def __init__(self, channel: grpc.aio.Channel, http: str, seconds: float) -> None:
         self._channel = channel
         self.http = http
-        """URL of the door."""
+        """URL of the gateway."""
         self.seconds = seconds
         """Duration of an attack that has no natural end."""
         self.statuses: Counter[str] = Counter()
@@ -377,8 +377,8 @@ async def send_trailers(attacker: Attacker) -> None:
     await attacker.during(_send_on(attacker, begin, b"a:b\r\n" * 10_000) for _ in range(8))
 
 
-async def leave_ids_at_the_door(attacker: Attacker) -> None:
-    """Prompts of 500,000 ids that wait, through the door."""
+async def leave_ids_at_the_gateway(attacker: Attacker) -> None:
+    """Prompts of 500,000 ids that wait, through the gateway."""
     body = b'{"model":"x","max_tokens":20000,"prompt":[' + b"65," * 499_999 + b"65]}"
     authorization = "\r\n".join(f"{name}: {value}" for name, value in BEARER)
     head = f"Host: localhost\r\n{authorization}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
@@ -441,7 +441,7 @@ class Attack:
     """Quotas of the attacker, who is one of two tenants; None: the service has no credentials."""
     prepare: Callable[[Path, str], None] | None = None
     """Fills the data folder of the service for its model; None: it has none."""
-    has_door: bool = False
+    has_gateway: bool = False
     """The service is also reachable over HTTP."""
 
 
@@ -504,9 +504,9 @@ ATTACKS = {
         quotas=Quotas(),
         prepare=write_stale_contexts,
     ),
-    "trailers": Attack(run=send_trailers, description="HTTP requests whose trailers do not end", has_door=True),
-    "ids_at_the_door": Attack(
-        run=leave_ids_at_the_door, description="24 prompts of 500,000 ids over HTTP", has_door=True
+    "trailers": Attack(run=send_trailers, description="HTTP requests whose trailers do not end", has_gateway=True),
+    "ids_at_the_gateway": Attack(
+        run=leave_ids_at_the_gateway, description="24 prompts of 500,000 ids over HTTP", has_gateway=True
     ),
 }
 """All attacks by name. Each runs in a separate process."""

@@ -34,7 +34,7 @@ POLL_SECONDS = 0.02
 LONG_SECONDS = 0.001
 """Callbacks that compute for less are only counted."""
 HTTP = "http"
-"""A file with the address of the door, if there is one."""
+"""A file with the address of the gateway, if there is one."""
 CALLBACKS = ".callbacks"
 """Suffix of the file of long callbacks."""
 
@@ -50,7 +50,7 @@ class Beats:
     def __init__(self, folder: Path) -> None:
         (self._file,) = (file for file in folder.iterdir() if file.name.isdecimal())
         self.http = (folder / HTTP).read_text()
-        """Address of the door; empty where there is none."""
+        """Address of the gateway; empty where there is none."""
 
     @property
     def pid(self) -> int:

@@ -1,4 +1,4 @@
-"""The Authenticator of a file of credentials."""
+"""An Authenticator that uses a file of credentials."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from longleaf.reloading_files import ReloadingFiles
 from longleaf.tenants import tenant_of
 
 MAX_NAMED = 5
-"""Most tenants without credentials that a start-up note lists by name."""
+"""Maximum number of tenants without credentials that start-up notes list by name."""
 HEADER = "authorization"
 SCHEME = "bearer"
 
@@ -39,7 +39,7 @@ class Credentials:
 
     @property
     def is_unusable(self) -> bool:
-        """The current content of the file is invalid."""
+        """Whether the current content of the file is invalid."""
         return self._file.is_unusable
 
     @property
@@ -66,7 +66,7 @@ class Credentials:
         return Caller(tenant=found.tenant, role=found.role, quotas=found.quotas, is_alone=is_alone)
 
     def _bearer(self, header: str) -> CredentialEntry | None:
-        """Constant time: every digest is compared in full."""
+        """The entry of a bearer credential. Runs in constant time: every digest is compared in full."""
         scheme, _, credential = header.partition(" ")
         if scheme.lower() != SCHEME:
             return None

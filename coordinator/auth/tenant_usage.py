@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager, nullcontext
 import msgspec
 
 Room = Callable[[int], AbstractContextManager[None]]
-"""Wraps the creation of a context of that many tokens. Raises ResourceExhausted if it exceeds the quotas of the
-tenant."""
+"""Returns a context manager in whose body a context with this number of tokens is created. Raises ResourceExhausted if
+the context would exceed the tenant's quotas."""
 
 
 def any_room(_: int) -> AbstractContextManager[None]:
-    """For callers without quotas."""
+    """A Room without quotas."""
     return nullcontext()
 
 

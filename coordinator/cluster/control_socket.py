@@ -1,11 +1,11 @@
 """The socket of the control channel: messages to and from the members, over ZMQ.
 
-Each member has two connections. On one it receives commands and sends the answers. On the other, a separate thread
+Each member has two connections. On one it receives commands and sends its answers. On the other, a separate thread
 sends heartbeats and the results of work outside the steps, and receives the notice that an epoch has ended. Steps never
 pass through Ray: a ZMQ message costs tens of microseconds, a Ray call milliseconds.
 
-Peers that are not members are refused during the handshake (coordinator.cluster.member_auth), and a member may send
-messages only for itself: all others are ignored and counted.
+Peers that are not members are refused during the handshake (coordinator.cluster.member_auth). A member may send
+messages only in its own name: a message in the name of another member is ignored and counted.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ from longleaf.rank_protocol.step import MAX_ATTRIBUTED_SPANS, SPAN_BYTES, StepRe
 
 LINGER_MILLISECONDS = 500
 MAX_REPORT_BYTES, MAX_TOKEN_BYTES = 256 << 10, 2 << 10
-"""Maximum size in bytes of a member's message, and of each token of a step, without the data of spans. A larger message
-closes the connection before memory is allocated.
+"""Size limits in bytes: for the fixed part of a member's message, and for each token of a step. The spans of a step are
+added to both. If a member sends a larger message, ZMQ closes its connection before allocating memory for the message.
 """
 MAX_AT_ONCE = 64
 """Messages handled per turn of the event loop."""
@@ -38,7 +38,7 @@ Take = Callable[[int, FromRank], None]
 
 
 class ControlSocket:
-    """The channel at `host`. Must be created inside a running event loop, on which `take` is called."""
+    """The channel at `host`. Must be created inside a running event loop; `take` is called on this loop."""
 
     def __init__(self, config: EngineConfig, host: str, take: Take) -> None:
         self._take = take
@@ -59,7 +59,7 @@ class ControlSocket:
         """The address to which the members connect."""
         self._invitations: dict[int, ConnectInfo] = {}
         self._fences: dict[int, AbortExchanges] = {}
-        """The last one sent to each member."""
+        """The last AbortExchanges sent to each member."""
         self._ignored = ThrottledCounter("ignored invalid messages from members")
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
@@ -88,8 +88,8 @@ class ControlSocket:
         self._fences.pop(member, None)
 
     def send(self, members: Iterable[int], message: ToRank) -> None:
-        """Send the message to those of the members that are not forgotten; an AbortExchanges goes to the heartbeat
-        connection. Does nothing after `close`.
+        """Send the message to the members, except forgotten ones. An AbortExchanges uses the heartbeat connection. Does
+        nothing after `close`.
         """
         if self._is_closed:
             return
@@ -122,15 +122,15 @@ class ControlSocket:
         self._loop.call_soon(self._receive)
 
     def _fence_again(self, member: int, message: FromRank) -> None:
-        """Send the fence again to a member whose heartbeat still reports an ended epoch: a message sent before the
-        heartbeat connection is established, or while it reconnects, is lost.
+        """Resend the AbortExchanges to a member whose heartbeat still reports an ended epoch. The previous one
+        is lost if the heartbeat connection was not yet established or was reconnecting.
         """
         fence = self._fences.get(member)
         if fence is not None and isinstance(message, Heartbeat) and 0 < message.progress.epoch <= fence.epoch:
             self.send([member], fence)
 
     def _read(self, member: int, frames: list[Any]) -> FromRank:
-        """Decode a message. Raises ValueError unless the member sends it for itself, on the connection meant for it."""
+        """Decode a message. Raises ValueError if it names another member or arrives on the wrong connection."""
         if len(frames) != 2:
             raise ValueError(f"{len(frames)} frames from member {member}")
         message = decode_from_rank(frames[1].buffer)

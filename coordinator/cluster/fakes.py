@@ -1,4 +1,4 @@
-"""Ranks without processes, for tests of everything above the control channel, and a fleet without slots."""
+"""Fakes for tests of the code above the control channel: ranks without processes, and a fleet without slots."""
 
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
@@ -23,7 +23,7 @@ from longleaf.types import Loss
 
 
 def equal(row: Row) -> ComparisonRow:
-    """Return the comparison that agreeing ranks report for an answer that they have not computed."""
+    """Return a comparison in which all tokens up to this row are equal."""
     num_tokens = row.token_index + 1
     return ComparisonRow(max_logit=1.0, num_tokens=num_tokens, num_equal=num_tokens, num_ranks=1, dtype="float32")
 
@@ -36,8 +36,8 @@ class FakeRanks:
     """Answers every step immediately with `echo_tokens`; the logprob of each token is minus its id.
 
     Rank `lost_rank` dies in step number `lose_at`, if given. `rotary` and `windows` describe the model. `broken` lists
-    non-finite values: the logits of a sequence at a token index, or the keys of a step's chunk at index None. Each
-    argument is a property in which real ranks differ; most tests set one.
+    non-finite values: the logits of a sequence at a token index, or the keys of a step's chunk at index None. Real
+    ranks differ in each of these arguments; most tests set one.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class FakeRanks:
         self.pieces: dict[str, frozenset[int]] = {}
         """The positions of each piece on storage, by name. A test damages a piece by removing some of them."""
         self.fetched: dict[tuple[int, int], frozenset[int]] = {}
-        """By member and ticket."""
+        """The fetched positions by member and ticket."""
         self.storage_error = ""
         """The reason why the storage is unavailable; empty if it is available."""
 
@@ -159,17 +159,17 @@ class FakeRanks:
         return found
 
     def _check(self, work: Restore) -> None:
-        """Raises AssertionError where a member has not fetched the data that it is to restore."""
+        """Raises AssertionError if a member has not fetched the data that it must restore."""
         wanted = [(self.members[run.rank], part.ticket, run) for part in work.portions for run in part.runs]
         wanted += [(member, work.window_ticket, run) for run in work.window_runs for member in self.members]
         for member, ticket, run in wanted:
             there = self.fetched.get((member, ticket))
             assert there is not None, f"member {member} has fetched nothing under ticket {ticket}"
-            assert there >= positions_of([run]), f"what member {member} has fetched has no {run}"
+            assert there >= positions_of([run]), f"member {member} has not fetched {run}"
 
     async def save(self, member: int, order: Save) -> Saved:
         ranks = {EVERY_RANK if order.of_windows else self._rank_of(member)}
-        assert {run.rank for run in order.runs} == ranks, "a member is to save what another one holds"
+        assert {run.rank for run in order.runs} == ranks, "the member does not hold the runs that it must save"
         self._check_storage()
         self.pieces[order.name] = positions = positions_of(order.runs)
         return Saved(member, order.ticket, len(positions), order.name)
@@ -251,7 +251,7 @@ class FakeRanks:
 
 
 class FakeFleet:
-    """A fleet without slots: `reserve` waits forever, and sets `asked` when it is called."""
+    """A fleet without slots: `reserve` sets `requested` and waits forever."""
 
     def __init__(self, num_missing: int) -> None:
         self.num_missing = num_missing

@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 
 def _enter(is_forked: bool, variables: dict[str, str], pickled_main: bytes, spec: RankSpec) -> None:
-    """Entry of a rank's process. `main` arrives pickled, so that a spawned process imports torch after its environment
-    is complete; a forked one has inherited both."""
+    """Entry of a rank's process. `main` arrives pickled, so that a spawned process imports torch only after
+    its environment variables are set. A forked process inherits both from the fork server."""
     if is_forked:
         end_with_parent()
     apply_environment(variables)
@@ -54,13 +54,13 @@ class LocalFleet:
         method: StartMethod = "forkserver",
         kill_server: Callable[[], None] = lambda: None,
     ) -> None:
-        """`kill_server` ends a fork server that is the fleet's own, if it does not answer at shutdown."""
+        """`kill_server` kills the fork server if a process start hangs in it at shutdown."""
         self._main = main
         self._method: StartMethod = method
         self._kill_server = kill_server
         self._num_slots = 0
         self._places: dict[int, _Place] = {}
-        """By member number; an ended process stays until it is replaced."""
+        """By member number. The entry of an ended process is removed when the process is replaced."""
         self._on_death: OnDeath = ignore_event
         self._is_stopping = False
         self._spawning = threading.Lock()
@@ -87,7 +87,7 @@ class LocalFleet:
             host=LOOPBACK,
             node=socket.gethostname(),
             num_ranks_here=self._num_slots,
-            is_first_here=member == 0 or member != slot,  # later callers receive the stored result
+            is_first_here=member == 0 or member != slot,  # replacements are checked as well
             gpu=slot,
             num_ranks_seeing=self._num_slots,
         )
@@ -98,7 +98,7 @@ class LocalFleet:
             self._loop.add_reader(place.process.sentinel, self._note_end, spec.member, place)
 
     def _spawn(self, spec: RankSpec, slot: int) -> _Place | None:
-        """None when the fleet is shut down."""
+        """Returns None when the fleet is shutting down."""
         with self._spawning:
             try:
                 process = None if self._is_stopping else self._start_process(spec)
@@ -124,7 +124,7 @@ class LocalFleet:
         return process
 
     def _spawn_from_now_on(self, reason: str) -> None:
-        """A second fork server would lack the environment of the first one."""
+        """Starts later processes without a fork server, since a new one would lack the environment of the first."""
         if self._method == "forkserver":
             log.warning("the fork server %s; replacements will start more slowly", reason)
             self._method = "spawn"
@@ -145,13 +145,13 @@ class LocalFleet:
             self._on_death(member, reason)
 
     def where(self, member: int) -> str:
-        return ""  # the result is ignored
+        return ""  # all members are on this machine
 
     async def kill(self, member: int) -> None:
         place = self._places.get(member)
         if place is not None and not place.has_ended.is_set():
             place.process.kill()
-            with suppress(TimeoutError):  # a process that hangs in the kernel ends eventually
+            with suppress(TimeoutError):  # a process that hangs in the kernel ends later
                 await asyncio.wait_for(place.has_ended.wait(), END_SECONDS)
 
     async def replace(self, lost: int, member: int, invitation: ConnectInfo, config: EngineConfig) -> None:
@@ -160,13 +160,13 @@ class LocalFleet:
         await self.kill(lost)
         slot = self._places[lost].slot
         await self._start(self._spec(member, slot, invitation, config), slot)
-        self._places.pop(lost, None)  # remove it first: the slot stays usable if no process can be started
+        self._places.pop(lost, None)  # not before: if the start fails, the slot can be used again
 
     async def shutdown(self) -> None:
-        """Waits a few seconds for ranks that were asked to stop, then terminates, then kills them."""
+        """Waits a few seconds for ranks that were asked to stop. Terminates, then kills those that still run."""
         self._is_stopping = True
-        # processes that are starting are ended as well, but not a fork server that hangs or still imports
-        # waited for
+        # Wait for a process that is being started, so that it is ended as well. A fork server that hangs or is still
+        # importing is killed.
         if not await asyncio.to_thread(self._spawning.acquire, timeout=LEAVE_SECONDS if self._places else 0):
             self._kill_server()
             await asyncio.to_thread(self._spawning.acquire)

@@ -63,7 +63,7 @@ class PendingHandshakes:
         self._candidates.add(descriptor)
         self._num_unproven += 1
 
-    def confirm(self) -> None:
+    def handshake_done(self) -> None:
         """One of the candidates has authenticated, or has ended."""
         self._num_unproven = max(0, self._num_unproven - 1)
         if not self._num_unproven:
@@ -77,7 +77,7 @@ class PendingHandshakes:
                 self.num_former += 1
             else:
                 self.num_refused += 1
-            self.confirm()
+            self.handshake_done()
 
     def refuse_former(self) -> None:
         """Note that a connection used the revoked key of a former member, and will end."""
@@ -158,7 +158,7 @@ class MemberAuthenticator:
                 case zmq.EVENT_ACCEPTED:
                     self._connections.accepted(reported["value"])
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._connections.confirm()
+                    self._connections.handshake_done()
                 case _:
                     self._connections.ended(reported["value"])
             self._refused.set(self._connections.num_refused, "unknown key")

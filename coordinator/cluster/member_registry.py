@@ -52,7 +52,7 @@ class Member:
     def is_silent(self) -> bool:
         return self.num_missed is None or self.num_missed > IS_SILENT
 
-    def take(self, message: Hello | Loaded | Heartbeat) -> None:
+    def on_message(self, message: Hello | Loaded | Heartbeat) -> None:
         """Update the state from a message. Raises ValueError for a message that is repeated or arrives too early."""
         match message:
             case Hello() if self.hello is None:
@@ -85,7 +85,7 @@ class MemberRegistry:
         self._changed = asyncio.Event()
         self._observers: list[Callable[[MemberEvent], None]] = []
         self._is_over = False
-        self._pulses = self._loop.create_task(self._watch_pulses())
+        self._pulses = self._loop.create_task(self._watch_heartbeats())
         self._tasks: set[asyncio.Task[None]] = set()
         """Running operations on members, such as kills."""
         self.has_supervisor = False
@@ -198,7 +198,7 @@ class MemberRegistry:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def confirm_ready(self) -> None:
+    async def wait_killed(self) -> None:
         """Wait until all running kills have finished."""
         while self._tasks:
             await asyncio.wait(list(self._tasks))
@@ -222,7 +222,7 @@ class MemberRegistry:
 
     # --- pulses ---
 
-    async def _watch_pulses(self) -> None:
+    async def _watch_heartbeats(self) -> None:
         """Count the seconds since the last message of each member. Counting ticks, unlike comparing timestamps,
         tolerates a coordinator process that was itself suspended.
         """

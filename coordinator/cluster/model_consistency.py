@@ -49,7 +49,7 @@ def check_joiner(hello: Hello, agreed: Sequence[Hello]) -> None:
 
 
 def texts_of(fingerprint: Fingerprint) -> dict[str, str]:
-    """The digests of the files that the coordinator also reads."""
+    """The digests of the text files, which the coordinator reads as well."""
     return {name: digest for name, digest in fingerprint.files.items() if name in TEXTS}
 
 

@@ -1,7 +1,7 @@
-"""The ranks over the control channel: members that load the model, and the epochs that they form.
+"""Manages the ranks over the control channel: the members, which load the model, and the epochs that they form.
 
-A verdict ends an epoch, not its members: the remaining members keep the model and their KV cache, and can join the next
-epoch.
+A verdict ends an epoch but not its members: the remaining members keep the model and their KV cache, and can join the
+next epoch.
 """
 
 import asyncio
@@ -48,10 +48,10 @@ FORM_SHARE = 2.0
 again.
 """
 MAX_LATE = 2
-"""Consecutive epochs that a member may be late for before it is killed."""
+"""A member that is late for this many consecutive epochs is killed."""
 ANSWER_SECONDS = 2.0
-"""The time in seconds that members have to abort an epoch that did not form in time. A member that does not answer is
-the one that the others waited for.
+"""Seconds for the members to abort an epoch that did not form in time. A member that does not answer is late: the
+others were waiting for it.
 """
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class RankManager:
     """Manages the ranks over ZMQ. Must be created inside a running event loop; `lost` may be called from any thread.
 
     `kill` ends the process of a member that is silent or blocks the others, before the member counts as lost. `where`
-    returns its location, as `Fleet.where`. `wall_clock` returns the time of a loss.
+    returns the location of a member, like `Fleet.where`. `wall_clock` supplies the timestamps of losses.
     """
 
     def __init__(
@@ -205,8 +205,8 @@ class RankManager:
         raise Unavailable(f"cannot form an epoch: {MAX_ATTEMPTS} attempts failed")
 
     def _end_newcomers(self, before: Sequence[int]) -> None:
-        """Kill the members that were not in the previous epoch, if some of those that were remain: the latter may be
-        able to form an epoch without the newcomers.
+        """Kill the members that were not in the previous epoch, unless no member of that epoch remains. The remaining
+        ones may be able to form an epoch without the newcomers.
         """
         loaded = [member.number for member in self.registry.loaded()]
         if any(number in before for number in loaded):
@@ -214,11 +214,11 @@ class RankManager:
                 self.registry.end(number, "every epoch with it failed to form")
 
     async def _wait_loaded(self, verdict: asyncio.Future[EpochEnd]) -> list[Member]:
-        """Return the members that can join, after all pending kills have finished and at least one member has loaded
-        the model. Raises the verdict of the previous epoch when no member can.
+        """Wait until all pending kills have finished and at least one member has loaded the model. Return the members
+        that can join the next epoch. Raises the verdict of the previous epoch if none can.
         """
         registry = self.registry
-        await registry.confirm_ready()
+        await registry.wait_killed()
         await registry.wait(lambda: registry.loaded() or not (list(registry) or self._history.is_filling))
         if not (loaded := registry.loaded()):
             raise (await asyncio.shield(verdict)).error
@@ -239,7 +239,7 @@ class RankManager:
 
     async def _attribute_late(self) -> None:
         """End an epoch that did not form in time, and kill members that were late MAX_LATE times in a row. A member
-        that aborts the epoch now was only waiting for another one.
+        that aborts the epoch within ANSWER_SECONDS does not count as late: it was waiting for another member.
         """
         group = self._group
         seconds = human_seconds(self._form_seconds)
@@ -248,7 +248,7 @@ class RankManager:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self.registry.wait(lambda: not group.late())
         if len(late := group.late()) == group.num_requested > 1:
-            return  # all were late, so that the cause is unknown
+            return  # all were late, so the cause is unknown
         for member in filter(None, map(self.registry.get, late)):
             member.num_late += 1
             if member.num_late >= MAX_LATE:
@@ -284,7 +284,7 @@ class RankManager:
                 self._records.take(member, message)
                 return
             case Hello() | Loaded() | Heartbeat():
-                member.take(message)
+                member.on_message(message)
             case Saved() | Fetched():
                 self._orders.take(message)
             case StoreOpened() | Ready():

@@ -1,7 +1,7 @@
 """Checks whether a Ray cluster accepts this process.
 
-If a token is rejected, Ray retries for 20 seconds, fills standard error and gives no reason. If only this process uses
-a token, actors die when they are created.
+If a token is rejected, Ray retries for 20 seconds, writes many lines to standard error, and reports no reason. If this
+process uses a token but the cluster does not, actors die when they are created.
 """
 
 import os
@@ -27,8 +27,8 @@ REFUSED = f"it rejects the token: put the cluster's token in {PLACES}"
 
 
 def check_ray_auth(address: str) -> None:
-    """Raises StartError when the cluster whose head listens at HOST:PORT rejects this process's token, or only one of
-    the two requires a token. Ray reports other errors itself."""
+    """Raises StartError if the cluster whose head listens at `address` (HOST:PORT) rejects this process's token, or if
+    only one of the two requires a token. Ray reports other errors itself."""
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         return  # Ray reports this later
     asks = _refuses(address, {})
@@ -62,7 +62,7 @@ def _headers() -> Mapping[str, str]:
 
 
 def _refuses(address: str, headers: Mapping[str, str]) -> bool | None:
-    """Whether the cluster rejects a call because of its token; None if it gives another answer or none."""
+    """Whether the cluster rejects a call because of its token; None for any other error, or if there is no answer."""
     channel: Any = grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)])
     with channel:
         try:

@@ -18,8 +18,8 @@ OBJECT_STORE_BYTES = 80 * 2**20
 ANSWER_SECONDS = 10.0
 AGAIN_SECONDS = 0.5
 NEUTRAL = "/"
-"""Ray adds the folder of the joining process to its workers' module search path, in front. In a shared folder, another
-user could place code that runs with our rights."""
+"""Current folder during `ray.init`. Ray puts the current folder first in the module search path of its workers: in a
+shared folder, another user could place code that runs with the rights of this service."""
 
 
 def ray_package() -> Any:
@@ -30,13 +30,13 @@ def ray_package() -> Any:
 
 
 class Connection:
-    """Call `close` at the end. `folder` belongs to a Ray started for this process; `close` removes it."""
+    """A connection, which must be closed. `folder` belongs to a Ray that was started for this process."""
 
     def __init__(self, folder: RayFolder | None = None) -> None:
         self._folder = folder
 
     def close(self) -> None:
-        """Disconnects from the cluster; a Ray started for this process is stopped and its files are removed."""
+        """Disconnects from the cluster. Stops a Ray that was started for this process, and removes its files."""
         ray_package().shutdown()
         if self._folder is not None:
             self._folder.close()
@@ -58,7 +58,8 @@ def connect(
 
 
 def _wait_for_answer(address: str, patience: float, on_wait: Callable[[], None]) -> None:
-    """Raises StartError when no process listens at the address; immediately if waiting cannot help."""
+    """Waits until a process listens at the address. Raises StartError after `patience` seconds, or immediately if
+    waiting cannot help."""
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -92,7 +93,7 @@ def _start(world_size: int) -> Connection:
     settings |= {"object_store_memory": OBJECT_STORE_BYTES, "_temp_dir": str(folder.temporary)}
     _init(connection, "local", **settings)
     host = str(ray_package().util.get_node_ip_address())
-    if not ip_address(host).is_loopback:  # it was imported before its environment was complete
+    if not ip_address(host).is_loopback:  # Ray was imported before its environment was complete
         connection.close()
         raise StartError(f"Ray would listen on {host} instead of the loopback address")
     return connection
@@ -105,9 +106,9 @@ def _init(connection: Connection, address: str, **settings: Any) -> None:
         with chdir(NEUTRAL):
             ray.init(address=address, **quiet, **settings)
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
-        connection.close()  # it answers but cannot be joined: Ray does not report a rejected token
+        connection.close()  # it answers but cannot be joined: the token may be rejected, which Ray does not report
         raise StartError(f"ray_address: the Ray cluster at {address} cannot be joined: {UNKNOWN}") from error
-    except Exception as error:  # a bare one where a busy machine does not start Ray within 30 seconds
+    except Exception as error:  # Exception itself if a busy machine does not start Ray within 30 s
         connection.close()
         where = "this machine" if address == "local" else address
         raise StartError(f"cannot use Ray at {where}: {error}") from error

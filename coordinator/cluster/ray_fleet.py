@@ -23,12 +23,12 @@ from longleaf.topology import too_few_gpus
 
 POLL_SECONDS = 1.0
 PLACE_SECONDS = 60.0
-"""Seconds to wait until existing slots are free."""
+"""Seconds to wait for occupied slots to become free."""
 LEAVE_SECONDS = 3.0
 KILL_SECONDS = 1.0
 ALONE = "; Ray listens on the loopback address, so no other machine can join (ray start --node-ip-address)"
 NODE_DIGITS = 12
-"""Number of shown digits of a Ray node id, which has 56: enough to distinguish machines."""
+"""Number of digits of a Ray node id that are shown, out of 56. They suffice to distinguish machines."""
 
 
 class RayFleet:
@@ -46,7 +46,7 @@ class RayFleet:
         self._is_local = False
         """Whether all ranks are on this machine."""
         self._places: dict[int, _Place] = {}
-        """By member number; an ended process stays until it is replaced."""
+        """By member number. The entry of an ended process is removed when the process is replaced."""
         self._on_death: OnDeath = ignore_event
         self._is_stopping = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -141,10 +141,10 @@ class RayFleet:
     # --- watch ---
 
     def _watch(self) -> None:
-        """`run` finishes when the rank's process has ended. If the machine has failed, it finishes seconds later, or
-        never if it had not started, because Ray looks for another node. So machines are checked as well. This polls,
-        because Ray may crash a thread that waits without a timeout during shutdown; replacements are checked at the
-        next poll."""
+        """Reports ended ranks until shutdown. A `run` reference becomes ready when the rank's process ends. If its
+        machine fails, the reference becomes ready seconds later, or never if `run` had not started, because Ray then
+        looks for another node. Therefore the machines are checked as well. Each wait has a timeout, because Ray may
+        crash a thread that waits without one during shutdown. A replacement is included from the next poll on."""
         while not self._is_stopping.is_set():
             places = {member: place for member, place in list(self._places.items()) if not place.has_ended.is_set()}
             ended: list[Any] = []
@@ -162,8 +162,8 @@ class RayFleet:
                     self._note_end(member, "its machine left the cluster")
 
     def _nodes_gone(self) -> set[str]:
-        """Machines of ranks that Ray gave up, or whose Ray has ended; empty if all ranks are on the coordinator's
-        machine."""
+        """The nodes of ranks that Ray considers dead or whose Ray process has ended. Empty if all ranks are on the
+        coordinator's machine."""
         if self._is_local:
             return set()
         alive = {node["NodeID"][:NODE_DIGITS] for node in ray_package().nodes() if node["Alive"]}
@@ -189,7 +189,7 @@ class RayFleet:
             await asyncio.to_thread(self._kill, place)
 
     def _kill(self, place: "_Place") -> None:
-        """Ray removes the actor at once, and ends a process that is stopped some seconds later."""
+        """Ray removes the actor immediately. If its process is suspended, Ray ends the process some seconds later."""
         with suppress(Exception):  # the actor or its node has ended
             ray_package().kill(place.actor, no_restart=True)
         place.has_ended.wait(KILL_SECONDS)
@@ -220,7 +220,7 @@ class RayFleet:
     # --- end ---
 
     async def shutdown(self) -> None:
-        """Waits a few seconds for ranks that were asked to stop, then kills them; frees their slots."""
+        """Waits a few seconds for ranks that were asked to stop, then kills the rest and frees all slots."""
         self._is_stopping.set()
         await asyncio.to_thread(self._reap)
 
@@ -244,7 +244,7 @@ class RayFleet:
 
 @dataclass(frozen=True)
 class _Place:
-    """A member's actor, its bundle, and the reference that is ready when it has ended."""
+    """A member's actor and its bundle. The reference `run` becomes ready when the actor has ended."""
 
     bundle: "Bundle"
     actor: Any
@@ -253,7 +253,8 @@ class _Place:
 
 
 class Bundle(msgspec.Struct, frozen=True):
-    """A place for a rank: its number, the name and address of its machine, and the port of Ray's process there."""
+    """A placement-group bundle for one rank: its index, the id and address of its node, and the port of Ray's node
+    manager there."""
 
     index: int
     node: str
@@ -262,8 +263,8 @@ class Bundle(msgspec.Struct, frozen=True):
 
 
 def bundle_for(config: EngineConfig, total: Mapping[str, float]) -> dict[str, float]:
-    """Resources of one rank in a cluster with resources `total`: one GPU each if there are any. Raises StartError when
-    there are fewer GPUs or slots than ranks."""
+    """Resources of one rank in a cluster with resources `total`, see `kind_of`. Raises StartError when there are fewer
+    GPUs or slots than ranks."""
     num_gpus = int(total.get("GPU", 0))
     if config.device == "cuda" and not num_gpus:
         raise StartError("device: cuda is not available: the cluster has no GPU")
@@ -277,7 +278,7 @@ def bundle_for(config: EngineConfig, total: Mapping[str, float]) -> dict[str, fl
 
 
 def kind_of(config: EngineConfig, total: Mapping[str, float]) -> dict[str, float]:
-    """Resources of one slot in a cluster with resources `total`."""
+    """Resources of one slot in a cluster with resources `total`: one CPU, and one GPU unless ranks run on CPUs."""
     takes_gpus = config.device == "cuda" or (config.device == "auto" and int(total.get("GPU", 0)) > 0)
     return {"CPU": 1.0, "GPU": 1.0} if takes_gpus else {"CPU": 1.0}
 
@@ -304,8 +305,8 @@ def bundles_of(group: Any) -> list[Bundle]:
 
 
 def in_bundle(actor_class: type, group: Any, index: int, bundle: Mapping[str, float], variables: dict[str, str]) -> Any:
-    """Options of an actor that uses a whole bundle of a placement group, has these environment variables and is never
-    restarted."""
+    """The actor class with options: its actors use a whole bundle of the placement group, have these environment
+    variables, and are never restarted."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
@@ -318,8 +319,8 @@ def in_bundle(actor_class: type, group: Any, index: int, bundle: Mapping[str, fl
 
 
 def _describe(run: Any) -> str:
-    """The reason why `run` finished. Every error means that the process died: Ray reports some final errors as
-    temporary."""
+    """The reason why `run` finished. Every error counts as the death of the process, even one that Ray reports as
+    temporary, because such an error can be final."""
     ray = ray_package()
     try:
         return f"exited with code {ray.get(run, timeout=POLL_SECONDS)}"

@@ -27,8 +27,8 @@ LEAVE_SECONDS = 10.0
 
 
 class RayFolder:
-    """A new folder that only this user can access. `token_file` has a fresh token; `temporary` is for Ray, which makes
-    it writable for all users. Raises OSError when it cannot be created."""
+    """A new folder that only this user can access. `token_file` contains a fresh token; `temporary` is for Ray, which
+    makes it writable for all users. Raises OSError when it cannot be created."""
 
     def __init__(self) -> None:
         self.path, self._lock = _make()

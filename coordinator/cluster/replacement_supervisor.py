@@ -142,7 +142,7 @@ class ReplacementSupervisor:
                 reason = str(error)
             self._note_failed(slot, reason)
             self._registry.end(number, reason)
-            await self._registry.confirm_ready()
+            await self._registry.wait_killed()
         self._registry.publish(
             ReplacementAbandoned(
                 slot.member,

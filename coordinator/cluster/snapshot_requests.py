@@ -35,7 +35,7 @@ class SnapshotRequests:
     async def _ask(self, member: int, order: Save | Fetch, kind: type[Outcome]) -> Outcome:
         one = self._registry.get(member)
         if one is None or one.end:
-            raise lost(member, None, one.end if one else "the member is lost")
+            raise lost(member, None, one.end if one else "it is no longer a member")
         key = member, kind, order.ticket
         if key in self._waiting:
             raise ValueError(f"ticket {order.ticket} of member {member} is in use")

@@ -1,4 +1,4 @@
-"""Migration of contexts that an earlier checkpoint has read to the served checkpoint."""
+"""Migrates contexts that an earlier checkpoint ingested to the served checkpoint."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -17,8 +17,8 @@ from longleaf.tenants import tenant_of
 
 
 class CheckpointMigration:
-    """The contexts in the folders of earlier checkpoints, which are only read. `wall_clock` decides which contexts have
-    expired.
+    """Adopts contexts from the folders of earlier checkpoints. These folders are never written. `wall_clock` decides
+    which contexts have expired.
     """
 
     def __init__(
@@ -36,7 +36,8 @@ class CheckpointMigration:
 
     async def adopt(self, context_id: str, positions: Positions, vocabulary_size: int, room: Room) -> NamedContext:
         """Adopt a context with its tokens and settings; no keys are loaded. Raises AlreadyExists, NotFound,
-        CheckpointChanged where this checkpoint cannot read it, DataLoss, StorageUnavailable, and the errors of `room`.
+        CheckpointChanged if this checkpoint cannot use its tokens, DataLoss, StorageUnavailable, and the errors of
+        `room`.
         """
         self._persistence.check_free(context_id)
         found = (await self._read({context_id})).get(context_id)
@@ -47,8 +48,8 @@ class CheckpointMigration:
     async def adopt_all(
         self, positions: Positions, vocabulary_size: int, tenant: str, room: Room
     ) -> tuple[list[NamedContext], dict[str, LongleafError]]:
-        """Adopt all contexts of a tenant. Returns them by name order, and the errors of those that were refused, by
-        name.
+        """Adopt all contexts of a tenant. Returns the adopted contexts in the order of their names, and the
+        errors of the refused ones by name.
         """
         adopted, refused = list[NamedContext](), dict[str, LongleafError]()
         names = set[str]()
@@ -84,7 +85,7 @@ class CheckpointMigration:
     def _end_reading(self, task: asyncio.Task[Mapping[str, StaleContext]]) -> None:
         self._reading = None
         if not task.cancelled():
-            task.exception()  # its callers may have been cancelled; asyncio would log the error
+            task.exception()  # retrieved here, because asyncio logs the error if all callers were cancelled
 
 
 def _is_past(record: ContextRecord, now: float) -> bool:
@@ -94,9 +95,9 @@ def _is_past(record: ContextRecord, now: float) -> bool:
 def retokenized(
     found: StaleContext, positions: Positions, vocabulary_size: int
 ) -> tuple[ContextRecord, Sequence[SegmentRecord]]:
-    """Return the context and its path with the current rotation of positions, without the tokens of its segments beyond
-    the path. It keeps its capacity if that is allowed. Raises CheckpointChanged where this checkpoint cannot read it,
-    and DataLoss.
+    """Return the context and its path with the RoPE of this checkpoint. Each segment ends where the next one of the
+    path starts. The context keeps its capacity if this checkpoint allows it. Raises CheckpointChanged if this
+    checkpoint cannot use the tokens, and DataLoss.
     """
     record, path, name = found.record, found.path, f"contexts/{found.record.id}"
     if found.has_other_text:

@@ -29,7 +29,7 @@ NO_OWNER = ""
 FLUSH_SECONDS = 30.0
 """The interval in seconds at which the last uses of contexts are committed."""
 IDS_AT_ONCE = 256
-"""Segment ids reserved per catalog write."""
+"""Number of segment ids that are reserved per write to the catalog."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class ContextPersistence:
         self._begun: Scheduler | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._turn = asyncio.Lock()
-        """Held while a change of a whole context is committed: each builds on the state committed before."""
+        """Held while a change of a whole context is committed, because each change builds on the previous one."""
         self._used: set[str] = set()
         """Contexts whose last use is not committed yet."""
         self._gone: set[str] = set()
@@ -178,7 +178,7 @@ class ContextPersistence:
             self._used.add(context.id)
 
     def seal(self, request_id: int) -> None:
-        """Commit the context of a document that has been read; the ingest is acknowledged afterwards."""
+        """Commit the context of a document that has been prefilled, and then acknowledge the ingest."""
         self._start(self._seal(request_id))
 
     async def _seal(self, request_id: int) -> None:
@@ -208,7 +208,7 @@ class ContextPersistence:
                 await self._take_back(after.id)
 
     def _grown(self, job: IngestJob, now: float) -> NamedContext:
-        """Return the context as it will be with the document."""
+        """Return a copy of the context that includes the document."""
         known = self._contexts.find(job.context)
         after = copy.copy(known) if known else NamedContext(job.context, now, TokenPath(), job.request.capacity)
         after.grow(job.tail.segment, now, job.document.upload_id)
@@ -225,7 +225,7 @@ class ContextPersistence:
             log.warning("context %s was dropped, but may exist again after the next start: %s", context_id, error)
 
     async def fork(self, source: str, context_id: str, num_tokens: int | None) -> NamedContext:
-        """Fork a context, as `Scheduler.fork_context`. Raises StorageUnavailable when the fork cannot be committed, and
+        """Fork a context, like `Scheduler.fork_context`. Raises StorageUnavailable if the fork cannot be committed, and
         NotFound if it is deleted meanwhile.
         """
         forked = self._scheduler.fork_context(source, context_id, num_tokens, self._wall_clock())
@@ -258,8 +258,8 @@ class ContextPersistence:
         return self._scheduler.segments.take_ids(count)
 
     async def note_ids(self, segment_id: int) -> None:
-        """Ensure that a taken id is never reused, even if nothing else of its segment is stored: objects on storage may
-        be named after it. Raises StorageUnavailable.
+        """Ensure that an id from `take_ids` is never reused, even if its segment is not stored: names of objects on
+        storage may contain the id. Raises StorageUnavailable.
         """
         if segment_id >= self._num_recorded:
             number = segment_id + IDS_AT_ONCE
@@ -267,7 +267,7 @@ class ContextPersistence:
             self._num_recorded = max(number, self._num_recorded)
 
     async def adopt_as(self, change: Change) -> NamedContext:
-        """As `adopt`, for one context and its path, whose segments already have reserved ids."""
+        """Like `adopt`, for a change with one context and its path, whose segments already have reserved ids."""
         return await self._end(self._adopt(change))
 
     async def _adopt(self, change: Change) -> NamedContext:
@@ -299,7 +299,7 @@ class ContextPersistence:
         """Raises NotFound, and StorageUnavailable when the change cannot be committed."""
         contexts, before = self._contexts, self._contexts.get(context_id).settings
         context = contexts.change(context_id, settings, self._wall_clock())
-        self._on_change()  # its expiry may be earlier now
+        self._on_change()  # the context may expire earlier than before
         await self._end(self._put(context, lambda: contexts.restore(context, before)))
         return contexts.get(context_id)
 
@@ -367,8 +367,8 @@ class ContextPersistence:
         self._contexts.adopt(again)
 
     async def _end(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for the result of `work`, which completes even if the waiting is cancelled."""
-        return await (asyncio.shield(self._start(work)) if self._store else work)  # else it ends at once
+        """Wait for the result of `work`. With a store, `work` completes even if the caller is cancelled."""
+        return await (asyncio.shield(self._start(work)) if self._store else work)  # without a store it never suspends
 
     def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
@@ -385,8 +385,8 @@ def _sound(contents: CatalogContents) -> Iterator[tuple[ContextRecord, tuple[Seg
 
 
 def _tenants(contexts: Iterable[tuple[ContextRecord, Sequence[SegmentRecord]]]) -> dict[int, str]:
-    """Return the tenants of the segments, by segment id. A segment that earlier versions shared between tenants belongs
-    to none, so that it is not shared again.
+    """Return the tenant of each segment, by segment id. A segment that an earlier version shared between tenants
+    belongs to no tenant, so that it is not shared again.
     """
     found = dict[int, str]()
     for record, path in contexts:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class ContextSource(Protocol):
-    """The view of the engine that transfers need."""
+    """The part of the engine that transfers use."""
 
     @property
     def positions(self) -> Positions: ...
@@ -51,7 +51,7 @@ class ContextSource(Protocol):
 
 
 class ContextTransfer:
-    """Implements coordinator.handlers.transfer.ports.TransferEngine. Without `snapshots` only exports are possible."""
+    """Implements coordinator.handlers.transfer.ports.TransferEngine. Without `snapshots`, imports are rejected."""
 
     def __init__(
         self, engine: ContextSource, persistence: ContextPersistence, snapshots: Snapshots | None, model: Path
@@ -89,8 +89,8 @@ class ContextTransfer:
         return exporting
 
     async def _save(self, snapshots: Snapshots, segment_id: int) -> None:
-        """Write a segment to storage, unless it is not in memory or may not be written; it is then exported without its
-        keys. Raises StorageUnavailable.
+        """Write a segment to storage. A segment that is not in memory, or that must not be written, is exported without
+        its keys. Raises StorageUnavailable.
         """
         try:
             await snapshots.save([segment_id])

@@ -52,7 +52,7 @@ def unobserved(*_: object) -> None:
 class Engine(ContextService):
     """Contexts and generations over one fleet of ranks. Not thread-safe: one event loop owns it.
 
-    `clock` measures durations, `wall_clock` dates contexts (seconds since the epoch).
+    `clock` measures durations. `wall_clock` supplies the timestamps of contexts, in seconds since the Unix epoch.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class Engine(ContextService):
         observe: Observer = unobserved,
         durability: Persistence | None = None,
     ) -> None:
-        """Without `durability` contexts are lost when the service stops."""
+        """Without `durability`, contexts are lost when the service stops."""
         self._ranks = ranks
         self._config = config
         self.positions = Positions(Rotary(), max_positions, allow_long=config.allow_long)
-        """The limit on positions and their rotation; known once the ranks are ready."""
+        """The limit on positions, and their rotation, which is known once the ranks are ready."""
         self._notes: tuple[str, ...] = ()
-        """For each of the first ranks, the reason why it could not compare the model with plain attention."""
+        """By rank of the first epoch, the reason why it could not compare the model with plain attention, or empty."""
         self._clock = clock
         self._wall_clock = wall_clock
         self._recoveries = RecoveryStatus(clock, durability.changed if durability else None)
@@ -166,8 +166,8 @@ class Engine(ContextService):
         return self._admit(prompt, prompt.num_samples, prompt.num_open)
 
     def ingest(self, document: DocumentPrompt) -> Stream:
-        """Read a document into a new context, or append it to an existing one. The stream yields Progress and ends once
-        the context is acknowledged.
+        """Ingest a document into a new context, or append it to an existing one. The stream yields Progress, and ends
+        once the context is acknowledged.
 
         Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable.
         """
@@ -276,8 +276,8 @@ class Engine(ContextService):
     # --- the loop ---
 
     async def run(self) -> None:
-        """Run steps until `close`, from epoch to epoch. When no rank is left to continue, every stream fails with
-        RankLost, which is also raised here.
+        """Run steps, across epochs, until `close`. When no rank is left to continue, every stream fails with RankLost,
+        which is also raised here.
         """
         scheduler = self._current()
         self._loop_task = asyncio.current_task()
@@ -316,7 +316,7 @@ class Engine(ContextService):
             while (answer := self._steps.take()) is not None:
                 outcomes += scheduler.commit(answer.plan, answer.result, self._wall_clock())
                 answers.append(answer)
-        self._epochs.confirm(scheduler)
+        self._epochs.shrink_to_fit(scheduler)
         while not self._epochs.may_grow and (plan := scheduler.schedule(self._clock())) is not None:
             self._steps.begin(self._epochs.current.formation.group, plan)
         self._publish(scheduler, outcomes)
@@ -331,7 +331,7 @@ class Engine(ContextService):
         """Publish outcomes, recovery progress and faults."""
         for fault in scheduler.take_faults():
             log.error("unexpected error; only the request that caused it ends", exc_info=fault)
-        reported = [*outcomes, *scheduler.drain()]
+        reported = [*outcomes, *scheduler.take_outcomes()]
         for request_id, outcome in reported:
             if isinstance(outcome, Sealed):
                 self._persistence.seal(request_id)

@@ -1,4 +1,4 @@
-"""Transitions between epochs: detection of the end, the ranks of the next epoch, and the data that they are sent."""
+"""Transitions between epochs: detects the end of an epoch, forms the next one, and sends it the KV cache layout."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -15,7 +15,7 @@ from longleaf.rank_protocol.group_messages import KvLayout
 
 FIRST_EPOCH = 1
 MAX_IDLE = 8
-"""Consecutive epochs that may break before their first step."""
+"""Number of consecutive epochs that broke before their first step after which the engine fails."""
 
 
 class Epochs:
@@ -30,7 +30,7 @@ class Epochs:
         clock: Callable[[], float],
         note: Callable[[int], Awaitable[None]],
     ) -> None:
-        """`note` records the number of an epoch before it begins."""
+        """`note` must record the number of an epoch durably before the epoch begins."""
         self._note = note
         self._ranks = ranks
         self._recoveries = recoveries
@@ -93,10 +93,10 @@ class Epochs:
         """Whether more members can join once no step is running."""
         return self._joinable is not None and self._joinable.done()
 
-    def confirm(self, scheduler: Scheduler) -> None:
+    def shrink_to_fit(self, scheduler: Scheduler) -> None:
         """Drop the contexts that the ranks cannot hold, once no replacement is pending."""
         if self._confirmed is not None and self._confirmed.done() and not scheduler.is_confirmed:
-            scheduler.confirm()
+            scheduler.shrink_to_fit()
 
     async def ended(self) -> EpochEnd:
         """Return the reason why the current epoch ended, once it has."""
@@ -106,7 +106,7 @@ class Epochs:
     async def follow(self, scheduler: Scheduler, notify: Callable[[], None]) -> None:
         """Form the next epoch from the available members: after a loss, or when more can join and no step is running.
 
-        `tell` is called when streams have new events. Raises RankLost when no member is left, and Unavailable when
+        `notify` is called when streams have new events. Raises RankLost when no member is left, and Unavailable when
         consecutive epochs fail without a step.
         """
         lost_at, is_loss = self._clock(), self.is_over
@@ -139,8 +139,8 @@ class Epochs:
         are alive: they would break forever. A break in a step is attributed to the work of that step, which is dropped.
         """
         is_idle = isinstance(end.error, GroupFailed) and not end.steps
-        is_idle = is_idle and scheduler.num_answered == self._num_answered
-        self._num_idle, self._num_answered = self._num_idle + 1 if is_idle else 0, scheduler.num_answered
+        is_idle = is_idle and scheduler.num_steps == self._num_answered
+        self._num_idle, self._num_answered = self._num_idle + 1 if is_idle else 0, scheduler.num_steps
         if self._num_idle >= MAX_IDLE:
             raise Unavailable(f"{MAX_IDLE} epochs in a row ended without a step; latest error: {end.error}")
 

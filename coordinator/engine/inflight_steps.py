@@ -10,7 +10,7 @@ from coordinator.cluster.ports import Group
 from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
 
 MOST_BETWEEN = 0.01
-"""Maximum seconds between two steps that count as consecutive; after a longer gap the engine was idle."""
+"""Maximum seconds between two consecutive steps. After a longer gap, the engine is assumed to have been idle."""
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class InflightStep:
     plan: StepPlan
     result: "asyncio.Future[StepResult]"
     is_ahead: bool
-    """Another step was running then."""
+    """Whether another step was running when this one was sent."""
     ended: float = 0.0
 
 
@@ -29,7 +29,7 @@ class StepGap(NamedTuple):
 
     seconds: float
     is_ahead: bool
-    """The second step was sent before the result of the first."""
+    """Whether the second step was sent before the result of the first arrived."""
 
 
 class StepCompletion(NamedTuple):
@@ -38,7 +38,7 @@ class StepCompletion(NamedTuple):
     plan: StepPlan
     result: StepResult
     gap: StepGap | None
-    """Seconds between the previous step and this one, if they were consecutive."""
+    """The gap between the previous step and this one, if both were decode steps and consecutive."""
 
 
 class InflightSteps:

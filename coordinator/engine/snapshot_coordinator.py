@@ -33,7 +33,7 @@ class SnapshotCoordinator:
         return self._begun
 
     def begin(self, scheduler: Scheduler, block_size: int) -> None:
-        """The ranks are ready."""
+        """Starts to save and restore. Must be called once the ranks are ready."""
         self._begun = scheduler
         ready = self._epochs.current.formation.readies[0]
         text = "|".join([ready.form, ready.form_of_windows]) if ready.form else ""
@@ -41,18 +41,18 @@ class SnapshotCoordinator:
         self._snapshots.begin(self, self._ranks, KvFormat(text, block_size), self._on_change)
 
     def turn(self) -> None:
-        """Steps were scheduled or answered, or the ranks have changed."""
+        """Must be called after steps were scheduled or answered, or the ranks have changed."""
         self._fetching.turn()
         scheduler = self._scheduler
         now = self._epochs.current.number, scheduler.segments.holdings.is_whole, scheduler.is_rebalancing
-        if now != self._last:  # more segments may be on the ranks
+        if now != self._last:  # the ranks may hold more segments
             self._last = now
             self._snapshots.notify()
 
     def placed(self, segment_id: int) -> PlacedSegment | None:
         scheduler, epoch = self._scheduler, self._epochs.current
         holding = scheduler.segments.holdings.find(segment_id)
-        if holding is None or holding.is_stored_only or holding.loss is not None or not holding.segment.is_sealed:
+        if holding is None or holding.is_evicted or holding.loss is not None or not holding.segment.is_sealed:
             return None
         if self._epochs.is_over or scheduler.is_rebalancing:
             return None

@@ -15,7 +15,7 @@ from longleaf.rank_protocol.snapshots import Fetch
 from longleaf.storage.manifest import PieceRef, SegmentManifest
 
 FETCH_SECONDS = 30.0
-"""Timeout in seconds of reading a manifest and of fetching a piece; recomputing the segment takes no longer."""
+"""Timeout in seconds for reading a manifest and for fetching a piece. Recomputing the segment takes no longer."""
 FORGET_SECONDS = 30.0
 """The interval in seconds at which the removal of damaged segments from the catalog is retried."""
 log = logging.getLogger(__name__)
@@ -58,12 +58,12 @@ class SnapshotFetcher:
         self._restoring: RestorePlanner | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._pieces: dict[int, SegmentManifest] = {}
-        """By segment, while pieces of it are being fetched."""
+        """The manifests of segments whose pieces are being fetched, by segment id."""
         self._sent: dict[int, tuple[int, ...]] = {}
         """Members that were ordered to fetch a piece, by ticket."""
         self._damaged: dict[int, str] = {}
-        """Damaged segments and the reasons, until they are removed from the catalog, which waits for the end of their
-        fetches.
+        """The reasons for damaged segments, by segment id, until the segments are removed from the catalog. The removal
+        waits until their fetches have ended.
         """
         self._forgetting: set[int] = set()
 
@@ -136,7 +136,7 @@ class SnapshotFetcher:
             try:
                 await self._manifests.forget(damaged)
                 break
-            except LongleafError as error:  # until the removal succeeds, the segment is not used
+            except LongleafError as error:  # the segment is not used until its removal succeeds
                 segment_id = next(iter(damaged))
                 log.warning("cannot remove the damaged snapshot of segment %d: %s", segment_id, error)
             await asyncio.sleep(FORGET_SECONDS)
@@ -149,7 +149,7 @@ class SnapshotFetcher:
     def _order(self, restoring: RestorePlanner, part: RestoreChunk) -> None:
         found = self._pieces.get(part.segment)
         piece = None if found is None else found.windows if part.piece == OF_WINDOWS else found.pieces[part.piece]
-        if piece is None:  # the epoch has ended since
+        if piece is None:  # the epoch has ended in the meantime
             restoring.on_fetched(part.ticket, is_there=False)
             return
         members = tuple(self._members())

@@ -57,7 +57,7 @@ def _state_of(context: NamedContext, holdings: SegmentPlacements) -> types.Conte
 def view_cluster(
     scheduler: Scheduler, config: EngineConfig, epoch: Epoch, losses: Sequence[Loss], exactness_note: str
 ) -> types.Cluster:
-    """The active ranks and the load, without values that the engine does not know."""
+    """The active ranks and the load. The engine does not know the model's name or the launcher: both are empty."""
     readies = epoch.formation.readies
     resident, windowed = scheduler.segments.tokens_by_rank(), scheduler.segments.num_window_tokens
     size, gone = config.block_size, {loss.member for loss in losses}
@@ -96,7 +96,7 @@ def view_drafting(drafts: DraftCounts) -> types.Drafting:
 
 
 def count_scheduled(scheduler: Scheduler, counts: Counts) -> None:
-    """Adds the scheduler's counters to those of the engine."""
+    """Copies the scheduler's counters into `counts`, which also has those of the engine."""
     drafts = scheduler.drafts
     counts.num_preempted, counts.num_recomputed_tokens = scheduler.num_preempted, scheduler.num_recomputed_tokens
     counts.num_drafted, counts.num_accepted = drafts.num_drafted, drafts.num_accepted
@@ -107,7 +107,7 @@ def count_scheduled(scheduler: Scheduler, counts: Counts) -> None:
 def view_workers(
     formation: Formation, gone: Container[int], tokens_by_rank: Sequence[int], num_windowed: int, block_size: int
 ) -> tuple[types.Worker, ...]:
-    """The ranks that are not lost; `held` has the number of tokens on each."""
+    """The ranks whose members are not in `gone`; `tokens_by_rank` has the number of tokens on each rank."""
     members = zip(tokens_by_rank, formation.hellos, formation.readies, strict=True)
     return tuple(
         view_worker(rank, hello, ready, tokens, num_windowed, block_size)
@@ -119,7 +119,7 @@ def view_workers(
 def view_worker(
     rank: int, hello: Hello, ready: Ready, num_tokens: int, num_windowed: int, block_size: int
 ) -> types.Worker:
-    """A member with a rank that holds `num_tokens` tokens, and `num_windowed` in the window pool."""
+    """A rank that holds `num_tokens` tokens in its pool and `num_windowed` tokens in its window pool."""
     max_tokens, max_windowed = ready.num_blocks * block_size, max_window_tokens(ready, block_size)
     return types.Worker(
         rank=rank,

@@ -35,7 +35,7 @@ class Certificates:
 
     @property
     def is_unusable(self) -> bool:
-        """The current content of the files is invalid."""
+        """Whether the current content of the files is invalid."""
         return self._files.is_unusable
 
     @property

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class GatewayAnnouncement(msgspec.Struct, frozen=True):
-    """Message of the gateway once it listens, or the error that prevents it."""
+    """First line of the gateway's output: its address once it listens, or the error that prevented the start."""
 
     http: str = ""
     error: str = ""
@@ -32,7 +32,7 @@ class GatewayAnnouncement(msgspec.Struct, frozen=True):
 
 class GatewayProcess:
     """Starts the gateway, restarts it when it dies, and stops it. The gateway connects to the service through a socket
-    in a private folder, and exits when the pipe to this process breaks, however this process ends."""
+    in a private folder. It exits when the pipe to this process closes, so it never outlives this process."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self._config = config
@@ -45,7 +45,7 @@ class GatewayProcess:
 
     async def start(self) -> str:
         """Starts the gateway and returns its address. Raises StartError."""
-        self.url = await self._start(self._config.door.http or 0)
+        self.url = await self._start(self._config.gateway.http or 0)
         self._supervising = asyncio.create_task(self._keep())
         return self.url
 
@@ -55,7 +55,7 @@ class GatewayProcess:
             *self._command(port),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # the service handles interrupts of the terminal
+            start_new_session=True,  # Ctrl-C in the terminal reaches only the service, which stops the gateway
         )
         self._process = process
         assert process.stdout is not None
@@ -87,11 +87,11 @@ class GatewayProcess:
             "log-level": config.telemetry.log_level,
             "tls-cert": security.tls_cert,
             "tls-key": security.tls_key,
-            "public-url": config.door.public_url,
+            "public-url": config.gateway.public_url,
         }
         options = [f"--{name}={value}" for name, value in given.items() if value is not None]
-        options += [f"--allow-host={name}" for name in config.door.allowed]
-        return [sys.executable, "-P", "-m", "door", *options]
+        options += [f"--allow-host={name}" for name in config.gateway.allowed]
+        return [sys.executable, "-P", "-m", "gateway", *options]
 
     async def _keep(self) -> None:
         """Restarts the gateway on the same port when it dies."""

@@ -10,7 +10,8 @@ UNIX = "unix:"
 
 def is_here(peer: str) -> bool:
     """Whether the address of `peer`, in gRPC's notation (`ipv4:HOST:PORT`, `ipv6:%5BHOST%5D:PORT`), belongs to this
-    machine: to loopback or to one of its interfaces. In a container only the interfaces of its network count."""
+    machine: a Unix socket, loopback, or the address of an interface. In a container, only the interfaces of the
+    container count."""
     if peer.startswith(UNIX):
         return True
     host = unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]").partition("%")[0]

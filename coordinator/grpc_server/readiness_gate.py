@@ -1,4 +1,4 @@
-"""Admits calls only while the service is ready: after the model is loaded and before shutdown."""
+"""Admits calls while the service is ready: after the model is loaded and before shutdown."""
 
 import asyncio
 from collections.abc import Callable, Generator

@@ -1,4 +1,4 @@
-"""Limits of incoming requests: the number of open calls, the size of a request, and fair turns for large ones."""
+"""Limits of incoming requests: the number of open calls, the size of a request, and fair scheduling of large ones."""
 
 import asyncio
 import math
@@ -22,33 +22,34 @@ from longleaf.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from longleaf.formatting import human_seconds
 
 MAX_PIECE_BYTES = 1 << 20
-"""Bytes of a chunk of an ingest or import. All streams may send one at the same time, and token ids take nine times as
-much memory until they are counted."""
+"""Maximum size in bytes of a chunk of an ingest or import. All streams may send a chunk at the same time, and token ids
+take nine times as much memory until they are counted."""
 MAX_SMALL_BYTES = 64 << 10
-"""Bytes of a request of all other methods; requests up to this size are parsed without counting their fields."""
+"""Maximum size in bytes of a request of the methods not in LIMITS. Requests up to this size are parsed without counting
+their fields."""
 MAX_FIELDS = 4096
-"""Fields of a larger request, including those of nested messages: fields take far longer to parse than bytes."""
+"""Maximum number of fields of a larger request, including nested ones. Fields take far longer to parse than bytes."""
 MAX_CALLS = 8192
-"""Most open calls."""
+"""Maximum number of open calls."""
 SHARE = 0.75
-"""The largest share of the open calls for one host, and of `MAX_PENDING_BYTES` for one tenant, or for one host if all
-calls belong to one tenant."""
+"""Maximum share of `MAX_CALLS` for one host, and of `MAX_PENDING_BYTES` for one tenant. If all calls belong to one
+tenant, the latter applies to one host."""
 MAX_PENDING_BYTES = 64 << 20
-"""Bytes of all large requests whose calls have not been answered."""
+"""Maximum total bytes of the large requests whose calls have not been answered."""
 ARRIVAL_SECONDS = 120.0
 """Seconds within which the request of a call must arrive."""
 RETRY_SECONDS = 1.0
 QUIET_SECONDS = 0.25
 """A client that must not be interrupted while it sends counts as silent after this many seconds without data."""
 DRAIN_SECONDS = 5.0
-"""Most seconds for which such a client may continue to send."""
+"""Maximum seconds for which such a client may continue to send."""
 LOSSY_LIBRARY = "grpc-python-asyncio/"
 """This library reports INTERNAL for a call that ends while it sends (gRPC issue 36066)."""
 LIMITS: dict[str, int] = {
     **dict.fromkeys(("Generate", "CountTokens", "Tokenize", "Detokenize"), MAX_REQUEST_BYTES),
     **dict.fromkeys(("IngestContext", "ImportContext", "VerifyCluster"), MAX_PIECE_BYTES),
 }
-"""Bytes of a request, for methods that accept long texts or token ids."""
+"""Maximum size of a request in bytes, for methods that accept long texts or token ids."""
 FIELDS_APART: dict[str, dict[str, int]] = {"IngestContext": {"IngestFile": 3 * MAX_FILES}}
 """Separate field limits, by method and message, for messages that a request may repeat often. Each file counts as three
 fields: the message itself and its two fields."""
@@ -104,7 +105,7 @@ class RequestLimiter:
                 del self._calls[host]
 
     def reserve(self, num_bytes: int) -> str:
-        """Reserves memory and returns the client that it counts for. Raises ResourceExhausted if a limit would be
+        """Reserves memory and returns the client that it is charged to. Raises ResourceExhausted if a limit would be
         exceeded."""
         client = _client_key()
         if self._pending.total() + num_bytes > self._max_pending:
@@ -122,9 +123,9 @@ class RequestLimiter:
             del self._pending[client]
 
     async def parse(self, data: bytes, descriptor: MethodDescriptor, handler: Handler) -> object:
-        """Raises InvalidArgument. Large requests are parsed one at a time in a thread, in turns by tenant, or by host
-        if all calls belong to one tenant: four million token ids take 14 to 40 ms, and counting fields up to the limit
-        takes 12 ms."""
+        """Parses a request. Raises InvalidArgument. Large requests are parsed one at a time in a thread, because four
+        million token ids take 14 to 40 ms, and counting fields up to the limit takes 12 ms. Tenants take turns; if all
+        calls belong to one tenant, hosts do."""
         if len(data) <= MAX_SMALL_BYTES:
             return _parse(data, handler)
         waiting = [data]
@@ -178,8 +179,8 @@ class RequestReader:
         return await self._gate.parse(data, self._descriptor, self._handler)
 
     async def drain(self, call: StreamCall) -> None:
-        """Before a call ends with an error: if the client's library would lose the status, reads on until the client
-        pauses."""
+        """Must be called before a call ends with an error. If the client's library would lose the status, discards
+        requests until the client pauses."""
         if not _loses_status(call):
             return
         with suppress(TimeoutError):
@@ -202,8 +203,8 @@ class RequestReader:
 
 
 def _loses_status(call: StreamCall) -> bool:
-    """Whether the client's library loses the status. This project's clients use that library as well, but look up the
-    status it received."""
+    """Whether the client's library loses the status of a call that ends while it sends. The project's own clients use
+    that library too, but retrieve the status that it received."""
     agent = next((str(value) for key, value in call.invocation_metadata() if key == "user-agent"), "")
     return LOSSY_LIBRARY in agent and not agent.startswith(CLIENT_NAME)
 

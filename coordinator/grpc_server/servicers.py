@@ -1,6 +1,6 @@
 """The four services of longleaf.v1: decode the request, call the use case, encode the result. Errors are raised.
 
-They are registered before the engine exists; the ReadinessGate rejects calls until then.
+The services are registered before the engine exists. Until it does, the ReadinessGate rejects calls.
 """
 
 import base64
@@ -75,7 +75,7 @@ async def _decoded(
 
 
 def random_seed() -> int:
-    """A seed for requests without one."""
+    """A random seed for a request that has none."""
     return secrets.randbits(64)
 
 
@@ -98,7 +98,7 @@ class GenerationServicer(GenerationServiceServicer):
         else:
             decoded = tenant_scoping.scope_resume(decoded)
         async with aclosing(use_cases.generation.run(decoded, context.time_remaining())) as answer:
-            del request, decoded  # they may be large, and the answer long
+            del request, decoded  # they may be large, and the answer may take long
             async for event in answer:
                 yield codec.encode_event(tenant_scoping.shown_event(event))
 
@@ -200,7 +200,7 @@ class ContextServicer(ContextServiceServicer):
 async def _pieces(
     requests: AsyncIterable[ingest_pb.IngestContextRequest], threads: TokenizerPool, client: str
 ) -> AsyncGenerator[IngestPiece, None]:
-    """Decodes the requests, which come from `client`."""
+    """Decodes the requests of an ingest. `client` is the default client."""
     async for request in requests:
         num_items = len(request.token_ids.ids) + len(request.config.files) + len(request.prefaced_config.config.files)
         piece = await _decoded(threads, num_items, codec.decode_ingest_piece, request)
@@ -213,7 +213,7 @@ async def _pieces(
 async def _archive(
     requests: AsyncIterable[ingest_pb.ImportContextRequest],
 ) -> AsyncGenerator[ImportHeader | ArchiveChunk, None]:
-    """Decodes the requests."""
+    """Decodes the requests of an import."""
     async for request in requests:
         piece = codec.decode_import_piece(request)
         yield tenant_scoping.scope_import(piece) if isinstance(piece, ImportHeader) else piece
@@ -264,7 +264,8 @@ class TokenizerServicer(TokenizerServiceServicer):
 
 class ClusterServicer(ClusterServiceServicer):
     """Describes, verifies and drains the cluster. `drain` starts the shutdown; with `wait`, it returns when all running
-    calls have ended or have received the reason. `refill` starts ranks in abandoned slots, and returns their number."""
+    calls have ended, either by themselves or with an error that names the shutdown. `refill` starts ranks in abandoned
+    slots, and returns their number."""
 
     def __init__(self, readiness: ReadinessGate, drain: Drain, refill: Refill) -> None:
         self._readiness = readiness
@@ -272,7 +273,7 @@ class ClusterServicer(ClusterServiceServicer):
         self._refill = refill
 
         self._watches: dict[str, CoalescingWatch[cluster_pb.WatchClusterResponse]] = {}
-        """Watches by tenant; admins share one, with an empty name."""
+        """Watches by tenant. All admins share the watch with an empty name."""
 
     async def GetCluster(self, request: cluster_pb.GetClusterRequest, context: object) -> cluster_pb.Cluster:
         return codec.encode_cluster(self._cluster())

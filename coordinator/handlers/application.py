@@ -82,9 +82,8 @@ class Application:
     """The use cases of one engine. All protocols share them, so any of them can resume held generations and uploads.
 
     `cluster` describes the engine and may raise. `journal` persists held generations, and `kept_uploads` documents that
-    can be resumed. `house` exports and imports contexts; None: no transfers. A tenant may use at most `tenant_share` of
-    the capacity for held generations, uploads and imports.
-    """
+    can be resumed. `transfers` exports and imports contexts; None: no transfers. A tenant may use at most
+    `tenant_share` of the capacity for held generations, uploads and imports."""
 
     def __init__(
         self,
@@ -132,7 +131,7 @@ class Application:
         if transfers is not None:
             self._exports = Exports(transfers, self.threads, cluster, tenant_share=tenant_share)
             self._imports = ImportSessions(
-                transfers, tokenizer.vocabulary_size, ledger=ledger, tenant_share=tenant_share
+                transfers, tokenizer.vocabulary_size, quotas=ledger, tenant_share=tenant_share
             )
         self.cluster = cluster
         self.changes = engine.changes

@@ -1,4 +1,4 @@
-"""Persists documents while they are being uploaded, so that their clients can resume with another service."""
+"""Persists documents while they are being uploaded, so that clients can resume after a restart of the service."""
 
 import asyncio
 import logging
@@ -20,21 +20,21 @@ from longleaf.tenants import tenant_of
 from longleaf.types import IngestHeader
 
 KEEP_SECONDS = 7 * 86_400.0
-"""Seconds for which a document is kept that no client resumes."""
+"""Seconds after which a document that no client resumes is deleted."""
 SWEEP_SECONDS = 3600.0
 """Seconds between two searches for expired documents."""
 NEVER = 1 << 62
-"""Stands for the number of persisted ids where no more ids are to be persisted."""
+"""Placeholder for the number of persisted ids, if no more ids will be persisted."""
 log = logging.getLogger(__name__)
 
 
 class UploadState(msgspec.Struct, frozen=True):
-    """The persisted header of a document; its ids, and the number of bytes they cover, are stored separately."""
+    """The persisted header of a document. Its ids and the number of bytes that they cover are stored separately."""
 
     header: IngestHeader
     num_lead: int
     num_tokens: int | None = None
-    """Number of ids persisted with it; None in records of early versions."""
+    """Number of ids of the document persisted so far; None in records of early versions."""
 
 
 class _Size(msgspec.Struct, frozen=True):
@@ -44,8 +44,8 @@ class _Size(msgspec.Struct, frozen=True):
 
 
 class DurableUploads:
-    """Persists documents with an upload id, asynchronously, up to their stable prefix. `wall_clock` gives the times of
-    their last updates."""
+    """Persists the stable prefixes of documents that have an upload id, asynchronously. `wall_clock` supplies the time
+    of each update."""
 
     def __init__(
         self,
@@ -53,17 +53,17 @@ class DurableUploads:
         records: Iterable[UploadRecord],
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`records` are those of earlier services."""
+        """`records` are those of earlier service processes."""
         self._catalog = catalog
         self._wall_clock = wall_clock
         self._records: dict[UploadKey, UploadRecord] = {}
-        """Records as they are on disk."""
+        """The records on disk."""
         self._tokens = defaultdict[str, dict[UploadKey, int]](dict)
         """Token count of each record, by tenant."""
         for record in records:
             self._put(record, msgspec.msgpack.decode(record.header, type=_Size).num_tokens or 0)
         self._num_stored: dict[UploadKey, int] = {}
-        """Ids that are persisted or being written."""
+        """Number of ids that are persisted or being written, by upload."""
         self._tasks = defaultdict[UploadKey, set[asyncio.Task[None]]](set)
         """Pending writes of each upload."""
         self._sweeping: asyncio.Task[None] | None = None
@@ -149,7 +149,8 @@ class DurableUploads:
         task.add_done_callback(end)
 
     async def _append(self, record: UploadRecord, start: int, ids: "array[int]", starts: "array[int]") -> None:
-        """After a failed write the catalog rejects later ones, because their ids do not follow the persisted ones."""
+        """Writes ids from position `start` on. After a failed write, the catalog rejects later ones, because their ids
+        do not follow the persisted ones."""
         try:
             await self._catalog.append_upload(record, start, ids, starts)
         except NotFound:  # its context was deleted in the meantime

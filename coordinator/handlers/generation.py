@@ -1,4 +1,4 @@
-"""A generation from its request to its last event: text to ids on the way in, ids to text on the way out."""
+"""Runs generations from the request to the last event: encodes the prompt, and decodes the generated tokens."""
 
 import secrets
 import time
@@ -33,13 +33,13 @@ HIDDEN = "tokens of the context are hidden"
 
 
 def random_id() -> str:
-    """An id for a generation without one."""
+    """A generation id for a request that has none."""
     return secrets.token_hex(16)
 
 
 class Generation:
-    """Runs generations on an engine, and holds those that can be resumed; with a journal, across restarts of the
-    service. `clock` is the engine's, in seconds, and `wall_clock` gives seconds since the epoch."""
+    """Runs generations on an engine, and holds those that can be resumed. With a journal, held generations survive a
+    restart of the service. `clock` is the engine's, in seconds; `wall_clock` returns seconds since the Unix epoch."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class Generation:
         """Yields the events of one generation; the last one is Finished. Closing the iterator ends the generation,
         unless it is held.
 
-        The client waits `seconds`, if given. Raises, immediately or while iterating, InvalidArgument, NotFound,
-        AlreadyExists, ResourceExhausted, Unavailable, RankLost or StorageUnavailable.
+        `seconds`, if given, is the time for which the client waits. Raises, immediately or while iterating,
+        InvalidArgument, NotFound, AlreadyExists, ResourceExhausted, Unavailable, RankLost or StorageUnavailable.
         """
         if isinstance(request, Resume):
             _note(request.request_id)
@@ -98,12 +98,12 @@ class Generation:
 
     def _forget(self, request_id: str) -> None:
         if self._journal is not None:
-            with suppress(StorageUnavailable):  # then the next service holds it until it expires
+            with suppress(StorageUnavailable):  # then the next service process holds it until it expires
                 self._journal.remove(request_id)
 
     async def resume_all(self) -> None:
-        """Restores the generations that earlier services held; their `resume_seconds` start now. A generation continues
-        after its last token when a client reads it. Raises StorageUnavailable."""
+        """Restores the generations that earlier service processes held; their `resume_seconds` start now. A generation
+        continues after its last token when a client reads it. Raises StorageUnavailable."""
         for resident, output in self._journal.load() if self._journal is not None else ():
             request, request_id = resident.request, resident.request_id
             tracing = _tracing(request)
@@ -131,7 +131,7 @@ class Generation:
                 with self._begin_record(request_id, request, token_ids, deadline) as record:
                     if request.context is not None:
                         emit = _counting_copies(emit, len(token_ids), self._ledger.take_in)
-                    del request, token_ids, prompt  # the text may be large, and the answer long
+                    del request, token_ids, prompt  # they may be large, and the answer may take long
                     async with aclosing(self._reports(stream, record, answer, tracing, emit)) as reported:
                         async for message in reported:
                             yield message
@@ -143,7 +143,7 @@ class Generation:
         tracing: AttributionTracer | None,
         generated: Mapping[int, Sequence[int]],
     ) -> AsyncGenerator[Event, None]:
-        """The rest of a generation that another service started."""
+        """The remaining events of a generation that an earlier service process started."""
         if answer.is_finished:
             return
         assert self._journal is not None
@@ -254,7 +254,7 @@ class Generation:
         before = ids_before(self._tokenizer.alphabet, token_ids) if is_continued else ()
         alphabet, ends = self._tokenizer.alphabet, self._tokenizer.end_tokens
         scaling = ""
-        with suppress(LongleafError):  # a context that was dropped has no answer
+        with suppress(LongleafError):  # the context was dropped, so there is no answer to describe
             is_whole, max_tokens = _is_whole(request), request.sampling.max_tokens
             scaling = self._engine.scaling_note(request.context, len(token_ids), max_tokens, is_whole=is_whole)
         reasons = (self._engine.exactness_note, HIDDEN if request.hidden else "", scaling)
@@ -268,13 +268,13 @@ def _tracing(request: Generate) -> AttributionTracer | None:
 
 
 def _is_whole(request: Generate) -> bool:
-    """The `is_whole` of its Prompt."""
+    """The value of `Prompt.is_whole` for this request."""
     return request.provenance is None and not request.hidden
 
 
 def _counting_copies(emit: EventSink, num_requested: int, take_in: Callable[[int], None]) -> EventSink:
-    """Wraps `emit` and counts context tokens that are recomputed for a question of `num_requested` tokens because the
-    keys of the context are rotated for another length."""
+    """Wraps `emit` to charge recomputed context tokens with `take_in`. Tokens of the context are recomputed if its keys
+    are rotated for another length. The question has `num_requested` tokens."""
     num_taken = 0
 
     def emit_all(event: engine_messages.Event) -> None:

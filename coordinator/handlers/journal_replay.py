@@ -11,8 +11,8 @@ from longleaf.types import Event
 
 
 class ReplayedState(NamedTuple):
-    """The events for clients, including an end that the journal lacks; and the token ids so far of the samples that
-    have not ended."""
+    """`events` are those for clients, including end events that the journal lacks. `generated` holds the token ids of
+    each sample that has not ended."""
 
     events: list[Event]
     generated: dict[int, Sequence[int]]
@@ -35,7 +35,7 @@ def replay_journal(events: Sequence[JournalEvent], prompt: Prompt, answer: Respo
 
 
 def _ended(events: Sequence[JournalEvent], sample: int, reason: EndReason, num_generated: int) -> Ended:
-    """An end without times, because they are unknown."""
+    """An end event with all times 0, because they are unknown."""
     admitted = next((event for event in reversed(events) if isinstance(event, Admitted)), Admitted(0, 0))
     return Ended(
         reason=reason,

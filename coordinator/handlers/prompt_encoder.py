@@ -32,7 +32,7 @@ class _PromptRequest(NamedTuple):
 
 
 class Prompts:
-    """Encodes in `threads`, in steps; a cancelled call ends between two steps."""
+    """Encodes prompts in `threads`, in steps. A cancelled call stops between two steps."""
 
     def __init__(self, capacity: Capacity, tokenizer: Tokenizer, threads: TokenizerPool) -> None:
         self._capacity = capacity
@@ -40,7 +40,7 @@ class Prompts:
         self._threads = threads
 
     async def ids_of(self, request: Generate) -> Sequence[int]:
-        """Raises InvalidArgument, NotFound, or Unavailable during shutdown."""
+        """The token ids of the prompt. Raises InvalidArgument, NotFound, or Unavailable during shutdown."""
         resident = self._capacity.num_tokens(request.context) if request.context is not None else 0
         size = self._tokenizer.vocabulary_size
         if request.with_token_bytes and self._tokenizer.alphabet.spell is None:
@@ -104,8 +104,8 @@ class Prompts:
         field: str,
         field_of: Callable[[int | None], str],
     ) -> list[TemplatePiece]:
-        """The prompt of a conversation, or the part that follows a document. Raises InvalidArgument naming `field`, or,
-        with `field_of`, the message at fault."""
+        """The prompt of a conversation, or the part that follows a document. Raises InvalidArgument naming `field`, or
+        the field that `field_of` returns for the refused message."""
         if (template := self._tokenizer.chat_template) is None:
             text = messages[0].text
             return await self._threads.run_long(len(text), self._tokenizer.plain_question, text)
@@ -119,7 +119,7 @@ class Prompts:
             raise InvalidArgument(field, error.description) from None
 
     async def _encoders(self, pieces: Sequence[TemplatePiece], is_continued: bool) -> list[tuple[Encoder, str]]:
-        """Runs in a thread: a text may have many control tokens, and each starts a new piece."""
+        """Runs in a thread, because a text may have many control tokens, each of which starts a new piece."""
         size = sum(len(piece.text) for piece in pieces)
         return await self._threads.run_long(size, self._tokenizer.encoders, pieces, is_continued=is_continued)
 
@@ -133,7 +133,7 @@ class Prompts:
             raise Unavailable(f"cannot render the chat template: {error}") from error
 
     async def _encode(self, field: str, texts: Sequence[tuple[Encoder, str]], limit: SizeLimit) -> Sequence[int]:
-        """As `_encoded`, and raises InvalidArgument if there are no ids."""
+        """Like `_encoded`, but raises InvalidArgument if there are no ids."""
         token_ids = await self._encoded(field, texts, limit)
         return await self._threads.run(check_ids, token_ids, self._tokenizer.vocabulary_size, field)
 
@@ -152,8 +152,8 @@ class Prompts:
 
 
 def _lay_out(conversation: Conversation, has_context: bool, has_template: bool) -> _PromptRequest:
-    """Prepends leading system messages to the first question if the template does not see them: in a context, which has
-    already begun, and without a template, which has only questions."""
+    """Prepends leading system messages to the first question if they are not rendered separately: after a context,
+    which has already begun, and for a model without a chat template."""
     messages = conversation.messages
     first = 0
     if has_context or not has_template:

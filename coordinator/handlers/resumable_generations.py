@@ -47,8 +47,8 @@ def call_later(seconds: float, function: Callable[[], None]) -> Timer:
 class ResumableGeneration:
     """The events of one generation, kept for replay. Generation continues while a client reads, and otherwise until the
     engine's buffer is full. `on_end` is called when the generation fails, and when it had no reader for the
-    `resume_seconds` of the request; both may happen. `question` is the digest of the request's input. `told` has the
-    events that clients of another service have read."""
+    `resume_seconds` of the request; both may happen. `question` is the digest of the request's input. `reported` has
+    the events that clients of another service have read."""
 
     def __init__(
         self,

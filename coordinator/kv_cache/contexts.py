@@ -242,7 +242,7 @@ class ContextTable:
         """Evicts a context: it needs no keys for now. Segments that nothing else needs are evicted."""
         assert not context.is_evicted
         context.is_evicted = True
-        self._segments.rest(context.path)
+        self._segments.release_to_idle(context.path)
 
     def bound(self, in_use: Container[str | None]) -> "list[NamedContext]":
         """Contexts that cannot be evicted while the contexts `in_use` are in use: those, pinned contexts, and, where

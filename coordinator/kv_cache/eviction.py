@@ -23,7 +23,7 @@ class ContextEvictor:
         self._contexts = contexts
         self._in_use = in_use
         """Returns the ids of contexts that jobs query or ingest into."""
-        segments.make_more = self._make_more
+        segments.evict = self._make_more
 
     def _make_more(self, lacking: BlockCount) -> bool:
         """Evicts contexts until so many more blocks are free or reclaimable. Returns False, and evicts nothing, if that
@@ -73,7 +73,7 @@ class ContextEvictor:
         through = Counter(segment for context in spare for segment in context.path.segments)
         freed = BlockCount()
         for holding in self._segments.holdings.of(through):
-            count = holding.num_evicted + through[holding.segment]
-            if count == holding.num_references - holding.num_retained:
+            count = holding.num_idle_references + through[holding.segment]
+            if count == holding.num_references - holding.num_cache_references:
                 freed += holding.num_blocks + holding.num_promised
         return freed

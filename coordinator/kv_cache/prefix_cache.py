@@ -9,7 +9,7 @@ from longleaf.positions import OWN_ROPE, Rope
 from longleaf.tenants import DEFAULT_TENANT
 
 BLOCKS_AT_ONCE = 512
-"""Number of blocks whose ids are copied at once, because a segment may be long."""
+"""Maximum number of blocks whose ids are copied at once. A segment may be much longer."""
 ALL = "*"
 """The owner of entries that all tenants may find. No tenant has this name."""
 
@@ -18,10 +18,10 @@ class PrefixIndex:
     """An index of sealed segments by the tokens of the path up to each block.
 
     Each block of token ids, counted from position 0, has a link: the hash of its ids and of the previous link. The
-    first link hashes the rope and the tenant. So the link at the end of a block identifies all tokens up to there, with
-    their rotation and tenant. Links only select candidates, which are then compared id by id. A prefix shorter than a
-    block is not found. With `is_shared`, tenants find segments of other tenants, but none on an adopted path, because
-    its keys may not match its tokens.
+    first link hashes the rope and the tenant. The link at the end of a block thus identifies all tokens up to that
+    position, with their rotation and tenant. Links only select candidates, which are then compared id by id. A prefix
+    shorter than a block is not found. With `is_shared`, tenants find segments of other tenants, but none on an adopted
+    path, because its keys may not match its tokens.
     """
 
     def __init__(

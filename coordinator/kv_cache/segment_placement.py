@@ -28,11 +28,11 @@ class SegmentPlacement:
         """Reference counts of seams: positions at which paths continue, or may continue, and that see windows of this
         segment."""
         self.num_references = 1
-        self.num_retained = 0
+        self.num_cache_references = 0
         """References that only keep the segment cached for future prompts."""
-        self.num_evicted = 0
+        self.num_idle_references = 0
         """References of evicted contexts, which need no keys until they are activated."""
-        self.is_stored_only = False
+        self.is_evicted = False
         """The segment is evicted: no rank holds any of it, and no job waits for it."""
         self.version = 0
         """Changes with each eviction."""
@@ -50,8 +50,8 @@ class SegmentPlacement:
     @property
     def num_promised(self) -> BlockCount:
         """Blocks reserved for the segment outside `runs`: those of the plan under way and those for its lost ranges."""
-        importing = BlockCount(sum(len(run.blocks) for run in self.incoming))
-        return importing + self.loss.promise.left if self.loss and self.loss.promise else importing
+        incoming = BlockCount(sum(len(run.blocks) for run in self.incoming))
+        return incoming + self.loss.promise.left if self.loss and self.loss.promise else incoming
 
     def num_wanted(self, block_size: int) -> BlockCount:
         """Its blocks once nothing of it is lost."""
@@ -66,12 +66,16 @@ class SegmentPlacement:
     @property
     def is_idle(self) -> bool:
         """Only evicted contexts and cached prompts refer to it."""
-        return 0 < self.num_evicted == self.num_references - self.num_retained
+        return 0 < self.num_idle_references == self.num_references - self.num_cache_references
 
     @property
     def num_reclaimable(self) -> BlockCount:
         """The blocks of the segment if it is only cached for future prompts, else none."""
-        return self.num_blocks if self.num_retained and self.num_retained == self.num_references else BlockCount()
+        return (
+            self.num_blocks
+            if self.num_cache_references and self.num_cache_references == self.num_references
+            else BlockCount()
+        )
 
     def extend(self, token_ids: Sequence[int], runs: Sequence[Run]) -> None:
         """Adds tokens and their runs. A first run with the start of the current last run replaces it."""
@@ -119,8 +123,8 @@ class SegmentPlacement:
     def audit(self) -> None:
         """Asserts that the runs and the lost ranges cover the tokens, in order and without gaps, unless the segment is
         evicted."""
-        assert self.num_references >= max(1, self.num_retained + self.num_evicted)
-        if self.is_stored_only:
+        assert self.num_references >= max(1, self.num_cache_references + self.num_idle_references)
+        if self.is_evicted:
             assert self.is_idle
             assert not (self.runs or self.num_sharded or self.window_runs or self.incoming or self.loss)
             return
@@ -174,10 +178,10 @@ class SegmentPlacements:
         del self._by_segment[holding.segment], self._by_id[holding.segment.id]
         self._evicted.pop(holding.segment, None)
 
-    def mark_evicted(self, holding: SegmentPlacement, *, is_stored_only: bool) -> None:
+    def mark_evicted(self, holding: SegmentPlacement, *, is_evicted: bool) -> None:
         """Marks a segment as evicted, or as no longer evicted."""
-        holding.is_stored_only = is_stored_only
-        if is_stored_only:
+        holding.is_evicted = is_evicted
+        if is_evicted:
             self._evicted[holding.segment] = holding
         else:
             del self._evicted[holding.segment]

@@ -14,7 +14,7 @@ from longleaf.tenants import DEFAULT_TENANT
 
 
 def no_eviction(lacking: BlockCount) -> bool:
-    """The default for `make_more`: no context can be evicted."""
+    """The default for `evict`: no context can be evicted."""
     del lacking
     return False
 
@@ -38,7 +38,7 @@ class SegmentStore:
         self._forgotten: list[int] = []
         self.num_reclaimable = BlockCount()
         """Blocks that `make_room` can free without evicting contexts."""
-        self.make_more: Callable[[BlockCount], bool] = no_eviction
+        self.evict: Callable[[BlockCount], bool] = no_eviction
         """Evicts contexts until so many more blocks are free or reclaimable; returns False if that is not possible."""
 
     def create(self, before: TokenPath, rope: Rope = OWN_ROPE, tenant: str = DEFAULT_TENANT) -> SegmentPlacement:
@@ -105,12 +105,12 @@ class SegmentStore:
 
     def _refer(self, holding: SegmentPlacement, references: int, retained: int) -> None:
         may_be_reclaimable = (
-            retained or holding.num_retained
+            retained or holding.num_cache_references
         )  # usually neither, and a path may have thousands of segments
         if may_be_reclaimable:
             self.num_reclaimable -= holding.num_reclaimable
         holding.num_references += references
-        holding.num_retained += retained
+        holding.num_cache_references += retained
         if may_be_reclaimable:
             self.num_reclaimable += holding.num_reclaimable
         if holding.num_references == 0:
@@ -154,24 +154,24 @@ class SegmentStore:
         first_id, self._next_id = self._next_id, self._next_id + count
         return first_id
 
-    def rest(self, path: TokenPath) -> None:
+    def release_to_idle(self, path: TokenPath) -> None:
         """Marks one reference to each segment of a path as that of an evicted context. Evicts segments that nothing
         else needs."""
         for holding in self.holdings.of(path.segments):
-            holding.num_evicted += 1
+            holding.num_idle_references += 1
             self._evict_idle(holding)
 
     def activate(self, path: TokenPath) -> None:
         """Reverts `rest`. Evicted segments of the path stay evicted until `call`."""
         for holding in self.holdings.of(path.segments):
-            holding.num_evicted -= 1
+            holding.num_idle_references -= 1
 
     def _evict_idle(self, holding: SegmentPlacement) -> None:
         """Evicts a segment if only evicted contexts refer to it and it can be recomputed from its start."""
-        if not holding.is_idle or holding.is_stored_only or not self._can_recompute(holding.segment):
+        if not holding.is_idle or holding.is_evicted or not self._can_recompute(holding.segment):
             return
         self.drop_cached(lambda path: holding.segment in path.segments)
-        if holding.is_stored_only:  # evicted while the last cached prompt was dropped
+        if holding.is_evicted:  # evicted while the last cached prompt was dropped
             return
         self.end_loss(holding)
         self._placer.free((*holding.runs, *holding.window_runs, *holding.incoming))
@@ -190,20 +190,20 @@ class SegmentStore:
         return self.holdings.seams(segment.before, segment.start)[0] == segment.start
 
     def _begin_eviction(self, holding: SegmentPlacement) -> None:
-        self.holdings.mark_evicted(holding, is_stored_only=True)
+        self.holdings.mark_evicted(holding, is_evicted=True)
         self._num_evicted += 1
         holding.version = self._num_evicted
         self.hold(holding.segment.before, holding.segment.start)
 
     def _end_eviction(self, holding: SegmentPlacement) -> None:
-        if holding.is_stored_only:
-            self.holdings.mark_evicted(holding, is_stored_only=False)
+        if holding.is_evicted:
+            self.holdings.mark_evicted(holding, is_evicted=False)
             self.unpin(holding.segment.before, holding.segment.start)
 
-    def call(self, holding: SegmentPlacement) -> None:
+    def begin_reload(self, holding: SegmentPlacement) -> None:
         """Starts the reload of an evicted segment: all of it counts as lost from now on."""
         segment = holding.segment
-        self.holdings.mark_evicted(holding, is_stored_only=False)
+        self.holdings.mark_evicted(holding, is_evicted=False)
         self.begin_loss(holding, LostRanges([(segment.start, segment.end)]))
         assert holding.loss is not None
         holding.loss.front = segment.start  # held since the eviction
@@ -270,7 +270,7 @@ class SegmentStore:
         return sum(len(run) for holding in self._needed() for run in holding.window_runs)
 
     def _needed(self) -> Iterator[SegmentPlacement]:
-        return (holding for holding in self.holdings if holding.num_references > holding.num_retained)
+        return (holding for holding in self.holdings if holding.num_references > holding.num_cache_references)
 
     def take_forgotten(self) -> tuple[int, ...]:
         """Removes and returns the segment ids for the next plan's release_segments."""
@@ -313,14 +313,14 @@ class SegmentStore:
         """Frees blocks until `blocks` are free. Returns False, and frees nothing, if that is not possible. With
         `may_park`, contexts may be evicted."""
         lacking = blocks - self._placer.num_free - self.num_reclaimable
-        if not lacking.fits(BlockCount()) and not (may_park and self.make_more(lacking)):
+        if not lacking.fits(BlockCount()) and not (may_park and self.evict(lacking)):
             return False
         while not blocks.fits(self._placer.num_free):
             self._forget_cached(
                 next(
                     retained.segment
                     for retained in self._cached.values()
-                    if retained.num_retained == retained.num_references
+                    if retained.num_cache_references == retained.num_references
                 )
             )
         return True
@@ -343,7 +343,7 @@ class SegmentStore:
             path.audit() if segment.is_sealed else self.holdings.audit(path)
             before = self.holdings.of(segment.before.segments)
             assert all(part.num_references >= holding.num_references for part in before)
-            assert holding.num_retained == retained.count(segment.id)
+            assert holding.num_cache_references == retained.count(segment.id)
         alive = [holding.segment for holding in self.holdings]
         self._prefixes.audit(alive)
         assert set(retained) <= {segment.id for segment in alive}

@@ -1,4 +1,4 @@
-"""Segments, and paths through them. Contexts, forks, and sequences together form a tree."""
+"""Segments of tokens, and paths of segments. Contexts, forks and sequences together form a tree."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ class TokenPath:
         return TokenPath(tuple(segment for segment in self.segments if segment.start < end), end)
 
     def seen(self, end: int, windows: WindowSpec | None) -> Iterator["Segment"]:
-        """The segments whose windows a token at position `end` of the path sees, last segment first."""
+        """The segments with keys in the windows of a token at position `end` of the path, last segment first."""
         if windows is None:
             return
         first, part_end = windows.first(end), end
@@ -105,7 +105,7 @@ class Segment:
         self.tenant = tenant
         """The tenant that may find its tokens. The tenant of the first segment of a path decides for the whole path."""
         self.is_adopted = False
-        """Its keys may have been imported, in which case they are not verified to match its tokens."""
+        """Whether its keys may have been imported. Imported keys are not verified to match the tokens."""
         self.token_ids = array("I")
         self.text: DocumentText | None = None
         """The text of its tokens, for a document that arrived as text."""
@@ -126,7 +126,7 @@ class Segment:
 
     @cached_property
     def stored_bytes(self) -> int:
-        """Bytes that a sealed segment takes apart from its keys and values: token ids and text."""
+        """Stored bytes of a sealed segment without its keys and values: token ids and text."""
         assert self.is_sealed
         return ID_BYTES * len(self.token_ids) + (self.text.num_buffered_bytes if self.text is not None else 0)
 

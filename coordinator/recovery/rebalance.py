@@ -11,7 +11,7 @@ from longleaf.runs import Run
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Moved:
-    """The moves of the plan under way."""
+    """The moves of the plan in progress."""
 
     parts: tuple[tuple[SegmentPlacement, Run, Run], ...] = ()
     """For each moved run: its segment, the run before the commit, and the run after it."""
@@ -36,7 +36,7 @@ class Rebalancer:
         """Window blocks that have been sent to the `bare` ranks."""
         self._num_broken = 0
         self.is_stuck = False
-        """Windows cannot be distributed: the ranks broke twice during the transfer."""
+        """Whether windows cannot be distributed, because two epochs broke during the transfer."""
         self._under_way: _Moved | None = None
 
     @property
@@ -45,7 +45,7 @@ class Rebalancer:
 
     @property
     def is_over(self) -> bool:
-        """Every rank holds its windows and its share."""
+        """Whether every rank holds its windows and its share."""
         return not self._newcomers and not self.bare and self._under_way is None
 
     def change_ranks(self, after: dict[int, int], newcomers: tuple[int, ...], *, has_windows: bool) -> None:
@@ -94,11 +94,11 @@ class Rebalancer:
         return None
 
     def _parts(self, source: int, target: int, room: int) -> list[tuple[SegmentPlacement, Run, Run]]:
-        """Runs, or their first blocks, to move from `source` to `target`: up to `room` blocks of sealed segments that
-        are not only cached."""
+        """Runs, or their first blocks, to move from `source` to `target`: up to `room` blocks of sealed segments.
+        Segments that are only cached are excluded."""
         parts, size = list[tuple[SegmentPlacement, Run, Run]](), self._placer.block_size
         for holding in self._segments.holdings:
-            if not holding.segment.is_sealed or holding.num_references == holding.num_retained:
+            if not holding.segment.is_sealed or holding.num_references == holding.num_cache_references:
                 continue
             for run in holding.runs:
                 if room and run.rank == source:
@@ -118,7 +118,7 @@ class Rebalancer:
     # --- results ---
 
     def commit(self) -> None:
-        """The moves are complete: frees the blocks at the old places."""
+        """Completes the moves of the plan, and frees the blocks at the old places."""
         moved, self._under_way = self._under_way, None
         assert moved is not None
         self._handed |= moved.window_blocks
@@ -129,7 +129,7 @@ class Rebalancer:
                 self._placer.free([old])
 
     def undo(self, *, has_broken: bool) -> None:
-        """The moves did not happen. Moves that break two epochs are not tried again."""
+        """Discards the moves of the plan, which did not happen. Moves that have broken two epochs are not retried."""
         moved, self._under_way = self._under_way, None
         for holding, _, new in moved.parts if moved else ():
             if new in holding.incoming:

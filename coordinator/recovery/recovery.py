@@ -11,7 +11,7 @@ from coordinator.kv_cache.token_paths import TokenPath
 from coordinator.recovery.fault_score import BREAK
 from coordinator.recovery.rebalance import Rebalancer
 from coordinator.recovery.recompute import RecomputePlanner, RecoveryFailed
-from coordinator.recovery.remap import call, remap
+from coordinator.recovery.remap import begin_reload, remap
 from coordinator.recovery.restore import RestorePlanner
 from longleaf.rank_protocol.step import Move, Prefill, Restore, Work
 from longleaf.runs import Run
@@ -121,9 +121,9 @@ class RecoveryManager:
         self._losses = {holding.segment.id: holding.loss for holding in self._holdings.with_losses if holding.loss}
         self.is_over = False
 
-    def call(self, evicted: Sequence[SegmentPlacement]) -> None:
+    def begin_reload(self, evicted: Sequence[SegmentPlacement]) -> None:
         """Starts the reload of evicted segments. Each must come after the segments that it continues."""
-        call(self._placer, self._segments, evicted)
+        begin_reload(self._placer, self._segments, evicted)
         self._losses |= {holding.segment.id: holding.loss for holding in evicted if holding.loss}
         self.is_over = self.is_over and not evicted
 

@@ -72,7 +72,7 @@ class _Rolled:
         first = {holding: ranges[0][0] for holding, ranges in lost.items()}
         self._lost = lost
         if not has_windows:
-            for holding in (one for one in self._holdings if not one.is_stored_only):
+            for holding in (one for one in self._holdings if not one.is_evicted):
                 holding.window_runs = self._placer.roll_back(holding.window_runs, 0, None)
                 if (place := self._first_seen(holding)) < holding.segment.end:
                     first[holding] = min(place, first.get(holding, place))
@@ -98,7 +98,7 @@ class _Rolled:
         place = self._place(path, position)
         for segment, part_start, part_end in path.parts():
             holding, start = self._holdings[segment], max(place, part_start)
-            if start < part_end and not holding.is_stored_only and (holding.loss is None or start < holding.loss.first):
+            if start < part_end and not holding.is_evicted and (holding.loss is None or start < holding.loss.first):
                 self._placer.free(holding.cut(start))
                 holding.window_runs = self._placer.roll_back(holding.window_runs, start, None)
                 _begin(self._segments, holding, [(start, segment.end)])
@@ -144,11 +144,11 @@ class _Rolled:
             loss.window_blocks += pool.chunk_blocks(end + pool.num_blocks * size)
 
 
-def call(placer: BlockPlacer, segments: SegmentStore, evicted: Iterable[SegmentPlacement]) -> None:
+def begin_reload(placer: BlockPlacer, segments: SegmentStore, evicted: Iterable[SegmentPlacement]) -> None:
     """Marks evicted segments as lost, so that they are recomputed. Each must come after the segments that it
     continues."""
     for holding in evicted:
-        segments.call(holding)
+        segments.begin_reload(holding)
         if placer.windows is not None:
             _Rolled(placer, segments).count(holding)
 
@@ -156,7 +156,7 @@ def call(placer: BlockPlacer, segments: SegmentStore, evicted: Iterable[SegmentP
 def lay_out(segments: SegmentStore) -> tuple[SegmentLayout, ...]:
     """The layout of all segments that are held or lost. It replaces the pending release messages."""
     segments.take_forgotten()
-    reported = [one for one in segments.holdings if one.segment.token_ids and not one.is_stored_only]
+    reported = [one for one in segments.holdings if one.segment.token_ids and not one.is_evicted]
     for holding in reported:
         holding.is_reported = True
     return tuple(

@@ -175,12 +175,12 @@ class Admission:
         """
         retained = self._durable([job, *jobs])
         answers = [other for other in jobs if isinstance(other, Sequence)]
-        exporting = {s.id: s for path in self._requested(answers) for s in path.segments if s.id not in retained}
+        path_segments = {s.id: s for path in self._requested(answers) for s in path.segments if s.id not in retained}
         coming = sum((other.num_blocks for other in jobs if isinstance(other, IngestJob)), BlockCount())
         holdings = self._segments.holdings
         resident = self._limits.wanted(holdings.of(retained.values())) + coming + self._limits.rolling
         self._limits.check_room(job.num_blocks, resident, None)
-        resident += self._limits.wanted(holdings.of(exporting.values()))
+        resident += self._limits.wanted(holdings.of(path_segments.values()))
         if isinstance(job, IngestJob):
             needs = [other.num_blocks for other in answers]
             resident += BlockCount(
@@ -199,9 +199,9 @@ class Admission:
         contexts = self._contexts.list()
         if not self._can_park:
             return {s.id: s for context in contexts for s in context.path.segments}
-        persistence = [job for i, job in enumerate(jobs) if i == 0 or isinstance(job, IngestJob)]
-        origins = [job.request.origin for job in persistence]
-        origins += [context.path for context in self._contexts.bound({job.context for job in persistence})]
+        durable_jobs = [job for i, job in enumerate(jobs) if i == 0 or isinstance(job, IngestJob)]
+        origins = [job.request.origin for job in durable_jobs]
+        origins += [context.path for context in self._contexts.bound({job.context for job in durable_jobs})]
         return {s.id: s for path in origins for s in path.segments}
 
     def _check_time(self, job: Job, jobs: list[Job], left: float) -> None:

@@ -64,8 +64,8 @@ class CapacityShrink:
         """The jobs that do not fit beside the held keys; None when all fit."""
         answers = [job for job in jobs if isinstance(job, Sequence)]
         retained = {holding.segment.id for holding in self._remaining()}
-        exporting = {s: None for job in answers for s in job.request.origin.segments if s.id not in retained}
-        needed += self._limits.wanted(self._segments.holdings.of(exporting))
+        path_segments = {s: None for job in answers for s in job.request.origin.segments if s.id not in retained}
+        needed += self._limits.wanted(self._segments.holdings.of(path_segments))
         for job in jobs:
             if isinstance(job, IngestJob):
                 needed += job.num_blocks

@@ -10,7 +10,7 @@ from coordinator.scheduling.requests import Requests
 from longleaf.errors import AlreadyExists
 
 
-class Documents:
+class ContextOperations:
     """The part of a scheduler that manages contexts. Times called `now` are in seconds since the epoch."""
 
     contexts: ContextTable
@@ -41,7 +41,7 @@ class Documents:
 
     def warm(self) -> None:
         """Activates the most recently used contexts, as many as fit."""
-        self._faults += self._activation.warm(self._job_recovery.call, lambda: self._job_recovery.has_room)
+        self._faults += self._activation.warm(self._job_recovery.begin_reload, lambda: self._job_recovery.has_room)
 
     def _acknowledge(self, job: IngestJob, now: float) -> None:
         document = job.document

@@ -152,6 +152,6 @@ class Queue:
         del self._jobs[job.id]
         self.turns.charge(job.request.claim.account, job.take_turn(job.passed, is_spared=job.is_spared))
 
-    def confirm(self, job: Job) -> None:
+    def refund_unused(self, job: Job) -> None:
         """Refunds the tokens that a stopped job did not use."""
         self.turns.charge(job.request.claim.account, -job.refund())

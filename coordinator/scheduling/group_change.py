@@ -11,7 +11,7 @@ from coordinator.scheduling.job_recovery import JobRecovery
 from longleaf.rank_protocol.group_messages import SegmentLayout
 
 
-class AcrossEpochs:
+class GroupChangeOperations:
     """The part of a scheduler that handles the change of epochs."""
 
     segments: SegmentStore
@@ -19,7 +19,7 @@ class AcrossEpochs:
     _recovery: RecoveryManager
 
     def roll_back(self, steps: tuple[int, ...] = (), suspicion: int = BREAK) -> None:
-        """Ends an epoch. Plans under way are discarded and must not be committed; nothing is scheduled until
+        """Ends an epoch. Plans in flight are discarded and must not be committed. Nothing is scheduled until
         `change_ranks`. Answers later continue at their next token, documents after the last committed chunk.
 
         `steps` are those in which the epoch may have ended; empty if it ended outside a step. Their work gets the fault
@@ -31,19 +31,19 @@ class AcrossEpochs:
         """Continues with the ranks of another epoch, after `roll_back`. The ranks must receive `layout` before any
         plan.
 
-        Contexts and jobs that no longer fit are dropped, unless more ranks are expected (`may_grow`): then that happens
-        in `settle`, or not at all if another epoch brings enough ranks. See `take_given_up` and `drain`.
+        Contexts and jobs that no longer fit are dropped. If more ranks are expected (`may_grow`), they are dropped
+        later by `confirm`, or not at all if another epoch brings enough ranks. See `take_given_up` and `drain`.
         """
         self._job_recovery.change_ranks(ranking, may_grow=may_grow)
 
     @property
     def is_confirmed(self) -> bool:
-        """No more ranks are expected."""
+        """Whether no more ranks are expected."""
         return self._job_recovery.is_confirmed
 
-    def confirm(self) -> None:
-        """No more ranks are expected: contexts and jobs that no longer fit are dropped."""
-        self._job_recovery.confirm()
+    def shrink_to_fit(self) -> None:
+        """Drops contexts and jobs that no longer fit, because no more ranks are expected."""
+        self._job_recovery.shrink_to_fit()
 
     def layout(self) -> tuple[SegmentLayout, ...]:
         """The layout of all held segments, for ranks that have no plan yet."""
@@ -51,7 +51,7 @@ class AcrossEpochs:
 
     @property
     def is_rebalancing(self) -> bool:
-        """Runs may move between ranks."""
+        """Whether runs may move between ranks."""
         return self._recovery.is_rebalancing
 
     @property

@@ -36,14 +36,16 @@ def audit_holdings(
     for segment in [s for path in paths for s in path.segments] + [job.tail.segment for job in running]:
         owners[segment.id] = owners.get(segment.id, 0) + 1
     assert owners == {
-        h.segment.id: h.num_references - h.num_retained for h in holdings if h.num_references > h.num_retained
+        h.segment.id: h.num_references - h.num_cache_references
+        for h in holdings
+        if h.num_references > h.num_cache_references
     }
     places = [(context.path, end) for context in contexts.list() for end in context.ends]
     places += [(path, path.end) for job in jobs for path in (job.request.origin, job.reading.path)]
     places += recovery.frontiers
-    places += [(one.segment.before, one.segment.start) for one in holdings if one.is_stored_only]
+    places += [(one.segment.before, one.segment.start) for one in holdings if one.is_evicted]
     evicted = Counter(s.id for context in contexts.list() if context.is_evicted for s in context.path.segments)
-    assert evicted == Counter({one.segment.id: one.num_evicted for one in holdings if one.num_evicted})
+    assert evicted == Counter({one.segment.id: one.num_idle_references for one in holdings if one.num_idle_references})
     _audit_seams(holdings, placer, [*places, *((segment.path, segment.end) for segment in segments.cached)])
     promised = [holding.loss.promise for holding in holdings.with_losses if holding.loss]
     reservations = [*(job.tail.reservation for job in running), *(one for one in promised if one)]

@@ -29,7 +29,7 @@ class JobLifecycle:
         """Waiting jobs."""
         self.running: dict[int, Job] = {}
         self.may_begin = False
-        """Something has changed since no job in the queue could begin."""
+        """Whether a queued job may be able to begin, because something has changed since the last attempt."""
         self.outcomes: list[Outcome] = []
         """Outcomes to send on the streams, in order."""
         self.now = 0.0
@@ -63,10 +63,10 @@ class JobLifecycle:
         self._leave(job)
 
     def _stop(self, job: Job) -> None:
-        """Removes a job from the running ones; its path stays referenced."""
+        """Removes a job from the running ones. Its path remains referenced."""
         del self.running[job.id]
         self._sharing.take_back(job.stop())
-        self.queue.confirm(job)
+        self.queue.refund_unused(job)
         self.may_begin = True
         if isinstance(job, Sequence):
             self.planner.forget(job.id)

@@ -83,11 +83,11 @@ class JobRecovery:
         self._lifecycle.planner.change_ranks(ranking.epoch)
         self.is_between_epochs, self._limits.may_grow = False, True
         if not may_grow:
-            self.confirm()
+            self.shrink_to_fit()
         self.resume()
-        self.on_fetched()
+        self.report_progress()
 
-    def confirm(self) -> None:
+    def shrink_to_fit(self) -> None:
         """Drops or evicts contexts that no longer fit, and fails jobs that no longer fit, because no more ranks are
         expected."""
         if not self._recovery.is_promised:
@@ -97,7 +97,7 @@ class JobRecovery:
             if isinstance(found, Job):
                 self._lifecycle.fail(found, ResourceExhausted("pool", NO_ROOM))
             else:
-                self._give_up(found, "it does not fit on the remaining ranks")
+                self._give_up(found, NO_ROOM)
         self._limits.may_grow, self._lifecycle.may_begin = False, True
 
     @property
@@ -113,9 +113,9 @@ class JobRecovery:
 
     # --- recovery ---
 
-    def call(self, evicted: Several[SegmentPlacement]) -> None:
+    def begin_reload(self, evicted: Several[SegmentPlacement]) -> None:
         """Starts the reload of evicted segments. Each must come after the segments that it continues."""
-        self._recovery.call(evicted)
+        self._recovery.begin_reload(evicted)
         self.is_over = self.is_over and not evicted
 
     def resume(self) -> None:
@@ -193,9 +193,9 @@ class JobRecovery:
         elif (holding := self._recovery.fail()) is not None:
             self._give_up_all(holding.segment, "the model computed values that are not finite")
         self.resume()
-        self.on_fetched()
+        self.report_progress()
 
-    def on_fetched(self) -> None:
+    def report_progress(self) -> None:
         """Reports the progress of recovery to requests that wait for lost keys."""
         reported: dict[int, Recovering] = {}
         for job, path in self._waiting():

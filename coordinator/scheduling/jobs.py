@@ -27,17 +27,17 @@ class Request:
     """Ids increase: of two requests, the one with the smaller id is older."""
     claim: SchedulingClaim
     origin: TokenPath
-    """The path that its tokens continue: that of the context."""
+    """The path of the context, which its tokens continue."""
     ropes: RopeSwitch
     """The rotation of its tokens, the same as that of the path."""
     capacity: int
     """Maximum number of positions, for which the rope of the context was chosen."""
     is_beyond_trained: bool = False
-    """Prompt and answer may go beyond the positions that the model was trained for."""
+    """Whether prompt and answer may extend beyond the positions that the model was trained for."""
     num_cached: int = field(init=False)
-    """Cached tokens of the path and the prompt; the minimum, if they were needed with both ropes."""
+    """Number of cached tokens of the path and the prompt. If both ropes were needed, the smaller of the two numbers."""
     is_paused: bool = field(init=False, default=False)
-    """The reader is behind: no rows are computed until it has caught up."""
+    """Whether the reader is behind. No rows are computed until it has caught up."""
     jobs: list["Job"] = field(init=False, default_factory=list["Job"])
     """Its waiting and running jobs: a document, a prompt, or the samples of the answer that have not ended."""
 
@@ -75,8 +75,8 @@ class Job:
         self.id = job_id
         self.reading = reading
         self.num_blocks = num_blocks
-        """Maximum number of blocks that the job holds at a time, excluding its path, if none of its tokens are cached,
-        and even if it is preempted."""
+        """Upper bound of the blocks that the job holds at a time, excluding its path. It assumes that no token is
+        cached, and also applies if the job is preempted."""
         self.phase = Phase.WAITING
         self.num_begins = 0
         self.last_turn = 0
@@ -84,9 +84,9 @@ class Job:
         self.seconds_per_token: float | None = None
         """Seconds per token of the last chunk."""
         self.passed = frozenset[int]()
-        """Ids of the jobs that this one passed when it began, because they had no room. They may preempt it."""
+        """Ids of the jobs that this one overtook when it began, because they did not fit. They may preempt it."""
         self.is_spared = False
-        """The job began for its age, and is not preempted before it ends."""
+        """Whether the job began because of its age. A job of higher priority does not preempt it."""
         self._num_charged = 0
         self._tail: GrowingSegment | None = None
 
@@ -132,8 +132,8 @@ class Job:
         return len(reading.token_ids) - reading.num_read + self.num_tails * self.num_answer_left
 
     def may_preempt(self, other: "Job") -> bool:
-        """Whether this job may preempt a running one: one that is paused, that passed this job, or, within the same
-        tenant, that has a lower priority and is not spared."""
+        """Whether this job may preempt `other`, a running job: if `other` is paused, if it overtook this job, or if it
+        belongs to the same tenant, has a lower priority and is not spared."""
         if other.request.is_paused or self.id in other.passed:
             return True
         return self.request.claim.outranks(other.request.claim) and not other.is_spared
@@ -150,7 +150,7 @@ class Job:
         self.last_turn = step
 
     def take_turn(self, passed: frozenset[int], *, is_spared: bool) -> int:
-        """Records how the job came to begin. Returns the number of tokens that its client is charged with."""
+        """Records the jobs overtaken at the start. Returns the number of tokens that the client is charged for."""
         self.passed, self.is_spared = passed, is_spared
         self._num_charged = self.num_tokens_left
         return self._num_charged

@@ -18,7 +18,7 @@ class _Suspicion:
     end: int = 0
     """End of the chunks in which epochs ended."""
     is_answer: bool = False
-    """An epoch ended in a decode step of the job."""
+    """Whether an epoch ended in a decode step of the job."""
 
     def add(self, work: Work, amount: int, *, is_certain: bool) -> None:
         self.amount = add(self.amount, amount, is_certain=is_certain)
@@ -32,8 +32,8 @@ class _Suspicion:
 
 
 class PoisonJobs:
-    """Jobs in whose steps epochs ended. A suspected job has separate steps, with nothing else under way, until one of
-    them is answered, so that a further failure cannot be due to other jobs."""
+    """Jobs in whose steps epochs ended. A suspected job has separate steps, and no other step is in flight, until one
+    of them is answered. A further failure then cannot be due to another job."""
 
     def __init__(self) -> None:
         self._found: dict[Job, _Suspicion] = {}
@@ -42,8 +42,8 @@ class PoisonJobs:
         return len(self._found)
 
     def accuse(self, jobs: Iterable[Job], work: Work, amount: int, *, is_certain: bool) -> list[Job]:
-        """Adds to the fault scores of jobs whose work ended an epoch, certainly or, unless `is_certain`, possibly.
-        Removes and returns the jobs that have reached the GUILTY score."""
+        """Adds `amount` to the fault scores of jobs whose work ended an epoch, or may have unless `is_certain`. Removes
+        and returns the jobs that have reached the GUILTY score."""
         guilty = list[Job]()
         for job in jobs:
             found = self._found.setdefault(job, _Suspicion())
@@ -69,7 +69,7 @@ class PoisonJobs:
         return apart[:1] or jobs
 
     def is_apart(self, job: Job) -> bool:
-        """Whether the job must have separate steps, with nothing else under way."""
+        """Whether the job must have separate steps, while no other step is in flight."""
         return job in self._found and self._found[job].amount >= BREAK
 
 

@@ -90,6 +90,6 @@ def _num_freed(job: Sequence, dropped: Counter[int], holdings: SegmentPlacements
     num_blocks = job.tail.holding.num_blocks + job.tail.reservation.left
     for holding in holdings.of(job.reading.path.segments[len(job.request.origin.segments) :]):
         dropped[holding.segment.id] += 1
-        if holding.num_references - holding.num_retained == dropped[holding.segment.id]:
+        if holding.num_references - holding.num_cache_references == dropped[holding.segment.id]:
             num_blocks += holding.num_blocks
     return num_blocks

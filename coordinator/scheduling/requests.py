@@ -1,4 +1,4 @@
-"""Requests that have not ended: by id, by deadline, and those that are paused."""
+"""Registry of the requests that have not ended, with their deadlines and pauses."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ class Requests:
         self.max_unread = max_unread
         self._by_id: dict[int, Request] = {}
         self._paused: dict[int, Request] = {}
-        """In the order of their pauses, the longest first."""
+        """Paused requests by id, the longest paused one first."""
         self.deadlines = ExpiryHeap[int]()
         self.expiries = ExpiryHeap[int]()
-        """Expiry times of the contexts of ingests, in seconds since the epoch."""
+        """Expiry times of the contexts of ingests, in seconds since the Unix epoch."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -42,7 +42,7 @@ class Requests:
             self.expiries.add(request.id, job.document.settings.ingest_expiry)
 
     def remove(self, job: Job) -> None:
-        """Removes a job that has ended, and its request with the last job."""
+        """Removes a job that has ended, and also its request if this was the last job."""
         request = job.request
         request.jobs.remove(job)
         if not request.jobs:
@@ -89,7 +89,7 @@ class Requests:
 
     @property
     def surplus(self) -> Request | None:
-        """When too many requests are paused, the longest paused one of the client that has most."""
+        """If too many requests are paused: the longest paused request of the client with the most paused requests."""
         if self.num_paused <= self.max_unread:
             return None
         [(greedy, _)] = Counter(request.claim.account for request in self._paused.values()).most_common(1)

@@ -18,9 +18,9 @@ from coordinator.recovery.recompute import RecoveryFailed
 from coordinator.recovery.recovery import MOVED_BLOCKS, RecoveryManager
 from coordinator.scheduling.admission import Admission
 from coordinator.scheduling.context_activation import ContextActivation
-from coordinator.scheduling.documents import Documents
+from coordinator.scheduling.documents import ContextOperations
 from coordinator.scheduling.fair_queue import Queue
-from coordinator.scheduling.group_change import AcrossEpochs
+from coordinator.scheduling.group_change import GroupChangeOperations
 from coordinator.scheduling.invariants import audit_holdings, audit_jobs
 from coordinator.scheduling.job_lifecycle import JobLifecycle
 from coordinator.scheduling.job_recovery import JobRecovery
@@ -47,7 +47,7 @@ FAILED = "an unexpected error ended this request; see the log of the service"
 NEVER_BEGINS = "it needs more memory than is available"
 
 
-class Scheduler(AcrossEpochs, Documents):
+class Scheduler(GroupChangeOperations, ContextOperations):
     """Requests, their segments and their blocks. Plans are committed in the order in which they were scheduled.
 
     Freed blocks may be allocated again at once, even if plans under way still write to them: the plan that reuses them
@@ -73,7 +73,7 @@ class Scheduler(AcrossEpochs, Documents):
         self.segments = SegmentStore(placer, share_prefixes=config.share_prefixes)
         self.contexts = ContextTable(self.segments)
         self.speeds = Speeds()
-        self.num_answered = 0
+        self.num_steps = 0
         """Number of steps so far."""
         self.num_preempted = 0
         """Number of times that a job returned to the queue so that another could begin."""
@@ -160,12 +160,12 @@ class Scheduler(AcrossEpochs, Documents):
         keeps nothing.
         """
         context = self.contexts.find(prompt.context)
-        with self._activation.activate(context, self._job_recovery.call):
+        with self._activation.activate(context, self._job_recovery.begin_reload):
             self._lifecycle.enter(self._admission.admit(request_id, prompt, now, self._begin_waiting))
         if context is not None:
             self.contexts.use(context)
         if not self._job_recovery.is_over:
-            self._job_recovery.on_fetched()
+            self._job_recovery.report_progress()
 
     # --- schedule ---
 
@@ -276,7 +276,7 @@ class Scheduler(AcrossEpochs, Documents):
     def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> list[Outcome]:
         """Commits the result of a plan. `now`, in seconds since the epoch, is the time stamp of contexts."""
         assert (plan.epoch, plan.step) == (result.epoch, result.step)
-        self.num_answered += 1
+        self.num_steps += 1
         seconds = result.seconds - sum(found.seconds for found in result.comparisons.values())
         self.speeds.measure(plan, seconds)
         self._drafter.measure(plan, seconds)
@@ -293,7 +293,7 @@ class Scheduler(AcrossEpochs, Documents):
                 self._commit_job(job, plan.work, result, now)
             except Exception as error:
                 self._end_failed(job, error)
-        return self.drain()
+        return self.take_outcomes()
 
     def _commit_job(self, job: Job, work: Work, result: StepResult, now: float) -> None:
         if job.id in result.not_finite or not result.has_finite_keys:
@@ -305,7 +305,7 @@ class Scheduler(AcrossEpochs, Documents):
         elif isinstance(job, Sequence):
             self._commit_tokens(job, result)
 
-    def drain(self) -> list[Outcome]:
+    def take_outcomes(self) -> list[Outcome]:
         """Removes and returns the outcomes to send on the streams, in order."""
         outcomes = self._outcomes.copy()
         self._outcomes.clear()
@@ -397,7 +397,8 @@ class Scheduler(AcrossEpochs, Documents):
         self._lifecycle.may_begin = True
         while (surplus := self._requests.surplus) is not None:
             message = (
-                f"more than {self._requests.max_unread} answers of its client are unread; this one for the longest time"
+                f"more than {self._requests.max_unread} answers are unread; this one has been unread the longest of "
+                "the client with the most"
             )
             self._end_unread(surplus, message)
 

@@ -1,5 +1,5 @@
-"""Speculative decoding: drafts for the sequences of a step, and when waiting for them pays off. Pure: measured times
-are passed in."""
+"""Speculative decoding: drafts for the sequences of a step, and the decision whether a step waits for them. Pure: its
+callers pass measured times."""
 
 from collections.abc import Sequence as Several
 from weakref import WeakKeyDictionary
@@ -20,7 +20,7 @@ during the prefill."""
 MAX_COMPARED = 4
 """Maximum number of sequences per step without drafts whose tokens are compared with shadow drafts."""
 TURN_STEPS = 64
-"""Number of steps with the same compared sequences; then the next ones are compared."""
+"""Number of steps after which other sequences are compared."""
 
 
 class Drafter:
@@ -53,7 +53,7 @@ class Drafter:
         return self._policy.is_worth_waiting([each.acceptance.expected() if each else [] for each in drafts])
 
     def draft(self, jobs: Several[Sequence], rows: Several[Row]) -> tuple[Row, ...]:
-        """The rows with drafts, where these pay off. Nothing else of these sequences is under way."""
+        """The rows, with drafts where they pay off. No step of these sequences may be in flight."""
         if not (self._max_drafts and self._policy.has_room(len(jobs))):
             return tuple(rows)
         drafts = [NO_DRAFT if row.terms else self._look(job) for job, row in zip(jobs, rows, strict=True)]
@@ -75,7 +75,7 @@ class Drafter:
         return job.drafter
 
     def _usual_of(self, job: Sequence) -> Acceptance | None:
-        """Acceptance rates of the sequences that query the same context, because their questions are similar."""
+        """The acceptance rates shared by all sequences that query the same context, since questions are similar."""
         if not (segments := job.request.origin.segments):
             return None
         return self._usual.setdefault(segments[0], Acceptance(self._max_drafts, decay=USUAL_DECAY))
@@ -87,8 +87,8 @@ class Drafter:
         self._measured.append((plan, seconds))
 
     def measure_gap(self, seconds: float, *, is_ahead: bool) -> None:
-        """Records the time between two decode steps, the second sent before (`is_ahead`) or after the first was
-        over."""
+        """Records the time between two decode steps. `is_ahead`: the second step was sent before the first one had
+        ended."""
         self._costs.measure_gap(seconds, is_ahead=is_ahead)
 
     def read(self, segment: Segment, end: int) -> None:

@@ -35,12 +35,12 @@ class AcceptanceRate:
 
 
 class Acceptance:
-    """Acceptance probabilities of the drafts of one sequence; 0 before the first outcome, of the sequence or of
-    `usual`.
+    """Acceptance probabilities of the drafts of one sequence. They are 0 before the first outcome of the sequence or
+    of `usual`.
 
-    The probability of each draft token, given that those before it are accepted, is estimated separately; with few
-    outcomes it is close to that of the previous token. That of the first token depends on the size of the n-gram that
-    matched.
+    The probability of each draft token, given that those before it are accepted, is estimated separately. With few
+    outcomes, the estimate is close to that of the previous token. The estimate of the first token depends on the size
+    of the n-gram that matched.
     """
 
     def __init__(self, max_drafts: int, usual: "Acceptance | None" = None, decay: float = DECAY) -> None:
@@ -49,19 +49,19 @@ class Acceptance:
         usual_chances: list[AcceptanceRate | None] = [*usual.chances] if usual else [None] * (NUM_KINDS + max_drafts)
         self.chances = [AcceptanceRate(each, decay) for each in usual_chances]
         self._found = self.chances[0]
-        """Probability that there is a draft and its first token is accepted."""
+        """Probability that there is a draft whose first token is accepted."""
         self._first = self.chances[1 : 1 + NUM_KINDS]
         """Probability that the first token is accepted, by kind of n-gram."""
         self._next = self.chances[1 + NUM_KINDS :]
-        """Probability that the second, the third, ... token is accepted, given that those before it are."""
+        """Probabilities of the second, the third, ... token, given that the tokens before it are accepted."""
 
     @property
     def max_drafts(self) -> int:
         return 1 + len(self._next)
 
     def add(self, size: int, number: int, is_right: bool) -> None:
-        """Records whether draft token `number`, counted from 0, was accepted after all before it were. `size` is that
-        of its n-gram; 0 means that there was no draft, which counts as not accepted."""
+        """Records whether draft token `number`, counted from 0, was accepted, given that all tokens before it were.
+        `size` is the size of the n-gram; 0 means that there was no draft, which counts as not accepted."""
         if number:
             self._next[number - 1].add(is_right)
             return
@@ -110,8 +110,8 @@ class ShadowDrafts:
         self._num_right = 0
 
     def take(self, token_id: int, next_draft: Callable[[], Draft]) -> None:
-        """Records the next token of the answer. Calls `next_draft` for a draft after that token, where the last draft
-        has ended."""
+        """Records the next token of the answer. If the last draft has ended, calls `next_draft` for a draft after that
+        token."""
         draft, number = self._draft, self._num_right
         if draft is not None and number < len(draft.token_ids):
             is_right = draft.token_ids[number] == token_id

@@ -15,14 +15,15 @@ MAX_SIZE = 16
 SIZES = (1, 2, 4, 8)
 """Sizes of the hashed n-grams, in tokens."""
 CHAINED = SIZES[-1]
-"""Size of the n-grams that are chained: all of them can be found; of smaller ones only the last of a table."""
+"""Size of the n-grams that are chained, so that all occurrences can be found. Of smaller n-grams, only the last
+occurrence in a table can be found."""
 SLOTS = (4, 4, 2, 2)
 """Number of tokens per slot of a table, for each size."""
 MAX_HOPS = 8
-"""Maximum number of chained n-grams that are tried after the first one, in each table."""
+"""Maximum number of chained n-grams that are tried per table, after the first one."""
 TABLE_TOKENS = 1 << 16
 REST_TOKENS = 1 << 10
-"""Number of tokens that are searched without a table, because they are too few for one."""
+"""Fewer tokens than this are searched without a table."""
 ID_BYTES = 4
 MAX_BYTES = 8
 """Maximum size of all tables of a segment, in bytes per token."""
@@ -33,7 +34,7 @@ Ids = NDArray[np.uint32]
 
 
 class NgramMatch:
-    """The search for the longest n-gram that ends like a query, and among those of equal length for the last one.
+    """A search for the longest n-gram that matches the end of a query. Of several with equal size, it finds the last.
 
     `query` has the last 1 to MAX_SIZE tokens. A later candidate replaces the match only if it is longer, so candidates
     are tried from the last one on.
@@ -51,7 +52,7 @@ class NgramMatch:
 
     @property
     def is_longest(self) -> bool:
-        """No longer match is possible."""
+        """Whether no longer match is possible."""
         return self.size == len(self.newest_first)
 
     def begin(self, part: int) -> None:
@@ -126,7 +127,7 @@ class NgramTable:
             places = np.arange(begin - self.start, end - self.start, dtype=np.uint16)
             if size == CHAINED:
                 self._chain(at, places)
-            np.frombuffer(slots, np.uint16)[at] = places  # of several for one slot, the last one stays
+            np.frombuffer(slots, np.uint16)[at] = places  # if several n-grams share a slot, the last one remains
 
     def _chain(self, at: Ids, places: NDArray[np.uint16]) -> None:
         """Links each n-gram to the previous one in its slot; `at` are the slots of the n-grams at `places`."""
@@ -139,8 +140,8 @@ class NgramTable:
     def match(self, match: NgramMatch, ids: "array[int]", visible: int) -> None:
         """Tries the n-grams found in this table. `ids` are those of the segment; only offsets below `visible` are used.
 
-        Where the last n-gram is not visible, its chain leads back to a visible one. N-grams of fewer than CHAINED
-        tokens are then missed in this table.
+        If the last n-gram in a slot is not visible, its chain leads back to a visible one. N-grams of fewer than
+        CHAINED tokens have no chain, and are missed in that case.
         """
         start, query, size = self.start, match.newest_first, match.size
         for number, most, hashed in match.probes:
@@ -160,16 +161,16 @@ class NgramTable:
 
 
 class SegmentIndex:
-    """Tables of the n-grams of a growing segment. `ids` are the segment's ids: no buffer of them is kept while they
-    grow.
+    """Tables of the n-grams of a growing segment. `ids` are the segment's ids; no buffer over them is held, so
+    that they can grow.
 
-    Tokens are indexed once they can no longer be removed. The last ones, fewer than REST_TOKENS, are in no table yet.
+    Tokens are indexed once they can no longer be removed. The last ones, fewer than REST_TOKENS, are not in a table.
     """
 
     def __init__(self, ids: "array[int]") -> None:
         self.ids = ids
         self.count = 0
-        """Number of indexed tokens, which are the first ones of the segment."""
+        """Number of indexed tokens, counted from the start of the segment."""
         self._tables: list[NgramTable] = []
         self._covered = 0
         """Number of tokens in tables."""
@@ -180,8 +181,8 @@ class SegmentIndex:
         return sum(table.num_bytes for table in self._tables)
 
     def enter(self, count: int) -> None:
-        """Indexes the first `count` tokens of the segment, which must not change later. Tokens that are indexed already
-        stay so."""
+        """Indexes the first `count` tokens of the segment, which must not change later. Tokens that are already indexed
+        remain indexed."""
         assert count <= len(self.ids)
         self.count = max(self.count, count)
         if self.count - self._covered < REST_TOKENS:
@@ -213,7 +214,7 @@ class SegmentIndex:
                 table.match(match, self.ids, visible)
 
     def _match_rest(self, match: NgramMatch, visible: int) -> None:
-        """Tries the tokens that are in no table: the last one of the longest matches."""
+        """Searches the tokens that are not in a table, for the last one of the longest matches."""
         first = max(0, self._covered - MAX_SIZE + 1)
         rest = self.ids[first:visible].tobytes()
         while not match.is_longest:

@@ -10,12 +10,12 @@ FORGOTTEN_AFTER = 512
 """Number of steps with the same number of sequences after which the measurement of an unused number of drafts
 expires."""
 HOPEFUL_EVERY = 16
-"""One in so many steps with the same number of sequences is planned as if more drafts cost nothing, up to the next
-measured number: kernels process rows in tiles, so the cost rises in steps."""
+"""One of this many steps with the same number of sequences is planned as if drafts up to the next measured number cost
+nothing more: kernels process rows in tiles, so the cost may not rise until a tile is full."""
 GAP_AHEAD = 0.1e-3
 GAP_AFTER = 0.6e-3
-"""Initial estimates of the time between two steps: where the second is sent ahead, and where it waits for the result of
-the first."""
+"""Initial estimates of the seconds between two steps: if the second is sent ahead (GAP_AHEAD), and if it waits for the
+result of the first (GAP_AFTER)."""
 
 
 class _Mean:
@@ -91,14 +91,14 @@ class StepCostModel:
         self._gap_after = _Mean(LEVEL_DECAY, GAP_AFTER)
 
     def measure(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
-        """Records the duration of a decode step with one row per sequence and one per draft; 0 means that it was not
-        measured."""
+        """Records the duration of a decode step with one row per sequence and one per draft. 0 seconds means that the
+        step was not measured."""
         if seconds > 0:
             self._by_sequences.setdefault(num_sequences, _StepTimes()).add(num_drafts, seconds)
 
     def measure_gap(self, seconds: float, *, is_ahead: bool) -> None:
-        """Records the time between two consecutive decode steps, the second sent before (`is_ahead`) or after the first
-        had ended."""
+        """Records the time between two consecutive decode steps. `is_ahead`: the second step was sent before the first
+        one had ended."""
         (self._gap_ahead if is_ahead else self._gap_after).add(seconds)
 
     def gap(self, *, is_ahead: bool) -> float:

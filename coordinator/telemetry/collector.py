@@ -34,7 +34,7 @@ class Gauges:
         with suppress(LongleafError):
             seen += self._of_cluster(self._sources.cluster())
         seen += self._of_counts(self._sources.counts())
-        seen += self._storage_error()
+        seen += self._alerts()
         self._seen = seen
 
     # --- the ranks and the load ---
@@ -119,7 +119,7 @@ class Gauges:
 
     # --- metrics for alerts ---
 
-    def _storage_error(self) -> list[Metric]:
+    def _alerts(self) -> list[Metric]:
         sources = self._sources
         found: list[Metric] = [self._counter("ranks_lost", "Lost members.", sources.ranks_lost())]
         message = "Failed reloads of a changed file; the previous content stays in use."

@@ -1,4 +1,4 @@
-"""Spans of one generation: one for all of it, and one for each phase."""
+"""Spans of one generation: one for the whole generation, and one for each phase."""
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
@@ -12,8 +12,8 @@ CANCELLED = "cancelled"
 
 
 class GenerationSpans:
-    """Opens the spans of a generation by `model` and of its time in the queue. End them with `finish` or `fail`. They
-    contain neither input nor output."""
+    """Opens the span of a generation by `model`, and that of its time in the queue. `finish` or `fail` ends the spans.
+    They contain neither input nor output."""
 
     def __init__(self, tracer: Tracer, model: str, request_id: str, tenant: str) -> None:
         self._tracer = tracer
@@ -41,7 +41,7 @@ class GenerationSpans:
             self._name, self._phase = name, self._start(name)
 
     def take(self, event: Event) -> None:
-        """Records `event`: each step of a phase becomes an event of its span."""
+        """Records `event`, as a change of phase or as an event of the span of the current phase."""
         match event:
             case Admitted():
                 self._enter("queue" if event.queue_position else "prefill")

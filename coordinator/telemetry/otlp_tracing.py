@@ -34,12 +34,12 @@ from longleaf.tenants import name_of
 STOP_SECONDS = 5.0
 """Seconds that shutdown may wait for a collector that does not respond."""
 UNNAMED = "unknown_service"
-"""The library's default name of a service."""
+"""Start of the default name that the library gives a service."""
 
 
 def _is_address(endpoint: str) -> bool:
-    """Checks that the library can send to the address; it would retry forever without a message. Addresses that are not
-    web addresses, such as `unix:`, are left to gRPC."""
+    """Whether the library can send to the endpoint. With an invalid one, it would retry forever without a message. gRPC
+    checks endpoints without http or https, such as `unix:`."""
     try:
         parts = urlsplit(endpoint)
         is_web = parts.scheme in ("http", "https")
@@ -50,7 +50,7 @@ def _is_address(endpoint: str) -> bool:
 
 
 def provider_of_environment() -> TracerProvider:
-    """Creates the exporter that the OTEL_* variables configure. Raises InvalidArgument for invalid ones."""
+    """Creates the tracer provider that the OTEL_* variables configure. Raises InvalidArgument if they are invalid."""
     for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"):
         if not _is_address(os.environ.get(name, "")):
             raise InvalidArgument("traces", f"{name} must be http://HOST:PORT or https://HOST:PORT")
@@ -60,7 +60,7 @@ def provider_of_environment() -> TracerProvider:
             resource = resource.merge(Resource({SERVICE_NAME: "longleaf"}))
         made = TracerProvider(resource=resource, shutdown_on_exit=False)
         made.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    except Exception as error:  # of any type; its message may quote a header
+    except Exception as error:  # the message is omitted, because it may quote a header
         raise InvalidArgument("traces", f"invalid OTEL_* variable: {type(error).__name__}") from None
     return made
 
@@ -88,7 +88,7 @@ class OtlpTraces:
         self._tracer = self._provider.get_tracer("longleaf")
 
     async def stop(self) -> None:
-        """Sends the remaining spans; drops them if that takes too long."""
+        """Sends the remaining spans, and drops those that are not sent within the time limit."""
         if self._provider is not None:
             ending = threading.Thread(target=self._provider.shutdown, name="end-of-traces", daemon=True)
             ending.start()
@@ -97,7 +97,7 @@ class OtlpTraces:
 
     @contextmanager
     def call(self, record: CallRecord) -> Generator[None, None, None]:
-        """The span of a call, part of the trace that its client names, if it names one."""
+        """Records the span of a call. If the client sent a trace context, the span joins its trace."""
         span = self._tracer.start_span(
             record.method.lstrip("/"),
             self._propagator.extract(record.metadata, context.Context()),
@@ -115,7 +115,7 @@ class OtlpTraces:
 
     @contextmanager
     def generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
-        """The spans of a generation, part of the call that began it."""
+        """Records the spans of a generation, as children of the call that began it."""
         spans = GenerationSpans(self._tracer, self._model, request_id, tenant)
         try:
             yield spans.take

@@ -1,4 +1,4 @@
-"""The observers of a service, from start to stop, and its log."""
+"""Starts and stops the observers of a service and its log."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,8 +27,8 @@ class ManagedObserver(Observer, Protocol):
 
 
 class Telemetry:
-    """Observers of a service whose clients see the model as `model`, and whose ranks `launcher` starts. `is_open`:
-    clients are not authenticated."""
+    """The observers of a service. `model` is the model name that clients see, and `launcher` starts the ranks. With
+    `is_open`, clients are not authenticated."""
 
     def __init__(self, config: TelemetryConfig, model: str, launcher: str, is_open: bool) -> None:
         self._config, self._model, self._launcher, self._is_open = config, model, launcher, is_open
@@ -37,7 +37,7 @@ class Telemetry:
         self._metrics: Metrics | None = None
 
     async def start(self) -> Observers:
-        """Configures logging; returns the observers of calls and generations. Raises InvalidArgument."""
+        """Configures logging, and returns the observers of calls and generations. Raises InvalidArgument."""
         self._logs = logs.set_up(self._config)
         for watcher in self._wanted():
             self._watchers.append(watcher)
@@ -46,7 +46,7 @@ class Telemetry:
         return Observers([*self._watchers, *([self._metrics.observer] if self._metrics else [])])
 
     def _make_metrics(self) -> "Metrics | None":
-        """Unused observers are not imported."""
+        """Imports the metrics if they are enabled."""
         if self._config.metrics_port is None:
             return None
         from coordinator.telemetry.metrics import Metrics
@@ -54,13 +54,13 @@ class Telemetry:
         return Metrics(self._model, self._launcher)
 
     async def log_start(self, sources: MetricSources) -> tuple[str, ...]:
-        """Opens the metrics port, if configured; returns notes with its address. Raises StartError."""
+        """Opens the metrics port, if configured, and returns a note with its address. Raises StartError."""
         if self._metrics is None or (port := self._config.metrics_port) is None:
             return ()
         return (f"metrics are at {await self._metrics.start(sources, self._config.metrics_host, port)}",)
 
     def _wanted(self) -> list[ManagedObserver]:
-        """The configured observers; the first one is notified last of an end."""
+        """The configured observers. The first one is the last to be notified of an end."""
         wanted: list[ManagedObserver] = []
         if self._is_logging_calls:
             wanted.append(AccessLog())
@@ -70,7 +70,8 @@ class Telemetry:
 
     @property
     def _is_logging_calls(self) -> bool:
-        """Access lines are off for an unauthenticated service with a plain log, which has one local user."""
+        """Whether calls are logged. Not for an unauthenticated service with a plain log, which has a single local
+        user."""
         return not (self._is_open and self._config.has_plain_log)
 
     async def stop(self) -> None:

@@ -1,10 +1,10 @@
-"""Streaming tokenization: only one window of the text is held, whatever its length.
+"""Streaming tokenization: only one window of a text is in memory, however long the text is.
 
 A cut is a position at which the ids of the whole text are the ids of the part before it followed by those of the part
 after it. The encoder looks for a cut near the end of a window and verifies it within the window: encoded from a few
 tokens before the cut (the lead), the rest of the window must give the same ids from the cut on, and the cut must be
-valid for any text that follows. The lead replaces the preceding text; anything that a tokenizer adds or strips at the
-start of a text falls into the lead, and is dropped.
+valid for any text that follows. The lead replaces the preceding text: anything that a tokenizer adds or strips at the
+start of a text affects only the ids of the lead, which are dropped.
 """
 
 import time
@@ -22,20 +22,20 @@ from coordinator.text.token_offsets import TokenOffsets
 from longleaf.errors import InvalidArgument
 
 LONGEST_SECONDS = 1.0
-"""A window without a cut that took longer than this is not enlarged: with the patterns of some tokenizers the time is
-quadratic in the length of a run of digits.
+"""A window without a cut is not enlarged if its encoding took longer than this. With the patterns of some tokenizers,
+the time is quadratic in the length of a run of digits.
 """
 MAX_TOKENS_BACK = 512
-"""Number of tokens in which a cut is searched."""
+"""Number of tokens that are searched for a cut."""
 MAX_TRIES = 16
 LEAD_TOKENS = 8
 MAX_LEAD_TOKENS = 40
-"""Tokens of the lead: it starts at a word boundary if there is one between these two limits."""
+"""Minimum and maximum number of tokens of the lead. It starts at a word boundary if there is one in this range."""
 MAX_SHIFT = 64
 """Maximum number of characters by which a lead is extended."""
 PROBES = ("\n", "a", "0", " a", ".", "\u0334")
-"""Possible continuations of a window: each kind of character moves different boundaries (the last one sorts before
-other combining marks).
+"""Possible continuations of a window. Each kind of character moves different boundaries. The last one sorts before
+other combining marks.
 """
 
 
@@ -43,7 +43,7 @@ class WindowSizes(NamedTuple):
     """Window sizes in characters."""
 
     usual: int = 1 << 16
-    """The library takes some 160 bytes per character at its peak."""
+    """At its peak, the library uses about 160 bytes per character."""
     longest: int = 1 << 20
     """Maximum size within which a cut must be found."""
     margin: int = 1024
@@ -63,12 +63,12 @@ class _Cut(msgspec.Struct, frozen=True):
 
 
 class StablePrefix(NamedTuple):
-    """The end of the final part of a text: the state, beside the ids, that is needed to resume."""
+    """The end of the final part of a text. Together with the ids, this is the state needed to resume."""
 
     num_bytes: int
     """Bytes of the text in UTF-8 before the next window."""
     num_lead: int
-    """First tokens of that window that are already final."""
+    """Number of first tokens of that window that are already final."""
 
 
 NOTHING_STABLE = StablePrefix(0, 0)
@@ -77,8 +77,8 @@ NOTHING_STABLE = StablePrefix(0, 0)
 class Encoder:
     """Encodes one text given in pieces; the ids equal those of the whole text. Not thread-safe.
 
-    BPE may be cut inside a word where no merge crosses the cut, because merges are local. Other models segment a word
-    as a whole, and are cut between words only.
+    With BPE, a cut may be inside a word if no merge crosses it, because merges are local. Other models segment a word
+    as a whole, so cuts are between words only.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class Encoder:
         sizes: WindowSizes = USUAL_WINDOW,
         starts: TokenOffsets | None = None,
     ) -> None:
-        """`before` are ids that precede those of the text. `lead` is a short text before it that is encoded together
-        with it, without its first `num_lead` tokens. `clock` counts seconds. `starts`, if given, records the start
-        offsets of tokens.
+        """`before` are ids that precede those of the text. `lead` is a short text before the text. Both are encoded
+        together, and the first `num_lead` tokens are dropped. `clock` counts seconds. `starts`, if given, records the
+        start offsets of tokens.
         """
         self._tokenizer = tokenizer
         self._clock = clock
@@ -108,7 +108,7 @@ class Encoder:
         self._start = -len(lead)
         """Characters of the whole text before `_text`."""
         self._num_lead = num_lead
-        """First tokens of `_text` that are already final."""
+        """Number of first tokens of `_text` that are already final."""
         self._num_bytes = -len(lead.encode())
         """Bytes of the whole text before `_text`."""
         self.token_ids = array("I", before)
@@ -141,7 +141,7 @@ class Encoder:
                 self._encode_window()
 
     def finish(self) -> None:
-        """Finalize all pushed text: the text is complete. Idempotent."""
+        """Finalize all pushed text, because the text is complete. Idempotent."""
         if self._text:
             encoding = self._encode(self._text)
             self._commit(encoding, self._text, len(encoding))
@@ -211,7 +211,7 @@ class Encoder:
         num_lead = len(whole) - tail.num_from(index)
         if num_lead < 0 or not tail.equals(index, whole, num_lead):
             return None
-        # Beyond the cut as well: later text may move boundaries that become visible in the ids only later.
+        # Tokens beyond the cut must agree as well: a moved boundary may change the ids only further on.
         count = (num_lead + len(whole)) // 2 + 1
         is_firm = all(_tokens(self._encode(rest + probe), count) == _tokens(whole, count) for probe in PROBES)
         return _Cut(index, start, num_lead) if is_firm else None
@@ -235,7 +235,8 @@ class _Tail:
         return len(self._ids) - index
 
     def equals(self, index: int, other: Encoding, other_index: int) -> bool:
-        """Return whether the rest of both is equal, words included: ids may not show groups of digits."""
+        """Return whether the remaining ids and words of both are equal. Equal ids may group digits into different
+        words."""
         is_same = self._ids[index:] == other.ids[other_index:]
         return is_same and _lengths(self._words[index:]) == _lengths(other.word_ids[other_index:])
 

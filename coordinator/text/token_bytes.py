@@ -12,11 +12,12 @@ from longleaf.sampling import Token, TokenLogprob
 Spell = Callable[[int, bool], bytes]
 """The bytes of an id that has text; the flag marks the first such id of an answer."""
 _TOKENWISE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
-"""Steps of a decoder to which no token matters but the one at hand, and whether it is the first."""
+"""Decoder steps whose output depends only on the current token, and on whether it is the first one."""
 _PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTED)
 BYTE_LEVEL = {chr(byte): byte for byte in _PRINTED} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
-"""The characters of byte-level tokens: printed ones are the bytes of their numbers, the others follow from 256 on."""
+"""The characters of byte-level tokens: a printable character is the byte with its number, and the others are
+numbered from 256 on."""
 
 
 def byte_decoder_of(
@@ -26,9 +27,10 @@ def byte_decoder_of(
     fallback: Mapping[int, int],
     silent: Collection[int],
 ) -> Spell | None:
-    """How tokens are spelled by a decoder of these steps; None when it makes text of tokens together.
+    """Return the function that spells tokens like a decoder with these steps; None if the text of a token depends on
+    other tokens.
 
-    `fallback` are the bytes of ids that stand for one; `silent` ids have no text.
+    `fallback` maps ids that stand for a byte to the byte. `silent` ids have no text.
     """
     kinds = [step["type"] for step in decoder]
     if kinds == ["ByteLevel"]:
@@ -39,7 +41,7 @@ def byte_decoder_of(
 
 
 def _is_narrow(decoder: Sequence[Mapping[str, Any]], place: int) -> bool:
-    """Whether a step that takes characters away takes at most the first of the whole text."""
+    """Whether a step that strips characters strips at most the first one of the whole text."""
     step, before = decoder[place], [other["type"] for other in decoder[:place]]
     return step["type"] != "Strip" or ("Fuse" in before and step["start"] <= 1 and step["stop"] == 0)
 
@@ -47,14 +49,15 @@ def _is_narrow(decoder: Sequence[Mapping[str, Any]], place: int) -> bool:
 def _byte_level(names: Callable[[int], str | None]) -> Spell:
     def spell(token_id: int, _: bool) -> bytes:
         name = names(token_id) or ""
-        known = all(letter in BYTE_LEVEL for letter in name)  # an added token may have others, and stands for itself
+        # An added token may have other characters: it is its own text.
+        known = all(letter in BYTE_LEVEL for letter in name)
         return bytes(BYTE_LEVEL[letter] for letter in name) if known else name.encode()
 
     return spell
 
 
 def _by_text(decode: Callable[[Sequence[int]], str], fallback: Mapping[int, int], silent: Collection[int]) -> Spell:
-    """The bytes of a token are those that it adds to a text: an empty one, or that of another token."""
+    """Spells a token as the bytes that it adds to a text, which is empty or the text of one other token."""
 
     def spell(token_id: int, is_first: bool) -> bytes:
         before = () if is_first else (anchor,)
@@ -66,13 +69,13 @@ def _by_text(decode: Callable[[Sequence[int]], str], fallback: Mapping[int, int]
 
 
 def _anchor(decode: Callable[[Sequence[int]], str], others: Collection[int]) -> int:
-    """An id that is text, and none of `others`."""
+    """An id that has text and is not in `others`."""
     candidates = (token_id for token_id in range(len(others) + 4096) if token_id not in others)
     return next((token_id for token_id in candidates if decode([token_id]).strip()), 0)
 
 
 class TokenByteDecoder:
-    """Spells the tokens of one answer, in their order."""
+    """Spells the tokens of one answer, in order."""
 
     def __init__(
         self, spell: Spell, silent: Collection[int], end_tokens: Collection[int], *, is_continued: bool = False
@@ -84,7 +87,7 @@ class TokenByteDecoder:
         self._is_first = not is_continued
 
     def take(self, token: Token) -> Token:
-        """The next token: its logprobs with its bytes, and with those that the others would have had there."""
+        """Adds bytes to the logprobs of the next token: its own, and those of the alternatives at this position."""
         if token.logprobs is None:
             return token
         top = tuple(TokenLogprob(one.token_id, one.logprob, self._bytes(one.token_id)) for one in token.logprobs.top)

@@ -1,8 +1,9 @@
 """Block attribution: the attention share of each block of keys per row, as a second output of kernels.
 
-The logsumexp over some keys minus that over all keys is the logarithm of their share of attention; this is the identity
-that merges partials, used in reverse. A kernel that processes keys block by block has these sums available and stores
-them. They are converted to shares after the merge, when the logsumexp over all keys is known.
+The logsumexp over some keys minus that over all keys is the logarithm of the attention share of these keys. The merge
+of partials uses the same identity in reverse. A kernel that processes keys block by block computes the sum of each
+block anyway, and stores it. The sums are converted to shares after the merge, when the logsumexp over all keys is
+known.
 
 Shape letters: K key heads, G queries per key head, E entries.
 """
@@ -20,7 +21,7 @@ from torch import Tensor
 from longleaf.runs import ceil_div
 
 BLOCK = 32
-"""Slots of a block; blocks start at multiples of it. The same as in decode.c."""
+"""Number of slots of a block. Blocks start at multiples of BLOCK. Must match decode.c."""
 NO_EDGE = 1 << 40
 """Beyond all slots."""
 
@@ -32,9 +33,9 @@ class AttributedRead(NamedTuple):
     """Index of its first entry for one query per key head."""
     first_row: int
     end_row: int
-    """Rows [first_row, end_row) are reported; empty: none."""
+    """Rows [first_row, end_row) are reported."""
     edge: int
-    """Slots from it on count separately: the block that contains it has two entries."""
+    """Slots from `edge` on are counted separately, so the block that contains `edge` has two entries."""
     num_entries: int
     """Per row."""
 
@@ -52,7 +53,7 @@ def attributed_read(slots: tuple[int, int], start: int, rows: tuple[int, int], e
 
 
 def table(rows: Sequence[tuple[int, ...]], width: int) -> Tensor:
-    """An int64 tensor of rows, for compiled code; faster than torch.tensor, because it is needed in every step."""
+    """An int64 tensor of rows, for compiled code. Runs in every step; NumPy is faster here than torch.tensor."""
     numbers: NDArray[np.int64] = np.array(rows, dtype=np.int64).reshape(-1, width)
     return torch.from_numpy(numbers)  # pyright: ignore[reportUnknownMemberType]
 
@@ -61,8 +62,9 @@ def table(rows: Sequence[tuple[int, ...]], width: int) -> Tensor:
 class AttributionColumns:
     """Mapping of entries to columns: int64 tables on the CPU, in the order of the structs of block_attribution.c.
 
-    The rows of an attributed sequence are averaged. A run is the entries [first, end) of a row of a read; they count
-    into columns from `column` on, `per_column` entries each, and `before` entries of the first column precede them.
+    The rows of an attributed sequence are averaged. A run consists of the entries [first, end) of a row of a
+    read. They are added to the columns from `column` on, with `per_column` entries per column; `before` entries of the
+    first column precede the run.
     """
 
     runs: Tensor
@@ -81,7 +83,7 @@ class BlockSums:
     """Attribution parameters of a step's reads, and the kernels' report for one layer."""
 
     def __init__(self, reads: Sequence[AttributedRead]) -> None:
-        """One for each read of the step, in their order."""
+        """`reads` has one item for each read of the step, in the same order."""
         self.reads = reads
         self.table = table(reads, len(AttributedRead._fields))
         self._size = max((read.end for read in reads), default=0)
@@ -91,7 +93,7 @@ class BlockSums:
     def room(self, num_kv_heads: int, group: int, device: torch.device | None = None) -> Tensor:
         """Output buffer of a kernel for one layer, [K, E * G, 2], float32, on the CPU or another device. Per entry: the
         running maximum of the row's scores up to this block, and the sum of exp(score - maximum) over the block. The
-        entries of a row in a read are adjacent; then follows the next head of the same key head, then the next row.
+        entries of a row in a read are adjacent. The next query of the same key head follows them, then the next row.
         Sums are initialised to 0, because kernels skip keys that a row cannot see."""
         shape = (num_kv_heads, self._size * group, 2)
         if self._room_KE2.shape != shape:
@@ -100,7 +102,7 @@ class BlockSums:
         return self._room_KE2
 
     def take(self) -> Tensor | None:
-        """The report of the last layer, which the next layer overwrites; None if its kernel does not support
-        attribution."""
+        """The report of the last layer; None if its kernel does not support attribution. The next layer overwrites
+        it."""
         is_reported, self._is_attributed = self._is_attributed, False
         return self._room_KE2 if is_reported else None

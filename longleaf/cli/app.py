@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from longleaf.cli import contexts, credentials, demo, door, generate, ingest, models, serve, tokens
+from longleaf.cli import contexts, credentials, demo, gateway, generate, ingest, models, serve, tokens
 from longleaf.cli.cluster import cluster
 from longleaf.cli.drain import drain
 from longleaf.cli.help import CommandGroup
@@ -47,7 +47,7 @@ def options(
 
 app.command()(demo.demo)
 app.command()(serve.serve)
-app.command()(door.door)
+app.command()(gateway.gateway)
 app.command()(ingest.ingest)
 app.command()(generate.ask)
 app.command()(generate.generate)

@@ -124,7 +124,7 @@ def _range(option: str, value: str | None) -> tuple[int | None, int | None]:
 
 
 def _place(text: ContextText) -> str:
-    """The position of a text."""
+    """The file, line and range of a text."""
     where = f"tokens {text.token_start:,} to {text.token_end:,}"
     if text.byte_start is not None and text.byte_end is not None:
         where += f", bytes {text.byte_start:,} to {text.byte_end:,}"
@@ -212,7 +212,7 @@ def lifetime(context: Context) -> str:
 
 
 def use(context: Context) -> str:
-    """The state of a context, its size in storage, and its uses."""
+    """The state of a context, its size in storage, its last use, and the number of its requests."""
     where = {
         "held": "in memory",
         "parked": "parked: reloaded on the next request",

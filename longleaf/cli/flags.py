@@ -31,7 +31,7 @@ class Flags:
         float | None,
         option(
             CHOICE,
-            "Sample from the most likely tokens with this total probability.",
+            "Sample from the most likely tokens whose total probability is X; 1: from all.",
             default="set by the service, usually 1",
         ),
     ] = None
@@ -39,21 +39,33 @@ class Flags:
         float | None,
         option(
             CHOICE,
-            "Drop tokens less likely than this fraction of the most likely one.",
+            "Exclude tokens whose probability is below X times that of the most likely token.",
             default="set by the service, usually 0",
         ),
     ] = None
     repetition_penalty: Annotated[
-        float | None, option(CHOICE, "Above 1: penalize all previous tokens.", default="set by the service, usually 1")
+        float | None,
+        option(
+            CHOICE,
+            "Above 1: penalize tokens of the context, the prompt and the answer so far.",
+            default="set by the service, usually 1",
+        ),
     ] = None
-    presence_penalty: Annotated[float, option(CHOICE, "Above 0: penalize tokens that are in the answer.")] = 0.0
-    frequency_penalty: Annotated[float, option(CHOICE, "Above 0: penalize tokens per occurrence in the answer.")] = 0.0
+    presence_penalty: Annotated[float, option(CHOICE, "Above 0: penalize tokens that are already in the answer.")] = 0.0
+    frequency_penalty: Annotated[
+        float, option(CHOICE, "Above 0: penalize tokens for each occurrence in the answer.")
+    ] = 0.0
     logit_bias: Annotated[
         list[str] | None,
         option(CHOICE, "Add BIAS to the logit of token ID; may be repeated.", default=False, metavar="ID=BIAS"),
     ] = None
     seed: Annotated[
-        int | None, option(CHOICE, "Seed of the sampling; results repeat up to rounding under load.", default="random")
+        int | None,
+        option(
+            CHOICE,
+            "Seed of sampling; the same seed gives the same answer, unless rounding differs under load.",
+            default="random",
+        ),
     ] = None
     stop: Annotated[list[str] | None, option(ANSWER, "Text that ends the answer; may be repeated.", default=False)] = (
         None
@@ -64,7 +76,7 @@ class Flags:
     ignore_end_token: Annotated[bool, option(ANSWER, "Continue after the model's end token.", "--ignore-end-token")] = (
         False
     )
-    samples: Annotated[int, option(ANSWER, "Number of answers to the prompt, which is processed once.")] = 1
+    samples: Annotated[int, option(ANSWER, "Number of answers; the prompt is processed only once.")] = 1
     logprobs: Annotated[
         int | None,
         option(ANSWER, "With --json: print the log probability of each token and of N alternatives.", default=False),
@@ -76,18 +88,28 @@ class Flags:
         int | None,
         option(
             SERVICE,
-            "Maximum number of tokens drafted per step by n-gram lookup; 0: no drafts.",
+            "Maximum number of tokens drafted per step by n-gram lookup, which makes quotations faster; 0: no drafts.",
             default="set by the service",
         ),
     ] = None
     priority: Annotated[int, option(SERVICE, "Requests of higher priority run first.")] = 0
-    client: Annotated[str, option(SERVICE, "Client id for fair scheduling.", default="this machine", metavar="ID")] = ""
-    resumable: Annotated[bool, option(SERVICE, "Resume the answer after a lost connection.", "--resumable")] = False
+    client: Annotated[
+        str,
+        option(
+            SERVICE,
+            "Id for fair scheduling: each id gets an equal share of the service.",
+            default="this machine",
+            metavar="ID",
+        ),
+    ] = ""
+    resumable: Annotated[
+        bool, option(SERVICE, "Continue the answer when a lost connection is restored.", "--resumable")
+    ] = False
     request_id: Annotated[
         str,
         option(
             SERVICE,
-            "Id of the answer; with --resumable, repeating the command within a minute replays the answer from its "
+            "Id of the answer; with --resumable, repeating the command within a minute prints the same answer from its "
             "beginning.",
             default="random",
             metavar="ID",

@@ -145,4 +145,4 @@ def _default(param: Any, ctx: Any) -> str:
         return ""
     if value is True:
         return str(param.opts[0]).removeprefix("--")
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

@@ -48,7 +48,7 @@ def ingest(
     token_ids: Annotated[
         TokenFormat | None,
         typer.Option(
-            help="The files contain token ids: a JSON list, or little-endian numbers.",
+            help="Read token ids from the files instead of text: a JSON list, or little-endian numbers.",
             show_default="text",
         ),
     ] = None,
@@ -65,10 +65,17 @@ def ingest(
         typer.Option(help="Time until the service deletes the context.", show_default="never", metavar="SECONDS"),
     ] = None,
     display_name: Annotated[str, typer.Option(help="Free text shown beside the name.", show_default="")] = "",
-    pin: Annotated[bool, typer.Option("--pin", help="Never expire or evict the context.")] = False,
+    pin: Annotated[
+        bool, typer.Option("--pin", help="Protect the context from expiry, and from eviction from memory.")
+    ] = False,
     priority: Annotated[int, typer.Option(help="Requests of higher priority run first.")] = 0,
     client: Annotated[
-        str, typer.Option(help="Client id for fair scheduling.", show_default="this machine", metavar="ID")
+        str,
+        typer.Option(
+            help="Id for fair scheduling: each id gets an equal share of the service.",
+            show_default="this machine",
+            metavar="ID",
+        ),
     ] = "",
     timeout: Annotated[
         float | None, typer.Option(help="Time limit for the whole ingest.", show_default="no limit", metavar="SECONDS")
@@ -85,7 +92,8 @@ def ingest(
 ) -> None:
     """Ingest text files as a context.
 
-    The keys and values of the document stay on the ranks, so that any number of questions can follow.
+    The service reads the document once, and keeps its attention keys and values, so that any number of questions can be
+    asked about it.
 
     Examples:
 
@@ -129,7 +137,7 @@ def _files_named(files: list[str]) -> Generator[None, None, None]:
 
 
 def summary(context: Context) -> str:
-    """The name, the length and the memory of a context."""
+    """One line with the name, the length and the memory of a context."""
     resident = human_bytes(context.kv_bytes)
     ranks = f" on {count_ranks(sum(share.tokens > 0 for share in context.shares))}" if context.shares else ""
     called = f" ({context.display_name})" if context.display_name else ""
@@ -180,7 +188,7 @@ def _show(progress: Progress, task: TaskID, report: IngestProgress) -> None:
             note = f"{recovered:,} of {total:,} tokens" if total else f"{report.recovering.lost_tokens:,} tokens left"
             progress.update(task, description="restoring", note=note)
         case "prefilling" if report.processed == 0:
-            # The unit changes from bytes to tokens: the estimate of the remaining time starts again.
+            # The unit changes from bytes to tokens, so the estimate of the remaining time must restart.
             progress.reset(task, description="reading", total=report.total, note=f"{report.total:,} tokens")
         case _:
             note = f"{report.processed:,} of {report.total:,} tokens, {report.tokens_per_second:,.0f}/s"

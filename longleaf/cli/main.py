@@ -7,7 +7,7 @@ import signal
 def main() -> None:
     """Runs the command. An interrupt ends it without output, even during the imports."""
     usual = signal.getsignal(signal.SIGINT)
-    if usual is signal.default_int_handler:  # otherwise interrupts are ignored, and stay ignored
+    if usual is signal.default_int_handler:  # if the caller ignores interrupts, they stay ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the command reports connection errors itself
     from longleaf.cli import app

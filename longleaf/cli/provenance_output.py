@@ -36,11 +36,21 @@ class SourceFlags:
         option(SOURCES, "Measure how much less likely the answer is without each source, in nats.", "--confirm"),
     ] = False
     contrast: Annotated[
-        bool, option(SOURCES, "Rank by the attention minus that of the tokens before the question.", "--contrast")
+        bool,
+        option(
+            SOURCES,
+            "Rank the spans by their attention minus the attention that the last tokens of the context give them.",
+            "--contrast",
+        ),
     ] = False
     hide: Annotated[
         list[str] | None,
-        option(SOURCES, "Ignore tokens A to B - 1 of the context; may be repeated.", default=False, metavar="A-B"),
+        option(
+            SOURCES,
+            "Hide tokens A to B - 1 of the context from the question and the answer; may be repeated.",
+            default=False,
+            metavar="A-B",
+        ),
     ] = None
 
     def options(self) -> GenerateOptions:

@@ -79,7 +79,8 @@ class ServeFlags:
         str | None,
         option(
             HTTP,
-            "Accepted host names, separated by commas. IP addresses are always accepted.",
+            "Host names under which clients may reach the gateway, separated by commas. IP addresses are always "
+            "accepted.",
             default="localhost",
             metavar="NAMES",
         ),
@@ -104,8 +105,8 @@ class ServeFlags:
         bool,
         option(
             SERVICE,
-            "Compare the model with plain attention at the first start of each checkpoint. A model that differs is "
-            "refused. Without the comparison, answers are not marked exact.",
+            "Compare the logits of the model with those of transformers' own attention before a checkpoint serves for "
+            "the first time, and refuse a model that differs. Without the comparison, answers are not marked exact.",
             "--verify-model/--no-verify-model",
         ),
     ] = _DEFAULTS.verify_model
@@ -117,7 +118,7 @@ class ServeFlags:
         Path | None,
         option(
             STORAGE,
-            "Folder for durable contexts; used by one service at a time.",
+            "Folder for contexts, which then survive restarts; only one service at a time can use it.",
             default="contexts are lost when the service ends",
             metavar="DIR",
         ),
@@ -134,8 +135,8 @@ class ServeFlags:
         SnapshotsChoice,
         option(
             STORAGE,
-            "When keys and values are written to storage, so that they need not be computed again; seal: after each "
-            "ingest; demand: on export; off: never.",
+            "When to save keys and values (snapshots) to storage, so that they need not be computed again after a "
+            "restart or an eviction; seal: after each ingest; demand: on export; off: never.",
         ),
     ] = DataConfig().snapshots
     snapshot_url: Annotated[
@@ -151,7 +152,7 @@ class ServeFlags:
         int | None,
         option(
             STORAGE,
-            "Limit of all snapshots; those of the least recently used contexts are deleted first.",
+            "Maximum size of all snapshots; those of the least recently used contexts are deleted first.",
             default="no limit",
             metavar="BYTES",
         ),
@@ -159,13 +160,20 @@ class ServeFlags:
     snapshot_expiry: Annotated[
         float | None,
         option(
-            STORAGE, "Delete the snapshots of a context that is unused for so long.", default="never", metavar="SECONDS"
+            STORAGE,
+            "Delete the snapshots of a context that has not been used for this time.",
+            default="never",
+            metavar="SECONDS",
         ),
     ] = None
     world_size: Annotated[int, option(RANKS, "Number of ranks (worker processes).")] = 1
     launcher: Annotated[
         Launcher,
-        option(RANKS, "How ranks are started: local is fastest on one machine; ray also uses several machines."),
+        option(
+            RANKS,
+            "How ranks are started; local: as plain processes, fastest on one machine; ray: on one or several "
+            "machines.",
+        ),
     ] = "ray"
     ray_address: Annotated[
         str | None,
@@ -180,7 +188,7 @@ class ServeFlags:
         float,
         option(
             RANKS,
-            "How long to wait until the Ray cluster has a slot for every rank; 0: fail immediately.",
+            "How long to wait until the Ray cluster has a CPU (and GPU) for every rank; 0: fail immediately.",
             metavar="SECONDS",
         ),
     ] = 0.0
@@ -197,17 +205,31 @@ class ServeFlags:
     )
     graphs: Annotated[
         GraphsChoice,
-        option(RANKS, "CUDA graphs for decode steps; auto: where possible."),
+        option(RANKS, "CUDA graphs for decode steps (generating tokens); auto: where possible."),
     ] = _DEFAULTS.graphs
     threads: Annotated[int, option(RANKS, "CPU threads of each rank.")] = _DEFAULTS.threads_per_rank
     merge: Annotated[
-        MergeChoice, option(RANKS, "Merge of partial attention; auto: the fastest, measured at the start.")
+        MergeChoice,
+        option(
+            RANKS,
+            "Algorithm that merges the partial attention results of the ranks; auto: the fastest, measured at the "
+            "start.",
+        ),
     ] = _DEFAULTS.merge
     partials: Annotated[
-        PartialDtype, option(RANKS, "Type of partials on the wire; bfloat16 rounds them by 2^-8 per hop.")
+        PartialDtype,
+        option(
+            RANKS,
+            "Type in which ranks exchange partial results; bfloat16 halves the bytes, with a relative error of up to "
+            "2^-8 per hop, and answers are not exact.",
+        ),
     ] = _DEFAULTS.partials
     prefill: Annotated[
-        PrefillName, option(RANKS, "Tensors that ranks gather during prefill; auto: those with fewer bytes.")
+        PrefillName,
+        option(
+            RANKS,
+            "Tensors that ranks exchange during prefill (reading documents and prompts); auto: those with fewer bytes.",
+        ),
     ] = _DEFAULTS.prefill
     kv_bytes: Annotated[
         int | None,
@@ -219,13 +241,16 @@ class ServeFlags:
         ),
     ] = None
     kv_dtype: Annotated[KvDtypeName, option(KEYS, KV_DTYPE_HELP)] = _DEFAULTS.kv_dtype
-    block_size: Annotated[int, option(KEYS, "Tokens per block of the pool.", metavar="TOKENS")] = _DEFAULTS.block_size
+    block_size: Annotated[
+        int,
+        option(KEYS, "Tokens per block, the unit in which memory for keys and values is allocated.", metavar="TOKENS"),
+    ] = _DEFAULTS.block_size
     window_keys: Annotated[
         WindowKeys,
         option(
             KEYS,
-            "Keys of sliding-window layers; sharded: all keys, each on one rank; replicated: the last ones on every "
-            "rank, so that these layers need no exchange.",
+            "Keys of sliding-window layers; sharded: all keys are kept, each on one rank; replicated: only the keys in "
+            "the window are kept, on every rank, so that ranks exchange nothing in these layers while they decode.",
         ),
     ] = _DEFAULTS.window_keys
     window_bytes: Annotated[
@@ -241,15 +266,26 @@ class ServeFlags:
         _DEFAULTS.max_sequences
     )
     max_waiting: Annotated[
-        int, option(REQUESTS, "Maximum number of waiting generations and ingests; more are refused with a retry delay.")
+        int,
+        option(
+            REQUESTS,
+            "Maximum number of waiting generations and ingests; further ones are refused, with a delay before a retry.",
+        ),
     ] = _DEFAULTS.max_waiting
-    unread_timeout: Annotated[float, option(REQUESTS, "How long an unread stream stays open.", metavar="SECONDS")] = (
-        _DEFAULTS.unread_timeout
-    )
-    chunk_size: Annotated[int, option(REQUESTS, "Prompt tokens per step.", metavar="TOKENS")] = _DEFAULTS.chunk_size
+    unread_timeout: Annotated[
+        float, option(REQUESTS, "Time after which a stream that its client does not read is ended.", metavar="SECONDS")
+    ] = _DEFAULTS.unread_timeout
+    chunk_size: Annotated[
+        int, option(REQUESTS, "Maximum number of prompt or document tokens per step.", metavar="TOKENS")
+    ] = _DEFAULTS.chunk_size
     target_itl_ms: Annotated[
         float,
-        option(REQUESTS, "Target time between the tokens of running streams during prefill.", metavar="MILLISECONDS"),
+        option(
+            REQUESTS,
+            "Target time between two tokens of a running answer while prompts and documents are read; sets the size of "
+            "the chunks in which they are read.",
+            metavar="MILLISECONDS",
+        ),
     ] = _DEFAULTS.target_itl_ms
     max_draft_tokens: Annotated[
         int,
@@ -269,7 +305,7 @@ class ServeFlags:
         float,
         option(
             REQUESTS,
-            "Time limit of a step of few tokens; then the rank that delays it is killed.",
+            "Time limit of a step with few tokens; others get more. A rank that delays a step for longer is killed.",
             metavar="SECONDS",
         ),
     ] = _DEFAULTS.step_timeout
@@ -277,18 +313,20 @@ class ServeFlags:
         float,
         option(
             LOSSES,
-            "Time limit for forming a new group, or twice the time of the first group if that is longer.",
+            "Time within which the ranks must form a new group after a loss, or twice the time of the first group if "
+            "that is longer; then they try again.",
             metavar="SECONDS",
         ),
     ] = _DEFAULTS.form_timeout
     lost_after: Annotated[
         float,
-        option(
-            LOSSES, "How long a rank may send no heartbeat before it is killed and counts as lost.", metavar="SECONDS"
-        ),
+        option(LOSSES, "Time without a heartbeat after which a rank is killed and counts as lost.", metavar="SECONDS"),
     ] = _DEFAULTS.lost_after
     max_losses_per_minute: Annotated[
-        int, option(LOSSES, "Losses per minute above which further ranks are not replaced immediately.")
+        int,
+        option(
+            LOSSES, "Maximum number of lost ranks per minute that are replaced immediately; others are replaced later."
+        ),
     ] = _DEFAULTS.max_losses_per_minute
     tls_cert: Annotated[
         Path | None,
@@ -309,8 +347,8 @@ class ServeFlags:
         Path | None,
         option(
             SECURITY,
-            "File of accepted credentials with their tenants and roles, made of lines of `longleaf credentials new`; "
-            "reloaded when it changes.",
+            "File of accepted credentials with their tenants and roles: the lines that `longleaf credentials new` "
+            "prints; reloaded when it changes.",
             default="every caller is admin",
         ),
     ] = None
@@ -322,7 +360,7 @@ class ServeFlags:
         bool,
         option(
             SECURITY,
-            "Allow other addresses than loopback without TLS or without credentials, for services behind a proxy or "
+            "Allow addresses other than loopback without TLS or without credentials, for services behind a proxy or "
             "in a private network.",
             "--insecure",
         ),
@@ -380,7 +418,7 @@ class ServeFlags:
         """The settings of security."""
         return SecurityConfig(**self._of(SecurityConfig))
 
-    def door(self) -> HttpConfig:
+    def gateway(self) -> HttpConfig:
         """The settings of the HTTP gateway."""
         return HttpConfig(**self._of(HttpConfig))
 
@@ -399,12 +437,12 @@ def serve(flags: ServeFlags, as_json: AsJson = False) -> None:
     """Serve a model until interrupted.
 
     Once it is ready, the service prints a summary and `listening on HOST:PORT`; with --json, {"address": "HOST:PORT"}.
-    The port opens earlier: while the model is loading, calls are refused with the progress. After an interrupt or
-    SIGTERM, new calls are refused, and running calls get --drain-seconds to finish. A second interrupt ends them
-    immediately.
+    The port opens earlier: while the model is loading, calls are refused with an error that has the progress. After an
+    interrupt or SIGTERM, new calls are refused, and running calls get --drain-seconds to finish. A second interrupt
+    ends them immediately.
 
     With --http PORT, an HTTP gateway listens on the same host, with the same certificate and credentials. Its address
-    follows the first one; with --json, as {"http": "http://HOST:PORT"}.
+    is printed on the next line; with --json, as {"http": "http://HOST:PORT"}.
 
     Examples:
 
@@ -424,7 +462,7 @@ def serve(flags: ServeFlags, as_json: AsJson = False) -> None:
         data=flags.data(),
         security=flags.security(),
         telemetry=flags.telemetry(),
-        door=flags.door(),
+        gateway=flags.gateway(),
         as_json=as_json,
     )
     if flags.log_format == "text":

@@ -70,7 +70,9 @@ def export_context(
 
 @takes_server
 def import_context(
-    file: Annotated[str, typer.Argument(help="A file of `contexts export`; - is standard input.", metavar="FILE")],
+    file: Annotated[
+        str, typer.Argument(help="A file that `contexts export` has written; - is standard input.", metavar="FILE")
+    ],
     server: ServerOptions,
     name: Annotated[
         str | None, typer.Option("--name", help="Name of the new context.", show_default="the exported name")

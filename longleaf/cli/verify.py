@@ -42,7 +42,7 @@ def verify(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare a running service with plain attention.
+    """Compare a running service with transformers' own attention.
 
     All ranks process a short prompt and decode tokens, as for any request. Then rank 0 computes the same tokens with
     the same weights and transformers' own attention, in float32. In float32, no logit may differ by more than 0.01 % of

@@ -43,7 +43,7 @@ class Writable(Protocol):
 
 
 class ArchiveTarget:
-    """Destination of an archive. `num_bytes` bytes of the archive with this digest have been written."""
+    """Destination of an archive. `num_bytes` counts the bytes written so far; `digest` is that of the whole archive."""
 
     def __init__(self, file: Writable) -> None:
         self._file = file
@@ -141,7 +141,7 @@ async def export(
     target: ArchiveTarget,
     timeout: float | None,
 ) -> AsyncGenerator[ExportProgress, None]:
-    """Writes an archive to its target, from the target's current offset, over as many streams as needed."""
+    """Writes an archive to its target, starting at the target's current offset. Opens a new stream when one breaks."""
     attempts, archive = calls.attempts("ExportContext", timeout), None
     while True:
         request = codec.encode_export(replace(wanted, offset=target.num_bytes, digest=target.digest))
@@ -160,7 +160,7 @@ async def export(
                         attempts.renew()
                         yield ExportProgress(target.num_bytes, archive)
             if archive is None or target.num_bytes != archive.num_bytes:
-                raise Unavailable(f"{calls.server} ended the export before its end")
+                raise Unavailable(f"{calls.server} ended the export before the archive was complete")
             await target.finish()
             return
         except LongleafError as error:
@@ -173,19 +173,19 @@ async def export(
 
 def _checked(updates: ExportedArchive, before: ExportedArchive | None, server: str) -> ExportedArchive:
     if before not in (None, updates):
-        raise LongleafError(f"{server} sent another archive than before")
+        raise LongleafError(f"{server} sent a different archive when the export was resumed")
     return updates
 
 
 def _was_slow(error: LongleafError) -> bool:
-    """Whether the service closed the stream because it was read too slowly, as happens when the target is a pipe."""
+    """Whether the service closed the stream because it was read too slowly, for example if the target is a pipe."""
     return isinstance(error, ResourceExhausted) and error.subject == "stream"
 
 
 async def import_archive(
     calls: Calls, method: Any, header: ImportHeader, source: UploadSource, timeout: float | None
 ) -> AsyncGenerator[ImportProgress, None]:
-    """Sends an archive, over as many streams as needed."""
+    """Sends an archive. Opens a new stream when one breaks."""
     attempts, furthest = calls.attempts("ImportContext", timeout), -1
     while True:
         sending = UploadStream(codec.encode_import_piece(header), source, _piece, _place_of)
@@ -205,7 +205,8 @@ async def import_archive(
 
 
 def header_of(file: Path | Readable, name: str | None, upload_id: str) -> ImportHeader:
-    """The first message of an import, which can always be resumed. Raises InvalidArgument for an unreadable file."""
+    """The first message of an import. Without an `upload_id` it gets a random one, so that every import can be resumed.
+    Raises InvalidArgument for an unreadable file."""
     return ImportHeader(context=name, upload_id=upload_id or uuid.uuid4().hex, total_bytes=size_of(file))
 
 

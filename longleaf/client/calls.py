@@ -56,11 +56,11 @@ class Calls:
         return Attempts(name, timeout, self._retries, self._on_retry, self._explain, self._answered.is_set)
 
     async def _explain(self, error: LongleafError) -> LongleafError:
-        """Replaces the error of a failed connection by a more specific one if the TLS settings explain the failure."""
+        """Returns a more specific error if the TLS settings explain a failed connection, else `error`."""
         if not is_cut_off(error):
             return error
         if not self._is_plain:
-            return Unavailable(f"{error}: the service may require a client certificate: {OWN}")
+            return Unavailable(f"{error}; the service may require a client certificate: {OWN}")
         if await speaks_tls(self.server):
             message = f"{self.called} requires TLS: give its certificate authority here or in LONGLEAF_TLS_CA"
             return InvalidArgument("tls_ca", message)
@@ -135,7 +135,7 @@ class Calls:
             try:
                 with self.typed():
                     async for response in call:
-                        if not has_begun:  # it may be large, and gRPC keeps it until the call ends
+                        if not has_begun:  # the request may be large, and gRPC keeps it until the call ends
                             has_begun, request = True, None
                             cast(dict[str, object], vars(call)).pop("_request", None)
                         yield self.decoded(decode, response)
@@ -158,7 +158,7 @@ class CallOutcome:
         call.add_done_callback(self._look)
 
     def _look(self, _: object = None) -> None:
-        """Records the first status, before another one replaces it."""
+        """Records the first status from the server. gRPC may replace it later."""
         code, details = _at_once(self._call.code()), _at_once(self._call.details())
         if self._error is None and code != grpc.StatusCode.OK and details != BROKEN_SEND:
             trailers, none = _at_once(self._call.trailing_metadata()), grpc.aio.Metadata()
@@ -169,7 +169,7 @@ class CallOutcome:
         deadline = time.monotonic() + (STATUS_SECONDS if raised.details() == BROKEN_SEND else 0.0)
         self._look()
         while self._error is None and time.monotonic() < deadline:
-            await asyncio.sleep(LOOK_SECONDS)  # gRPC runs no callback for a second status
+            await asyncio.sleep(LOOK_SECONDS)  # gRPC runs no callback when it replaces a status
             self._look()
         return self._error or raised
 
@@ -180,7 +180,7 @@ def _at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
         coroutine.send(None)
     except StopIteration as end:
         return end.value
-    raise AssertionError("a call that has ended does not know how")
+    raise AssertionError("the coroutine suspended: the call has not ended")
 
 
 def is_cancelled() -> bool:

@@ -19,13 +19,13 @@ OPTIONS = (
     ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
     ("grpc.keepalive_time_ms", 30_000),  # detects a peer that vanished, so that the call ends
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.initial_reconnect_backoff_ms", 100),  # not slower than the retries
+    ("grpc.initial_reconnect_backoff_ms", 100),  # short, so that it does not delay retries
     ("grpc.min_reconnect_backoff_ms", 5_000),  # time limit for connecting
     ("grpc.max_reconnect_backoff_ms", 5_000),
     ("grpc.enable_http_proxy", 0),
 )
 MAX_CREDENTIAL = 4096
-"""In characters."""
+"""Maximum length in characters."""
 
 
 class Access(TypedDict, total=False):
@@ -45,14 +45,14 @@ class Access(TypedDict, total=False):
 
 
 def open_channel(server: str, access: Access) -> Any:
-    """A channel to `server`; files are read immediately. Raises InvalidArgument."""
+    """A channel to `server`. Reads the files immediately. Raises InvalidArgument."""
     tls_ca, tls_cert, tls_key = (_given(access, name) for name in ("tls_ca", "tls_cert", "tls_key"))
     credential = _given(access, "credential")
     for name, value, other in (("tls_cert", tls_cert, tls_key), ("tls_key", tls_key, tls_cert)):
         if value and not other:
-            raise InvalidArgument(name, f"needs {'tls_key' if name == 'tls_cert' else 'tls_cert'}")
+            raise InvalidArgument(name, f"requires {'tls_key' if name == 'tls_cert' else 'tls_cert'}")
         if value and not tls_ca:
-            raise InvalidArgument(name, "needs tls_ca: the connection is not encrypted without it")
+            raise InvalidArgument(name, "requires tls_ca: the connection is not encrypted without it")
     if credential:
         check_credential(credential, server, access)
     channel = _encrypted(server, tls_ca, tls_cert, tls_key) if tls_ca else _plain(server)
@@ -104,8 +104,8 @@ def _encrypted(server: str, tls_ca: str, tls_cert: str, tls_key: str) -> grpc.ai
 
 
 class BearerChannel:
-    """A channel that sends a credential with every call. gRPC's call credentials work on encrypted channels only, and
-    its interceptors change how calls end."""
+    """A channel that sends a credential with every call. Does not use gRPC's call credentials, which require an
+    encrypted channel, nor its interceptors, which change how calls end."""
 
     def __init__(self, channel: Any, credential: str) -> None:
         self._channel = channel
@@ -115,7 +115,7 @@ class BearerChannel:
         return partial(make(*arguments, **options), metadata=self._metadata)
 
     def __getattr__(self, name: str) -> Any:
-        """Methods that create calls add the credential; all others are those of the channel."""
+        """Methods that create calls add the credential. All other attributes are those of the channel."""
         found = getattr(self._channel, name)
         is_maker = name in ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
         return partial(self._with_credential, found) if is_maker else found

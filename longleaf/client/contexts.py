@@ -77,8 +77,8 @@ class ContextMethods:
     async def update_context(
         self, context: str, *, timeout: float | None = None, **settings: Unpack[ContextOptions]
     ) -> Context:
-        """Changes only the display name, the pin or the expiry of a context: `ttl` seconds from now, or `expires` in
-        seconds since the epoch (None: never). Raises NotFound."""
+        """Changes the display name, the pin or the expiry of a context, and nothing else. The expiry is either
+        `ttl`, in seconds from now, or `expires`, in seconds since the Unix epoch (None: never). Raises NotFound."""
         request = codec.encode_update(context, ContextSettings(**settings))
         return await self._calls.once(
             self._contexts.UpdateContext, "UpdateContext", request, codec.decode_context, timeout
@@ -87,8 +87,8 @@ class ContextMethods:
     async def fork_context(
         self, context: str, new_context: str, *, num_tokens: int | None = None, timeout: float | None = None
     ) -> Context:
-        """Creates a context from the first `num_tokens` tokens of another one, or from all. Nothing is copied. Raises
-        NotFound, AlreadyExists."""
+        """Creates a context from the first `num_tokens` tokens of another one (default: all). The two share these
+        tokens; nothing is copied. Raises NotFound, AlreadyExists."""
         request = codec.encode_fork(ForkContext(context, new_context, num_tokens))
         return await self._calls.once(self._contexts.ForkContext, "ForkContext", request, codec.decode_context, timeout)
 
@@ -102,7 +102,8 @@ class ContextMethods:
         )
 
     async def recompute_contexts(self, *, timeout: float | None = None) -> RecomputeResult:
-        """Does the same for all contexts that another checkpoint ingested, and reports the skipped ones."""
+        """Recomputes all contexts that another checkpoint ingested, like `recompute_context`. The result lists the
+        contexts that were skipped."""
         request = ingest_pb.RereadContextsRequest()
         return await self._calls.once(
             self._contexts.RereadContexts, "RereadContexts", request, codec.decode_recompute, timeout
@@ -162,8 +163,9 @@ class ContextMethods:
         its first request. Returns once the context is durable.
 
         A broken connection is resumed automatically. A later call with the same file, name and `upload_id` also
-        resumes, for some minutes while the same service process runs. Raises AlreadyExists, CheckpointChanged if the
-        service has another model, and InvalidArgument if the file is damaged or not an archive.
+        resumes, for ten minutes and only while the same service process runs. Raises AlreadyExists,
+        CheckpointChanged if the service has another model, and InvalidArgument if the file is damaged or not an
+        archive.
         """
         header, result = header_of(file, name, upload_id), None
         async with aclosing(UploadSource(file)) as source:
@@ -174,7 +176,7 @@ class ContextMethods:
                         await notify(on_progress, progress)
                     result = progress.context or result
         if result is None:
-            raise Unavailable(f"{self._calls.called} ended the import before its context was there")
+            raise Unavailable(f"{self._calls.called} ended the import before the context was created")
         return result
 
 

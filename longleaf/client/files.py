@@ -12,8 +12,8 @@ MAX_NAMES_BYTES = 1 << 19
 
 
 def files_of(document: Document) -> tuple[TextFile, ...]:
-    """The files of the document and their offsets in its text. Empty if there are none, or if the offsets are unknown
-    in advance: after a pipe, for an iterator, or for too many files. Raises InvalidArgument for an unreadable file."""
+    """The files of the document and their offsets in its text. Empty if there are none or too many, or if an
+    offset is unknown in advance: after a pipe, or in an iterator. Raises InvalidArgument for an unreadable file."""
     whole = is_part(document) or not isinstance(document, list | tuple)
     parts = (cast(Part, document),) if whole else cast(Sequence[Part], document)
     if not any(isinstance(part, Path) for part in parts):
@@ -39,7 +39,7 @@ def _starts(parts: Sequence[Part]) -> Iterator[tuple[str, int | None]]:
 
 
 def _size(part: Part) -> int | None:
-    """In bytes; None if unknown in advance."""
+    """The size in bytes; None if unknown in advance."""
     size = size_of(part)
     if size is not None or not (isinstance(part, Path) and part.is_file()):
         return size
@@ -48,7 +48,7 @@ def _size(part: Part) -> int | None:
 
 
 def _name(part: Part) -> str:
-    """The client's name for the file, or the end of a long one; empty if the part is not a file."""
+    """The client's name for the file, cut to its last MAX_FILE_NAME bytes. Empty if the part is not a file."""
     name = str(part) if isinstance(part, Path) else getattr(part, "name", "") if isinstance(part, Readable) else ""
     if not isinstance(name, str) or name.startswith("<"):
         return ""

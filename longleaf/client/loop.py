@@ -15,11 +15,12 @@ T = TypeVar("T")
 Job = Callable[[], None]
 CLOSED = "the client was closed, or belongs to the process that this one was forked from"
 SIGNAL_SECONDS = 1.0
-"""A signal that arrives just before a thread blocks does not interrupt it; this bounds the delay until it is handled.
+"""Maximum delay before a signal is handled. A signal that arrives just before a thread blocks does not interrupt the
+thread, so blocking waits are limited to this time.
 """
 STOP_SECONDS = 1.0
-"""Longest wait for the tasks of grpc.aio that process the end of a call. After the loop is closed, they report it as an
-error on another client's loop."""
+"""Longest wait for the tasks of grpc.aio that process the end of a call. A task that has not finished when the loop is
+closed causes an error on another client's loop."""
 
 
 class ThreadCall(Generic[T]):
@@ -45,12 +46,12 @@ class ThreadCall(Generic[T]):
         self.jobs.put(None)
 
     def wait_ended(self) -> bool:
-        """Waits SIGNAL_SECONDS for the end. Needed because an interrupt may arrive between the last job and its
-        receiver."""
+        """Waits up to SIGNAL_SECONDS and returns whether the call has ended. The None in `jobs` is not sufficient: an
+        interrupt may strike after it was removed from the queue and before it is returned."""
         return self._ended.wait(SIGNAL_SECONDS)
 
     def cancel(self) -> None:
-        """Runs on the loop, after the submitted calls have started."""
+        """Must run on the loop, where every submitted call has a task by then. A call without one was not submitted."""
         if self.task is None:
             self.end()
         else:
@@ -64,7 +65,7 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._lock = threading.RLock()  # the garbage collector may close a stream, which is a call, at any allocation
+        self._lock = threading.RLock()  # reentrant: garbage collection may close a stream, which is a call, at any time
         self._is_ending = False
         self._calls: dict[asyncio.Task[Any], ThreadCall[Any]] = {}
         self._thread.start()
@@ -76,7 +77,8 @@ class LoopThread:
 
     def run(self, function: Callable[P, Coroutine[Any, Any, T]], *arguments: P.args, **options: P.kwargs) -> T:
         """The result of the coroutine function. If the caller is interrupted or a callback raises, the work is
-        cancelled and has ended before this returns. Raises Cancelled if the loop ends before the work."""
+        cancelled, and the exception propagates once the work has ended. Raises Cancelled if the loop ends before the
+        work."""
         call = ThreadCall(partial(function, *arguments, **options))
         try:
             if self._submit(call):
@@ -132,7 +134,7 @@ class LoopThread:
         await self._loop.shutdown_asyncgens()
 
     def _submit(self, call: ThreadCall[Any], *, is_last: bool = False) -> bool:
-        """Whether the call will start; false after the last one was submitted."""
+        """Submits the call and returns whether it will start. No call starts after one with `is_last`."""
         if self._is_here():
             raise RuntimeError("a client cannot be called on its own event loop, which would wait for itself")
         if self._thread.is_alive():
@@ -171,11 +173,11 @@ class LoopThread:
             pass
 
     def _post(self, job: Job) -> None:
-        with suppress(RuntimeError):  # the loop is closed, so no thread waits there
+        with suppress(RuntimeError):  # the loop is closed, so no thread waits for a call
             self._loop.call_soon_threadsafe(job)
 
     def _is_here(self) -> bool:
-        return threading.current_thread() is self._thread  # its ident may be reused
+        return threading.current_thread() is self._thread  # not compared by ident, which may be reused
 
 
 async def _cancelled(tasks: Iterable[asyncio.Task[Any] | None]) -> None:

@@ -1,4 +1,4 @@
-"""A client for gateways that forward the calls of others."""
+"""A client for gateways, which forward the calls of their own clients."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -11,13 +11,13 @@ from longleaf.types import IngestHeader, IngestProgress
 
 
 class ProxyClient(AsyncClient):
-    """Calls on behalf of many callers over one connection, and keeps no state about them. Its errors omit the service's
-    address, because callers see them."""
+    """Makes calls on behalf of many callers over one connection, and keeps no state about the callers. Its errors omit
+    the address of the service, because callers see them."""
 
     def with_credential(self, credential: str) -> "ProxyClient":
-        """A view that sends another credential over the same connection. It is cheap, valid while this client is open,
-        and closing it closes nothing. Raises InvalidArgument for a malformed credential, and for one that would be sent
-        in plain text."""
+        """A view that sends another credential over the same connection. It is cheap, and valid while this client
+        is open. Closing it does nothing. Raises InvalidArgument for a malformed credential, and for one that would be
+        sent in plain text."""
         return _View(self.server, self._calls.with_credential(credential))
 
     def _attach(self, calls: Calls) -> None:

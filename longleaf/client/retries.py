@@ -1,5 +1,5 @@
-"""Retries of calls that the service refused before they started or never answered, after a delay that the service may
-name."""
+"""Retries of calls that the service refused before they started, or never answered. The service may specify the delay
+before the retry."""
 
 import asyncio
 import logging
@@ -92,8 +92,8 @@ class Attempts:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     async def wait(self, error: LongleafError, *, is_repeatable: bool) -> None:
-        """Waits before the next attempt. Raises `error` if there is none: a retry would not help, might not be
-        idempotent (unless `is_repeatable`), or would exceed a limit."""
+        """Waits before the next attempt. Raises `error` if there is none, because a retry would not help, would
+        exceed a limit, or might execute a call twice that is not `is_repeatable`."""
         error = await self._explain(error)
         self._number += 1
         delay = self._retries.delay(self._number, error, random.random())
@@ -113,5 +113,5 @@ class Attempts:
 
 
 def was_refused(error: LongleafError) -> bool:
-    """Whether the service started nothing and named a retry delay."""
+    """Whether the service refused the call before it started and specified a retry delay."""
     return isinstance(error, ResourceExhausted | Unavailable) and error.retry_seconds is not None

@@ -33,15 +33,15 @@ from longleaf.v1 import context_pb2 as context_pb
 from longleaf.v1 import context_service_pb2 as ingest_pb
 
 MAX_DISPLAY_NAME = 256
-"""Characters."""
+"""Maximum length in characters."""
 MAX_UPLOAD_ID = 128
 MAX_SYSTEM_BYTES = 32 << 10
 MAX_PATHS = 16
-"""Paths in a field mask."""
+"""Maximum number of paths in a field mask."""
 _PHASES: tuple[IngestPhase, ...] = get_args(IngestPhase)
-"""By their numbers."""
+"""Indexed by enum number."""
 _STATES: tuple[ContextState, ...] = get_args(ContextState)
-"""By their numbers."""
+"""Indexed by enum number."""
 _PRECISIONS: dict[str, Precision] = {name: name for name in get_args(Precision)}
 _PATHS = ("display_name", "pinned", "expire_time", "ttl")
 
@@ -186,7 +186,7 @@ def _encode_settings(settings: ContextSettings, message: context_pb.Context | in
 
 
 def decode_update(message: ingest_pb.UpdateContextRequest) -> tuple[str, ContextSettings]:
-    """The context's id and what to change. Raises InvalidArgument naming the field."""
+    """The id of the context, and the changed settings. Raises InvalidArgument naming the field."""
     paths = message.update_mask.paths
     if len(paths) > MAX_PATHS:
         raise InvalidArgument("update_mask", f"has {len(paths):,} paths; the limit is {MAX_PATHS}")
@@ -201,7 +201,7 @@ def decode_update(message: ingest_pb.UpdateContextRequest) -> tuple[str, Context
 
 
 def _given(message: context_pb.Context | ingest_pb.IngestConfig) -> list[str]:
-    """The names of the settings in `message`."""
+    """The names of the settings that `message` contains."""
     times = [path for path in ("expire_time", "ttl") if message.HasField(path)]
     names = ["display_name"] if message.display_name else []
     return [*names, *(["pinned"] if message.pinned else []), *times]

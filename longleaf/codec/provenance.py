@@ -10,10 +10,10 @@ from longleaf.v1 import generation_pb2 as generation_pb
 from longleaf.v1 import generation_service_pb2 as service_pb
 
 RANKINGS: tuple[Ranking, ...] = ("raw", *get_args(Ranking))
-"""By enum number: unset means raw."""
+"""The ranking of each enum number. Number 0 (unset) means raw."""
 MAX_LAYERS = 4096
 MAX_HIDDEN = 1024
-"""Ranges."""
+"""Maximum number of hidden ranges of a request."""
 MAX_SPANS = 64
 
 
@@ -38,7 +38,7 @@ def encode_provenance(provenance: Provenance) -> generation_pb.Provenance:
 def decode_provenance(message: generation_pb.Provenance) -> Provenance:
     """Raises InvalidArgument naming the field."""
     if len(message.layers) > MAX_LAYERS:
-        raise InvalidArgument("provenance.layers", f"must be at most {MAX_LAYERS:,}")
+        raise InvalidArgument("provenance.layers", f"must be at most {MAX_LAYERS:,} layers")
     if not 0 <= message.ranking < len(RANKINGS):
         raise InvalidArgument("provenance.ranking", f"{message.ranking} is not a ranking of this service")
     given = message.span_token_count if message.HasField("span_token_count") else None
@@ -71,7 +71,7 @@ def encode_hidden(hidden: Sequence[TokenRange]) -> list[generation_pb.TokenRange
 
 
 def decode_hidden(message: service_pb.GenerateRequest) -> tuple[TokenRange, ...]:
-    """Raises InvalidArgument naming the field: for ranges that are empty, overlap, or are not in ascending order."""
+    """Raises InvalidArgument naming the field if ranges are empty, overlap, or are not in ascending order."""
     if len(message.hidden) > MAX_HIDDEN:
         raise InvalidArgument("hidden", f"must be at most {MAX_HIDDEN:,} ranges")
     found = tuple((each.token_start, each.token_end) for each in message.hidden)

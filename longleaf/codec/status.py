@@ -1,6 +1,6 @@
 """Conversion of typed errors to gRPC statuses with google.rpc details, and back, by the table KINDS.
 
-If several errors share a code and are distinguished by their reason, an unknown reason becomes a LongleafError that
+Errors that share a code are distinguished by their reason. A status with an unknown reason becomes a LongleafError that
 names the code.
 """
 
@@ -64,8 +64,8 @@ CUT_OFF = ("Socket closed", "Connection reset")
 """Patterns for a connection that the service closed before any data was exchanged."""
 RANK = re.compile(r"[0-9]{1,9}")
 MAX_TEXT_BYTES = 800
-"""Limit of a message, name or description in UTF-8. Statuses are sent in headers, which clients limit to 8 KiB by
-default: the message percent-encoded (up to three bytes per byte), and again in base64 with its details."""
+"""Maximum UTF-8 length of a message, name or description. A status is sent in headers, which clients limit to 8 KiB by
+default. They contain the message percent-encoded (up to three bytes per byte), and again in base64 with the details."""
 
 Detail = TypeVar("Detail", bound=Message)
 Read = Callable[[status_pb2.Status], LongleafError | None]
@@ -78,9 +78,9 @@ class ErrorKind:
     error: type[LongleafError]
     code: StatusCode
     details: Callable[[Any], list[Message]]
-    """Details of the status, besides the message."""
+    """Returns the details of the status for an error."""
     read: Read
-    """The error for a status with this code; None if it is of another kind."""
+    """Returns the error for a status with this code; None if the status is of another kind."""
 
 
 def encode_error(error: LongleafError) -> status_pb2.Status:
@@ -114,7 +114,7 @@ def _status_of(error: grpc.RpcError) -> status_pb2.Status:
     trailers = cast(Iterable[tuple[str, str | bytes]], error.trailing_metadata() or ())
     for key, value in trailers:
         if key == DETAILS_KEY and isinstance(value, bytes):
-            with suppress(DecodeError):  # from another server, or truncated: the code suffices
+            with suppress(DecodeError):  # from another server, or truncated: use the code only
                 status = status_pb2.Status.FromString(value)
                 if status.code in code_pb2.Code.values() and status.code != code_pb2.OK:
                     return status
@@ -132,7 +132,7 @@ def _of_library(status: status_pb2.Status, server: str) -> LongleafError | None:
             return _of_connection(status.message, server)
         case StatusCode.DEADLINE_EXCEEDED if not is_reported:
             return DeadlineExceeded(f"{server} did not answer in time")
-        case StatusCode.CANCELLED:  # not by this client: that would be a CancelledError
+        case StatusCode.CANCELLED:  # not cancelled by this client, which would raise CancelledError
             return Unavailable(f"{server} ended the call")
         case StatusCode.INTERNAL if status.message == BROKEN_SEND:
             return Unavailable(f"the connection to {server} broke while the request was being sent")
@@ -187,7 +187,7 @@ def _info(reason: str, *names: str) -> Callable[[LongleafError], list[Message]]:
 
 
 def _info_of(status: status_pb2.Status) -> error_details_pb2.ErrorInfo:
-    """Empty if there is none."""
+    """The ErrorInfo of a status; an empty one if there is none."""
     return _find(status, error_details_pb2.ErrorInfo) or error_details_pb2.ErrorInfo()
 
 
@@ -234,7 +234,7 @@ def _failed_precondition(status: status_pb2.Status) -> FailedPrecondition | None
 
 
 def _storage_unavailable(error: StorageUnavailable) -> list[Message]:
-    """With RetryInfo if waiting helps."""
+    """Details of the error, with RetryInfo if waiting helps."""
     return [*_info("STORAGE_UNAVAILABLE")(error), *_retry_info(error.retry_seconds)]
 
 
@@ -244,7 +244,7 @@ def _read_storage_unavailable(status: status_pb2.Status) -> StorageUnavailable |
 
 
 def _unavailable(error: Unavailable) -> list[Message]:
-    """With RetryInfo if waiting helps."""
+    """Details of the error, with RetryInfo if waiting helps."""
     return [*_info("UNAVAILABLE")(error), *_retry_info(error.retry_seconds)]
 
 
@@ -290,7 +290,7 @@ def _of_resource(error: type[NotFound | AlreadyExists]) -> Read:
 
 
 def _quota(error: ResourceExhausted) -> list[Message]:
-    """With RetryInfo if waiting helps."""
+    """Details of the error, with RetryInfo if waiting helps."""
     violation = error_details_pb2.QuotaFailure.Violation(
         subject=_short(error.subject), description=_short(error.description)
     )

@@ -17,7 +17,7 @@ FILES = Path("/proc/self/fd")
 
 
 class ExchangeAborter:
-    """The actions that free a rank from the exchanges of one epoch. Any thread may call `put_up`; all other methods
+    """The actions that free a rank from the exchanges of one epoch. Any thread may call `abort`; all other methods
     belong to the exchanging thread."""
 
     def __init__(self) -> None:
@@ -33,14 +33,14 @@ class ExchangeAborter:
                 raise ExchangeAborted("the epoch has ended")
             self._ways.append(way)
 
-    def put_up(self) -> None:
+    def abort(self) -> None:
         """Frees the rank, which then raises. Calling it again frees the rank from operations started meanwhile."""
         with self._lock:
             self._is_up = True
             for way in self._ways:
                 way()
 
-    def take_down(self) -> None:
+    def reset(self) -> None:
         """Unregisters all actions after the rank has left the groups."""
         with self._lock:
             self._is_up = False

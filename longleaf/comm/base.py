@@ -26,7 +26,7 @@ class Comm(Protocol):
     world_size: int
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Every rank's tensor, stacked in rank order: [N, *shape]."""
+        """Returns the tensors of all ranks, stacked in rank order: [N, *shape]."""
         ...
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
@@ -38,13 +38,14 @@ class Comm(Protocol):
         ...
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Rank 0's tensor on every rank."""
+        """Returns the tensor of rank 0 on every rank."""
         ...
 
     def permute(self, tensor: Tensor, to: int, source: int) -> Tensor:
         """Sends the tensor to rank `to` and returns the tensor from rank `source`.
 
-        The ranks' choices must match. A rank that names itself sends nothing, or receives its own tensor.
+        The arguments of all ranks must form a permutation. A rank that names itself sends nothing, or receives its own
+        tensor.
         """
         ...
 
@@ -68,7 +69,8 @@ class AsyncComm(Comm, Protocol):
     def start_permute(self, tensor: Tensor, out: Tensor, to: int, source: int) -> Transfer:
         """Starts sending `tensor` to rank `to` and receiving from rank `source` into `out`.
 
-        Both are contiguous, of any size, and `out` matches the tensor that `source` sends. Empty tensors are not sent.
+        Both tensors must be contiguous, and `out` must match the tensor that `source` sends. Empty tensors are not
+        sent.
         """
         ...
 

@@ -9,9 +9,9 @@ class CountingComm:
     """Delegates all operations to another Comm and returns its results.
 
     `num_operations` counts calls; `bytes_sent` counts payload bytes from this rank to others. In shared memory a
-    message is written once, regardless of the number of readers. Over a network (which includes loopback) each reader
-    counts, and the library's algorithm is assumed: rings for all-gather and all-reduce, and a broadcast that rank 0
-    sends to each of the others.
+    message is written once, regardless of the number of readers. Over a network (including loopback) it is counted
+    once per reader. The algorithms of the library are assumed to be a ring for all-gather and all-reduce, and direct
+    sends from rank 0 to each other rank for a broadcast.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -24,7 +24,7 @@ class CountingComm:
         others = comm.world_size - 1
         is_common = comm.transport == "shared_memory"
         self._copies = min(others, 1) if is_common else others
-        """Number of transmissions of a message for all ranks."""
+        """How often a message for all ranks is sent."""
         self._reduced = self._copies if is_common else 2 * others / comm.world_size
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -57,7 +57,8 @@ class CountingComm:
 
 
 def counting(groups: Groups) -> tuple[Groups, tuple[CountingComm, ...]]:
-    """The groups with counted Comms, and the counters; only one if node and world are the same Comm."""
+    """The groups with each Comm wrapped in a CountingComm, and these counters. Node and world share one counter if they
+    are the same Comm."""
     world = CountingComm(groups.world)
     node = world if groups.node is groups.world else CountingComm(groups.node)
     rail = CountingComm(groups.rail) if groups.rail is not None else None

@@ -49,13 +49,13 @@ class FakeGroup:
         self.members = tuple(members)
         self.backend = backend
         self.is_formed = False
-        """Whether all ranks have taken part in a common call, after which single pairs may exchange."""
+        """Whether all ranks have made a common call. Only then may single pairs exchange tensors."""
         self.calls: dict[int, list[CollectiveCall]] = {rank: [] for rank in members}
-        """By rank, its collective calls in order."""
+        """The collective calls of each rank, in order."""
         self.sent: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
-        """By sender and receiver, the tensors sent."""
+        """The sent tensors, by sender and receiver."""
         self.awaited: dict[tuple[int, int], int] = defaultdict(int)
-        """By sender and receiver, the number of receives posted."""
+        """The number of posted receives, by sender and receiver."""
         self.meetings: dict[int, dict[int, Any]] = defaultdict(dict)
         """The inputs of the ranks for each call, by call number."""
 
@@ -82,7 +82,7 @@ class FakeStore:
         self._owner.update(lambda: self._values.update({self._prefix + key: value.encode()}))
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        del timeout  # no timeouts here: a rank arrives, or all wait
+        del timeout  # no timeout is needed: the fake raises an error once all ranks wait
         self._owner.wait(lambda: all(self._prefix + key in self._values for key in keys), f"for {', '.join(keys)}")
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -116,7 +116,7 @@ class FakeDistributed:
         self.group = FakeDefault(self)
         self.distributed_c10d = SimpleNamespace(_abort_process_group=self._abort)
         self.ended: list[tuple[int, str]] = []
-        """The ranks that left a world, and how."""
+        """The ranks that left a world, each with `destroyed` or `aborted`."""
         self._world_size = world_size
         self._changed = threading.Condition()
         self._here = threading.local()
@@ -131,7 +131,7 @@ class FakeDistributed:
         with ThreadPoolExecutor(self._world_size) as threads:
             futures = [threads.submit(self._live, rank, work) for rank in range(self._world_size)]
         if errors := [error for future in futures if (error := future.exception())]:
-            # the others failed only because that rank was gone
+            # the others failed only because this rank was missing
             raise next((error for error in errors if not isinstance(error, CollectiveMismatch)), errors[0])
         return [future.result() for future in futures]
 
@@ -277,7 +277,7 @@ class FakeDistributed:
 
     def _exchange(self, group: FakeGroup, name: str, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks of the group, in order."""
-        assert tensor.is_contiguous(), "NCCL sends memory as it lies"
+        assert tensor.is_contiguous(), "NCCL requires contiguous tensors"
         return self._meet(group, CollectiveCall(name, (tuple(tensor.shape), tensor.dtype)), tensor.clone())
 
     def _form(self, group: FakeGroup, own: Sequence[tuple[str, tuple[int, int]]]) -> None:
@@ -305,7 +305,7 @@ class FakeDistributed:
         return [brought[member] for member in group.members]
 
     def _await_receipt(self, group: FakeGroup, pair: tuple[int, int], number: int) -> None:
-        """Blocks until the receiver has posted that many receives."""
+        """Blocks until the receiver has posted `number` receives."""
         self.wait(lambda: group.awaited[pair] >= number, f"to send to rank {pair[1]} in {group}")
 
     def _receive(self, group: FakeGroup, pair: tuple[int, int], number: int, out: Tensor) -> None:
@@ -338,7 +338,7 @@ class FakeDistributed:
 
 
 class FakeDefault:
-    """`group` in torch's calls."""
+    """Stands for `torch.distributed.group`."""
 
     def __init__(self, owner: FakeDistributed) -> None:
         self._owner = owner

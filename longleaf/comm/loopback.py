@@ -44,7 +44,7 @@ class LoopbackComm:
         return self._exchange(tensor, lambda tensors: tensors[source].clone())
 
     def start_permute(self, tensor: Tensor, out: Tensor, to: int, source: int) -> Transfer:
-        """Complete on return, because threads read each other's memory."""
+        """The transfer is complete on return, because threads read each other's memory."""
         self._exchange(tensor, lambda tensors: out.copy_(tensors[source]))
         return Transfer(())
 
@@ -78,5 +78,5 @@ def loopback_groups(topology: Topology) -> list[Groups]:
 
 
 def _ends(groups: Sequence[Sequence[int]]) -> dict[int, LoopbackComm]:
-    """By world rank, the handle of its group."""
+    """The handle of each rank in its group, by world rank."""
     return {rank: end for group in groups for rank, end in zip(group, loopback(len(group)), strict=True)}

@@ -31,18 +31,18 @@ CAPACITY = 1 << 20
 SPIN_NS = 50_000
 """Time of busy waiting before sleeping, if every rank has a CPU."""
 SLICE_NS = 50_000_000
-"""Interval at which a sleeping rank checks the other ranks and signals."""
+"""Interval at which a sleeping rank checks the other ranks and handles signals."""
 
 log = logging.getLogger(__name__)
 
 
 class Route(NamedTuple):
-    """Reads and writes of an operation: part p of rank r's message is number p * N + r on the board."""
+    """The reads and writes of an operation. Part p of the message of rank r is number p * N + r on the board."""
 
     kind: int
     """The Kind as an int: routes are looked up in every exchange, and hashing an enum member is slower."""
     num_parts: int
-    """Parts of a message, on every rank."""
+    """Number of parts of a message; equal on all ranks."""
     is_writing: bool
     first: int
     """Number of the first part that this rank reads."""
@@ -54,7 +54,7 @@ class JoinMessage(NamedTuple):
 
     path: str
     problem: str
-    """Reason why it cannot use shared memory; empty if it can."""
+    """Reason why the rank cannot use shared memory; empty if it can."""
 
 
 Agree = Callable[[JoinMessage], Sequence[JoinMessage]]
@@ -115,15 +115,15 @@ class SharedMemoryComm:
 
     @property
     def num_exchanges(self) -> int:
-        """Number of exchanges entered so far; thread-safe."""
+        """Number of exchanges begun so far. Thread-safe."""
         return self._place.num_exchanges
 
     def fence(self) -> None:
-        """Makes this rank raise Fenced when it waits for others, within one slice. Thread-safe."""
+        """Makes this rank raise ExchangeAborted when it waits for others, within SLICE_NS. Thread-safe."""
         self._is_fenced = True
 
     def close(self) -> None:
-        """Leaves the segment: ranks that wait for this one raise RankLost. Tensors in the segment stay valid."""
+        """Leaves the segment: ranks that wait for this one raise RankLost. Tensors in the segment remain valid."""
         if self._file >= 0:
             self._library.leave(self._file, self.rank)
             os.close(self._file)
@@ -147,7 +147,7 @@ class SharedMemoryComm:
         return out
 
     def _step(self, tensor: Tensor, route: Route, start: int, length: int) -> int:
-        """Exchanges `length` bytes of each part, from `start` on; returns the number of the board that holds them."""
+        """Exchanges `length` bytes of each part, from `start` on. Returns the number of the board that holds them."""
         if self._file < 0:
             raise RuntimeError("this rank has left the group")
         num_bytes, place = tensor.nbytes, self._place
@@ -188,7 +188,7 @@ class SharedMemoryComm:
         return self._library.missing(self._place), f"did not join an exchange within {human_seconds(self._timeout)}"
 
     def _worker_lost(self, rank: int, reason: str) -> RankLost:
-        """The error that all ranks raise for the rank that the first of them found missing."""
+        """The error that all ranks raise. It names the rank that the first of them found missing."""
         blamed: int = self._library.find_missing(self._place, rank)
         return RankLost(self._members[blamed], reason if blamed == rank else "another rank timed out waiting for it")
 
@@ -210,7 +210,7 @@ def _view(
 
 
 class SegmentSetup:
-    """Setup of a node's segment: the first rank creates it, then all enter."""
+    """Setup of the segment of a node: the first rank creates the segment, then all ranks enter it."""
 
     def __init__(self, members: Sequence[int], rank: int, epoch: int, timeout: float) -> None:
         self.path: Path | None = None

@@ -35,7 +35,7 @@ class Kind(IntEnum):
 
     @staticmethod
     def description(deed: int) -> str:
-        """Size and kind of a message, for error messages."""
+        """The size and the kind of a message as text, for errors."""
         name = Kind(deed & (1 << KIND_BITS) - 1).name.lower()
         return f"{deed >> KIND_BITS:,} bytes to {name.replace('_of_', ' of ')}"
 
@@ -83,5 +83,5 @@ class Library:
         return self._header_bytes(num_ranks)
 
     def segment_bytes(self, num_ranks: int, capacity: int) -> int:
-        """Size of the header and the boards, on which each rank has a share of `capacity` bytes."""
+        """Size of the header and the two boards. Each rank has `capacity` bytes on each board."""
         return self.header_bytes(num_ranks) + 2 * num_ranks * capacity

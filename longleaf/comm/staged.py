@@ -1,6 +1,6 @@
-"""Staging of device tensors through host memory, for ranks that share a GPU, which NCCL does not support.
+"""Staging of device tensors through host memory, for ranks that share a GPU: NCCL does not support shared GPUs.
 
-Gloo cannot replace it, because its sends and receives only support host memory.
+Gloo does not make staging unnecessary, because its sends and receives support only host memory.
 """
 
 import torch
@@ -39,13 +39,13 @@ class StagedComm:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, pinned for tensors of a GPU, which avoids a second copy. Torch caches pinned memory, so
-    only the first copy of a size allocates."""
+    """A copy in host memory. For GPU tensors the memory is pinned, which avoids a second copy. Torch caches pinned
+    memory, so only the first copy of a size allocates."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
 
 
 def staged(groups: Groups) -> Groups:
-    """The groups, for tensors of a device."""
+    """The groups with each Comm wrapped in a StagedComm, for device tensors."""
     world = StagedComm(groups.world)
     node = world if groups.node is groups.world else StagedComm(groups.node)
     return Groups(groups.topology, world, node, StagedComm(groups.rail) if groups.rail is not None else None)

@@ -1,8 +1,8 @@
-"""Records of an archive: descriptions of a context and its segments, besides token ids and pieces.
+"""Records of an archive: descriptions of a context and its segments, in addition to token ids and pieces.
 
-    head | for each segment, the first one first: segment, its token ids, its pieces | end
+    head | for each segment, in order: segment, its token ids, its pieces | end
 
-They contain no names of services or objects; the importing service assigns new names.
+The records contain no names of services or objects. The importing service assigns new names.
 """
 
 from typing import TypeVar
@@ -21,23 +21,23 @@ IDS_PER_RECORD = 1 << 18
 MAX_HEAD_BYTES = 1 << 20
 MIN_KEYS_BYTES = 256 << 10
 KEYS_BYTES = 2
-"""Limit of the description of keys per token, in addition to MIN_KEYS_BYTES. A piece takes about a hundred bytes, a run
-eleven."""
+"""Maximum bytes per token of the description of keys, in addition to MIN_KEYS_BYTES. A piece takes about a hundred
+bytes, and a run eleven."""
 MAX_FILES_BYTES = 4 << 20
 """Limit of the files of a text: as many as an ingest request may have."""
 MAX_FINGERPRINT_FILES = 10_000
 SEGMENT_BYTES, PIECE_BYTES, RUN_BYTES, FILE_BYTES = 2048, 640, 160, 160
 """Approximate memory of each description, without names."""
 MAX_PIECE_BYTES = 1 << 30
-"""Services write pieces of 64 MiB, or of one block if that is larger."""
+"""Maximum size of an imported piece. Services write pieces of 64 MiB, or of one block if that is larger."""
 MIN_SHARE = 1 / 2
 """Minimum share of a segment's tokens that a context must use for its keys to be accepted. Keys are sent for whole
 segments, and early versions sent partly used ones. It also bounds the number of ids."""
 MAX_TOKENS = 1 << 40
 MAX_NAME = 256
-"""In characters."""
+"""Maximum length in characters."""
 MAX_WINDOW_RUNS = 8
-"""Runs of windows, which may start anywhere, in addition to one per block."""
+"""Maximum number of window runs in addition to one per block, because these runs may start anywhere."""
 RecordT = TypeVar("RecordT")
 
 
@@ -46,7 +46,7 @@ class ContextHead(msgspec.Struct, frozen=True, kw_only=True):
 
     fingerprint: Fingerprint
     model: str
-    """For people."""
+    """Model name, for display."""
     context: str
     """The original id."""
     num_tokens: int
@@ -77,7 +77,7 @@ class KvPart(msgspec.Struct, frozen=True):
     """A piece, whose bytes follow."""
 
     runs: tuple[tuple[int, int], ...]
-    """Empty for keys of a form that is not accepted."""
+    """Runs of positions. Empty if the form of the keys is not accepted."""
     num_bytes: int
     digest: str
     """BLAKE3 in hexadecimal."""
@@ -125,7 +125,7 @@ class SegmentHead(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_buffered_bytes(self) -> int:
-        """Approximate memory."""
+        """Approximate memory of the description in bytes."""
         parts = () if self.keys is None else self.keys.parts
         resident = SEGMENT_BYTES + PIECE_BYTES * len(parts) + RUN_BYTES * sum(len(part.runs) for part in parts)
         if self.text is not None:
@@ -134,7 +134,7 @@ class SegmentHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _RawPart(msgspec.Struct, frozen=True):
-    """A KvPart with undecoded runs, which take three bytes each, and fifty times as many once decoded."""
+    """A KvPart with undecoded runs. An undecoded run takes three bytes, a decoded one fifty times as many."""
 
     runs: msgspec.Raw
     num_bytes: int

@@ -9,7 +9,7 @@ NOT_FOUND = "not found"
 
 ATTRIBUTES = (
     "access code;account number;alarm code;badge number;batch number;booking code;cabinet number;case number;"
-    "code;code name;delivery number;door code;file number;gate code;identifier;key code;licence number;"
+    "code;code name;delivery number;gateway code;file number;gate code;identifier;key code;licence number;"
     "locker number;magic number;member number;order number;parcel number;passcode;passphrase;password;"
     "phone number;pin;reference;registration;room number;secret number;serial number;shelf mark;tag;ticket number;"
     "token;tracking number;value;vault code;voucher code"

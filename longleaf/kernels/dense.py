@@ -17,7 +17,7 @@ TILE_SCORES = 1 << 22
 """Scores computed at once: 16 MiB."""
 
 
-class Dense:
+class DenseBackend:
     """A correct but slow backend for all devices, and the fallback of other backends for missing kernels.
 
     Only quantization to 8 bits reads device memory, because the host decides which blocks need a larger exponent.

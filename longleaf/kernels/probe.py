@@ -27,7 +27,8 @@ CAP = 1.0
 SEEN, UNSEEN = 7, 60
 """Slots with non-finite test data."""
 TOLERANCE, COARSE_TOLERANCE = 1e-5, 1e-2
-"""Error tolerances of attention; the second for 16-bit keys, for which weights may be rounded to their type."""
+"""Error tolerances of attention. The second one is for 16-bit keys, where weights may be rounded to the type of the
+keys."""
 
 
 class ProbeCase(NamedTuple):
@@ -47,7 +48,8 @@ class ProbeCase(NamedTuple):
         return COARSE_TOLERANCE if self.dtype.itemsize == 2 else TOLERANCE
 
     def compare(self, what: str, found: Partial, wanted: Partial, tolerance: float) -> Iterator[str]:
-        """An error description if they differ by more; a row must be the identity in both or in neither."""
+        """Yields an error description if the partials differ by more than `tolerance`. A row must be the identity in
+        both partials or in neither."""
         out, lse = found.out_THD.cpu() - wanted.out_THD, found.lse_TH.cpu() - wanted.lse_TH
         lse = lse.masked_fill((found.lse_TH.cpu() == -torch.inf) & (wanted.lse_TH == -torch.inf), 0.0)
         difference = torch.cat([out.flatten(), lse.flatten()]).abs().amax().item()
@@ -57,8 +59,8 @@ class ProbeCase(NamedTuple):
 
 
 def probe(backend: Backend, device: str, dtype: torch.dtype) -> str | None:
-    """Description of the first operation with wrong results on a device, for keys and values of a type; None if all are
-    correct. Exceptions of kernels propagate."""
+    """Describes the first operation that gives wrong results on the device, for keys and values of `dtype`; None if all
+    are correct. Exceptions of kernels propagate."""
     bench = ProbeCase(backend, device, dtype, torch.Generator().manual_seed(0))
     checks = (_attend, _attend_latents, _attend_broken, _store, _int8, _pack_and_fold)
     return next(chain.from_iterable(check(bench) for check in checks), None)
@@ -80,7 +82,7 @@ def _attend_latents(bench: ProbeCase) -> Iterator[str]:
 
 
 def _attend_broken(bench: ProbeCase) -> Iterator[str]:
-    """One key head has a NaN key, which the last row does not see."""
+    """A NaN in a key of one head must reach the rows that see the key, and no others."""
     for num_rows in (FEW, MANY):
         q, k, v = _drawn(bench, num_rows)
         k[0, SEEN] = torch.nan
@@ -97,7 +99,7 @@ def _drawn(bench: ProbeCase, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scale(q_THD: Tensor) -> float:
-    """A scale with scores around 2 for any dim."""
+    """A scale that gives scores around 2 for any dim."""
     return 2 * q_THD.shape[2] ** -0.5
 
 
@@ -109,7 +111,7 @@ def _reads(num_rows: int) -> Reads:
 
 
 def _seen(reads: Reads, num_rows: int) -> Tensor:
-    """Which row sees which slot, [T, S]."""
+    """Mask of the slots that each row sees, bool [T, S]."""
     seen_TS = torch.zeros(num_rows, NUM_SLOTS, dtype=torch.bool)
     for read in reads:
         shape = (read.row_end - read.row_start, read.slot_end - read.slot_start)
@@ -123,7 +125,7 @@ def _seen(reads: Reads, num_rows: int) -> Tensor:
 def _compare_with_reference(
     bench: ProbeCase, what: str, q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor | None, reads: Reads, cap: float | None
 ) -> Iterator[str]:
-    """`v_KSD` is None for values that are part of the keys."""
+    """Compares attention with the reference. `v_KSD` is None if the values are part of the keys."""
     keys, values = (t.transpose(0, 1) for t in (k_KSD, k_KSD[..., :LATENT] if v_KSD is None else v_KSD))
     wanted = reference.attend(q_THD, keys, values, _seen(reads, len(q_THD)), _scale(q_THD), softcap=cap)
     q, k = q_THD.to(bench.device), k_KSD.to(bench.device, copy=True)
@@ -148,7 +150,7 @@ def _store(bench: ProbeCase) -> Iterator[str]:
 
 
 def _int8(bench: ProbeCase) -> Iterator[str]:
-    """Stored in two steps; later keys of the first block are larger than its first ones."""
+    """Stores keys in two steps. Later keys of the first block are larger than its first ones."""
     q, k, v = _drawn(bench, FEW)
     k[:, 5:9] *= 8
     retained = int8.empty(KEY_HEADS, NUM_SLOTS // BLOCK_SIZE, BLOCK_SIZE, DIM, bench.device)
@@ -168,7 +170,7 @@ def _int8(bench: ProbeCase) -> Iterator[str]:
 
 
 def _pack_and_fold(bench: ProbeCase) -> Iterator[str]:
-    """Three partials; one row is empty in one of them, another in all."""
+    """Merges three partials. One row is empty in all of them, another in one of them."""
     parts = [
         Partial(*(torch.randn(*shape, generator=bench.generator) for shape in ((FEW, 4, DIM), (FEW, 4))))
         for _ in range(3)

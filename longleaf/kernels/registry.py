@@ -10,9 +10,9 @@ import torch
 from longleaf.config import KernelsChoice, KernelsName
 from longleaf.errors import StartError
 from longleaf.kernels.backend import Backend
-from longleaf.kernels.cpu.compiled import Compiled
-from longleaf.kernels.cpu.flash import Flash
-from longleaf.kernels.dense import Dense
+from longleaf.kernels.cpu.compiled import NativeBackend
+from longleaf.kernels.cpu.flash import TorchFlashBackend
+from longleaf.kernels.dense import DenseBackend
 from longleaf.kernels.probe import probe
 
 log = logging.getLogger(__name__)
@@ -40,11 +40,11 @@ def _triton() -> Backend:
 
 
 TABLE: dict[KernelsName, BackendEntry] = {
-    "compiled": BackendEntry(Compiled, "cpu"),
-    "torch": BackendEntry(Flash, "cpu"),
+    "compiled": BackendEntry(NativeBackend, "cpu"),
+    "torch": BackendEntry(TorchFlashBackend, "cpu"),
     "flash": BackendEntry(_flash, "cuda"),
     "triton": BackendEntry(_triton, "cuda"),
-    "dense": BackendEntry(Dense, None),
+    "dense": BackendEntry(DenseBackend, None),
 }
 """By name, the fastest first for each device."""
 

@@ -4,25 +4,25 @@ from collections.abc import Sequence
 
 from longleaf.comm import Groups
 from longleaf.config import MergeName
-from longleaf.merge.all_gather import Gather
-from longleaf.merge.all_to_all import Exchange
+from longleaf.merge.all_gather import AllGatherMerge
+from longleaf.merge.all_to_all import AllToAllMerge
 from longleaf.merge.autotune import AutotunedMerge, choose, reuse
 from longleaf.merge.base import Merge, PartialCodec
 from longleaf.merge.butterfly import Butterfly
 from longleaf.merge.hierarchy import Hierarchy
 from longleaf.merge.instrumented import CountedMerge
-from longleaf.merge.packed import Packed
-from longleaf.merge.paper import Paper
+from longleaf.merge.packed import PackedMerge
+from longleaf.merge.paper import PaperMerge
 from longleaf.rank_protocol.group_messages import MergeTiming, TierMerge
 from longleaf.topology import Topology
 
 __all__ = ["MERGES", "AutotunedMerge", "CountedMerge", "Merge", "PartialCodec", "choose_merge", "make_merge", "tiers"]
 
-MERGES: dict[MergeName, type[Paper | Packed | Gather | Exchange | Hierarchy | Butterfly]] = {
-    "paper": Paper,
-    "packed": Packed,
-    "gather": Gather,
-    "exchange": Exchange,
+MERGES: dict[MergeName, type[PaperMerge | PackedMerge | AllGatherMerge | AllToAllMerge | Hierarchy | Butterfly]] = {
+    "paper": PaperMerge,
+    "packed": PackedMerge,
+    "gather": AllGatherMerge,
+    "exchange": AllToAllMerge,
     "hierarchy": Hierarchy,
     "butterfly": Butterfly,
 }
@@ -49,7 +49,7 @@ def tiers(name: str, topology: Topology, rows: int = 0) -> TierMerge:
 def choose_merge(
     groups: Groups, wire: PartialCodec, num_heads: int, dim: int, device: str, timings: Sequence[MergeTiming] = ()
 ) -> AutotunedMerge:
-    """The fastest merge for partials of this size, according to the measurements `told` of another group, or else by
+    """The fastest merge for partials of this size, according to the measurements `timings` of another group, or else by
     measurement. On one machine `hierarchy` equals `exchange`."""
     is_tiered = bool(groups.topology.full_rails)
     merges = {name: merge(groups, wire) for name, merge in MERGES.items() if is_tiered or name != "hierarchy"}

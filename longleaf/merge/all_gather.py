@@ -5,7 +5,7 @@ from longleaf.comm import Comm, Groups
 from longleaf.merge.base import PartialCodec
 
 
-class Gather:
+class AllGatherMerge:
     """One collective per merge. Every rank folds the same tensors in the same order, so all get the same bits."""
 
     def __init__(self, groups: Groups, wire: PartialCodec) -> None:

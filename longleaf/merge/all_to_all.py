@@ -9,8 +9,9 @@ from longleaf.merge.all_gather import send_to_owners
 from longleaf.merge.base import PartialCodec, join_heads, split_heads
 
 
-class Exchange:
-    """Two collectives whose bytes do not grow with the ranks. Each head is folded once, so all ranks get its bits."""
+class AllToAllMerge:
+    """Two collectives whose bytes per rank do not grow with the number of ranks. Each head is folded on a single rank,
+    so all ranks get bitwise equal results."""
 
     def __init__(self, groups: Groups, wire: PartialCodec) -> None:
         self._comm = groups.world

@@ -16,7 +16,7 @@ from longleaf.attention import Partial
 from longleaf.attention.packed import num_columns, unpack
 from longleaf.comm import Comm
 from longleaf.kernels.backend import Backend
-from longleaf.kernels.dense import Dense
+from longleaf.kernels.dense import DenseBackend
 
 NAME_BYTES = 32
 """Maximum length of a backend's name in messages between ranks."""
@@ -25,8 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Merge(Protocol):
-    """Merges the partials of all ranks. Partials are float32, also on the wire unless a PartialCodec has another
-    type."""
+    """Merges the partials of all ranks. Partials are float32, and are sent as the dtype of the PartialCodec."""
 
     def to_all(self, partial: Partial) -> Partial:
         """Every rank passes T rows over its own keys and gets all T rows over all keys."""
@@ -38,13 +37,13 @@ class Merge(Protocol):
 
 
 class PartialCodec:
-    """The packed form of partials (`longleaf.attention.packed`) in one type, using this rank's kernels."""
+    """Packs and unpacks partials (`longleaf.attention.packed`) in one dtype, with the kernels of this rank."""
 
     unpack = staticmethod(unpack)
 
     def __init__(self, backend: Backend, dtype: torch.dtype = torch.float32) -> None:
         if dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"partials travel as float32 or bfloat16, not as {dtype}")
+            raise ValueError(f"partials can be sent as float32 or bfloat16, not as {dtype}")
         self.dtype = dtype
         self.pack: Callable[[Partial], Tensor] = bound(backend.pack, dtype=dtype)
         self.fold: Callable[[Tensor], Partial] = backend.fold
@@ -58,18 +57,19 @@ class PartialCodec:
 
     def agree(self, comm: Comm, device: str) -> None:
         """Makes all ranks fold in torch unless all have the same kernels, because implementations differ in the last
-        bits. All ranks call it at the same time, before merging partials, which are on `device`."""
+        bits. All ranks must call it together, before they merge partials. `device` is the device of the partials."""
         reported_NC = comm.all_gather(torch.tensor([*self._name.encode().ljust(NAME_BYTES)], device=device))
         names = [bytes(map(int, told_C)).decode().rstrip() for told_C in reported_NC.cpu()]
         if len(set(names)) == 1:
             return
         if comm.rank == 0:
             log.warning("ranks have different kernels (%s), so all fold partials in torch (slower)", ", ".join(names))
-        self.fold = Dense().fold
+        self.fold = DenseBackend().fold
 
 
 def split_heads(partial: Partial, num_parts: int, wire: PartialCodec) -> Tensor:
-    """The packed partial split by heads, [parts, T, heads, C]; the identity pads the last part if H is not divisible.
+    """The packed partial split by heads, [parts, T, heads, C]. If H is not divisible, the last part is padded with the
+    identity of the merge.
 
     `join_heads` is the inverse.
     """

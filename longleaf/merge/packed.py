@@ -8,7 +8,7 @@ from longleaf.comm import Comm, Groups
 from longleaf.merge.base import PartialCodec
 
 
-class Packed:
+class PackedMerge:
     """Maximum of the lse, then the sums of numerators and denominators together. Tolerance only, like `paper`."""
 
     def __init__(self, groups: Groups, wire: PartialCodec) -> None:

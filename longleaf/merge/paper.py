@@ -7,7 +7,7 @@ from longleaf.merge.base import PartialCodec
 from longleaf.merge.packed import own_rows, quotient
 
 
-class Paper:
+class PaperMerge:
     """Maximum of the lse, then the sums of numerators and of denominators.
 
     The collective library determines the order of the sums, so results match within a tolerance, but not bitwise.

@@ -9,7 +9,7 @@ WARNING, CRITICAL = 30, 50
 """Levels of the logging module."""
 MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES = 1 << 10, 4 << 10
 MAX_RECORDS = 32
-"""Records per message, so that a message of the longest records fits the channel's limit."""
+"""Maximum number of records per message. A message with so many records of maximum size fits the channel's limit."""
 
 
 class LogRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -24,11 +24,11 @@ class LogRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Logged(msgspec.Struct, frozen=True, tag="logged"):
-    """Member to coordinator: records since the last such message. Sent on either connection: with a heartbeat, or
-    before the message that ends the member."""
+    """Member to coordinator: records since the previous Logged message. Sent on either connection: with a heartbeat, or
+    before the last message of the member."""
 
     member: int
     records: Annotated[tuple[LogRecord, ...], Meta(max_length=MAX_RECORDS)]
-    """In order."""
+    """In the order in which they were logged."""
     num_dropped: Annotated[int, Meta(ge=0)] = 0
     """Number of later records that were dropped because too many were queued."""

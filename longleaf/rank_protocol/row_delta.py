@@ -1,4 +1,4 @@
-"""Delta encoding of rows: plans send the unchanging fields of a sequence once, and later rows only their growth."""
+"""Delta encoding of rows: a plan contains the constant fields of a sequence once. Later rows contain only changes."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from longleaf.runs import Run, until
 
 
 class RowState:
-    """Fields of each sequence that a rank needs to complete its later rows, until the sequence is released."""
+    """For each sequence that is not released, the fields with which a rank completes later rows."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -27,13 +27,14 @@ class RowState:
         return replace(plan, work=Decode(tuple(rows)))
 
     def cut_back(self, sequence: int, end: int) -> None:
-        """Truncates the last row of a sequence at `end`, after the drafts behind it were rejected."""
+        """Truncates the last row of a sequence at `end`, after the drafts beyond it were rejected."""
         reported = self._sent[sequence]
         window_runs = tuple(until(run, end, self._block_size) for run in reported.window_runs)
         self._sent[sequence] = replace(reported, window_runs=window_runs)
 
     def _begin(self, row: Row) -> Row:
-        self._sent[row.sequence] = replace(row, token_ids=(), terms=None)  # which may be many, and are sent once
+        # Token ids and terms may be large, and are sent only once.
+        self._sent[row.sequence] = replace(row, token_ids=(), terms=None)
         return row
 
     def _resume(self, row: Row) -> Row:
@@ -49,15 +50,15 @@ class RowState:
 
 
 def row_delta(known: Sequence[Run], runs: Sequence[Run], block_size: int) -> tuple[Run, ...]:
-    """Encodes the single run of a window relative to its known state. It has grown at the end and may have lost blocks
-    at the start; only its new blocks are sent."""
+    """Encodes the single run of a window relative to its known state. The run has grown at the end, and may have lost
+    blocks at the start. The result contains only its new blocks."""
     [last], [run] = known, runs
     num_retained = len(last.blocks) - (run.start - last.start) // block_size if run.start < last.end else 0
     return (Run(run.rank, run.start, run.end, run.blocks[num_retained:]),)
 
 
 def _grown(known: Sequence[Run], growth: Sequence[Run], block_size: int) -> tuple[Run, ...]:
-    """Decodes the result of `growth`."""
+    """Decodes `growth`, a result of `row_delta`."""
     [last], [run] = known, growth
     retained = last.blocks[(run.start - last.start) // block_size :] if run.start < last.end else ()
     return (Run(run.rank, run.start, run.end, retained + run.blocks),)

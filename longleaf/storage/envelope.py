@@ -1,8 +1,8 @@
 """Envelope of stored data: type, format version, and a checksum.
 
-    magic, 8 bytes | kind, 8 bytes | version, 4 bytes, little endian | BLAKE3 of all else, 32 bytes | content
+    magic, 8 bytes | kind, 8 bytes | version, 4 bytes, little endian | BLAKE3 of the rest, 32 bytes | content
 
-This layout is stable across versions, which allows distinguishing a later version from damage.
+This layout is the same in all versions, so that data of a later version can be distinguished from damaged data.
 """
 
 from blake3 import blake3

@@ -18,12 +18,13 @@ from longleaf.storage.urls import FIELD, connect, shown
 Buffer = bytes | bytearray | memoryview
 Found = TypeVar("Found")
 TIMEOUT = 60.0
-"""Timeout of a call in seconds: one object of some ten megabytes, or a listing."""
+"""Timeout in seconds of a call, which transfers one object of about ten megabytes, or a listing."""
 PROBE = "probe"
 """Object for testing whether writes succeed."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _WRONG = (PermissionError, FileNotFoundError, NotADirectoryError, NotImplementedError, ValueError, TypeError)
-"""Exceptions of a storage that does not exist or is not writable, and of drivers with invalid parameters."""
+"""Exceptions that waiting does not resolve: the storage does not exist or is not writable, or a parameter of its driver
+is invalid."""
 
 
 class WriteResult(msgspec.Struct, frozen=True):
@@ -39,8 +40,8 @@ class Store:
 
     All calls block for at most `timeout` seconds, per object if there are several, and are thread-safe. They raise
     StorageUnavailable if the storage is unreachable, full, read-only or too slow; the operation may then still be
-    running and reading the passed buffers. Integrity is that of the storage: callers that read data without its own
-    checksum must pass its digest.
+    running and reading the passed buffers. Content is verified only against a passed digest: a caller must pass the
+    digest of data that does not contain its own checksum.
     """
 
     def __init__(self, files: Files, url: str, timeout: float = TIMEOUT) -> None:
@@ -65,7 +66,7 @@ class Store:
         return store
 
     def put(self, name: str, parts: Sequence[Buffer], *, is_new: bool = False) -> WriteResult:
-        """Writes the concatenated parts as `name`; durable in a folder.
+        """Writes the concatenated parts as `name`. In a folder, the object is durable on return.
 
         Raises AlreadyExists, without changes, if `is_new` and the name is taken.
         """
@@ -75,7 +76,7 @@ class Store:
             with _translated_errors(self.url, "written", *([FileExistsError] if is_new else [])):
                 call = self._calls.begin(partial(self._files.write, name, views, is_new))
                 digest = blake3()
-                for view in views:  # while they are written
+                for view in views:  # hashed during the write
                     digest.update(view)
                 self._calls.end(call)
         except FileExistsError:
@@ -104,7 +105,7 @@ class Store:
         return self._find(name) is not None
 
     def list(self, folder: str = "") -> Iterator[ObjectInfo]:
-        """All objects below `folder`, in no order; none if the folder does not exist. Names that end with PART are
+        """All objects below `folder`, in any order; none if the folder does not exist. Names that end with PART are
         incomplete objects. Files with invalid names are skipped."""
         if folder:
             check_name(folder)
@@ -147,7 +148,7 @@ def _translated_errors(url: str, verb: str, *passed: type[Exception]) -> Generat
 
 
 def _reason(error: Exception) -> str:
-    """The cause, and the remedy."""
+    """The cause of the error, and the remedy."""
     if _is_full(error):
         return "it is full; free space there"
     if isinstance(error, OSError) and error.errno == errno.EROFS:

@@ -10,7 +10,7 @@ from longleaf.formatting import human_seconds
 
 Found = TypeVar("Found")
 MAX_HANGING = 8
-"""Hanging calls per storage: each keeps its thread and its buffers until the storage answers."""
+"""Maximum number of hanging calls per storage. Each keeps its thread and its buffers until the storage answers."""
 
 
 class StorageTimeout(Exception):

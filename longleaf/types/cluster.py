@@ -7,8 +7,8 @@ import msgspec
 from longleaf.rank_protocol.group_messages import MergeTiming, TierMerge
 
 SlotState = Literal["unspecified", "waiting", "filling", "filled", "given_up"]
-"""State of a lost rank's slot: empty for now (`waiting`), a new process is starting and loading (`filling`), occupied
-(`filled`), or abandoned (`given_up`). `unspecified` is a state that this client version does not know."""
+"""State of the slot of a lost rank: `waiting` (empty for now), `filling` (a new process is starting and loading),
+`filled`, or `given_up` (abandoned). `unspecified` is a state that this client version does not know."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str = ""
     """Attention implementation: `compiled`, `torch`, `flash`, `triton` or `dense`."""
     address: str = ""
-    """Address at which the other ranks reach it."""
+    """Address at which the other ranks reach this rank."""
 
 
 class Verify(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +92,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     compared_tokens: int
     """Compared tokens of the answer; the first one follows the prompt."""
     equal_tokens: int
-    """Tokens for which both choose the same token greedily; within the tolerance, the others are near ties."""
+    """Tokens for which both attentions select the same token greedily. If `passed`, the others are near ties."""
     holding_ranks: int
     """Ranks that held keys of the prompt or the answer; other ranks were not tested."""
     world_size: int

@@ -6,17 +6,17 @@ import msgspec
 
 Role = Literal["system", "user", "assistant"]
 MAX_MESSAGES = 512
-"""Per conversation."""
+"""Maximum number of messages per conversation."""
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One turn: its role and its text."""
+    """One message of a conversation."""
 
     role: Role
     text: str
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """Messages in order; the last one is a user message."""
+    """Messages in order. The last one is a user message."""
 
     messages: tuple[Message, ...]

@@ -39,4 +39,4 @@ class RebuildReport(msgspec.Struct, frozen=True, kw_only=True):
     other_manifests: int
     """Number of manifests that were skipped because their keys belong to another checkpoint."""
     moved: tuple[str, ...]
-    """New paths of the files that were moved out of the way of the new catalog."""
+    """New paths of the files that were moved to make way for the new catalog."""

@@ -62,7 +62,7 @@ class ProbedEngine(Engine):
         scheduler: Any = self._scheduler
         scheduler.commit = partial(self._commit, scheduler.commit)
         segments = scheduler.segments
-        segments._begin_parking = partial(self._pass, PARK, segments._begin_parking)
+        segments._begin_eviction = partial(self._pass, PARK, segments._begin_eviction)
         segments.call = partial(self._pass, CALL, segments.call)
         persistence: Any = self._persistence
         persistence._commit = partial(self._keep, persistence._commit)
@@ -84,7 +84,7 @@ class ProbedEngine(Engine):
         await keep(change)
         self._points.reach(AFTER_KEEP)
 
-    def _tell(self, scheduler: Any, outcomes: Any = ()) -> None:
+    def _publish(self, scheduler: Any, outcomes: Any = ()) -> None:
         if any(isinstance(outcome, Tokens) for _, outcome in outcomes):
             self._points.reach(PUBLISH)
         super()._publish(scheduler, outcomes)
@@ -125,7 +125,7 @@ class ProbedEngine(Engine):
         layout = tuple(
             SegmentLayout(one.segment.id, one.segment.start, tuple(one.runs), one.window_runs)
             for one in segments.holdings
-            if one.segment.token_ids and one.is_told
+            if one.segment.token_ids and one.is_reported
         )
         paths = {
             one.id: tuple((segment.id, start, end) for segment, start, end in one.path.parts())

@@ -48,7 +48,7 @@ class ChaosRank(Rank):
         self._points = Points()
         super().__init__(spec, lambda url: ProbedStore(Storage.open(url), self._points))
         self._is_chunk = False
-        kv_transfer.confirm = partial(self._commit_transfer, kv_transfer.confirm)
+        kv_transfer.check_all_ranks = partial(self._commit_transfer, kv_transfer.check_all_ranks)
         Probe(folder, {"arm": self._points.arm, "book": self._block_table, "keys": self._keys}).start()
 
     def lay_out(self, model: Model, backend: Backend | None = None) -> None:
@@ -104,13 +104,13 @@ class ChaosRank(Rank):
 
     def _block_table(self) -> dict[int, tuple[int, dict[int, list[tuple[int, int, int]]]]]:
         """The start of each segment and the extents that each rank stores of it."""
-        ledger: Any = self._joined._ledger
+        ledger: Any = self._joined._block_table
         return {
             segment: (
                 ledger._starts[segment],
                 {rank: [tuple(e) for e in one.extents] for rank, one in resident.items()},
             )
-            for segment, resident in ledger._held.items()
+            for segment, resident in ledger._slots.items()
         }
 
     @torch.inference_mode()

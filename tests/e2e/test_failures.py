@@ -209,7 +209,9 @@ def without_tracebacks(lines: list[str], warnings: tuple[str, ...]) -> list[str]
     found, is_after = list[str](), False
     for line in lines:
         is_warning = bool(warnings) and line.startswith(warnings)
-        is_of_traceback = is_after and not line.startswith(("member ", "epoch ", "recover"))
+        is_of_traceback = is_after and not line.startswith(
+            ("lost member ", "started member ", "member ", "epoch ", "recover")
+        )
         if is_warning or not is_of_traceback:
             found.append(line)
             is_after = is_warning

@@ -15,7 +15,7 @@ from tests.support.witness import Witness
 
 pytestmark = [pytest.mark.ray, pytest.mark.extended, pytest.mark.timeout(600)]
 OPTIONS = ("--kv-bytes", "80000000")
-RECOVERY_LINES = ("member ", "epoch ", "recover")
+RECOVERY_LINES = ("lost member ", "started member ", "member ", "epoch ", "recover")
 """Start of a log line about a lost rank."""
 WARNINGS = ("rank ",)
 """Start of the log lines of ranks that notice the loss before the coordinator."""

@@ -144,7 +144,7 @@ def check_ray(service: Served, found: set[ListeningSocket]) -> None:
 
 
 def connect_to(service: Served, token: str, found: set[ListeningSocket]) -> dict[ListeningSocket, list[str]]:
-    """Response to a process in the service's network with this token or none (stranger.py)."""
+    """The response to a process in the service's network (stranger.py), with this token or without one."""
     enter = ["nsenter", "--target", str(service.process.pid), "--user", "--net", "--preserve-credentials"]
     command = [*enter, sys.executable, stranger.__file__, token, *map(str, found)]
     reported = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout

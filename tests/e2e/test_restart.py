@@ -291,5 +291,5 @@ def test_stopping_service_lists_what_it_persisted(tmp_path: Path) -> None:
         client.ingest("book", "a short text", on_progress=reports.append)
     assert reports[-1].phase == "ready"
     with serving(tmp_path, 1) as (service, _):
-        assert "keeps 1 context, " in service._tail()
+        assert " has 1 context, " in service._tail()
     assert os.listdir(tmp_path)

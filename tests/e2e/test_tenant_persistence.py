@@ -15,7 +15,7 @@ from tests.support.tenanted import Tenanted
 from tests.support.tenants import ACME, BOLT
 
 TEXTS = {
-    DEFAULT_TENANT: "Before there were doors, the village kept its bread on the square.\n" * 20,
+    DEFAULT_TENANT: "Before there were gateways, the village kept its bread on the square.\n" * 20,
     ACME: "The lighthouse keeper wrote of storms, and of ships that never came.\n" * 20,
     BOLT: "A clock maker of Prague counted minutes that nobody else had seen.\n" * 30,
 }

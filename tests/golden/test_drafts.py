@@ -58,7 +58,7 @@ def answer(golden, world_size, draft, **settings):
 
 def check_same(found, wanted, golden):
     """Compares tokens and logprobs, and the keys of accepted tokens."""
-    for mine, theirs in zip(found.told, wanted.told, strict=True):
+    for mine, theirs in zip(found.outputs, wanted.outputs, strict=True):
         assert [token.id for token in mine] == [token.id for token in theirs]
         logprobs = torch.tensor([[token.logprobs.logprob for token in tokens] for tokens in (mine, theirs)])
         assert (logprobs[0] - logprobs[1]).abs().max() <= 2 * LOGIT_TOLERANCE * golden.logits_TV.std()

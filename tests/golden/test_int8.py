@@ -23,7 +23,7 @@ from tests.support.threads import config_for
     ("family", "settings"),
     [
         ("llama", {"world_size": 1}),
-        ("llama", {"world_size": 2, "held": (111, 120, 650)}),
+        ("llama", {"world_size": 2, "prefix": (111, 120, 650)}),
         ("llama", {"world_size": 2, "dtype": "bfloat16"}),
         ("gemma2", {"world_size": 3}),
         ("gpt_oss", {"world_size": 2, "dtype": "float16"}),

@@ -8,7 +8,7 @@ import torch
 
 from longleaf.attention.packed import num_columns
 from longleaf.kernels import registry
-from longleaf.kernels.cpu.compiled import Compiled
+from longleaf.kernels.cpu.compiled import NativeBackend
 from longleaf.merge import MERGES
 from tests.support.golden.asking import answer, ingest
 from tests.support.golden.states import Logits, running
@@ -53,7 +53,7 @@ def without_compiler():
 
 async def test_every_rank_gets_the_same_bits_where_one_has_no_compiler(goldens, monkeypatch, caplog):
     golden, found = goldens("llama"), {}
-    makes = iter([Compiled, without_compiler, Compiled])
+    makes = iter([NativeBackend, without_compiler, NativeBackend])
 
     def watch(index, rank):
         merge = rank.epoch.peers.merge.to_all

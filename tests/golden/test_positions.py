@@ -238,7 +238,7 @@ async def test_a_text_that_is_not_copied_keeps_the_factors_of_the_context(phi):
     prompt = ids_of(60)
     async with running(config_for(phi, world_size=2, block_size=8)) as engine:
         await ingest(engine, "long", prompt[:40], settings=ContextSettings(capacity=LONG))
-        assert "from the first token on" in engine.scaling_note("long", 20, 8, is_whole=False)
+        assert "from the first token" in engine.scaling_note("long", 20, 8, is_whole=False)
         sampling = Sampling(max_tokens=8, ignore_end_token=True)
         requested = Prompt(context="long", token_ids=prompt[40:], sampling=sampling, hidden=((3, 4),))
         [end] = [event async for event in engine.submit(requested) if isinstance(event, Ended)]

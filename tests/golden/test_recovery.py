@@ -203,8 +203,8 @@ def test_a_start_that_is_guessed_shows_in_keys_where_the_text_is_the_same(golden
     fresh, (_, logits) = fresh_of(service), ask(service, golden)
     lost = service.lose(0)
     for rank in service.epoch.ranks:
-        rank.epoch._ledger.release([0])
-        rank.epoch._ledger.put(0, service.segments[0].runs)
+        rank.epoch._block_table.release([0])
+        rank.epoch._block_table.put(0, service.segments[0].runs)
     read_again(service, lost, "dealt")
     with pytest.raises(AssertionError):
         check_keys(service, fresh)

@@ -7,14 +7,14 @@ import grpc
 import pytest
 
 from longleaf.client import AsyncClient
-from tests.support.houses import empty_house
 from tests.support.service import FakeEngine, Served, serving
+from tests.support.transfer_engines import empty_transfer_engine
 
 
 @pytest.fixture
 async def service(tmp_path: Path) -> AsyncIterator[Served]:
     engine = FakeEngine()
-    serving_it = serving(engine, tmp_path / "model", house=empty_house())
+    serving_it = serving(engine, tmp_path / "model", transfers=empty_transfer_engine())
     async with serving_it as (server, address), AsyncClient(address) as client:
         yield Served(engine, server, address, client)
 

@@ -40,7 +40,7 @@ class Group(Bench):
         self.scheduler.change_ranks(RankMapping(self.epoch, before, num_blocks), may_grow=may_grow)
         self.keys.lay_out(self.scheduler.layout())
         self.sequences = RowState(self.config.block_size)
-        self._see(self.scheduler.drain())
+        self._see(self.scheduler.take_outcomes())
         self._check()
 
     def document(self, context: str, count: int, append: bool = False) -> None:

@@ -116,7 +116,7 @@ class RecoveringMachine(SchedulerMachine):
     @precondition(lambda self: self.may_grow and not self.is_between)
     @rule()
     def finish_growth(self) -> None:
-        self.scheduler.confirm()
+        self.scheduler.shrink_to_fit()
         self.may_grow = False
         self.waited.clear()
         self._look()
@@ -172,7 +172,7 @@ class RecoveringMachine(SchedulerMachine):
         for given_up in self.scheduler.take_given_up():
             assert given_up.num_tokens == len(self.texts[given_up.context])
             del self.texts[given_up.context], self.ends[given_up.context]
-        self._see(self.scheduler.drain())
+        self._see(self.scheduler.take_outcomes())
 
     def _see(self, outcomes: list[Outcome]) -> None:
         for given_up in self.scheduler.take_given_up():

@@ -130,7 +130,7 @@ class Returning:
         self.segments.adopt(segment)
         holding = self.segments.holdings[segment]
         self.segments.retain(segment.path)
-        self.recovery.call([holding])
+        self.recovery.begin_reload([holding])
         return holding
 
     def lost(self, number: int, num_pieces: int = 2) -> SegmentPlacement:

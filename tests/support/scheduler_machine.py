@@ -396,7 +396,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Whether there was something to do."""
         is_full = self.scheduler._planner.is_full
         plan = self.scheduler.schedule(self.now)
-        self._see(self.scheduler.drain())
+        self._see(self.scheduler.take_outcomes())
         if not is_full and not self.is_disturbed:
             self._no_job_waits_for_later_ones()
         self.plans.extend([plan] if plan else [])
@@ -534,7 +534,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _pause(self, job: int, is_paused: bool) -> None:
         self.scheduler.pause(job, is_paused)
         (self.paused.add if is_paused else self.paused.discard)(job)
-        self._see(self.scheduler.drain())
+        self._see(self.scheduler.take_outcomes())
         self.waited.clear()  # a paused job is not in the queue's order
 
     @rule(claims=st.lists(CLAIMS, min_size=2, max_size=8))
@@ -579,7 +579,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def adds_up(self) -> None:
         if hasattr(self, "scheduler"):
-            self._see(self.scheduler.drain())
+            self._see(self.scheduler.take_outcomes())
             self.scheduler.audit()
             self._contexts_continue_at_their_ends()
             assert self.placer.num_reserved == BlockCount() or self.open or self.is_disturbed

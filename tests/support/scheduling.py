@@ -116,7 +116,7 @@ class Bench:
 
     def schedule(self) -> StepPlan | None:
         plan = self.scheduler.schedule()
-        self._see(self.scheduler.drain())
+        self._see(self.scheduler.take_outcomes())
         self._check()
         return plan
 

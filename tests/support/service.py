@@ -364,7 +364,7 @@ async def serving(
     engine: FakeEngine,
     folder: Path,
     host: str = "127.0.0.1",
-    house: TransferEngine | None = None,
+    transfers: TransferEngine | None = None,
     sampling_defaults: Sampling = GREEDY,
     template: str = TEMPLATE,
     **options: Any,
@@ -375,7 +375,12 @@ async def serving(
     tokenizer = Tokenizer.load(write_model(folder, template=template), DirectRenderer())
     observers = options.get("observers", NO_OBSERVERS)
     use_cases = Application(
-        engine, tokenizer, engine.describe, transfers=house, observers=observers, sampling_defaults=sampling_defaults
+        engine,
+        tokenizer,
+        engine.describe,
+        transfers=transfers,
+        observers=observers,
+        sampling_defaults=sampling_defaults,
     )
     server = GrpcServer(use_cases, **options)
     port = await server.start(host, 0)

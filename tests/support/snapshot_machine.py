@@ -60,7 +60,7 @@ class SnapshotMachine(DurableMachine):
         contexts = self.scheduler.contexts.list()
         retained = dict.fromkeys(segment for context in contexts for segment in context.path.segments)
         holdings = self.scheduler.segments.holdings.of(retained)
-        return [one for one in holdings if one.loss is None and not one.is_stored_only]
+        return [one for one in holdings if one.loss is None and not one.is_evicted]
 
     def _saved(self, holding: SegmentPlacement, size: int) -> Snapshot:
         found = Snapshot([], {}, [], [(run.start, run.end) for run in holding.window_runs])

@@ -87,7 +87,7 @@ def launched(q, k, v, reads, softcap=None):
 
 def test_each_read_goes_where_it_belongs():
     q, k, v = tensors(0, 9)
-    ours, rest = ["betray_keys", "fold_rounds"], ["attend_items", "fold_items"]
+    ours, rest = ["propagate_nonfinite", "fold_rounds"], ["attend_items", "fold_items"]
     assert launched(q, k, v, Reads([FULL, SQUARE])) == (ours, 2)
     assert launched(q, k, v, Reads([FULL, BAND])) == ([ours[0], *rest, ours[1]], 1)
     assert launched(q, k, v, Reads([BAND, FEW])) == (rest, 0)
@@ -123,7 +123,7 @@ def test_launches_do_not_grow_with_the_stretches():
     reads = Reads([*(Read(0, 9, low, low + 20 + low // 10) for low in range(0, 350, 50)), BAND])
     names, count = launched(*tensors(0, 9), reads)
     assert count == varlen_plan.MAX_ROUNDS
-    assert names == ["betray_keys", "attend_items", "fold_items", "fold_rounds"]
+    assert names == ["propagate_nonfinite", "attend_items", "fold_items", "fold_rounds"]
 
 
 def test_gathered_keys_lie_with_strides():
@@ -233,7 +233,7 @@ def test_torch_varlen_does_not_query_the_device(name):
         for _ in range(2):
             partial = backend.attend(q, k, torch.randn_like(k), reads, 0.1)
     assert (partial.out_THD.shape, partial.lse_TH.shape) == ((600, 8, 64), (600, 8))
-    assert names == ["betray_keys", "attend_items", "fold_items", "fold_rounds"] * 2
+    assert names == ["propagate_nonfinite", "attend_items", "fold_items", "fold_rounds"] * 2
 
 
 @pytest.mark.usefixtures("whole")

@@ -77,7 +77,7 @@ def test_prefill_launches_few_kernels_per_layer(chunk, make, folder_of):
 def test_flash_kernels_read_what_they_can_of_a_chunk(chunk, count, folder_of):
     names = [event.name for event in prefilled(CHUNKS[chunk], folder_of, with_flash).of("launch") if event.layer == 0]
     assert names.count("_flash_attention_forward") == count
-    assert names.count("betray_keys") == names.count("fold_rounds") == bool(count)
+    assert names.count("propagate_nonfinite") == names.count("fold_rounds") == bool(count)
     assert ("attend_items" in names or "attend_items_int8" in names) == (not count)
 
 

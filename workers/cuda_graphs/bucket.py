@@ -1,4 +1,4 @@
-"""Decode steps of up to a fixed number of rows, over inputs of fixed address."""
+"""Decode steps of up to a fixed number of rows, with inputs at fixed addresses."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,8 +24,8 @@ Forward = Callable[[Inputs[RowLayer], StoredKvRecorder | None], Tensor | None]
 
 
 class Fields(NamedTuple):
-    """The layout of the numbers of a step of T rows: T numbers per field, except for parameters, which are T of each
-    kind.
+    """The layout of the numbers of a step of T rows. Each field has T numbers, except `parameters`, which has T numbers
+    per kind, and `tables`.
     """
 
     token_ids: slice
@@ -57,7 +57,7 @@ class Sampled(NamedTuple):
 
 
 class GraphVariant(NamedTuple):
-    """The tables of a bucket for steps whose rows share many reads, or few."""
+    """The tables of a bucket. One variant is for steps whose rows share many reads, another for the other steps."""
 
     tables: dict[AttentionSpan, LaunchTables]
     reads: dict[AttentionSpan, Reads]
@@ -137,9 +137,9 @@ class BatchBucket:
         return len(rows) <= self.num_rows and self._ropes.issuperset(rows.ropes)
 
     def fill(self, here_N: Numbers, rows: RowNumbers, sampled: Sampled) -> tuple[int | None, int]:
-        """Writes the numbers of a fitting step to host memory. Returns the variant and the number of numbers to copy.
-        The variant is None where this rank's tables have no room for the reads from its pool; ranks with room choose
-        the same variant.
+        """Writes the numbers of a step that fits (`can_take`) to host memory. Returns the index of the variant and the
+        number of numbers to copy. The index is None if the reads from this rank's pool do not fit into its tables; all
+        other ranks choose the same variant.
         """
         fields, window_slots = self.fields, rows.window_slots
         is_double = [rope.is_double for rope in rows.ropes]
@@ -160,6 +160,6 @@ class BatchBucket:
 
 
 def with_token_ids(inputs: Inputs[RowLayer], token_ids_T: Tensor) -> Inputs[RowLayer]:
-    """The inputs with other ids, and with the rope numbers as boolean masks."""
+    """The inputs with these token ids, and with the rope numbers converted to boolean masks."""
     ropes = {rope: None if mask is None else mask != 0 for rope, mask in inputs.ropes.items()}
     return replace(inputs, token_ids_T=token_ids_T, ropes=ropes)

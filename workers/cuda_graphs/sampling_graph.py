@@ -1,4 +1,4 @@
-"""Sampling of a step's next tokens on a device, from logits and parameters of fixed address."""
+"""Samples the next tokens of a step on a device, from logits and parameters at fixed addresses."""
 
 from collections.abc import Callable, Sequence
 
@@ -26,7 +26,7 @@ from workers.sampling.fixed_shape import Needs
 from workers.step.last_tokens import DeviceIds
 
 BroadcastFn = Callable[[Tensor], Tensor]
-"""Broadcasts the ids [T] of rank 0 to all ranks; the input of other ranks is ignored."""
+"""Broadcasts the ids [T] of rank 0 to all ranks. The input of the other ranks is ignored."""
 
 
 class TokenBuffer:
@@ -38,7 +38,7 @@ class TokenBuffer:
 
 
 class TokenBroadcast:
-    """Broadcasts the sampled ids to all ranks, which store the last ones."""
+    """Broadcasts the sampled ids to all ranks, which store the last id of each sequence."""
 
     def __init__(self, num_rows: int, last_ids: DeviceIds, broadcast: BroadcastFn, device: str) -> None:
         self.ids_R = torch.zeros(num_rows, dtype=torch.long, device=device)
@@ -58,7 +58,7 @@ class TokenBroadcast:
         return tell
 
     def read(self, num_positions: int, turn: int) -> AsyncHostCopy:
-        """The reported ids of `num_positions` positions, being copied to one of two host buffers."""
+        """Starts to copy the reported ids of `num_positions` positions to host buffer `turn`, one of two."""
         return AsyncHostCopy(
             *(tensor[:num_positions, 0] for tensor in (self._buffer.there_RN, self._buffer.hosts_RN[turn]))
         )
@@ -90,7 +90,7 @@ class GraphSampler:
         return choose
 
     def fill(self, here_N: Numbers, fields: Fields, rows: Sequence[Row]) -> Batch | None:
-        """Writes the parameters of rows and of their drafts to host memory; None if there are no rows."""
+        """Writes the parameters of rows and of their drafts to host memory. Returns None if there are no rows."""
         numbers_FT = here_N[fields.parameters].reshape(NUM_PARAMETERS, -1)
         indices = token_indices(rows)
         numbers_FT[:, len(indices) :] = self._others_F[:, None]
@@ -101,7 +101,7 @@ class GraphSampler:
         return batch
 
     def choice(self, rows: Sequence[Row], batch: Batch, kind: Needs, turn: int) -> DeviceChoice:
-        """The sampled tokens, being copied to one of two host buffers."""
+        """Starts to copy the sampled tokens to host buffer `turn`, one of two."""
         reported, num_positions = self._tokens(kind), len(batch.choosers)
         reported_RN, host_RN = reported.there_RN[:num_positions], reported.hosts_RN[turn][:num_positions]
         return DeviceChoice(rows, batch.choosers, reported_RN, self._sampler.broken, host_RN)

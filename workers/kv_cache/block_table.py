@@ -13,7 +13,7 @@ from longleaf.rank_protocol.step import RunTransfer
 from longleaf.runs import Extent, Run, extents, join, union, without
 
 
-class SlotRun(NamedTuple):
+class SegmentRange(NamedTuple):
     """Positions [start, end) of a segment that a path uses."""
 
     segment: int
@@ -164,11 +164,11 @@ class BlockTable:
             self._slots.pop(segment, None)
             self._starts.pop(segment, None)
 
-    def parts(self, path: Sequence[int], end: int) -> list[SlotRun]:
+    def parts(self, path: Sequence[int], end: int) -> list[SegmentRange]:
         """The parts of its segments that a path uses before the position `end`."""
         starts = [self._starts[segment] for segment in path]
         ends = [*(min(start, end) for start in starts[1:]), end]
-        return [SlotRun(*part) for part in zip(path, starts, ends, strict=True) if part[1] < part[2]]
+        return [SegmentRange(*part) for part in zip(path, starts, ends, strict=True) if part[1] < part[2]]
 
     def resident_extents(self, segment: int, start: int, end: int, rank: int | None = None) -> Iterator[Extent]:
         """The extents of a rank, by default this one, within positions [start, end) of a segment, in position order."""

@@ -1,7 +1,7 @@
-"""Estimates the GPU memory that a rank leaves free for its steps, beside weights, keys and values.
+"""Estimates the GPU memory that a rank leaves free for its steps, in addition to weights, keys and values.
 
-Torch allocates it while a step runs and keeps it. The estimate follows from the shapes of the model and its largest
-steps, at the upper end: an overestimate wastes memory, an underestimate makes steps fail.
+Torch allocates this memory while a step runs, and keeps it. The estimate is an upper bound, derived from the shapes of
+the model and its largest steps: an overestimate wastes memory, but an underestimate makes steps fail.
 """
 
 from dataclasses import astuple, dataclass
@@ -20,28 +20,27 @@ from workers.model.model import LayerSpec, Model
 from workers.sampling.device_sampler import MAX_LOGITS
 
 MAX_GATHERED = 1 << 16
-"""Maximum number of gathered tokens, all ranks together. They are held twice; 65,536 tokens of 8 key heads of 128 in
-bfloat16 are 256 MiB. Above the limit the queries are gathered. A choice by bytes never takes more room than the
-gathered queries and their partials would.
+"""Maximum total of tokens whose keys are gathered from all ranks. They are held twice: 65,536 tokens with 8 key heads
+of 128 in bfloat16 take 256 MiB. Above the limit, queries are gathered instead. An automatic choice never needs more
+memory than the gathered queries and their partials.
 """
 WIDE_TENSORS = 6
-"""Tensors of the widest layer's width that exist at once in a model's block. For a gated one: its input, two products,
-the activation of one of them, and their product, beside the residual.
+"""Number of tensors with the width of the widest layer that exist at once in a block of the model. For a gated layer:
+its input, two products, the activation of one of them, their product, and the residual.
 """
 PARTIALS = 4
-"""Copies of a chunk's partials: computed, packed, received, and during the fold."""
+"""Number of copies of a chunk's partials: computed, packed, received, and folded."""
 CHOOSING = 8 * 8
-"""Bytes per processed logit: as float64, sorted, its index, and as much again during the sort."""
+"""Bytes per processed logit: float64 copies of the logit, sorted, with indices, and working memory of the sort."""
 HISTORY, BIAS = 5, 16
-"""Bytes per token of the vocabulary, and per bias, for a sequence that has penalties or biases."""
+"""Bytes per token of the vocabulary (HISTORY) and per bias (BIAS), for a sequence with penalties or biases."""
 GRAPH = 8 << 20
-"""Bytes that a graph of a step's launches takes beside its working memory, at the upper end: some kilobytes per
-launch.
+"""Upper bound of the bytes of a CUDA graph without its working memory: some kilobytes per launch.
 """
 GRAPHS_PER_SIZE = 8
-"""Two ways to read keys, five to sample tokens, and one to broadcast them."""
+"""Number of graphs per size: two to read keys, five to sample tokens, and one to broadcast them."""
 KERNELS = 1 << 29
-"""Bytes for the tiles of kernels, the parts of long reads, compiled code, and the workspaces of matrix products."""
+"""Bytes for tiles of kernels, parts of long reads, compiled code, and workspaces of matrix products."""
 COMMUNICATOR = 1 << 30
 PEER = 384 << 20
 """Bytes that NCCL takes for a group of ranks (COMMUNICATOR), and for each other rank of the machine once an all-to-all
@@ -82,8 +81,8 @@ class Workspace:
 def workspace(
     model: Model, config: EngineConfig, num_ranks_here: int, total_bytes: int, *, uses_nccl: bool = True
 ) -> Workspace:
-    """The memory that the steps of a rank need on a GPU of `total_bytes`, beside weights, keys and values. Without
-    NCCL, exchanges are copied through the host.
+    """The memory that the steps of a rank need on a GPU of `total_bytes`, in addition to weights, keys and values.
+    Without NCCL, exchanges are copied through the host.
     """
     text = model.module.config.get_text_config()
     longest = ceil_div(ceil_div(config.chunk_size, config.world_size), config.block_size) * config.block_size
@@ -102,8 +101,8 @@ def workspace(
 
 
 def room_for_graphs(model: Model, config: EngineConfig) -> int:
-    """Bytes of captured decode steps: a second copy of the memory that the rows of the largest one need, since graphs
-    do not share memory with eager steps, and the graphs themselves.
+    """Bytes of captured decode steps: those of the graphs, and the working memory of the largest step, because graphs
+    do not share memory with eager steps.
     """
     sizes = bucket_sizes(config.max_rows)
     num_rows, vocabulary_size = sizes[-1], model.module.config.get_text_config().vocab_size
@@ -125,7 +124,7 @@ def num_copies(text: PreTrainedConfig) -> int:
 
 
 def widest(model: Model) -> int:
-    """Numbers per row of the widest tensor between the layers of a model, except ids and logits."""
+    """Number of elements per row of the widest tensor between the layers of a model, except ids and logits."""
     parts = [part for part in model.decoder.modules() if not isinstance(part, nn.Embedding)]
     shapes = [parameter.shape for part in parts for parameter in part.parameters(recurse=False)]
     return max(max(shape[-2:]) for shape in shapes if len(shape) > 1)
@@ -157,8 +156,8 @@ def _drafts(model: Model, config: EngineConfig) -> int:
 
 
 def _exchange(world_size: int, num_ranks_here: int) -> int:
-    """All ranks form a group; with several machines, so do the ranks of each machine, and the ranks of equal local
-    number.
+    """Bytes of NCCL. All ranks form a group. With several machines, the ranks of each machine and the ranks with the
+    same local number form further groups.
     """
     if world_size == 1:
         return 0

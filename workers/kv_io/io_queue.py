@@ -10,13 +10,13 @@ Clock = Callable[[], float]
 
 
 class IoQueue:
-    """A queue in which fetches precede saves, since callers wait for fetches, and in which saves can be paused.
+    """A queue that returns fetches before saves, because callers wait for fetches. Saves can be paused.
     Thread-safe.
     """
 
     def __init__(self, clock: Clock = time.monotonic, pause: Callable[[], float] = lambda: 0.0) -> None:
-        """`clock` counts seconds. After a save is taken, other saves wait `pause()` seconds, unless `rest` overrides
-        that.
+        """`clock` counts seconds. After a save is taken, the next one is held back for `pause()` seconds, or as long as
+        `rest` specifies.
         """
         self._clock = clock
         self._pause = pause
@@ -51,7 +51,7 @@ class IoQueue:
             self._changed.notify_all()
 
     def take(self) -> Work | None:
-        """Waits for the next order; None once the queue is closed."""
+        """Waits for the next order. Returns None once the queue is closed."""
         with self._changed:
             while not self._is_closed:
                 if self._fetches:

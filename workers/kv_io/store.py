@@ -26,7 +26,7 @@ class PieceStore(Protocol):
         ...
 
     def get(self, name: str, digest: str | None = None) -> bytes:
-        """Reads an object. Raises NotFound, and DataLoss if the digest of the content is not the given one."""
+        """Reads an object. Raises NotFound, and DataLoss if the content does not have this digest."""
         ...
 
 

@@ -15,8 +15,8 @@ LARGEST = 32 << 20
 def large_blocks_apart() -> Generator[None]:
     """Allocates blocks larger than 1 MiB with mmap in the body, so that freeing them returns the memory to the system.
 
-    By default glibc raises the mmap threshold to the size of the largest freed block. Weights that stay in the heap,
-    between others that were only read, then fragment it: half again their size was observed. Afterwards blocks up to
+    By default, glibc raises the mmap threshold to the size of the largest freed block. Weights then share the heap with
+    temporary blocks of the same size, and fragment it: an overhead of 50% was observed. After the body, blocks up to
     glibc's own maximum come from the heap, because steps allocate the same sizes repeatedly. Without glibc this does
     nothing.
     """

@@ -1,4 +1,4 @@
-"""The state of sequences for bias and penalties, on a device: one place per sequence in tensors of fixed shape."""
+"""The state of sequences for logit bias and penalties: device tensors of fixed shape, with one place per sequence."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -15,8 +15,8 @@ PADDING_ROW = 0
 
 
 class TokenHistories:
-    """For P sequences: the seen ones of V tokens, the token counts of the answers, and B biases each, in memory of
-    fixed address.
+    """The state of P places, in memory at fixed addresses: for each of V tokens, whether it was seen and how often the
+    answer has it; and B biases.
     """
 
     def __init__(self, vocabulary_size: int, num_sequences: int, device: str) -> None:
@@ -27,7 +27,7 @@ class TokenHistories:
         self.is_seen_PV = torch.zeros(num_places, vocabulary_size, dtype=torch.bool, device=device)
         self.counts_PV = torch.zeros(num_places, vocabulary_size, dtype=torch.int32, device=device)
         self.bias_ids_PB = torch.zeros(num_places, MAX_BIASES, dtype=torch.long, device=device)
-        """Padded with zeros, whose bias is zero."""
+        """Padded with id 0, with bias 0."""
         self.biases_PB = torch.zeros(num_places, MAX_BIASES, dtype=torch.float64, device=device)
 
     def begin(self, terms: SamplingTerms) -> int:

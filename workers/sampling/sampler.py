@@ -18,8 +18,8 @@ from workers.sampling.penalties import Penalties
 from workers.sampling.uniforms import uniform
 
 MAX_LOGITS = 1 << 19
-"""Logits that are processed together, unless a single row has more: 4 MiB in float64, which an allocator reuses instead
-of requesting pages from the system each time.
+"""Maximum number of logits that are processed together, unless a single row has more. They take 4 MiB in float64: the
+allocator reuses blocks of this size instead of requesting pages from the system each time.
 """
 
 
@@ -27,14 +27,14 @@ class Choice(Protocol):
     """The next tokens of rows."""
 
     def ids(self) -> Tensor:
-        """For the other ranks: the ids behind each row and its drafts, NOT_FINITE where there is no token, NOT_REACHED
-        behind a draft that was not accepted, int64, on the device of the logits.
+        """The ids that other ranks need, int64, on the device of the logits: one after each row and one after each of
+        its drafts. NOT_FINITE means that there is no token, NOT_REACHED that a draft before it was not accepted.
         """
         ...
 
     def tokens(self) -> list[tuple[Token, ...]]:
-        """The accepted drafts of each row, and the token behind them; none where the logits are not finite, or were not
-        before.
+        """The accepted drafts of each row, and the token after them. Empty for a sequence whose logits are not finite,
+        in this step or an earlier one.
         """
         ...
 
@@ -70,7 +70,7 @@ class CpuSequenceSampler:
 
 
 class Sampler:
-    """Samples the tokens of all sequences on a CPU. Stores the terms of each sequence, which come with its first
+    """Samples the tokens of all sequences on a CPU. Stores the terms of each sequence, which arrive with its first
     row.
     """
 
@@ -80,11 +80,11 @@ class Sampler:
         self._choosers: dict[int, CpuSequenceSampler] = {}
 
     def start(self, rows: Sequence[Row], logits_RV: Tensor) -> Choice:
-        """The next tokens of each row that can have some, from its logits [V], which are followed by those of its
-        drafts.
+        """Samples the next tokens of each row whose sequence is not broken. In `logits_RV`, the logits of a row are
+        followed by those of its drafts.
 
-        Each token is the same as in a separate step, up to the first one that differs from the draft. A draft with
-        non-finite logits behind it is not accepted: the next step will fail the same way.
+        Each token is the same as in a separate step, up to the first one that differs from the draft. A draft that is
+        followed by non-finite logits is not accepted: the next step will fail the same way.
         """
         firsts, is_finite = first_positions(rows), highest_are_finite(logits_RV)
         self.broken.update(row.sequence for row, first in zip(rows, firsts, strict=True) if not is_finite[first])
@@ -141,7 +141,7 @@ def first_positions(rows: Sequence[Row]) -> list[int]:
 
 
 def row_of_draft(row: Row, turn: int) -> Row:
-    """The row that a separate step for draft number `turn`, from 1 on, would have; 0: the row itself."""
+    """The row of a separate step for draft number `turn`, counted from 1; the row itself for 0."""
     return replace(row, token_index=row.token_index + turn, terms=None) if turn else row
 
 
@@ -152,7 +152,7 @@ def is_accepted(row: Row, tokens: Sequence[Token]) -> bool:
 
 
 def take(logits_RV: Tensor, rows: Sequence[int]) -> Tensor:
-    """The logits of some rows, in ascending order; a view where the rows are consecutive."""
+    """The logits of `rows`, which must be in ascending order. A view if they are consecutive."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return logits_RV[rows[0] : rows[-1] + 1]
     return logits_RV.index_select(0, torch.tensor(rows))
@@ -201,7 +201,7 @@ def highest_are_finite(logits_RV: Tensor) -> list[bool]:
 def _alike(
     choosers: Sequence[CpuSequenceSampler], kind: Callable[[CpuSequenceSampler], int | None], num_tokens: int
 ) -> Iterator[list[int]]:
-    """The rows of each kind except None, in lists whose logits do not exceed MAX_LOGITS."""
+    """The row indices grouped by kind, without kind None. The logits of a group do not exceed MAX_LOGITS."""
     most = max(1, MAX_LOGITS // num_tokens)
     alike: dict[int, list[int]] = {}
     for i, chooser in enumerate(choosers):

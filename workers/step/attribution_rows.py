@@ -10,7 +10,7 @@ from typing import NamedTuple
 from longleaf.attention.masks import QueryRun
 from longleaf.rank_protocol.step import NUM_OTHER_SHARES, Positions, Row, Spans
 from longleaf.runs import ceil_div, joined, without
-from workers.kv_cache.block_table import BlockTable, SlotRun
+from workers.kv_cache.block_table import BlockTable, SegmentRange
 from workers.step.row_grouping import Query
 
 PROMPT, ANSWER, SINK = 0, 1, 2
@@ -53,7 +53,7 @@ class SpanView(NamedTuple):
     layers count.
     """
 
-    parts: tuple[SlotRun, ...]
+    parts: tuple[SegmentRange, ...]
     hidden: tuple[Positions, ...]
     size: int
     layers: tuple[int, ...]
@@ -114,7 +114,7 @@ def _context_keys(ledger: BlockTable, view: SpanView) -> Iterator[SpanKeys]:
         column += ceil_div(part.end - part.start, view.size)
 
 
-def _own_keys(ledger: BlockTable, parts: Iterable[SlotRun], spans: Spans, num_spans: int) -> Iterator[SpanKeys]:
+def _own_keys(ledger: BlockTable, parts: Iterable[SegmentRange], spans: Spans, num_spans: int) -> Iterator[SpanKeys]:
     for part in parts:
         edge = min(max(spans.prompt_end, part.start), part.end)
         for low, high, other in ((part.start, edge, PROMPT), (edge, part.end, ANSWER)):

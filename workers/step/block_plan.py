@@ -22,19 +22,19 @@ from workers.step.attribution_rows import AttributionGroup, AttributionRow, Span
 
 
 class BlockPlan(NamedTuple):
-    """The block sums that kernels report in a step, and the columns they count into."""
+    """The block sums that kernels report in a step, and the columns to which they are added."""
 
     sums: BlockSums
     columns: list[AttributionColumns]
-    """For each group of sequences that are reported together."""
+    """One item for each group of sequences that are reported together."""
 
 
 class BlockSpansColumns(Exception):
-    """Keys of one block count into several columns, and kernels do not separate them."""
+    """Keys of one block belong to several columns, which the kernels cannot separate."""
 
 
 class ReadPiece(NamedTuple):
-    """Slots [low, high) of a read that count into consecutive columns."""
+    """Slots [low, high) of a read, which belong to consecutive columns."""
 
     read: int
     low: int
@@ -43,7 +43,7 @@ class ReadPiece(NamedTuple):
 
 
 def block_plan(reads: Sequence[Read], groups: Sequence[AttributionGroup]) -> BlockPlan | None:
-    """The plan of a step. None where spans are not whole blocks, or where a block would have to be split at several
+    """The plan of a step. None if spans are not whole blocks, or if a block would have to be split at several
     places.
     """
     if any(requested.view.size % BLOCK for requested in groups):
@@ -75,7 +75,7 @@ def _read_by(reads: Sequence[Read], row: int) -> list[int]:
 
 
 def _pieces(reads: Sequence[Read], numbers: Sequence[int], keys: Iterable[SpanKeys]) -> Iterator[ReadPiece]:
-    """The pieces of these reads in which keys lie. `numbers` are in the order of slots; `keys` are sorted."""
+    """The pieces of these reads that contain any of the keys. `numbers` must be in the order of slots."""
     ahead = sorted(keys, key=lambda each: each.slot)
     first = 0
     for number in numbers:

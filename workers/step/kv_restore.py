@@ -36,7 +36,7 @@ def restore(work: Restore, comm: Comm | None, pool: KvPool, ledger: BlockTable, 
     for ticket, runs, of_windows in wanted(work, ledger.rank):
         if not take_in(find(ticket), runs, pool, of_windows=of_windows):
             missing = ticket
-    confirm(comm, pool.device, missing)
+    check_all_ranks(comm, pool.device, missing)
     ledger.restore(work.segment, work.start, work.runs, work.window_runs)
 
 
@@ -69,7 +69,7 @@ def take_in(piece: KvPiece | None, runs: tuple[Run, ...], pool: KvPool, *, of_wi
     return True
 
 
-def confirm(comm: Comm | None, device: str, missing: int) -> None:
+def check_all_ranks(comm: Comm | None, device: str, missing: int) -> None:
     """Waits for all ranks. Raises PieceNotFetched if one of them lacks a piece."""
     reported = torch.tensor([missing], device=device)
     for rank, ticket in enumerate((comm.all_gather(reported) if comm else reported).flatten().tolist()):

@@ -1,8 +1,8 @@
-"""Moves keys and values between ranks: the step in which no model runs.
+"""Moves keys and values between ranks, in a step that does not run the model.
 
 In each round a rank sends the content of some blocks to at most one other rank, and receives from at most one. A
-checksum precedes the content. At the end each receiver reports the comparison, and no rank continues before all have
-received their blocks. Only free blocks are written, so until then the sources are intact.
+checksum precedes the content. At the end, each receiver reports whether the checksums matched, and no rank continues
+before all have received their blocks. Only free blocks are written, so the sources are intact until then.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,22 +35,22 @@ class BlockTransfer(NamedTuple):
 
 
 def move(work: Move, comm: Comm | None, pool: KvPool, ledger: BlockTable) -> None:
-    """Carries out a move. A collective: all ranks call it at the same time. `comm` is None at world size 1.
+    """Executes a move. This is a collective: all ranks must call it together. `comm` is None at world size 1.
 
     Raises ValueError for an invalid move, and TransferCorrupted, on every rank, if received content differs from the
-    sent content. The block table is then unchanged.
+    sent content. After an error, the block table is unchanged.
     """
     check(work.transfers, comm.world_size if comm else 1)
     ledger.check(work.transfers)
     if comm is not None:
         carriage = BlockExchange(comm, Content(pool))
-        for archives in rounds(work.transfers, carriage.most_blocks):
-            carriage.exchange(archives)
+        for batch in rounds(work.transfers, carriage.most_blocks):
+            carriage.exchange(batch)
         blocks = [block for run in work.windows for block in run.blocks]
         handing = BlockExchange(comm, Content(pool, of_windows=True))
         for first in range(0, len(blocks), handing.most_blocks):
             handing.hand_out(blocks[first : first + handing.most_blocks])
-        confirm(comm, pool.device, max(carriage.damaged_by, handing.damaged_by))
+        check_all_ranks(comm, pool.device, max(carriage.damaged_by, handing.damaged_by))
     ledger.move(work.transfers)
 
 
@@ -59,7 +59,7 @@ def check(transfers: Sequence[RunTransfer], world_size: int) -> None:
     sources = [(t.source.rank, block) for t in transfers for block in t.source.blocks]
     targets = [(t.target.rank, block) for t in transfers for block in t.target.blocks]
     if len({*sources, *targets}) < len(sources) + len(targets):
-        raise ValueError("a block is twice in a move")
+        raise ValueError("a move contains a block twice")
     for _, source, target in ((t.segment, t.source, t.target) for t in transfers):
         is_same = (source.start, source.end, len(source.blocks)) == (target.start, target.end, len(target.blocks))
         if not is_same or source.rank == target.rank or not 0 <= target.rank < world_size:
@@ -68,25 +68,25 @@ def check(transfers: Sequence[RunTransfer], world_size: int) -> None:
 
 def rounds(transfers: Sequence[RunTransfer], most_blocks: int) -> Iterator[list[BlockTransfer]]:
     """The transfers of each round, of at most `most_blocks` blocks each. Pairs of ranks with the most remaining blocks
-    go first.
+    have priority.
     """
     left: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for transfer in transfers:
         source, target = transfer.source, transfer.target
         left.setdefault((source.rank, target.rank), []).extend(zip(source.blocks, target.blocks, strict=True))
     while left:
-        archives: list[BlockTransfer] = []
+        batch: list[BlockTransfer] = []
         for source, target in sorted(left, key=lambda pair: (-len(left[pair]), pair)):
-            if all(source != archive.source and target != archive.target for archive in archives):
+            if all(source != transfer.source and target != transfer.target for transfer in batch):
                 pairs = left[source, target]
-                archives.append(BlockTransfer(source, target, *zip(*pairs[:most_blocks], strict=True)))
+                batch.append(BlockTransfer(source, target, *zip(*pairs[:most_blocks], strict=True)))
                 left[source, target] = pairs[most_blocks:]
         left = {pair: blocks for pair, blocks in left.items() if blocks}
-        yield archives
+        yield batch
 
 
 class BlockExchange:
-    """One rank's end of the exchanges of content."""
+    """The part of one rank in the exchanges of content."""
 
     def __init__(self, comm: Comm, content: Content) -> None:
         self._comm = comm
@@ -95,12 +95,12 @@ class BlockExchange:
         self.damaged_by = NO_RANK
         """A rank whose content arrived corrupted."""
 
-    def exchange(self, archives: Sequence[BlockTransfer]) -> None:
+    def exchange(self, batch: Sequence[BlockTransfer]) -> None:
         """Sends this rank's blocks of a round, if any, and stores the received ones."""
         rank = self._comm.rank
-        sent = next((archive for archive in archives if archive.source == rank), None)
-        coming = next((archive for archive in archives if archive.target == rank), None)
-        packed = self._pack(sent.source_blocks if sent else (), max(len(archive.source_blocks) for archive in archives))
+        sent = next((transfer for transfer in batch if transfer.source == rank), None)
+        coming = next((transfer for transfer in batch if transfer.target == rank), None)
+        packed = self._pack(sent.source_blocks if sent else (), max(len(transfer.source_blocks) for transfer in batch))
         to, source = sent.target if sent else rank, coming.source if coming else rank
         received = self._comm.permute(packed, to, source)
         if coming:
@@ -136,7 +136,7 @@ def digest_of(content: Tensor) -> bytes:
     return blake3(content.cpu().numpy().data).digest()
 
 
-def confirm(comm: Comm, device: str, damaged_by: int) -> None:
+def check_all_ranks(comm: Comm, device: str, damaged_by: int) -> None:
     """Waits for all ranks. Raises TransferCorrupted if one of them received corrupted content."""
     for target, source in enumerate(comm.all_gather(torch.tensor([damaged_by], device=device)).flatten().tolist()):
         if source != NO_RANK:

@@ -1,7 +1,7 @@
 """The last token of each sequence, which is the input of its next row and not part of the plan.
 
-On a CPU, ranks know the token as soon as it is sampled. On another device it stays there: the host continues without
-it, and refers to its place.
+On a CPU, a token is available to the rank at once. On another device, the token stays in device memory: the host
+does not wait for it, and refers to it by its place.
 """
 
 from collections.abc import Iterable, Sequence
@@ -62,7 +62,7 @@ class HostIds(dict[int, int]):
 
 
 class DeviceIds:
-    """Ids in a tensor of fixed address, with one place for each of `num_sequences` sequences. Implements LastTokens.
+    """Ids in a tensor at a fixed address, with one place for each of `num_sequences` sequences. Implements LastTokens.
 
     The placeholder of a place among token ids is the negative number -1 - place.
     """
@@ -97,8 +97,8 @@ class DeviceIds:
         return [self.place(row.sequence) for row in rows for _ in range(1 + len(row.draft_ids))]
 
     def put(self, places_N: Tensor, numbers_N: Tensor | None = None, *, chosen_N: Tensor) -> None:
-        """Stores the last reached id of each sequence at its place. Positions are numbered as in `DraftRows`; without
-        numbers each position is the only one of its sequence.
+        """Stores the last reached id of each sequence at its place. `numbers_N` is as in `DraftRows`; None: each
+        position is the only one of its sequence.
         """
         ids_N = chosen_N.clamp(min=ANY)
         if numbers_N is None:

@@ -1,4 +1,4 @@
-"""The work of an attention layer in a step: one of these, decided before the model runs."""
+"""The work of an attention layer in a step. One of these classes is selected before the model runs."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,8 @@ from longleaf.attention.masks import Reads
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """Each key is on one rank: every rank has all queries and attends to the keys it holds, and partials are merged."""
+    """Each key is on one rank. Every rank has all queries and attends to the keys that it holds. Partials are
+    merged."""
 
     slots_T: Tensor
     """Slot of each token's keys; the trash slot for tokens that another rank owns."""
@@ -19,7 +20,7 @@ class Sharded:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A chunk where each key is on one rank: the keys before the pieces are gathered, and nothing is merged.
+    """A chunk in a layer whose keys are each on one rank. The keys before the pieces are gathered; nothing is merged.
 
     L is the largest share of a rank. In the gathered tensor the share of rank r, in order of positions, begins at slot
     r * L.
@@ -37,7 +38,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Replicating:
-    """A chunk where every rank holds each key for as long as it is visible: the keys of the chunk are gathered.
+    """A chunk in a layer whose visible keys are on every rank. The keys of the chunk are gathered.
 
     L is the largest share of a rank. In the gathered tensor the share of rank r, in order of positions, begins at slot
     r * L.
@@ -57,7 +58,7 @@ class Replicating:
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """Rows where every rank holds each key: nothing is exchanged."""
+    """Rows in a layer whose visible keys are on every rank. Nothing is exchanged."""
 
     slots_T: Tensor
     """Slot of each token's keys."""

@@ -23,7 +23,7 @@ from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, reads_
 from longleaf.positions import AttentionSpan
 from longleaf.rank_protocol.step import Positions
 from longleaf.runs import Extent, without
-from workers.kv_cache.block_table import BlockTable, SlotRun, stretches
+from workers.kv_cache.block_table import BlockTable, SegmentRange, stretches
 
 MIN_SHARED = 128
 """Minimum number of common keys for which adjacent rows with a limited reach read together: fewer cost more in reads
@@ -39,7 +39,7 @@ class Query(NamedTuple):
     """The rows of one sequence, and the parts of segments that its path uses, up to the last row."""
 
     run: QueryRun
-    parts: Sequence[SlotRun]
+    parts: Sequence[SegmentRange]
     hidden: tuple[Positions, ...] = ()
     """Positions of the path that none of the rows reads, in order."""
 
@@ -61,7 +61,7 @@ Users = tuple[int, list[Query]]
 """The depth of a segment, and the queries whose path contains it."""
 
 
-def order(parts: Sequence[SlotRun], start: int) -> tuple[tuple[int, int], ...]:
+def order(parts: Sequence[SegmentRange], start: int) -> tuple[tuple[int, int], ...]:
     """Sort key of rows at `start`: adjacent rows share as many segments as possible; rows that see more of the last
     shared segment come first.
     """

@@ -1,13 +1,14 @@
 """Windowed layers whose keys are replicated on each rank: `longleaf serve --window-keys replicated`.
 
-Their keys have the same slots on every rank, and are held only as long as a later token may see them. In decode every
-rank has all rows, so it stores their keys and attends locally. In prefill the rows of a piece see keys in three places:
+Their keys have the same slots on every rank, and are held only as long as a later token can attend to them. In decode,
+every rank has all rows, so it stores their keys and attends locally. In prefill, the rows of a piece attend to keys in
+three places:
 
-    pool        before the chunk
-    gathered    of the chunk, before the piece: sent by the ranks that computed them, for one layer at a time
-    own         of the piece itself
+    pool        keys before the chunk
+    gathered    keys of the chunk before the piece: sent by the ranks that computed them, one layer at a time
+    own         keys of the piece itself
 
-The gathered keys that tokens after the chunk will see are stored in the pool. No results are sent back.
+The gathered keys that later chunks need are stored in the pool. No results are sent back.
 """
 
 from collections.abc import Iterable
@@ -36,8 +37,8 @@ class WindowBuilder:
         self._device = device
 
     def chunk(self, work: Prefill) -> dict[int, Replicating]:
-        """The inputs by layer. Raises ValueError for pieces that are not adjacent, because no keys are held for the
-        gap.
+        """The inputs by layer. Raises ValueError if the pieces are not adjacent: the keys between them would be
+        missing.
         """
         if any(one.end != other.start for one, other in zip(work.pieces[:-1], work.pieces[1:], strict=True)):
             raise ValueError("with replicated windows, pieces must follow one another")
@@ -78,7 +79,7 @@ class WindowBuilder:
     def _reads(
         self, work: Prefill, shares: list[list[Extent]], longest: int, reach: AttentionSpan
     ) -> tuple[Reads, Reads, Reads]:
-        """The reads of the own piece from the pool, from the gathered keys, and from the piece itself."""
+        """The reads of this rank's pieces from the pool, from the gathered keys, and from the pieces themselves."""
         pool, gathered, own = list[Read](), list[Read](), list[Read]()
         for piece in work.pieces:
             if piece.rank == self._ledger.rank:
@@ -92,7 +93,7 @@ class WindowBuilder:
 
     @staticmethod
     def _share(pieces: tuple[Run, ...], wanted: list[tuple[int, int]], rank: int) -> list[Extent]:
-        """The wanted positions of a rank's piece, with their rows there."""
+        """The wanted positions in the pieces of `rank`, as extents that give their rows in the piece."""
         cut = [
             (max(low, piece.start), min(high, piece.end), piece.start)
             for piece in pieces
@@ -106,5 +107,5 @@ class WindowBuilder:
 
 
 def positions_of(extents: list[Extent]) -> list[int]:
-    """Each position of extents."""
+    """All positions of the extents, in order."""
     return [position for extent in extents for position in range(extent.start, extent.end)]

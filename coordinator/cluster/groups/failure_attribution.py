@@ -7,16 +7,16 @@ from coordinator.cluster.ports import EpochEnd
 from longleaf.errors import GroupFailed, LongleafError, RankLost
 
 GRACE_SECONDS = 0.5
-"""Seconds during which further reports are collected after a first report that does not identify the dead rank. When
-one rank dies, its peers raise, often before the fleet sees the death. A rank that raises leaves the group, so its
-peers may consider it dead before its own report arrives."""
+"""Seconds during which further reports are collected, if the first one does not identify the dead rank. When one rank
+dies, its peers raise errors, often before the fleet detects the death. A rank that raises an error leaves the group, so
+its peers may consider it dead before its own report arrives."""
 
 
 class FailureCollector:
     """Collects reports about the members of one epoch, in rank order, and sets the future `verdict` once.
 
-    `kill(member, reason)` must end the member's process and then cause a call of `died`. `under_way` returns the steps
-    in one of which the ranks are.
+    `kill(member, reason)` must end the member's process and then cause a call of `died`. `under_way` returns the
+    candidates for the step that the ranks are executing.
     """
 
     def __init__(
@@ -39,7 +39,8 @@ class FailureCollector:
         self.verdict: asyncio.Future[EpochEnd] = self._loop.create_future()
 
     def died(self, member: int, reason: str) -> None:
-        """The member's process has ended. This report is final, unless the member reported a reason itself."""
+        """The member's process has ended. Sets the verdict, unless the member reported a reason itself: then `_decide`
+        evaluates all reports."""
         if member not in self.members:
             return
         self._died.setdefault(member, reason)
@@ -47,7 +48,7 @@ class FailureCollector:
             self._conclude_lost(member)
 
     def failed(self, member: int, reason: str, blamed: int | None = None) -> None:
-        """The member reported that it ends, perhaps because it saw rank `blamed` die."""
+        """The member reported its own end; `blamed` is the rank whose death caused it, if any."""
         if member in self.members:
             self._failed.setdefault(member, reason)
             self._attribute(member, reason, blamed)
@@ -63,7 +64,7 @@ class FailureCollector:
 
     @property
     def is_suspected(self) -> bool:
-        """A report has arrived, so the verdict exists or follows. Later results of ranks are ignored."""
+        """Whether a report has arrived, so that the verdict is set or will be. Later results of ranks are ignored."""
         return self._is_gathering or self.verdict.done()
 
     def _attribute(self, member: int, reason: str, blamed: int | None) -> None:
@@ -75,9 +76,9 @@ class FailureCollector:
             self._loop.call_later(GRACE_SECONDS, self._decide)
 
     def _decide(self) -> None:
-        """Candidates in this order: members that others reported dead, then members that reported their own end, by
-        time of report. A member that others reported dead and that has sent no report is killed, because the others
-        cannot reach it. If all are alive, the cause is the member that blames no other."""
+        """Sets the verdict. Members that others reported dead come first, then members that reported their own end, in
+        the order of the reports. A member that others reported dead and that has sent no report itself is killed,
+        because the others cannot reach it. If all members are alive, the cause is a member that blames no other."""
         if self.verdict.done():
             return
         gone = [member for member in self._blamed if member not in self._broken]
@@ -97,11 +98,11 @@ class FailureCollector:
         self.conclude(RankLost(self.members.index(member), reason), steps_of(step) or self._under_way())
 
     def conclude(self, error: LongleafError, steps: tuple[int, ...] = ()) -> None:
-        """Sets the verdict, unless it is set."""
+        """Sets the verdict, unless it is already set."""
         if not self.verdict.done():
             self.verdict.set_result(EpochEnd(error, steps))
 
 
 def steps_of(step: int) -> tuple[int, ...]:
-    """Step 0 means no step: ranks report it before their first one."""
+    """The step as a tuple; empty for 0, which ranks report before their first step."""
     return (step,) if step else ()

@@ -35,8 +35,8 @@ class PendingStep(NamedTuple):
 
 
 class RankGroup:
-    """Epoch `epoch` of members in rank order. Epoch 0, before the first one, consists of the members that will form the
-    first epoch, and only records their losses. Needs a running event loop.
+    """The ranks of epoch `epoch`; `members` are in rank order. Epoch 0 precedes the first epoch that is formed: it
+    consists of the members that will form it, and only records their losses. Needs a running event loop.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RankGroup:
 
     @property
     def is_suspected(self) -> bool:
-        """The verdict exists or is being determined."""
+        """Whether the verdict exists or is being determined."""
         return self._losses.is_suspected
 
     async def wait_ended(self) -> EpochEnd:
@@ -98,7 +98,7 @@ class RankGroup:
         return Formation(self.epoch, hellos, readies, self)
 
     def late(self) -> list[int]:
-        """Return the members that the others wait for: they are neither ready nor have they aborted the epoch."""
+        """Return the live members that the others wait for: they are not ready and have not aborted the epoch."""
         requested = self.members if self._rendezvous.port is not None else self.members[:1]
         missing = [
             one for one in requested if one not in self._rendezvous.readies and not self._losses.has_answered(one)
@@ -124,8 +124,7 @@ class RankGroup:
         The deadline starts with the answer to the previous plan, because the ranks begin the step only then.
         """
         self._channel.send(self.members, plan)
-        # The plain reference attention computes on one rank the work that a step shares among all, and in 16-bit types
-        # twice.
+        # The plain reference attention does the work of all ranks on a single rank, and does it twice in 16-bit types.
         num_tokens = plan.num_tokens + 2 * plan.num_reference * len(self.members)
         seconds = self._config.step_timeout + num_tokens * self._config.step_timeout_per_token
         under_way = self._under_way[plan.step] = PendingStep(self._loop.create_future(), seconds)
@@ -159,7 +158,7 @@ class RankGroup:
                 result.set_exception(self.verdict.result().error)
 
     async def _attribute_slow(self, step: int, under_way: PendingStep) -> None:
-        """Kill the member that blocks the others. If there is no single one, end the epoch."""
+        """Kill the member that blocks the others. If no single member does, end the epoch."""
 
         def is_over() -> bool:
             return under_way.result.done() or self.is_suspected
@@ -192,12 +191,12 @@ class RankGroup:
         self._rendezvous.take(message)
 
     def take_broken(self, message: GroupFailure) -> None:
-        """Handle the failure of the group; that of an earlier epoch is ignored. Raises ValueError for an impossible
-        message.
+        """Handle a group failure that a member reports. A failure of an earlier epoch is ignored. Raises ValueError for
+        an impossible message.
         """
         is_ours = message.epoch == self.epoch > 0
         if message.epoch > self.epoch or (message.epoch == self.epoch and not (is_ours and self._has(message))):
-            raise ValueError(f"invalid message from member {message.member}: Broken of another epoch")
+            raise ValueError(f"invalid message from member {message.member}: GroupFailure of another epoch")
         if is_ours:
             self._check_blamed(message)
             self._losses.broken(message.member, message.step, message.reason, message.blamed)
@@ -231,7 +230,7 @@ class RankGroup:
         self._fence()
 
     def _fence(self) -> None:
-        """Notify all ranks once that the epoch has ended early, so that no rank keeps waiting for another one in it."""
+        """Notify all ranks once that the epoch has ended early, so that no rank keeps waiting for another."""
         if self.is_suspected and not self._is_fenced and self.epoch:
             self._is_fenced = True
             self._channel.send(self.members, AbortExchanges(self.epoch))

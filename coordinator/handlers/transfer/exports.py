@@ -15,7 +15,7 @@ from longleaf.tenants import name_of, tenant_of
 from longleaf.types import Cluster, ExportContext, ExportedArchive
 
 MAX_EXPORTS = 8
-"""Most concurrent exports: each holds a piece of about ten megabytes."""
+"""Maximum number of concurrent exports. Each holds a piece of about ten megabytes."""
 CHUNK_BYTES = 1 << 18
 RETRY_SECONDS = 5.0
 
@@ -102,7 +102,7 @@ def _check(wanted: ExportContext, packing: ArchiveWriter) -> None:
 
 
 async def _bytes_of(exporting: ExportHandle, packing: ArchiveWriter, offset: int) -> AsyncGenerator[bytes, None]:
-    """Yields chunks of about CHUNK_BYTES, with one piece in memory at a time."""
+    """Yields chunks of about CHUNK_BYTES. One piece is in memory at a time."""
     chunk = bytearray()
     for content, passed in packing.stretches(offset):
         data = memoryview(await exporting.read(content)) if isinstance(content, PieceRef) else content

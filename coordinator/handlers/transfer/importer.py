@@ -37,9 +37,9 @@ class ContextImporter:
         header: ImportHeader,
         vocabulary_size: int,
         wall_clock: Callable[[], float],
-        ledger: QuotaEnforcer = UNLIMITED,
+        quotas: QuotaEnforcer = UNLIMITED,
     ) -> None:
-        self._ledger = ledger
+        self._ledger = quotas
         self._engine = engine
         self._header = header
         self._vocabulary_size = vocabulary_size

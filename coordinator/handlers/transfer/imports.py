@@ -103,7 +103,7 @@ class ImportSessions:
         later: CallLater = call_later,
         wall_clock: Callable[[], float] = time.time,
         *,
-        ledger: QuotaEnforcer = UNLIMITED,
+        quotas: QuotaEnforcer = UNLIMITED,
         idle_seconds: float = IDLE_SECONDS,
         keep_seconds: float = KEEP_SECONDS,
         max_imports: int = MAX_IMPORTS,
@@ -113,7 +113,7 @@ class ImportSessions:
         self._tenant_share = tenant_share
         self._engine = engine
         self._vocabulary_size = vocabulary_size
-        self._ledger = ledger
+        self._ledger = quotas
         self._clock, self._later, self._wall_clock = clock, later, wall_clock
         self._idle_seconds, self._keep_seconds, self._max_imports = idle_seconds, keep_seconds, max_imports
         self._max_bytes = max_bytes

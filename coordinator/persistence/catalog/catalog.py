@@ -27,17 +27,18 @@ from coordinator.persistence.catalog.sqlite_errors import is_full, startup_error
 from longleaf.errors import StorageUnavailable, Unavailable
 
 DATABASE = "catalog.db"
-"""File name of the reserve."""
+"""File name of the database in its folder."""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
 class Catalog:
-    """Implements the protocols of coordinator.persistence.catalog.ports. The opener holds the lock of the folder."""
+    """Implements the protocols of coordinator.persistence.catalog.ports. The caller of `open` must hold the lock of the
+    folder."""
 
     def __init__(self, database: Database, thread: ThreadPoolExecutor, reserve: Reserve | None = None) -> None:
-        """`database` and `reserve`, the space for deletions, belong to the thread."""
+        """`reserve` is disk space for deletions. Only `thread` uses `database` and `reserve`."""
         self._database = database
         self._thread = thread
         self._reserve = reserve
@@ -131,7 +132,7 @@ class Catalog:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """As `_write`, but raises if the reserve for deletions was released."""
+        """Like `_write`, but raises an error if the reserve for deletions was released."""
         if self._reserve is not None:
             self._reserve.check_catalog()
         return self._write(function, *args, **kwargs)
@@ -142,7 +143,7 @@ class Catalog:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """As `_write`, and also succeeds on a full disk if there is a reserve."""
+        """Like `_write`, but also succeeds on a full disk if there is a reserve."""
         try:
             return self._write(function, *args, **kwargs)
         except StorageUnavailable as error:
@@ -156,7 +157,7 @@ class Catalog:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """As `_write_at_any_rate`; the remaining space is reserved again for the next deletion."""
+        """Like `_write_at_any_rate`, but then restores the reserve from the free space, for the next deletion."""
         try:
             return self._write_at_any_rate(function, *args, **kwargs)
         finally:

@@ -1,4 +1,4 @@
-"""The data folder, with one folder per model. Each is used by one service at a time."""
+"""The data folder, with one folder per model. One service at a time uses the folder of a model."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ from longleaf.errors import CatalogError
 T = TypeVar("T")
 
 DIGITS = 32
-"""Digits of the fingerprint in the name of a folder."""
+"""Number of digits of the fingerprint in the name of a folder."""
 LOCK, HOLDER, MODEL = "lock", "holder.json", "model.json"
 JOURNAL = "journal"
 """Folder of the journal of generations."""
@@ -30,7 +30,7 @@ class LockHolder(msgspec.Struct, frozen=True):
     pid: int
     host: str
     address: str = ""
-    """The address at which it serves; empty until it does."""
+    """The address at which the process serves; empty until it serves."""
 
     def __str__(self) -> str:
         where = f", serving {self.address}" if self.address else ""
@@ -61,8 +61,8 @@ class DataFolder:
         """Create the missing folders with mode 0700, and lock the folder of the model. `fingerprint` is a hexadecimal
         digest.
 
-        Raises CatalogError when another service, which is named, uses the folder, or when it belongs to another user or
-        cannot be written.
+        Raises CatalogError if another service, which the message names, uses the folder, or if the folder belongs to
+        another user or cannot be written.
         """
         try:
             data_dir = data_dir.absolute()
@@ -90,7 +90,9 @@ class DataFolder:
         return self.path / DATABASE
 
     def record_address(self, address: str) -> None:
-        """Record the address of this service for other services that want the folder. Raises OSError."""
+        """Record the address of this service, for the error message of another service that opens the folder. Raises
+        OSError.
+        """
         write_whole(self.path / HOLDER, msgspec.json.encode(LockHolder(os.getpid(), socket.gethostname(), address)))
 
     def other_models(self) -> list[tuple[Path, ModelFile]]:

@@ -114,7 +114,7 @@ class FakeCatalog:
         if start and record.key not in self._upload_ids:
             raise NotFound("an upload")
         if len(known) != start:
-            raise DataLoss("an upload", f"{len(known)} ids of it are kept, and those behind {start} do not follow them")
+            raise DataLoss("an upload", f"it has {len(known)} token ids, and the next ones start at {start}")
         self._upload_ids[record.key] = known + new_ids
         self._upload_starts[record.key] = self._upload_starts.get(record.key, array("Q")) + new_starts
         uploads = {**{each.key: each for each in self.contents.uploads}, record.key: record}

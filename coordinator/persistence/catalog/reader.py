@@ -29,7 +29,7 @@ DAMAGED_ROW = "its record is damaged"
 
 
 def load(path: Path, connection: Connection) -> CatalogContents:
-    """Reads everything. Raises CatalogError when the counters are damaged, because ids could be reused."""
+    """Reads all records. Raises CatalogError when the counters are damaged, because ids could be reused."""
     state = connection.execute(select(service)).mappings().one_or_none()
     if state is None or not row_codec.checksum_matches(service, state):
         raise damaged(path, "its counters are damaged")
@@ -64,7 +64,7 @@ def _rows(connection: Connection, table: Table) -> Iterator[Found]:
 
 
 def _split(connection: Connection, table: Table, make: Callable[[Found], T]) -> tuple[list[T], list[Found]]:
-    """Records, and damaged rows."""
+    """The records of the intact rows, and the damaged rows."""
     retained: list[T] = []
     lost: list[Found] = []
     for row in _rows(connection, table):
@@ -76,7 +76,7 @@ def _split(connection: Connection, table: Table, make: Callable[[Found], T]) -> 
 
 
 def _segments(connection: Connection, texts: Mapping[int, DocumentText]) -> tuple[list[SegmentRecord], dict[int, str]]:
-    """Records, and those with a damaged row or damaged ids."""
+    """The intact records, and the reason for each other segment: its row or its token ids are damaged."""
     pieces: defaultdict[Any, list[Found]] = defaultdict(list)
     for piece in _rows(connection, segment_ids):
         pieces[piece["segment"]].append(piece)
@@ -92,5 +92,5 @@ def _segments(connection: Connection, texts: Mapping[int, DocumentText]) -> tupl
 
 
 def _take(pieces: "defaultdict[Any, list[Found]]", row: Found) -> "array[int]":
-    """The ids of a segment; removes its pieces. Raises ValueError."""
+    """The token ids of a segment, whose pieces are removed from `pieces`. Raises ValueError."""
     return row_codec.join_chunks(segment_ids, pieces.pop(row["id"], []), row["num_tokens"])

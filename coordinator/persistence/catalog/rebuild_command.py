@@ -31,7 +31,7 @@ from longleaf.storage.urls import FIELD
 from longleaf.types import Rebuild, RebuildReport, RestoredContext
 
 SIDES = ("", "-wal", "-shm")
-"""Suffixes of a database's files."""
+"""Suffixes of the files of a database."""
 
 
 def main(arguments: list[str]) -> int:
@@ -46,15 +46,16 @@ def main(arguments: list[str]) -> int:
 
 
 def _report(error: LongleafError) -> str:
-    """The error with the flags of the command line."""
+    """The error message, with the flag of the command line instead of the field."""
     if isinstance(error, InvalidArgument) and error.field == FIELD:
         return f"--from: {error.description}"
     return str(error)
 
 
 def run(options: Rebuild) -> RebuildReport:
-    """Raises CatalogError when a service uses the folder, or when it has an intact catalog that may not be replaced;
-    ModelRefused; InvalidArgument where no service matches, or more than one; StorageUnavailable."""
+    """Rebuilds the catalog. Raises CatalogError if a service uses the folder or if the folder has an intact catalog
+    that must not be replaced, ModelRefused, InvalidArgument unless exactly one service matches, and
+    StorageUnavailable."""
     model = read_identity(Path(options.model), options.dtype)
     store = Store.open(options.url)
     folder = DataFolder.open(Path(options.data_dir), model.digest, options.model, model.facts)
@@ -87,15 +88,14 @@ def read_stored(store: Store, fingerprint: str) -> StorageContents:
         else:
             found[name] = manifest
     entries = {entry.name: entry for entry in store.list(SERVICES)}
-    known = {
-        name: manifest for name, manifest in found.items() if name in entries
-    }  # it was garbage-collected meanwhile
+    # A manifest without an entry was garbage-collected in the meantime.
+    known = {name: manifest for name, manifest in found.items() if name in entries}
     return StorageContents(notes=read_notes(store), manifests=known, damaged=damaged, others=others, entries=entries)
 
 
 def _existing(folder: DataFolder, may_replace: bool) -> CatalogContents | None:
-    """The contents of the folder; None if there are none, or none that can be used. Raises CatalogError where the
-    catalog may not be replaced."""
+    """The contents of the existing catalog; None if there is no readable one. Raises CatalogError if it must not be
+    replaced."""
     if not folder.database.exists():
         return None
     try:
@@ -118,7 +118,7 @@ def _counting_on(made: Rebuilt, before: CatalogContents | None) -> Rebuilt:
         return made
     retained = made.contents
     counted = replace(retained, next_segment=max(retained.next_segment, before.next_segment), epoch=before.epoch)
-    return replace(made, kept=counted)
+    return replace(made, contents=counted)
 
 
 def _install(folder: DataFolder, made: Rebuilt) -> list[Path]:

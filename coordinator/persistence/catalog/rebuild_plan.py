@@ -1,4 +1,4 @@
-"""Rebuild of a catalog from storage: notes contain the contexts, manifests the tokens. No I/O."""
+"""Rebuilds a catalog from the contents of a storage: notes contain the contexts, manifests the tokens. No I/O."""
 
 import sys
 from array import array
@@ -40,7 +40,7 @@ class Rebuilt(msgspec.Struct, frozen=True, kw_only=True):
     next_outgoing: int
     """Greater than the number of every note."""
     left_out: Sequence[SkippedContext]
-    """Contexts that cannot be restored, without deleted ones."""
+    """Contexts that cannot be restored, except deleted ones."""
     num_others: int
     """Manifests of the service that belong to other checkpoints."""
 
@@ -129,8 +129,8 @@ class ManifestIndex:
             self._faults[attempt.segment] = fault
 
     def path(self, note: ContextNote) -> list[tuple[str, SegmentManifest]]:
-        """Return the manifests of a context's path with their names, in order. Raises DataLoss where a manifest is
-        missing, or does not continue the one before.
+        """Return the manifests of a context's path with their names, in order. Raises DataLoss if a manifest is
+        missing, or if it does not continue its predecessor.
         """
         found: list[tuple[str, SegmentManifest]] = []
         segment, end = note.segment, note.num_tokens
@@ -148,7 +148,7 @@ class ManifestIndex:
         return found[::-1]
 
     def number(self, segment: str) -> int:
-        """Return the id of the segment in its catalog. Raises DataLoss where the name is not one of this service."""
+        """Return the id of the segment in its catalog. Raises DataLoss if the name does not belong to this service."""
         number = _number(self._service, segment)
         if number is None:
             raise DataLoss(segment, f"it is not a segment of {self._service}")
@@ -201,7 +201,7 @@ def _note_numbers(stored: StorageContents, service: str) -> Iterator[int]:
 
 
 def _context(note: ContextNote, segment: int) -> ContextRecord:
-    """Raises DataLoss where the note is inconsistent."""
+    """Raises DataLoss if the note is inconsistent."""
     ends = sound_ends(note.ends, note.num_tokens)
     if ends is None or note.capacity < note.num_tokens:
         raise _lost(note, "its note is inconsistent")

@@ -21,7 +21,7 @@ from longleaf.document_text import DocumentText
 from longleaf.positions import Rope
 
 PIECE_IDS = 1 << 16
-"""Maximum token ids per piece: one blob, one checksum."""
+"""Maximum number of token ids per piece. A piece is one blob with one checksum."""
 CHECKSUM_BYTES = 16
 PADDING = bytes(tables.PAGE_BYTES)
 Row = dict[str, Any]
@@ -62,7 +62,7 @@ def text_row(segment: int, text: DocumentText) -> Row:
 
 
 def text_of(row: Found) -> tuple[int, DocumentText]:
-    """Includes the id of its segment."""
+    """The id of the segment, and its text."""
     return row["segment"], msgspec.msgpack.decode(row["content"], type=DocumentText)
 
 
@@ -111,7 +111,7 @@ def outgoing_row(key: int, outgoing: OutboxEntry) -> Row:
 
 
 def outgoing_of(row: Found) -> tuple[int, OutboxEntry]:
-    """Includes its key."""
+    """The key and the entry."""
     return row["key"], OutboxEntry(row["name"], row["content"])
 
 
@@ -123,7 +123,7 @@ def piece_rows(table: Table, key: Row, numbers: "array[int]", start: int = 0) ->
 
 
 def join_chunks(table: Table, rows: Iterable[Found], num_tokens: int) -> "array[int]":
-    """The ids of pieces that are in order. Raises ValueError with the reason if they are invalid."""
+    """Joins the token ids of pieces, which must be in order. Raises ValueError with the reason if they are invalid."""
     found = _joined(table, rows, "I", "token ids")
     if len(found) != num_tokens:
         raise ValueError(f"expected {num_tokens:,} token ids, found {len(found):,}")
@@ -131,7 +131,7 @@ def join_chunks(table: Table, rows: Iterable[Found], num_tokens: int) -> "array[
 
 
 def joined_starts(table: Table, rows: Iterable[Found]) -> "array[int]":
-    """As `joined`, for token offsets; there may be fewer than tokens, because early versions stored none."""
+    """Like `join_chunks`, for token offsets. There may be fewer than tokens, because early versions stored none."""
     return _joined(table, rows, "Q", "places in its text")
 
 

@@ -49,16 +49,16 @@ FAULTS = {
     sqlite3.SQLITE_NOTADB: DAMAGED,
     sqlite3.SQLITE_CONSTRAINT: SqliteErrorInfo("its contents are inconsistent", REMEDY, is_damage=True),
 }
-"""By primary error code."""
+"""The meaning of each primary error code."""
 KEEPS_CONNECTION = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CONSTRAINT}
-"""After all other errors the connection is reopened, because its view of the file may be wrong."""
+"""Errors that keep the connection. After other errors it is reopened, because its view of the file may be wrong."""
 
 Errors = (SQLAlchemyError, sqlite3.Error, OSError)
 Turn = Callable[[Path, Exception], LongleafError]
 
 
 def code_of(error: Exception) -> int:
-    """Return the primary code; SQLITE_ERROR where there is none."""
+    """Return the primary code; SQLITE_ERROR if the error has none."""
     cause = getattr(error, "orig", None) or error
     return getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
 
@@ -77,7 +77,7 @@ def is_full(error: Exception) -> bool:
 
 
 def runtime_error(path: Path, error: Exception) -> LongleafError:
-    """DataLoss where the file is damaged, otherwise StorageUnavailable."""
+    """Return DataLoss if the file is damaged, otherwise StorageUnavailable."""
     fault = classify(error)
     if fault.is_damage:
         return DataLoss(f"catalog {path}", f"{fault.reason}; {fault.remedy}")
@@ -85,7 +85,7 @@ def runtime_error(path: Path, error: Exception) -> LongleafError:
 
 
 def startup_error(path: Path, error: Exception) -> LongleafError:
-    """CatalogError; CatalogDamaged where the file is damaged."""
+    """Return CatalogDamaged if the file is damaged, otherwise CatalogError."""
     fault = classify(error)
     kind = CatalogDamaged if fault.is_damage else CatalogError
     return kind(f"catalog {path}: {fault.reason}; {fault.remedy}")
@@ -98,7 +98,7 @@ def damaged(path: Path, reason: str) -> CatalogDamaged:
 
 @contextmanager
 def translated_errors(path: Path, turn: Turn) -> Generator[None, None, None]:
-    """Convert each error of SQLite and of the system with `turn`."""
+    """Convert errors of SQLite and of the system with `turn`."""
     try:
         yield
     except Errors as error:

@@ -1,4 +1,4 @@
-"""Writes of a transaction: changes of contexts, uploads and the outbox."""
+"""Reads and writes within a transaction: changes of contexts, uploads and the outbox."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -33,11 +33,11 @@ from longleaf.document_text import count_starts
 from longleaf.errors import DataLoss, NotFound
 
 AT_ONCE = 500
-"""Maximum keys per statement."""
+"""Maximum number of keys per statement."""
 
 
 def write_change(connection: Connection, change: Change) -> CommitResult:
-    """Writes a whole change; returns the new state."""
+    """Writes a whole change. Returns the deleted segments, and the manifests that no record names any more."""
     again = [record.segment for record in change.snapshots]
     manifests = _manifests(connection, [*change.dropped_snapshots, *again])
     _drop(connection, contexts, change.dropped_contexts)
@@ -60,7 +60,7 @@ def write_change(connection: Connection, change: Change) -> CommitResult:
 
 
 def _put_snapshots(connection: Connection, records: Sequence[SnapshotRecord]) -> set[str]:
-    """Writes the contexts; returns the manifests of segments that were deleted."""
+    """Writes the snapshots of existing segments. Returns the manifests of the other snapshots."""
     wanted = segments.c.id.in_([record.segment for record in records])
     known = set(connection.execute(select(segments.c.id).where(wanted)).scalars()) if records else set[int]()
     _put(connection, snapshots, [row_codec.snapshot_row(record) for record in records if record.segment in known])
@@ -107,13 +107,13 @@ def _raise_next_segment(connection: Connection, number: int) -> None:
 
 
 def _add_pieces(connection: Connection, table: Table, pieces: Iterable[row_codec.Row]) -> None:
-    for piece in pieces:  # one segment at a time, so that a document's ids are in memory once
+    for piece in pieces:  # one piece at a time, so that the ids of a document are in memory only once
         connection.execute(insert(table), piece)
 
 
 def _sweep(connection: Connection) -> tuple[tuple[int, ...], set[str]]:
-    """Deletes the segments that no context's path reaches, with their ids and snapshots; returns them and their
-    manifests."""
+    """Deletes the segments that are on no path of a context, with their ids and snapshots. Returns the segments and
+    their manifests."""
     reached = select(contexts.c.segment.label("id")).cte("reached", recursive=True)
     parents = select(segments.c.parent).join(reached, segments.c.id == reached.c.id)
     reached = reached.union(parents.where(segments.c.parent.is_not(None)))
@@ -138,7 +138,7 @@ def _set_state(connection: Connection, row: row_codec.Row) -> None:
 
 
 def write_rebuilt(connection: Connection, contents: CatalogContents, next_outgoing: int) -> None:
-    """Writes everything into a new database."""
+    """Writes all records of a rebuilt catalog into a new database."""
     write_change(
         connection, Change(segments=contents.segments, contexts=contents.contexts, snapshots=contents.snapshots)
     )
@@ -158,8 +158,8 @@ def write_epoch(connection: Connection, epoch: int) -> None:
 def append_upload(
     connection: Connection, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]"
 ) -> None:
-    """Writes the upload's row, and appends ids to the first `start`, with their offsets. Raises NotFound when the
-    upload was dropped, and DataLoss when it has another number of ids or a damaged row."""
+    """Writes the upload's row, and appends ids to the first `start`, with their offsets. Raises NotFound if the
+    upload was dropped, and DataLoss if it does not have `start` ids or its row is damaged."""
     row = _upload(connection, record.key)
     if row is None and start:
         raise NotFound(f"upload {record.upload_id} of contexts/{record.context}")
@@ -187,7 +187,7 @@ def read_upload(connection: Connection, key: UploadKey) -> "array[int]":
 
 
 def read_upload_starts(connection: Connection, key: UploadKey) -> "array[int]":
-    """The offsets of its tokens; empty if they are not stored. Raises DataLoss."""
+    """The token offsets of an upload; empty if they are not stored. Raises DataLoss."""
     try:
         return row_codec.joined_starts(upload_starts, _pieces(connection, upload_starts, key))
     except ValueError as error:
@@ -199,7 +199,7 @@ def _pieces(connection: Connection, table: Table, key: UploadKey) -> Iterable[ro
 
 
 def drop_upload(connection: Connection, key: UploadKey) -> None:
-    """Deletes its row and its ids."""
+    """Deletes the row and the ids of an upload."""
     connection.execute(delete(uploads).where(_is_upload(uploads, key)))
 
 
@@ -232,7 +232,7 @@ def _send(connection: Connection, outgoing: Sequence[OutboxEntry]) -> None:
 
 
 def read_outgoing(connection: Connection, limit: int, only_deletions: bool) -> list[tuple[int, OutboxEntry]]:
-    """The oldest ones, but for those that are damaged."""
+    """The oldest `limit` entries, without damaged ones, each with its key."""
     found: list[tuple[int, OutboxEntry]] = []
     chosen = select(outbox).order_by(outbox.c.key)
     if only_deletions:

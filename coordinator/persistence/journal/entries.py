@@ -23,7 +23,7 @@ class GenerationEntry(msgspec.Struct, frozen=True, kw_only=True):
     prompt: bytes
     """Ids of the input, as unsigned 32-bit numbers in native byte order."""
     deadline: float | None
-    """When the generation expires without a reader, in seconds since the Unix epoch."""
+    """Time at which the generation expires without a reader, in seconds since the Unix epoch."""
     checkpoint: str = ""
     """The model that generates the answer."""
 
@@ -39,7 +39,7 @@ Entry = GenerationEntry | JournalEvent
 _HEAD = Struct("<II")
 """Length of the entry and its CRC-32."""
 _KINDS: tuple[type[Entry], ...] = (GenerationEntry, Admitted, Tokens, Ended)
-"""The first byte of an entry is the index of its type: new types are appended."""
+"""The first byte of an entry is the index of its type in this tuple, so new types must be appended."""
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 _DECODERS = [msgspec.msgpack.Decoder(kind) for kind in _KINDS]
 _ENCODER = msgspec.msgpack.Encoder()

@@ -20,15 +20,15 @@ SUFFIX = ".journal"
 class JournaledGeneration(NamedTuple):
     """A resumable generation and its recorded events, in order."""
 
-    held: GenerationEntry
-    said: list[JournalEvent]
+    entry: GenerationEntry
+    events: list[JournalEvent]
 
 
 class Journal:
     """One append-only file per resumable generation, readable only by its owner.
 
-    Entries are written immediately but not synced to the disk: they survive the death of any process, but not a crash
-    of the machine, after which a journal may be truncated. `checkpoint` identifies the model.
+    Entries are written immediately but not synced to the disk. They survive the death of any process, but a crash of
+    the machine may truncate a journal. `checkpoint` identifies the model.
     """
 
     def __init__(self, folder: Path, checkpoint: str = "") -> None:
@@ -36,7 +36,7 @@ class Journal:
         self._folder = folder
         self._checkpoint = checkpoint
         self._contexts: dict[str, str | None] = {}
-        """The context of each request, by request id."""
+        """The context of each generation, by request id."""
         with _storing(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)
@@ -70,7 +70,7 @@ class Journal:
                 if (retained := self._read(path)) is None:
                     path.unlink()
                     continue
-            self._contexts[retained.held.request_id] = retained.held.request.context
+            self._contexts[retained.entry.request_id] = retained.entry.request.context
             yield retained
 
     def _read(self, path: Path) -> JournaledGeneration | None:
@@ -121,7 +121,7 @@ class JournalWriter:
             self.write(event)
 
     def write(self, entry: Entry) -> None:
-        """Raises StorageUnavailable; a part of the entry may have been written then."""
+        """Raises StorageUnavailable, possibly after a part of the entry was written."""
         content = encode_entry(entry)
         try:
             while (num_written := os.write(self._descriptor, content)) < len(content):

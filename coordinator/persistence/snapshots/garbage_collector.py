@@ -1,4 +1,4 @@
-"""Garbage collection on storage: snapshots over the quota or past their age, and unreferenced objects."""
+"""Garbage collection on storage: deletes snapshots over the quota, expired snapshots, and unreferenced objects."""
 
 import asyncio
 import logging
@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 class GarbageCollector:
     """Checks the storage of one service at the start and every hour.
 
-    `drop` deletes snapshots of segments, and `lose` records missing ones. `uses` returns when contexts were last used.
-    `needed` returns folders that must stay although no record refers to them. `rewrite_notes` writes the notes of all
-    contexts that have none.
+    `drop` deletes snapshots of segments, and `lose` records missing ones. `uses` returns the last uses of contexts.
+    `needed` returns folders that must be kept although no record refers to them. `rewrite_notes` writes the notes
+    of all contexts except the given ones.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class GarbageCollector:
             await asyncio.sleep(MOST_SECONDS if is_first else SWEEP_SECONDS)
 
     async def enforce_limits(self) -> None:
-        """Deletes snapshots that exceed the quota or their age. Raises StorageUnavailable."""
+        """Deletes snapshots that exceed the quota, and expired ones. Raises StorageUnavailable."""
         surplus = self._records.surplus(self._uses(), self._wall_clock())
         if surplus:
             log.info("deleting snapshots of %d segments: over the quota, or unused", len(surplus))
             await self._drop(surplus)
 
     async def _compare(self) -> None:
-        """Writes missing notes of contexts, and forgets snapshots that are missing on storage, which may have been
-        replaced."""
+        """Writes missing notes of contexts, and forgets snapshots that are missing from the storage, since it may have
+        been replaced."""
         service = self._retained.service_id
         entries = await self._store.list(notes_folder(service))
         recorded = {place.context for entry in entries if (place := place_of_note(entry.name)) is not None}

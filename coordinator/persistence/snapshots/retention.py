@@ -1,4 +1,4 @@
-"""Which contexts are saved, and how long their snapshots stay."""
+"""The policy for saving contexts and for keeping their snapshots."""
 
 from dataclasses import dataclass
 

@@ -18,9 +18,9 @@ from longleaf.storage.manifest import PieceRef, SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
 
 MAX_ORDERS = 2
-"""Concurrent pieces per member: as many as it has threads."""
+"""Maximum number of concurrent pieces per member; equal to the number of its I/O threads."""
 WINDOWS_RANK = 0
-"""Saves pieces on all ranks."""
+"""The rank that saves the window runs, which all ranks hold."""
 
 
 def segment_name(service: str, segment_id: int) -> str:
@@ -43,14 +43,15 @@ class Saver:
         self._tickets = count()
 
     def attempt(self, segment_id: int, name: str | None = None) -> Attempt:
-        """Unused object names; `name` was not used by an earlier attempt for this segment."""
+        """Object names for an attempt. An earlier attempt for this segment must not have used `name`; the default is
+        random."""
         return Attempt(self._service, segment_name(self._service, segment_id), name or secrets.token_hex(8))
 
     async def save(self, attempt: Attempt, segment: PlacedSegment) -> tuple[SegmentManifest, int]:
         """Writes a segment. Returns the manifest, which is on storage, and the bytes of all objects.
 
-        Raises StorageUnavailable, RankLost, and Unavailable if part of the segment has moved meanwhile; then nothing
-        that was written counts.
+        Raises StorageUnavailable, RankLost, and Unavailable if part of the segment has moved meanwhile. After an error,
+        the written objects must not be used.
         """
         pieces = cut_pieces(segment.runs, self._form.block_size, self._form.block_bytes)
         saving = _Saving(segment)
@@ -76,7 +77,7 @@ class Saver:
     async def _check_seen(
         self, segment: PlacedSegment, pieces: Sequence[tuple[Run, ...]], found: Sequence[PieceRef]
     ) -> None:
-        """Checks that this process can read the objects that the ranks wrote: the last piece of each rank."""
+        """Checks that this process can read the objects that the ranks wrote, by the last piece of each rank."""
         last = dict(zip([*(runs[0].rank for runs in pieces), WINDOWS_RANK], found, strict=False))
         for rank, piece in last.items():
             try:
@@ -107,7 +108,7 @@ class Saver:
 
 
 class _Saving:
-    """The pieces of one segment; each rank writes a few at a time."""
+    """The pieces of one segment. Each rank writes at most MAX_ORDERS pieces at a time."""
 
     def __init__(self, placed: PlacedSegment) -> None:
         self.placed = placed
@@ -128,8 +129,8 @@ class _Saving:
                 raise
 
     async def all(self, saves: Sequence[Coroutine[Any, Any, PieceRef]]) -> list[PieceRef]:
-        """Their results. After a failure no more saves start, and the error is raised when the running ones have ended:
-        objects that ranks write later would never be deleted."""
+        """Returns the results of the saves. After a failure no more saves start, and the error is raised once the
+        running saves have ended: objects written after that would never be deleted."""
         tasks = [asyncio.ensure_future(save) for save in saves]
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._failure is not None:

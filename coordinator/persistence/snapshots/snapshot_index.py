@@ -1,4 +1,5 @@
-"""Index of the segments on storage. Selects those to delete: over the quota, or unused."""
+"""Index of the snapshots on storage. Selects those to delete: expired ones, and the least recently used ones over the
+quota."""
 
 from collections.abc import Iterable, Sequence
 from math import inf
@@ -15,7 +16,7 @@ class SnapshotIndex:
         self._policy = policy
         self._by_segment = {record.segment: record for record in records}
         self._dropped: dict[int, float] = {}
-        """Segments whose snapshots were dropped, with the time of their last use then."""
+        """Segments whose snapshots were dropped, with the last use of each segment before that."""
 
     def __getitem__(self, segment_id: int) -> SnapshotRecord:
         return self._by_segment[segment_id]
@@ -48,15 +49,15 @@ class SnapshotIndex:
             self._dropped.pop(segment_id, None)
 
     def may_be_saved(self, segment_id: int, uses: Sequence[ContextUse]) -> bool:
-        """Whether a segment has no snapshot and was used since its snapshot was dropped."""
+        """Whether a segment needs a snapshot: it has none, and none was dropped since the last use of the segment."""
         if segment_id in self._by_segment:
             return False
         before = self._dropped.get(segment_id)
         return before is None or last_uses(uses).get(segment_id, -inf) > before
 
     def surplus(self, uses: Sequence[ContextUse], now: float) -> list[int]:
-        """Segments whose snapshots must be deleted; they are recorded as dropped. Snapshots of the least recently used
-        contexts go first, those of pinned contexts last."""
+        """Selects the segments whose snapshots must be deleted, and records these snapshots as dropped. Snapshots of
+        the least recently used contexts are selected first, those of pinned contexts last."""
         by_segment = last_uses(uses)
         order = sorted(self._by_segment, key=lambda segment: (by_segment.get(segment, -inf), segment))
         left, gone = self.num_bytes, list[int]()
@@ -72,7 +73,7 @@ class SnapshotIndex:
 
 
 def last_uses(uses: Iterable[ContextUse]) -> dict[int, float]:
-    """When each segment was last used; segments of pinned contexts count as always in use."""
+    """The last use of each segment by id. Segments of pinned contexts count as always in use."""
     found = dict[int, float]()
     for use in uses:
         used = inf if use.is_pinned else use.last_used

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 RETRY_SECONDS = 60.0
-"""The delay in seconds before segments that did not fit on the disk are retried; a change retries them at once."""
+"""Seconds before segments that did not fit on the disk are retried. A change of the catalog retries them at once."""
 MAX_LISTED = 8
 """Maximum number of segments in a log line."""
 
@@ -56,9 +56,9 @@ def _by_reason(damaged: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 class Snapshots:
-    """The snapshots of a catalog on storage. One event loop owns it; none of its operations delays a step.
+    """The snapshots of a catalog on storage. Not thread-safe: one event loop owns it. No operation delays a step.
 
-    `fingerprint` is that of the checkpoint, and `wall_clock` returns seconds since the epoch.
+    `fingerprint` is that of the checkpoint. `wall_clock` returns seconds since the Unix epoch.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Snapshots:
         return found
 
     def check(self, manifest: SegmentManifest) -> None:
-        """Raises InvalidArgument where these ranks cannot restore the content of a manifest of their layout."""
+        """Raises InvalidArgument if these ranks cannot restore the segment of a manifest that has their layout."""
         self._form.check(manifest)
 
     async def read(self, name: str, digest: str) -> bytes:
@@ -282,7 +282,9 @@ class Snapshots:
         return None if record is None else attempt_of_manifest(record.manifest)
 
     async def forget(self, damaged: Mapping[int, str]) -> None:
-        """Remove damaged snapshots, given with the reasons, and save the segments again. Raises StorageUnavailable."""
+        """Remove damaged snapshots, and save the segments again. `damaged` has the reason for each segment id. Raises
+        StorageUnavailable.
+        """
         for reason, segment_ids in _by_reason(damaged).items():
             what = ("the snapshot of segment", "is") if len(segment_ids) == 1 else ("snapshots of segments", "are")
             message = ", ".join(map(str, segment_ids[:MAX_LISTED])) + (", ..." if segment_ids[MAX_LISTED:] else "")
@@ -397,8 +399,8 @@ class Snapshots:
             self._answer(segment_id)
 
     async def _check_segment(self, segment: PlacedSegment) -> StorageUnavailable | None:
-        """Return the error for a segment that does not fit on the disk, where smaller ones may. Raises
-        StorageUnavailable where none fits.
+        """Return the error if this segment does not fit on the disk, but smaller ones may. Raises StorageUnavailable if
+        no segment fits.
         """
         try:
             await self._store.run(self._check_room, self._form.num_bytes(segment))
@@ -452,7 +454,7 @@ class Snapshots:
         return attempt
 
     async def end_attempt(self, attempt: Attempt, *, keep: bool) -> None:
-        """End an attempt, which was committed to the catalog or is abandoned."""
+        """End an attempt. With `keep`, it was committed to the catalog; otherwise its objects are deleted."""
         self._attempts.discard(attempt.manifest.rpartition("/")[0])
         if not keep:
             await self._abandon(attempt)

@@ -9,13 +9,13 @@ from longleaf.attention.partial import Partial
 from longleaf.kernels.backend import Int8Layer, check_shapes
 from longleaf.kernels.cpu.block_attribution import NativeBlockAttribution
 from longleaf.kernels.cpu.decode import NativeDecode
-from longleaf.kernels.cpu.flash import Flash
+from longleaf.kernels.cpu.flash import TorchFlashBackend
 from longleaf.kernels.cpu.fold import NativeFold
 
 
-class Compiled(Flash):
-    """Like `Flash`, but faster in decode. Compiled at first use on this kind of processor; raises OSError, with the
-    reason, on failure."""
+class NativeBackend(TorchFlashBackend):
+    """Like `TorchFlashBackend`, but faster in decode. Compiled at first use on this kind of processor; raises OSError,
+    with the reason, on failure."""
 
     name = "compiled"
 

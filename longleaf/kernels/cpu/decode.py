@@ -17,18 +17,18 @@ SOURCE = Path(__file__).with_name("decode.c")
 # it enables flush-to-zero of denormals in the whole process.
 FLAGS = ("-O3", "-march=native", "-ffast-math")
 LANES = 8
-"""Columns computed at once: dims must be multiples."""
+"""Number of columns that are computed at once. Head dims must be multiples of it."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Types of keys and values, as numbered in decode.c."""
 INT8_TYPES = [torch.int8, torch.int8, torch.int8, torch.float32]
 ATTRIBUTION_TYPES = [ctypes.c_void_p] * 2 + [ctypes.c_long]
 MAX_ROWS = 512
-"""Rows per key head of a layer above which torch's matrix products are faster on one thread."""
+"""Maximum rows per key head of a layer. With more rows, torch's matrix products are faster on one thread."""
 
 
 class NativeDecode:
-    """Reads of few query rows over keys of 32, 16 or 8 bits, on the calling thread. Arithmetic and results are float32,
-    for any type of queries and keys."""
+    """Attention of a few query rows over keys of 32, 16 or 8 bits, on the calling thread. Arithmetic and results are
+    float32 for any type of queries and keys."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = library.longleaf_decode
@@ -43,8 +43,8 @@ class NativeDecode:
 
     @staticmethod
     def load() -> "NativeDecode":
-        """The kernel, compiled at the first call on this kind of processor. Raises OSError, as where there is no C
-        compiler."""
+        """Loads the kernel, and compiles it if it is not cached for this type of processor. Raises OSError if that
+        fails, for instance without a C compiler."""
         return NativeDecode(c_extension.load(SOURCE, FLAGS))
 
     def can_run(self, q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> bool:
@@ -73,7 +73,7 @@ class NativeDecode:
         scale: float,
         softcap: float | None = None,
     ) -> Partial:
-        """The partial over all reads; rows without a read give the identity."""
+        """The partial over all reads; the identity for rows without a read."""
         q_THD = q_THD.float()
         results, sizes = self._prepare(q_THD, k_KSD, reads)
         tensors = (q_THD, k_KSD, v_KSD, *results)
@@ -82,7 +82,7 @@ class NativeDecode:
         return Partial(*results[:2])
 
     def can_run_int8(self, q_THD: Tensor, layer: Int8Layer) -> bool:
-        """Whether this machine supports the kernel for keys and values in 8 bits."""
+        """Whether there are few rows, and the kernel for keys and values in 8 bits supports the types and strides."""
         tensors = layer[:4]
         types = [tensor.dtype for tensor in tensors]
         is_in_place = all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors)

@@ -10,7 +10,7 @@ from torch import Tensor
 from longleaf.attention.masks import Read, band, cut
 from longleaf.attention.partial import Partial
 from longleaf.kernels.backend import lies_in
-from longleaf.kernels.dense import Dense
+from longleaf.kernels.dense import DenseBackend
 from longleaf.kernels.reads import attend, sanitise
 
 WIDE_BYTES = 16 << 20
@@ -19,7 +19,7 @@ MAX_MASKS = 48
 """Masks that are cached for other layers and later steps, each of at most half a MiB."""
 
 
-class Flash(Dense):
+class TorchFlashBackend(DenseBackend):
     """Torch's flash kernel, with `dense` for soft caps and for separately stored values of another dim.
 
     The kernel requires values as wide as keys. For values that are part of the keys, the whole keys are passed as

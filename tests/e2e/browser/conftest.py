@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.behind_door import Behind
 from tests.support.browser import Reader, chromium
+from tests.support.gateway_fakes import Behind
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.behind_door import Behind
 from tests.support.browser import Reader
+from tests.support.gateway_fakes import Behind
 
 TEXT = "Nothing of note is written here, and nothing will be.\namber-12 = 4711\njade-7 = 0815\n" * 5
 LONG_WORD = "donaudampfschifffahrtsgesellschaftskapitaenskajuetentuerschloss"

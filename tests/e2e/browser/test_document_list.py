@@ -4,8 +4,8 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from tests.support.behind_door import Behind
 from tests.support.browser import OF_A_STATUS, Reader
+from tests.support.gateway_fakes import Behind
 
 TEXT = "Nothing of note is written here, and nothing will be.\namber-12 = 4711\njade-7 = 0815\n" * 5
 

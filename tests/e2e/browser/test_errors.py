@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from door.errors import TABLE
-from tests.support.behind_door import Behind
+from gateway.errors import TABLE
 from tests.support.browser import GONE, OF_A_STATUS, Reader
+from tests.support.gateway_fakes import Behind
 from tests.support.tenants import ACME, BOLT, credential_of, write_credentials
 
 TEXT = "Nothing of note is written here, and nothing will be.\namber-12 = 4711\njade-7 = 0815\n" * 20
@@ -27,7 +27,7 @@ def own(browser: Any, tmp_path: Path) -> Iterator[tuple[Reader, Behind]]:
         yield reader, behind
 
 
-@pytest.mark.parametrize("whom", ["service", "door"])
+@pytest.mark.parametrize("whom", ["service", "gateway"])
 def test_page_reconnects_after_the_service_restarts(own: tuple[Reader, Behind], whom: str):
     reader, behind = own
     page = reader.page

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from bench.door.page import open_page
-from tests.support.behind_door import Behind
+from bench.gateway.page import open_page
+from tests.support.gateway_fakes import Behind
 
 MOST_BYTES = 60_000
 

@@ -3,8 +3,8 @@
 import re
 from typing import Any
 
-from tests.support.behind_door import Behind
 from tests.support.browser import OF_A_STATUS, Reader
+from tests.support.gateway_fakes import Behind
 
 BOOK = "Nothing of note is written here, and nothing will be.\namber-12 = 4711\njade-7 = 0815\n" * 20
 FILLER = "Nothing of note is written here, and nothing will be.\n"

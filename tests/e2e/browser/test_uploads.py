@@ -2,8 +2,8 @@
 
 import re
 
-from tests.support.behind_door import Behind
 from tests.support.browser import OF_A_STATUS, Reader
+from tests.support.gateway_fakes import Behind
 
 FILLER = "Nothing of note is written here, and nothing will be.\n"
 LONG = FILLER * 1000 + "amber-12 = 4711\n" + FILLER * 1000

@@ -12,10 +12,10 @@ from grpc import StatusCode
 from coordinator.auth.credentials import Credentials
 from coordinator.handlers.transfer.fakes import FakeTransferEngine
 from longleaf.tenants import DEFAULT_TENANT
-from tests.support.houses import house_of
 from tests.support.parcels import packable
 from tests.support.service import FakeEngine, ids, serving
 from tests.support.tenants import ACME, BOLT, Caller, request_of, texts_in, write_credentials
+from tests.support.transfer_engines import transfer_engine_of
 
 ATTACKERS = (BOLT, DEFAULT_TENANT)
 """Internal names of the default tenant have no prefix: its ids must not be read as another tenant's."""
@@ -48,7 +48,7 @@ NAMED: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture
 def transfers() -> FakeTransferEngine:
-    return house_of(packable(name="acme/book"))
+    return transfer_engine_of(packable(name="acme/book"))
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ async def channel(transfers: FakeTransferEngine, tmp_path: Path) -> AsyncIterato
     engine.contexts["acme/book"] = list(ids("of acme"))
     authenticator = Credentials.of(str(write_credentials(tmp_path, DEFAULT_TENANT)))
     async with (
-        serving(engine, tmp_path / "model", house=transfers, authenticator=authenticator) as (_, address),
+        serving(engine, tmp_path / "model", transfers=transfers, authenticator=authenticator) as (_, address),
         grpc.aio.insecure_channel(address) as channel,
     ):
         fields = {"text": "a", "request_id": "held", "sampling": {"max_token_count": 1}}

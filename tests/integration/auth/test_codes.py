@@ -14,10 +14,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from longleaf.errors import CheckpointChanged
 from longleaf.types import Draining
-from tests.support.houses import house_of
 from tests.support.parcels import packable
 from tests.support.service import FakeEngine, ids, serving
 from tests.support.tenants import ACME, BOLT, METHODS, OPS, Caller, credentials, request_of, texts_in
+from tests.support.transfer_engines import transfer_engine_of
 
 SECRET = "the moby text"
 OK, NOT_FOUND, DENIED = StatusCode.OK, StatusCode.NOT_FOUND, StatusCode.PERMISSION_DENIED
@@ -80,9 +80,9 @@ async def address(tmp_path: Path) -> AsyncIterator[str]:
     engine.answer = (ids("hi"),)
     engine.contexts["acme/book"] = list(ids(SECRET))
     engine.earlier = {"acme/old": list(ids("old")), "acme/gone": CheckpointChanged("contexts/acme/gone", "all of it")}
-    transfers = house_of(packable(name="acme/book"))
+    transfers = transfer_engine_of(packable(name="acme/book"))
     options = {"authenticator": credentials(tmp_path), "drain": drained, "refill": lambda: 1}
-    async with serving(engine, tmp_path / "model", house=transfers, **options) as (_, address):
+    async with serving(engine, tmp_path / "model", transfers=transfers, **options) as (_, address):
         async with grpc.aio.insecure_channel(address) as channel:
             fields = {"text": "a", "request_id": "held", "resume_duration": {"seconds": 60}, "sampling": SAMPLING}
             code, *_ = await Caller(channel, ACME).call("Generate", [request_of("Generate", **fields)])

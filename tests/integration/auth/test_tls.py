@@ -125,7 +125,7 @@ async def test_credential_is_sent_over_an_encrypted_connection(authority: Author
         access = authority.access(credential="another")
         with pytest.raises(Unauthenticated, match="unknown credential"):
             await num_tokens(address, access)
-        with pytest.raises(Unauthenticated, match="no credentials came"):
+        with pytest.raises(Unauthenticated, match="this service requires a credential"):
             await num_tokens(address, authority.access())
 
 
@@ -231,9 +231,9 @@ async def test_connections_without_a_handshake_delay_no_client(authority: Author
 @pytest.mark.parametrize(
     ("field", "access", "message"),
     [
-        ("tls_cert", {"tls_cert": "a.pem"}, "needs tls_key"),
+        ("tls_cert", {"tls_cert": "a.pem"}, "requires tls_key"),
         ("tls_key", {"tls_key": "a.key"}, "requires tls_cert"),
-        ("tls_cert", {"tls_cert": "a.pem", "tls_key": "a.key"}, "needs tls_ca"),
+        ("tls_cert", {"tls_cert": "a.pem", "tls_key": "a.key"}, "requires tls_ca"),
         ("tls_ca", {"tls_ca": "nowhere.pem"}, "No such file"),
         ("credential", {"credential": "two words"}, "without spaces"),
         ("credential", {"credential": "line\n"}, "printable"),
@@ -262,6 +262,6 @@ async def test_unset_options_come_from_the_environment(
         assert await num_tokens(address, Access()) == len("anybody's")
         with pytest.raises(InvalidArgument, match="requires TLS"):
             await num_tokens(address, PLAIN)
-    monkeypatch.setenv("LONGLEAF_CREDENTIAL", "unknown-secret")
+    monkeypatch.setenv("LONGLEAF_CREDENTIAL", "unknown secret")
     with pytest.raises(InvalidArgument, match="credential"):
         AsyncClient("127.0.0.1:1")

@@ -98,7 +98,7 @@ async def test_stopped_member_is_killed_and_replaced(make_fleet: MakeFleet) -> N
         stopped = world.process(1)
         stopped.send_signal(signal.SIGSTOP)
         loss = await world.control.group.wait_ended()
-        assert "silent for 2 s" in str(loss.error)
+        assert "no heartbeat for 2 s" in str(loss.error)
         assert (await world.control.form(2)).members == (0,)
         await world.control.wait_joinable()
         assert (await world.control.form(3)).members == (0, 2)

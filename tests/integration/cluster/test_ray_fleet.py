@@ -112,7 +112,8 @@ async def test_rank_that_raises_is_kept(ray_cluster: int) -> None:
 async def test_slots_are_waited_for(ray_cluster: int) -> None:
     config, fleet = EngineConfig(model="none", world_size=8), RayFleet(EchoActor)
     with pytest.raises(
-        StartError, match=rf"the cluster has {ray_cluster}, and --wait-for-ranks has passed; Ray is on the loopback"
+        StartError,
+        match=rf"the cluster has {ray_cluster}, and --wait-for-ranks has passed; Ray listens on the loopback",
     ):
         await fleet.reserve(config, 0.01)
     waiting = asyncio.create_task(fleet.reserve(config, 600.0))

@@ -88,7 +88,7 @@ async def test_lost_member_returns_no_results(world: World) -> None:
     world.control.lost(1, "was killed by signal 9")
     for work in requested[1:]:
         await fails(work, RankLost, "rank 1 was lost: was killed by signal 9")
-    await fails(world.control.fetch(1, FETCH), RankLost, "is gone")
+    await fails(world.control.fetch(1, FETCH), RankLost, "is no longer a member")
     assert not requested[0].done()
     await world.members[0].tell(Saved(0, 4))
     assert await requested[0] == Saved(0, 4)

@@ -60,7 +60,7 @@ async def test_abandoned_slot_is_filled_on_request(tmp_path: Path) -> None:
         assert cluster.world_size == 1
         assert "3 replacements were lost before they joined" in cluster.losses[0].slot_reason
         broken.unlink()
-        assert await refill(config.port) == "a rank is started in 1 place\n"
+        assert await refill(config.port) == "starting ranks in 1 slot\n"
         cluster = await seen(found.client, "filled")
         assert cluster.world_size == 2
-        assert await refill(config.port) == "no place was given up\n"
+        assert await refill(config.port) == "the service has given up no slot\n"

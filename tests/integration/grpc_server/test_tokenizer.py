@@ -101,7 +101,7 @@ async def test_invalid_ids_raise_an_error(service: Served, token_ids: Any, field
         (
             "Detokenize",
             tokenizer_pb.DetokenizeRequest(token_ids={"ids": [1] * ((1 << 20) + 1)}),
-            "token_ids: are 1,048,577",
+            "token_ids: has 1,048,577",
         ),
     ],
 )

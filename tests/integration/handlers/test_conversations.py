@@ -174,8 +174,8 @@ async def test_template_variables_are_sent_with_a_request(tmp_path: Path) -> Non
     [
         ({"messages": []}, "has 'messages', which is reserved"),
         ({"a b": 1}, "has 'a b', which is reserved"),
-        ({"x": "y" * (1 << 15)}, "at most 16,384"),
-        ({"x": float("inf")}, "are no JSON"),
+        ({"x": "y" * (1 << 15)}, "the limit is 16,384"),
+        ({"x": float("inf")}, "is not valid JSON"),
         ({"x": object()}, "cannot be sent"),
     ],
 )

@@ -340,7 +340,7 @@ async def test_files_of_an_upload_do_not_change(tmp_path: Path) -> None:
 class Arrived:
     """A document with this number of tokens."""
 
-    prefix = StablePrefix(0, 0)
+    stable = StablePrefix(0, 0)
     starts = array("Q")
 
     def __init__(self, num_tokens: int) -> None:

@@ -29,10 +29,10 @@ from longleaf.fingerprint import Fingerprint
 from longleaf.types import ArchiveChunk, ExportContext, ExportedArchive, ExportProgress, ImportHeader, ImportProgress
 from longleaf.v1 import context_service_pb2 as context_pb
 from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
-from tests.support.houses import empty_house, house_of
 from tests.support.network.proxy import breaking
 from tests.support.parcels import packable
 from tests.support.service import FakeEngine, serving
+from tests.support.transfer_engines import empty_transfer_engine, transfer_engine_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -44,16 +44,16 @@ QUICK = Retries(first_delay=0.0)
 @pytest.fixture
 async def old(tmp_path: Path) -> AsyncIterator[tuple[FakeTransferEngine, str]]:
     """A service with the context, and its address."""
-    transfers = house_of(MOBY)
-    async with serving(FakeEngine(), tmp_path / "old", house=transfers) as (_, address):
+    transfers = transfer_engine_of(MOBY)
+    async with serving(FakeEngine(), tmp_path / "old", transfers=transfers) as (_, address):
         yield transfers, address
 
 
 @pytest.fixture
 async def new(tmp_path: Path) -> AsyncIterator[tuple[FakeTransferEngine, str]]:
     """A service without contexts, and its address."""
-    transfers = empty_house()
-    async with serving(FakeEngine(), tmp_path / "new", house=transfers) as (_, address):
+    transfers = empty_transfer_engine()
+    async with serving(FakeEngine(), tmp_path / "new", transfers=transfers) as (_, address):
         yield transfers, address
 
 

@@ -92,7 +92,7 @@ async def test_longest_unread_stream_of_the_client_with_most_is_ended(
         calls.append(streams.open(client="another"))
         await comes_to(streams.engine, lambda: streams.num_jobs == 6)
         await comes_to(streams.engine, lambda: streams.num_jobs == 5)
-        with pytest.raises(ResourceExhausted, match="stream: more than 5 requests are not read"):
+        with pytest.raises(ResourceExhausted, match="stream: more than 5 answers are unread"):
             await read_all(calls[1])
         assert streams.num_unread <= 5
         assert await read_all(calls[0]) == NUM_TOKENS

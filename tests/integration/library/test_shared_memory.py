@@ -20,7 +20,7 @@ from longleaf.comm.process_group import TransportChoice
 from longleaf.comm.shared_memory import CAPACITY, SegmentSetup, share_memory
 from longleaf.comm.shm_cleanup import FOLDER, ProcessIdentity, started_at
 from longleaf.errors import CollectiveMismatch, RankLost
-from longleaf.kernels.cpu.compiled import Compiled
+from longleaf.kernels.cpu.compiled import NativeBackend
 from longleaf.merge import MERGES, PartialCodec, make_merge
 from tests.support.attention.partials import random_partials
 from tests.support.processes import run_ranks, start_ranks
@@ -45,7 +45,7 @@ def merge_everything(rank, owner):
             torch.stack([p.out_THD.double() for p in parts]), torch.stack([p.lse_TH.double() for p in parts])
         )
         for name in MERGES:
-            merge = make_merge(name, groups, PartialCodec(Compiled()))
+            merge = make_merge(name, groups, PartialCodec(NativeBackend()))
             found = [merge.to_all(parts[rank]) for _ in range(2)]  # the first must outlive the second's exchanges
             close(found[0], wanted)
             assert torch.equal(found[0].out_THD, found[1].out_THD) or name not in SAME_BITS
@@ -137,7 +137,7 @@ def test_dead_rank_is_named_before_it_is_reaped(machines, method):
     for rank in range(2) if machines == "aaa" else [1]:
         error = processes[rank].result()
         assert isinstance(error, RankLost)
-        assert error.rank == 2 and "died" in error.reason
+        assert error.rank == 2 and "exited" in error.reason
     assert method == "forkserver" or psutil.pid_exists(processes[2].process.pid), "it is still a zombie"
     assert [process.end() for process in processes] == [0, 0, -signal.SIGKILL]
 
@@ -439,7 +439,7 @@ def count_bytes(rank, owner):
     partial = random_partials(2, rows=4)[rank]
     counted = {}
     for name in MERGES:
-        make_merge(name, groups, PartialCodec(Compiled())).to_all(partial)
+        make_merge(name, groups, PartialCodec(NativeBackend())).to_all(partial)
         counted[name] = (counter.num_operations, counter.bytes_sent)
         counter.reset()
     groups.world.broadcast(torch.zeros(2))

@@ -17,11 +17,11 @@ from coordinator.telemetry.telemetry import Telemetry
 from longleaf.errors import NotFinite, RankLost
 from longleaf.service_settings import TelemetryConfig
 from longleaf.types import Draining
-from tests.support.houses import house_of
 from tests.support.open_calls import OpenCalls
 from tests.support.parcels import packable
 from tests.support.service import FakeEngine, ids, serving
 from tests.support.tenants import ACME, METHODS, OPS, Caller, bearer, credential_of, credentials, request_of
+from tests.support.transfer_engines import transfer_engine_of
 
 SECRET = "the moby text"
 REQUESTS: dict[str, list[dict[str, Any]]] = {
@@ -76,10 +76,10 @@ async def watched(folder: Path, engine: FakeEngine, **telemetry: Any) -> AsyncGe
     calls = OpenCalls()
     observers = Observers((calls, await watching.start()))
     options = {"authenticator": credentials(folder), "drain": drained, "refill": lambda: 1, "observers": observers}
-    transfers = house_of(packable(name=f"{ACME}/book"))
+    transfers = transfer_engine_of(packable(name=f"{ACME}/book"))
     try:
         async with (
-            serving(engine, folder / "model", house=transfers, **options) as (_, address),
+            serving(engine, folder / "model", transfers=transfers, **options) as (_, address),
             grpc.aio.insecure_channel(address) as channel,
         ):
             yield channel

@@ -97,7 +97,7 @@ def test_drafts_are_verified_on_the_device_with_one_wait_at_the_end(tmp_path, ra
     waits = [wait for wait in log.of("wait") if not wait.site.startswith("longleaf/kernels/int8.py")]
     # for tokens or attribution; 8-bit quantization in torch operations takes waits
     assert len(waits) == 1, log.summary("wait")
-    ends = {one.end for one in made.rank.epoch._ledger.resident_extents(first.path[-1], 0, 100, run.rank)}
+    ends = {one.end for one in made.rank.epoch._block_table.resident_extents(first.path[-1], 0, 100, run.rank)}
     assert ends == {run.end + 4}
 
 
@@ -160,7 +160,7 @@ def test_pool_uses_the_device_memory_left_by_steps(llama, caplog):
     pool = sum(tensor.nbytes for tensor in tensors_of(made.rank.pool.keys) + tensors_of(made.rank.pool.values))
     assert 0.9 * FREE < pool < FREE - (1 << 30)
     [reported] = [text for text in caplog.messages if text.startswith("kv_bytes")]
-    assert f"of 70.0 GiB that {DEVICE} has free" in reported
+    assert f"of 70.0 GiB free on {DEVICE}" in reported
     assert "for chunks" in reported and "for NCCL" in reported
 
 

@@ -9,7 +9,7 @@ from bench.attention.ring import QueryRing, Ring
 from longleaf.attention.reference import attend
 from longleaf.comm.loopback import loopback
 from longleaf.comm.process_group import ProcessGroupComm, TransportChoice
-from longleaf.kernels.cpu.compiled import Compiled
+from longleaf.kernels.cpu.compiled import NativeBackend
 from tests.support.on_threads import on_ends
 from tests.support.processes import run_ranks
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.extended
 
 DIM, SCALE = 16, 0.25
 SHARDS = ([9], [5, 12], [7, 0], [40, 1, 3], [0, 0, 2], [33, 2, 0, 18], [0, 6, 0, 0])
-BACKEND = Compiled()
+BACKEND = NativeBackend()
 
 
 def inputs(lengths, rows, heads, kv_heads):

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from longleaf.attention import Partial, add_sink, energy, merge, merge_all, reference
 from longleaf.attention.masks import QueryRun, Read, causal_reads, reads_within
 from longleaf.kernels import dense
-from longleaf.kernels.cpu.compiled import Compiled
-from longleaf.kernels.cpu.flash import Flash
+from longleaf.kernels.cpu.compiled import NativeBackend
+from longleaf.kernels.cpu.flash import TorchFlashBackend
 from longleaf.kernels.cpu.fold import NativeFold
 from longleaf.runs import Extent
 from tests.support.attention.dense import reaches, visible
 from tests.support.attention.partials import TOLERANCE, assert_same, seeds
 
-BACKENDS = [Compiled(), Flash(), dense.Dense()]
+BACKENDS = [NativeBackend(), TorchFlashBackend(), dense.DenseBackend()]
 KERNELS = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 
 sizes = st.integers(1, 5)
@@ -198,10 +198,10 @@ def test_tiles_of_the_dense_kernel_do_not_show(monkeypatch, tile_keys, tile_scor
     reads = [Read(0, 40, 0, 70, offset=30, window=window), Read(3, 17, 5, 61), Read(0, 9, 0, 20, offset=-5)]
     for read in reads:
         monkeypatch.undo()
-        whole = dense.Dense().attend(q, k, v, [read], 0.3, 2.0)
+        whole = dense.DenseBackend().attend(q, k, v, [read], 0.3, 2.0)
         monkeypatch.setattr(dense, "TILE_KEYS", tile_keys)
         monkeypatch.setattr(dense, "TILE_SCORES", tile_scores)
-        assert_same(dense.Dense().attend(q, k, v, [read], 0.3, 2.0), whole)
+        assert_same(dense.DenseBackend().attend(q, k, v, [read], 0.3, 2.0), whole)
 
 
 @settings(max_examples=40, deadline=None)

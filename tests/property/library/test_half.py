@@ -12,9 +12,9 @@ from longleaf.attention import Partial, reference
 from longleaf.attention.masks import QueryRun, Read, reads_within
 from longleaf.kernels import int8
 from longleaf.kernels.cpu import flash
-from longleaf.kernels.cpu.compiled import Compiled
+from longleaf.kernels.cpu.compiled import NativeBackend
 from longleaf.kernels.cpu.decode import FLAGS, SOURCE, NativeDecode
-from longleaf.kernels.dense import Dense
+from longleaf.kernels.dense import DenseBackend
 from longleaf.merge import MERGES, PartialCodec
 from longleaf.positions import AttentionSpan
 from longleaf.runs import Extent
@@ -24,7 +24,7 @@ from tests.support.attention.largest import Largest
 from tests.support.attention.partials import assert_same, seeds
 
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-KERNELS = {"compiled": Compiled(), "torch": flash.Flash(), "dense": Dense()}
+KERNELS = {"compiled": NativeBackend(), "torch": flash.TorchFlashBackend(), "dense": DenseBackend()}
 NUM_RANKS = 8
 
 
@@ -46,7 +46,7 @@ def on_ranks(attend, q, reach, num_keys, num_ranks):
     query = QueryRun(num_keys - len(q), num_keys, 0)
     extents = [Extent(low, high, low) for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
     parts = [attend(q, list(reads_within(query, extent, reach))) for extent in extents]
-    wire = PartialCodec(Dense())
+    wire = PartialCodec(DenseBackend())
     return wire.fold(torch.stack([wire.pack(part) for part in parts]))
 
 

@@ -6,11 +6,11 @@ import torch
 from longleaf.attention import reference
 from longleaf.attention.masks import Read
 from longleaf.kernels.backend import lies_in
-from longleaf.kernels.cpu.compiled import Compiled
-from longleaf.kernels.cpu.flash import Flash
-from longleaf.kernels.dense import Dense
+from longleaf.kernels.cpu.compiled import NativeBackend
+from longleaf.kernels.cpu.flash import TorchFlashBackend
+from longleaf.kernels.dense import DenseBackend
 
-BACKENDS = [Compiled(), Flash(), Dense()]
+BACKENDS = [NativeBackend(), TorchFlashBackend(), DenseBackend()]
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)

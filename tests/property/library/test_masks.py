@@ -86,7 +86,7 @@ def windowed(num_rows, past, window, dim=8):
 def test_masks_of_a_long_window_are_few_and_made_once_for_all_layers(made):
     """4096 rows under a window of 4096 once took 548 MiB at every layer."""
     q, k, reads = windowed(4096, 4096, 4096)
-    kernel = flash.Flash().attend
+    kernel = flash.TorchFlashBackend().attend
     with Largest() as largest:
         first = kernel(q, k, k, reads, 0.3)
     assert sum(made) <= MIB
@@ -102,7 +102,7 @@ def test_masks_of_a_long_window_are_few_and_made_once_for_all_layers(made):
 
 def test_keys_of_8_bits_use_the_same_masks(made):
     q, k, reads = windowed(600, 600, 500)
-    retained, backend = int8.empty(1, 19, 64, 8), flash.Flash()
+    retained, backend = int8.empty(1, 19, 64, 8), flash.TorchFlashBackend()
     int8.write(retained, torch.arange(1200), k, k)
     first = backend.attend_int8(q, retained, reads, 0.3)
     num_made = len(made)
@@ -118,5 +118,5 @@ def test_at_most_32_mib_of_masks_are_cached():
 def test_the_dense_kernel_writes_no_mask_that_is_larger_than_its_scores():
     q, k, reads = windowed(2048, 2048, 2048)
     with Largest() as largest:
-        dense.Dense().attend(q, k, k, reads, 0.3)
+        dense.DenseBackend().attend(q, k, k, reads, 0.3)
     assert largest.num_bytes <= 4 * dense.TILE_SCORES

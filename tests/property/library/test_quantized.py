@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from longleaf.attention import reference
 from longleaf.attention.masks import Read, Reads, hidden
 from longleaf.kernels import int8
-from longleaf.kernels.cpu.compiled import Compiled
-from longleaf.kernels.cpu.flash import Flash
+from longleaf.kernels.cpu.compiled import NativeBackend
+from longleaf.kernels.cpu.flash import TorchFlashBackend
 from longleaf.kernels.int8 import LOWEST, tiles
 from longleaf.merge import MERGES
 from tests.support.attention.dealt import BLOCK as POOL_BLOCK
@@ -20,7 +20,7 @@ from workers.kv_cache.quantized import QuantizedPool
 
 HEADS, BLOCK, NUM_BLOCKS, DIM = 2, 8, 6, 16
 SCALE = 0.4
-BACKENDS = pytest.mark.parametrize("backend", [Compiled(), Flash()], ids=lambda backend: backend.name)
+BACKENDS = pytest.mark.parametrize("backend", [NativeBackend(), TorchFlashBackend()], ids=lambda backend: backend.name)
 seeds = st.integers(0, 2**31)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from longleaf.attention import Partial, merge_all
 from longleaf.comm.loopback import loopback_groups
 from longleaf.comm.process_group import TransportChoice
-from longleaf.kernels.cpu.compiled import Compiled
+from longleaf.kernels.cpu.compiled import NativeBackend
 from longleaf.merge import MERGES, PartialCodec, choose_merge, make_merge
 from longleaf.merge.autotune import choose, describe
 from longleaf.merge.base import join_heads, split_heads
@@ -22,7 +22,7 @@ from tests.support.attention.partials import random_partials
 from tests.support.on_threads import on_groups
 from tests.support.processes import run_ranks
 
-BACKEND = Compiled()
+BACKEND = NativeBackend()
 SAME_BITS = ("gather", "exchange", "hierarchy", "butterfly")
 CLUSTERS = ("a", "aa", "aaa", "aaaa", "aabb", "aaab", "abbb", "aabbb", "abc", "aaabbb", "aabbccd")
 """One letter per rank: the machine it runs on."""

@@ -162,7 +162,7 @@ def test_later_versions_differ_from_damage(more):
 
 
 def test_a_note_is_no_manifest_and_of_its_place_alone():
-    with pytest.raises(DataLoss, match="no manifest"):
+    with pytest.raises(DataLoss, match="not a manifest"):
         decode_manifest(encode_note(NOTE), "name")
     for place in (NOTE.place._replace(number=13), NOTE.place._replace(context="other")):
         with pytest.raises(DataLoss, match="it was written as services/service-1/notes/moby.dick/"):

@@ -192,7 +192,7 @@ def test_an_endless_run_stays_in_one_window(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", ["unigram", "wordpiece"])
 def test_a_word_that_is_longer_than_the_longest_window_is_refused(name: str) -> None:
     encoder = Encoder(tokenizer_of(name), sizes=WindowSizes(200, 800, 80))
-    with pytest.raises(InvalidArgument, match="800 characters"):
+    with pytest.raises(InvalidArgument, match="800 consecutive characters"):
         encoder.push("a" * 1000)
 
 

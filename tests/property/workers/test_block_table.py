@@ -149,7 +149,7 @@ def test_nothing_moves_when_one_run_is_not_there(wrong):
     ledger = BlockTable(0, BLOCK)
     ledger.replace([SegmentLayout(3, 0, (FIRST, SECOND, THIRD))])
     before = [list(ledger.extents((3,), 0, 20, rank)) for rank in range(2)]
-    with pytest.raises(ValueError, match="not there"):
+    with pytest.raises(ValueError, match="has no run to move"):
         ledger.move([RunTransfer(3, SECOND, Run(1, 8, 16, (20, 21))), wrong])
     assert [list(ledger.extents((3,), 0, 20, rank)) for rank in range(2)] == before
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import pad
 
-from longleaf.kernels.cpu.compiled import Compiled
-from longleaf.kernels.cpu.flash import Flash
+from longleaf.kernels.cpu.compiled import NativeBackend
+from longleaf.kernels.cpu.flash import TorchFlashBackend
 from longleaf.positions import AttentionSpan
 from longleaf.rank_protocol.step import Row
 from workers.cuda_graphs.tokens import FixedTokens
@@ -18,7 +18,7 @@ from workers.step.draft_rollback import DraftedBlocks, StoredKv, drafted_among
 BLOCK, NUM_BLOCKS, HEADS, DIM = 8, 6, 2, 16
 LAYERS = {0: LayerSpec(4, HEADS, DIM, AttentionSpan()), 1: LayerSpec(4, HEADS, DIM, AttentionSpan(window=6))}
 BUCKET = 32
-BACKENDS = pytest.mark.parametrize("backend", [Compiled(), Flash()], ids=lambda backend: backend.name)
+BACKENDS = pytest.mark.parametrize("backend", [NativeBackend(), TorchFlashBackend()], ids=lambda backend: backend.name)
 SEQUENCES = st.lists(
     st.tuples(st.integers(0, BLOCK - 1), st.integers(1, 3), st.integers(0, 4), st.integers(0, 4), st.booleans()),
     min_size=1,

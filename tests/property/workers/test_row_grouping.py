@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from coordinator.kv_cache.block_placer import BlockPlacer
 from longleaf.attention.masks import Reads
-from longleaf.kernels.dense import Dense
+from longleaf.kernels.dense import DenseBackend
 from longleaf.merge import PartialCodec
 from longleaf.positions import AttentionSpan
 from longleaf.rank_protocol.step import Decode, Positions, Row
@@ -86,7 +86,7 @@ class Forest:
         for path, runs in zip(self.paths, self.runs, strict=True):
             ledger.put(path[-1], runs)
         size = self.world_size
-        pasts = PastBuilder(ledger, pool, layers, world_size=size, way="auto", wire=PartialCodec(Dense()))
+        pasts = PastBuilder(ledger, pool, layers, world_size=size, way="auto", wire=PartialCodec(DenseBackend()))
         return InputBuilder(ledger, pool, layers, world_size=size, pasts=pasts)
 
     def slots(self, row: Row, rank: int) -> dict[int, int]:

@@ -14,7 +14,7 @@ from longleaf.attention import reference
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
 from longleaf.kernels.backend import lies_in
-from longleaf.kernels.cpu.compiled import Compiled
+from longleaf.kernels.cpu.compiled import NativeBackend
 from longleaf.merge import PartialCodec, make_merge
 from longleaf.positions import AttentionSpan, WindowSpec
 from longleaf.rank_protocol.step import Decode, Prefill, Row
@@ -34,7 +34,7 @@ from workers.step.windows import WindowBuilder
 BLOCK, NUM_BLOCKS = 4, 200
 NUM_HEADS, DIM = 4, 8
 SCALE = 0.6
-BACKEND = Compiled()
+BACKEND = NativeBackend()
 SINK_H = torch.linspace(-1, 4, NUM_HEADS)
 
 

@@ -12,7 +12,7 @@ from longleaf.comm import Comm, Groups
 from longleaf.comm.base import ReduceOp, Transport
 from longleaf.kernels import registry
 from longleaf.kernels.backend import Backend
-from longleaf.kernels.dense import Dense
+from longleaf.kernels.dense import DenseBackend
 from longleaf.rank_protocol.group_messages import Join
 from longleaf.rank_protocol.step import Prefill, StepPlan
 from longleaf.topology import Topology
@@ -39,7 +39,7 @@ MakeBackend = Callable[[CountingLauncher], Backend]
 
 def dense(launcher: CountingLauncher) -> Backend:
     """Kernels that are torch's own operations."""
-    return Dense()
+    return DenseBackend()
 
 
 KV_BYTES = 16 << 30

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from bench.gpu.plans import with_drafts
 from coordinator.engine_messages import SpanLayout
 from longleaf.attention import Partial
-from longleaf.kernels.dense import Dense
+from longleaf.kernels.dense import DenseBackend
 from longleaf.rank_protocol.step import Decode, Prefill
 from longleaf.sampling import Sampling
 from tests.support.accelerator.events import Log
@@ -46,7 +46,7 @@ def checkpoints_in(folder: Path) -> FolderOf:
     return get
 
 
-class Lone(Dense):
+class Lone(DenseBackend):
     """One launch for any reads: the count of a kernel that handles all reads. The rest is torch's operations."""
 
     name = "lone"

@@ -12,7 +12,7 @@ from longleaf.attention import reference
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
 from longleaf.config import MergeName
-from longleaf.kernels.cpu.compiled import Compiled
+from longleaf.kernels.cpu.compiled import NativeBackend
 from longleaf.merge import PartialCodec, make_merge
 from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.rank_protocol.step import Decode, Prefill, Row
@@ -31,7 +31,7 @@ from workers.step.last_tokens import HostIds
 BLOCK = 4
 NUM_BLOCKS = 40
 SCALE = 0.6
-BACKEND = Compiled()
+BACKEND = NativeBackend()
 
 
 @dataclass(frozen=True)

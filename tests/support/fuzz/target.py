@@ -31,10 +31,10 @@ from longleaf.rank_protocol.fakes import echo_token
 from longleaf.sampling import Sampling
 from longleaf.types import Draining, ModelInfo
 from tests.support.fuzz.messages import PINNED
-from tests.support.houses import house_of
 from tests.support.parcels import packable
 from tests.support.running import running
 from tests.support.service import byte_tokenizer, write_model
+from tests.support.transfer_engines import transfer_engine_of
 from workers.__main__ import main as worker_main
 
 PATIENCE = 30.0
@@ -231,7 +231,7 @@ async def fuzzed(folder: Path) -> AsyncIterator[Target]:
     config = small_config(str(folder))
     engine = Engine(FakeRanks(2, num_blocks=48, vocab=vocabulary), config, max_positions=300)
     async with running(engine) as found:
-        transfers = house_of(packable(vocabulary=vocabulary, name=PINNED))
+        transfers = transfer_engine_of(packable(vocabulary=vocabulary, name=PINNED))
         use_cases = Application(
             engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"), transfers=transfers
         )

@@ -136,7 +136,7 @@ class Drafting:
                 assert rank.epoch is not None
                 for owner in (*range(len(self.ranks)), EVERY_RANK):
                     runs = tail.window_runs if owner == EVERY_RANK else [run for run in tail.runs if run.rank == owner]
-                    found = list(rank.epoch._ledger.resident_extents(tail.path[-1], 0, 1 << 30, owner))
+                    found = list(rank.epoch._block_table.resident_extents(tail.path[-1], 0, 1 << 30, owner))
                     assert join((run.start, run.end) for run in runs) == join((one.start, one.end) for one in found)
 
     def blocks(self, number: int) -> list[Tensor]:

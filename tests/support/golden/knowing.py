@@ -25,7 +25,7 @@ class KnowingDrafter(Drafter):
         self._policy = RandomPolicy(self._random)
         self.num_right = self.num_wrong = 0
 
-    def _guesses_of(self, job: Sequence) -> SequenceDrafter | None:
+    def _drafter_of(self, job: Sequence) -> SequenceDrafter | None:
         if job.drafter is None:
             job.drafter = SequenceDrafter(job.tail.segment, self._indexes, MOST)
         job.drafter.follow(job.tail.segment)
@@ -39,7 +39,7 @@ class KnowingDrafter(Drafter):
             token if self._random.random() < self._share else (token + 1) % 500
             for token in known[len(output) : len(output) + max(0, most)]
         ]
-        return Draft(1, tuple(found)) if found and self._guesses_of(job) else NO_DRAFT
+        return Draft(1, tuple(found)) if found and self._drafter_of(job) else NO_DRAFT
 
     def take(self, job: Sequence, tokens: Several[object]) -> int:
         num_drafts = super().take(job, tokens)  # type: ignore[arg-type]

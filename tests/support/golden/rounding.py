@@ -36,7 +36,7 @@ def plain_logits(golden: Golden, dtype: str = "float32", length: Length = USUAL)
 async def served_logits(golden: Golden, prefix=(), length: Length = USUAL, **settings) -> Tensor:
     """The logits of the service: a prompt, then decode steps with given tokens.
 
-    With `held`, the prompt continues a fork of a context, in the middle of the last of the parts that end there.
+    With `prefix`, the prompt continues a fork of a context, in the middle of the last of the parts that end there.
     """
     seen = []
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 Document = dict[str, Any]
-DOOR = "longleaf-door"
+GATEWAY = "longleaf-gateway"
 """The name of the gateways' Deployment and Service."""
 
 
@@ -82,9 +82,9 @@ def selects(selector: Document, pod: Pod) -> bool:
     )
 
 
-def door_of(documents: Sequence[Document]) -> Pod | None:
+def gateway_of(documents: Sequence[Document]) -> Pod | None:
     """The pods that answer HTTP, if there are some."""
-    return next((pod for pod in pods(documents) if pod.owner == DOOR), None)
+    return next((pod for pod in pods(documents) if pod.owner == GATEWAY), None)
 
 
 def serve_of(documents: Sequence[Document]) -> Document:

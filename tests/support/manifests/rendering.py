@@ -33,7 +33,7 @@ CLOSING: tuple[Document, ...] = (
 - {op: test, path: /spec/template/spec/containers/0/args/8, value: --insecure}
 - {op: remove, path: /spec/template/spec/containers/0/args/8}
 """,
-        "target": {"kind": "Deployment", "name": "longleaf-door"},
+        "target": {"kind": "Deployment", "name": "longleaf-gateway"},
     },
 )
 """Removes the settings that leave the smallest overlay open, as k8s/README.md describes."""

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from longleaf.config import DEFAULT_PORT
-from tests.support.manifests.doors import DOOR_RULES
-from tests.support.manifests.http_door import HTTP_RULES
+from tests.support.manifests.access_control import GATEWAY_RULES
+from tests.support.manifests.http_gateway import HTTP_RULES
 from tests.support.manifests.pods import (
-    DOOR,
+    GATEWAY,
     Pod,
     cluster,
     environment,
@@ -138,7 +138,7 @@ def ports_are_the_defaults(documents: Documents) -> Iterator[str]:
         yield f"serve: names ports {sorted(found)}, not {sorted(named)}"
     protocol = "https" if "tls-cert" in given else "kubernetes.io/h2c"
     for service in of_kind(documents, "Service"):
-        if service["metadata"]["name"] == DOOR:
+        if service["metadata"]["name"] == GATEWAY:
             continue
         for port in service["spec"]["ports"]:
             if port["port"] != DEFAULT_PORT or port.get("appProtocol") != protocol:
@@ -257,6 +257,6 @@ RULES: tuple[Callable[[Documents], Iterator[str]], ...] = (
     endings_are_graceful,
     ray_is_joined_as_one_machine,
     no_account_has_rights,
-    *DOOR_RULES,
+    *GATEWAY_RULES,
     *HTTP_RULES,
 )

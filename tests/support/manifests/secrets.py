@@ -20,7 +20,7 @@ def closed(folder: Path) -> tuple[Secrets, dict[Role, str]]:
     listed = "".join(f"{line_of(entry)}\n" for entry in entries)
     found: Secrets = {
         "longleaf-certificate": _certificate(authority, "longleaf"),
-        "longleaf-door-certificate": _certificate(authority, "longleaf-door"),
+        "longleaf-gateway-certificate": _certificate(authority, "longleaf-gateway"),
         "longleaf-credentials": {"list": listed.encode(), "drain": f"{credentials['admin']}\n".encode()},
     }
     return found, credentials

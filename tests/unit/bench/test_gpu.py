@@ -13,7 +13,7 @@ from bench.gpu import ground, timing
 from bench.gpu.cases import CHUNK, KINDS, TARGET_FROM, Attend, Choose, Move, Prefill, Share, Step, cases, label
 from bench.gpu.subjects import Subjects, reads_of
 from bench.gpu.table import page
-from longleaf.kernels.dense import Dense
+from longleaf.kernels.dense import DenseBackend
 
 pytestmark = pytest.mark.extended
 MACHINE = {
@@ -153,7 +153,7 @@ def test_rows_read_shared_or_separate_keys():
 @pytest.mark.parametrize("case", SMALL, ids=label)
 def test_case_is_callable(monkeypatch, case):
     monkeypatch.setattr("bench.gpu.subjects.MAX_SETS", 2)
-    calls = Subjects(Dense(), "cpu").calls(case)
+    calls = Subjects(DenseBackend(), "cpu").calls(case)
     assert len(calls) == 2
     found = calls[0]()
     if isinstance(case, (Attend, Prefill)):
@@ -164,7 +164,7 @@ def test_page_is_rendered_from_recorded_rows(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("bench.gpu.subjects.MAX_SETS", 1)
     monkeypatch.setattr(timing, "captured", lambda calls: "graph")
     monkeypatch.setattr(timing, "seconds", lambda run: 1e-5 if run == "graph" else 2e-5)
-    subjects, head = Subjects(Dense(), "cpu"), {"bench": "gpu", "kernels": "dense", "copy_gb_per_s": 4300.0}
+    subjects, head = Subjects(DenseBackend(), "cpu"), {"bench": "gpu", "kernels": "dense", "copy_gb_per_s": 4300.0}
     rows = [
         {**head, **command.attempted(case, partial(command.timed, subjects, case, 4.3e12)), "machine": MACHINE}
         for case in SMALL
@@ -196,7 +196,7 @@ def simulate_gpu(monkeypatch):
 
 def test_failed_and_skipped_cases_are_one_line_each(monkeypatch, capsys):
     simulate_gpu(monkeypatch)
-    monkeypatch.setattr(command, "load", lambda: [Dense()])
+    monkeypatch.setattr(command, "load", lambda: [DenseBackend()])
     monkeypatch.setattr(ground, "stand", lambda: None)
     monkeypatch.setattr(ground, "installed", {"transformers": "4.57.1", "numpy": "2.4.6", "psutil": "7.2"}.get)
     monkeypatch.setattr(command, "chosen", lambda text: [Step(99), SMALL[0], Move("pack", 3), Move("store", 5)])
@@ -235,7 +235,7 @@ def test_rows_are_written_immediately_and_read_from_an_incomplete_file(tmp_path,
 def test_no_case_is_started_after_the_time_limit(monkeypatch, capsys):
     simulate_gpu(monkeypatch)
     monkeypatch.setattr(command, "row_of", lambda *_: {"graph_us": 1.0})
-    monkeypatch.setattr(command, "load", lambda: [Dense(), Dense()])
+    monkeypatch.setattr(command, "load", lambda: [DenseBackend(), DenseBackend()])
     clock = iter([0.0, 1.0, 6.0]).__next__
     assert len(list(command.measured(SMALL, 5.0, clock))) == 1
     assert "5 s are over: 12 measurements are left out" in capsys.readouterr().err

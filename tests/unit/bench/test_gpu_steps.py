@@ -23,7 +23,7 @@ from bench.gpu.plain import Plain
 from bench.gpu.ranks import LLAMA_8B, SMALL, NotedGraphs, make_module, make_rank, served
 from bench.gpu.table import page
 from longleaf.config import EngineConfig
-from longleaf.kernels.dense import Dense
+from longleaf.kernels.dense import DenseBackend
 from longleaf.rank_protocol.group_messages import Join
 from longleaf.rank_protocol.step import Decode, Prefill
 from workers.cuda_graphs.graphs import CaptureRefused
@@ -267,7 +267,7 @@ def test_command_measures_cases_of_all_kinds(monkeypatch, tmp_path, capsys):
     for name, value in {"captured": lambda calls: lambda: None, "seconds": lambda call: 1e-5}.items():
         monkeypatch.setattr(timing, name, value)
     monkeypatch.setattr(timing, "copy_bandwidth", lambda device: 1e12)
-    monkeypatch.setattr(command, "load", lambda: [Dense()])
+    monkeypatch.setattr(command, "load", lambda: [DenseBackend()])
     monkeypatch.setattr("bench.gpu.subjects.MAX_SETS", 1)
     monkeypatch.setattr(steps, "Steps", partial(steps.Steps, shape=TINY, dtype="float32"))
     answered = sharing.Answered()

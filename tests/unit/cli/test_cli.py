@@ -456,7 +456,7 @@ WITH_INVALID_ADDRESS = ("--ray-address", "127.0.0.1:1")
         ),
         (
             ["--model", "m", *WITH_INVALID_ADDRESS, "--metrics-host", "::1"],
-            "error: --metrics-host: needs --metrics-port: with",
+            "error: --metrics-host: requires --metrics-port",
         ),
         (
             ["--model", "m", *WITH_INVALID_ADDRESS, "--share-prefixes", "true"],

@@ -77,7 +77,7 @@ async def test_system_message_precedes_the_document(terminal: Terminal, book: st
     code, _, err = await terminal.run(
         "ingest", str(tmp_path / "ids"), "--name", "b", "--token-ids", "json", "--system", "x"
     )
-    assert (code, err.startswith("error: --system: is for a document of text")) == (2, True)
+    assert (code, err.startswith("error: --system: requires a document of text")) == (2, True)
 
 
 async def test_text_is_tokenized_and_detokenized(terminal: Terminal) -> None:

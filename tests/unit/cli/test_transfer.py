@@ -11,10 +11,10 @@ import pytest
 from coordinator.handlers.transfer.fakes import FakeTransferEngine
 from longleaf.cli.transfer import summary
 from longleaf.types import Context
-from tests.support.houses import empty_house, house_of
 from tests.support.parcels import packable
 from tests.support.service import FakeEngine, serving
 from tests.support.terminal import Terminal
+from tests.support.transfer_engines import empty_transfer_engine, transfer_engine_of
 
 MOBY = packable(vocabulary=256)
 WHOLE = MOBY.packed()
@@ -22,19 +22,19 @@ WHOLE = MOBY.packed()
 
 @pytest.fixture
 def old() -> FakeTransferEngine:
-    return house_of(MOBY)
+    return transfer_engine_of(MOBY)
 
 
 @pytest.fixture
 def new() -> FakeTransferEngine:
-    return empty_house()
+    return empty_transfer_engine()
 
 
 @pytest.fixture
 async def source_terminal(
     old: FakeTransferEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> AsyncIterator[Terminal]:
-    async with serving(FakeEngine(), tmp_path / "old-model", house=old) as (_, address):
+    async with serving(FakeEngine(), tmp_path / "old-model", transfers=old) as (_, address):
         yield Terminal(address, FakeEngine(), capsys)
 
 
@@ -42,7 +42,7 @@ async def source_terminal(
 async def target_terminal(
     new: FakeTransferEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> AsyncIterator[Terminal]:
-    async with serving(FakeEngine(), tmp_path / "new-model", house=new) as (_, address):
+    async with serving(FakeEngine(), tmp_path / "new-model", transfers=new) as (_, address):
         yield Terminal(address, FakeEngine(), capsys)
 
 

@@ -26,14 +26,14 @@ async def test_saved_pieces_are_restored_by_the_member_that_fetched_them() -> No
     await ranks.start(1)
     saved = await ranks.save(1, Save(1, "p", 7, (RUN,)))
     assert (saved.member, saved.ticket, saved.num_bytes) == (1, 1, 8)
-    with pytest.raises(AssertionError, match="another one holds"):
+    with pytest.raises(AssertionError, match="does not hold the runs"):
         await ranks.save(0, Save(1, "p", 7, (RUN,)))
     await fetched(ranks, 1, 5)
     assert (await ranks.step(restore(Run(1, 4, 8, (9,))))).step == 1
     for plan in (restore(Run(0, 4, 8, (9,))), restore(RUN, ticket=6)):
         with pytest.raises(AssertionError, match="has fetched nothing under ticket"):
             await ranks.step(plan)
-    with pytest.raises(AssertionError, match="has no Run"):
+    with pytest.raises(AssertionError, match="has not fetched Run"):
         await ranks.step(restore(Run(1, 4, 9, (8, 9))))
     ranks.lose(0, "died")
     await ranks.form(2)

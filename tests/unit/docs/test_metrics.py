@@ -17,7 +17,7 @@ from coordinator.telemetry.counters import Counts
 from coordinator.telemetry.metric_sources import MetricSources
 from coordinator.telemetry.observers import CallRecord
 from coordinator.telemetry.request_metrics import RequestMetrics
-from door.metrics import GatewayMetrics
+from gateway.metrics import GatewayMetrics
 from longleaf.rank_protocol.group_messages import MergeTiming
 from longleaf.sampling import Token
 from tests.support.service import FakeEngine
@@ -112,8 +112,8 @@ def test_row_has_type_and_labels_of_its_metric(row: list[str]) -> None:
 
 async def test_page_lists_all_metrics_of_a_gateway() -> None:
     found = await gateway_metrics()
-    assert {row[0].strip("`") for row in rows("Metrics of a door")} == set(found)
-    for name, kind, labels, meaning in rows("Metrics of a door"):
+    assert {row[0].strip("`") for row in rows("Metrics of a gateway")} == set(found)
+    for name, kind, labels, meaning in rows("Metrics of a gateway"):
         family = found[name.strip("`")]
         assert (kind, set(filter(None, labels.split(", ")))) == (family.type, set(family.samples[0].labels))
         assert meaning and family.documentation.endswith(".")

@@ -418,7 +418,7 @@ async def test_unexpected_error_of_a_job_ends_only_its_stream(
     monkeypatch.setattr(Sequence, "next_row", fail)
     async with running(FakeRanks(2, 100)) as (engine, loop):
         bad, good = engine.submit(prompt(3, 7)), engine.submit(prompt(3, 9))
-        with pytest.raises(Unavailable, match="ended this request alone") as caught:
+        with pytest.raises(Unavailable, match="unexpected error ended this request") as caught:
             [_ async for _ in bad]
         assert "secret" not in str(caught.value)
         assert isinstance([event async for event in good][-1], Ended)

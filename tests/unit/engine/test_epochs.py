@@ -138,7 +138,7 @@ async def test_contexts_are_dropped_if_the_remaining_ranks_are_too_small() -> No
         await ingest(engine, "new")
         ranks.lose(2, "vanished")
         await comes_to(engine, lambda: engine.cluster().epoch == 2)
-        with pytest.raises(ContextLost, match="cannot hold it"):
+        with pytest.raises(ContextLost, match="does not fit"):
             engine.get_context("old")
         with pytest.raises(ContextLost):
             engine.submit(prompt(3, 4, "old"))
@@ -167,7 +167,7 @@ async def test_contexts_are_dropped_only_if_no_replacement_is_expected() -> None
         assert engine.get_context("old").tokens == 96, "it is dropped only as a last resort"
         ranks.publish((replace(loss, slot="given_up"),))
         await comes_to(engine, lambda: not any(context.id == "old" for context in engine.list_contexts()))
-        with pytest.raises(ContextLost, match="cannot hold it"):
+        with pytest.raises(ContextLost, match="does not fit"):
             engine.get_context("old")
 
 

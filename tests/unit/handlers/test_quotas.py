@@ -19,9 +19,9 @@ from longleaf.credentials import Quotas
 from longleaf.errors import ResourceExhausted
 from longleaf.sampling import Sampling
 from longleaf.types import Generate, ImportHeader, ImportProgress, IngestHeader, IngestPiece
-from tests.support.houses import empty_house, sending
 from tests.support.parcels import packable
 from tests.support.service import FakeEngine, write_model
+from tests.support.transfer_engines import empty_transfer_engine, sending
 
 pytestmark = pytest.mark.timeout(60)
 MOBY = packable()
@@ -32,9 +32,9 @@ class Importer:
     """Imports into an engine, and a ledger of the expected quota use."""
 
     def __init__(self, **quotas: int) -> None:
-        self.quotas, self.engine = Quotas(**quotas), empty_house()
+        self.quotas, self.engine = Quotas(**quotas), empty_transfer_engine()
         self.ledger = QuotaEnforcer(self._usage, lambda: 0.0, lambda tenant: self.imports.num_of(tenant))
-        self.imports = ImportSessions(self.engine, 1 << 17, wall_clock=lambda: 10.0, ledger=self.ledger, max_imports=2)
+        self.imports = ImportSessions(self.engine, 1 << 17, wall_clock=lambda: 10.0, quotas=self.ledger, max_imports=2)
 
     def _usage(self, _: str) -> TenantUsage:
         contexts = [stored.context for stored in self.engine.contexts.values()]
@@ -83,7 +83,7 @@ async def test_refused_upload_evicts_no_other() -> None:
 
 @pytest.fixture
 async def use_cases(tmp_path: Path) -> AsyncIterator[tuple[FakeEngine, Application]]:
-    engine, transfer = FakeEngine(), empty_house()
+    engine, transfer = FakeEngine(), empty_transfer_engine()
     tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
     application = Application(engine, tokenizer, engine.describe, transfers=transfer)
     yield engine, application

@@ -37,10 +37,10 @@ from longleaf.errors import (
 from longleaf.fingerprint import Fingerprint
 from longleaf.storage.manifest import SegmentManifest, decode_manifest
 from longleaf.types import ExportContext, ExportedArchive, ImportHeader, ImportProgress
-from tests.support.houses import empty_house, house_of, sending
 from tests.support.parcels import FORM, Packable, packable, packed_early
 from tests.support.service import FakeEngine
 from tests.support.timers import Timers
+from tests.support.transfer_engines import empty_transfer_engine, sending, transfer_engine_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -143,7 +143,7 @@ def check_imported(old: Packable, engine: FakeTransferEngine, name: str = "moby"
 
 
 async def test_imported_context_equals_the_exported_one(export_context: Any, make_imports: MakeImports) -> None:
-    engine, old = empty_house(), house_of(MOBY)
+    engine, old = empty_transfer_engine(), transfer_engine_of(MOBY)
     archive, data = await export_context(old)
     assert (archive.num_bytes, archive.digest, data) == (
         len(data),
@@ -158,22 +158,25 @@ async def test_imported_context_equals_the_exported_one(export_context: Any, mak
 
 
 async def test_imported_context_is_exported_unchanged(export_context: Any, make_imports: MakeImports) -> None:
-    engine = empty_house()
-    first = (await export_context(house_of(MOBY)))[1]
+    engine = empty_transfer_engine()
+    first = (await export_context(transfer_engine_of(MOBY)))[1]
     await import_context(make_imports(engine), first)
     assert (await export_context(engine))[1] == first
 
 
 async def test_export_resumes_at_any_byte(export_context: Any) -> None:
-    archive, data = await export_context(house_of(MOBY))
+    archive, data = await export_context(transfer_engine_of(MOBY))
     for offset in range(0, len(data) + 1, 97):
-        assert await export_context(house_of(MOBY), offset=offset, digest=archive.digest) == (archive, data[offset:])
+        assert await export_context(transfer_engine_of(MOBY), offset=offset, digest=archive.digest) == (
+            archive,
+            data[offset:],
+        )
     with pytest.raises(InvalidArgument, match="offset"):
-        await export_context(house_of(MOBY), offset=len(data) + 1, digest=archive.digest)
+        await export_context(transfer_engine_of(MOBY), offset=len(data) + 1, digest=archive.digest)
 
 
 async def test_export_of_a_changed_context_is_not_resumed(export_context: Any) -> None:
-    old = house_of(MOBY)
+    old = transfer_engine_of(MOBY)
     archive, _ = await export_context(old)
     record = old.contexts["moby"].context
     old.contexts["moby"] = old.contexts["moby"]._replace(context=replace(record, display_name="The Whale"))
@@ -183,7 +186,7 @@ async def test_export_of_a_changed_context_is_not_resumed(export_context: Any) -
 
 
 async def test_use_of_a_context_does_not_change_its_archive(export_context: Any) -> None:
-    old = house_of(MOBY)
+    old = transfer_engine_of(MOBY)
     archive, _ = await export_context(old)
     record = replace(old.contexts["moby"].context, last_used=99.0, num_hits=7)
     old.contexts["moby"] = old.contexts["moby"]._replace(context=record)
@@ -191,7 +194,7 @@ async def test_use_of_a_context_does_not_change_its_archive(export_context: Any)
 
 
 async def test_exports_raise_errors_of_the_engine(export_context: Any, threads: TokenizerPool) -> None:
-    old = house_of(MOBY)
+    old = transfer_engine_of(MOBY)
     with pytest.raises(NotFound):
         await export_context(old, "dick")
     old.failures = [StorageUnavailable("away")]
@@ -204,7 +207,7 @@ async def test_exports_raise_errors_of_the_engine(export_context: Any, threads: 
 
 
 async def test_concurrent_exports_are_limited(threads: TokenizerPool) -> None:
-    old = house_of(MOBY)
+    old = transfer_engine_of(MOBY)
     exports = Exports(old, threads, FakeEngine().describe, max_exports=1)
     async with aclosing(exports.run(ExportContext(context="moby"))) as first:
         await anext(first)
@@ -218,8 +221,8 @@ async def test_concurrent_exports_are_limited(threads: TokenizerPool) -> None:
 async def test_import_without_keys_contains_only_token_ids(
     export_context: Any, make_imports: MakeImports, why: str
 ) -> None:
-    engine = empty_house({"no storage": None, "another form": "int8"}.get(why, FORM))
-    _, data = await export_context(house_of(MOBY), with_keys=why != "left at home")
+    engine = empty_transfer_engine({"no storage": None, "another form": "int8"}.get(why, FORM))
+    _, data = await export_context(transfer_engine_of(MOBY), with_keys=why != "left at home")
     reports = await import_context(make_imports(engine), data)
     assert reports[-1].key_tokens == 0
     record, segments, manifests = engine.contexts["moby"]
@@ -229,21 +232,21 @@ async def test_import_without_keys_contains_only_token_ids(
 
 
 async def test_keys_of_a_part_of_the_segments_are_imported(make_imports: MakeImports) -> None:
-    engine, given = empty_house(), packable(((8, 8), (5, 5), (4, 4)), (True, False, True))
+    engine, given = empty_transfer_engine(), packable(((8, 8), (5, 5), (4, 4)), (True, False, True))
     reports = await import_context(make_imports(engine), given.packed())
     assert reports[-1].key_tokens == 12
     assert len(engine.contexts["moby"].manifests) == 2
 
 
 async def test_archives_of_early_versions_import_partly_used_segments(make_imports: MakeImports) -> None:
-    engine, given = empty_house(), packable(((8, 6), (5, 5)))
+    engine, given = empty_transfer_engine(), packable(((8, 6), (5, 5)))
     *_, last = await import_context(make_imports(engine), packed_early(given))
     assert last.context is not None
     assert (last.context.tokens, last.key_tokens) == (11, 11)
 
 
 async def test_context_is_imported_under_another_name(make_imports: MakeImports) -> None:
-    engine = empty_house()
+    engine = empty_transfer_engine()
     await import_context(make_imports(engine), WHOLE, ImportHeader(context="dick"))
     check_imported(MOBY, engine, "dick")
 
@@ -262,14 +265,14 @@ async def refused(
 
 
 async def test_truncated_archive_leaves_nothing(make_imports: MakeImports) -> None:
-    engine = empty_house()
+    engine = empty_transfer_engine()
     imports = make_imports(engine)
     for end in range(0, len(WHOLE), 31):
         await refused(imports, engine, WHOLE[:end], InvalidArgument, "parcel: it is truncated")
 
 
 async def test_damaged_archive_leaves_nothing(make_imports: MakeImports) -> None:
-    engine = empty_house()
+    engine = empty_transfer_engine()
     imports = make_imports(engine)
     for place in range(0, len(WHOLE), 13):
         damaged = WHOLE[:place] + bytes([WHOLE[place] ^ 1]) + WHOLE[place + 1 :]
@@ -277,7 +280,7 @@ async def test_damaged_archive_leaves_nothing(make_imports: MakeImports) -> None
 
 
 async def test_archive_of_another_model_is_refused_with_the_differences(make_imports: MakeImports) -> None:
-    engine = empty_house()
+    engine = empty_transfer_engine()
     other = Fingerprint("cd" * 32, {"config.json": "01", "model.safetensors": "03", "tokenizer.json": "04"})
     given = packable()
     given.head = replace(given.head, fingerprint=other)
@@ -297,13 +300,13 @@ async def test_archive_of_another_model_is_refused_with_the_differences(make_imp
     ],
 )
 async def test_unacceptable_heads_are_refused(make_imports: MakeImports, changes: dict[str, Any], message: str) -> None:
-    engine, given = empty_house(), packable()
+    engine, given = empty_transfer_engine(), packable()
     given.head = replace(given.head, **changes)
     await refused(make_imports(engine), engine, given.packed(), InvalidArgument, message)
 
 
 async def test_unknown_token_id_is_refused(make_imports: MakeImports) -> None:
-    engine, given = empty_house(), packable(keyed=(False, False))
+    engine, given = empty_transfer_engine(), packable(keyed=(False, False))
     given.path[1].token_ids[4] = VOCABULARY
     await refused(
         make_imports(engine), engine, given.packed(), InvalidArgument, "a token id outside the vocabulary of 131,072"
@@ -311,7 +314,7 @@ async def test_unknown_token_id_is_refused(make_imports: MakeImports) -> None:
 
 
 async def test_pieces_that_do_not_cover_their_segment_are_refused(make_imports: MakeImports) -> None:
-    engine, given = empty_house(), packable()
+    engine, given = empty_transfer_engine(), packable()
     number, manifest = next(iter(given.manifests.items()))
     given.manifests[number] = replace(manifest, pieces=manifest.pieces[1:])
     await refused(make_imports(engine), engine, given.packed(), InvalidArgument, "the pieces of a segment are invalid")
@@ -319,7 +322,7 @@ async def test_pieces_that_do_not_cover_their_segment_are_refused(make_imports: 
 
 @pytest.mark.parametrize("cut", [1, 3, 5])
 async def test_pieces_that_end_inside_a_block_are_refused(make_imports: MakeImports, cut: int) -> None:
-    engine, given = empty_house(), packable()
+    engine, given = empty_transfer_engine(), packable()
     number, manifest = next(iter(given.manifests.items()))
     (first, second), end = manifest.pieces, manifest.end
     pieces = (replace(first, runs=((0, cut),)), replace(second, runs=((cut, end),)))
@@ -329,7 +332,7 @@ async def test_pieces_that_end_inside_a_block_are_refused(make_imports: MakeImpo
 
 
 async def test_windows_before_their_segment_are_refused(make_imports: MakeImports) -> None:
-    engine, given = empty_house(), packable()
+    engine, given = empty_transfer_engine(), packable()
     number, manifest = list(given.manifests.items())[1]
     assert manifest.windows is not None
     windows = replace(manifest.windows, runs=((manifest.start - 1, manifest.end),))
@@ -341,7 +344,7 @@ async def test_windows_before_their_segment_are_refused(make_imports: MakeImport
 async def test_archives_are_decoded_off_the_event_loop_and_counted(
     make_imports: MakeImports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, header = empty_house(), ImportHeader(upload_id="one")
+    engine, header = empty_transfer_engine(), ImportHeader(upload_id="one")
     imports, threads, kinds = make_imports(engine), list[int](), list[str]()
 
     def note(kind: str, call: Any) -> Any:
@@ -364,23 +367,23 @@ async def test_archives_are_decoded_off_the_event_loop_and_counted(
 
 
 async def test_import_without_storage_is_refused(make_imports: MakeImports) -> None:
-    engine = empty_house()
+    engine = empty_transfer_engine()
     engine.is_durable = False
     await refused(make_imports(engine), engine, WHOLE, FailedPrecondition, "--data-dir")
 
 
 async def test_existing_name_is_refused_before_the_rest_is_sent(make_imports: MakeImports) -> None:
-    engine = house_of(packable(seed=9))
+    engine = transfer_engine_of(packable(seed=9))
     with pytest.raises(AlreadyExists, match="contexts/moby"):
         await import_context(make_imports(engine), WHOLE, end=600, size=600)
 
 
 async def test_name_taken_during_an_import_is_refused(make_imports: MakeImports) -> None:
-    engine = empty_house()
+    engine = empty_transfer_engine()
     imports = make_imports(engine)
     header = ImportHeader(upload_id="one")
     await import_until(imports, WHOLE, header, len(WHOLE) - 50)
-    engine.contexts |= house_of(packable(seed=9)).contexts
+    engine.contexts |= transfer_engine_of(packable(seed=9)).contexts
     with pytest.raises(AlreadyExists, match="contexts/moby"):
         await import_context(imports, WHOLE, header, start=len(WHOLE) - 50)
     await imports.close()
@@ -388,7 +391,7 @@ async def test_name_taken_during_an_import_is_refused(make_imports: MakeImports)
 
 
 async def test_wrong_request_order_is_refused(make_imports: MakeImports) -> None:
-    imports = make_imports(empty_house())
+    imports = make_imports(empty_transfer_engine())
     with pytest.raises(InvalidArgument, match="config: must be in the first"):
         [report async for report in imports.run(sending(None, WHOLE))]
 
@@ -409,7 +412,7 @@ async def test_wrong_request_order_is_refused(make_imports: MakeImports) -> None
 
 async def test_import_resumes_at_the_next_byte(make_imports: MakeImports) -> None:
     for end in range(0, len(WHOLE), 61):
-        engine = empty_house()
+        engine = empty_transfer_engine()
         imports, header = make_imports(engine), ImportHeader(upload_id="one", total_bytes=len(WHOLE))
         await import_until(imports, WHOLE, header, end)
         reports = await import_context(imports, WHOLE, header, start=end)
@@ -418,7 +421,7 @@ async def test_import_resumes_at_the_next_byte(make_imports: MakeImports) -> Non
 
 
 async def test_received_bytes_are_skipped(make_imports: MakeImports) -> None:
-    engine, header = empty_house(), ImportHeader(upload_id="one")
+    engine, header = empty_transfer_engine(), ImportHeader(upload_id="one")
     imports = make_imports(engine)
     await import_until(imports, WHOLE, header, 700)
     assert await import_until(imports, WHOLE, header, 900, start=300) == 700
@@ -427,7 +430,7 @@ async def test_received_bytes_are_skipped(make_imports: MakeImports) -> None:
 
 
 async def test_interrupted_import_without_an_upload_id_leaves_nothing(make_imports: MakeImports) -> None:
-    engine = empty_house()
+    engine = empty_transfer_engine()
     imports = make_imports(engine)
     await import_until(imports, WHOLE, ImportHeader(), 1000)
     await imports.close()
@@ -435,7 +438,7 @@ async def test_interrupted_import_without_an_upload_id_leaves_nothing(make_impor
 
 
 async def test_repeated_completed_import_returns_its_result(make_imports: MakeImports) -> None:
-    engine, header = empty_house(), ImportHeader(upload_id="one")
+    engine, header = empty_transfer_engine(), ImportHeader(upload_id="one")
     imports = make_imports(engine)
     first = await import_context(imports, WHOLE, header)
     assert await import_context(imports, b"", header) == first[-1:]
@@ -449,7 +452,7 @@ async def test_repeated_completed_import_returns_its_result(make_imports: MakeIm
 
 @pytest.mark.parametrize("num_calls", range(9))
 async def test_temporary_storage_failure_loses_nothing(make_imports: MakeImports, num_calls: int) -> None:
-    engine, header = empty_house(), ImportHeader(upload_id="one")
+    engine, header = empty_transfer_engine(), ImportHeader(upload_id="one")
     imports, at = make_imports(engine), 0
     answer, left = engine.answer, [num_calls]
 
@@ -468,7 +471,7 @@ async def test_temporary_storage_failure_loses_nothing(make_imports: MakeImports
 
 
 async def test_import_resumes_after_a_disconnect_during_a_write(make_imports: MakeImports) -> None:
-    engine, header = empty_house(), ImportHeader(upload_id="one")
+    engine, header = empty_transfer_engine(), ImportHeader(upload_id="one")
     imports = make_imports(engine)
     engine.is_answering.clear()
     first = asyncio.create_task(import_context(imports, WHOLE, header))
@@ -485,7 +488,7 @@ async def test_import_resumes_after_a_disconnect_during_a_write(make_imports: Ma
 
 
 async def test_import_completes_after_a_disconnect_during_adoption(make_imports: MakeImports) -> None:
-    engine, header = empty_house(), ImportHeader(upload_id="one")
+    engine, header = empty_transfer_engine(), ImportHeader(upload_id="one")
     imports = make_imports(engine)
     await import_until(imports, WHOLE, header, len(WHOLE))
     engine.is_requested.clear()
@@ -502,7 +505,7 @@ async def test_import_completes_after_a_disconnect_during_adoption(make_imports:
 
 
 async def test_newest_stream_continues(make_imports: MakeImports) -> None:
-    engine, header = empty_house(), ImportHeader(upload_id="one")
+    engine, header = empty_transfer_engine(), ImportHeader(upload_id="one")
     imports, more = make_imports(engine), asyncio.Event()
 
     async def slow() -> AsyncIterator[Any]:
@@ -527,7 +530,7 @@ async def test_newest_stream_continues(make_imports: MakeImports) -> None:
 
 
 async def test_silent_client_times_out_and_can_resume(make_imports: MakeImports) -> None:
-    engine, header = empty_house(), ImportHeader(upload_id="one")
+    engine, header = empty_transfer_engine(), ImportHeader(upload_id="one")
     imports = make_imports(engine, idle_seconds=0.01)
 
     async def silent() -> AsyncIterator[Any]:
@@ -542,7 +545,7 @@ async def test_silent_client_times_out_and_can_resume(make_imports: MakeImports)
 
 
 async def test_abandoned_import_leaves_nothing(make_imports: MakeImports) -> None:
-    engine, timers = empty_house(), Timers()
+    engine, timers = empty_transfer_engine(), Timers()
     imports, header = make_imports(engine, timers), ImportHeader(upload_id="one")
     await import_until(imports, WHOLE, header, 1000)
     timers.advance(KEEP_SECONDS - TRIM_SECONDS)
@@ -555,7 +558,7 @@ async def test_abandoned_import_leaves_nothing(make_imports: MakeImports) -> Non
 
 
 async def test_concurrent_imports_are_limited(make_imports: MakeImports) -> None:
-    engine = empty_house()
+    engine = empty_transfer_engine()
     imports = make_imports(engine, max_imports=2)
     headers = [ImportHeader(context=f"moby-{number}", upload_id="one") for number in range(4)]
     for header in headers[:3]:  # exports without a reader are evicted
@@ -572,8 +575,8 @@ async def test_concurrent_imports_are_limited(make_imports: MakeImports) -> None
 
 async def test_concurrent_imports_respect_the_quota(make_imports: MakeImports) -> None:
     CALLER.set(Caller(tenant="acme", quotas=Quotas(contexts=1)))
-    engine = empty_house()
-    imports = make_imports(engine, ledger=QuotaEnforcer(lambda _: TenantUsage(contexts=len(engine.contexts))))
+    engine = empty_transfer_engine()
+    imports = make_imports(engine, quotas=QuotaEnforcer(lambda _: TenantUsage(contexts=len(engine.contexts))))
     engine.is_answering.clear()
     coming = [asyncio.create_task(import_context(imports, WHOLE, ImportHeader(context=name))) for name in ("a", "b")]
     for _ in range(100):
@@ -585,7 +588,7 @@ async def test_concurrent_imports_respect_the_quota(make_imports: MakeImports) -
 
 
 async def test_imports_of_one_tenant_do_not_exclude_others(make_imports: MakeImports) -> None:
-    imports = make_imports(empty_house(), max_imports=4, tenant_share=1 / 2)
+    imports = make_imports(empty_transfer_engine(), max_imports=4, tenant_share=1 / 2)
     acme, bolt = (
         [ImportHeader(context=f"{tenant}/{number}", upload_id="one", tenant=tenant) for number in range(3)]
         for tenant in ("acme", "bolt")
@@ -604,7 +607,7 @@ async def test_imports_of_one_tenant_do_not_exclude_others(make_imports: MakeImp
 
 
 async def test_exports_of_one_tenant_do_not_exclude_others(threads: TokenizerPool) -> None:
-    old = house_of(*(packable(name=name) for name in ("acme/a", "acme/b", "bolt/a")))
+    old = transfer_engine_of(*(packable(name=name) for name in ("acme/a", "acme/b", "bolt/a")))
     exports = Exports(old, threads, FakeEngine().describe, max_exports=2, tenant_share=1 / 2)
     async with aclosing(exports.run(ExportContext(context="acme/a"))) as first:
         await anext(first)
@@ -618,7 +621,7 @@ async def test_exports_of_one_tenant_do_not_exclude_others(threads: TokenizerPoo
 
 async def test_import_memory_is_bounded(make_imports: MakeImports) -> None:
     given = packable(piece_bytes=3000)
-    whole, engine = given.packed(), empty_house()
+    whole, engine = given.packed(), empty_transfer_engine()
     described = 2 * SEGMENT_BYTES + 6 * (PIECE_BYTES + RUN_BYTES) + 8 * 11 + 300
     imports = make_imports(engine, max_bytes=described + 4000)
     await import_until(imports, whole, ImportHeader(context="a", upload_id="one"), 3500)  # holds most of a piece
@@ -630,7 +633,7 @@ async def test_import_memory_is_bounded(make_imports: MakeImports) -> None:
 
 
 async def test_manifests_are_written_last(make_imports: MakeImports) -> None:
-    engine = empty_house()
+    engine = empty_transfer_engine()
     names, answer = list[str](), engine.objects
 
     class Noting(dict[str, bytes]):

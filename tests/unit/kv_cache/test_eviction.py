@@ -50,7 +50,7 @@ class Pool:
     def activate(self, context: str) -> Sequence[SegmentPlacement]:
         found = self.contexts.activate(self.contexts.get(context))
         for holding in found:
-            self.segments.call(holding)
+            self.segments.begin_reload(holding)
         self.audit()
         return found
 

@@ -17,7 +17,7 @@ def imported_segment(segments: SegmentStore, number: int, tenant: str, ids: "arr
     segment = Segment(number, TokenPath(), tenant=tenant)
     segment.extend(ids)
     segments.adopt(segment)
-    segments.call(segments.holdings[segment])  # its keys are about to be placed
+    segments.begin_reload(segments.holdings[segment])  # its keys are about to be placed
     segments.end_loss(segments.holdings[segment])
     return segment
 

@@ -320,6 +320,6 @@ def test_full_window_pool_of_a_context_is_not_blamed_on_the_text() -> None:
     bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=10), blocks=(400, 400))
     append(bench, *[1] * 9)
     for refused in (lambda: bench.ingest("doc", 1, append=True), lambda: bench.ask(5, context="doc")):
-        with pytest.raises(ResourceExhausted, match="contexts use too many of 40;delete a context") as caught:
+        with pytest.raises(ResourceExhausted, match="contexts use too many of 40; delete a context") as caught:
             refused()
         assert caught.value.subject == "window pool"

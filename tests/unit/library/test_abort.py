@@ -13,13 +13,13 @@ from longleaf.errors import ExchangeAborted
 def test_running_exchange_is_released_and_later_ones_do_not_start():
     fence, freed = ExchangeAborter(), []
     fence.add(lambda: freed.append("early"))
-    fence.put_up()
+    fence.abort()
     with pytest.raises(ExchangeAborted):
         fence.add(lambda: freed.append("late"))
     assert freed == ["early"]
-    fence.take_down()
+    fence.reset()
     fence.add(lambda: freed.append("next"))
-    fence.put_up()
+    fence.abort()
     assert freed == ["early", "next"]
 
 

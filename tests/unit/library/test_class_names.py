@@ -5,7 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = ("coordinator", "workers", "longleaf", "door")
+PACKAGES = ("coordinator", "workers", "longleaf", "gateway")
 
 
 def test_public_class_names_are_unique() -> None:

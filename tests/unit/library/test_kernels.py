@@ -10,7 +10,7 @@ from longleaf.attention import Partial
 from longleaf.config import KernelsName
 from longleaf.errors import StartError
 from longleaf.kernels import registry
-from longleaf.kernels.cpu.compiled import Compiled
+from longleaf.kernels.cpu.compiled import NativeBackend
 from longleaf.kernels.probe import MANY, probe
 
 FLOAT32 = torch.float32
@@ -80,7 +80,7 @@ def test_kernels_pass_their_self_test(name, dtype):
 
 def changed(operation, change):
     """Kernels with one operation replaced: `change` receives the original operation and its arguments."""
-    backend = Compiled()
+    backend = NativeBackend()
     right = getattr(backend, operation)
     setattr(backend, operation, lambda *args: change(right, *args))
     return backend

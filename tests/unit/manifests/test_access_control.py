@@ -14,7 +14,7 @@ from longleaf.cli.serve import ServeFlags
 from longleaf.config import embedded_model
 from longleaf.credentials import parse_credentials
 from longleaf.errors import InvalidArgument
-from tests.support.manifests.doors import files_given, secret_file
+from tests.support.manifests.access_control import files_given, secret_file
 from tests.support.manifests.pods import Pod, cluster, environment, of_kind, options, pods, selects, serve_of
 from tests.support.manifests.rendering import CLOSING, MANIFESTS, of_readme, render, with_components, with_these
 from tests.support.manifests.rules import problems
@@ -180,7 +180,7 @@ def test_health_port_is_not_exposed_to_clients(whole):
 
 def test_metrics_are_reachable_only_from_the_namespace_of_prometheus(whole):
     policy = named(whole, "NetworkPolicy", "longleaf-monitoring")["spec"]
-    assert [pod.owner for pod in pods(whole) if selects(policy["podSelector"], pod)] == ["head", "longleaf-door"]
+    assert [pod.owner for pod in pods(whole) if selects(policy["podSelector"], pod)] == ["head", "longleaf-gateway"]
     (rule,) = policy["ingress"]
     (source,) = rule["from"]
     assert source == {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
@@ -216,7 +216,7 @@ BREAKS = {
     "0.0.0.0 can be reached": lambda found: serve_of(found)["args"].remove(
         "--credentials=/etc/longleaf/credentials/list"
     ),
-    "tls_cert: needs tls_key": lambda found: serve_of(found)["args"].remove(
+    "tls_cert: requires tls_key": lambda found: serve_of(found)["args"].remove(
         "--tls-key=/etc/longleaf/certificate/tls.key"
     ),
     "and need not": lambda found: serve_of(found)["args"].append("--insecure"),
@@ -242,7 +242,7 @@ BREAKS = {
     "has not the authority": lambda found: named(found, "BackendTLSPolicy", "longleaf")["spec"]["validation"].update(
         caCertificateRefs=[{"group": "", "kind": "Secret", "name": "other"}]
     ),
-    "goes to ['longleaf'], and ['longleaf-door'] are encrypted": lambda found: found.remove(
+    "goes to ['longleaf'], and ['longleaf-gateway'] are encrypted": lambda found: found.remove(
         named(found, "BackendTLSPolicy", "longleaf")
     ),
     "Probe does not ask longleaf.v1.GenerationService at 50052": lambda found: serve_of(found)["readinessProbe"][
@@ -254,7 +254,7 @@ BREAKS = {
     "as https": lambda found: named(found, "Service", "longleaf")["spec"]["ports"][0].update(
         appProtocol="kubernetes.io/h2c"
     ),
-    "opens [50052]": lambda found: named(found, "NetworkPolicy", "longleaf-gateway")["spec"]["ingress"][0].update(
+    "opens [50052]": lambda found: named(found, "NetworkPolicy", "longleaf-grpc-route")["spec"]["ingress"][0].update(
         ports=[{"protocol": "TCP", "port": 50052}]
     ),
     "more than a namespace": lambda found: named(found, "NetworkPolicy", "longleaf-monitoring")["spec"]["ingress"][

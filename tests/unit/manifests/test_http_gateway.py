@@ -7,9 +7,9 @@ import pytest
 import typer
 
 from longleaf.cli.app import app
-from longleaf.cli.door import DoorFlags
-from tests.support.manifests.http_door import config_of
-from tests.support.manifests.pods import Pod, door_of, environment, of_kind, options, pods, selects
+from longleaf.cli.gateway import GatewayFlags
+from tests.support.manifests.http_gateway import config_of
+from tests.support.manifests.pods import Pod, environment, gateway_of, of_kind, options, pods, selects
 from tests.support.manifests.rendering import CLOSING, MANIFESTS, render, with_components, with_these
 from tests.support.manifests.rules import problems
 from tests.support.manifests.validation import all_errors
@@ -29,7 +29,7 @@ def broken(whole):
 
 
 def container(documents):
-    return door_of(documents).container("door")
+    return gateway_of(documents).container("gateway")
 
 
 def only(documents, kind):
@@ -41,51 +41,51 @@ def named(documents, kind, name):
     return next(one["spec"] for one in of_kind(documents, kind) if one["metadata"]["name"] == name)
 
 
-def taken(pod: Pod) -> DoorFlags:
-    """The flags of `longleaf door`, by its own parser."""
-    values = environment(pod.container("door")) | {"POD_NAMESPACE": "longleaf"}
-    words = list(pod.container("door")["args"])
+def taken(pod: Pod) -> GatewayFlags:
+    """The flags of `longleaf gateway`, by its own parser."""
+    values = environment(pod.container("gateway")) | {"POD_NAMESPACE": "longleaf"}
+    words = list(pod.container("gateway")["args"])
     for name, value in values.items():
         words = [word.replace(f"$({name})", value) for word in words]
-    given = typer.main.get_command(app).commands["door"].make_context("door", words).params
-    return DoorFlags(**{name: value for name, value in given.items() if name in DoorFlags.__dataclass_fields__})
+    given = typer.main.get_command(app).commands["gateway"].make_context("gateway", words).params
+    return GatewayFlags(**{name: value for name, value in given.items() if name in GatewayFlags.__dataclass_fields__})
 
 
 @pytest.mark.parametrize("overlay", ["cpu", *CLOSED])
 def test_every_overlay_has_a_gateway_with_a_valid_command(overlay):
     found = render(MANIFESTS / "overlays" / overlay)
-    assert container(found)["command"] == ["longleaf", "door"]
-    assert taken(door_of(found)).insecure is (overlay == "cpu")
-    config_of(door_of(found)).check()
+    assert container(found)["command"] == ["longleaf", "gateway"]
+    assert taken(gateway_of(found)).insecure is (overlay == "cpu")
+    config_of(gateway_of(found)).check()
 
 
 def test_gateway_accepts_the_names_of_its_service(whole):
-    assert taken(door_of(whole)).allow_host == [
-        "longleaf-door",
-        "longleaf-door.longleaf",
-        "longleaf-door.longleaf.svc",
+    assert taken(gateway_of(whole)).allow_host == [
+        "longleaf-gateway",
+        "longleaf-gateway.longleaf",
+        "longleaf-gateway.longleaf.svc",
     ]
-    assert taken(door_of(whole)).public_url == "https://books.example.com"
+    assert taken(gateway_of(whole)).public_url == "https://books.example.com"
 
 
 def test_secured_gateway_verifies_the_service_with_its_authority(tmp_path):
     found = with_these(tmp_path, "cpu", ["certificates", "credentials", "authority"], CLOSING)
     assert list(all_errors(found)) == [] and problems(found, RAY) == []
-    flags = taken(door_of(found))
+    flags = taken(gateway_of(found))
     assert str(flags.tls_ca) == "/etc/longleaf/certificate/ca.crt" and not flags.insecure
     issuers = {one["spec"]["issuerRef"]["name"] for one in of_kind(found, "Certificate") if "dnsNames" in one["spec"]}
     assert issuers == {"longleaf-authority"}
 
 
 def test_gateway_has_no_key_of_the_service_and_no_credential(whole):
-    secrets = [one["secret"]["secretName"] for one in door_of(whole).spec["volumes"] if "secret" in one]
-    assert secrets == ["longleaf-door-certificate"]
+    secrets = [one["secret"]["secretName"] for one in gateway_of(whole).spec["volumes"] if "secret" in one]
+    assert secrets == ["longleaf-gateway-certificate"]
     assert environment(container(whole)).keys() == {"PUBLIC_URL"} and "envFrom" not in container(whole)
 
 
 def test_gateway_reaches_only_the_service_and_dns(whole):
     policies = [one["spec"] for one in of_kind(whole, "NetworkPolicy")]
-    inside = [one for one in policies if selects(one["podSelector"], door_of(whole)) and "egress" in one]
+    inside = [one for one in policies if selects(one["podSelector"], gateway_of(whole)) and "egress" in one]
     opened = [{port["port"] for port in rule["ports"]} for policy in inside for rule in policy["egress"]]
     assert opened == [{50051}, {53}]
 
@@ -100,7 +100,7 @@ def test_smallest_overlay_needs_no_gateway_api_and_no_prometheus():
 def test_gateway_is_scaled_by_streams_with_prometheus(whole):
     cpu, streams = only(whole, "HorizontalPodAutoscaler")["metrics"]
     assert cpu["resource"]["name"] == "cpu"
-    assert streams["pods"]["metric"] == {"name": "longleaf_door_streams"}
+    assert streams["pods"]["metric"] == {"name": "longleaf_gateway_streams"}
     assert options(container(whole))["metrics-port"] == "9464"
 
 
@@ -111,9 +111,9 @@ def test_gateways_allow_long_streams(whole):
 
 
 def test_base_has_no_gateway():
-    assert door_of(render(MANIFESTS / "base")) is None
-    assert not any(problem.startswith("door") for problem in problems(render(MANIFESTS / "base"), RAY))
-    assert "longleaf-door" in {pod.owner for pod in pods(render(MANIFESTS / "overlays" / "cpu"))}
+    assert gateway_of(render(MANIFESTS / "base")) is None
+    assert not any(problem.startswith("gateway") for problem in problems(render(MANIFESTS / "base"), RAY))
+    assert "longleaf-gateway" in {pod.owner for pod in pods(render(MANIFESTS / "overlays" / "cpu"))}
 
 
 def arguments(change):
@@ -121,27 +121,27 @@ def arguments(change):
 
 
 BREAKS = {
-    "door: host: 0.0.0.0 can be reached": arguments(lambda args: [args.pop(8), args.pop(8)]),
-    "door: --colour is no option": arguments(lambda args: args.append("--colour=red")),
-    "door: is not encrypted as the service is": arguments(lambda args: args.pop(10)),
-    "door: says --insecure": arguments(lambda args: args.append("--insecure")),
+    "gateway: host: 0.0.0.0 can be reached": arguments(lambda args: [args.pop(8), args.pop(8)]),
+    "gateway: --colour is no option": arguments(lambda args: args.append("--colour=red")),
+    "gateway: is not encrypted as the service is": arguments(lambda args: args.pop(10)),
+    "gateway: says --insecure": arguments(lambda args: args.append("--insecure")),
     "/tmp/tls.crt is of no Secret": arguments(lambda args: args.__setitem__(8, "--tls-cert=/tmp/tls.crt")),
     "is not of its own certificate": lambda found: next(
-        one for one in door_of(found).spec["volumes"] if "secret" in one
+        one for one in gateway_of(found).spec["volumes"] if "secret" in one
     )["secret"].update(secretName="longleaf-certificate"),
-    "Certificate longleaf-door-certificate: is not for longleaf-door": lambda found: named(
-        found, "Certificate", "longleaf-door"
+    "Certificate longleaf-gateway-certificate: is not for longleaf-gateway": lambda found: named(
+        found, "Certificate", "longleaf-gateway"
     ).update(dnsNames=["localhost"]),
     "asks longleaf:50052": arguments(lambda args: args.__setitem__(0, "--server=longleaf:50052")),
     "no NetworkPolicy lets it in": lambda found: found.remove(
-        next(one for one in found if one["metadata"]["name"] == "longleaf-from-door")
+        next(one for one in found if one["metadata"]["name"] == "longleaf-from-gateway")
     ),
-    "may not go out to the service": lambda found: named(found, "NetworkPolicy", "longleaf-door")["egress"][0].pop(
+    "may not go out to the service": lambda found: named(found, "NetworkPolicy", "longleaf-gateway")["egress"][0].pop(
         "ports"
     ),
-    "opens [8000, 50051]": lambda found: named(found, "NetworkPolicy", "longleaf-door")["ingress"][0]["ports"].append(
-        {"protocol": "TCP", "port": 50051}
-    ),
+    "opens [8000, 50051]": lambda found: named(found, "NetworkPolicy", "longleaf-gateway")["ingress"][0][
+        "ports"
+    ].append({"protocol": "TCP", "port": 50051}),
     "readinessProbe does not ask /readyz by HTTPS": lambda found: container(found)["readinessProbe"]["httpGet"].pop(
         "scheme"
     ),
@@ -149,12 +149,12 @@ BREAKS = {
         path="/readyz"
     ),
     "has no port http, 8000": lambda found: container(found)["ports"][0].update(containerPort=8001),
-    "Service longleaf-door: not https": lambda found: named(found, "Service", "longleaf-door")["ports"][0].update(
+    "Service longleaf-gateway: not https": lambda found: named(found, "Service", "longleaf-gateway")["ports"][0].update(
         appProtocol="http"
     ),
     "new callers come while it ends": lambda found: container(found).pop("lifecycle"),
-    "before its 125 s to end are over": lambda found: door_of(found).spec.update(terminationGracePeriodSeconds=60),
-    "must let one go at a time": lambda found: named(found, "PodDisruptionBudget", "longleaf-door").update(
+    "before its 125 s to end are over": lambda found: gateway_of(found).spec.update(terminationGracePeriodSeconds=60),
+    "must let one go at a time": lambda found: named(found, "PodDisruptionBudget", "longleaf-gateway").update(
         maxUnavailable=2
     ),
     "has two of it at least": lambda found: only(found, "HorizontalPodAutoscaler").update(minReplicas=1),
@@ -163,21 +163,23 @@ BREAKS = {
     "shares ['longleaf.example.com'] with a GRPCRoute": lambda found: only(found, "HTTPRoute").update(
         hostnames=["longleaf.example.com"]
     ),
-    "and the door for other.example": lambda found: next(
+    "and the gateway for other.example": lambda found: next(
         one for one in container(found)["env"] if one["name"] == "PUBLIC_URL"
     ).update(value="https://other.example"),
-    "does not lead to the door": lambda found: only(found, "HTTPRoute")["rules"][0]["backendRefs"][0].update(
+    "does not lead to the gateway": lambda found: only(found, "HTTPRoute")["rules"][0]["backendRefs"][0].update(
         port=50051
     ),
     "ends streams": lambda found: only(found, "HTTPRoute")["rules"][0].pop("timeouts"),
-    "HTTPRoute longleaf-door: goes to ['longleaf-door'], and ['longleaf'] are encrypted": lambda found: found.remove(
-        next(one for one in of_kind(found, "BackendTLSPolicy") if one["metadata"]["name"] == "longleaf-door")
+    "HTTPRoute longleaf-gateway: goes to ['longleaf-gateway'], and ['longleaf'] are encrypted": lambda found: (
+        found.remove(
+            next(one for one in of_kind(found, "BackendTLSPolicy") if one["metadata"]["name"] == "longleaf-gateway")
+        )
     ),
-    "door: metrics are for its pod alone": arguments(lambda args: args.remove("--metrics-host=0.0.0.0")),
-    "longleaf-door: is not spread": lambda found: (
-        door_of(found).spec["topologySpreadConstraints"][0]["labelSelector"].update(matchLabels={"x": "y"})
+    "gateway: metrics are for its pod alone": arguments(lambda args: args.remove("--metrics-host=0.0.0.0")),
+    "longleaf-gateway: is not spread": lambda found: (
+        gateway_of(found).spec["topologySpreadConstraints"][0]["labelSelector"].update(matchLabels={"x": "y"})
     ),
-    "longleaf-door/door: may write to its root": lambda found: container(found)["securityContext"].pop(
+    "longleaf-gateway/gateway: may write to its root": lambda found: container(found)["securityContext"].pop(
         "readOnlyRootFilesystem"
     ),
 }

@@ -102,7 +102,7 @@ def bench_with_evicted_contexts(windows: WindowSpec | None = None) -> Bench:
 @pytest.mark.parametrize("windows", [None, WINDOWS], ids=["sharded", "replicated"])
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [(BlockPlacer, "place_again"), (BlockPlacer, "roll_again"), (RecomputePlanner, "commit")],
+    [(BlockPlacer, "place_again"), (BlockPlacer, "recompute_windows"), (RecomputePlanner, "commit")],
     ids=lambda x: str(x),
 )
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
@@ -141,7 +141,7 @@ def test_queued_job_that_can_never_begin_is_refused(monkeypatch: pytest.MonkeyPa
 def test_context_that_cannot_be_activated_does_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = bench_with_evicted_contexts()
     contexts = bench.scheduler.contexts
-    patch_failure(monkeypatch, type(contexts), "wake", NO_BLOCKS, lambda _: False)
+    patch_failure(monkeypatch, type(contexts), "activate", NO_BLOCKS, lambda _: False)
     activate = type(contexts).activate
 
     def fail(self: Any, context: Any) -> Any:
@@ -149,7 +149,7 @@ def test_context_that_cannot_be_activated_does_not_block_others(monkeypatch: pyt
             raise NO_BLOCKS
         return activate(self, context)
 
-    monkeypatch.setattr(type(contexts), "wake", fail)
+    monkeypatch.setattr(type(contexts), "activate", fail)
     bench.scheduler.warm()
     assert (contexts.get("good").is_evicted, contexts.get("bad").is_evicted) == (True, False)
     assert len(bench.scheduler.take_faults()) == 1

@@ -60,7 +60,7 @@ class Bench:
 
     def step(self) -> StepPlan | None:
         plan = self.scheduler.schedule(self.now)
-        outcomes = self.scheduler.drain()
+        outcomes = self.scheduler.take_outcomes()
         if plan is not None:
             seconds = plan.num_tokens * self.per_token
             self.now += seconds

@@ -194,7 +194,7 @@ def test_request_that_only_fits_all_ranks_is_retryable() -> None:
     ) as reported:
         group.ask(80)
     assert reported.value.retry_seconds == 5.0
-    group.scheduler.confirm()
+    group.scheduler.shrink_to_fit()
     with pytest.raises(InvalidArgument):
         group.ask(80)
 

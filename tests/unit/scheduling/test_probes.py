@@ -236,5 +236,5 @@ def test_estimated_cost_does_not_end_a_probe_before_its_deadline(bench: ProbeBen
     assert all(len(bench.found(job).scores) == 5 for job in jobs)
     late = bench.submit(probe(6, 5, claim=claim))
     bench.scheduler.schedule(now=51.0)
-    [(job, outcome)] = bench.scheduler.drain()
+    [(job, outcome)] = bench.scheduler.take_outcomes()
     assert (job, type(outcome)) == (late, DeadlineExceeded)

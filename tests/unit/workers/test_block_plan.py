@@ -2,7 +2,7 @@
 
 from longleaf.attention.block_attribution import NO_EDGE
 from longleaf.attention.masks import QueryRun, Read
-from workers.kv_cache.block_table import SlotRun
+from workers.kv_cache.block_table import SegmentRange
 from workers.step.attribution_rows import AttributionGroup, AttributionRow, SpanKeys, SpanView
 from workers.step.block_plan import block_plan
 
@@ -13,7 +13,7 @@ TAIL = 6400
 
 def requested(*edges, size=64):
     """A context of 100 spans in slots from 0; each row has a tail behind it, and its prompt ends in slot `edge`."""
-    view = SpanView((SlotRun(0, 0, TAIL),), (), size, LAYERS)
+    view = SpanView((SegmentRange(0, 0, TAIL),), (), size, LAYERS)
     attribution_rows = [
         AttributionRow(row, QueryRun(TAIL + 99, TAIL + 100, row), [prompt(TAIL, edge), answer(edge, TAIL + 100)])
         for row, edge in enumerate(edges)
@@ -47,7 +47,7 @@ def test_entries_of_a_read_are_ordered_by_row():
     group = requested(TAIL + 32, TAIL + 96)
     second = AttributionRow(1, group.rows[1].run, [prompt(TAIL + 64, TAIL + 96)])
     first = AttributionRow(0, group.rows[0].run, [prompt(TAIL, TAIL + 32)])
-    plan = block_plan(reads, [group._replace(tellers=[first, second])])
+    plan = block_plan(reads, [group._replace(rows=[first, second])])
     assert plan is not None
     assert [reported.start for reported in plan.sums.reads] == [0, 400, 401]
     assert [run[:3] for run in plan.columns[0].runs.tolist()] == [[0, 0, 200], [0, 400, 1], [1, 200, 200], [1, 401, 1]]
@@ -62,7 +62,7 @@ def test_no_plan_if_a_block_would_be_cut_twice():
 
 def test_no_plan_if_another_row_would_cut_a_span():
     reads = [Read(0, 2, 0, TAIL + 100)]
-    longer = requested(TAIL + 100)._replace(context=[SpanKeys(0, 0, TAIL + 100, 0, 0, 64)], tellers=[])
-    one = longer._replace(tellers=[AttributionRow(1, QueryRun(TAIL + 99, TAIL + 100, 1), [])])
+    longer = requested(TAIL + 100)._replace(context=[SpanKeys(0, 0, TAIL + 100, 0, 0, 64)], rows=[])
+    one = longer._replace(rows=[AttributionRow(1, QueryRun(TAIL + 99, TAIL + 100, 1), [])])
     assert block_plan(reads, [one]) is not None
     assert block_plan(reads, [requested(TAIL + 40), one]) is None

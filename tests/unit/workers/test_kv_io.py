@@ -174,10 +174,10 @@ def test_each_kind_of_failure_is_reported(bench, tmp_path):
     path.write_bytes(data)
     bench.fetch(3, Saved(5, 0, saved.num_bytes + 1, saved.digest))
     assert bench.answer().failure.trouble == "damaged"
-    bench.store.trouble = "the disk is full"
+    bench.store.error = "the disk is full"
     bench.save(4)
     assert bench.answer() == Saved(5, 4, failure=Failure("unavailable", "the disk is full"))
-    bench.store.trouble = ""
+    bench.store.error = ""
     bench.fetch(5, saved)
     assert bench.answer() == Fetched(5, 5)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback
 from longleaf.errors import TransferCorrupted
-from longleaf.kernels.cpu.compiled import Compiled
+from longleaf.kernels.cpu.compiled import NativeBackend
 from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.rank_protocol.step import Move, RunTransfer
@@ -103,7 +103,7 @@ def test_keys_and_values_read_equal_after_a_move(name):
 def test_moved_8_bit_block_continues_with_its_exponents():
     """Its exponents are moved: a larger key shifts the keys that are already in the block."""
     here, there = [QuantizedPool({0: FULL}, 4, 4, torch.float32, "cpu") for _ in range(2)]
-    backend, generator = Compiled(), torch.Generator().manual_seed(3)
+    backend, generator = NativeBackend(), torch.Generator().manual_seed(3)
     k, v = torch.randn(2, 2, 4, 8, generator=generator)
     k[:, 3] *= 40
 
@@ -234,7 +234,7 @@ def test_invalid_transfer_moves_nothing(transfers):
 
     def refused(comm):
         counted = CountingComm(comm)
-        with pytest.raises(ValueError, match="a run|a block"):
+        with pytest.raises(ValueError, match="a run|no run|a block"):
             move(Move(transfers), counted, ranks[comm.rank].pool, ranks[comm.rank].ledger)
         return counted.num_operations
 

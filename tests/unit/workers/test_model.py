@@ -96,8 +96,8 @@ def test_step_is_passed_with_the_positions():
         ((0.0, 6.0, 0.0), "that are zero"),
         ((0.0, 0.0, 0.0), "that are zero"),
         ((5.0, 5.0, 5.0), "the same .* for all tokens"),
-        ((5.0, torch.nan, 5.0), "not finite"),
-        ((torch.inf, 6.0, torch.inf), "not finite"),
+        ((5.0, torch.nan, 5.0), "non-finite"),
+        ((torch.inf, 6.0, torch.inf), "non-finite"),
     ],
 )
 def test_inconclusive_or_mixed_rows_are_refused(spoiled, rows, words):

@@ -90,7 +90,7 @@ def test_smallest_window_pool_holds_a_context_and_a_generation(pool_of, block_si
     settings = {"block_size": block_size, "replicate_below": replicate_below, "max_sequences": 1}
     with pytest.raises(StartError) as refused:
         pool_of("gemma3", kv_bytes=8 << 20, window_bytes=1, **settings)
-    least = int(str(refused.value).split(" take ")[1].split()[0].replace(",", ""))
+    least = int(str(refused.value).split(" need ")[1].split()[0].replace(",", ""))
     _, windows = pool_of("gemma3", kv_bytes=8 << 20, window_bytes=least, **settings)
     bench = Asker(windows=windows, blocks=(5000 // block_size,) * 2, chunk_size=512, max_positions=8000, **settings)
     bench.ingest("book", 1001)
@@ -119,8 +119,8 @@ def test_window_only_model_uses_all_bytes_for_windows(pool_of):
     ("settings", "reason"),
     [
         ({"kv_bytes": 1 << 20, "window_bytes": 1 << 21}, "window_bytes: 2,097,152 bytes exceed the 1,048,576"),
-        ({"kv_bytes": 1 << 20, "window_bytes": 1000}, "window_bytes: .* take 655,360 bytes .* get 1,000"),
-        ({"kv_bytes": 1 << 18}, "kv_bytes: .* take 655,360 bytes .* get 131,072"),
+        ({"kv_bytes": 1 << 20, "window_bytes": 1000}, "window_bytes: .* need 655,360 bytes .* 1,000 are available"),
+        ({"kv_bytes": 1 << 18}, "kv_bytes: .* need 655,360 bytes .* 131,072 are available"),
         (
             {"kv_bytes": 1 << 20, "window_bytes": 1 << 20},
             "kv_bytes: 1,048,576 bytes are too few for one block of 32,768 bytes beside 1,048,576 for windows",

@@ -221,7 +221,7 @@ def test_irreplaceable_module_limits_positions_to_its_accuracy() -> None:
     _, facts = replace(model)
     assert isinstance(rotary_of(model), CustomRotary)
     assert facts.max_positions == FLOAT32_POSITIONS
-    assert "CustomRotary cannot be replaced: it lays" in facts.reason
+    assert "CustomRotary cannot be replaced: it has an unknown layout" in facts.reason
 
 
 def test_irreplaceable_module_with_batch_scaling_is_refused() -> None:

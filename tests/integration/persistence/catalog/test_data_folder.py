@@ -103,7 +103,7 @@ def test_path_that_is_not_a_folder_of_this_user_is_refused(tmp_path: Path) -> No
     (tmp_path / "file").write_text("hello")
     with pytest.raises(CatalogError, match="file is a file: give a folder"):
         DataFolder.open(tmp_path / "file", DIGEST, "model", {})
-    with pytest.raises(CatalogError, match="file cannot be used: .*permission"):
+    with pytest.raises(CatalogError, match="file cannot be used: .*read and write"):
         DataFolder.open(tmp_path / "file" / "data", DIGEST, "model", {})
 
 

@@ -194,7 +194,7 @@ async def test_read_only_disk_is_refused_at_start_and_can_be_read(tmp_path: Path
         await catalog.close()
         folder.close()
         made.make_read_only()
-        with pytest.raises(CatalogError, match=f"{disk}/data/.*cannot be used: Read-only file system.*permission"):
+        with pytest.raises(CatalogError, match=f"{disk}/data/.*cannot be used: Read-only file system.*read and write"):
             DataFolder.open(disk / "data", "f" * 64, "model", {})
         with pytest.raises(CatalogError, match="it is read-only|it cannot be opened"):
             await Catalog.open(folder.database)
@@ -209,7 +209,7 @@ async def test_moved_file_is_detected_and_found_again(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).rename(tmp_path / "away" / name)
     for number in (1, 2):
-        with pytest.raises(StorageUnavailable, match="put it back"):
+        with pytest.raises(StorageUnavailable, match="restore it"):
             await catalog.commit(document("b", number))
     for path in (tmp_path / "away").iterdir():
         path.rename(tmp_path / path.name)
@@ -284,7 +284,7 @@ async def test_truncated_file_is_refused_with_advice(tmp_path: Path, share: floa
     path = await make(tmp_path)
     os.truncate(path, int(path.stat().st_size * share))
     for opens in (Catalog.open(path), _read(tmp_path)):
-        with pytest.raises(CatalogError, match=r"catalog\.db: it (is damaged|was cut).*restore.*move"):
+        with pytest.raises(CatalogError, match=r"catalog\.db: it is (damaged|truncated).*restore.*move"):
             await opens
 
 
@@ -297,7 +297,7 @@ async def test_file_that_is_not_a_database_is_refused(tmp_path: Path) -> None:
 async def test_log_without_its_database_is_refused(tmp_path: Path) -> None:
     path = await make(tmp_path)
     path.rename(f"{path}-wal")
-    with pytest.raises(CatalogError, match="is missing.*put that back"):
+    with pytest.raises(CatalogError, match="is missing.*restore the missing file"):
         await Catalog.open(path)
 
 

@@ -264,7 +264,7 @@ def test_command_reports_its_result(service: Service) -> None:
     done = _command(*arguments)
     assert done.returncode == 0, done.stderr
     assert "moved aside: " in done.stdout
-    assert f"keeps 2 contexts of service {service.service_id}" in done.stdout
+    assert f"has 2 contexts of service {service.service_id}" in done.stdout
     model, data_dir = shlex.quote(str(embedded_model())), shlex.quote(str(service.data_dir))
     assert f"longleaf serve --model {model} --data-dir {data_dir}" in done.stdout
     is_elsewhere = service.url != str(service.folder / "snapshots")

@@ -123,7 +123,7 @@ async def test_concurrent_save_requests_share_one_save(tmp_path: Path) -> None:
         assert not bench.snapshots.is_usable(3)
         await asyncio.gather(*(bench.snapshots.save([3]) for _ in range(20)))
         assert len(bench.ranks.orders) == 3
-        with pytest.raises(Unavailable, match="is not held now"):
+        with pytest.raises(Unavailable, match="is not in memory"):
             await bench.snapshots.save([4])
 
 

@@ -126,7 +126,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.seen_uploads[record.key] = new_ids
         num_retained = len(self.run(self.catalog.upload_ids(record.key)))
         is_there = any(each.key == record.key for each in self.fake.contents.uploads)
-        refused = (DataLoss, f"{num_retained} ids of it are kept") if is_there else (NotFound, "does not exist")
+        refused = (DataLoss, f"it has {num_retained} token ids") if is_there else (NotFound, "does not exist")
         for catalog in (self.fake, self.catalog):
             with pytest.raises(refused[0], match=refused[1]):
                 self.run(catalog.append_upload(record, num_retained + 1, new_ids))

@@ -103,11 +103,11 @@ def test_what_goes_on_after_a_torn_entry_is_read_with_what_was_before(
         with path.open("ab") as file:
             file.write(last[: int(cut * (len(last) - 1))] or torn)
         [retained] = Journal(folder).load()
-        assert retained.said[: len(events)] == events
-        assert len(retained.said) == len(events)
+        assert retained.events[: len(events)] == events
+        assert len(retained.events) == len(events)
         with journal.reopen(generation.request_id) as record:
             for event in more:
                 record.append(event)
         [retained] = Journal(folder).load()
-        assert retained.said == [*events, *more]
-        assert msgspec.structs.replace(retained.held, checkpoint="") == generation
+        assert retained.events == [*events, *more]
+        assert msgspec.structs.replace(retained.entry, checkpoint="") == generation

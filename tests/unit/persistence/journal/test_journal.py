@@ -40,11 +40,11 @@ def contents(folder: Path) -> bytes:
 def test_written_entries_are_read_by_another_journal(tmp_path: Path) -> None:
     write(Journal(tmp_path), entry("one"))
     write(Journal(tmp_path), entry("two"))
-    found = {retained.held.request_id: retained for retained in Journal(tmp_path).load()}
+    found = {retained.entry.request_id: retained for retained in Journal(tmp_path).load()}
     assert found.keys() == {"one", "two"}
-    assert found["one"].said == EVENTS
-    assert found["one"].held == entry("one")
-    assert list(found["one"].held.token_ids) == [1, 2, 3]
+    assert found["one"].events == EVENTS
+    assert found["one"].entry == entry("one")
+    assert list(found["one"].entry.token_ids) == [1, 2, 3]
 
 
 def test_journal_is_readable_only_for_its_owner(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_transient_events_are_not_written(tmp_path: Path) -> None:
         record.append(Progress(1, 2))
         record.append(EVENTS[0])
     [retained] = Journal(tmp_path).load()
-    assert retained.said == EVENTS[:1]
+    assert retained.events == EVENTS[:1]
 
 
 def test_reused_name_starts_a_new_entry(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_reused_name_starts_a_new_entry(tmp_path: Path) -> None:
             before.append(EVENTS[1])
             record.append(EVENTS[2])
     [retained] = Journal(tmp_path).load()
-    assert (list(retained.held.token_ids), retained.said) == ([4], EVENTS[2:])
+    assert (list(retained.entry.token_ids), retained.events) == ([4], EVENTS[2:])
 
 
 def test_writes_to_a_removed_entry_are_ignored(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_deleting_a_context_removes_its_generations(tmp_path: Path) -> None:
     assert ids in contents(tmp_path)
     journal.remove_of_context("doc")
     assert ids not in contents(tmp_path)
-    assert {retained.held.request_id for retained in journal.load()} == {"three", "four"}
+    assert {retained.entry.request_id for retained in journal.load()} == {"three", "four"}
     journal.remove_of_context("other")
     journal.remove("four")
     assert SECRET.encode() not in contents(tmp_path)
@@ -107,7 +107,7 @@ def test_deleting_a_context_removes_its_generations(tmp_path: Path) -> None:
 
 def test_entries_of_another_checkpoint_are_removed(tmp_path: Path) -> None:
     write(Journal(tmp_path, "abc"), entry())
-    assert [retained.held.checkpoint for retained in Journal(tmp_path, "abc").load()] == ["abc"]
+    assert [retained.entry.checkpoint for retained in Journal(tmp_path, "abc").load()] == ["abc"]
     assert not list(Journal(tmp_path, "abd").load())
     assert not list(tmp_path.iterdir())
 
@@ -139,7 +139,7 @@ def test_full_disk_is_an_error_and_keeps_previous_events(tmp_path: Path) -> None
         with files_of_at_most(path.stat().st_size + 5), pytest.raises(StorageUnavailable, match="too large"):
             record.append(EVENTS[1])
     [retained] = Journal(tmp_path).load()
-    assert retained.said == EVENTS[:1]
+    assert retained.events == EVENTS[:1]
 
 
 def test_full_disk_at_the_start_is_an_error(tmp_path: Path) -> None:

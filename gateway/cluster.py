@@ -1,0 +1,125 @@
+"""Cluster state, as one response or as events, and health checks of gateway and service."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, cast
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.bodies import json_response
+from gateway.callers import client_of, with_deadline
+from gateway.errors import problem_of, unavailable
+from gateway.events import HEADERS, EventResponse, event
+from longleaf.client.proxy_client import ProxyClient
+from longleaf.errors import LongleafError
+from longleaf.types import Cluster
+
+READY_SECONDS = 2.0
+INTERVAL_SECONDS = 1.0
+
+
+def described(cluster: Cluster) -> dict[str, Any]:
+    """The cluster as JSON."""
+    model, recovery, drafting = cluster.model, cluster.recovery, cluster.drafting
+    return {
+        "model": {
+            "name": model.name,
+            "architecture": model.architecture,
+            "dtype": model.dtype,
+            "max_context_tokens": model.max_context_tokens,
+            "has_chat_template": model.has_chat_template,
+        },
+        "world_size": cluster.world_size,
+        "epoch": cluster.epoch,
+        "running": cluster.running,
+        "waiting": cluster.waiting,
+        "merge": cluster.merge,
+        "exact": cluster.is_exact,
+        "exactness_note": cluster.exactness_note,
+        "workers": [
+            {
+                "rank": worker.rank,
+                "node": worker.node,
+                "device": worker.device,
+                "tokens": worker.tokens,
+                "max_tokens": worker.max_tokens,
+                "kv_bytes": worker.kv_bytes,
+                "max_kv_bytes": worker.max_kv_bytes,
+            }
+            for worker in cluster.workers
+        ],
+        "recovery": recovery
+        and {
+            "lost_tokens": recovery.lost_tokens,
+            "recovered_tokens": recovery.recovered_tokens,
+            "seconds": recovery.seconds,
+            "over": recovery.is_over,
+        },
+        "drafting": drafting
+        and {
+            "drafted_tokens": drafting.drafted_tokens,
+            "accepted_tokens": drafting.accepted_tokens,
+            "tokens_per_step": drafting.tokens_per_step,
+        },
+        "losses": [
+            {
+                "time": loss.time,
+                "member": loss.member,
+                "rank": loss.rank,
+                "node": loss.node,
+                "reason": loss.reason,
+                "slot": loss.slot,
+            }
+            for loss in cluster.losses
+        ],
+    }
+
+
+async def cluster(request: Request) -> Response:
+    """The cluster now and after every change; with `once=true` a single object."""
+    client = client_of(request)
+    if request.query_params.get("once", "false").lower() in ("true", "1"):
+        return json_response(described(await with_deadline(client.cluster())))
+    if request.method == "HEAD":  # a stream would never end, and transfer no body
+        await with_deadline(client.cluster())
+        reported = Response()
+        reported.raw_headers = list(HEADERS)
+        return reported
+    watching = client.watch_cluster(min_interval=INTERVAL_SECONDS)
+    try:
+        first = await with_deadline(anext(watching))
+    except BaseException:
+        await watching.aclose()
+        raise
+    return cast(
+        Response, EventResponse(_events(first, watching), lambda: "nothing has changed", end=request.app.state.ending)
+    )
+
+
+async def _events(first: Cluster, watching: AsyncGenerator[Cluster, None]) -> AsyncGenerator[bytes, None]:
+    yield event(described(first))
+    try:
+        async with aclosing(watching):
+            async for found in watching:
+                yield event(described(found))
+    except LongleafError as error:
+        yield event(problem_of(error).body, "error")
+
+
+async def healthz(request: Request) -> Response:
+    """Whether the gateway runs."""
+    del request
+    return json_response({"status": "ok"})
+
+
+async def readyz(request: Request) -> Response:
+    """Whether the service can answer."""
+    client: ProxyClient = request.app.state.client
+    try:
+        is_healthy = await client.is_healthy(timeout=READY_SECONDS)
+    except LongleafError as error:
+        raise unavailable(problem_of(error).message) from None
+    if not is_healthy:
+        raise unavailable("the service takes no calls now")
+    return json_response({"status": "ok"})

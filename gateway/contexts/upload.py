@@ -1,0 +1,277 @@
+"""Document uploads: the body is forwarded part by part, and progress is returned as events."""
+
+import asyncio
+import math
+from codecs import getincrementaldecoder
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, suppress
+from email.message import Message
+from typing import Any, cast
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from gateway.callers import client_of, peer_of, with_deadline
+from gateway.contexts.resources import check_new, context_from_path, context_problem, described
+from gateway.errors import HttpProblem, problem_of
+from gateway.events import EventResponse, event, wait_disconnected
+from gateway.models import model_name
+from longleaf.errors import InvalidArgument, LongleafError, Unavailable
+from longleaf.types import MAX_TIME, ContextOptions, ContextSettings, IngestHeader, IngestProgress
+
+IDLE_SECONDS = 110.0
+"""Timeout for the next part of a body; shorter than that of the service."""
+BUFFERED_BYTES = 1 << 16
+PARAMETERS = frozenset("append upload_id display_name pinned ttl capacity system priority".split())
+CHARSETS = frozenset({"", "utf-8", "utf8", "us-ascii", "ascii"})
+NAMES = {"system": "system", "config.total_size_bytes": "Upload-Length", "text": "body"}
+
+
+class UploadBody:
+    """A request's body, starting at `offset` of its document. Parts are not kept after sending."""
+
+    def __init__(self, receive: Receive, offset: int) -> None:
+        self._receive, self.offset = receive, offset
+        self.error: Exception | None = None
+        self._first: bytes | None = None
+        self._has_begun = asyncio.Event()
+        """Set when the first part may be read."""
+        self._over = asyncio.Event()
+        """Set when the body has ended, or the caller has disconnected."""
+        self._has_left = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the body is complete, or the caller has disconnected."""
+        return self._over.is_set()
+
+    def acknowledge(self, offset: int) -> None:
+        """Does nothing, because no parts are kept."""
+
+    async def begin(self, is_whole: bool) -> None:
+        """Waits for the first part, for which `pieces_from` also waits. Raises HttpProblem if it cannot belong to a
+        document (`is_whole`: no data follows the body), and Unavailable if nothing arrives."""
+        self._first = await self._next()
+        if self.offset == 0:
+            is_last = is_whole and self.is_over
+            if is_last and not self._first:
+                raise _no_document("the document is empty")
+            try:
+                getincrementaldecoder("utf-8")().decode(self._first, final=is_last)
+            except UnicodeDecodeError as error:
+                raise _no_document(f"is not UTF-8 at byte {error.start}: {error.reason}") from None
+        self._has_begun.set()
+
+    async def pieces_from(self, offset: int) -> AsyncIterator[bytes]:
+        """The parts of the body. Raises Unavailable if the body is incomplete."""
+        if offset != self.offset:
+            return
+        await self._has_begun.wait()
+        part, self._first = self._first or b"", None
+        while True:
+            for start in range(0, len(part), BUFFERED_BYTES):
+                piece = part[start : start + BUFFERED_BYTES]
+                self.offset += len(piece)
+                yield piece
+            if self.is_over:
+                return
+            part = await self._next()
+
+    async def _next(self) -> bytes:
+        try:
+            async with asyncio.timeout(IDLE_SECONDS):
+                message = await self._receive()
+        except TimeoutError:
+            self.error = Unavailable("the body was not received in time")
+            raise self.error from None
+        if message["type"] == "http.disconnect":
+            self._has_left = True
+            self._over.set()
+            self.error = Unavailable("the client disconnected")
+            raise self.error
+        if not message.get("more_body", False):
+            self._over.set()
+        return message.get("body", b"")
+
+    async def leave(self, receive: Receive) -> None:
+        """Returns when the caller has disconnected; while the body is read, its reader detects that."""
+        await self._over.wait()
+        if not self._has_left:
+            await wait_disconnected(receive)
+
+
+def _no_document(message: str) -> HttpProblem:
+    return HttpProblem(400, f"body: {message}", param="body", code="invalid_value")
+
+
+async def upload(request: Request) -> Response:
+    """Starts or resumes an upload; see docs/http.md."""
+    check_new(request.path_params["id"])
+    client, offset = client_of(request), _number(request, "upload-offset") or 0
+    header = _header(request, offset)
+    model = await model_name(request, client)
+    body = UploadBody(request.receive, offset)
+    steps = client.ingest_once(header, body)
+    try:
+        first = await anext(steps)
+        if first.phase == "receiving" and first.received_bytes != offset:
+            message = f"Upload-Offset: the service has {first.received_bytes:,} bytes; continue at that offset"
+            headers = {"upload-offset": str(first.received_bytes)}
+            raise HttpProblem(409, message, param="Upload-Offset", code="wrong_offset", headers=headers)
+        if first.phase == "receiving":  # errors before the first byte of the answer become the status
+            declared = _number(request, "content-length")
+            await body.begin(header.total_bytes is None or header.total_bytes == offset + (declared or 0))
+    except BaseException as error:
+        await steps.aclose()
+        if isinstance(error, LongleafError):
+            raise context_problem(error) from None
+        raise
+    reporting = UploadEvents(model, header, body, first)
+    left = (
+        body.leave if first.phase == "receiving" else wait_disconnected
+    )  # the body of a complete upload is not read again
+    # EventResponse is callable like a Response, but not a subclass
+    return cast(Response, EventResponse(reporting.events(steps), reporting.waiting, left))
+
+
+class UploadEvents:
+    """The events of an upload."""
+
+    def __init__(self, model: str, header: IngestHeader, body: UploadBody, first: IngestProgress) -> None:
+        self._model, self._header, self._body, self._latest = model, header, body, first
+
+    def waiting(self) -> str:
+        """Comment text while there are no events."""
+        return f"{self._latest.phase}, {self._latest.processed} of {self._latest.total} tokens"
+
+    async def events(self, steps: AsyncGenerator[IngestProgress, None]) -> AsyncGenerator[bytes, None]:
+        yield event(self._progress_json(self._latest))
+        try:
+            async with aclosing(steps):
+                async for self._latest in steps:
+                    yield event(self._progress_json(self._latest))
+        except LongleafError as error:
+            yield self._ended(error)
+
+    def _ended(self, error: LongleafError) -> bytes:
+        header, body = self._header, self._body
+        is_cut = isinstance(error, InvalidArgument) and error.field == "config.total_size_bytes"
+        if is_cut and header.upload_id and body.is_over and body.offset < (header.total_bytes or 0):
+            return event({"phase": "incomplete", "received_bytes": body.offset})
+        return event(problem_of(error, NAMES).body, "error")
+
+    def _progress_json(self, progress: IngestProgress) -> dict[str, Any]:
+        reported: dict[str, Any] = {
+            "phase": progress.phase,
+            "received_bytes": progress.received_bytes,
+            "received_tokens": progress.received_tokens,
+            "processed": progress.processed,
+            "total": progress.total,
+            "tokens_per_second": progress.tokens_per_second,
+        }
+        if progress.context is not None:
+            reported["context"] = described(progress.context, self._model)
+        return reported
+
+
+async def upload_state(request: Request) -> Response:
+    """The received size of an upload. An unknown upload is not created."""
+    client, header = client_of(request), _header(request, 0)
+    if not header.upload_id:
+        raise HttpProblem(400, "upload_id: is required", param="upload_id")
+    steps = client.ingest_once(header, UploadBody(request.receive, -1))
+    try:
+        async with aclosing(steps):
+            first = await with_deadline(anext(steps))
+    except LongleafError as error:
+        raise context_problem(error) from None
+    is_complete = first.phase not in ("receiving", "unspecified")
+    if not (is_complete or first.received_bytes or first.received_tokens):  # the query has created it
+        with suppress(LongleafError):
+            await with_deadline(client.cancel_ingest(header.context, header.upload_id))
+    headers = {"upload-offset": str(first.received_bytes), "upload-complete": f"?{int(is_complete)}"}
+    return Response(headers=headers)
+
+
+def _charset(request: Request) -> str:
+    """Charset of the request's content type, in lower case; empty if there is none."""
+    kind = Message()
+    kind["content-type"] = request.headers.get("content-type", "")
+    return str(kind.get_param("charset", "")).lower()
+
+
+def _header(request: Request, offset: int) -> IngestHeader:
+    """The ingest header from the request's parameters; the body starts at `offset` of the document. Raises
+    HttpProblem."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if request.method == "POST" and (kind.endswith("json") or kind.startswith("multipart/")):
+        raise HttpProblem(415, "the body must be the document itself, such as text/plain")
+    charset = _charset(request)
+    if request.method == "POST" and charset not in CHARSETS:
+        raise HttpProblem(415, f"charset {charset[:100]} is not supported: documents must be UTF-8")
+    given = dict(request.query_params)
+    if unknown := given.keys() - PARAMETERS:
+        raise HttpProblem(400, f"unknown parameter: {min(unknown)}", param=min(unknown))
+    total, declared = _number(request, "upload-length"), _number(request, "content-length")
+    if request.method == "POST" and total is None and declared is not None:
+        total = offset + declared
+    if total is not None and total < offset + (declared or 0):
+        raise HttpProblem(
+            400, "Upload-Length: is less than the offset and the length of the body", param="Upload-Length"
+        )
+    options = dict[str, Any]()
+    if (name := given.get("display_name")) is not None:
+        options["display_name"] = name
+    if "pinned" in given:
+        options["is_pinned"] = _flag(given, "pinned")
+    if "ttl" in given:
+        options["ttl"] = _positive(given, "ttl")
+    if "capacity" in given:
+        options["capacity"] = _whole(given, "capacity")
+    return IngestHeader(
+        context=context_from_path(request),
+        append=_flag(given, "append"),
+        total_bytes=total,
+        upload_id=given.get("upload_id", ""),
+        settings=ContextSettings(**cast(ContextOptions, options)),
+        system=given.get("system", ""),
+        priority=_whole(given, "priority") if "priority" in given else 0,
+        client=peer_of(request),
+    )
+
+
+def _number(request: Request, header: str) -> int | None:
+    value = request.headers.get(header)
+    if value is None:
+        return None
+    if not (value.isascii() and value.isdigit() and len(value) <= 18):
+        raise HttpProblem(400, f"{header}: is not a number of bytes", param=header)
+    return int(value)
+
+
+def _flag(given: dict[str, str], name: str) -> bool:
+    value = given.get(name, "false").lower()
+    if value not in ("true", "false", "1", "0"):
+        raise HttpProblem(400, f"{name}: must be true or false", param=name)
+    return value in ("true", "1")
+
+
+def _whole(given: dict[str, str], name: str) -> int:
+    try:
+        found = int(given[name])
+    except ValueError:
+        found = 1 << 63
+    if abs(found) >= 1 << 31:
+        raise HttpProblem(400, f"{name}: must be an integer", param=name)
+    return found
+
+
+def _positive(given: dict[str, str], name: str) -> float:
+    try:
+        found = float(given[name])
+    except ValueError:
+        found = math.nan
+    if not 0 < found <= MAX_TIME:
+        raise HttpProblem(400, f"{name}: must be positive and end before the year 10000", param=name)
+    return found

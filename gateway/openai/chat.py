@@ -1,0 +1,113 @@
+"""POST /v1/chat/completions."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.bodies import MemoryLease, body_of, share_of
+from gateway.callers import client_of, peer_of
+from gateway.models import model_name
+from gateway.openai.answers import (
+    PendingCompletion,
+    answer,
+    exactness_of,
+    finite,
+    new_id,
+    now,
+    reason_of,
+    text_logprobs,
+)
+from gateway.openai.lengths import with_length
+from gateway.openai.models import target_of
+from gateway.openai.requests import ChatCompletionRequest, decode_chat
+from longleaf.sampling import Logprobs
+from longleaf.types import Delta, Finished
+
+NAMES = {"return_token_bytes": "logprobs", "text": "messages"}
+
+
+async def chat(request: Request) -> Response:
+    with share_of(request) as share:
+        return await answer(request, await _ask(request, share), share)
+
+
+async def _ask(request: Request, share: MemoryLease) -> PendingCompletion:
+    """Only the return value references the conversation."""
+    client = client_of(request)
+    await model_name(request, client)  # authenticates the caller before the body is read
+    requested, conversation = await body_of(request, share, decode_chat)
+    target = await target_of(request, client, requested.model, requested.context)
+    given = requested.max_completion_tokens if requested.max_tokens is None else requested.max_tokens
+    options = with_length(requested.options(peer_of(request)), given)
+    if requested.chat_template_kwargs is not None:
+        options |= {"chat_template_kwargs": requested.chat_template_kwargs}
+    if requested.logprobs:
+        options |= {"num_logprobs": requested.top_logprobs or 0, "with_token_bytes": True}
+    events = client.generate(conversation, context=target.context, **options)
+    names = NAMES | {"context": "model" if requested.context is None else "context"}
+    if requested.max_tokens is None and requested.max_completion_tokens is not None:
+        names["sampling.max_token_count"] = "max_completion_tokens"
+    return PendingCompletion(events, ChatChunkFormatter(target.model, requested), requested.stream, names)
+
+
+class ChatChunkFormatter:
+    """Formats answers as chat completions."""
+
+    def __init__(self, model: str, request: ChatCompletionRequest) -> None:
+        self.num_samples = request.n
+        self.with_usage = request.stream_options is not None and request.stream_options.include_usage
+        self._has_logprobs = request.logprobs
+        self._base: dict[str, Any] = {"id": new_id("chatcmpl"), "object": "", "created": now(), "model": model}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._base, "object": "chat.completion.chunk", "system_fingerprint": None, "choices": choices}
+        return chunk | {"usage": None} if self.with_usage else chunk
+
+    def begin(self) -> list[dict[str, Any]]:
+        first = {"role": "assistant", "content": ""}
+        return [self._chunk([_choice(sample, first)]) for sample in range(self.num_samples)]
+
+    def delta(self, delta: Delta) -> dict[str, Any]:
+        choice = _choice(delta.sample, {"content": delta.text})
+        if self._has_logprobs:
+            choice["logprobs"] = _logprobs([delta])
+        return self._chunk([choice])
+
+    def finish(self, finished: Finished) -> dict[str, Any]:
+        chunk = self._chunk([_choice(finished.sample, {}, reason_of(finished))])
+        return chunk | exactness_of([finished])
+
+    def last(self, usage: dict[str, Any], exactness: dict[str, Any]) -> dict[str, Any]:
+        return self._chunk([]) | {"usage": usage, **exactness}
+
+    def whole(self, deltas: list[list[Delta]], ends: list[Finished], usage: dict[str, Any]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": i,
+                "message": {"role": "assistant", "content": "".join(d.text for d in reported), "refusal": None},
+                "logprobs": _logprobs(reported) if self._has_logprobs else None,
+                "finish_reason": reason_of(end),
+            }
+            for i, (reported, end) in enumerate(zip(deltas, ends, strict=True))
+        ]
+        base = {**self._base, "object": "chat.completion", "system_fingerprint": None}
+        return {**base, "choices": choices, "usage": usage}
+
+
+def _choice(sample: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+    return {"index": sample, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+
+def _logprobs(deltas: list[Delta]) -> dict[str, Any]:
+    return {"content": [_token(each) for each in text_logprobs(deltas)], "refusal": None}
+
+
+def _token(logprobs: Logprobs) -> dict[str, Any]:
+    tops = [_entry(top.token_bytes, top.logprob) for top in logprobs.top]
+    return _entry(logprobs.token_bytes, logprobs.logprob) | {"top_logprobs": tops}
+
+
+def _entry(content: bytes | None, logprob: float) -> dict[str, Any]:
+    content = content or b""
+    return {"token": content.decode(errors="replace"), "bytes": list(content), "logprob": finite(logprob)}

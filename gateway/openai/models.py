@@ -1,0 +1,79 @@
+"""The models endpoints: the served model, and each context as a model."""
+
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.bodies import json_response
+from gateway.callers import client_of, with_deadline
+from gateway.errors import HttpProblem
+from gateway.models import model_name
+from longleaf.client import AsyncClient
+from longleaf.errors import NotFound
+from longleaf.types import CONTEXT_ID, Context
+
+MISSING = "model_not_found"
+
+
+class ModelTarget(NamedTuple):
+    """The model and the context that a request names."""
+
+    model: str
+    """The name in the request."""
+    context: str | None
+
+
+async def list_models(request: Request) -> Response:
+    client = client_of(request)
+    contexts = await with_deadline(client.list_contexts())
+    model = await model_name(request, client)
+    return json_response({"object": "list", "data": [_model(model), *(_of_context(model, each) for each in contexts)]})
+
+
+async def get_model(request: Request) -> Response:
+    client, requested = client_of(request), request.path_params["id"]
+    cluster = await with_deadline(client.cluster())
+    target = _split(requested, cluster.model.name)
+    if target.context is None:
+        return json_response(_model(target.model))
+    try:
+        return json_response(_of_context(cluster.model.name, await with_deadline(client.get_context(target.context))))
+    except NotFound:
+        raise _missing(requested) from None
+
+
+def _model(name: str, created: float = 0) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": int(created), "owned_by": "longleaf"}
+
+
+def _of_context(model: str, context: Context) -> dict[str, Any]:
+    more = {"context": context.id, "tokens": context.tokens, "display_name": context.display_name}
+    return _model(f"{model}:{context.id}", context.created) | more
+
+
+async def target_of(request: Request, client: AsyncClient, model: str, context: str | None) -> ModelTarget:
+    """The target of a request with this model and, optionally, this context. Raises HttpProblem."""
+    target = _split(model, await model_name(request, client))
+    if context is None or target.context == context:
+        return target
+    if target.context is not None:
+        message = f"context: is {context[:100]}, and model names {target.context}"
+        raise HttpProblem(400, message, param="context", code="invalid_value")
+    if CONTEXT_ID.fullmatch(context) is None:
+        raise HttpProblem(400, "context: is not a valid context name", param="context", code="invalid_value")
+    return ModelTarget(model, context)
+
+
+def _split(requested: str, name: str) -> ModelTarget:
+    """Raises HttpProblem unless the name is that of the model, or of a context as a model."""
+    if requested == name:
+        return ModelTarget(requested, None)
+    context = requested.removeprefix(f"{name}:")
+    if context == requested or CONTEXT_ID.fullmatch(context) is None:
+        raise _missing(requested)
+    return ModelTarget(requested, context)
+
+
+def _missing(requested: str) -> HttpProblem:
+    return HttpProblem(404, f"the model {requested[:300]} does not exist", param="model", code=MISSING)
