@@ -15,7 +15,7 @@ TOLERANCE = 1e-9
 
 
 def tokens_of_the_cpu(place: Place) -> None:
-    """Of rows of all kinds together, one of which breaks; the host waits for the device only when it reads tokens."""
+    """Rows of all kinds, one of which is not finite; nothing waits for the device before tokens are read."""
     ground.need(ground.NEEDED_BY_RANKS)
     from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
     from longleaf.sampling import Sampling
