@@ -18,14 +18,13 @@ from tests.support.attention.rectangles import expected
 from tests.triton.test_attention import MIXED, NAN, SCALE, TOLERANCES, tensors
 
 KERNELS = {
-    "lanes": Tile("lanes", 16, 16, 4, 3),
     "three products": Tile("unmasked", 16, 32, 4, 2, "tf32x3"),
     "more rows than an item": Tile("unmasked", 64, 32),
 }
 
 
 def attend(q, k, v, reads, tile, softcap=None, scale=SCALE):
-    tuning = Tuning(dict.fromkeys((16, 32, 64, 128), tile), max_rows=16 if tile.kernel == "lanes" else None)
+    tuning = Tuning(dict.fromkeys((16, 32, 64, 128), tile))
     kernels = TritonKernels(4, tunings={(k.dtype, k.shape[2]): tuning})
     return kernels.attend(q, k, v, Reads(reads), scale, softcap)
 

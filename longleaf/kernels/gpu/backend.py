@@ -18,7 +18,6 @@ from longleaf.kernels.gpu.device.block_attribution import add_shares
 from longleaf.kernels.gpu.device.decode import attend_items
 from longleaf.kernels.gpu.device.fold import fold_items, fold_packed, pack_rows
 from longleaf.kernels.gpu.device.int8 import attend_items_int8
-from longleaf.kernels.gpu.device.lanes import attend_lanes
 from longleaf.kernels.gpu.device.store import store_int8, store_tokens
 from longleaf.kernels.gpu.device.unmasked import attend_unmasked
 from longleaf.kernels.gpu.launch import Launcher, launch
@@ -28,7 +27,7 @@ from longleaf.runs import ceil_div
 
 PROGRAMS_PER_MULTIPROCESSOR = tuning.NONE.programs
 """Programs of the attention kernels that run concurrently on a multiprocessor; with few rows each has one item."""
-ATTENTION = {"items": attend_items, "unmasked": attend_unmasked, "lanes": attend_lanes}
+ATTENTION = {"items": attend_items, "unmasked": attend_unmasked}
 """Kernels by `tuning.Tile.kernel`."""
 
 
@@ -75,7 +74,7 @@ class TritonKernels:
         if tile is None:
             kernel, chosen = attend_items, constants.with_rows(chosen, work.tile_rows, is_attributed=is_attributed)
         else:
-            is_attributed = is_attributed and tile.keys >= chosen["SLOTS"] and tile.kernel != "lanes"
+            is_attributed = is_attributed and tile.keys >= chosen["SLOTS"]
             kernel, chosen = ATTENTION[tile.kernel], tuning.constants_of(tile, chosen, is_attributed=is_attributed)
         parts = empty_partial(work.num_part_rows, num_kv_heads, value_dim, q_THD)
         is_attributed, group = chosen.get("ATTRIBUTES", False), q_THD.shape[1] // num_kv_heads
@@ -86,7 +85,7 @@ class TritonKernels:
             *(work.table, q_THD, k_KSD, v_KSV, parts.out_THD, parts.lse_TH, scale, softcap or 0.0),
             *(group, num_kv_heads),
             *(*q_THD.stride()[:2], *k_KSD.stride()[:2], *v_KSV.stride()[:2]),
-            *(() if kernel is attend_lanes else attribution),
+            *attribution,
             **chosen,
         )
         return self._folded(q_THD, work, parts)

@@ -18,9 +18,9 @@ class Tile(NamedTuple):
     """A launch of an attention kernel over items of at most a given number of rows."""
 
     kernel: str
-    """"items" (`attend_items`, `attend_items_int8`), "unmasked" (`attend_unmasked`) or "lanes" (`attend_lanes`)."""
+    """"items" (`attend_items`, `attend_items_int8`) or "unmasked" (`attend_unmasked`)."""
     rows: int
-    """Rows of a tile, a power of two, at least those of an item; "lanes" computes four at a time."""
+    """Rows of a tile, a power of two, at least those of an item."""
     keys: int
     """Keys of a tile, a power of two; attribution needs 32 or more."""
     num_warps: int = 4
@@ -81,9 +81,6 @@ def constants_of(tile: Tile, chosen: Constants, *, is_attributed: bool) -> Const
         return {**chosen, **_sizes(tile), "ATTRIBUTES": is_attributed}
     names = ("DIM", "VALUE_DIM", "VALUE_PAD", "HAS_CAP", "SLOTS")
     shared = {name: chosen[name] for name in names} | {"DIM_PAD": padded(chosen["DIM"])}
-    launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    if tile.kernel == "lanes":
-        return {**shared, **launch, "TILE_KEYS": tile.keys, "STAGES": tile.num_stages}
     types = {"TYPE": chosen["TYPE"], "UPCAST": chosen["UPCAST"], "PRECISION": tile.precision}
     return {**shared, **_sizes(tile), **types, "ATTRIBUTES": is_attributed}
 

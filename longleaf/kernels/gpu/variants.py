@@ -17,7 +17,6 @@ from longleaf.kernels.gpu.constants import Constants, KernelLimits
 from longleaf.kernels.gpu.device.decode import attend_items
 from longleaf.kernels.gpu.device.fold import fold_items, fold_packed, pack_rows
 from longleaf.kernels.gpu.device.int8 import attend_items_int8
-from longleaf.kernels.gpu.device.lanes import attend_lanes
 from longleaf.kernels.gpu.device.rounds import fold_rounds, propagate_nonfinite
 from longleaf.kernels.gpu.device.store import store_int8, store_tokens
 from longleaf.kernels.gpu.device.unmasked import attend_unmasked
@@ -104,7 +103,7 @@ def tuned(dtype: torch.dtype, dim: int, tile: tuning.Tile) -> KernelVariant:
         types |= dict.fromkeys(("keys", "values", "exponents"), torch.int16)
         chosen = constants.with_rows(tuning.int8_constants_of(tile, chosen), tile.rows)
         return _variant(f"int8 {dim} {tile}", attend_items_int8, types, chosen)
-    kernel = {"items": attend_items, "unmasked": attend_unmasked, "lanes": attend_lanes}[tile.kernel]
+    kernel = {"items": attend_items, "unmasked": attend_unmasked}[tile.kernel]
     chosen = constants.attend(dtype, dtype, dim, dim, constants.USUAL, is_latent=False, has_cap=False)
     types = {**ATTENDING, "q": dtype, "k": dtype, "v": dtype}
     return _variant(
