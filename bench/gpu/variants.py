@@ -94,14 +94,9 @@ ONE_ROW = Group(
 GROUPS = (SHARED_8, SHARED_64, FLOAT32, INT8, ONE_ROW)
 SAMPLERS: tuple[dict[str, int], ...] = (
     {},
-    {"row_warps": 8},
-    {"row_warps": 16},
-    {"tightens": 1},
-    {"tightens": 1, "search_warps": 4},
-    {"reuses": 1},
-    {"tightens": 1, "reuses": 1, "row_warps": 8},
-    {"tightens": 1, "reuses": 1, "row_warps": 16},
-    {"tightens": 1, "reuses": 1, "row_warps": 8, "levels": 512},
+    {"row_warps": 4},
+    {"search_warps": 4},
+    {"levels": 512},
 )
 """Fields of `workers.sampling.fused.Tuning` that differ from the default."""
 

@@ -18,9 +18,6 @@ TUNINGS = {
     "all candidates are in the buffer": TUNING,
     "tokens above the candidates are kept unseen": TUNING._replace(small=0),
     "candidates are read from the row": TUNING._replace(small=0, capacity=4),
-    "narrowed search": TUNING._replace(tightens=True),
-    "narrowed search with known mass": TUNING._replace(tightens=True, reuses=True, small=0),
-    "narrowed search in the row": TUNING._replace(tightens=True, reuses=True, small=0, capacity=4),
     "coarse levels": TUNING._replace(levels=16, tile=16, small=30),
 }
 CUTS = [
@@ -47,7 +44,7 @@ def logits(seed: int, num_rows: int, size: int = SIZE) -> torch.Tensor:
 
 
 def sampled(logits_RV, samplings, drawn, tuning, histories=None, places=None, before_RM=None):
-    """The results of the operations of fixed shape and of the kernels."""
+    """The results of `fixed_shape.choose` and of `fused.choose`."""
     size = logits_RV.shape[1]
     histories = histories or TokenHistories(size, 4, "cpu")
     choosers = [DeviceSequenceSampler(*pair) for pair in zip(samplings, places or [0] * len(samplings), strict=True)]
@@ -75,7 +72,7 @@ def test_of_equal_scores_those_of_smaller_ids_are_dropped(cut, drawn):
     logits_RV = torch.zeros(1, 100)
     logits_RV[0, 50:53] = 1.0
     sampling = Sampling(temperature=1.0, **cut)
-    for tuning in (TUNING, TUNING._replace(small=0, capacity=4), TUNING._replace(tightens=True, reuses=True, small=0)):
+    for tuning in (TUNING, TUNING._replace(small=0), TUNING._replace(small=0, capacity=4)):
         _, found = sampled(logits_RV, [sampling], [drawn], tuning)
         assert found.tolist() == [[distribution.draw(logits_RV[0].double(), sampling, drawn)]]
 

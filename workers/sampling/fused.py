@@ -40,14 +40,9 @@ class Tuning(NamedTuple):
     search_warps: int = 8
     """Of programs that search a row's candidates."""
     capacity: int = 8192
-    """Candidates of a row in the buffer; a row with more is read once per search step instead."""
-    row_warps: int = 4
+    """Candidates of a row in the buffer; a row with more is read twice per search step instead."""
+    row_warps: int = 8
     """Of programs that plan or draw a row."""
-    tightens: bool = False
-    """Whether each step of the search narrows its interval to the scores of candidates."""
-    reuses: bool = False
-    """Whether the mass of a block is the sum of those of its candidates and of the tokens above them, which are known,
-    if min-p does not apply."""
     small: int = 2048
     """Up to so many candidates, all tokens above the threshold are candidates as well, so that one program draws."""
 
@@ -147,8 +142,6 @@ def choose(
         "capacity": capacity,
         "SMALL": min(tuning.small, capacity),
         "TILE": tuning.tile,
-        "TIGHTENS": tuning.tightens,
-        "REUSES": tuning.reuses and needs.cuts,
     }
 
     def run(kernel: Any, grid: tuple[int, ...], num_warps: int, **more: Any) -> None:

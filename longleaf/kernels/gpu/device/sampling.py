@@ -71,8 +71,8 @@ def score_blocks(
 
     A score is a logit after bias and penalties over the temperature. For rows with a place in the histories, `is_seen`
     and `counts` [P, V], the scores are written to `scores` [R, V], float64. `before` [R, M] are drafts that count as
-    generated. With HAS_LOGPROBS, the results include the maximum, the sum of exponentials, and the maxima of groups
-    [R, G], float32, of the logits.
+    generated. With HAS_LOGPROBS, the results include, for the logits, the maximum, the sum of exponentials, and the
+    maxima of groups [R, G], float32.
     """
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     id_N = block * BLOCK + tl.arange(0, BLOCK)
@@ -319,7 +319,6 @@ def find_thresholds(
     BLOCKS_PAD: tl.constexpr,
     LEVELS: tl.constexpr,
     IS_ADJUSTED: tl.constexpr,
-    TIGHTENS: tl.constexpr,
 ):
     """Completes `plans` with the threshold. If all eligible tokens of a row are in the buffer, it also draws the row's
     token and writes it to `ids`. `found_mass` [R, C], int64, is memory for their masses."""
@@ -366,7 +365,6 @@ def find_thresholds(
             TILE,
             LEVELS,
             IS_ADJUSTED,
-            TIGHTENS,
             state == SCANNED,
         )
         if state == BUFFERED:  # noqa: SIM102
@@ -424,7 +422,6 @@ def weigh_blocks(
     LEVELS: tl.constexpr,
     IS_ADJUSTED: tl.constexpr,
     CUTS: tl.constexpr,
-    REUSES: tl.constexpr,
 ):
     """Writes `eligible_mass` [R, B], int64: the mass of the eligible tokens of each block, for rows whose token is not
     drawn yet."""
@@ -433,7 +430,7 @@ def weigh_blocks(
     state, mass = tl.load(plan), tl.zeros([], tl.int64)
     if state != DRAWN:
         is_known = False
-        if REUSES:
+        if CUTS:
             is_known = (state == BUFFERED) & (tl.load(min_p + row) <= 0)
         if is_known:
             # all tokens above the candidates are eligible, and their mass is known
@@ -705,7 +702,7 @@ def _candidates(
 def _threshold(
     found_ids, found_scores, found_mass, num, logits, scores, temperature, place, row, row_stride, size,
     highest, per_level, unit, first, end, num_above, mass_above, dropped, wanted,
-    TILE: tl.constexpr, LEVELS: tl.constexpr, IS_ADJUSTED: tl.constexpr, TIGHTENS: tl.constexpr, scans,
+    TILE: tl.constexpr, LEVELS: tl.constexpr, IS_ADJUSTED: tl.constexpr, scans,
 ):  # fmt: skip
     """The threshold of a row: the lowest eligible key, and the lowest eligible id of that key."""
     low = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
@@ -758,19 +755,18 @@ def _threshold(
                 is_eligible_J = above_J < limit
                 low = tl.maximum(low, tl.max(tl.where(is_eligible_J, low, pivot_J), 0))
                 upper = tl.minimum(upper, tl.min(tl.where(is_eligible_J, pivot_J, upper), 0))
-                if TIGHTENS:
-                    # the threshold is the key of a candidate: skip the rest of the interval
-                    least, most = upper, low + 1
-                    for start in range(0, num, TILE):
-                        key_N, mass_N, id_N = _candidates(
-                            found_ids, found_scores, found_mass, num, logits, scores, temperature, place, row,
-                            row_stride, size, highest, per_level, unit, first, end, start, TILE, LEVELS, IS_ADJUSTED,
-                            scans,
-                        )  # fmt: skip
-                        is_in_N = (key_N > low) & (key_N <= upper)
-                        least = tl.minimum(least, tl.min(tl.where(is_in_N, key_N, least), 0))
-                        most = tl.maximum(most, tl.max(tl.where(is_in_N, key_N, most), 0))
-                    low, upper = least - 1, most
+                # the threshold is the key of a candidate: skip the rest of the interval
+                least, most = upper, low + 1
+                for start in range(0, num, TILE):
+                    key_N, mass_N, id_N = _candidates(
+                        found_ids, found_scores, found_mass, num, logits, scores, temperature, place, row,
+                        row_stride, size, highest, per_level, unit, first, end, start, TILE, LEVELS, IS_ADJUSTED,
+                        scans,
+                    )  # fmt: skip
+                    is_in_N = (key_N > low) & (key_N <= upper)
+                    least = tl.minimum(least, tl.min(tl.where(is_in_N, key_N, least), 0))
+                    most = tl.maximum(most, tl.max(tl.where(is_in_N, key_N, most), 0))
+                low, upper = least - 1, most
             top_key = upper
     least_id = tl.zeros([], tl.int32)
     if dropped >= 0:
