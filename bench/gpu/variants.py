@@ -98,7 +98,7 @@ SAMPLERS: tuple[dict[str, int], ...] = (
     {"search_warps": 4},
     {"levels": 512},
 )
-"""Fields of `workers.sampling.fused.Tuning` that differ from the default."""
+"""Fields of `workers.sampling.fused.SamplerTuning` that differ from the default."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -80,7 +80,7 @@ def tokens_of_the_operations_of_fixed_shape(place: Place) -> None:
     numbers = torch.from_numpy(batch.numbers([0] * len(samplings))).to(place.device)
     parameters, histories = parameters_of(numbers), TokenHistories(size, 1, place.device)
     tunings = [fused.DEFAULT, fused.DEFAULT._replace(small=0), fused.DEFAULT._replace(small=0, capacity=16)]
-    tunings = tunings if place.is_gpu else [fused.Tuning(block=128, levels=32, tile=64)]
+    tunings = tunings if place.is_gpu else [fused.SamplerTuning(block=128, levels=32, tile=64)]
     logits, wanted = torch.empty(0), torch.empty(0)
     for seed, spread in enumerate((0.5, 3.0, 3.0, 8.0) if place.is_gpu else (3.0,)):
         logits = spread * place.drawn(seed, len(samplings), size)

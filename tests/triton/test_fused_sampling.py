@@ -9,11 +9,11 @@ from longleaf.rank_protocol.step import PenaltyHistory, SamplingTerms
 from longleaf.sampling import Sampling
 from workers.sampling import distribution, fixed_shape, fused
 from workers.sampling.device_sampler import Batch, DeviceSequenceSampler, parameters_of
-from workers.sampling.fused import Tuning
+from workers.sampling.fused import SamplerTuning
 from workers.sampling.history import TokenHistories
 
 SIZE = 150
-TUNING = Tuning(block=64, warps=4, levels=32, tile=64)
+TUNING = SamplerTuning(block=64, warps=4, levels=32, tile=64)
 TUNINGS = {
     "all candidates are in the buffer": TUNING,
     "tokens above the candidates are kept unseen": TUNING._replace(small=0),

@@ -26,7 +26,7 @@ MAX_BYTES = 1 << 28
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class Tuning(NamedTuple):
+class SamplerTuning(NamedTuple):
     """Sizes that affect only speed."""
 
     block: int = 1024
@@ -47,7 +47,7 @@ class Tuning(NamedTuple):
     """Up to so many candidates, all tokens above the threshold are candidates as well, so that one program draws."""
 
 
-DEFAULT = Tuning()
+DEFAULT = SamplerTuning()
 
 
 def is_supported(logits_RV: Tensor) -> bool:
@@ -55,7 +55,7 @@ def is_supported(logits_RV: Tensor) -> bool:
     return logits_RV.is_cuda and logits_RV.dtype in DTYPES and logits_RV.stride(-1) == 1 and _has_triton()
 
 
-def max_rows(size: int, tuning: Tuning = DEFAULT) -> int:
+def max_rows(size: int, tuning: SamplerTuning = DEFAULT) -> int:
     """Rows of `size` logits that are sampled together."""
     capacity = min(tuning.capacity, power_of_two(size, 1))
     num_blocks = ceil_div(size, min(tuning.block, power_of_two(size, GROUP)))
@@ -71,7 +71,7 @@ def choose(
     needs: Needs,
     before_RM: Tensor | None = None,
     *,
-    tuning: Tuning = DEFAULT,
+    tuning: SamplerTuning = DEFAULT,
     launcher: Launcher = launch,
 ) -> Tensor:
     """The id of the next token of each row of logits [R, V], float32 or 16 bits: see `fixed_shape.choose`, with the
