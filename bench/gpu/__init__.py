@@ -7,5 +7,7 @@ random, not prefilled. Times are medians after a warm-up: of kernels those of CU
 
     python -m bench.gpu --json > gpu.json
     python -m bench.gpu --table gpu.json         the same for people, on any machine
+    python -m bench.gpu --table gpu.json --more steps.json
+                                                 cases that gpu.json did not measure from another file
     python -m bench.gpu --list                   what is measured, on any machine
 """

@@ -30,6 +30,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
     parser.add_argument("--list", action="store_true", help="say what is measured, and measure nothing")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of rows that --json printed")
+    parser.add_argument(
+        "--more", type=Path, action="append", default=[], metavar="FILE",
+        help="with --table: rows of another run, for cases that FILE did not measure and that --only selects; with "
+        "--json, print all rows as JSON instead",
+    )  # fmt: skip
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose line, as --list has it, holds this")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="after so many no further case is begun")
     return parser.parse_args(arguments)
@@ -166,7 +171,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(map(label, chosen(options.only))))
         return 0
     if options.table:
-        print(page(read(options.table)), end="")
+        rows = read(options.table)
+        for path in options.more:
+            rows = completed(rows, [row for row in read(path) if options.only in row["what"]])
+        print(json.dumps(rows, indent=2) + "\n" if options.json else page(rows), end="")
         return 0
     if (status := ground.stand()) is not None:
         return status
@@ -184,6 +192,18 @@ def told(rows: Iterable[Row]) -> Iterator[Row]:
         print(",\n" if number else "\n", json.dumps(row, indent=2), sep="", end="", flush=True)
         yield row
     print("\n]")
+
+
+def completed(rows: Sequence[Row], others: Sequence[Row]) -> list[Row]:
+    """`rows`, with the measured rows of another run for cases that were not measured."""
+
+    def measured_rows(found: Sequence[Row]) -> list[Row]:
+        return [row for row in found if not any(why in row for why in NOT_MEASURED)]
+
+    done = {row["what"] for row in measured_rows(rows)}
+    added = [row for row in measured_rows(others) if row["what"] not in done]
+    replaced = {row["what"] for row in added}
+    return [row for row in rows if row["what"] not in replaced] + added
 
 
 def read(path: Path) -> list[Row]:

@@ -28,6 +28,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     yield from table(measured, CHOOSING, lambda row: row["case"] == "choose", choice_cells)
     yield from table(measured, SHARING, lambda row: row["case"] == "share", sharing_cells)
     yield from not_measured(rows)
+    yield from on_other_dates(measured, machine["date"])
     yield from published()
 
 
@@ -136,6 +137,15 @@ def not_measured(rows: Sequence[Row]) -> Iterator[str]:
         yield ""
     for what, why, reason in reported:
         yield f"- {why.replace('_', ' ').capitalize()}: {what}: {reason}"
+
+
+def on_other_dates(rows: Sequence[Row], date: str) -> Iterator[str]:
+    """The cases that were not measured on the date of the page, by date."""
+    dates = sorted({row["machine"]["date"] for row in rows} - {date})
+    for other in dates:
+        cases = dict.fromkeys(row["what"] for row in rows if row["machine"]["date"] == other)
+        yield ""
+        yield f"Measured on {other}, with the code of that date: {'; '.join(cases)}."
 
 
 def published() -> Iterator[str]:

@@ -32,11 +32,11 @@ class MonitoredMembers(Protocol):
 class HeartbeatMonitor:
     """Monitors the heartbeats of the members until `task` is cancelled. Needs a running event loop."""
 
-    def __init__(self, members: MonitoredMembers, lost_after: float) -> None:
-        """A member without a heartbeat for `lost_after` seconds is killed; one that loads, after PATIENCE_SECONDS at
+    def __init__(self, members: MonitoredMembers, heartbeat_timeout: float) -> None:
+        """A member without a heartbeat for `heartbeat_timeout` seconds is killed; one that loads, after PATIENCE_SECONDS at
         least."""
         self._members = members
-        self._lost_after = lost_after
+        self._heartbeat_timeout = heartbeat_timeout
         self.task = asyncio.get_running_loop().create_task(self._watch())
 
     async def _watch(self) -> None:
@@ -49,7 +49,7 @@ class HeartbeatMonitor:
                 if member.num_missed_heartbeats is None:
                     continue
                 member.num_missed_heartbeats += 1
-                limit = self._lost_after if member.is_loaded else max(self._lost_after, PATIENCE_SECONDS)
+                limit = self._heartbeat_timeout if member.is_loaded else max(self._heartbeat_timeout, PATIENCE_SECONDS)
                 if member.num_missed_heartbeats > limit:
                     self._members.kill(member.number, f"no heartbeat for {human_seconds(limit)}")
 

@@ -37,7 +37,7 @@ class MemberRegistry:
         self._changed = asyncio.Event()
         self._observers: list[Callable[[MemberEvent], None]] = []
         self._is_over = False
-        self.heartbeats = HeartbeatMonitor(self, lost_after)
+        self.heartbeats = HeartbeatMonitor(self, heartbeat_timeout)
         self._tasks: set[asyncio.Task[None]] = set()
         """Running operations on members, such as kills."""
         self.has_supervisor = False

@@ -21,7 +21,7 @@ from bench.gpu import ground
 if TYPE_CHECKING:
     from tests.gpu.place import Place
 
-JOBS = 6
+JOBS = 10
 """Processes at a time. Each has kernels compiled, and takes some GiB on the GPU."""
 DEADLINE = 600.0
 """Seconds after which a check has failed."""

@@ -105,26 +105,26 @@ def keys_in_8_bits(place: Place) -> None:
             assert_close(place.kernels.attend_int8(q, retained, Reads(reads), scale_of(q)), right, 2 * tolerance)
 
 
-def blocks_are_told_of(place: Place) -> None:
+def blocks_are_attributed(place: Place) -> None:
     """Shares of blocks of keys; partials have the same bits as without attribution."""
     reads = mixed(place)
     for dtype in TOLERANCES:
         for dim in (64, 128):
             q, k, v = tensors(place, dim, dtype)
-            plain, asking = place.kernels.attend(q, k, v, Reads(reads), scale_of(q)), asked(reads)
-            found = place.kernels.attend(q, k, v, asking, scale_of(q))
+            plain, attributed = place.kernels.attend(q, k, v, Reads(reads), scale_of(q)), attributed_reads(reads)
+            found = place.kernels.attend(q, k, v, attributed, scale_of(q))
             assert_same_bits(found.out_THD, plain.out_THD)
             assert_same_bits(found.lse_TH, plain.lse_TH)
-            assert asking.attributed is not None
-            reported_KE2 = asking.attributed.take()
+            assert attributed.attributed is not None
+            reported_KE2 = attributed.attributed.take()
             assert reported_KE2 is not None
-            for read, each in zip(reads, asking.attributed.reads, strict=True):
+            for read, each in zip(reads, attributed.attributed.reads, strict=True):
                 reported_KRGE2 = reported_KE2[:, each.start * GROUPS[dim] : each.end * GROUPS[dim]]
                 reported_KRGE2 = reported_KRGE2.unflatten(1, (-1, GROUPS[dim], each.num_entries)).double()
                 check_shares(read, reported_KRGE2, q, k, found.lse_TH)
 
 
-def asked(reads: list[Read]) -> Reads:
+def attributed_reads(reads: list[Read]) -> Reads:
     """All rows of some reads are attributed."""
     found, reported = Reads(reads), list[AttributedRead]()
     for read in reads:
@@ -180,7 +180,7 @@ def far_slots(place: Place) -> None:
     assert k.stride(1) * num_slots >> 31 and k.numel() >> 32
     q, first = place.drawn(0, 3, 2 * num_heads, dim, dtype=torch.bfloat16), num_slots - 4000
     slots = torch.arange(first, num_slots, device=place.device)
-    tokens = [place.drawn(i, num_heads, len(slots), dim, dtype=torch.bfloat16) for i in (1, 2)]
-    place.kernels.store((k, v), slots, tokens)
+    k_new, v_new = (place.drawn(i, num_heads, len(slots), dim, dtype=torch.bfloat16) for i in (1, 2))
+    place.kernels.store((k, v), slots, (k_new, v_new))
     found = place.kernels.attend(q, k, v, Reads([Read(0, 3, first, num_slots)]), scale_of(q))
-    assert_close(found, wanted(q, *tokens, [Read(0, 3, 0, len(slots))]), TOLERANCES[torch.bfloat16])
+    assert_close(found, wanted(q, k_new, v_new, [Read(0, 3, 0, len(slots))]), TOLERANCES[torch.bfloat16])

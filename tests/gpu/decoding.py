@@ -44,12 +44,14 @@ def captured_steps_have_the_bits_of_eager_ones(place: Place) -> None:
         num_rows = len(plan.work.rows) if isinstance(plan.work, Decode) else 0
         num_steps += num_rows > 0
         assert_same_bits(captured.logits[0][:num_rows], eager.logits[0][:num_rows])
-    keys, others = held(captured.rank), held(eager.rank)
+    keys, others = slots_of(captured.rank), slots_of(eager.rank)
     for layer in keys:
         assert_same_bits(keys[layer], others[layer])
     graphs = captured.graphs
     assert graphs is not None and graphs.num_captured and not graphs.refusal, graphs and graphs.refusal
-    assert graphs.num_replayed == 3 * num_steps, "a step is a replay of the model, one of choosing and one of telling"
+    assert graphs.num_replayed == 3 * num_steps, (
+        "a step is a replay of the model, one of sampling and one of the broadcast"
+    )
     assert eager.graphs is None
 
 
@@ -61,7 +63,7 @@ def steps_one_behind_say_the_same(place: Place) -> None:
     assert in_turns == [*one_behind(other.rank, work(place))]
 
 
-def steady_steps_wait_for_nobody(place: Place) -> None:
+def steady_steps_do_not_synchronize(place: Place) -> None:
     """Nor do those that are not captured."""
     ground.need(ground.NEEDED_BY_RANKS)
     from bench.gpu import plans
@@ -73,7 +75,7 @@ def steady_steps_wait_for_nobody(place: Place) -> None:
             rank.execute(next(steady))
         for _ in range(STEADY_STEPS):
             plan = next(steady)
-            with place.waiting_for_nobody():
+            with place.without_synchronization():
                 pending = rank.start(plan)
             assert len(pending.result().tokens) == MAX_SEQUENCES
 
@@ -182,7 +184,7 @@ def watch(rank: "Rank", place: Place) -> list[Tensor]:
     return found
 
 
-def held(rank: "Rank") -> dict[tuple[int, str], Tensor]:
+def slots_of(rank: "Rank") -> dict[tuple[int, str], Tensor]:
     """Keys and values of all slots except the trash slots."""
     kinds = {"keys": rank.pool.keys, "values": rank.pool.values}
     return {(layer, kind): pools[layer][:, : rank.pool.trash_slot] for kind, pools in kinds.items() for layer in pools}

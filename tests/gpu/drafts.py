@@ -43,20 +43,20 @@ def drafts_change_no_token(place: Place) -> None:
         assert all(a and b and abs(a.logprob - b.logprob) < TOLERANCE for a, b in pairs)
 
 
-def drafted(place: Place, asked: "Sequence[Asked]", known: "Sequence[Sequence[Token]]") -> "list[list[Token]]":
+def drafted(place: Place, requests: "Sequence[Asked]", known: "Sequence[Sequence[Token]]") -> "list[list[Token]]":
     """The answers of ranks that are given drafts, of which most are right."""
     from bench.gpu import plans
     from longleaf.rank_protocol.step import Decode, StepPlan
 
     captured, eager = watched(place, is_captured=True), watched(place, is_captured=False)
-    each = plans.blocks_each(asked, BLOCK_SIZE)
-    for i, one in enumerate(asked):
+    each = plans.blocks_each(requests, BLOCK_SIZE)
+    for i, one in enumerate(requests):
         for rank in (captured.rank, eager.rank):
             rank.execute(StepPlan(plans.EPOCH, i, plans.chunk(i, one, 1, BLOCK_SIZE, i * each)))
-    dice, found, num_steps = random.Random(0), [list["Token"]() for _ in asked], 0
-    while here := [i for i, one in enumerate(asked) if len(found[i]) < one.num_tokens]:
-        rows = [row(i, asked[i], found[i], known[i], each, dice) for i in here]
-        plan = StepPlan(plans.EPOCH, len(asked) + num_steps, Decode(tuple(rows)))
+    dice, found, num_steps = random.Random(0), [list["Token"]() for _ in requests], 0
+    while here := [i for i, one in enumerate(requests) if len(found[i]) < one.num_tokens]:
+        rows = [row(i, requests[i], found[i], known[i], each, dice) for i in here]
+        plan = StepPlan(plans.EPOCH, len(requests) + num_steps, Decode(tuple(rows)))
         result = captured.rank.execute(plan)
         assert result == eager.rank.execute(plan)
         num_positions = sum(1 + len(row.draft_ids) for row in rows)

@@ -50,7 +50,7 @@ class Place:
         return torch.device(self.device).type == "cuda"
 
     @contextmanager
-    def waiting_for_nobody(self) -> Generator[None]:
+    def without_synchronization(self) -> Generator[None]:
         """On a GPU it is an error to wait for it in here."""
         if not self.is_gpu:
             yield

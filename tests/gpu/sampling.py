@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ TOLERANCE = 1e-9
 
 
 def tokens_of_the_cpu(place: Place) -> None:
-    """Of rows of all kinds together, one of which breaks; and once begun nothing waits until tokens are asked for."""
+    """Rows of all kinds, one of which is not finite; nothing waits for the device before tokens are read."""
     ground.need(ground.NEEDED_BY_RANKS)
     from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
     from longleaf.sampling import SamplingParams
@@ -39,7 +40,7 @@ def tokens_of_the_cpu(place: Place) -> None:
         rows = [Row(i, (0,), step, (), (), step, terms[i]) for i in range(num_rows)]
         logits = place.drawn(step, num_rows, size, dtype=torch.float32)
         logits[7] = float("nan") if step == 3 else logits[7]
-        with place.waiting_for_nobody() if step else nullcontext():
+        with place.without_synchronization() if step else nullcontext():
             choice = here.start(rows, logits)
         assert_same(choice.tokens(), there.start(rows, logits.cpu()).tokens())
     assert here.broken == there.broken == {7}
@@ -51,3 +52,50 @@ def assert_same(found: list, wanted: list) -> None:
         if theirs.logprobs:
             pairs = zip((ours.logprobs, *ours.logprobs.top), (theirs.logprobs, *theirs.logprobs.top), strict=True)
             assert all(abs(a.logprob - b.logprob) < TOLERANCE for a, b in pairs)
+
+
+def tokens_of_the_operations_of_fixed_shape(place: Place) -> None:
+    """The kernels that sort no row, over flat and peaked logits, equal ones, and top-k and top-p of any size; and a
+    replayed graph."""
+    ground.need(ground.NEEDED_BY_RANKS)
+    from longleaf.sampling import Sampling
+    from workers.sampling import fixed_shape, fused
+    from workers.sampling.device_sampler import Batch, DeviceSequenceSampler, parameters_of
+    from workers.sampling.history import TokenHistories
+
+    cuts: tuple[dict[str, Any], ...] = (
+        {"top_p": 0.9},
+        {"top_p": 0.3, "min_p": 0.01},
+        {"top_k": 50, "top_p": 0.95},
+        {"top_k": 100_000, "top_p": 0.5},
+        {"min_p": 0.05},
+        {"top_k": 1},
+        {"top_p": 0.999},
+        {},
+    )
+    size = 152_000 if place.is_gpu else 300
+    temperatures = (0.5, 1.0, 30.0) if place.is_gpu else (1.0,)
+    samplings = [Sampling(temperature=t, num_logprobs=20, **cut) for t in temperatures for cut in cuts]
+    batch = Batch([DeviceSequenceSampler(sampling, 0) for sampling in samplings], size)
+    numbers = torch.from_numpy(batch.numbers([0] * len(samplings))).to(place.device)
+    parameters, histories = parameters_of(numbers), TokenHistories(size, 1, place.device)
+    tunings = [fused.DEFAULT, fused.DEFAULT._replace(small=0), fused.DEFAULT._replace(small=0, capacity=16)]
+    tunings = tunings if place.is_gpu else [fused.SamplerTuning(block=128, levels=32, tile=64)]
+    logits, wanted = torch.empty(0), torch.empty(0)
+    for seed, spread in enumerate((0.5, 3.0, 3.0, 8.0) if place.is_gpu else (3.0,)):
+        logits = spread * place.drawn(seed, len(samplings), size)
+        logits = logits.round() if seed == 2 else logits.to(torch.bfloat16 if seed % 2 else torch.float32)
+        parameters.uniform.copy_(place.drawn(seed, len(samplings)).double().sigmoid())
+        wanted = fixed_shape.choose(logits, parameters, histories, batch.needs)
+        for tuning in tunings:
+            found = fused.choose(logits, parameters, histories, batch.needs, tuning=tuning)
+            assert found[:, 0].tolist() == wanted[:, 0].tolist(), (spread, tuning)
+            torch.testing.assert_close(found[:, :22], wanted[:, :22], rtol=0, atol=TOLERANCE)
+    if place.is_gpu:
+        with torch.inference_mode():
+            graph, wanted = torch.cuda.CUDAGraph(), wanted.clone()
+            with torch.cuda.graph(graph):
+                found = fused.choose(logits, parameters, histories, batch.needs)
+            found.zero_()
+            graph.replay()
+            assert found[:, 0].tolist() == wanted[:, 0].tolist()

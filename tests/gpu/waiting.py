@@ -7,7 +7,7 @@ from longleaf.attention.block_attribution import NO_EDGE, AttributionColumns
 from longleaf.attention.masks import Read, Reads
 from longleaf.attention.partial import Partial
 from longleaf.kernels import int8
-from tests.gpu.attention import CAP, asked
+from tests.gpu.attention import CAP, attributed_reads
 from tests.gpu.place import TOLERANCES, Place, assert_close, scale_of, wanted
 
 KEY_HEADS, GROUP, DIM, BLOCK_SIZE = 8, 4, 128, 128
@@ -24,7 +24,7 @@ def no_call_waits(place: Place) -> None:
     slots, kernels, scale = torch.arange(num_slots, device=place.device), place.kernels, scale_of(q)
 
     def step() -> None:
-        reads = asked([Read(0, 8, 0, num_slots - 8), Read(3, 4, num_slots - 8, num_slots)])
+        reads = attributed_reads([Read(0, 8, 0, num_slots - 8), Read(3, 4, num_slots - 8, num_slots)])
         kernels.store((k, v), slots[:8], (k[:, -8:], v[:, -8:]))
         kernels.store_int8(retained, slots, k, v)
         for softcap in (None, CAP):
@@ -34,7 +34,7 @@ def no_call_waits(place: Place) -> None:
         kernels.fold(torch.stack([kernels.pack(partial, torch.bfloat16)] * 4))
 
     step()  # compiles
-    with place.waiting_for_nobody():
+    with place.without_synchronization():
         step()
 
 

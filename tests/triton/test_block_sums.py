@@ -28,17 +28,17 @@ class Layer:
         num_slots = -(-num_slots // BLOCK_SIZE) * BLOCK_SIZE
         self.q = torch.randn(num_rows, KEY_HEADS * group, dim, generator=generator).to(dtype)
         keys, values = (torch.randn(KEY_HEADS, num_slots, dim, generator=generator).to(dtype) for _ in range(2))
-        self.kept, self.keys, self.values = None, keys, values
+        self.layer, self.keys, self.values = None, keys, values
         if kind == "int8":
-            self.kept = int8.empty(KEY_HEADS, num_slots // BLOCK_SIZE, BLOCK_SIZE, dim)
-            int8.write(self.kept, torch.arange(num_slots), keys, values)
-            self.keys = int8.keys_between(self.kept, 0, num_slots)
+            self.layer = int8.empty(KEY_HEADS, num_slots // BLOCK_SIZE, BLOCK_SIZE, dim)
+            int8.write(self.layer, torch.arange(num_slots), keys, values)
+            self.keys = int8.keys_between(self.layer, 0, num_slots)
         if kind == "latent":
             self.values = keys[..., : dim // 2]
 
     def attend(self, reads, cap=None, kernels=KERNELS):
-        if self.kept is not None:
-            return kernels.attend_int8(self.q, self.kept, reads, SCALE, cap)
+        if self.layer is not None:
+            return kernels.attend_int8(self.q, self.layer, reads, SCALE, cap)
         return kernels.attend(self.q, self.keys, self.values, reads, SCALE, cap)
 
 
@@ -81,7 +81,7 @@ def test_blocks_have_the_shares_of_dense_attention_and_change_no_bit(
     check_sums(Dense(layer.q, layer.keys, SCALE, cap), reads, sums, reported_KE2, partial)
 
 
-def asked(*reads):
+def attributed_reads(*reads):
     """All rows of some reads are attributed."""
     found, reported = Reads(reads), []
     for read in reads:
@@ -92,9 +92,12 @@ def asked(*reads):
 
 @pytest.mark.usefixtures("any_cut")
 @pytest.mark.parametrize("num_multiprocessors", [1, 3, 40])
-def test_no_slot_that_is_not_read_is_looked_at(num_multiprocessors):
+def test_slots_outside_the_reads_do_not_matter(num_multiprocessors):
     """Before the first key of a block, or behind the last one."""
-    layer, reads = Layer(3, 3, 2, 16, "alike", torch.float32, 700), asked(Read(0, 3, 45, 333), Read(1, 2, 350, 351))
+    layer, reads = (
+        Layer(3, 3, 2, 16, "alike", torch.float32, 700),
+        attributed_reads(Read(0, 3, 45, 333), Read(1, 2, 350, 351)),
+    )
     wanted = layer.attend(reads)
     for tensor in (layer.keys, layer.values):
         for low, high in ((0, 45), (333, 350), (351, 700)):
@@ -104,17 +107,17 @@ def test_no_slot_that_is_not_read_is_looked_at(num_multiprocessors):
     assert reads.attributed.take().isfinite().all()
 
 
-def test_blocks_that_lie_in_no_tile_are_not_told_of(monkeypatch):
+def test_blocks_that_are_larger_than_a_tile_are_not_attributed(monkeypatch):
     monkeypatch.setattr("longleaf.kernels.gpu.constants.MAX_TILE_KEYS", BLOCK // 2)
-    layer, reads = Layer(3, 2, 1, 16, "alike", torch.float32, 100), asked(Read(0, 2, 3, 90))
+    layer, reads = Layer(3, 2, 1, 16, "alike", torch.float32, 100), attributed_reads(Read(0, 2, 3, 90))
     layer.attend(reads)
     assert reads.attributed.take() is None
 
 
-def test_nor_are_blocks_of_keys_in_8_bits_that_begin_elsewhere():
+def test_blocks_of_8_bit_keys_of_another_alignment_are_not_attributed():
     retained = int8.empty(KEY_HEADS, 5, 20, 16)
     int8.write(retained, torch.arange(100), *torch.ones(2, KEY_HEADS, 100, 16))
-    reads = asked(Read(0, 2, 3, 90))
+    reads = attributed_reads(Read(0, 2, 3, 90))
     KERNELS.attend_int8(torch.ones(2, KEY_HEADS, 16), retained, reads, SCALE)
     assert reads.attributed.take() is None
 
@@ -172,5 +175,5 @@ def test_what_was_not_seen_has_no_share_whatever_is_written_there():
     assert found[0].tolist() == found[1].tolist() == [[0.0, 1.0, 0.0]] and found[2].tolist() == [[7, 7, 7]]
 
 
-def test_the_backend_tells():
+def test_the_backend_supports_attribution():
     assert isinstance(KERNELS, AttributionBackend)

@@ -156,7 +156,7 @@ def test_what_is_not_finite_shows_to_those_that_see_it(broken, place):
         assert (~found.lse_TH.isfinite()).nonzero().tolist() == (~is_sound).nonzero().tolist()
 
 
-def test_rows_in_no_round_are_the_identity_or_what_the_rest_says():
+def test_rows_in_no_round_are_the_identity_or_the_remaining_partial():
     q, k, v = tensors(0, 12)
     found = kernels().attend(q, k, v, Reads([Read(2, 7, 0, 50), FEW]), SCALE)
     is_empty = (found.lse_TH == -torch.inf).all(dim=1)
@@ -218,7 +218,7 @@ def test_the_first_that_is_there_and_right_is_used(monkeypatch, caplog):
 
 @pytest.mark.usefixtures("whole")
 @pytest.mark.parametrize("name", ["torch", "torch's varlen_attn"])
-def test_torch_takes_what_it_is_given_and_nothing_is_asked_of_the_device(name):
+def test_torch_varlen_does_not_query_the_device(name):
     """Shapes and types, from torch's metadata of its kernels, without a device."""
     names = []
 

@@ -40,7 +40,7 @@ def small(kernels=None):
 
 @INVALID
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_check_passes_or_says_what_it_needs(check):
+def test_the_check_passes_or_names_its_requirement(check):
     if check.__name__ in ON_GPU:
         with pytest.raises(LeftOut):
             check(small())
@@ -109,7 +109,7 @@ def test_nothing_is_needed_but_torch_and_triton(tmp_path):
     assert run.stdout == "needs transformers >= 5.15, safetensors, tokenizers, psutil, blake3\n"
 
 
-def test_ranks_need_no_more_than_what_is_told(tmp_path):
+def test_ranks_import_only_available_packages(tmp_path):
     run = run_with(tmp_path, RANKS, *ground.NEEDED, *ground.NEEDED_BY_RANKS)
     assert (run.returncode, run.stderr) == (0, "")
 

@@ -105,7 +105,7 @@ def check(block_size, dim, group, dtype, softcap=None, atol=5e-6):
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 5e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-3)])
 @pytest.mark.parametrize(("block_size", "dim", "group"), [(128, 16, 1), (32, 64, 4), (20, 24, 3)])
-def test_attention_is_exact_over_what_is_kept(block_size, dim, group, dtype, atol):
+def test_attention_is_exact_over_rounded_keys(block_size, dim, group, dtype, atol):
     """Blocks of many tiles of keys, blocks of one tile, and blocks whose ends are not ends of tiles."""
     check(block_size, dim, group, dtype, 5.0 if group == 4 else None, atol)
 

@@ -57,7 +57,7 @@ def test_layers_that_see_alike_share_one_table_and_others_have_their_own():
     assert len(reads.cache) == 2
 
 
-def test_nothing_is_asked_of_the_device():
+def test_the_device_is_not_queried():
     launches = Launches()
     kernels = TritonKernels(132, launches)
     with FakeTensorMode(), warnings.catch_warnings():

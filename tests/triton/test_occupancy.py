@@ -16,7 +16,7 @@ from bench.occupancy.compiling import Resources
 from bench.occupancy.targets import TARGETS
 from longleaf.kernels.gpu.work_items import Shape
 
-KEPT = golden.read()
+TABLE = golden.read()
 AIM = 0.85
 USUAL = (
     r"attend ((bf16|fp16) (64|80|96|112|128|192|256|576/512) rows 16( cap)?"
@@ -28,7 +28,7 @@ QUICK = {
     r"|fold 128|(pack|fold packed) bf16 128|store (fp16|int8 bf16) 128)",
     **dict.fromkeys(("sm_80", "sm_89", "sm_100", "gfx942"), r"(attend bf16 128 rows 16|attend int8 fp16 64 rows 16)"),
 }
-PAIRS = [(name, target) for name, row in KEPT.items() for target in row]
+PAIRS = [(name, target) for name, row in TABLE.items() for target in row]
 
 
 def compiled(pattern, target):
@@ -40,16 +40,16 @@ def compiled(pattern, target):
     return golden.parsed(run.stdout)
 
 
-def held_to_table(pattern, target):
+def compared_with_table(pattern, target):
     found = compiled(pattern, target)
-    names = [name for name in KEPT if re.fullmatch(pattern, name) and target in KEPT[name]]
-    assert names and found == {name: {target: KEPT[name][target]} for name in names}
+    names = [name for name in TABLE if re.fullmatch(pattern, name) and target in TABLE[name]]
+    assert names and found == {name: {target: TABLE[name][target]} for name in names}
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("target", QUICK)
 def test_what_is_compiled_now_is_in_the_table(target):
-    held_to_table(QUICK[target], target)
+    compared_with_table(QUICK[target], target)
 
 
 @pytest.mark.slow
@@ -57,13 +57,13 @@ def test_what_is_compiled_now_is_in_the_table(target):
 @pytest.mark.parametrize("kind", ["attend bf16", "attend fp16", "attend fp32", "attend int8", "fold|pack", "store"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_all_that_is_compiled_now_is_in_the_table(target, kind):
-    held_to_table(f"({kind}).*", target)
+    compared_with_table(f"({kind}).*", target)
 
 
 def test_the_table_has_each_variant_for_each_target():
-    assert list(KEPT) == all_names()
+    assert list(TABLE) == all_names()
     for target in TARGETS:
-        assert [name for name, row in KEPT.items() if target in row] == list(by_name(target))
+        assert [name for name, row in TABLE.items() if target in row] == list(by_name(target))
 
 
 def test_the_table_is_written_as_it_is_read():
@@ -75,7 +75,7 @@ def test_the_table_is_written_as_it_is_read():
 def test_each_variant_fits_into_a_multiprocessor(target):
     limits = TARGETS[target]
     for name, variant in by_name(target).items():
-        used, warps = KEPT[name][target], limits.warps(variant.num_warps)
+        used, warps = TABLE[name][target], limits.warps(variant.num_warps)
         assert used.shared <= limits.max_shared, name
         assert limits.occupancy(warps, used.registers, used.shared) >= 1, name
 
@@ -88,16 +88,16 @@ SPILLING = {("64", "sm_100"), ("576/512", "sm_89"), ("576/512", "sm_90"), ("576/
 
 
 def test_few_variants_of_a_16_bit_type_spill_and_little():
-    spilling = [(name, target) for name, target in PAIRS if "fp32" not in name and KEPT[name][target].spilled]
+    spilling = [(name, target) for name, target in PAIRS if "fp32" not in name and TABLE[name][target].spilled]
     assert {(name.split()[2], target) for name, target in spilling} == SPILLING
-    assert all(KEPT[name][target].spilled <= FEW_SPILLED for name, target in spilling)
+    assert all(TABLE[name][target].spilled <= FEW_SPILLED for name, target in spilling)
 
 
 def test_decode_is_bound_by_memory_on_an_h200():
     target, known = TARGETS["sm_90"], by_name("sm_90")
-    names = [name for name in KEPT if re.fullmatch(USUAL, name)]
+    names = [name for name in TABLE if re.fullmatch(USUAL, name)]
     assert len(names) == 2 * (7 * 2 + 1) + 2 * 6 + 4
-    shares = {name: bound_of(known[name], target, KEPT[name]["sm_90"]).share for name in names}
+    shares = {name: bound_of(known[name], target, TABLE[name]["sm_90"]).share for name in names}
     assert {name: share for name, share in shares.items() if share < AIM} == {}
 
 

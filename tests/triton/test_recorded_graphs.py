@@ -19,7 +19,7 @@ class Layer:
     def __init__(self, kernels):
         self.kernels, self.reads = kernels, Reads(READS)
         self.new = torch.zeros(4, 2, 3, 16)
-        self.kept = [torch.zeros(2, 101, 16) for _ in range(2)]
+        self.pool = [torch.zeros(2, 101, 16) for _ in range(2)]
         self.slots = torch.zeros(3, dtype=torch.long)
         self.out = torch.zeros(3, 4, 16)
         self.fill(0)
@@ -32,8 +32,8 @@ class Layer:
     @torch.inference_mode()
     def run(self):
         queries, (keys, values) = self.new[:2].flatten(0, 1).transpose(0, 1), self.new[2:]
-        self.kernels.store(self.kept, self.slots, (keys, values))
-        partial = self.kernels.attend(queries, *self.kept, self.reads, SCALE)
+        self.kernels.store(self.pool, self.slots, (keys, values))
+        partial = self.kernels.attend(queries, *self.pool, self.reads, SCALE)
         packed = torch.stack([self.kernels.pack(part, torch.float32) for part in (partial, partial)])
         self.out.copy_(self.kernels.fold(packed).out_THD)
 
@@ -52,4 +52,4 @@ def test_replayed_kernels_do_what_fresh_ones_do():
             run()
         assert torch.equal(fresh.out, captured.out)
         assert fresh.out.any()
-        assert all(torch.equal(*pair) for pair in zip(fresh.kept, captured.kept, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(fresh.pool, captured.pool, strict=True))

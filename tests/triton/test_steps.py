@@ -51,7 +51,7 @@ def test_decode_launches_few_kernels_per_layer(mix, folder_of):
 
 
 @pytest.mark.parametrize("mix", ["shared and own", "windows", "sinks", "latents", "int8", "4 ranks, exchange"])
-def test_rows_that_tell_of_their_attention_take_a_launch_more_per_layer_and_no_wait(mix, folder_of):
+def test_attributed_rows_take_one_more_launch_per_layer_and_no_synchronization(mix, folder_of):
     """The memory for attribution is cleared once; the result is copied separately, after the tokens."""
     case = MIXES[mix]._replace(settings=(*MIXES[mix].settings, ("max_draft_tokens", 0)))
     plain, asking = (decoded(case._replace(cuts=cuts), folder_of, kernels) for cuts in (None, SpanLayout(64)))
@@ -123,7 +123,7 @@ def test_a_captured_step_with_drafts_asks_for_no_more(mix, samplings, folder_of)
     assert [event.kind for event in log.events] == ["to device", "launch", "launch", "to host", "launch", "wait"]
 
 
-def test_with_keys_in_8_bits_blocks_are_kept_before_it_and_put_back_behind_it(folder_of):
+def test_with_8_bit_keys_blocks_are_saved_before_and_restored_after_a_replay(folder_of):
     """Separate launches in each layer, and copies of the tables; no additional wait."""
     log = decoded(MIXES["int8"]._replace(is_captured=True, prompts=SHARED, num_drafts=3), folder_of, kernels)
     assert [event.name for event in log.of("launch")].count("graph") == 3
@@ -131,7 +131,7 @@ def test_with_keys_in_8_bits_blocks_are_kept_before_it_and_put_back_behind_it(fo
     assert len(log.of("to device")) <= 5
 
 
-def test_another_rank_is_told_which_drafts_were_accepted_and_waits_once(folder_of):
+def test_another_rank_receives_the_accepted_drafts_and_waits_once(folder_of):
     case = MIXES["4 ranks, exchange"]._replace(samplings=MIXED, is_captured=True, rank=3, num_drafts=3)
     log = decoded(case, folder_of, kernels)
     assert [event.kind for event in log.events] == ["to device", "launch", "launch", "to host", "wait"]

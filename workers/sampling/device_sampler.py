@@ -11,6 +11,7 @@ from longleaf.kernels.backend import Numbers
 from longleaf.rank_protocol.step import Row
 from longleaf.sampling import SamplingParams, Token
 from workers.host_copies import AsyncHostCopy, DeviceEvent, to_device
+from workers.sampling import fused
 from workers.sampling.acceptance import NOT_REACHED, DraftRows, drafts_of
 from workers.sampling.fixed_shape import Needs, Parameters, choose, record_tokens
 from workers.sampling.history import PADDING_ROW, TokenHistories
@@ -173,16 +174,26 @@ class DeviceSampler:
     def choose(
         self, logits_RV: Tensor, parameters: Parameters, needs: Needs, drafts: DraftRows | None = None
     ) -> Tensor:
-        """The result of `fixed_shape.record_tokens` for rows; many rows are sampled in slices."""
+        """The result of `fixed_shape.record_tokens` for rows: by kernels on a GPU, else by torch operations. Many
+        rows are sampled in slices.
+        """
         size = logits_RV.shape[-1]
+<<<<<<< /tmp/m2
         most, histories = max(1, MAX_LOGITS // size), self._histories_of(size)
+||||||| /tmp/m1
+        most, histories = max(1, MAX_LOGITS // size), self._there(size)
+=======
+        is_fused, histories = fused.is_supported(logits_RV), self._there(size)
+        choose_some = fused.choose if is_fused else choose
+        most = fused.max_rows(size) if is_fused else max(1, MAX_LOGITS // size)
+>>>>>>> /tmp/m3
         num_before = min(MAX_DRAFT_TOKENS, len(logits_RV) - 1) if needs.counts_tokens else 0
         before_RM = drafts.before(num_before) if drafts is not None and num_before else None
         found: list[Tensor] = []
         for start in range(0, len(logits_RV), most):
             some = slice(start, start + most)
             before_LM = None if before_RM is None else before_RM[some]
-            found.append(choose(logits_RV[some], parameters.of(some), histories, needs, before_LM))
+            found.append(choose_some(logits_RV[some], parameters.of(some), histories, needs, before_LM))
         return record_tokens(found[0] if len(found) == 1 else torch.cat(found), parameters, histories, needs, drafts)
 
     def _histories_of(self, vocabulary_size: int) -> TokenHistories:

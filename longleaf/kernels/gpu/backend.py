@@ -12,20 +12,23 @@ from longleaf.attention.block_attribution import AttributionColumns
 from longleaf.attention.masks import Read, Reads
 from longleaf.attention.partial import Partial
 from longleaf.kernels.backend import Int8Layer, check_shapes, lies_in
-from longleaf.kernels.gpu import constants
-from longleaf.kernels.gpu.block_sums import bags_of, told_arguments, told_numbers
+from longleaf.kernels.gpu import constants, tuning
+from longleaf.kernels.gpu.block_sums import attribution_arguments, attribution_numbers, bags_of
 from longleaf.kernels.gpu.device.block_attribution import add_shares
 from longleaf.kernels.gpu.device.decode import attend_items
 from longleaf.kernels.gpu.device.fold import fold_items, fold_packed, pack_rows
 from longleaf.kernels.gpu.device.int8 import attend_items_int8
 from longleaf.kernels.gpu.device.store import store_int8, store_tokens
+from longleaf.kernels.gpu.device.unmasked import attend_unmasked
 from longleaf.kernels.gpu.launch import Launcher, launch
 from longleaf.kernels.gpu.tables import AttributedRanges, DeviceLaunchTables, DeviceWork, WorkKey
 from longleaf.kernels.gpu.work_items import Shape, work_of
 from longleaf.runs import ceil_div
 
-PROGRAMS_PER_MULTIPROCESSOR = 2
+PROGRAMS_PER_MULTIPROCESSOR = tuning.NONE.programs
 """Programs of the attention kernels that run concurrently on a multiprocessor; with few rows each has one item."""
+ATTENTION = {"items": attend_items, "unmasked": attend_unmasked}
+"""Kernels by `tuning.Tile.kernel`."""
 
 
 class TritonKernels:
@@ -33,10 +36,14 @@ class TritonKernels:
 
     name = "triton"
 
-    def __init__(self, num_multiprocessors: int, launcher: Launcher = launch) -> None:
-        self._num_programs = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
+    def __init__(
+        self, num_multiprocessors: int, launcher: Launcher = launch, tunings: tuning.Table | None = None
+    ) -> None:
+        """`tunings` replaces the table of the current GPU."""
+        self._multiprocessors = num_multiprocessors
         self._launch = launcher
         self._limits = constants.limits_here()
+        self._tunings = tuning.table_of(self._limits) if tunings is None else tunings
 
     @staticmethod
     def load() -> "TritonKernels":
@@ -59,17 +66,26 @@ class TritonKernels:
         types, is_latent = (q_THD.dtype, k_KSD.dtype), lies_in(v_KSV, k_KSD)
         dtype, dim, has_cap = torch.promote_types(*types), q_THD.shape[2], softcap is not None
         chosen = constants.attend(*types, dim, value_dim, self._limits, is_latent=is_latent, has_cap=has_cap)
-        most_rows = constants.max_tile_rows(dtype, dim, self._limits, is_latent=is_latent)
-        work = self._work(reads, q_THD, num_kv_heads, most_rows, chosen["TILE_KEYS"])
-        chosen = constants.with_rows(chosen, work.tile_rows, is_asked=work.told is not None)
+        tuned = tuning.NONE if is_latent or dim != value_dim else self._tunings.get((dtype, dim), tuning.NONE)
+        most_rows = tuned.max_rows or constants.max_tile_rows(dtype, dim, self._limits, is_latent=is_latent)
+        work, num_programs = self._work(reads, q_THD, num_kv_heads, most_rows, chosen["TILE_KEYS"], tuned)
+        tile = tuned.tiles.get(work.tile_rows) if scale > 0 else None
+        is_attributed = work.attribution is not None
+        if tile is None:
+            kernel, chosen = attend_items, constants.with_rows(chosen, work.tile_rows, is_attributed=is_attributed)
+        else:
+            is_attributed = is_attributed and tile.keys >= chosen["SLOTS"]
+            kernel, chosen = ATTENTION[tile.kernel], tuning.constants_of(tile, chosen, is_attributed=is_attributed)
         parts = empty_partial(work.num_part_rows, num_kv_heads, value_dim, q_THD)
+        is_attributed, group = chosen.get("ATTRIBUTES", False), q_THD.shape[1] // num_kv_heads
+        attribution = attribution_arguments(work, parts, group, is_attributed=is_attributed)
         self._launch(
-            attend_items,
-            (self._num_programs,),
+            kernel,
+            (num_programs,),
             *(work.table, q_THD, k_KSD, v_KSV, parts.out_THD, parts.lse_TH, scale, softcap or 0.0),
-            *(q_THD.shape[1] // num_kv_heads, num_kv_heads),
+            *(group, num_kv_heads),
             *(*q_THD.stride()[:2], *k_KSD.stride()[:2], *v_KSV.stride()[:2]),
-            *told_arguments(work, parts, q_THD.shape[1] // num_kv_heads, tells=chosen["TELLS"]),
+            *attribution,
             **chosen,
         )
         return self._folded(q_THD, work, parts)
@@ -82,16 +98,19 @@ class TritonKernels:
         q_THD = together(q_THD)
         num_kv_heads, num_slots, dim = layer.keys_KSD.shape
         chosen = constants.attend_int8(q_THD.dtype, dim, layer.block_size, self._limits, has_cap=softcap is not None)
-        work = self._work(reads, q_THD, num_kv_heads, constants.INT8_TILE_ROWS, chosen["TILE_KEYS"])
-        chosen = constants.with_rows(chosen, work.tile_rows, is_asked=work.told is not None)
+        tuned, most_rows = self._tunings.get((torch.int8, dim), tuning.NONE), constants.INT8_TILE_ROWS
+        if q_THD.dtype != torch.float32 and (tile := tuned.tiles.get(most_rows)):
+            chosen = tuning.int8_constants_of(tile, chosen)
+        work, num_programs = self._work(reads, q_THD, num_kv_heads, most_rows, chosen["TILE_KEYS"], tuned)
+        chosen = constants.with_rows(chosen, work.tile_rows, is_attributed=work.attribution is not None)
         parts = empty_partial(work.num_part_rows, num_kv_heads, dim, q_THD)
         self._launch(
             attend_items_int8,
-            (self._num_programs,),
+            (num_programs,),
             *(work.table, q_THD, *(numbers.view(torch.int16) for numbers in layer[:3]), layer.scales_KS),
             *(parts.out_THD, parts.lse_TH, scale, softcap or 0.0),
             *(q_THD.shape[1] // num_kv_heads, num_kv_heads, num_slots, *q_THD.stride()[:2]),
-            *told_arguments(work, parts, q_THD.shape[1] // num_kv_heads, tells=chosen["TELLS"]),
+            *attribution_arguments(work, parts, q_THD.shape[1] // num_kv_heads, is_attributed=chosen["ATTRIBUTES"]),
             **chosen,
         )
         return self._folded(q_THD, work, parts)
@@ -178,21 +197,31 @@ class TritonKernels:
         return DeviceLaunchTables([key for key in seen.cache if isinstance(key, WorkKey)], is_shared=is_shared)
 
     def _work(
-        self, reads: Sequence[Read], q_THD: Tensor, num_kv_heads: int, max_tile_rows: int, tile_keys: int
-    ) -> DeviceWork:
-        """The work items of the reads, computed once for all layers with the same pattern."""
+        self,
+        reads: Sequence[Read],
+        q_THD: Tensor,
+        num_kv_heads: int,
+        max_tile_rows: int,
+        tile_keys: int,
+        tuned: tuning.Tuning,
+    ) -> tuple[DeviceWork, int]:
+        """The work items of the reads, computed once for all layers with the same pattern, and the number of
+        programs."""
         reads = reads if isinstance(reads, Reads) else Reads(reads)
-        shape = Shape(q_THD.shape[0], q_THD.shape[1] // num_kv_heads, num_kv_heads, max_tile_rows, tile_keys)
-        key = WorkKey(q_THD.device, self._num_programs, shape)
+        shape = Shape(
+            q_THD.shape[0], q_THD.shape[1] // num_kv_heads, num_kv_heads, max_tile_rows, tile_keys, tuned.min_piece
+        )
+        num_programs = tuned.programs * self._multiprocessors
+        key = WorkKey(q_THD.device, num_programs, shape)
         if key not in reads.cache:
-            work = work_of(reads, shape, self._num_programs)
+            work = work_of(reads, shape, num_programs)
             # copies from pinned memory are asynchronous; other accelerators copy small data directly
-            reported = told_numbers(reads.attributed, reads, work.reads, shape.group) if reads.attributed else []
+            reported = attribution_numbers(reads.attributed, reads, work.reads, shape.group) if reads.attributed else []
             numbers = torch.tensor(work.numbers + reported, dtype=torch.long, pin_memory=q_THD.is_cuda)
             table, rest = numbers.to(q_THD.device, non_blocking=True).split([len(work.numbers), len(reported)])
             requested = AttributedRanges(reads.attributed, rest) if reads.attributed else None
             reads.cache[key] = DeviceWork(table, work.num_part_rows, work.tile_rows, requested)
-        return reads.cache[key]
+        return reads.cache[key], num_programs
 
     def _folded(self, q_THD: Tensor, work: DeviceWork, parts: Partial) -> Partial:
         (num_tokens, num_heads, _), (_, num_kv_heads, value_dim) = q_THD.shape, parts.out_THD.shape

@@ -29,25 +29,27 @@ class ColumnEntries(NamedTuple):
     into it, if any; the number of attributed rows."""
 
 
-def told_numbers(told: BlockSums, reads: Sequence[Read], of_stretches: Sequence[int], group: int) -> list[int]:
+def attribution_numbers(sums: BlockSums, reads: Sequence[Read], of_stretches: Sequence[int], group: int) -> list[int]:
     """Five numbers per stretch, from the read numbers of the stretches: `entry`, rows [first, end) of a key head that
     are reported, the edge, and entries per row. Slot s counts into the entry at `entry` + row * entries per row + s //
     BLOCK, and from the edge on into the next one."""
     rows: list[tuple[int, ...]] = []
-    for each, read in zip(told.reads, reads, strict=True):
+    for each, read in zip(sums.reads, reads, strict=True):
         first, end = each.first_row * group, each.end_row * group
         entry = each.start * group - first * each.num_entries - read.slot_start // BLOCK
         rows.append((entry, first, end, each.edge, each.num_entries))
     return [number for read in of_stretches for number in rows[read]]
 
 
-def told_arguments(work: DeviceWork, parts: Partial, group: int, *, tells: bool) -> tuple[Tensor, Tensor, int]:
+def attribution_arguments(
+    work: DeviceWork, parts: Partial, group: int, *, is_attributed: bool
+) -> tuple[Tensor, Tensor, int]:
     """Attribution arguments of the attention kernels: the numbers per stretch, the output for entries, and the stride
     between key heads. Without attribution these are placeholders that kernels do not read."""
-    if not tells or work.told is None:
+    if not is_attributed or work.attribution is None:
         return work.table, parts.lse_TH, 0
-    reported_KE2 = work.told.sums.room(parts.lse_TH.shape[1], group, work.table.device)
-    return work.told.numbers, reported_KE2, reported_KE2.stride(0)
+    reported_KE2 = work.attribution.sums.room(parts.lse_TH.shape[1], group, work.table.device)
+    return work.attribution.numbers, reported_KE2, reported_KE2.stride(0)
 
 
 def bags_of(columns: AttributionColumns, num_columns: int, sink_column: int, device: torch.device) -> ColumnEntries:
@@ -71,9 +73,9 @@ def _entries(columns: AttributionColumns, num_columns: int) -> tuple[Tensor, Ten
     counts_R = ends_R - firsts_R
     runs_L = torch.repeat_interleave(counts_R)
     turns_L = torch.arange(len(runs_L)) - (counts_R.cumsum(0) - counts_R)[runs_L]
-    tellers_R = torch.repeat_interleave(end_runs_A - first_runs_A)
+    attributed_R = torch.repeat_interleave(end_runs_A - first_runs_A)
     places_L = columns_R[runs_L] + (before_R[runs_L] + turns_L) // per_column_R[runs_L]
-    places_L += tellers_R[runs_L] * num_columns
+    places_L += attributed_R[runs_L] * num_columns
     found_L = (rows_R[runs_L], starts_R[runs_L], firsts_R[runs_L] + turns_L, per_row_R[runs_L])
     counts_AN = torch.bincount(places_L, minlength=len(columns.rows) * num_columns)
     bounds_AN = torch.cat((counts_AN.new_zeros(1), counts_AN.cumsum(0)))

@@ -57,7 +57,7 @@ AMD = KernelLimits(latent_warps=8, has_ptx=False)
 
 def attend(
     query: torch.dtype,
-    kept: torch.dtype,
+    stored: torch.dtype,
     dim: int,
     value_dim: int,
     limits: KernelLimits,
@@ -67,7 +67,7 @@ def attend(
 ) -> Constants:
     """Constants of `attend_items`, except the rows of a tile. Different types are converted to the one that represents
     both."""
-    dtype = torch.promote_types(query, kept)
+    dtype = torch.promote_types(query, stored)
     first, rest = (padded(value_dim), padded(dim - value_dim)) if is_latent else (padded(dim), 0)
     width = first + rest if is_latent else first + padded(value_dim)
     is_float32, is_wide = dtype == torch.float32, first > MAX_NARROW_DIM and not is_latent
@@ -78,7 +78,7 @@ def attend(
         "REST_PAD": rest,
         "VALUE_DIM": value_dim,
         "VALUE_PAD": padded(value_dim),
-        "TILE_KEYS": tile_keys(width * kept.itemsize, tile_bytes),
+        "TILE_KEYS": tile_keys(width * stored.itemsize, tile_bytes),
         "HAS_CAP": has_cap,
         "SLOTS": BLOCK,
         "TYPE": TYPES[dtype],
@@ -106,12 +106,12 @@ def attend_int8(query: torch.dtype, dim: int, block_size: int, limits: KernelLim
     }
 
 
-def with_rows(chosen: Constants, tile_rows: int, *, is_asked: bool = False) -> Constants:
+def with_rows(chosen: Constants, tile_rows: int, *, is_attributed: bool = False) -> Constants:
     """Attention constants completed with those that depend on the rows of a tile. More rows leave registers for fewer
     keys. Block attribution requires that each block of keys is within one tile."""
     keys = chosen["TILE_KEYS"] if tile_rows == MIN_SIDE else max(MIN_TILE_KEYS, chosen["TILE_KEYS"] // 2)
-    tells = is_asked and keys >= BLOCK and chosen.get("BLOCK", BLOCK) % BLOCK == 0
-    return {**chosen, "TILE_ROWS": tile_rows, "TILE_KEYS": keys, "TELLS": tells}
+    is_whole = keys >= BLOCK and chosen.get("BLOCK", BLOCK) % BLOCK == 0
+    return {**chosen, "TILE_ROWS": tile_rows, "TILE_KEYS": keys, "ATTRIBUTES": is_attributed and is_whole}
 
 
 def add_shares(num_heads: int, *, has_sinks: bool) -> Constants:

@@ -47,7 +47,7 @@ class DeviceWork(NamedTuple):
     table: Tensor
     num_part_rows: int
     tile_rows: int
-    told: AttributedRanges | None = None
+    attribution: AttributedRanges | None = None
     """None without attribution."""
 
 

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longleaf.kernels.gpu import constants, varlen
+from longleaf.kernels.gpu import constants, tuning, varlen
 from longleaf.kernels.gpu.constants import Constants, KernelLimits
 from longleaf.kernels.gpu.device.decode import attend_items
 from longleaf.kernels.gpu.device.fold import fold_items, fold_packed, pack_rows
 from longleaf.kernels.gpu.device.int8 import attend_items_int8
 from longleaf.kernels.gpu.device.rounds import fold_rounds, propagate_nonfinite
 from longleaf.kernels.gpu.device.store import store_int8, store_tokens
+from longleaf.kernels.gpu.device.unmasked import attend_unmasked
 from longleaf.kernels.gpu.launch import Kernel
 
 NAMES = {
@@ -36,8 +37,8 @@ LATENT = (576, 512)
 """Dims of a latent key and of its value."""
 BLOCK_SIZE = 128
 ATTENDING = {
-    **dict.fromkeys(("table", "told_reads"), torch.int64),
-    **dict.fromkeys(("out", "lse", "told"), torch.float32),
+    **dict.fromkeys(("table", "attribution_reads"), torch.int64),
+    **dict.fromkeys(("out", "lse", "attribution"), torch.float32),
 }
 """Argument types common to all attention kernels."""
 
@@ -94,6 +95,22 @@ def attend(
     return _variant(name, attend_items, types, constants.with_rows(chosen, tile_rows))
 
 
+def tuned(dtype: torch.dtype, dim: int, tile: tuning.Tile) -> KernelVariant:
+    """Attention with the sizes of a tile; not in `variants`."""
+    if dtype == torch.int8:
+        chosen = constants.attend_int8(torch.bfloat16, dim, BLOCK_SIZE, constants.USUAL, has_cap=False)
+        types = {**ATTENDING, "q": torch.bfloat16, "scales": torch.float32}
+        types |= dict.fromkeys(("keys", "values", "exponents"), torch.int16)
+        chosen = constants.with_rows(tuning.int8_constants_of(tile, chosen), tile.rows)
+        return _variant(f"int8 {dim} {tile}", attend_items_int8, types, chosen)
+    kernel = {"items": attend_items, "unmasked": attend_unmasked}[tile.kernel]
+    chosen = constants.attend(dtype, dtype, dim, dim, constants.USUAL, is_latent=False, has_cap=False)
+    types = {**ATTENDING, "q": dtype, "k": dtype, "v": dtype}
+    return _variant(
+        f"{NAMES[dtype]} {dim} {tile}", kernel, types, tuning.constants_of(tile, chosen, is_attributed=False)
+    )
+
+
 def attend_int8(dtype: torch.dtype, dim: int, limits: KernelLimits, *, has_cap: bool = False) -> KernelVariant:
     """Attention over keys in 8 bits, with queries of a type."""
     chosen = constants.attend_int8(dtype, dim, BLOCK_SIZE, limits, has_cap=has_cap)
@@ -119,7 +136,7 @@ def packed(dtype: torch.dtype, dim: int) -> Iterator[KernelVariant]:
 
 def store(dtype: torch.dtype, dim: int, value_dim: int) -> KernelVariant:
     """The store of keys, and of values unless they are part of the keys."""
-    types = {"slots": torch.int64, **dict.fromkeys(("k", "v", "kept_keys", "kept_values"), dtype)}
+    types = {"slots": torch.int64, **dict.fromkeys(("k", "v", "pool_keys", "pool_values"), dtype)}
     chosen = constants.store(dim, value_dim, has_values=value_dim == dim)
     return _variant(f"store {NAMES[dtype]} {dim}", store_tokens, types, chosen)
 

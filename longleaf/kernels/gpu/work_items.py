@@ -100,6 +100,8 @@ class Shape(NamedTuple):
     """Maximum rows of an item, a power of two."""
     tile_keys: int
     """Keys read at once: pieces are multiples of it."""
+    min_piece: int | None = None
+    """Minimum keys per piece; None: MIN_PIECE."""
 
 
 def work_of(reads: Iterable[Read], shape: Shape, num_programs: int, tile_rows: int | None = None) -> Work:
@@ -110,7 +112,7 @@ def work_of(reads: Iterable[Read], shape: Shape, num_programs: int, tile_rows: i
         most_rows = max((chain.end - chain.start for chain in chains), default=0) * shape.group
         tile_rows = tile_of(most_rows, shape)
     num_items = [ceil_div((chain.end - chain.start) * shape.group, tile_rows) * shape.num_kv_heads for chain in chains]
-    size = piece_size([chain.num_keys for chain in chains], num_items, shape.tile_keys, num_programs)
+    size = piece_size([chain.num_keys for chain in chains], num_items, shape.tile_keys, num_programs, shape.min_piece)
     items: list[tuple[int, tuple[int, ...]]] = []
     stretches: list[SlotRange] = []
     pieces: list[WorkPiece] = []
@@ -151,14 +153,20 @@ def chains_of(reads: Iterable[Read]) -> list[ReadChain]:
     return [ReadChain(*rows, stretches) for rows, stretches in found.items()]
 
 
-def piece_size(num_keys: Sequence[int], num_items: Sequence[int], tile_keys: int, num_programs: int) -> int:
+def piece_size(
+    num_keys: Sequence[int],
+    num_items: Sequence[int],
+    tile_keys: int,
+    num_programs: int,
+    min_piece: int | None = None,
+) -> int:
     """Keys of a piece, a multiple of the tile, from the keys of each chain and its number of uncut items.
 
     The smallest size that makes no more items than there are programs. With many chains there are more items than
     programs anyway; then their number may double.
     """
     limit = max(num_programs, 2 * sum(num_items))
-    least = ceil_div(MIN_PIECE, tile_keys)
+    least = ceil_div(min_piece or MIN_PIECE, tile_keys)
     most = ceil_div(max(num_keys, default=0), tile_keys)
 
     def can_be(length: int) -> bool:

@@ -181,6 +181,41 @@ def test_page_is_rendered_from_recorded_rows(monkeypatch, tmp_path, capsys):
     assert page(rows).count("\n| ") == len(rows) + 4 + NUM_PUBLISHED
 
 
+def test_cases_that_were_not_measured_are_added_from_other_runs(tmp_path, capsys):
+    def row(case, date, **more):
+        numbers = {
+            "kernels": "triton",
+            "graph_us": 1.0,
+            "called_us": 2.0,
+            "gb_per_s": 3.0,
+            "share": 0.1,
+            "target": None,
+        }
+        machine = {**MACHINE, "date": date}
+        return {**command.attempted(case, lambda: more or numbers), "copy_gb_per_s": 4300.0, "machine": machine}
+
+    old, new = "2026-11-22", "2026-11-23"
+    files = {
+        "new": [row(SMALL[0], new), row(SMALL[1], new, left_out="needs blake3")],
+        "old": [row(SMALL[0], old), row(SMALL[1], old), row(SMALL[2], old)],
+    }
+    for name, rows in files.items():
+        (tmp_path / name).write_text(json.dumps(rows))
+    arguments = ["--table", str(tmp_path / "new"), "--more", str(tmp_path / "old")]
+    assert command.main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(each["what"], each["machine"]["date"]) for each in found] == [
+        (label(SMALL[0]), new),
+        (label(SMALL[1]), old),
+        (label(SMALL[2]), old),
+    ]
+    assert command.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert f"Measured on {old}, with the code of that date: {label(SMALL[1])}; {label(SMALL[2])}." in text
+    assert command.main([*arguments, "--only", label(SMALL[2])]) == 0
+    assert "needs blake3" in capsys.readouterr().out
+
+
 def test_only_filters_the_list(capsys):
     assert command.main(["--list", "--only", "latent"]) == 0
     lines = capsys.readouterr().out.splitlines()

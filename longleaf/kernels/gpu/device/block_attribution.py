@@ -11,7 +11,7 @@ import triton.language as tl
 def add_shares(
     entries,
     bags,
-    told,
+    attribution,
     lse,
     sinks,
     means,
@@ -19,7 +19,7 @@ def add_shares(
     heads,
     group,
     num_heads,
-    told_stride_h,
+    attribution_stride_h,
     lse_stride_t,
     lse_stride_h,
     first_head,
@@ -28,13 +28,13 @@ def add_shares(
     HAS_SINKS: tl.constexpr,
 ):
     """One program for each column of each reported row, see `longleaf.kernels.gpu.block_sums`; it adds up all heads in
-    a fixed order. `told` [K, E * G, 2], `lse` [T, H], `sinks` [H]; `means` are summed over heads, `largest` is the
-    maximum over heads, float32, and `heads` the number of that head, int32, starting at `first_head`."""
+    a fixed order. `attribution` [K, E * G, 2], `lse` [T, H], `sinks` [H]; `means` are summed over heads, `largest` is
+    the maximum over heads, float32, and `heads` the number of that head, int32, starting at `first_head`."""
     place = tl.program_id(0)
     bag = bags + place.to(tl.int64) * 5
     head_H = tl.arange(0, HEADS_PAD)
     is_head_H = head_H < num_heads
-    told_H = told + (head_H // group).to(tl.int64) * told_stride_h
+    attribution_H = attribution + (head_H // group).to(tl.int64) * attribution_stride_h
     lse_H = lse + head_H * lse_stride_h
     share_H = tl.zeros([HEADS_PAD], tl.float32)
     end = tl.load(bag + 1)
@@ -47,11 +47,11 @@ def add_shares(
             entry_E + 2, mask=is_entry_E, other=0
         )
         per_head_E = tl.load(entry_E + 3, mask=is_entry_E, other=0)
-        is_told_HE = is_head_H[:, None] & is_entry_E[None, :]
-        told_HE = told_H[:, None] + 2 * (first_E[None, :] + (head_H % group)[:, None] * per_head_E[None, :])
-        peak_HE = tl.load(told_HE, mask=is_told_HE, other=0.0)
-        sum_HE = tl.load(told_HE + 1, mask=is_told_HE, other=0.0)
-        lse_HE = tl.load(lse_H[:, None] + row_E[None, :] * lse_stride_t, mask=is_told_HE, other=0.0)
+        is_reported_HE = is_head_H[:, None] & is_entry_E[None, :]
+        entry_HE = attribution_H[:, None] + 2 * (first_E[None, :] + (head_H % group)[:, None] * per_head_E[None, :])
+        peak_HE = tl.load(entry_HE, mask=is_reported_HE, other=0.0)
+        sum_HE = tl.load(entry_HE + 1, mask=is_reported_HE, other=0.0)
+        lse_HE = tl.load(lse_H[:, None] + row_E[None, :] * lse_stride_t, mask=is_reported_HE, other=0.0)
         # without visible keys, the peak is undefined
         share_H += tl.sum(sum_HE * tl.exp(tl.where(sum_HE == 0, 0.0, peak_HE - lse_HE)), 1)
     if HAS_SINKS:

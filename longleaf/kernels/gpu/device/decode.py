@@ -2,7 +2,7 @@
 
 The table is that of `longleaf.kernels.gpu.work_items`. Programs process items in turn, for every key head, so the
 number of programs and items affects only speed. Tiles of keys start at multiples of a block's slots, with or without
-block attribution (TELLS), so partials are bitwise identical in both cases.
+block attribution (ATTRIBUTES), so partials are bitwise identical in both cases.
 
 Shape letters: R rows, S keys of a tile, D dim, V value dim, E dims of the keys beyond the values.
 """
@@ -10,7 +10,7 @@ Shape letters: R rows, S keys of a tile, D dim, V value dim, E dims of the keys 
 import triton
 import triton.language as tl
 
-from longleaf.kernels.gpu.device.block_sums import asked, tell
+from longleaf.kernels.gpu.device.block_sums import reported_rows, store_attribution
 from longleaf.kernels.gpu.device.online import finish, masked, product, visible, weigh
 
 
@@ -32,9 +32,9 @@ def attend_items(
     k_stride_s,
     v_stride_h,
     v_stride_s,
-    told_reads,
-    told,
-    told_stride_h,
+    attribution_reads,
+    attribution,
+    attribution_stride_h,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     REST_PAD: tl.constexpr,
@@ -43,7 +43,7 @@ def attend_items(
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    TELLS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
     SLOTS: tl.constexpr,
     TYPE: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -54,7 +54,8 @@ def attend_items(
     If REST_PAD is not 0, the values are the first dims of the keys, and both are read once: DIM_PAD is then VALUE_PAD,
     and REST_PAD is the padded number of the other dims. `v` is ignored.
 
-    With TELLS it also writes `told` [K, E * G, 2], float32, for each stretch in `told_reads`, see `tell`.
+    With ATTRIBUTES it also writes `attribution` [K, E * G, 2], float32, for each stretch in `attribution_reads`, see
+    `store_attribution`.
     """
     HEADER: tl.constexpr = 4
     first_dim_D = tl.arange(0, DIM_PAD)
@@ -85,9 +86,9 @@ def attend_items(
             ahead, window = tl.load(stretches + i * 4 + 2), tl.load(stretches + i * 4 + 3)
             low = tl.maximum(tl.load(stretches + i * 4), ahead + first - window + 1)
             high = tl.minimum(tl.load(stretches + i * 4 + 1), ahead + last + 1)
-            if TELLS:
-                reported_R, is_reported_R, edge = asked(
-                    told_reads + i * 5, told + head * told_stride_h, row_R, is_row_R
+            if ATTRIBUTES:
+                reported_R, is_reported_R, edge = reported_rows(
+                    attribution_reads + i * 5, attribution + head * attribution_stride_h, row_R, is_row_R
                 )
             for start in range(low // SLOTS * SLOTS, high, TILE_KEYS):
                 # 64 bits, because slots x dim exceeds 2^31 at 16 M tokens of 128
@@ -110,8 +111,8 @@ def attend_items(
                 score_RS = masked(score_RS * scale, is_seen_RS, cap, HAS_CAP)
                 weight_RS, fade_R, peak_R, mass_R = weigh(score_RS, peak_R, mass_R)
                 acc_RV = acc_RV * fade_R[:, None] + product(weight_RS.to(TYPE), v_SV, UPCAST)
-                if TELLS:
-                    tell(
+                if ATTRIBUTES:
+                    store_attribution(
                         reported_R,
                         is_reported_R,
                         edge,

@@ -13,7 +13,7 @@ Shape letters as there; C pairs of dims, of which `even` is the first and `odd` 
 import triton
 import triton.language as tl
 
-from longleaf.kernels.gpu.device.block_sums import asked, tell
+from longleaf.kernels.gpu.device.block_sums import reported_rows, store_attribution
 from longleaf.kernels.gpu.device.online import finish, masked, visible, weigh
 
 # x << 1 and x >> 7 bring a byte to bits 1 to 8 of its half; there, behind the bits of 512, and with its sign turned, it
@@ -57,23 +57,23 @@ def attend_items_int8(
     num_slots,
     q_stride_t,
     q_stride_h,
-    told_reads,
-    told,
-    told_stride_h,
+    attribution_reads,
+    attribution,
+    attribution_stride_h,
     DIM: tl.constexpr,
     PAIRS_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    TELLS: tl.constexpr,
+    ATTRIBUTES: tl.constexpr,
     SLOTS: tl.constexpr,
     TYPE: tl.constexpr,
     HAS_PTX: tl.constexpr,
 ):
     """Writes `out` [P, K, D] and `lse` [P, K] of P part rows, float32, from `q` [T, H, D]; `keys` and `values` [K, S,
     C] and `exponents` [K, B, C], whose 16 bits are two numbers each; and `scales` [K, S]. Products are of type TYPE,
-    float16 or float32. With TELLS, block attribution is written as there.
+    float16 or float32. With ATTRIBUTES, block attribution is written as there.
 
     All keys of a tile have the same exponents: a tile ends where a block ends.
     """
@@ -111,9 +111,9 @@ def attend_items_int8(
             first_tile, end_tile = _tile_of(low, BLOCK, TILE_KEYS), _tile_of(high - 1, BLOCK, TILE_KEYS) + 1
             exponents_C = exponents + head * (num_slots // BLOCK) * PAIRS + pair_C
             exponent_C = tl.load(exponents_C + first_tile // TILES * PAIRS, mask=is_pair_C, other=NO_PAIR)
-            if TELLS:
-                reported_R, is_reported_R, edge = asked(
-                    told_reads + i * 5, told + head * told_stride_h, row_R, is_row_R
+            if ATTRIBUTES:
+                reported_R, is_reported_R, edge = reported_rows(
+                    attribution_reads + i * 5, attribution + head * attribution_stride_h, row_R, is_row_R
                 )
             for tile in range(first_tile, end_tile):
                 start = tile // TILES * BLOCK + tile % TILES * TILE_KEYS
@@ -121,12 +121,12 @@ def attend_items_int8(
                 offset_S = tl.arange(0, TILE_KEYS)
                 is_slot_S = offset_S < (num_slots - start).to(tl.int32) if BLOCK % TILE_KEYS else offset_S < TILE_KEYS
                 place_SC = (head * num_slots + start + offset_S)[:, None] * PAIRS + pair_C[None, :]
-                is_kept_SC = is_slot_S[:, None] & is_pair_C[None, :]
+                is_stored_SC = is_slot_S[:, None] & is_pair_C[None, :]
                 q_even_RC, q_odd_RC, top = _shifted(even_RC, odd_RC, exponent_C, TYPE)
-                # asked for a turn ahead: nothing else hides how long they take to come
+                # loaded one tile ahead: nothing else hides the latency of this load
                 is_next_C = is_pair_C & (tile + 1 < end_tile)
                 exponent_C = tl.load(exponents_C + (tile + 1) // TILES * PAIRS, mask=is_next_C, other=NO_PAIR)
-                k_even_SC, k_odd_SC = _keys(tl.load(keys + place_SC, mask=is_kept_SC, other=0), TYPE, HAS_PTX)
+                k_even_SC, k_odd_SC = _keys(tl.load(keys + place_SC, mask=is_stored_SC, other=0), TYPE, HAS_PTX)
                 score_RS = tl.dot(q_even_RC, tl.trans(k_even_SC), input_precision="ieee")
                 score_RS = tl.dot(q_odd_RC, tl.trans(k_odd_SC), score_RS, input_precision="ieee")
                 score_RS = score_RS * (_power(top) * scale * unit_R)[:, None]
@@ -134,15 +134,15 @@ def attend_items_int8(
                 is_seen_RS = is_key_S[None, :] & visible(token_R, first, start, ahead, window, TILE_KEYS)
                 score_RS = masked(score_RS, is_seen_RS, cap, HAS_CAP)
                 weight_RS, fade_R, peak_R, mass_R = weigh(score_RS, peak_R, mass_R)
-                if TELLS:
-                    tell(
+                if ATTRIBUTES:
+                    store_attribution(
                         reported_R, is_reported_R, edge, weight_RS, peak_R, start, low, end, TILE_ROWS, TILE_KEYS, SLOTS
                     )
                 scale_S = tl.load(scales + head * num_slots + start + offset_S, mask=is_key_S, other=0.0)
                 before, largest = largest, tl.maximum(largest, tl.max(scale_S, 0))
                 fade_R *= before / largest
                 weight_RS = (weight_RS * (scale_S / largest * 32768)[None, :]).to(TYPE)
-                v_even_SC, v_odd_SC = _values(tl.load(values + place_SC, mask=is_kept_SC, other=0), TYPE, HAS_PTX)
+                v_even_SC, v_odd_SC = _values(tl.load(values + place_SC, mask=is_stored_SC, other=0), TYPE, HAS_PTX)
                 acc_even_RC = tl.dot(weight_RS, v_even_SC, acc_even_RC * fade_R[:, None], input_precision="ieee")
                 acc_odd_RC = tl.dot(weight_RS, v_odd_SC, acc_odd_RC * fade_R[:, None], input_precision="ieee")
         place_R = (tl.load(item + 4) + row_R) * num_kv_heads + head

@@ -13,8 +13,8 @@ def store_tokens(
     slots,
     k,
     v,
-    kept_keys,
-    kept_values,
+    pool_keys,
+    pool_values,
     num_tokens,
     k_stride_h,
     k_stride_t,
@@ -42,7 +42,7 @@ def store_tokens(
     is_key_TD = is_token_T[:, None] & (dim_D < DIM)[None, :]
     from_T, to_T = (
         k + head * k_stride_h + token_T * k_stride_t,
-        kept_keys + head * keys_stride_h + slot_T * keys_stride_s,
+        pool_keys + head * keys_stride_h + slot_T * keys_stride_s,
     )
     keys_TD = tl.load(from_T[:, None] + dim_D[None, :], mask=is_key_TD)
     tl.store(to_T[:, None] + dim_D[None, :], keys_TD, mask=is_key_TD)
@@ -50,7 +50,7 @@ def store_tokens(
         value_V = tl.arange(0, VALUE_PAD)
         is_value_TV = is_token_T[:, None] & (value_V < VALUE_DIM)[None, :]
         from_T = v + head * v_stride_h + token_T * v_stride_t
-        to_T = kept_values + head * values_stride_h + slot_T * values_stride_s
+        to_T = pool_values + head * values_stride_h + slot_T * values_stride_s
         values_TV = tl.load(from_T[:, None] + value_V[None, :], mask=is_value_TV)
         tl.store(to_T[:, None] + value_V[None, :], values_TV, mask=is_value_TV)
 
