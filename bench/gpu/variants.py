@@ -196,13 +196,13 @@ class Sampled:
         import torch
 
         from bench.gpu import choosing
-        from longleaf.sampling import Sampling
+        from longleaf.sampling import SamplingParams
         from workers.host_copies import to_device
         from workers.sampling.device_sampler import parameters_of
         from workers.sampling.fixed_shape import kind_of
 
         torch.manual_seed(1)
-        choosing.SAMPLINGS.setdefault("top-p", (Sampling(temperature=1.0, top_p=0.95, seed=5),))
+        choosing.SAMPLINGS.setdefault("top-p", (SamplingParams(temperature=1.0, top_p=0.95, seed=5),))
         tokens = choosing.Tokens(Choose(kind), device)
         rows = tokens._next_rows()
         self.logits = tokens._logits_RV

@@ -33,8 +33,8 @@ class HeartbeatMonitor:
     """Monitors the heartbeats of the members until `task` is cancelled. Needs a running event loop."""
 
     def __init__(self, members: MonitoredMembers, heartbeat_timeout: float) -> None:
-        """A member without a heartbeat for `heartbeat_timeout` seconds is killed; one that loads, after PATIENCE_SECONDS at
-        least."""
+        """A member without a heartbeat for `heartbeat_timeout` seconds is killed; one that loads, after at least
+        PATIENCE_SECONDS."""
         self._members = members
         self._heartbeat_timeout = heartbeat_timeout
         self.task = asyncio.get_running_loop().create_task(self._watch())

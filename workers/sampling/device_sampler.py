@@ -178,15 +178,9 @@ class DeviceSampler:
         rows are sampled in slices.
         """
         size = logits_RV.shape[-1]
-<<<<<<< /tmp/m2
-        most, histories = max(1, MAX_LOGITS // size), self._histories_of(size)
-||||||| /tmp/m1
-        most, histories = max(1, MAX_LOGITS // size), self._there(size)
-=======
-        is_fused, histories = fused.is_supported(logits_RV), self._there(size)
+        is_fused, histories = fused.is_supported(logits_RV), self._histories_of(size)
         choose_some = fused.choose if is_fused else choose
         most = fused.max_rows(size) if is_fused else max(1, MAX_LOGITS // size)
->>>>>>> /tmp/m3
         num_before = min(MAX_DRAFT_TOKENS, len(logits_RV) - 1) if needs.counts_tokens else 0
         before_RM = drafts.before(num_before) if drafts is not None and num_before else None
         found: list[Tensor] = []
