@@ -58,7 +58,7 @@ def tokens_of_the_operations_of_fixed_shape(place: Place) -> None:
     """The kernels that sort no row, over flat and peaked logits, equal ones, and top-k and top-p of any size; and a
     replayed graph."""
     ground.need(ground.NEEDED_BY_RANKS)
-    from longleaf.sampling import Sampling
+    from longleaf.sampling import SamplingParams
     from workers.sampling import fixed_shape, fused
     from workers.sampling.device_sampler import Batch, DeviceSequenceSampler, parameters_of
     from workers.sampling.history import TokenHistories
@@ -75,7 +75,7 @@ def tokens_of_the_operations_of_fixed_shape(place: Place) -> None:
     )
     size = 152_000 if place.is_gpu else 300
     temperatures = (0.5, 1.0, 30.0) if place.is_gpu else (1.0,)
-    samplings = [Sampling(temperature=t, num_logprobs=20, **cut) for t in temperatures for cut in cuts]
+    samplings = [SamplingParams(temperature=t, num_logprobs=20, **cut) for t in temperatures for cut in cuts]
     batch = Batch([DeviceSequenceSampler(sampling, 0) for sampling in samplings], size)
     numbers = torch.from_numpy(batch.numbers([0] * len(samplings))).to(place.device)
     parameters, histories = parameters_of(numbers), TokenHistories(size, 1, place.device)

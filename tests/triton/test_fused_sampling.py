@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longleaf.rank_protocol.step import PenaltyHistory, SamplingTerms
-from longleaf.sampling import Sampling
+from longleaf.sampling import SamplingParams
 from workers.sampling import distribution, fixed_shape, fused
 from workers.sampling.device_sampler import Batch, DeviceSequenceSampler, parameters_of
 from workers.sampling.fused import SamplerTuning
@@ -60,7 +60,7 @@ def sampled(logits_RV, samplings, drawn, tuning, histories=None, places=None, be
 @pytest.mark.parametrize("name", TUNINGS)
 def test_tokens_are_those_of_the_operations_of_fixed_shape(name, seed):
     draws = random.Random(f"{name} {seed}")
-    samplings = [Sampling(temperature=draws.choice([0.3, 1.0, 30.0]), **cut) for cut in draws.sample(CUTS, 4)]
+    samplings = [SamplingParams(temperature=draws.choice([0.3, 1.0, 30.0]), **cut) for cut in draws.sample(CUTS, 4)]
     wanted, found = sampled(logits(seed, 4), samplings, [draws.random() for _ in samplings], TUNINGS[name])
     assert found.tolist() == wanted.tolist()
 
@@ -71,7 +71,7 @@ def test_of_equal_scores_those_of_smaller_ids_are_dropped(cut, drawn):
     """At both ends of the random number, so that the first and the last kept token are seen."""
     logits_RV = torch.zeros(1, 100)
     logits_RV[0, 50:53] = 1.0
-    sampling = Sampling(temperature=1.0, **cut)
+    sampling = SamplingParams(temperature=1.0, **cut)
     for tuning in (TUNING, TUNING._replace(small=0), TUNING._replace(small=0, capacity=4)):
         _, found = sampled(logits_RV, [sampling], [drawn], tuning)
         assert found.tolist() == [[distribution.draw(logits_RV[0].double(), sampling, drawn)]]
@@ -80,10 +80,10 @@ def test_of_equal_scores_those_of_smaller_ids_are_dropped(cut, drawn):
 def test_penalties_and_biases_are_those_of_the_operations_of_fixed_shape():
     histories, places = TokenHistories(SIZE, 4, "cpu"), []
     samplings = [
-        Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.3, logit_bias={3: 5.0, 70: -9.0, 149: 3.0}),
-        Sampling(frequency_penalty=0.5, presence_penalty=-0.5, logit_bias={0: 2.0}, num_logprobs=0),
-        Sampling(temperature=0.7, top_k=9, frequency_penalty=0.3, repetition_penalty=0.8),
-        Sampling(temperature=1.0),
+        SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.3, logit_bias={3: 5.0, 70: -9.0, 149: 3.0}),
+        SamplingParams(frequency_penalty=0.5, presence_penalty=-0.5, logit_bias={0: 2.0}, num_logprobs=0),
+        SamplingParams(temperature=0.7, top_k=9, frequency_penalty=0.3, repetition_penalty=0.8),
+        SamplingParams(temperature=1.0),
     ]
     for sampling in samplings:
         seen = PenaltyHistory((1, 5, 70, 149), (2, 2, 9, 140)) if sampling.has_penalties else None
@@ -98,7 +98,7 @@ def test_penalties_and_biases_are_those_of_the_operations_of_fixed_shape():
 def test_logprobs_are_those_of_the_logits():
     for seed in (1, 3, 4):
         logits_RV = logits(seed, 2)
-        samplings = [Sampling(num_logprobs=20), Sampling(temperature=1.0, num_logprobs=5)]
+        samplings = [SamplingParams(num_logprobs=20), SamplingParams(temperature=1.0, num_logprobs=5)]
         wanted, found = sampled(logits_RV, samplings, [0.0, 0.6], TUNING)
         torch.testing.assert_close(found[:, :22], wanted[:, :22], rtol=0, atol=1e-12)
         ids_RN = found[:, 22:].long()
@@ -111,7 +111,7 @@ def test_logprobs_are_those_of_the_logits():
 def test_rows_that_are_not_finite_have_no_token():
     logits_RV = logits(1, 5).float()
     logits_RV[0, 7], logits_RV[1, 149], logits_RV[2], logits_RV[3, 9] = torch.nan, torch.inf, -torch.inf, -torch.inf
-    samplings = [Sampling(temperature=1.0, top_p=0.9)] * 4 + [Sampling()]
+    samplings = [SamplingParams(temperature=1.0, top_p=0.9)] * 4 + [SamplingParams()]
     wanted, found = sampled(logits_RV, samplings, [0.5] * 5, TUNING)
     assert wanted[:3].flatten().tolist() == [fixed_shape.NOT_FINITE] * 3
     assert found.tolist() == wanted.tolist()
@@ -119,7 +119,7 @@ def test_rows_that_are_not_finite_have_no_token():
 
 @pytest.mark.parametrize("drawn", [0.0, 1 - 2**-53, 1.0])
 def test_an_eligible_token_is_drawn_at_both_ends_of_the_parameters(drawn):
-    samplings = [Sampling(temperature=1.0, **cut) for cut in ({}, {"top_p": 0.0}, {"min_p": 1.0}, {"top_k": 5})]
+    samplings = [SamplingParams(temperature=1.0, **cut) for cut in ({}, {"top_p": 0.0}, {"min_p": 1.0}, {"top_k": 5})]
     logits_RV = logits(2, 4, 50)
     logits_RV[:, -9:] = -torch.inf
     _, found = sampled(logits_RV, samplings, [drawn] * 4, TUNING)
