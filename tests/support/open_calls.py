@@ -23,12 +23,12 @@ class OpenCalls:
         await asyncio.wait_for(self._is_quiet.wait(), 10)
 
     @contextmanager
-    def call(self, record: CallRecord) -> Generator[None, None, None]:
+    def observe_call(self, record: CallRecord) -> Generator[None, None, None]:
         with self._open():
             yield
 
     @contextmanager
-    def generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
+    def observe_generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
         with self._open():
             yield _ignore
 
