@@ -281,7 +281,7 @@ from workers.fakes import EchoMain
 async def main():
     config = EngineConfig(model="none", world_size=2)
     control, fleet = RankManager(config), LocalFleet(EchoMain())
-    await fleet.launch(config, control.invitations, control.report_exit)
+    await fleet.launch(config, control.invitations, control.on_process_exit)
     await control.start(1)
     print(*(hello.pid for hello in control.hellos), flush=True)
     await asyncio.Event().wait()

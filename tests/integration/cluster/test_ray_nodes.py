@@ -34,7 +34,7 @@ async def main():
     control = RankManager(config, host, fleet.kill, fleet.location_of)
     delays = asyncio.Queue()
     control.roster.watch(lambda event: delays.put_nowait(event) if isinstance(event, ReplacementDelayed) else None)
-    await fleet.launch(config, control.invitations, control.report_exit)
+    await fleet.launch(config, control.invitations, control.on_process_exit)
     formation = await control.start(1)
     keeper = ReplacementSupervisor(control.roster, fleet, config, formation.readies)
     print("started", [hello.pid for hello in formation.hellos], flush=True)
