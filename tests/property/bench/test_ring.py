@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from bench.attention.ring import QueryRing, Ring
 from longleaf.attention.reference import attend
-from longleaf.comm.loopback import loopback
 from longleaf.comm.process_group import ProcessGroupComm, TransportChoice
 from longleaf.kernels.cpu.compiled import NativeBackend
+from tests.support.loopback import loopback
 from tests.support.on_threads import on_ends
 from tests.support.processes import run_ranks
 
