@@ -14,7 +14,6 @@ from coordinator.recovery.recompute import RecomputePlanner, RecoveryFailed
 from coordinator.recovery.remap import begin_reload, remap
 from coordinator.recovery.restore import RestorePlanner
 from longleaf.rank_protocol.step import Move, Prefill, Restore, Work
-from longleaf.runs import Run
 from longleaf.types import Recovering
 
 MOVED_BLOCKS = 64
@@ -77,11 +76,6 @@ class RecoveryManager:
     def num_promised(self) -> BlockCount:
         """Reserved blocks that belong to no segment."""
         return self._recompute.num_promised
-
-    @property
-    def incoming_runs(self) -> Iterable[Run]:
-        """Runs that a plan under way writes."""
-        return (run for holding in self._holdings for run in holding.incoming)
 
     @property
     def frontiers(self) -> list[tuple[TokenPath, int]]:
