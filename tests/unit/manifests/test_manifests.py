@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from vendor_schemas import of_definition
 
+import longleaf
 from tests.support.manifests.definitions import definition
 from tests.support.manifests.pods import cluster, environment, of_kind, options, pods, selects
 from tests.support.manifests.rendering import of_readme, render, with_components, with_these
@@ -58,9 +59,8 @@ def test_schemas_and_definitions_agree(path):
 
 
 def test_images_have_this_version(documents):
-    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE).group(1)
     tags = {container["image"].rpartition(":")[2] for pod in pods(documents) for container in pod.containers()}
-    assert {tag.rpartition("-")[0] for tag in tags} == {version}
+    assert {tag.partition("-")[0] for tag in tags} == {longleaf.__version__}
 
 
 def test_number_of_gpu_hosts_equals_number_of_pods():
