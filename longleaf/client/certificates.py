@@ -26,9 +26,10 @@ def read_certificates(field: str, path: str) -> bytes:
 
 
 def read_pair(tls_cert: str, tls_key: str) -> tuple[bytes, bytes]:
-    """Contents of a PEM file with a client certificate, followed by its chain, and of one with the private key.
+    """Contents of two PEM files: a client certificate followed by its chain, and the private key.
 
-    Raises InvalidArgument naming `tls_cert` or `tls_key`, also if a server would refuse the certificate by its dates.
+    Raises InvalidArgument naming `tls_cert` or `tls_key` if a file is unreadable, the certificate is expired or not yet
+    valid, or the key belongs to another certificate.
     """
     chain, key = read_certificates("tls_cert", tls_cert), read_small("tls_key", tls_key, MAX_PEM_BYTES)
     client, server = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
