@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).resolve().parents[2]
 
 NEEDS_AN_EXTRA = {
@@ -49,10 +51,12 @@ print(json.dumps({"helped": helped, "refused": refused, "modules": modules}))
 """A program that imports the client, prints the help of every command, and runs the commands of its last argument."""
 
 
-def requirements() -> list[str]:
-    """Names of the distributions that the base installation requires directly."""
+def requirements(*extras: str) -> list[str]:
+    """Names of the distributions that an installation with these extras requires directly."""
     with (ROOT / "pyproject.toml").open("rb") as file:
-        return [_name(line) for line in tomllib.load(file)["project"]["dependencies"]]
+        project = tomllib.load(file)["project"]
+    lines = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
+    return [_name(Requirement(line).name) for each in lines for line in each]
 
 
 def closure(names: list[str]) -> set[str]:
@@ -66,20 +70,18 @@ def closure(names: list[str]) -> set[str]:
     return found
 
 
-def absent_packages() -> set[str]:
-    """Top-level packages that are installed here, but not by the base installation."""
-    allowed = closure(requirements())
+def absent_packages(*extras: str) -> set[str]:
+    """Third-party packages that are installed here, but not by an installation with these extras."""
+    allowed = closure(requirements(*extras)) | {"longleaf"}
     found = metadata.packages_distributions()
     return {package for package, owners in found.items() if not allowed & {_name(owner) for owner in owners}}
 
 
 def _required(name: str) -> Iterator[str]:
-    lines = metadata.requires(name) or []
-    return (_name(line) for line in lines if "extra ==" not in line and "Windows" not in line and "win32" not in line)
+    found = map(Requirement, metadata.requires(name) or [])
+    return (_name(each.name) for each in found if each.marker is None or each.marker.evaluate({"extra": ""}))
 
 
-def _name(requirement: str) -> str:
-    """The normalized name of a distribution in a requirement."""
-    matched = re.match(r"[\w.-]+", requirement)
-    assert matched
-    return re.sub(r"[-_.]+", "-", matched[0]).lower()
+def _name(distribution: str) -> str:
+    """The normalized name."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()

@@ -6,7 +6,6 @@ import sys
 
 from tests.support.base_install import ALL_HELP, NEEDS_AN_EXTRA, ROOT, absent_packages
 
-PRODUCT = {"longleaf", "coordinator", "workers", "gateway"}
 HIDE = """
 import sys
 from importlib.machinery import PathFinder
@@ -23,7 +22,7 @@ sys.meta_path[:] = [Visible if finder is PathFinder else finder for finder in sy
 
 
 def test_client_and_commands_need_only_the_base_requirements() -> None:
-    hidden = absent_packages() - PRODUCT
+    hidden = absent_packages()
     assert {"ray", "torch", "transformers", "numpy", "sqlalchemy", "starlette", "cryptography", "psutil"} <= hidden
     command = [sys.executable, "-c", HIDE + ALL_HELP, " ".join(hidden), json.dumps(list(NEEDS_AN_EXTRA))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -35,3 +34,13 @@ def test_client_and_commands_need_only_the_base_requirements() -> None:
         assert "Usage: " in output
     assert {"serve", "ask", "models check", "contexts rebuild"} <= set(found["helped"])
     assert found["refused"] == [[2, "", f"error: {message}\n"] for message in NEEDS_AN_EXTRA.values()]
+
+
+def test_gateway_needs_only_its_extra() -> None:
+    hidden = absent_packages("http")
+    assert {"ray", "torch", "transformers", "numpy", "sqlalchemy", "psutil", "blake3"} <= hidden
+    modules = sorted(
+        ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "gateway").rglob("*.py")
+    )
+    code = HIDE + "\n".join(f"import {module.removesuffix('.__init__')}" for module in modules)
+    subprocess.run([sys.executable, "-c", code, " ".join(hidden)], cwd=ROOT, check=True)
