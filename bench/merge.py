@@ -35,10 +35,10 @@ from bench.harness.ray_ranks import joined, num_gpus, run_on_ray
 from bench.harness.timing import latency, slowest
 from longleaf.attention import Partial
 from longleaf.comm import Groups
-from longleaf.comm.counting import counting
 from longleaf.config import MergeName
 from longleaf.kernels import registry
 from longleaf.merge import MERGES, Merge, PartialCodec, make_merge
+from tests.support.counting_comm import counting
 
 BASELINE = ("gloo", "paper")
 TOLERANCE = 1e-5

@@ -19,7 +19,6 @@ from typing import Any
 from bench.harness.arguments import unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.timing import percentiles
-from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.engine_messages import Admitted, DocumentPrompt, Ended, Tokens
 from coordinator.telemetry.counters import Counts
@@ -28,6 +27,7 @@ from coordinator.telemetry.metrics import Metrics
 from coordinator.telemetry.observers import CallRecord, Observers
 from longleaf.config import EngineConfig
 from longleaf.sampling import Token
+from tests.support.fakes.ranks import FakeRanks
 
 RANKS, TENANTS, CONTEXTS, REPEATS, EVENTS = 64, 20, 500, 50, 100_000
 METHODS = ("Generate", "IngestContext", "GetContext", "ListContexts", "DeleteContext")

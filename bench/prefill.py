@@ -29,7 +29,6 @@ from bench.harness.machine import describe
 from bench.harness.subjects import RANDOM_LLAMA, subject
 from coordinator.kv_cache.block_placer import BlockPlacer
 from longleaf.comm import Groups
-from longleaf.comm.counting import CountingComm
 from longleaf.comm.process_group import ProcessGroups, TransportChoice, connect_store, open_store
 from longleaf.config import PrefillName, apply_environment, network_environment, rank_environment
 from longleaf.kernels import registry
@@ -38,6 +37,7 @@ from longleaf.network_interfaces import interface_of
 from longleaf.rank_protocol.step import Prefill
 from longleaf.runs import Run, ceil_div
 from longleaf.topology import Topology
+from tests.support.counting_comm import CountingComm
 from workers.kv_cache.block_table import BlockTable
 from workers.kv_cache.slots import FloatKvPool
 from workers.model import model as models

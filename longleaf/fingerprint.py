@@ -17,11 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-from blake3 import blake3
 
 from longleaf.errors import ModelRefused
+
+if TYPE_CHECKING:
+    from blake3 import blake3
 
 CONFIG = "config.json"
 TEXTS = (CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -75,7 +78,7 @@ def read_fingerprint(folder: Path) -> Fingerprint:
     if sum(len(os.fsencode(name)) for name in names) > MAX_NAME_BYTES:
         found = {INDEX: tensors}
     texts = sorted(files.items())
-    whole = blake3(msgspec.msgpack.encode(("longleaf", 1, texts)))
+    whole = _hasher(msgspec.msgpack.encode(("longleaf", 1, texts)))
     for _, digest in tensors:
         whole.update(digest)
     files |= {name: _shortened(b"".join(digest for _, digest in sorted(each))) for name, each in found.items()}
@@ -91,8 +94,14 @@ def read_texts(folder: Path) -> dict[str, str]:
     return {name: _read_whole(folder / name) for name in TEXTS if (folder / name).is_file()}
 
 
+def _hasher(content: bytes = b"") -> "blake3":
+    from blake3 import blake3  # clients import this module for Fingerprint, and do not have it
+
+    return blake3(content)
+
+
 def _shortened(content: bytes) -> str:
-    return blake3(content).hexdigest()[:FILE_DIGITS]
+    return _hasher(content).hexdigest()[:FILE_DIGITS]
 
 
 @contextmanager
@@ -106,7 +115,7 @@ def _reading(path: Path) -> Generator[None, None, None]:
 
 def _read_whole(path: Path) -> str:
     """The digest of a file of any length."""
-    digest = blake3()
+    digest = _hasher()
     with _reading(path), path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
@@ -152,7 +161,7 @@ def _read_weights(path: Path) -> list[tuple[str, bytes]]:
 def _read_tensor(descriptor: int, name: str, place: _TensorLocation, start: int) -> bytes:
     """The digest of the tensor whose bytes start at `start` of an open file."""
     size = place.data_offsets[1] - place.data_offsets[0]
-    digest = blake3(msgspec.msgpack.encode((name, place.dtype, place.shape, size)))
+    digest = _hasher(msgspec.msgpack.encode((name, place.dtype, place.shape, size)))
     last = size - PIECE_BYTES
     reads = [(0, size)] if last <= 2 * PIECE_BYTES else [(at, PIECE_BYTES) for at in (0, last // 2, last)]
     for offset, count in reads:

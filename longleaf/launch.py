@@ -23,6 +23,7 @@ from longleaf.config import (
     check_waits,
 )
 from longleaf.errors import InvalidArgument, LongleafError, StartError, Unavailable
+from longleaf.extras import require_extra
 from longleaf.formatting import human_seconds
 from longleaf.service_settings import HttpConfig, SecurityConfig, TelemetryConfig
 
@@ -62,7 +63,11 @@ def coordinator_command(
     gateway: HttpConfig = NO_GATEWAY,
     as_json: bool = False,
 ) -> list[str]:
-    """The command that serves with these settings. Raises InvalidArgument for options that are recognizably wrong."""
+    """The command that serves with these settings.
+
+    Raises InvalidArgument for options that are recognizably wrong, and StartError if the server is not installed.
+    """
+    require_extra("server", "longleaf serve")
     config.check()
     check_waits(wait_for_ranks, drain_seconds)
     if not Path(config.model).is_dir():

@@ -2,7 +2,6 @@
 file."""
 
 import time
-from pathlib import Path
 
 import msgspec
 from cryptography import x509
@@ -12,9 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from longleaf.errors import InvalidArgument
-from longleaf.read_limited import read_small
 
-MAX_PEM_BYTES = 1 << 20
 MIN_RSA_BITS = 2048
 CURVES = ("secp256r1", "secp384r1")
 """P-256 and P-384. gRPC's server accepts other curves, but its clients do not."""
@@ -28,11 +25,6 @@ class KeyPair(msgspec.Struct, frozen=True):
     key: bytes
     expires: float
     """Expiry of the first certificate, in seconds since the Unix epoch."""
-
-
-def read_pem(field: str, path: str | Path) -> bytes:
-    """Contents of a file. Raises InvalidArgument."""
-    return read_small(field, path, MAX_PEM_BYTES)
 
 
 def parse_pair(chain: bytes, key: bytes, fields: tuple[str, str] = ("tls_cert", "tls_key")) -> KeyPair:

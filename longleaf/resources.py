@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-import psutil
-
 ROOT = Path("/")
 MEMORY_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 MEMORY_USED = ("memory.current", "memory.usage_in_bytes")
@@ -35,6 +33,8 @@ class Memory(NamedTuple):
 
 def memory(root: Path = ROOT) -> Memory:
     """Memory for all processes within the narrowest limit. `root` is the root of the file system."""
+    import psutil  # clients import this module and do not have it
+
     machine = psutil.virtual_memory()
     limits = [Memory(machine.total, machine.available)]
     limits += [found for folder in _groups(root, "memory") if (found := _group_memory(folder))]

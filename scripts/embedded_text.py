@@ -5,9 +5,10 @@ import random
 import re
 from pydoc_data.topics import topics
 
-from longleaf.demo.facts import EVALUATION_WORDS, TRAIN_WORDS
+from longleaf.demo.facts import EVALUATION_WORDS, WORDS
 from longleaf.demo.haystack import library_files
 
+TRAIN_WORDS = tuple(word for word in WORDS if word not in EVALUATION_WORDS)
 LETTERS = ("bcdfghjklmnprstvwz", "aeiou", "çñšžłß", "áéíöüø", "бвгдклмнпрст", "аеиоу")
 
 

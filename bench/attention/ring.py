@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bench.harness.async_comm import AsyncComm, Transfer
 from longleaf.attention import Partial, merge
 from longleaf.attention.masks import Read
 from longleaf.attention.packed import pack, unpack
-from longleaf.comm import AsyncComm, Comm, Transfer
+from longleaf.comm import Comm
 from longleaf.kernels.backend import Backend
 from longleaf.runs import ceil_div
 

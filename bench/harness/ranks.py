@@ -18,10 +18,11 @@ import torch
 import torch.distributed
 import torch.multiprocessing
 
+from bench.harness.async_comm import AsyncGroupComm
 from bench.harness.hosts import Network, enter
 from bench.harness.interfaces import sent_bytes
 from longleaf.comm import Groups
-from longleaf.comm.process_group import ProcessGroupComm, ProcessGroups, TransportChoice, make_groups
+from longleaf.comm.process_group import ProcessGroups, TransportChoice, make_groups
 from longleaf.config import apply_environment, rank_environment
 from longleaf.topology import Topology
 
@@ -81,7 +82,7 @@ class Rank:
         topology = placement.topology
         carrier = TransportChoice("shared_memory" if self.device == "cpu" else "nccl", self.device)
         self._owner = ProcessGroups(rank, topology, store, epoch=1, timeout=TIMEOUT, carrier=carrier)
-        self.world = ProcessGroupComm(dist.group.WORLD)
+        self.world = AsyncGroupComm(dist.group.WORLD)
         found = self._owner.groups
         plain = found if found.node.transport != "shared_memory" else make_groups(rank, topology, timeout=TIMEOUT)
         self.groups: dict[str, Groups] = {self.world.transport: plain, found.node.transport: found}

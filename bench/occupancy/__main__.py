@@ -14,7 +14,7 @@ from bench.occupancy import golden
 from bench.occupancy.bounds import bound_of
 from bench.occupancy.compiling import Resources, compile_variant
 from bench.occupancy.targets import TARGETS
-from longleaf.kernels.gpu.variants import KernelVariant, variants
+from bench.occupancy.variants import KernelVariant, variants
 
 Pair = tuple[str, str]
 """Names of a variant and of a target."""

@@ -21,9 +21,9 @@ import torch
 
 from bench.occupancy.compiling import Resources
 from bench.occupancy.targets import Target
+from bench.occupancy.variants import KernelVariant
 from longleaf.attention.masks import Read
 from longleaf.kernels.gpu.backend import PROGRAMS_PER_MULTIPROCESSOR
-from longleaf.kernels.gpu.variants import KernelVariant
 from longleaf.kernels.gpu.work_items import HEADER, ITEM, STRETCH, Shape, work_of
 
 LATENCY_NS = 800.0

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from bench.occupancy.sass import busy_cycles, inner_loop, instructions
 from bench.occupancy.targets import Target
-from longleaf.kernels.gpu.variants import KernelVariant
+from bench.occupancy.variants import KernelVariant
 
 
 class Resources(NamedTuple):

@@ -47,7 +47,7 @@ class EpochEnd(msgspec.Struct, frozen=True):
 
 
 class Group(Protocol):
-    """The ranks of one epoch. Implemented by coordinator.cluster.groups.group; faked by coordinator.cluster.fakes."""
+    """The ranks of one epoch. Implemented by coordinator.cluster.groups.group; faked by tests.support.fakes.ranks."""
 
     async def send_layout(self, layout: KvLayout) -> None:
         """Send the KV cache layout to the ranks, before the first plan. Raises the error that ended the epoch."""
@@ -158,7 +158,7 @@ MemberEvent = MemberLost | ReplacementStarted | ReplacementDelayed | Replacement
 class Ranks(Protocol):
     """The ranks as the engine sees them, from epoch to epoch.
 
-    Implemented by coordinator.cluster.rank_manager; faked by coordinator.cluster.fakes.
+    Implemented by coordinator.cluster.rank_manager; faked by tests.support.fakes.ranks.
     """
 
     async def start(self, epoch: int) -> Formation:

@@ -14,7 +14,6 @@ from coordinator.recovery.recompute import RecomputePlanner, RecoveryFailed
 from coordinator.recovery.remap import begin_reload, remap
 from coordinator.recovery.restore import RestorePlanner
 from longleaf.rank_protocol.step import Move, Prefill, Restore, Work
-from longleaf.runs import Run
 from longleaf.types import Recovering
 
 MOVED_BLOCKS = 64
@@ -77,11 +76,6 @@ class RecoveryManager:
     def num_reserved(self) -> BlockCount:
         """Reserved blocks that belong to no segment."""
         return self._recompute.num_reserved
-
-    @property
-    def incoming_runs(self) -> Iterable[Run]:
-        """Runs that a plan under way writes."""
-        return (run for placement in self._placements for run in placement.incoming)
 
     @property
     def frontiers(self) -> list[tuple[TokenPath, int]]:

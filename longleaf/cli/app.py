@@ -1,11 +1,11 @@
 """The `longleaf` command: its subcommands, and the format and exit codes of errors."""
 
 import sys
-from importlib import metadata
 from typing import Annotated
 
 import typer
 
+from longleaf import __version__
 from longleaf.cli import contexts, credentials, demo, gateway, generate, ingest, models, serve, tokens
 from longleaf.cli.cluster import cluster
 from longleaf.cli.drain import drain
@@ -32,7 +32,7 @@ app = CommandGroup(
 
 def _print_version(is_wanted: bool) -> None:
     if is_wanted:
-        print(f"longleaf {metadata.version('longleaf')}")
+        print(f"longleaf {__version__}")
         raise typer.Exit
 
 

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,12 +15,15 @@ from rich.text import Text
 from longleaf.cli.ingest import progress_bar
 from longleaf.cli.options import AsJson, print_json
 from longleaf.cli.provenance_output import CONTROLS, Excerpt, excerpt, joined
-from longleaf.client import Client
-from longleaf.client.callbacks import OnProgress
 from longleaf.config import Launcher
-from longleaf.demo.run import CONTEXT, DEFAULT_TOKENS, DemoSettings, Question, Report, run
+from longleaf.demo.haystack import DEFAULT_TOKENS
 from longleaf.formatting import human_bytes
 from longleaf.types import IngestProgress, Source
+
+if TYPE_CHECKING:
+    from longleaf.client import Client
+    from longleaf.client.callbacks import OnProgress
+    from longleaf.demo.run import Question, Report
 
 INDENT = "    "
 
@@ -52,6 +55,8 @@ def demo(
 
     Example: longleaf demo --tokens 32000 --world-size 2
     """
+    from longleaf.demo.run import DemoSettings, run
+
     settings = DemoSettings(model=model, world_size=world_size, launcher=launcher, tokens=tokens, seed=seed, file=file)
     with _terminable():
         if as_json:
@@ -90,9 +95,9 @@ class _Silent:
 
     def show_answer(self, text: str) -> None: ...
 
-    def show_verdict(self, question: Question) -> None: ...
+    def show_verdict(self, question: "Question") -> None: ...
 
-    def show_sources(self, client: Client, sources: Sequence[Source]) -> None: ...
+    def show_sources(self, client: "Client", sources: Sequence[Source]) -> None: ...
 
 
 class _Screen:
@@ -126,11 +131,13 @@ class _Screen:
     def show_answer(self, text: str) -> None:
         self._console.print(text, end="", markup=False)
 
-    def show_verdict(self, question: Question) -> None:
+    def show_verdict(self, question: "Question") -> None:
         verdict = "[green]right[/green]" if question.correct else f"[red]wrong, expected {question.expected}[/red]"
         self._console.print(f"   {verdict}")
 
-    def show_sources(self, client: Client, sources: Sequence[Source]) -> None:
+    def show_sources(self, client: "Client", sources: Sequence[Source]) -> None:
+        from longleaf.demo.run import CONTEXT
+
         for source in joined(sources)[:1]:
             found = excerpt(client, CONTEXT, source, client.get_context(CONTEXT).tokens)
             if found is None:
@@ -150,7 +157,7 @@ def _source_text(source: Source, found: Excerpt) -> Text:
     return reported.append("…", "dim")
 
 
-def _print_report(report: Report) -> None:
+def _print_report(report: "Report") -> None:
     console = Console(highlight=False)
     table = Table("rank", "node", "pid", "tokens", "keys and values", title="Placement of the keys")
     for rank in report.ranks:

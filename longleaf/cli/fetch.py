@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from longleaf.errors import InvalidArgument, Unavailable
+from longleaf.extras import require_extra
 from longleaf.fingerprint import read_fingerprint
 
 PARTIAL = ".partial"
@@ -31,6 +32,7 @@ def fetch(
       longleaf models fetch hf://HuggingFaceTB/SmolLM2-135M-Instruct ./smollm
       longleaf models fetch s3://models/Qwen3-8B /models/Qwen3-8B
     """
+    require_extra("server", "longleaf models fetch")
     if folder.exists():
         typer.echo(f"{folder} exists: {_checked(folder, fingerprint)}")
         return

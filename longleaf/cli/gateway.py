@@ -9,6 +9,7 @@ from typing import Annotated, cast
 from longleaf.cli.exec_process import exec_command
 from longleaf.cli.flags import takes_flags
 from longleaf.cli.options import AsJson, option
+from longleaf.extras import require_extra
 from longleaf.service_settings import LogFormat, LogLevel, TelemetryConfig
 
 SERVICE = "Service"
@@ -126,6 +127,7 @@ def gateway(flags: GatewayFlags, as_json: AsJson = False) -> None:
 
     Example: longleaf gateway --server localhost:50051 --port 8000
     """
+    require_extra("http", "longleaf gateway")
     command = [sys.executable, "-P", "-m", "gateway", *flags.options(), f"--as-json={as_json}"]
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     exec_command(command)

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
@@ -14,12 +14,13 @@ from longleaf.cli.document_files import empty_files, find_invalid_utf8
 from longleaf.cli.flags import takes_server
 from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
 from longleaf.cli.token_files import TokenFormat, read_ids
-from longleaf.client.callbacks import OnProgress
-from longleaf.client.documents import size_of
 from longleaf.errors import InvalidArgument
 from longleaf.formatting import human_bytes
 from longleaf.topology import count_ranks
 from longleaf.types import Context, IngestOptions, IngestProgress
+
+if TYPE_CHECKING:
+    from longleaf.client.callbacks import OnProgress
 
 PATIENT = 8
 """Maximum number of retries of an upload without progress."""
@@ -100,6 +101,8 @@ def ingest(
       longleaf ingest book.txt --name book
       pdftotext report.pdf - | longleaf ingest - --name report
     """
+    from longleaf.client.documents import size_of
+
     given = {"ttl": ttl, "display_name": display_name or None, "is_pinned": pin or None, "capacity": capacity}
     given |= {"append": append, "upload_id": upload_id, "priority": priority, "client": client, "timeout": timeout}
     given |= {"system": system}
@@ -145,7 +148,7 @@ def summary(context: Context) -> str:
 
 
 @contextmanager
-def progress_bar(total_bytes: int | None, is_shown: bool = True) -> Generator[OnProgress, None, None]:
+def progress_bar(total_bytes: int | None, is_shown: bool = True) -> Generator["OnProgress", None, None]:
     """A progress bar on stderr: bytes of the upload, then tokens with their rate and the remaining time."""
     progress = Progress(
         TextColumn("{task.description:<12}"),

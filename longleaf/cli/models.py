@@ -15,6 +15,7 @@ from longleaf.cli.help import CommandGroup
 from longleaf.cli.options import KV_DTYPE_HELP, AsJson, ServerOptions, connect, dtype_names, print_json
 from longleaf.config import DtypeName, EngineConfig, KvDtypeName
 from longleaf.errors import InvalidArgument, LongleafError, ModelRefused
+from longleaf.extras import require_extra
 from longleaf.fingerprint import Fingerprint, read_fingerprint
 from longleaf.formatting import human_bytes
 from longleaf.model_report import AttentionKind, AttentionReport, CapacityPlan, ModelReport, TextReport
@@ -91,6 +92,7 @@ def check(
       longleaf models check ./Qwen3-0.6B
       longleaf models check ./Qwen3-0.6B --world-size 4 --kv-bytes 8000000000
     """
+    require_extra("server", "longleaf models check")
     config = EngineConfig(
         model=str(folder),
         world_size=world_size,

@@ -4,18 +4,19 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
-from longleaf.client import Client, Retry
-from longleaf.client.channels import Access
 from longleaf.credentials import looks_secret
 from longleaf.errors import InvalidArgument, LongleafError
 from longleaf.formatting import human_seconds
 from longleaf.model_report import AttentionReport
 from longleaf.types import Cluster, Finished, ModelInfo
+
+if TYPE_CHECKING:  # the client takes half of the import time of all commands, and --help does not need it
+    from longleaf.client import Client, Retry
 
 KV_DTYPE_HELP = (
     "Storage type of keys and values; int8 takes a quarter of the memory of float32, and answers are not exact."
@@ -88,8 +89,11 @@ IMPATIENT = 3
 """Maximum number of retries of interactive commands."""
 
 
-def connect(server: ServerOptions, retries: int = IMPATIENT) -> Client:
+def connect(server: ServerOptions, retries: int = IMPATIENT) -> "Client":
     """A client that reports retries on stderr, each reason once."""
+    from longleaf.client import Client
+    from longleaf.client.channels import Access
+
     access = Access(
         tls_ca=server.tls_ca, tls_cert=server.tls_cert, tls_key=server.tls_key, credential=server.credential
     )
@@ -113,7 +117,7 @@ class RetryReporter:
     def __init__(self) -> None:
         self._last = ""
 
-    def report(self, retry: Retry) -> None:
+    def report(self, retry: "Retry") -> None:
         reason = message_of(retry.error)
         if reason != self._last:
             self._last = reason

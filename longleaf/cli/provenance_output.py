@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
 from longleaf.cli.options import option
-from longleaf.client import Client
 from longleaf.errors import InvalidArgument
 from longleaf.types import ContextText, Finished, GenerateOptions, Provenance, Source
+
+if TYPE_CHECKING:
+    from longleaf.client import Client
 
 SOURCES = "Sources"
 MARGIN = 24
@@ -114,7 +116,7 @@ class Excerpt(NamedTuple):
         return (self.before, "dim"), (self.text, "bold"), (self.behind, "dim")
 
 
-def excerpt(client: Client, context: str, source: Source, num_tokens: int) -> Excerpt | None:
+def excerpt(client: "Client", context: str, source: Source, num_tokens: int) -> Excerpt | None:
     """The text of a source in a context of `num_tokens` tokens; None if a replaced context is shorter."""
     start, end = source.token_start, min(source.token_end, num_tokens)
     if start >= end:
@@ -127,7 +129,7 @@ def excerpt(client: Client, context: str, source: Source, num_tokens: int) -> Ex
 class SourceList:
     """Prints the sources of an answer about a context."""
 
-    def __init__(self, client: Client, context: str) -> None:
+    def __init__(self, client: "Client", context: str) -> None:
         self._client = client
         self._context = context
         self._console = Console(highlight=False, soft_wrap=True)

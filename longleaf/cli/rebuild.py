@@ -14,6 +14,7 @@ from rich.table import Table
 
 from longleaf.cli.options import AsJson, print_json
 from longleaf.config import DtypeName, embedded_model
+from longleaf.extras import require_extra
 from longleaf.formatting import human_count
 from longleaf.types import Rebuild, RebuildReport
 
@@ -56,6 +57,7 @@ def rebuild(
 
       longleaf contexts rebuild --from s3://bucket/longleaf --data-dir ~/.longleaf
     """
+    require_extra("server", "longleaf contexts rebuild")
     requested = Rebuild(
         url=url,
         data_dir=os.path.abspath(data_dir),

@@ -13,8 +13,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from longleaf.cli.flags import takes_server
 from longleaf.cli.ingest import PATIENT
 from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
-from longleaf.client.documents import size_of
-from longleaf.context_archive.frames import FIELD as ARCHIVE
 from longleaf.errors import InvalidArgument
 from longleaf.formatting import human_bytes
 from longleaf.types import Context, ExportProgress, ImportProgress
@@ -96,6 +94,8 @@ def import_context(
 
     Example: longleaf contexts import book.context --name book
     """
+    from longleaf.client.documents import size_of
+
     source = sys.stdin.buffer if file == STANDARD else Path(file)
     total, reports = size_of(source), list[ImportProgress]()
     with (
@@ -121,7 +121,7 @@ def _file_named(file: str) -> Generator[None, None, None]:
     try:
         yield
     except InvalidArgument as error:
-        if error.field == ARCHIVE:
+        if error.field == "archive":
             raise InvalidArgument("standard input" if file == STANDARD else file, error.description) from None
         raise
 

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import grpc
 
 from longleaf.client.addresses import target_of
+from longleaf.client.certificates import read_certificates, read_pair
 from longleaf.config import CLIENT_NAME, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES
 from longleaf.errors import InvalidArgument
 from longleaf.service_settings import is_loopback
@@ -89,18 +90,12 @@ def _plain(server: str) -> grpc.aio.Channel:
 
 
 def _encrypted(server: str, tls_ca: str, tls_cert: str, tls_key: str) -> grpc.aio.Channel:
-    from longleaf.pem import parse_certificates, parse_pair, read_pem  # slow to import, and rarely needed
-
-    roots = read_pem("tls_ca", tls_ca)
-    parse_certificates(roots, "tls_ca")
-    own: tuple[bytes | None, bytes | None] = (None, None)
-    if tls_cert:
-        pair = parse_pair(read_pem("tls_cert", tls_cert), read_pem("tls_key", tls_key))
-        own = (pair.key, pair.chain)
+    roots = read_certificates("tls_ca", tls_ca)
+    chain, key = read_pair(tls_cert, tls_key) if tls_cert else (None, None)
     target, options = target_of(server), OPTIONS
     if target != server:  # the certificate is for the requested name
         options = (*OPTIONS, ("grpc.ssl_target_name_override", server.rpartition(":")[0]))
-    return grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(roots, *own), options=options)
+    return grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(roots, key, chain), options=options)
 
 
 class BearerChannel:

@@ -1,5 +1,5 @@
 """Tensor exchange between ranks. Must not depend on attention or Ray."""
 
-from longleaf.comm.base import AsyncComm, Comm, Groups, Transfer
+from longleaf.comm.base import Comm, Groups
 
-__all__ = ["AsyncComm", "Comm", "Groups", "Transfer"]
+__all__ = ["Comm", "Groups"]

@@ -1,8 +1,7 @@
 """Interfaces of the collective operations used by merges, and of the process groups."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -46,31 +45,6 @@ class Comm(Protocol):
 
         The arguments of all ranks must form a permutation. A rank that names itself sends nothing, or receives its own
         tensor.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """A permutation in progress. Before `wait`, neither tensor may be written, and the received one must not be
-    read."""
-
-    works: Sequence[Any]
-
-    def wait(self) -> None:
-        """Blocks until this rank's tensor is sent and the peer's is received."""
-        for work in self.works:
-            work.wait()
-
-
-class AsyncComm(Comm, Protocol):
-    """A Comm that can compute during transfers."""
-
-    def start_permute(self, tensor: Tensor, out: Tensor, to: int, source: int) -> Transfer:
-        """Starts sending `tensor` to rank `to` and receiving from rank `source` into `out`.
-
-        Both tensors must be contiguous, and `out` must match the tensor that `source` sends. Empty tensors are not
-        sent.
         """
         ...
 

@@ -55,7 +55,6 @@ vanilla velvet vine violet walnut walrus water wave whale wheat willow wind wint
 zinc
 """.split()
 
-TRAIN_WORDS = tuple(word for i, word in enumerate(WORDS) if i % 10 != 3)
 EVALUATION_WORDS = tuple(word for i, word in enumerate(WORDS) if i % 10 == 3)
 """Words that training never uses in keys or values; the demo uses only these."""
 

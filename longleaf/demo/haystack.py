@@ -17,6 +17,7 @@ Split = Literal["all", "train", "held_out"]
 SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings"})
 """Folders that contain no useful text, or do not belong to the standard library."""
 
+DEFAULT_TOKENS = 200_000
 DISTRACTOR_EVERY = 5000
 """Tokens of document per distractor fact."""
 

@@ -16,8 +16,9 @@ import msgspec
 from longleaf.client import Client
 from longleaf.config import DataConfig, EngineConfig, Launcher, embedded_model
 from longleaf.demo.facts import Fact, is_correct
-from longleaf.demo.haystack import Haystack, build_haystack, cut, distinct_facts, make_haystack
+from longleaf.demo.haystack import DEFAULT_TOKENS, Haystack, build_haystack, cut, distinct_facts, make_haystack
 from longleaf.errors import InvalidArgument, Unavailable
+from longleaf.extras import require_extra
 from longleaf.launch import ServiceProcess, coordinator_command
 from longleaf.topology import count_ranks
 from longleaf.types import Cluster, Context, Delta, Event, Finished, IngestProgress, Provenance, Source
@@ -29,7 +30,6 @@ NUM_SPANS = 2
 """Spans per answer: a fact may begin in one and end in the next."""
 PASS_ACCURACY = 0.8
 MIN_TOKENS = 1000
-DEFAULT_TOKENS = 200_000
 
 
 class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +128,11 @@ class Show(Protocol):
 
 
 def run(settings: DemoSettings, show: Show) -> Report:
-    """Runs the demo. The service is stopped when this returns or raises."""
+    """Runs the demo. The service is stopped when this returns or raises.
+
+    Raises StartError if the server is not installed.
+    """
+    require_extra("server", "longleaf demo")
     settings.check()
     haystack = build(settings)
     size = len(haystack.text.encode())

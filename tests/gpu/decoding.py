@@ -158,7 +158,7 @@ def watched(place: Place, *, is_captured: bool) -> Watched:
 def as_on_a_gpu(rank: "Rank", place: Place, *, is_captured: bool) -> None:
     """Makes a rank on a CPU use the paths of a GPU: tensors at fixed addresses, and recorded graphs."""
     from longleaf.kernels.gpu.launch import launch
-    from workers.cuda_graphs.fakes import RecordedGraphs
+    from tests.support.fakes.cuda_graphs import RecordedGraphs
     from workers.step.last_tokens import DeviceIds
 
     rank.last_ids = DeviceIds(MAX_SEQUENCES, place.device)

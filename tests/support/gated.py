@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from coordinator.auth.authenticator import Authenticator
-from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.grpc_server.server import ANYBODY, GrpcServer
 from coordinator.handlers.application import Application
@@ -20,6 +19,7 @@ from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.step import StepPlan, StepResult
+from tests.support.fakes.ranks import FakeRanks
 from tests.support.running import running
 from tests.support.service import write_model
 

@@ -1,10 +1,10 @@
 """The state that survives an engine, in memory: a catalog, and a journal that records removals."""
 
-from coordinator.persistence.catalog.fakes import FakeCatalog
 from coordinator.persistence.catalog.records import CatalogContents
 from coordinator.persistence.catalog.stale_contexts import StaleContext
 from coordinator.persistence.snapshots.snapshots import Snapshots
 from longleaf.errors import LongleafError
+from tests.support.fakes.catalog import FakeCatalog
 
 
 class RecordingJournal:

@@ -26,7 +26,7 @@ from longleaf.rank_protocol.group_messages import (
 from longleaf.rank_protocol.member_messages import Heartbeat, Hello, Load, Loaded, Stop
 from longleaf.rank_protocol.rank_spec import ConnectInfo, RankSpec
 from longleaf.rank_protocol.step import StepPlan
-from workers.kv_io.fakes import FolderStore
+from tests.support.fakes.kv_store import FolderStore
 
 HOST = "127.0.0.1"
 SECONDS = 60.0

@@ -13,10 +13,10 @@ from coordinator.service import Service
 from coordinator.settings import ServiceConfig
 from longleaf.config import DataConfig, EngineConfig
 from longleaf.service_settings import SecurityConfig, TelemetryConfig
+from tests.support.fakes.workers import EchoMain
 from tests.support.scraping import Scraped, scrape
 from tests.support.service import write_model
 from tests.support.tenants import ACME, BOLT, OPS, Caller, credentials, request_of
-from workers.fakes import EchoMain
 
 CONTEXT, REQUEST_ID, TEXT = "war-and-peace", "who-is-pierre", "Natasha danced at the ball until the morning"
 """Values that must not appear in metrics."""

@@ -6,9 +6,9 @@ from unittest.mock import patch
 
 from longleaf.comm import process_group
 from longleaf.comm.base import Groups
-from longleaf.comm.fakes import FakeDistributed
 from longleaf.comm.process_group import ProcessGroups, agree_on_carrier, epoch_store
 from longleaf.topology import Topology
+from tests.support.fakes.torch_distributed import FakeDistributed
 
 T = TypeVar("T")
 DEVICE = "cpu:0"

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from longleaf.comm.base import Comm, Groups
-from longleaf.comm.loopback import LoopbackComm, loopback_groups
 from longleaf.topology import Topology
+from tests.support.loopback import LoopbackComm, loopback_groups
 
 T = TypeVar("T")
 

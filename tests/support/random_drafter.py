@@ -8,7 +8,7 @@ from coordinator.scheduling.speculation import Drafter
 from coordinator.speculation.draft_length import DraftLengthPolicy
 from coordinator.speculation.ngram_drafter import NO_DRAFT, Draft
 from longleaf.config import EngineConfig
-from longleaf.rank_protocol.fakes import echo_token
+from tests.support.fakes.echo_model import echo_token
 
 
 class RandomDrafter(Drafter):

@@ -2,9 +2,9 @@
 
 from coordinator.kv_cache.rank_mapping import RankMapping
 from coordinator.recovery.fault_score import BREAK
-from longleaf.rank_protocol.fakes import drafted_ends
 from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import StepPlan, StepResult
+from tests.support.fakes.echo_model import drafted_ends
 from tests.support.scheduling import Bench
 from tests.support.shadow_key_cache import ShadowKeyCache
 

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from longleaf.rank_protocol.rank_spec import RankSpec
+from tests.support.fakes.workers import EchoActor, EchoRank
 from workers.control import serve
-from workers.fakes import EchoActor, EchoRank
 
 COUNTED = ("submit_task", "submit_actor_task", "create_actor", "put_object", "get_objects")
 

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.snapshot_fetcher import SnapshotFetcher
 from coordinator.kv_cache.block_placer import BlockPlacer
 from coordinator.kv_cache.rank_mapping import RankMapping
@@ -20,6 +19,7 @@ from longleaf.rank_protocol.step import Restore
 from longleaf.storage.manifest import PieceRef, SegmentManifest
 from longleaf.storage.names import Attempt
 from tests.support.coming import comes
+from tests.support.fakes.ranks import FakeRanks
 
 BLOCK = 4
 TOKENS = 16

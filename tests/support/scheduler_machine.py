@@ -43,13 +43,13 @@ from longleaf.errors import (
     Unavailable,
 )
 from longleaf.positions import Rotary, WindowSpec
-from longleaf.rank_protocol.fakes import drafted_ends, echo_token
 from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.sampling import SamplingParams, Token
+from tests.support.fakes.echo_model import drafted_ends, echo_token
+from tests.support.fakes.workers import EchoBlockTable
 from tests.support.random_drafter import RandomDrafter
 from tests.support.shadow_window_cache import ShadowWindowCache, windows_of
-from workers.fakes import EchoBlockTable
 
 MOST_STEPS = 2000
 """The maximum number of steps until any job ends."""

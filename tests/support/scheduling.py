@@ -25,13 +25,13 @@ from coordinator.scheduling.scheduler import Scheduler
 from longleaf.config import EngineConfig
 from longleaf.errors import LongleafError
 from longleaf.positions import Rotary, WindowSpec
-from longleaf.rank_protocol.fakes import drafted_ends, echo_token
 from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import Prefill, StepPlan, StepResult
 from longleaf.sampling import SamplingParams
+from tests.support.fakes.echo_model import drafted_ends, echo_token
+from tests.support.fakes.workers import EchoBlockTable
 from tests.support.random_drafter import RandomDrafter
 from tests.support.shadow_window_cache import ShadowWindowCache
-from workers.fakes import EchoBlockTable
 
 
 class Bench:

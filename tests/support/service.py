@@ -28,7 +28,6 @@ from longleaf.config import join_address
 from longleaf.document_text import DocumentText
 from longleaf.errors import AlreadyExists, LongleafError, NotFound
 from longleaf.positions import Rotary
-from longleaf.rank_protocol.fakes import FULL_LAYER, echo_attention, echo_scores, echo_spans
 from longleaf.rank_protocol.step import ComparisonRow
 from longleaf.sampling import GREEDY, SamplingParams, Token
 from longleaf.tenants import DEFAULT_TENANT, tenant_of
@@ -49,6 +48,7 @@ from longleaf.types import (
     SkippedContext,
     Worker,
 )
+from tests.support.fakes.echo_model import FULL_LAYER, echo_attention, echo_scores, echo_spans
 
 END = "<|end|>"
 TEMPLATE = (

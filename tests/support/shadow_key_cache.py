@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from longleaf.positions import EVERY_RANK, Rope, WindowSpec
-from longleaf.rank_protocol.fakes import echo_tokens
 from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.rank_protocol.snapshots import Save
 from longleaf.rank_protocol.step import Move, Prefill, Restore, Row, StepPlan
 from longleaf.runs import Run, until
 from longleaf.sampling import Token
+from tests.support.fakes.echo_model import echo_tokens
 
 
 class Key(NamedTuple):

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 
 from msgspec.structs import replace
 
-from coordinator.cluster.fakes import FakeRanks
 from coordinator.cluster.ports import Formation
 from coordinator.engine.engine import Engine
 from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
@@ -18,9 +17,10 @@ from longleaf.positions import WindowSpec
 from longleaf.rank_protocol.snapshots import Fetch, Save, Saved
 from longleaf.rank_protocol.step import StepPlan, StepResult
 from longleaf.sampling import SamplingParams
-from longleaf.storage.fakes import FlakyFiles, MemoryFiles
 from longleaf.storage.names import segments_folder
 from longleaf.storage.store import Store
+from tests.support.fakes.ranks import FakeRanks
+from tests.support.fakes.storage import FlakyFiles, MemoryFiles
 from tests.support.lasting import MemoryLasting
 from tests.support.running import running
 

@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
-from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.handlers.generation import Generation
 from coordinator.handlers.resumable_generations import CallLater, call_later
@@ -16,6 +15,7 @@ from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.config import EngineConfig
 from longleaf.sampling import SamplingParams
 from longleaf.types import Delta, Event, Finished, Generate, Resume
+from tests.support.fakes.ranks import FakeRanks
 from tests.support.running import running
 from tests.support.service import write_model
 

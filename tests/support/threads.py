@@ -10,7 +10,6 @@ from pathlib import Path
 
 from coordinator.cluster.ports import EpochEnd, Formation
 from coordinator.cluster.snapshot_requests import Key, error_of
-from longleaf.comm.loopback import LoopbackComm, loopback_groups
 from longleaf.config import EngineConfig
 from longleaf.errors import RankLost
 from longleaf.rank_protocol.encoding import decode_to_rank, encode
@@ -21,6 +20,7 @@ from longleaf.rank_protocol.snapshots import Discard, Fetch, Fetched, Outcome, S
 from longleaf.rank_protocol.step import StepPlan, StepResult
 from longleaf.topology import Topology
 from longleaf.types import Loss
+from tests.support.loopback import LoopbackComm, loopback_groups
 from workers.pending import StepHandle
 from workers.rank import Rank
 

@@ -2,10 +2,10 @@
 
 from collections.abc import AsyncIterator
 
-from coordinator.handlers.transfer.fakes import FakeTransferEngine, StoredContext
 from coordinator.persistence.catalog.records import ContextRecord
 from longleaf.types import ArchiveChunk, ImportHeader
 from tests.support.archives import FINGERPRINT, FORM, Packable
+from tests.support.fakes.transfer_engine import FakeTransferEngine, StoredContext
 
 
 def empty_transfer_engine(form: str | None = FORM, service: str = "new") -> FakeTransferEngine:

@@ -11,6 +11,7 @@ from coordinator.kv_cache import positions
 from tests.support.accelerator.captured import DeviceRank
 from tests.support.accelerator.drive import Drive, fleets, small_checkpoints
 from tests.support.accelerator.reference_kernels import ReferenceLauncher
+from tests.support.fakes.cuda_graphs import RecordedGraphs
 from tests.support.golden.asking import answer
 from tests.support.golden.interpreted import Launches
 from tests.support.golden.knowing import KnowingDrafter
@@ -18,7 +19,6 @@ from tests.support.golden.plain import ask_plain
 from tests.support.golden.short import SETTINGS, STATES, parted
 from tests.support.running import running
 from tests.support.threads import ThreadRanks, config_for
-from workers.cuda_graphs.fakes import RecordedGraphs
 from zoo.families import FAMILIES
 
 NUM_STEPS, NUM_DRAFTED = 200, 20

@@ -18,7 +18,7 @@ from tests.gpu import __main__ as command
 from tests.gpu import decoding
 from tests.gpu.checks import CHECKS
 from tests.gpu.place import LeftOut, Place
-from workers.cuda_graphs.fakes import RecordedGraphs
+from tests.support.fakes.cuda_graphs import RecordedGraphs
 from workers.cuda_graphs.graphs import CaptureRefused
 from workers.rank import Rank
 from workers.sampling.device_sampler import DeviceSampler

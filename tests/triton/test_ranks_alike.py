@@ -8,7 +8,7 @@ from tests.support.accelerator import captured as captured_ranks
 from tests.support.accelerator.captured import DeviceFleet, DeviceRank
 from tests.support.accelerator.drive import SIZES, Drive, fleets, small_checkpoints
 from tests.support.accelerator.reference_kernels import ReferenceLauncher
-from workers.cuda_graphs.fakes import OpRecorder, RecordedGraphs
+from tests.support.fakes.cuda_graphs import OpRecorder, RecordedGraphs
 from workers.cuda_graphs.graphs import CaptureRefused
 from workers.sampling.fixed_shape import Needs
 from workers.step.last_tokens import HostIds

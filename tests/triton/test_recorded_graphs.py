@@ -6,7 +6,7 @@ import torch
 from longleaf.attention.masks import Read, Reads
 from longleaf.kernels.gpu.backend import TritonKernels
 from longleaf.kernels.gpu.launch import launch
-from workers.cuda_graphs.fakes import RecordedGraphs
+from tests.support.fakes.cuda_graphs import RecordedGraphs
 from workers.cuda_graphs.graphs import CaptureRefused
 
 READS = [Read(0, 3, 0, 90), Read(1, 2, 90, 100), Read(2, 3, 95, 100, 3, 4)]

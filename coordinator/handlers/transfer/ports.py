@@ -105,7 +105,7 @@ class ImportHandle(Protocol):
 
 
 class TransferEngine(Protocol):
-    """The engine's interface for transfers. Faked by coordinator.handlers.transfer.fakes."""
+    """The engine's interface for transfers. Faked by tests.support.fakes.transfer_engine."""
 
     def get_context(self, context_id: str) -> Context:
         """Raises NotFound, ContextLost or CheckpointChanged."""

@@ -1,7 +1,7 @@
 """Protocols of the catalog, each small enough to be faked.
 
 All of them are implemented by coordinator.persistence.catalog.catalog and faked by
-coordinator.persistence.catalog.fakes. Operations are atomic and run in the order of the calls, even if the caller is
+tests.support.fakes.catalog. Operations are atomic and run in the order of the calls, even if the caller is
 cancelled. Every method except `load` and `close` raises StorageUnavailable when the database cannot be written or read
 now, and a retry may succeed; DataLoss when the database is damaged; Unavailable when the service is stopping.
 """

@@ -10,9 +10,9 @@ import pytest
 from grpc import StatusCode
 
 from coordinator.auth.credentials import Credentials
-from coordinator.handlers.transfer.fakes import FakeTransferEngine
 from longleaf.tenants import DEFAULT_TENANT
 from tests.support.archives import packable
+from tests.support.fakes.transfer_engine import FakeTransferEngine
 from tests.support.service import FakeEngine, ids, serving
 from tests.support.tenants import ACME, BOLT, Caller, request_of, texts_in, write_credentials
 from tests.support.transfer_engines import transfer_engine_of

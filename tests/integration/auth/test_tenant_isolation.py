@@ -10,10 +10,10 @@ from grpc import StatusCode
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator.cluster.fakes import FakeRanks
 from longleaf.credentials import Quotas
 from tests.support import gated
 from tests.support.apart import SCRIPT, TEXTS, Responses, Step, generate, ingest, play
+from tests.support.fakes.ranks import FakeRanks
 from tests.support.tenants import ACME, BOLT, OPS, credentials
 
 

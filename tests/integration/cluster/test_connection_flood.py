@@ -14,9 +14,9 @@ from coordinator.engine_messages import Prompt
 from longleaf.config import EngineConfig
 from longleaf.sampling import SamplingParams
 from tests.integration.cluster.test_unauthenticated_peers import until
+from tests.support.fakes.workers import EchoMain
 from tests.support.network import crowd
 from tests.support.running import WatchedFleet, running_on
-from workers.fakes import EchoMain
 
 pytestmark = pytest.mark.timeout(120)
 NUM_ANSWERS = 4

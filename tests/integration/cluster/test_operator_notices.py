@@ -14,8 +14,8 @@ from coordinator.settings import ServiceConfig
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
 from longleaf.service_settings import TelemetryConfig
+from tests.support.fakes.workers import EchoMain
 from tests.support.service import write_model
-from workers.fakes import EchoMain
 
 pytestmark = pytest.mark.timeout(60)
 

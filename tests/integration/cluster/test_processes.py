@@ -20,8 +20,8 @@ from coordinator.cluster.replacement_supervisor import ReplacementSupervisor
 from longleaf.config import EngineConfig
 from longleaf.errors import RankLost, StartError
 from longleaf.rank_protocol.rank_spec import RankSpec
+from tests.support.fakes.workers import EchoMain
 from tests.support.members import MemberActor, MemberMain
-from workers.fakes import EchoMain
 
 pytestmark = pytest.mark.timeout(120)
 MakeFleet = Callable[[], Fleet]

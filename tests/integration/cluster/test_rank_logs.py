@@ -19,11 +19,11 @@ from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.step import StepPlan
 from longleaf.sampling import SamplingParams
 from tests.integration.cluster.test_unauthenticated_peers import until
+from tests.support.fakes.workers import EchoMain, EchoRank, RankFault
 from tests.support.members import ScriptedMember
 from tests.support.running import WatchedFleet, running_on
 from workers.__main__ import live
 from workers.control import serve
-from workers.fakes import EchoMain, EchoRank, RankFault
 from workers.log_buffer import MAX_BUFFERED_RECORDS
 from workers.pending import StepHandle
 

@@ -19,7 +19,6 @@ from coordinator.engine.stream import Stream
 from coordinator.engine_messages import Admitted, DocumentPrompt, Ended, Prompt, Tokens
 from longleaf.config import EngineConfig
 from longleaf.errors import RankLost, StartError, Unavailable
-from longleaf.rank_protocol.fakes import echo_token
 from longleaf.rank_protocol.group_messages import Join, KvLayout
 from longleaf.rank_protocol.member_messages import Load
 from longleaf.rank_protocol.rank_spec import RankSpec
@@ -27,11 +26,12 @@ from longleaf.rank_protocol.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.runs import Run
 from longleaf.sampling import SamplingParams, Token
 from longleaf.types import Progress
+from tests.support.fakes.echo_model import echo_token
+from tests.support.fakes.workers import EchoMain, EchoRank, RankFault
 from tests.support.gated import comes_to
 from tests.support.members import ScriptedMember
 from tests.support.running import WatchedFleet, running_on
 from workers.control import serve
-from workers.fakes import EchoMain, EchoRank, RankFault
 from workers.member_process import capturing_logs
 
 pytestmark = pytest.mark.timeout(60)
@@ -276,7 +276,7 @@ import asyncio
 from coordinator.cluster.rank_manager import RankManager
 from coordinator.cluster.local_fleet import LocalFleet
 from longleaf.config import EngineConfig
-from workers.fakes import EchoMain
+from tests.support.fakes.workers import EchoMain
 
 async def main():
     config = EngineConfig(model="none", world_size=2)

@@ -18,8 +18,8 @@ from longleaf.errors import StartError
 from longleaf.sampling import SamplingParams
 from tests.integration.cluster.test_rank_logs import rank_records
 from tests.integration.cluster.test_unauthenticated_peers import until
+from tests.support.fakes.workers import EchoActor, RankFault
 from tests.support.ray_calls import CountingActor, count_calls, stop_counting
-from workers.fakes import EchoActor, RankFault
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 

@@ -7,7 +7,6 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from coordinator.cluster.fakes import FakeFleet
 from coordinator.cluster.ports import (
     MemberEvent,
     MemberJoined,
@@ -24,6 +23,7 @@ from longleaf.fingerprint import read_fingerprint
 from longleaf.positions import WindowSpec
 from longleaf.rank_protocol.group_messages import Ready
 from longleaf.rank_protocol.rank_spec import ConnectInfo
+from tests.support.fakes.ranks import FakeFleet
 from tests.support.members import ScriptedMember
 
 pytestmark = pytest.mark.timeout(60)

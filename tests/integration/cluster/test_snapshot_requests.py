@@ -11,14 +11,14 @@ from coordinator.cluster.rank_manager import RankManager
 from longleaf.config import EngineConfig
 from longleaf.errors import DataLoss, GroupFailed, RankLost, StorageUnavailable, Unavailable
 from longleaf.rank_protocol.encoding import ToRank
-from longleaf.rank_protocol.fakes import echo_token
 from longleaf.rank_protocol.group_messages import KvLayout
 from longleaf.rank_protocol.snapshots import Discard, Failure, Fetch, Fetched, Save, Saved
 from longleaf.rank_protocol.step import Decode, Prefill, Restore, RestorePortion, Row, SamplingTerms, StepPlan
 from longleaf.runs import Run
 from longleaf.sampling import SamplingParams, Token
+from tests.support.fakes.echo_model import echo_token
+from tests.support.fakes.workers import EchoMain
 from tests.support.members import ScriptedMember
-from workers.fakes import EchoMain
 
 pytestmark = pytest.mark.timeout(60)
 RUNS = (Run(0, 0, 6, (3, 1)),)

@@ -16,7 +16,6 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from msgspec.structs import replace
 
-from coordinator.cluster.fakes import FakeFleet
 from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.cluster.ports import Fleet
 from coordinator.grpc_server import servicers
@@ -28,11 +27,12 @@ from longleaf.config import EngineConfig
 from longleaf.errors import ModelRefused, PermissionDenied, RankLost, Unavailable
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.types import Delta, Draining, Finished
+from tests.support.fakes.ranks import FakeFleet
+from tests.support.fakes.workers import EchoMain, EchoRank
 from tests.support.network.deaf import Deaf
 from tests.support.service import write_model
 from tests.support.uploading import Upload
 from workers.__main__ import live
-from workers.fakes import EchoMain, EchoRank
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -13,7 +13,7 @@ from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.types import Cluster
 from tests.integration.grpc_server.test_lifecycle import begun, config_of
 from tests.support.command_line import CLI
-from workers.fakes import EchoMain
+from tests.support.fakes.workers import EchoMain
 
 pytestmark = pytest.mark.timeout(120)
 

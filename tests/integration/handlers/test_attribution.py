@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from longleaf.client import AsyncClient
 from longleaf.credentials import Quotas
 from longleaf.errors import InvalidArgument, NotFound
 from longleaf.positions import AttentionSpan, WindowSpec
-from longleaf.rank_protocol.fakes import echo_attention, echo_scores, echo_spans
 from longleaf.rank_protocol.step import NUM_OTHER_SHARES, Decode, Prefill, Row
 from longleaf.runs import union
 from longleaf.types import Attribution, Delta, Event, Finished, Provenance, Source, Started
 from tests.support import gated
+from tests.support.fakes.echo_model import echo_attention, echo_scores, echo_spans
+from tests.support.fakes.ranks import FakeRanks
 from tests.support.tenants import ACME, credential_of, credentials
 
 pytestmark = pytest.mark.timeout(60)

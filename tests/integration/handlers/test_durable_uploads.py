@@ -18,7 +18,6 @@ from coordinator.handlers.durable_uploads import KEEP_SECONDS, DurableUploads
 from coordinator.handlers.ingest import Ingest
 from coordinator.handlers.uploads import Uploads
 from coordinator.persistence.catalog.catalog import Catalog
-from coordinator.persistence.catalog.fakes import FakeCatalog
 from coordinator.persistence.catalog.ports import NO_STARTS
 from coordinator.persistence.catalog.records import Change, UploadKey, UploadRecord
 from coordinator.text.encoder import StablePrefix
@@ -30,6 +29,7 @@ from longleaf.document_text import TextFile
 from longleaf.errors import InvalidArgument, NotFound, ResourceExhausted, StorageUnavailable
 from longleaf.types import ContextSettings, IngestHeader, IngestPiece, IngestProgress
 from tests.support.coming import comes
+from tests.support.fakes.catalog import FakeCatalog
 from tests.support.service import FakeEngine, write_model
 
 HEADER = IngestHeader("moby", upload_id="mine", settings=ContextSettings(display_name="Moby-Dick"))

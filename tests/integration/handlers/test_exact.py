@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.cluster.fakes import FakeRanks
 from coordinator.cluster.ports import Formation
 from longleaf.client import AsyncClient
 from longleaf.types import Delta, Finished, Started
 from tests.support import gated
+from tests.support.fakes.ranks import FakeRanks
 
 
 async def responses(settings: dict[str, Any], folder: Path) -> list[Any]:

@@ -7,7 +7,6 @@ from collections import Counter
 
 import pytest
 
-from coordinator.handlers.transfer.fakes import FakeTransferEngine
 from coordinator.handlers.transfer.imports import ImportSessions
 from longleaf.errors import (
     AlreadyExists,
@@ -17,6 +16,7 @@ from longleaf.errors import (
     ResourceExhausted,
 )
 from tests.support.archives import FINGERPRINT
+from tests.support.fakes.transfer_engine import FakeTransferEngine
 from tests.support.fuzz.archives import VOCABULARY, forge, pool
 from tests.support.fuzz.importing import answer, archive, arrive, importing, imports_of
 from workers.kv_io.kv_piece import form_of

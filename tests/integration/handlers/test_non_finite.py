@@ -7,12 +7,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coordinator.cluster.fakes import FakeRanks
 from longleaf.client import AsyncClient
 from longleaf.errors import NotFinite, NotFound
 from longleaf.types import Delta, Finished
 from longleaf.v1 import generation_service_pb2, generation_service_pb2_grpc
 from tests.support import gated
+from tests.support.fakes.ranks import FakeRanks
 
 PROMPT = tuple(range(5))
 

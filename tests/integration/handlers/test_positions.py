@@ -9,7 +9,6 @@ import grpc
 import pytest
 
 from coordinator.auth.quotas import QuotaEnforcer
-from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.grpc_server.server import GrpcServer
 from coordinator.handlers.application import Application
@@ -23,6 +22,7 @@ from longleaf.rank_protocol.step import Decode, Prefill
 from longleaf.types import Finished, ModelInfo, Started
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tests.support.fakes.ranks import FakeRanks
 from tests.support.running import running
 from tests.support.service import write_model
 

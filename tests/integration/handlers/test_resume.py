@@ -18,11 +18,11 @@ from longleaf import codec
 from longleaf.client import AsyncClient, Client, Retries
 from longleaf.codec.status import decode_error
 from longleaf.errors import AlreadyExists, Cancelled, DeadlineExceeded, InvalidArgument, NotFound, Unavailable
-from longleaf.rank_protocol.fakes import echo_token
 from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
 from longleaf.types import Delta, Event, Finished, GenerateOptions, Resume, SamplingOptions, Started
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tests.support.fakes.echo_model import echo_token
 from tests.support.gated import VOCAB, GatedRanks, comes_to, serving
 from tests.support.network.proxy import Proxy, breaking
 from tests.support.service import FakeEngine, Served, encoded, write_model

@@ -10,7 +10,6 @@ import grpc
 import pytest
 from msgspec.structs import replace
 
-from coordinator.handlers.transfer.fakes import FakeTransferEngine
 from coordinator.handlers.transfer.imports import ImportSessions
 from longleaf import codec
 from longleaf.client import AsyncClient, Client, Retries
@@ -30,6 +29,7 @@ from longleaf.types import ArchiveChunk, ExportContext, ExportedArchive, ExportP
 from longleaf.v1 import context_service_pb2 as context_pb
 from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
 from tests.support.archives import packable
+from tests.support.fakes.transfer_engine import FakeTransferEngine
 from tests.support.network.proxy import breaking
 from tests.support.service import FakeEngine, serving
 from tests.support.transfer_engines import empty_transfer_engine, transfer_engine_of

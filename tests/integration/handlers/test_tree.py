@@ -7,7 +7,6 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.grpc_server.server import GrpcServer
 from coordinator.handlers.application import Application
@@ -18,6 +17,7 @@ from longleaf.config import EngineConfig
 from longleaf.types import Usage
 from longleaf.v1 import context_service_pb2 as ingest_pb
 from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
+from tests.support.fakes.ranks import FakeRanks
 from tests.support.running import running
 from tests.support.service import FakeEngine, collect, write_model
 

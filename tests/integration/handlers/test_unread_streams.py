@@ -8,7 +8,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from longleaf import codec
 from longleaf.client import AsyncClient
@@ -16,6 +15,7 @@ from longleaf.codec.status import decode_error
 from longleaf.errors import ResourceExhausted
 from longleaf.types import Delta, GenerateOptions, Resume
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tests.support.fakes.ranks import FakeRanks
 from tests.support.gated import VOCAB, comes_to, serving
 
 pytestmark = pytest.mark.timeout(60)

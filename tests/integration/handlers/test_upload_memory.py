@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 from bench.harness.memory import parse
-from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.grpc_server.request_limiter import MAX_PIECE_BYTES
 from coordinator.grpc_server.server import GrpcServer
@@ -33,6 +32,7 @@ from longleaf.rank_protocol.step import Prefill, StepPlan, StepResult
 from longleaf.types import IngestProgress, ModelInfo
 from longleaf.v1 import context_service_pb2 as ingest_pb
 from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
+from tests.support.fakes.ranks import FakeRanks
 from tests.support.running import running
 
 MIB = 1 << 20

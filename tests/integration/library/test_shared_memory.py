@@ -15,7 +15,6 @@ import torch
 
 from longleaf.attention import merge_all
 from longleaf.comm import shared_memory
-from longleaf.comm.counting import counting
 from longleaf.comm.process_group import TransportChoice
 from longleaf.comm.shared_memory import CAPACITY, SegmentSetup, share_memory
 from longleaf.comm.shm_cleanup import FOLDER, ProcessIdentity, started_at
@@ -23,6 +22,7 @@ from longleaf.errors import CollectiveMismatch, RankLost
 from longleaf.kernels.cpu.compiled import NativeBackend
 from longleaf.merge import MERGES, PartialCodec, make_merge
 from tests.support.attention.partials import random_partials
+from tests.support.counting_comm import counting
 from tests.support.processes import run_ranks, start_ranks
 
 SAME_BITS = ("gather", "exchange", "hierarchy", "butterfly")

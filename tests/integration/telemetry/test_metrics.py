@@ -14,7 +14,6 @@ import pytest
 from grpc import StatusCode
 from prometheus_client import CollectorRegistry, generate_latest
 
-from coordinator.cluster.fakes import FakeFleet
 from coordinator.handlers.application import Application
 from coordinator.service import Service
 from coordinator.settings import ServiceConfig
@@ -27,6 +26,7 @@ from longleaf.errors import StartError
 from longleaf.sampling import SamplingParams
 from longleaf.service_settings import TelemetryConfig
 from longleaf.types import Generate
+from tests.support.fakes.ranks import FakeFleet
 from tests.support.measured import CONTEXT, REQUEST_ID, TEXT, measured
 from tests.support.scraping import Scraped, scrape
 from tests.support.service import FakeEngine, collect, ids, write_model

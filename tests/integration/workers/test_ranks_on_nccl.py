@@ -8,10 +8,10 @@ from unittest.mock import patch
 import pytest
 
 from longleaf.comm import process_group
-from longleaf.comm.fakes import FakeDistributed
 from longleaf.errors import CollectiveMismatch
 from longleaf.rank_protocol.group_messages import Join
 from longleaf.rank_protocol.step import Decode, Prefill
+from tests.support.fakes.torch_distributed import FakeDistributed
 from tests.support.scheduling import Bench
 from tests.support.threads import config_for, make_spec
 from workers import rank as module

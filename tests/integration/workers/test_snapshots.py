@@ -24,9 +24,9 @@ from longleaf.rank_protocol.step import (
 )
 from longleaf.runs import Run
 from longleaf.sampling import SamplingParams
+from tests.support.fakes.kv_store import FolderStore
 from tests.support.lives import Members
 from tests.support.threads import config_for, make_spec
-from workers.kv_io.fakes import FolderStore
 from workers.rank import Rank
 from zoo.checkpoints import make_checkpoint
 

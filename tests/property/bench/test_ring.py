@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.attention.ring import QueryRing, Ring
+from bench.harness.async_comm import AsyncGroupComm
 from longleaf.attention.reference import attend
-from longleaf.comm.loopback import loopback
-from longleaf.comm.process_group import ProcessGroupComm, TransportChoice
+from longleaf.comm.process_group import TransportChoice
 from longleaf.kernels.cpu.compiled import NativeBackend
+from tests.support.loopback import loopback
 from tests.support.on_threads import on_ends
 from tests.support.processes import run_ranks
 
@@ -90,7 +91,7 @@ def ring_over_gloo(rank, owner):
         for lengths in (lengths for lengths in SHARDS if rank < len(lengths) == world_size):
             q, kv = inputs(lengths, 3, 8, 2)
             shard = kv.split(lengths, dim=2)[rank].contiguous()
-            for found in attended(ProcessGroupComm(group), q, shard, lengths):
+            for found in attended(AsyncGroupComm(group), q, shard, lengths):
                 assert_close(found, expected(q, kv))
 
 

@@ -16,10 +16,10 @@ from coordinator.handlers.attribution_tracing import AttributionTracer
 from coordinator.handlers.response_assembler import ResponseAssembler
 from coordinator.text.detokenizer import Alphabet
 from longleaf.errors import InvalidArgument
-from longleaf.rank_protocol.fakes import echo_attention, echo_spans
 from longleaf.rank_protocol.step import MAX_ATTRIBUTED_SPANS, NUM_OTHER_SHARES, Attention
 from longleaf.sampling import SamplingParams, Token
 from longleaf.types import Delta, Finished, Generate, Provenance
+from tests.support.fakes.echo_model import echo_attention, echo_spans
 from tests.support.service import byte_tokenizer
 
 SPANS = echo_spans((0, 40), 90, 32)

@@ -5,13 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longleaf.attention import Partial, add_sink, energy, merge, merge_all, reference
+from longleaf.attention import Partial, add_sink, merge, merge_all, reference
 from longleaf.attention.masks import QueryRun, Read, causal_reads, reads_within
 from longleaf.kernels import dense
 from longleaf.kernels.cpu.compiled import NativeBackend
 from longleaf.kernels.cpu.flash import TorchFlashBackend
 from longleaf.kernels.cpu.fold import NativeFold
 from longleaf.runs import Extent
+from tests.support.attention import energy
 from tests.support.attention.dense import reaches, visible
 from tests.support.attention.partials import TOLERANCE, assert_same, seeds
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from longleaf.attention import merge_all
 from longleaf.comm import process_group
-from longleaf.comm.fakes import CollectiveCall, FakeDistributed
 from longleaf.comm.process_group import ProcessGroups, TransportChoice, epoch_store
 from longleaf.errors import CollectiveMismatch, StartError
 from longleaf.kernels.dense import DenseBackend
 from longleaf.merge import MERGES, PartialCodec, choose_merge, make_merge
 from tests.support.attention.dealt import cases, decode, prefill
 from tests.support.attention.partials import random_partials
+from tests.support.fakes.torch_distributed import CollectiveCall, FakeDistributed
 from tests.support.nccl import DEVICE, Fleet
 
 SIZES = range(1, 9)

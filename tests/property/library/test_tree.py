@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longleaf.attention import Partial, merge_all
-from longleaf.comm.loopback import loopback_groups
 from longleaf.comm.process_group import TransportChoice
 from longleaf.kernels.cpu.compiled import NativeBackend
 from longleaf.merge import MERGES, PartialCodec, choose_merge, make_merge
@@ -19,6 +18,7 @@ from longleaf.merge.butterfly import NextAction, rounds
 from longleaf.rank_protocol.group_messages import MergeTiming
 from longleaf.topology import Topology
 from tests.support.attention.partials import random_partials
+from tests.support.loopback import loopback_groups
 from tests.support.on_threads import on_groups
 from tests.support.processes import run_ranks
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from longleaf.errors import AlreadyExists, NotFound
-from longleaf.storage.fakes import MemoryFiles
 from longleaf.storage.gc import sweep
 from longleaf.storage.names import Attempt, NotePlace
 from longleaf.storage.store import Store
+from tests.support.fakes.storage import MemoryFiles
 
 SERVICES = ("a", "a-b", "b")
 GRACE = 10.0

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from coordinator.kv_cache.block_placer import BlockPlacer
 from longleaf.attention import reference
-from longleaf.comm.counting import CountingComm
-from longleaf.comm.loopback import loopback_groups
 from longleaf.kernels.backend import lies_in
 from longleaf.kernels.cpu.compiled import NativeBackend
 from longleaf.merge import PartialCodec, make_merge
@@ -20,6 +18,8 @@ from longleaf.positions import AttentionSpan, WindowSpec
 from longleaf.rank_protocol.step import Decode, Prefill, Row
 from longleaf.topology import Topology
 from tests.support.attention.dense import reaches, visible
+from tests.support.counting_comm import CountingComm
+from tests.support.loopback import loopback_groups
 from workers.kv_cache.block_table import BlockTable
 from workers.kv_cache.quantized import QuantizedPool
 from workers.kv_cache.slots import FloatKvPool

@@ -13,7 +13,6 @@ from unittest.mock import patch
 import torch
 
 from longleaf.comm import Groups
-from longleaf.comm.loopback import loopback_groups
 from longleaf.kernels import registry
 from longleaf.kernels.gpu.backend import TritonKernels
 from longleaf.kernels.gpu.launch import Launcher
@@ -21,8 +20,9 @@ from longleaf.rank_protocol.group_messages import Join, MergeTiming, Ready
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.step import StepPlan, StepResult
 from longleaf.topology import Topology
+from tests.support.fakes.cuda_graphs import OpRecorder, RecordedGraphs
+from tests.support.loopback import loopback_groups
 from tests.support.threads import config_for, make_spec
-from workers.cuda_graphs.fakes import OpRecorder, RecordedGraphs
 from workers.cuda_graphs.steps import FixedSteps
 from workers.kv_cache.quantized import QuantizedPool
 from workers.pending import StepHandle

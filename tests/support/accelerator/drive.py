@@ -13,10 +13,10 @@ from msgspec.structs import replace
 from longleaf.errors import LongleafError
 from longleaf.kernels.gpu.launch import Launcher
 from longleaf.positions import Rope
-from longleaf.rank_protocol.fakes import VOCAB
 from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
 from longleaf.sampling import SamplingParams
 from tests.support.accelerator.captured import DeviceFleet
+from tests.support.fakes.echo_model import VOCAB
 from tests.support.golden.short import shorten
 from tests.support.scheduling import Bench
 from workers.pending import StepHandle

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from coordinator.kv_cache.block_placer import BlockPlacer
 from longleaf.attention import reference
-from longleaf.comm.counting import CountingComm
-from longleaf.comm.loopback import loopback_groups
 from longleaf.config import MergeName
 from longleaf.kernels.cpu.compiled import NativeBackend
 from longleaf.merge import PartialCodec, make_merge
@@ -19,6 +17,8 @@ from longleaf.rank_protocol.step import Decode, Prefill, Row
 from longleaf.runs import Run
 from longleaf.topology import Topology
 from tests.support.attention.dense import reaches, visible
+from tests.support.counting_comm import CountingComm
+from tests.support.loopback import loopback_groups
 from workers.kv_cache.block_table import BlockTable
 from workers.kv_cache.slots import FloatKvPool
 from workers.model.hook import LayerCall

@@ -15,7 +15,6 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2, status_pb2
 
-from coordinator.cluster.fakes import FakeRanks
 from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.engine.engine import Engine
 from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
@@ -27,10 +26,11 @@ from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.codec.status import DETAILS_KEY
 from longleaf.config import EngineConfig
-from longleaf.rank_protocol.fakes import echo_token
 from longleaf.sampling import SamplingParams
 from longleaf.types import Draining, ModelInfo
 from tests.support.archives import packable
+from tests.support.fakes.echo_model import echo_token
+from tests.support.fakes.ranks import FakeRanks
 from tests.support.fuzz.messages import PINNED
 from tests.support.running import running
 from tests.support.service import byte_tokenizer, write_model

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from coordinator.kv_cache.block_allocator import BlockAllocator
 from coordinator.kv_cache.windows import WindowBlockPool
-from longleaf.comm.loopback import LoopbackComm, loopback_groups
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.group_messages import Join, KvLayout, SegmentLayout
 from longleaf.rank_protocol.step import (
@@ -29,6 +28,7 @@ from longleaf.runs import Run, ceil_div, cut_chunk, serpentine
 from longleaf.sampling import SamplingParams
 from longleaf.topology import Topology
 from tests.support.golden.states import Logits
+from tests.support.loopback import LoopbackComm, loopback_groups
 from tests.support.on_threads import on_ends
 from tests.support.threads import make_spec
 from workers.kv_cache.block_bytes import Content

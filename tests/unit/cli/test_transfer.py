@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.handlers.transfer.fakes import FakeTransferEngine
 from longleaf.cli.transfer import summary
 from longleaf.types import Context
 from tests.support.archives import packable
+from tests.support.fakes.transfer_engine import FakeTransferEngine
 from tests.support.service import FakeEngine, serving
 from tests.support.terminal import Terminal
 from tests.support.transfer_engines import empty_transfer_engine, transfer_engine_of

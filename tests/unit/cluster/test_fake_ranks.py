@@ -2,12 +2,12 @@
 
 import pytest
 
-from coordinator.cluster.fakes import FakeRanks
 from longleaf.errors import DataLoss, RankLost, StorageUnavailable
 from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.snapshots import Fetch, Save
 from longleaf.rank_protocol.step import Restore, RestorePortion, StepPlan
 from longleaf.runs import Run
+from tests.support.fakes.ranks import FakeRanks
 
 RUN = Run(1, 0, 8, (3, 4))
 WINDOW = Run(EVERY_RANK, 4, 8, (3,))

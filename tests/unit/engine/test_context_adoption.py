@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from msgspec.structs import replace
 
-from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.engine.record_mapping import renumbered
 from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
@@ -18,6 +17,7 @@ from longleaf.errors import AlreadyExists, NotFound, StorageUnavailable
 from longleaf.positions import Rope
 from longleaf.sampling import SamplingParams
 from tests.support.catalog import context, segment
+from tests.support.fakes.ranks import FakeRanks
 from tests.support.gated import GatedRanks
 from tests.support.lasting import MemoryLasting
 from tests.support.running import running as run

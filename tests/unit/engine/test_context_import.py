@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.context_transfer import ContextExport, ContextImport
 from coordinator.engine.engine import Engine
 from coordinator.kv_cache.contexts import ContextTable, NamedContext
@@ -21,6 +20,7 @@ from longleaf.storage.manifest import PieceRef, SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
 from tests.support.catalog import context, segment
 from tests.support.coming import comes
+from tests.support.fakes.ranks import FakeRanks
 from tests.support.running import running
 from tests.support.storing import FORM, NOW, Service, Storage, ask, ingest, ingest_two, serving
 

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from coordinator.cluster.fakes import FakeRanks
 from coordinator.cluster.ports import Formation
 from coordinator.engine.engine import Engine
 from coordinator.engine.epochs import FIRST_EPOCH
@@ -16,6 +15,7 @@ from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, NotFound, ResourceExhausted, StorageUnavailable
 from longleaf.sampling import SamplingParams
 from longleaf.types import ContextSettings, Recovering
+from tests.support.fakes.ranks import FakeRanks
 from tests.support.gated import comes_to
 from tests.support.lasting import MemoryLasting
 from tests.support.running import running as run

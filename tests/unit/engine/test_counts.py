@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.engine_messages import DocumentPrompt, Prompt, SchedulingParams
 from coordinator.scheduling.speculation_stats import DraftCounts
@@ -14,6 +13,7 @@ from longleaf.config import EngineConfig
 from longleaf.rank_protocol.step import Prefill
 from longleaf.sampling import SamplingParams
 from longleaf.types import Drafting
+from tests.support.fakes.ranks import FakeRanks
 from tests.support.gated import GatedRanks, comes_to
 from tests.support.running import running
 

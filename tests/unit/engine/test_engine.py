@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.engine.stream import MAX_UNREAD, Stream
 from coordinator.engine_messages import Admitted, DocumentPrompt, Ended, Prompt, SchedulingParams, Tokens
@@ -18,10 +17,11 @@ from coordinator.scheduling.sequences import Sequence
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, RankLost, Unavailable
 from longleaf.positions import AttentionSpan, WindowSpec
-from longleaf.rank_protocol.fakes import echo_token
 from longleaf.rank_protocol.step import Row, StepPlan, StepResult
 from longleaf.sampling import SamplingParams
 from longleaf.types import ContextSettings, Progress, RankShare
+from tests.support.fakes.echo_model import echo_token
+from tests.support.fakes.ranks import FakeRanks
 from tests.support.gated import GatedRanks, comes_to
 from tests.support.running import running as run
 

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.engine.epoch import Epoch
 from coordinator.engine.stream import Stream
 from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
 from longleaf.config import EngineConfig
 from longleaf.errors import ContextLost, NotFound, Unavailable
-from longleaf.rank_protocol.fakes import echo_token
 from longleaf.rank_protocol.step import Move, Prefill
 from longleaf.sampling import SamplingParams
 from longleaf.types import Loss, Recovering
+from tests.support.fakes.echo_model import echo_token
+from tests.support.fakes.ranks import FakeRanks
 from tests.support.gated import comes_to
 from tests.support.running import running
 

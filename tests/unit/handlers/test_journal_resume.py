@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine_messages import DocumentPrompt
 from coordinator.persistence.journal.journal import Journal
 from coordinator.text.tokenizer import Tokenizer
@@ -25,6 +24,7 @@ from longleaf.errors import (
 from longleaf.rank_protocol.step import Decode, Row, StepPlan, StepResult
 from longleaf.sampling import SamplingParams
 from longleaf.types import Conversation, Delta, Event, Message, Resume, Started
+from tests.support.fakes.ranks import FakeRanks
 from tests.support.service import ids
 from tests.support.successors import CONFIG, VOCAB, Served, asked, num_tokens, serving, whole
 from tests.support.timers import Timers

@@ -6,7 +6,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.stream import Stream
 from coordinator.engine_messages import DocumentPrompt, Prompt
 from coordinator.text.tokenizer import Tokenizer
@@ -14,6 +13,7 @@ from longleaf.errors import ResourceExhausted
 from longleaf.rank_protocol.step import Decode
 from longleaf.sampling import SamplingParams
 from longleaf.types import Event, Finished, Provenance
+from tests.support.fakes.ranks import FakeRanks
 from tests.support.successors import CONFIG, VOCAB, Served, asked, num_tokens, serving
 
 pytestmark = pytest.mark.timeout(60)

@@ -15,7 +15,6 @@ from coordinator.auth.caller import CALLER, Caller
 from coordinator.auth.quotas import QuotaEnforcer
 from coordinator.auth.tenant_usage import TenantUsage
 from coordinator.handlers.transfer.exports import Exports
-from coordinator.handlers.transfer.fakes import FakeTransferEngine
 from coordinator.handlers.transfer.imports import KEEP_SECONDS, TRIM_SECONDS, ImportSessions
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.context_archive import reader
@@ -38,6 +37,7 @@ from longleaf.fingerprint import Fingerprint
 from longleaf.storage.manifest import SegmentManifest, decode_manifest
 from longleaf.types import ExportContext, ExportedArchive, ImportHeader, ImportProgress
 from tests.support.archives import FORM, Packable, packable, packed_early
+from tests.support.fakes.transfer_engine import FakeTransferEngine
 from tests.support.service import FakeEngine
 from tests.support.timers import Timers
 from tests.support.transfer_engines import empty_transfer_engine, sending, transfer_engine_of

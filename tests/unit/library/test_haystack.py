@@ -3,10 +3,11 @@
 import random
 
 import pytest
+from embedded_text import TRAIN_WORDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longleaf.demo.facts import EVALUATION_WORDS, TRAIN_WORDS, Fact, absent_fact, evaluation_fact, is_correct
+from longleaf.demo.facts import EVALUATION_WORDS, Fact, absent_fact, evaluation_fact, is_correct
 from longleaf.demo.haystack import (
     DISTRACTOR_EVERY,
     cut,

@@ -1,6 +1,5 @@
 """Files of certificates and keys that cannot be used are named, with the reason."""
 
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from longleaf.errors import InvalidArgument
-from longleaf.pem import MAX_PEM_BYTES, parse_pair, read_pem
+from longleaf.pem import parse_pair
 from tests.support.authority import DAY, Authority, pem_of
 
 
@@ -67,19 +66,3 @@ def test_unusable_files_are_named(authority: Authority, name: str) -> None:
     with pytest.raises(InvalidArgument, match=reported) as caught:
         parse_pair(*make(authority))
     assert caught.value.field == field
-
-
-def test_unreadable_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="tls_ca: .*No such file"):
-        read_pem("tls_ca", tmp_path / "none")
-    (tmp_path / "large").write_bytes(bytes(MAX_PEM_BYTES + 1))
-    with pytest.raises(InvalidArgument, match="more than 1,048,576 bytes"):
-        read_pem("tls_ca", tmp_path / "large")
-
-
-def test_irregular_file_is_refused_without_blocking(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "folder").mkdir()
-    for path in (tmp_path / "pipe", tmp_path / "folder", Path("/dev/null")):
-        with pytest.raises(InvalidArgument, match="tls_ca: .*not a regular file|tls_ca: .*directory"):
-            read_pem("tls_ca", path)

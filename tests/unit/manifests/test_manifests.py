@@ -3,11 +3,13 @@
 import copy
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 from vendor_schemas import of_definition
 
+import longleaf
 from tests.support.manifests.definitions import definition
 from tests.support.manifests.pods import cluster, environment, of_kind, options, pods, selects
 from tests.support.manifests.rendering import of_readme, render, with_components, with_these
@@ -58,9 +60,18 @@ def test_schemas_and_definitions_agree(path):
 
 
 def test_images_have_this_version(documents):
-    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE).group(1)
     tags = {container["image"].rpartition(":")[2] for pod in pods(documents) for container in pod.containers()}
-    assert {tag.rpartition("-")[0] for tag in tags} == {version}
+    assert {tag.partition("-")[0] for tag in tags} == {longleaf.__version__}
+
+
+def test_images_get_every_package_of_the_wheel():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        packages = tomllib.load(file)["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    stages = re.split(r"^FROM ", (ROOT / "docker" / "Dockerfile").read_text(), flags=re.MULTILINE)
+    copied = [set(re.findall(r"^COPY (\w+) \w+$", stage, re.MULTILINE)) for stage in stages]
+    assert [names for names in copied if names] == [set(packages)] * 2
+    context = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {f"!{name}" for name in packages} <= set(context)
 
 
 def test_number_of_gpu_hosts_equals_number_of_pods():

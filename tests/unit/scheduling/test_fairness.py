@@ -17,11 +17,11 @@ from coordinator.scheduling.throughput import UNKNOWN_RETRY_SECONDS, Speeds
 from longleaf.config import EngineConfig
 from longleaf.errors import DeadlineExceeded, ResourceExhausted
 from longleaf.positions import OWN_ROPE, Rotary
-from longleaf.rank_protocol.fakes import echo_token
 from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.sampling import SamplingParams
-from workers.fakes import EchoBlockTable
+from tests.support.fakes.echo_model import echo_token
+from tests.support.fakes.workers import EchoBlockTable
 
 
 class Bench:

@@ -4,10 +4,10 @@ import pytest
 
 from coordinator.engine_messages import Admitted, Ended, Prompt
 from longleaf.rank_protocol.encoding import encode
-from longleaf.rank_protocol.fakes import echo_token
 from longleaf.rank_protocol.step import Decode, PenaltyHistory, Prefill
 from longleaf.sampling import SamplingParams
 from longleaf.types import Progress
+from tests.support.fakes.echo_model import echo_token
 from tests.support.scheduling import Bench, kinds
 
 

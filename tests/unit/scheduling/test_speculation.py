@@ -11,8 +11,8 @@ from coordinator.speculation.ngram_drafter import Draft
 from coordinator.speculation.sequence_drafter import SequenceDrafter
 from longleaf.config import MIN_ROWS
 from longleaf.errors import DeadlineExceeded
-from longleaf.rank_protocol.fakes import echo_token
 from longleaf.rank_protocol.step import StepPlan, StepResult
+from tests.support.fakes.echo_model import echo_token
 from tests.support.scheduling import Bench
 
 

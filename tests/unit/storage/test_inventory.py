@@ -5,12 +5,12 @@ from msgspec.structs import replace
 
 from longleaf.errors import DataLoss, InvalidArgument, StorageUnavailable
 from longleaf.storage.envelope import wrap
-from longleaf.storage.fakes import FlakyFiles, MemoryFiles
 from longleaf.storage.gc import sweep
 from longleaf.storage.inventory import read_manifests, read_notes
 from longleaf.storage.manifest import encode_manifest
 from longleaf.storage.names import Attempt
 from longleaf.storage.store import Store
+from tests.support.fakes.storage import FlakyFiles, MemoryFiles
 from tests.support.kept_segments import keep, manifest_of, put_note
 
 GRACE = 100.0

@@ -9,9 +9,9 @@ import pytest
 from blake3 import blake3
 
 from longleaf.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, StorageUnavailable
-from longleaf.storage.fakes import FlakyFiles, MemoryFiles
 from longleaf.storage.store import Store
 from longleaf.storage.timed_calls import MAX_HANGING
+from tests.support.fakes.storage import FlakyFiles, MemoryFiles
 
 
 @pytest.fixture(name="files")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.utils import import_utils
 
-from workers.cuda_graphs.fakes import RecordedGraphs
+from tests.support.fakes.cuda_graphs import RecordedGraphs
 from workers.cuda_graphs.graphs import CaptureRefused
 from workers.model import model as models
 from zoo.checkpoints import make_checkpoint

@@ -2,7 +2,6 @@
 
 import pytest
 
-from longleaf.rank_protocol.fakes import echo_token
 from longleaf.rank_protocol.snapshots import Save
 from longleaf.rank_protocol.step import (
     Decode,
@@ -17,7 +16,8 @@ from longleaf.rank_protocol.step import (
 )
 from longleaf.runs import Run
 from longleaf.sampling import SamplingParams
-from workers.fakes import EchoBlockTable
+from tests.support.fakes.echo_model import echo_token
+from tests.support.fakes.workers import EchoBlockTable
 
 FIRST, SECOND = Run(0, 0, 4, (0,)), Run(1, 4, 8, (0,))
 

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longleaf.comm.counting import CountingComm
-from longleaf.comm.loopback import loopback
 from longleaf.errors import TransferCorrupted
 from longleaf.kernels.cpu.compiled import NativeBackend
 from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.rank_protocol.step import Move, RunTransfer
 from longleaf.runs import Run, ceil_div
+from tests.support.counting_comm import CountingComm
+from tests.support.loopback import loopback
 from tests.support.on_threads import on_ends
 from tests.support.pools import BLOCK, FULL, NUM_BLOCKS, NUM_WINDOW_BLOCKS, POOLS, filled
 from workers.kv_cache.block_bytes import Content

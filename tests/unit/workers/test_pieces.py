@@ -11,10 +11,10 @@ import torch
 from longleaf.errors import DataLoss
 from longleaf.positions import EVERY_RANK
 from longleaf.runs import Run
+from tests.support.fakes.kv_store import FolderStore
 from tests.support.pools import BLOCK, NUM_BLOCKS, POOLS, filled
 from workers.kv_cache.block_bytes import Content
 from workers.kv_io import kv_piece as pieces
-from workers.kv_io.fakes import FolderStore
 from workers.kv_io.kv_piece import HostCopy, KvPiece, form_of
 
 WINDOWED = {"windows apart", "int8 windows apart", "windows alone"}

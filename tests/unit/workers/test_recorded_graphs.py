@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longleaf.comm.loopback import loopback
-from workers.cuda_graphs.fakes import RecordedGraphs
+from tests.support.fakes.cuda_graphs import RecordedGraphs
+from tests.support.loopback import loopback
 from workers.cuda_graphs.graphs import CaptureRefused
 
 ROWS, COLUMNS = 4, 6

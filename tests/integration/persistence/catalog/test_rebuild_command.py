@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.persistence.catalog.catalog import Catalog, read_only_catalog
 from coordinator.persistence.catalog.data_folder import DataFolder
-from coordinator.persistence.catalog.fakes import FakeCatalog
 from coordinator.persistence.catalog.identity import Identity, read_identity
 from coordinator.persistence.catalog.rebuild_command import run
 from coordinator.persistence.catalog.records import CatalogContents, Change, OutboxEntry, SnapshotRecord
@@ -28,6 +26,8 @@ from longleaf.types import Rebuild
 from tests.support import forked
 from tests.support.catalog import context, document, segment
 from tests.support.command_line import CLI
+from tests.support.fakes.catalog import FakeCatalog
+from tests.support.fakes.ranks import FakeRanks
 from tests.support.lasting import MemoryLasting
 from tests.support.running import running
 from tests.support.stored_contexts import deletion, manifest_of, note_of, put_manifest, put_note

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator.kv_cache.token_paths import EMPTY_PATH, Segment
-from coordinator.persistence.catalog.fakes import FakeCatalog
 from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord
-from coordinator.persistence.snapshots.fakes import FakeSnapshotRanks
 from coordinator.persistence.snapshots.ports import ContextUse, KvFormat
 from coordinator.persistence.snapshots.retention import RetentionPolicy
 from coordinator.persistence.snapshots.snapshots import Snapshots
@@ -25,6 +23,8 @@ from longleaf.storage.local import LocalFiles
 from longleaf.storage.names import segments_folder
 from longleaf.storage.store import Buffer, Store, WriteResult
 from longleaf.types import Storage
+from tests.support.fakes.catalog import FakeCatalog
+from tests.support.fakes.snapshot_ranks import FakeSnapshotRanks
 
 FORM = KvFormat("blocks of 4; keys.0 F32 2x4x1048576", 4)
 SERVICE = "0" * 32

@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec.structs import replace
 
 from coordinator.persistence.catalog.catalog import DATABASE, Catalog, read_only_catalog
-from coordinator.persistence.catalog.fakes import FakeCatalog
 from coordinator.persistence.catalog.records import (
     CatalogContents,
     Change,
@@ -28,6 +27,7 @@ from longleaf.document_text import DocumentText, TextFile, count_starts, packed
 from longleaf.errors import DataLoss, NotFound
 from longleaf.positions import Rope
 from tests.support.catalog import context, ids, remains
+from tests.support.fakes.catalog import FakeCatalog
 
 COUNTS = st.integers(1, 40) | st.integers(900, 3000)
 """Ids within a page of the database, and on pages of their own."""

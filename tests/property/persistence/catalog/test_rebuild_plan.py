@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from coordinator.persistence.catalog.fakes import changed
 from coordinator.persistence.catalog.rebuild_plan import StorageContents, rebuild
 from coordinator.persistence.catalog.records import CatalogContents, Change, ContextRecord, SegmentRecord
 from longleaf.storage.context_note import ContextNote
 from longleaf.storage.files import ObjectInfo
 from longleaf.storage.inventory import NoteListing
 from tests.support.catalog import context, segment
+from tests.support.fakes.catalog import changed
 from tests.support.stored_contexts import SERVICE, deletion, manifest_name, manifest_of, note_of
 
 NAMES = st.sampled_from("a b c d".split())

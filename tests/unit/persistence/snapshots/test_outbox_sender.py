@@ -7,17 +7,17 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from coordinator.persistence.catalog.fakes import FakeCatalog
 from coordinator.persistence.catalog.records import Change, OutboxEntry
 from coordinator.persistence.snapshots import storage_health
 from coordinator.persistence.snapshots.outbox_sender import AT_ONCE, OutboxSender
 from coordinator.persistence.snapshots.store import AsyncStore
 from longleaf.errors import DataLoss, StorageUnavailable
 from longleaf.storage.context_note import ContextNote, encode_note
-from longleaf.storage.fakes import FlakyFiles, MemoryFiles
 from longleaf.storage.names import Attempt, NotePlace
 from longleaf.storage.store import Store
 from tests.support.coming import comes
+from tests.support.fakes.catalog import FakeCatalog
+from tests.support.fakes.storage import FlakyFiles, MemoryFiles
 
 SERVICE = "0123456789abcdef0123456789abcdef"
 pytestmark = pytest.mark.timeout(30)

@@ -8,9 +8,9 @@ import pytest
 
 from coordinator.persistence.snapshots.store import MAX_THREADS, AsyncStore
 from longleaf.errors import StorageUnavailable
-from longleaf.storage.fakes import MemoryFiles
 from longleaf.storage.store import Store
 from tests.support.coming import comes
+from tests.support.fakes.storage import MemoryFiles
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -193,7 +193,7 @@ class FakeDistributed:
     def get_backend(self, group: FakeGroup) -> str:
         return group.backend
 
-    def PrefixStore(self, prefix: str, store: FakeStore) -> FakeStore:  # noqa: N802
+    def PrefixStore(self, prefix: str, store: FakeStore) -> FakeStore:
         return store.part(prefix)
 
     def all_gather_single(self, out: Tensor, tensor: Tensor, group: FakeGroup) -> None:
@@ -344,5 +344,5 @@ class FakeDefault:
         self._owner = owner
 
     @property
-    def WORLD(self) -> Any:  # noqa: N802
+    def WORLD(self) -> Any:
         return self._owner.world()

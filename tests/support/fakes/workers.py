@@ -11,7 +11,6 @@ from typing import Literal
 import msgspec
 
 from longleaf.errors import DataLoss, LongleafError, ModelRefused, NotFound, StorageUnavailable
-from longleaf.rank_protocol.fakes import drafted_ends, echo_tokens
 from longleaf.rank_protocol.group_messages import Join, KvLayout, Ready, SegmentLayout
 from longleaf.rank_protocol.member_messages import Hello
 from longleaf.rank_protocol.rank_spec import RankSpec
@@ -20,10 +19,11 @@ from longleaf.rank_protocol.snapshots import Discard, Failure, Fetch, Fetched, O
 from longleaf.rank_protocol.step import Decode, Move, Prefill, Restore, Row, StepPlan, StepResult
 from longleaf.runs import Run, until
 from longleaf.sampling import Token
+from tests.support.fakes.echo_model import drafted_ends, echo_tokens
+from tests.support.fakes.kv_store import FolderStore
 from workers.__main__ import live
 from workers.actor import WorkerActor
 from workers.control import serve
-from workers.kv_io.fakes import FolderStore
 from workers.pending import StepHandle, done
 
 FaultKind = Literal["raise", "kill", "hang", "grip", "freeze", "refuse"]

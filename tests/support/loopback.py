@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from longleaf.comm.base import Groups, ReduceOp, Transfer, Transport
+from bench.harness.async_comm import Transfer
+from longleaf.comm.base import Groups, ReduceOp, Transport
 from longleaf.topology import Topology
 
 

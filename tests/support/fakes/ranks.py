@@ -10,7 +10,6 @@ from coordinator.cluster.ports import EpochEnd, Formation, OnDeath
 from longleaf.config import EngineConfig
 from longleaf.errors import DataLoss, GroupFailed, RankLost, StartError, StorageUnavailable
 from longleaf.positions import EVERY_RANK, Rotary, WindowSpec
-from longleaf.rank_protocol.fakes import FULL_LAYER, VOCAB, echo_attention, echo_scores, echo_spans, echo_tokens
 from longleaf.rank_protocol.group_messages import KvLayout, Ready
 from longleaf.rank_protocol.member_messages import Hello
 from longleaf.rank_protocol.rank_spec import ConnectInfo
@@ -20,6 +19,7 @@ from longleaf.rank_protocol.step import Attention, ComparisonRow, Decode, Prefil
 from longleaf.runs import Run
 from longleaf.sampling import Logprobs, Token
 from longleaf.types import Loss
+from tests.support.fakes.echo_model import FULL_LAYER, VOCAB, echo_attention, echo_scores, echo_spans, echo_tokens
 
 
 def equal(row: Row) -> ComparisonRow:

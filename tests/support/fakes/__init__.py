@@ -1,0 +1,1 @@
+"""Test doubles of the product's interfaces."""
