@@ -249,7 +249,8 @@ class SegmentStore:
     def drop_cached(self, is_lost: Callable[[TokenPath], bool]) -> None:
         """Drops the cached prompts whose paths `is_lost` selects."""
         for segment in [segment for segment in self.cached if is_lost(segment.path)]:
-            self._forget_cached(segment)
+            if segment.id in self._cached:  # dropping one may evict a segment, which drops others
+                self._forget_cached(segment)
 
     # --- statistics ---
 
