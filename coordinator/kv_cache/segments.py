@@ -175,6 +175,8 @@ class SegmentStore:
         self.drop_cached(lambda path: placement.segment in path.segments)
         if placement.is_evicted:  # evicted while the last cached prompt was dropped
             return
+        spare = BlockCount(windows=1 if self._placer.windows else 0)  # as for lost ranges
+        placement.num_evicted = placement.num_wanted(self._placer.block_size) + spare
         self.end_loss(placement)
         self._placer.free((*placement.runs, *placement.window_runs, *placement.incoming))
         self._forget(placement)
