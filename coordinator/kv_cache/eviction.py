@@ -1,7 +1,7 @@
 """Eviction: idle contexts release their blocks when space is needed, and are reloaded on the next request."""
 
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 
 from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
 from coordinator.kv_cache.contexts import ContextTable, NamedContext
@@ -54,6 +54,16 @@ class ContextEvictor:
             has_no_room = any(one.loss is not None and one.loss.reservation is None for one in placements)
             if has_no_room and not context.is_evicted and context.id not in in_use:
                 self._contexts.evict(context)
+
+    def evict_lost(self, contexts: Iterable[NamedContext]) -> bool:
+        """Evicts those of `contexts` that have lost keys, unless they are pinned or in use. Returns whether there are
+        any."""
+        lost = [context for context in contexts if not self._segments.placements.holds(context.path)]
+        bound = self._contexts.bound(self._in_use()) if lost else []
+        evicted = [context for context in lost if context not in bound]
+        for context in evicted:
+            self._contexts.evict(context)
+        return bool(evicted)
 
     @property
     def num_spare(self) -> BlockCount:

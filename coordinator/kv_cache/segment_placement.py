@@ -33,7 +33,9 @@ class SegmentPlacement:
         self.num_idle_references = 0
         """References of evicted contexts, which need no keys until they are activated."""
         self.is_evicted = False
-        """The segment is evicted: no rank holds any of it, and no job waits for it."""
+        """The segment is evicted: no rank holds any of it, and only deferred jobs wait for it."""
+        self.num_evicted = BlockCount()
+        """Maximum number of its blocks once it is reloaded, recorded at its eviction."""
         self.version = 0
         """Changes with each eviction."""
         self.is_reported = True

@@ -175,6 +175,8 @@ class SegmentStore:
         self.drop_cached(lambda path: placement.segment in path.segments)
         if placement.is_evicted:  # evicted while the last cached prompt was dropped
             return
+        spare = BlockCount(windows=1 if self._placer.windows else 0)  # as for lost ranges
+        placement.num_evicted = placement.num_wanted(self._placer.block_size) + spare
         self.end_loss(placement)
         self._placer.free((*placement.runs, *placement.window_runs, *placement.incoming))
         self._forget(placement)
@@ -249,7 +251,8 @@ class SegmentStore:
     def drop_cached(self, is_lost: Callable[[TokenPath], bool]) -> None:
         """Drops the cached prompts whose paths `is_lost` selects."""
         for segment in [segment for segment in self.cached if is_lost(segment.path)]:
-            self._forget_cached(segment)
+            if segment.id in self._cached:  # dropping one may evict a segment, which drops others
+                self._forget_cached(segment)
 
     # --- statistics ---
 

@@ -114,6 +114,15 @@ class RecomputePlanner:
                 blocks = placement.loss.num_blocks(self._placer.block_size)
                 placement.loss.reservation = self._reserve(blocks, may_evict=placement in needed)
 
+    def num_unreserved(self, path: TokenPath) -> BlockCount:
+        """Blocks that must be reserved before the lost keys of a path can be recomputed."""
+        placements = self._placements.for_segments(path.segments)
+        losses = [placement.loss for placement in placements if placement.loss is not None]
+        size = self._placer.block_size
+        blocks = sum((loss.num_blocks(size) for loss in losses if loss.reservation is None), BlockCount())
+        has_rolling = not losses or self._placer.windows is None or self._can_roll
+        return blocks if has_rolling else blocks + self.num_rolling - self.num_reserved
+
     def _reserve(self, blocks: BlockCount, *, may_evict: bool) -> Reservation | None:
         return self._placer.reserve(blocks) if self._segments.make_room(blocks, may_evict=may_evict) else None
 

@@ -130,6 +130,10 @@ class RecoveryManager:
             self._recompute.reserve_lost(paths)
         self.restoring.resume(paths)
 
+    def num_unreserved(self, path: TokenPath) -> BlockCount:
+        """Blocks that must be reserved before the lost keys of a path can be recomputed."""
+        return self._recompute.num_unreserved(path)
+
     # --- plans ---
 
     def plan(self, paths: Iterable[TokenPath], size: int) -> Prefill | Move | Restore | None:

@@ -174,21 +174,37 @@ class Admission:
         """Raises ResourceExhausted unless the job, and each of `jobs`, can begin once nothing else runs.
 
         The order of arrival does not matter, because any queued job may become the first one.
+
+        A document must leave room for each waiting answer, because it is not preempted, and its context may stay. So
+        must a pinned context. Other questions need not: their contexts are resident already or, if contexts can be
+        evicted, questions are deferred for an older job that needs the space. See `Deferral`.
+
+        The contexts of all answers must fit beside the job, because all of them may have to be recomputed after the
+        loss of a rank. So a prompt that has no room beside contexts in use is refused with a retry delay.
         """
-        retained = self._durable([job, *jobs])
+        retained, stays = self.resident(job, jobs)
         answers = [other for other in jobs if isinstance(other, Sequence)]
         path_segments = {s.id: s for path in self._requested(answers) for s in path.segments if s.id not in retained}
-        coming = sum((other.num_blocks for other in jobs if isinstance(other, IngestJob)), BlockCount())
-        placements = self._segments.placements
-        resident = self._limits.wanted(placements.for_segments(retained.values())) + coming + self._limits.rolling
-        self._limits.check_room(job.num_blocks, resident, None)
-        resident += self._limits.wanted(placements.for_segments(path_segments.values()))
+        self._limits.check_room(job.num_blocks, stays, None)
+        placements = self._segments.placements.for_segments(path_segments.values())
+        resident = stays + self._limits.wanted(placements)
+        resident += sum((one.num_evicted for one in placements if one.is_evicted), BlockCount())  # of deferred jobs
+        needs = [other.num_blocks for other in answers]
+        most = BlockCount(max((n.sharded for n in needs), default=0), max((n.windows for n in needs), default=0))
+        retry_seconds, context = self._speeds.retry_seconds(len(jobs)), self._contexts.find(job.context)
         if isinstance(job, IngestJob):
-            needs = [other.num_blocks for other in answers]
-            resident += BlockCount(
-                max((n.sharded for n in needs), default=0), max((n.windows for n in needs), default=0)
-            )
-        self._limits.check_room(job.num_blocks, resident, self._speeds.retry_seconds(len(jobs)))
+            resident += most
+        elif self._can_evict and context is not None and context.is_pinned:
+            self._limits.check_room(most, stays, retry_seconds)
+        self._limits.check_room(job.num_blocks, resident, retry_seconds)
+
+    def resident(self, job: Job, jobs: list[Job]) -> tuple[dict[int, Segment], BlockCount]:
+        """The segments, by id, that are not freed when the answers among `jobs` end, and so limit the room of `job`.
+        Also the blocks of these segments and of all documents among `jobs`."""
+        retained = self._durable([job, *jobs])
+        coming = sum((other.num_blocks for other in jobs if isinstance(other, IngestJob)), BlockCount())
+        resident = self._limits.wanted(self._segments.placements.for_segments(retained.values()))
+        return retained, resident + coming + self._limits.rolling
 
     def _requested(self, answers: list[Sequence]) -> list[TokenPath]:
         """The paths that are held while these answers run."""

@@ -8,6 +8,7 @@ from coordinator.kv_cache.segment_placement import SegmentPlacement
 from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import Segment
 from coordinator.recovery.recovery import RecoveryManager
+from coordinator.scheduling.admission import Admission
 from coordinator.scheduling.jobs import IngestJob, Job, as_victims
 from coordinator.scheduling.limits import JobLimits
 from coordinator.scheduling.sequences import Sequence
@@ -23,12 +24,15 @@ class CapacityShrink:
         contexts: ContextTable,
         limits: JobLimits,
         recovery: RecoveryManager,
+        admission: Admission | None,
     ) -> None:
+        """With `admission`, contexts can be evicted, and the room of a job is that at its admission."""
         self._placer = placer
         self._limits = limits
         self._segments = segments
         self._contexts = contexts
         self._recovery = recovery
+        self._admission = admission
 
     def too_much(self, jobs: Callable[[], list[Job]]) -> Iterator[NamedContext | Job]:
         """The contexts and jobs to drop. The caller must drop each one before it requests the next.
@@ -73,7 +77,15 @@ class CapacityShrink:
                 needed += BlockCount(windows=loss.window_blocks) if loss else BlockCount()
         if not needed.fits(total):
             return jobs
-        return [job for job in answers if not (needed + job.num_blocks).fits(total)] or None
+        crowded = [job for job in answers if not (needed + job.num_blocks).fits(total)]
+        return [job for job in crowded if not self._may_defer_others(job, jobs)] or None
+
+    def _may_defer_others(self, job: Job, jobs: list[Job]) -> bool:
+        """Whether a job fits once the contexts of other answers are evicted for it. See `Deferral`."""
+        if self._admission is None:
+            return False
+        _, resident = self._admission.resident(job, [other for other in jobs if other is not job])
+        return (resident + job.num_blocks).fits(self._placer.num_blocks)
 
     def _remaining(self) -> list[SegmentPlacement]:
         segments: dict[Segment, None] = {s: None for context in self._contexts.list() for s in context.path.segments}

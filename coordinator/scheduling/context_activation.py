@@ -40,7 +40,9 @@ class ContextActivation:
                 call(self._contexts.activate(context))
             yield
         except Exception:
-            if context is not None and was_resting and not context.is_evicted:
+            # deferred requests of the context may have been resumed meanwhile
+            was_idle = context is not None and was_resting and context.id not in self._requests.contexts
+            if context is not None and was_idle and not context.is_evicted:
                 self._contexts.evict(context)
             raise
         finally:

@@ -125,9 +125,9 @@ class Queue:
         A job without room can be passed by others, which can then be preempted for it. So it begins at the latest when
         the jobs that were running when it became first have ended, as if no job had passed it.
 
-        That does not hold for a job that has no room beside the contexts in use. Requests hold the path that they
-        continue from admission to their end, so the job also waits for the waiting requests of these contexts, and for
-        later ones.
+        If contexts can be evicted, a job may have no room beside the contexts of waiting requests. When it is the
+        oldest and has the turn for its age, after at most AGEING turns as the oldest, these requests are deferred. So
+        it begins at the latest when the jobs that were running at that turn have ended. See `Deferral`.
         """
         passed: list[int] = []
         for job in self.order(is_ready):

@@ -7,6 +7,7 @@ from coordinator.recovery.fault_score import BREAK
 from coordinator.recovery.recovery import RecoveryManager
 from coordinator.recovery.remap import segment_layouts
 from coordinator.recovery.restore import RestorePlanner
+from coordinator.scheduling.deferral import Deferral
 from coordinator.scheduling.job_recovery import JobRecovery
 from longleaf.rank_protocol.group_messages import SegmentLayout
 
@@ -15,6 +16,7 @@ class GroupChangeOperations:
     """The part of a scheduler that handles the change of epochs."""
 
     segments: SegmentStore
+    _deferral: Deferral
     _job_recovery: JobRecovery
     _recovery: RecoveryManager
 
@@ -25,6 +27,7 @@ class GroupChangeOperations:
         `steps` are those in which the epoch may have ended; empty if it ended outside a step. Their work gets the fault
         score `suspicion`: a job that breaks a second epoch ends. See `drain`.
         """
+        self._deferral.end()
         self._job_recovery.roll_back(steps, suspicion)
 
     def change_ranks(self, ranking: RankMapping, *, may_grow: bool = False) -> None:
@@ -43,6 +46,7 @@ class GroupChangeOperations:
 
     def shrink_to_fit(self) -> None:
         """Drops contexts and jobs that no longer fit, because no more ranks are expected."""
+        self._deferral.end()
         self._job_recovery.shrink_to_fit()
 
     def layout(self) -> tuple[SegmentLayout, ...]:

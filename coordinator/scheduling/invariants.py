@@ -46,7 +46,10 @@ def audit_placements(
     places += [(path, path.end) for job in jobs for path in (job.request.origin, job.prefill.path)]
     places += recovery.frontiers
     places += [(one.segment.before, one.segment.start) for one in placements if one.is_evicted]
-    evicted = Counter(s.id for context in contexts.list() if context.is_evicted for s in context.path.segments)
+    assert not any(job.is_deferred for job in running)
+    idle = [context.path for context in contexts.list() if context.is_evicted]
+    idle += [job.request.origin for job in waiting if job.is_deferred]
+    evicted = Counter(s.id for path in idle for s in path.segments)
     assert evicted == Counter(
         {one.segment.id: one.num_idle_references for one in placements if one.num_idle_references}
     )

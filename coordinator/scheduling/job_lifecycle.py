@@ -73,6 +73,8 @@ class JobLifecycle:
 
     def _release_path(self, job: Job) -> None:
         origin = job.request.origin
+        if job.is_deferred:
+            self._segments.activate(origin)
         self._segments.release(job.prefill.path, origin)
         self._segments.release(origin)
         self.may_begin = True

@@ -13,6 +13,7 @@ from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import Segment, TokenPath
 from coordinator.recovery.fault_score import GUILTY
 from coordinator.recovery.recovery import RecoveryManager
+from coordinator.scheduling.admission import Admission
 from coordinator.scheduling.capacity_shrink import CapacityShrink, uses_context
 from coordinator.scheduling.job_lifecycle import JobLifecycle
 from coordinator.scheduling.jobs import IngestJob, Job
@@ -37,6 +38,7 @@ class JobRecovery:
         limits: JobLimits,
         recovery: RecoveryManager,
         lifecycle: JobLifecycle,
+        admission: Admission,
         evictor: ContextEvictor | None,
     ) -> None:
         """Without an `evictor`, contexts that cannot be held are dropped."""
@@ -48,7 +50,9 @@ class JobRecovery:
         self._recovery = recovery
         self._lifecycle = lifecycle
         self._evictor = evictor
-        self._shrink = CapacityShrink(placer, segments, contexts, limits, recovery)
+        self._shrink = CapacityShrink(
+            placer, segments, contexts, limits, recovery, admission if evictor is not None else None
+        )
         self._dropped: list[ContextDropped] = []
         self.is_between_epochs = False
         """Nothing may be planned."""
@@ -176,7 +180,7 @@ class JobRecovery:
 
     def _waiting(self) -> Iterator[tuple[Job, TokenPath]]:
         """The jobs that may wait for lost keys, and their paths, the most urgent first."""
-        for job in self._lifecycle.queue.order():
+        for job in self._lifecycle.queue.order(lambda job: not job.is_deferred):
             yield job, job.request.origin
         for job in self._ingests():
             if not job.tail.is_ready:

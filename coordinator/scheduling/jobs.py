@@ -87,6 +87,9 @@ class Job:
         """Ids of the jobs that this one overtook when it began, because they did not fit. They may preempt it."""
         self.is_spared = False
         """Whether the job began because of its age. A job of higher priority does not preempt it."""
+        self.is_deferred = False
+        """Whether the job waits until an older one has begun. Its reference to the path of its context is then that of
+        an evicted context. See `Deferral`."""
         self._num_charged = 0
         self._tail: GrowingSegment | None = None
 

@@ -61,8 +61,9 @@ class Preemption:
     def _num_places_lacking(self, job: Job, running_set: RunningSet) -> int:
         return running_set.num_tails + job.num_tails - self._max_sequences if job.num_tails else 0
 
-    def victims(self, job: Job, running_set: RunningSet) -> list[Sequence] | None:
-        """Sequences to preempt so that a job without room can begin; None when preemption cannot make enough room.
+    def victims(self, job: Job, running_set: RunningSet, reloaded: BlockCount | None = None) -> list[Sequence] | None:
+        """Sequences to preempt so that a job without room can begin or, with `reloaded`, so that so many blocks can be
+        reserved for the reload of its context; None when preemption cannot make enough room.
 
         A paused sequence yields to any job, and one that passed the job yields to it. Others yield only to a higher
         priority of the same tenant. Those with the lowest priority, then the youngest, come first.
@@ -70,8 +71,8 @@ class Preemption:
         if not running_set.may_yield_to(job):
             return None  # the usual case, and many jobs may wait
         candidates = [other for other in running_set.sequences if job.may_preempt(other)]
-        places = self._num_places_lacking(job, running_set)
-        lacking = job.num_blocks - self._placer.num_free - self._segments.num_reclaimable
+        places = 0 if reloaded else self._num_places_lacking(job, running_set)
+        lacking = (reloaded or job.num_blocks) - self._placer.num_free - self._segments.num_reclaimable
         if self._evictor is not None:
             lacking -= self._evictor.num_spare
         chosen: list[Sequence] = []

@@ -58,8 +58,8 @@ class Requests:
 
     @property
     def contexts(self) -> set[str | None]:
-        """Ids of the contexts that are queried or ingested into."""
-        return {job.context for job in self.jobs()}
+        """Ids of the contexts that are queried or ingested into, except by deferred jobs."""
+        return {job.context for job in self.jobs() if not job.is_deferred}
 
     @property
     def accounts(self) -> set[Account]:

@@ -9,7 +9,7 @@ from functools import partial
 
 from coordinator.auth.tenant_usage import TenantUsage
 from coordinator.engine_messages import Admitted, DocumentPrompt, Outcome, Prompt, Sealed, Tokens
-from coordinator.kv_cache.block_placer import BlockPlacer, Reservation
+from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer, Reservation
 from coordinator.kv_cache.contexts import ContextTable
 from coordinator.kv_cache.eviction import ContextEvictor
 from coordinator.kv_cache.positions import Positions
@@ -18,6 +18,7 @@ from coordinator.recovery.recompute import RecoveryFailed
 from coordinator.recovery.recovery import MOVED_BLOCKS, RecoveryManager
 from coordinator.scheduling.admission import Admission
 from coordinator.scheduling.context_activation import ContextActivation
+from coordinator.scheduling.deferral import Deferral
 from coordinator.scheduling.documents import ContextOperations
 from coordinator.scheduling.fair_queue import Queue
 from coordinator.scheduling.group_change import GroupChangeOperations
@@ -101,7 +102,10 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         self._running = self._lifecycle.running
         self._outcomes = self._lifecycle.outcomes
         self._job_recovery = JobRecovery(
-            placer, self.segments, self.contexts, limits, self._recovery, self._lifecycle, evictor
+            placer, self.segments, self.contexts, limits, self._recovery, self._lifecycle, self._admission, evictor
+        )
+        self._deferral = Deferral(
+            placer, self.segments, self.contexts, limits, self._admission, self._lifecycle, self._job_recovery, evictor
         )
 
     @property
@@ -160,8 +164,12 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         keeps nothing.
         """
         context = self.contexts.find(prompt.context)
-        with self._activation.activate(context, self._job_recovery.begin_reload):
-            self._lifecycle.enqueue(self._admission.admit(request_id, prompt, now, self._begin_waiting))
+        try:
+            with self._activation.activate(context, self._job_recovery.begin_reload):
+                self._lifecycle.enqueue(self._admission.admit(request_id, prompt, now, self._begin_waiting))
+        except Exception:
+            self._lifecycle.may_begin |= context is not None  # it was protected from eviction meanwhile
+            raise
         if context is not None:
             self.contexts.mark_used(context)
         if not self._job_recovery.is_over:
@@ -209,14 +217,19 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         if self._job_recovery.is_between_epochs:
             return
         if not self._job_recovery.is_over:
+            self._deferral.update()  # first, because deferred jobs need no blocks for lost keys
+            self._preempt_for_reload()
             self._job_recovery.resume()
-        is_healing = not self._job_recovery.is_over
         while self._lifecycle.may_begin:
+            if self._deferral.update():
+                self._job_recovery.resume()
+                self._job_recovery.report_progress()
             running_set = RunningSet(self._running.values())
             if (
                 job := self._queue.pop_next(partial(self._reserve, running_set), partial(self._is_ready, running_set))
             ) is None:
-                may_wait = self._running or is_healing or not self._job_recovery.is_confirmed or not self._queue.order()
+                is_recovering = not (self._job_recovery.is_over and self._job_recovery.is_confirmed)
+                may_wait = self._running or is_recovering or not self._queue.order()
                 if not may_wait and self._activation.is_blocked:
                     return  # the request that is being admitted may find room
                 if not may_wait and (unread := self._requests.longest_paused) is not None:
@@ -234,22 +247,42 @@ class Scheduler(GroupChangeOperations, ContextOperations):
 
     def _is_ready(self, running_set: RunningSet, job: Job) -> bool:
         """Whether a job may begin, if there is room for it."""
-        return running_set.is_allowed(job) and (self._job_recovery.is_over or self._job_recovery.is_ready(job))
+        if job.is_deferred or not running_set.is_allowed(job):
+            return False
+        is_recovered = self._job_recovery.is_over or self._job_recovery.is_ready(job)
+        return is_recovered or self._deferral.is_reloading(job)
 
     def _reserve(self, running_set: RunningSet, job: Job) -> bool:
         """Begins the job if there is room for it, after preemptions if necessary. Returns whether it has begun."""
+        if self._deferral.is_reloading(job):
+            return False
         has_places = self._preemption.has_places(job, running_set)
         reservation = self._sharing.reserve(job) if has_places else None
         if reservation is None:
             if (victims := self._preemption.victims(job, running_set)) is None:
                 return False
-            for victim in victims:
-                self._lifecycle.preempt(victim)
-            self.num_preempted += len(victims)
+            self._preempt(victims)
             if (reservation := self._sharing.reserve(job)) is None:
                 return False
         self._begin(job, reservation)
         return True
+
+    def _preempt_for_reload(self) -> None:
+        """Preempts jobs that overtook the oldest one if that makes enough room for the reload of its context."""
+        if (job := self._deferral.reloading) is None:
+            return
+        needed = self._recovery.num_unreserved(job.request.origin)
+        if needed.fits(BlockCount()):
+            return
+        victims = self._preemption.victims(job, RunningSet(self._running.values()), needed)
+        if victims:
+            self._deferral.has_preempted = True  # once, so that no job begins and is preempted in turns
+            self._preempt(victims)
+
+    def _preempt(self, victims: list[Sequence]) -> None:
+        for victim in victims:
+            self._lifecycle.preempt(victim)
+        self.num_preempted += len(victims)
 
     def _begin(self, job: Job, reservation: Reservation) -> None:
         placement = self.segments.create(job.prefill.path, job.rope, job.request.scheduling.tenant)
@@ -412,5 +445,6 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         audit_placements(self.segments, self.contexts, self._placer, self._recovery, (waiting, running))
         self._job_recovery.audit()
         audit_jobs(waiting, running, self._planner.under_way)
+        self._deferral.audit()
         self._requests.audit()
         assert sorted(job.id for job in self._requests.jobs()) == sorted(job.id for job in (*waiting, *running))

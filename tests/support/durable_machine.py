@@ -9,6 +9,7 @@ from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
 from coordinator.kv_cache.contexts import NamedContext
 from coordinator.kv_cache.segment_placement import count_all
 from coordinator.kv_cache.token_paths import Segment, TokenPath
+from coordinator.scheduling.fair_queue import AGEING
 from coordinator.scheduling.jobs import IngestJob, Job
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.errors import LongleafError, StorageUnavailable
@@ -21,6 +22,10 @@ class DurableMachine(RecoveringMachine):
     """Saves the state that a catalog would save: a context counts once it is acknowledged."""
 
     is_durable = True
+    turn: int | None = None
+    """The oldest waiting job, while it has the next turn. Waiting requests are deferred for it."""
+    ran_before_turn: frozenset[int] | set[int] = frozenset()
+    """Jobs that ran when its turn came."""
     next_segment = 0
     """Greater than the id of any segment that was kept. Ids of others are used again after the end of everything."""
 
@@ -58,11 +63,20 @@ class DurableMachine(RecoveringMachine):
         if not self.sealed:
             super()._no_job_is_stuck()
 
+    def _no_job_waits_for_later_ones(self) -> None:
+        queue = self.scheduler._queue
+        ids = [job.id for job in queue.order()] if queue.turns.is_for_the_oldest else []
+        if (oldest := min(ids, default=None)) != self.turn:
+            self.turn, self.ran_before_turn = oldest, set(self.scheduler._running)
+        super()._no_job_waits_for_later_ones()
+
     def _is_kept_out(self, job: Job) -> bool:
         """Whether the contexts in use and the documents leave too few blocks for a waiting job. A request references
         the path that it continues from its admission to its end, whether it runs or waits, and even if the context is
         deleted. So these blocks do not become free when the jobs that overtook the waiting one are preempted."""
         scheduler = self.scheduler
+        if job.id == self.turn and not self.ran_before_turn & scheduler._running.keys():
+            return False
         paths = [request.origin for request in scheduler._requests]
         paths += [context.path for context in scheduler.contexts.bound(scheduler._requests.contexts)]
         placements = scheduler.segments.placements.for_segments(
@@ -100,6 +114,30 @@ class DurableMachine(RecoveringMachine):
         self.rest(context)
         self.ask(list(range(question)), 2, context, 1, DEFAULT_SCHEDULING, False)
         self.run_steps(steps, 2, 0.001)
+
+    @rule(
+        size=st.integers(4, 40),
+        percent=st.integers(20, 100),
+        questions=st.lists(st.tuples(NAMES, st.integers(1, 4)), min_size=1, max_size=6),
+        steps=st.integers(0, 2),
+    )
+    def ask_constantly(self, size: int, percent: int, questions: list[tuple[str, int]], steps: int) -> None:
+        """The turn for age comes to a prompt that may have no room beside contexts that are queried constantly."""
+        if self.is_between:
+            return
+        for name in sorted({name for name, _ in questions} - self.texts.keys()):
+            self.ingest(list(range(size)), name, False, DEFAULT_SCHEDULING)
+            self.run_steps(4, 2, 0.001)
+        for _ in range(self.config.max_sequences):
+            self.ask([0], 4, None, 1, DEFAULT_SCHEDULING, False)
+        self.run_steps(steps, 2, 0.001)
+        capacity = min(150, self.placer.num_blocks.sharded * self.block_size)
+        self.ask(list(range(max(1, capacity * percent // 100 - 3))), 3, None, 1, DEFAULT_SCHEDULING, False)
+        turns = self.scheduler._queue.turns
+        turns._num_turns += (AGEING - 1 - turns._num_turns) % AGEING
+        for other, count in questions:
+            self.ask(list(range(count)), count, other, 1, DEFAULT_SCHEDULING, False)
+            self.run_steps(1, 2, 0.001)
 
     # --- the end of everything ---
 

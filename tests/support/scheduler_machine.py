@@ -417,7 +417,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _no_job_waits_for_later_ones(self) -> None:
         """A job without room waits for at least one job that did not overtake it."""
         running = {job.id: job for job in self.scheduler._running.values()}
-        waiting = self.scheduler._queue.order()
+        waiting = self.scheduler._queue.order(lambda job: not job.is_deferred)
         for job in waiting:
             assert any(job.id not in other.passed for other in running.values()) or self._is_kept_out(job)
         stayed = [job for job in waiting if self.waited.get(job.id) == job.num_begins]

@@ -117,3 +117,22 @@ def test_prompts_do_not_match_evicted_segments(is_activated: bool) -> None:
     if is_activated:
         pool.activate("a")
     assert pool.segments.match(pool.contexts.get("a").path.token_ids()).end == 0
+
+
+def test_context_with_several_cached_prompts_is_evicted() -> None:
+    pool = Pool()
+    pool.append("a", 8)
+    path = pool.contexts.get("a").path
+    for first in (100, 200):
+        holding = pool.segments.create(path)
+        reservation = pool.placer.reserve(pool.placer.blocks_needed(8, 0))
+        assert reservation is not None
+        holding.extend(range(first, first + 8), pool.placer.place_chunk(8, 16, 0, reservation))
+        pool.segments.retain(path)
+        pool.segments.cache(holding.segment)
+        pool.segments.drop(holding.segment)
+        pool.segments.release(path)
+    assert len(list(pool.segments.cached)) == 2
+    pool.rest("a")
+    assert not list(pool.segments.cached)
+    assert pool.placer.num_free == pool.placer.num_blocks

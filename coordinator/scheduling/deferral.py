@@ -1,0 +1,195 @@
+"""Deferral: requests wait while the oldest waiting job needs the space of their contexts. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
+from coordinator.kv_cache.contexts import ContextTable, NamedContext
+from coordinator.kv_cache.eviction import ContextEvictor
+from coordinator.kv_cache.segments import SegmentStore
+from coordinator.kv_cache.token_paths import Segment
+from coordinator.scheduling.admission import Admission
+from coordinator.scheduling.capacity_shrink import uses_context
+from coordinator.scheduling.job_lifecycle import JobLifecycle
+from coordinator.scheduling.job_recovery import JobRecovery
+from coordinator.scheduling.jobs import Job
+from coordinator.scheduling.limits import JobLimits
+from coordinator.scheduling.preemption import RunningSet
+from coordinator.scheduling.sequences import Sequence
+
+GroupKey = str | Segment | None
+"""The id of a context or, where contexts are evicted together, their first segment."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """Questions about contexts that are evicted together, and these contexts."""
+
+    jobs: list[Job] = field(default_factory=list[Job])
+    contexts: list[NamedContext] = field(default_factory=list[NamedContext])
+
+    @property
+    def is_deferred(self) -> bool:
+        return any(job.is_deferred for job in self.jobs)
+
+    @property
+    def last_use(self) -> int:
+        return max((context.last_use for context in self.contexts), default=0)
+
+    def segments(self) -> Iterable[Segment]:
+        """All segments that stay in use while the questions wait."""
+        paths = [*(job.request.origin for job in self.jobs), *(context.path for context in self.contexts)]
+        return (segment for path in paths for segment in path.segments)
+
+
+class Deferral:
+    """Defers the waiting questions about some contexts until the oldest waiting job has begun.
+
+    A waiting question references the path of its context, so that the context is not evicted. Without deferral, a job
+    that has no room beside the context would wait as long as new questions about the context arrive.
+
+    Deferral begins when the next turn goes to the oldest job. Contexts for which there is room beside that job stay in
+    use, the most recently used ones first. The questions about the others are deferred: they do not begin, and their
+    references are those of an evicted context. So a context is evicted when no running job uses it. After the oldest
+    job has begun, or no longer waits for room, the deferred questions wait for the reload of their contexts.
+    """
+
+    def __init__(
+        self,
+        placer: BlockPlacer,
+        segments: SegmentStore,
+        contexts: ContextTable,
+        limits: JobLimits,
+        admission: Admission,
+        lifecycle: JobLifecycle,
+        job_recovery: JobRecovery,
+        evictor: ContextEvictor | None,
+    ) -> None:
+        """Without an `evictor`, nothing is deferred."""
+        self._placer = placer
+        self._segments = segments
+        self._placements = segments.placements
+        self._contexts = contexts
+        self._limits = limits
+        self._admission = admission
+        self._lifecycle = lifecycle
+        self._job_recovery = job_recovery
+        self._evictor = evictor
+        self._oldest: Job | None = None
+        """The job for which others are deferred, from its turn until it begins."""
+        self.has_preempted = False
+        """Whether jobs were preempted for the reload of that job's context."""
+        self._kept: set[GroupKey] = set()
+        """Groups that are not deferred for that job. Others that arrive later do not displace them, because running
+        jobs may use them by then."""
+
+    def update(self) -> bool:
+        """Defers and resumes waiting questions. Returns whether lost segments were added or evicted."""
+        is_turn = self._evictor is not None and self._lifecycle.queue.turns.is_for_the_oldest
+        if self._oldest is None and not is_turn:
+            return False  # the usual case
+        oldest = self._oldest_waiting()
+        has_changed = oldest is not self._oldest and self.end()
+        if oldest is None or not self._job_recovery.is_confirmed:
+            return has_changed
+        if self._oldest is None:
+            free = self._placer.num_free + self._segments.num_reclaimable
+            if not is_turn or (self._placements.holds(oldest.request.origin) and oldest.num_blocks.fits(free)):
+                return has_changed
+        return self._divide(oldest) or has_changed
+
+    def is_reloading(self, job: Job) -> bool:
+        """Whether others are deferred for this job, and it waits for the reload of its context. Other jobs then
+        overtake it as if it had no room, so that they can be preempted for the reload and for the job."""
+        return job is self._oldest and not self._placements.holds(job.request.origin)
+
+    @property
+    def reloading(self) -> Job | None:
+        """The job that `is_reloading`, unless jobs were preempted for it already."""
+        job = self._oldest
+        return job if job is not None and not self.has_preempted and self.is_reloading(job) else None
+
+    def _oldest_waiting(self) -> Job | None:
+        """The oldest waiting job among those that are neither paused nor wait for the quota of their tenant."""
+        running_set = RunningSet(self._lifecycle.running.values())
+        jobs = (job for job in self._lifecycle.queue if not job.request.is_paused and running_set.is_allowed(job))
+        return min(jobs, key=lambda job: job.id, default=None)
+
+    def _divide(self, oldest: Job) -> bool:
+        """Defers the questions about all contexts that have no room beside the oldest job. Returns whether lost
+        segments were added or evicted."""
+        others = [job for job in self._lifecycle.requests.jobs() if job is not oldest]
+        retained, resident = self._admission.resident(oldest, others)
+        room = self._placer.num_blocks - resident - oldest.num_blocks
+        if not BlockCount().fits(room):
+            return self.end()  # deferral cannot make enough room
+        self._oldest, has_changed = oldest, False
+        kept = set[GroupKey]()
+        groups = self._groups(oldest)
+        for key in sorted(groups, key=lambda key: (key not in self._kept, -groups[key].last_use)):
+            group = groups[key]
+            more = {segment.id: segment for segment in group.segments() if segment.id not in retained}
+            needed = self._limits.wanted(self._placements.for_segments(more.values()))
+            if not more or (not group.is_deferred and needed.fits(room)):
+                kept.add(key)
+                retained |= more
+                room -= needed
+                has_changed |= self._resume(group.jobs)
+            else:
+                has_changed |= self._defer(group)
+        self._kept = kept
+        return has_changed
+
+    def _groups(self, oldest: Job) -> dict[GroupKey, _Group]:
+        """The waiting questions except the oldest job, grouped by context, with the running ones of kept groups."""
+        groups = dict[GroupKey, _Group]()
+        is_by_root = self._placer.windows is not None
+        for job in self._lifecycle.requests.jobs():
+            if job is not oldest and isinstance(job, Sequence) and (origin := job.request.origin).segments:
+                key = origin.segments[0] if is_by_root else job.context
+                if not job.is_running or key in self._kept:
+                    groups.setdefault(key, _Group()).jobs.append(job)
+        ids = {job.context for group in groups.values() for job in group.jobs}
+        for context in self._contexts.bound(ids):
+            key = context.path.segments[0] if is_by_root else context.id
+            if key in groups:
+                groups[key].contexts.append(context)
+        return groups
+
+    def _defer(self, group: _Group) -> bool:
+        """Defers the waiting jobs of a group, and evicts those of its contexts that are being reloaded. Returns whether
+        there were any."""
+        for job in group.jobs:
+            if not (job.is_deferred or job.is_running):
+                job.is_deferred = True
+                self._segments.release_to_idle(job.request.origin)
+        assert self._evictor is not None
+        return self._evictor.evict_lost(group.contexts)
+
+    def _resume(self, jobs: Iterable[Job]) -> bool:
+        """Resumes deferred jobs: their contexts are reloaded. Returns whether there were any."""
+        deferred = [job for job in jobs if job.is_deferred]
+        for job in deferred:
+            job.is_deferred, path = False, job.request.origin
+            self._segments.activate(path)
+            context = self._contexts.find(job.context)
+            if context is not None and uses_context(job, context):
+                self._contexts.activate(context)
+                path = context.path
+            self._job_recovery.begin_reload(self._placements.evicted(path))
+        self._lifecycle.may_begin |= bool(deferred)
+        return bool(deferred)
+
+    def end(self) -> bool:
+        """Resumes all deferred jobs. Returns whether there were any."""
+        self._oldest = None
+        self.has_preempted = False
+        self._kept = set()
+        return self._resume(self._lifecycle.queue)
+
+    def audit(self) -> None:
+        """Asserts that only waiting questions are deferred, and only for a job that waits."""
+        deferred = [job for job in self._lifecycle.requests.jobs() if job.is_deferred]
+        assert self._oldest is not None or not deferred
+        assert all(isinstance(job, Sequence) and job.context is not None for job in deferred)
+        assert self._oldest not in deferred
