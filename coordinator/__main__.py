@@ -47,6 +47,7 @@ from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.cluster.ray_connection import connect, ray_package
 from coordinator.cluster.ray_fleet import RayFleet
 from coordinator.settings import ServiceConfig
+from coordinator.task_set import TaskSet
 from coordinator.telemetry import logs
 from longleaf.config import DataConfig, EngineConfig, join_address
 from longleaf.errors import InvalidArgument, StartError
@@ -133,11 +134,11 @@ async def _serve_here(config: ServiceConfig, method: StartMethod) -> StartResult
     rank_main = partial(worker_main, telemetry=config.telemetry)
     actor = CoordinatorActor(config, partial(LocalFleet, rank_main, method, fork_server.kill))
     loop = asyncio.get_running_loop()
-    ends = set[asyncio.Task[None]]()  # the loop keeps only weak references
+    ends = TaskSet()
 
     def end(*_: object) -> None:
         with suppress(RuntimeError):  # the loop is closed, and the service has ended
-            loop.call_soon_threadsafe(lambda: ends.add(loop.create_task(actor.end())))
+            loop.call_soon_threadsafe(lambda: ends.start(actor.end()))
 
     for number in SIGNALS:  # not through the loop, which removes its handlers before signals can be ignored
         signal.signal(number, end)

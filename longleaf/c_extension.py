@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longleaf.config import cache_folder
+from longleaf.durable_files import replace_file
 
 LINK = ("-shared", "-fPIC")
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -91,7 +92,8 @@ def build(source: Path, flags: Sequence[str], folder: Path) -> Path:
             compiled, linked = f"{workplace}/code.o", f"{workplace}/code.so"
             _run("cc", *flags, str(source), "-o", compiled)
             _run("cc", *LINK, compiled, "-lm", "-o", linked)
-            _write_atomically(Path(linked).read_bytes(), Path(workplace) / "kept.so", library)
+            code = Path(linked).read_bytes()
+            replace_file(library, code + hashlib.sha256(code).digest(), 0o700)
     return library
 
 
@@ -123,21 +125,6 @@ def _key(source: Path, flags: Sequence[str]) -> str:
     libc = (*platform.libc_ver(), str(sysconfig.get_config_var("SOABI")))
     parts = (source.read_text(), *flags, *LINK, *machine, _run("cc", "--version"), *libc)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _write_atomically(code: bytes, written: Path, library: Path) -> None:
-    """Writes `library` atomically."""
-    file = os.open(written, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o700)
-    with os.fdopen(file, "wb") as output:
-        output.write(code + hashlib.sha256(code).digest())
-        output.flush()
-        os.fsync(file)
-    os.replace(written, library)
-    folder = os.open(library.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _is_whole(library: Path) -> bool:

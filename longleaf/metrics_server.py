@@ -2,6 +2,10 @@
 
 Clients are unauthenticated. Requests are limited in size, time and number, and a new connection closes the oldest one,
 so a client that sends or reads nothing cannot block others.
+
+`prometheus_client.start_http_server` has none of these limits: it starts a thread per connection, waits forever for the
+request, and does not close open connections at shutdown. It also serves the metrics at every path, and renders them in
+its threads, whereas values of the engine must be read on the event loop.
 """
 
 import asyncio

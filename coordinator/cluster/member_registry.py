@@ -3,7 +3,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,6 +12,7 @@ from coordinator.cluster.heartbeat_monitor import HeartbeatMonitor
 from coordinator.cluster.member import Member
 from coordinator.cluster.model_consistency import check_joiner
 from coordinator.cluster.ports import EpochEnd, Kill, LocationOf, MemberEvent, MemberLost
+from coordinator.task_set import TaskSet
 from longleaf.errors import StartError
 from longleaf.rank_protocol.member_messages import Hello, Load
 from longleaf.rank_protocol.rank_spec import ConnectInfo
@@ -38,7 +39,7 @@ class MemberRegistry:
         self._observers: list[Callable[[MemberEvent], None]] = []
         self._is_over = False
         self.heartbeats = HeartbeatMonitor(self, heartbeat_timeout)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         """Running operations on members, such as kills."""
         self.has_supervisor = False
         """Lost members are replaced."""
@@ -146,16 +147,14 @@ class MemberRegistry:
             log.exception("cannot kill member %d", number)
         self.remove_lost(number, "was killed")
 
-    def run_in_background(self, work: Awaitable[None]) -> None:
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` in the background; `wait_killed` waits for it."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(work)
 
     async def wait_killed(self) -> None:
         """Wait until all running kills have finished."""
         while self._tasks:
-            await asyncio.wait(list(self._tasks))
+            await asyncio.wait(self._tasks)
 
     def report_exit(self, number: int, reason: str) -> None:
         """Report that the process of a member has ended. Thread-safe; may be called at any time."""

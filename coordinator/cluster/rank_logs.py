@@ -3,11 +3,11 @@
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from coordinator.cluster.member import Member
 from coordinator.cluster.member_registry import MemberRegistry
 from coordinator.cluster.ports import MemberEvent, MemberLost
+from coordinator.throttle import Throttle
 from longleaf.rank_protocol.log_messages import MAX_TEXT_BYTES, Logged
 
 MAX_AT_ONCE, PER_SECOND = 100, 2.0
@@ -17,15 +17,6 @@ NO_RANK = -1
 log = logging.getLogger(__package__)
 
 
-@dataclass
-class _Share:
-    """Rate limit of a member: how many more records are logged now."""
-
-    left: float
-    when: float
-    num_left_out: int = 0
-
-
 class RankLogForwarder:
     """Logs records of members under the logger `coordinator.cluster`, with their level and the attributes `rank` (an
     int; NO_RANK for a member without a rank), `node` and `epoch`."""
@@ -33,7 +24,7 @@ class RankLogForwarder:
     def __init__(self, registry: MemberRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry = registry
         self._clock = clock
-        self._shares: dict[int, _Share] = {}
+        self._throttles: dict[int, Throttle] = {}
         """By member."""
         self._known: frozenset[str] | None = None
         """Notes that were already printed to the user; None before that."""
@@ -45,34 +36,24 @@ class RankLogForwarder:
 
     def log_records(self, member: Member, logged: Logged) -> None:
         """Logs the records of a member, up to its rate limit."""
-        share = self._share(member.number)
+        throttle = self._throttles.setdefault(member.number, Throttle(1 / PER_SECOND, MAX_AT_ONCE, self._clock))
         for record in logged.records:
             if record.is_note and (self._known is None or record.text in self._known):
                 continue
-            if share.left < 1:
-                share.num_left_out += 1
+            if not throttle.admit():
                 continue
-            share.left -= 1
-            self._log_omitted(member.number, member.node, share)
+            self._log_omitted(member.number, member.node, throttle)
             text = f"{record.text}\n{record.traceback}" if record.traceback else record.text
             self._log(record.level, member.number, member.node, text)
-        share.num_left_out += logged.num_dropped
+        throttle.num_dropped += logged.num_dropped
 
-    def _share(self, number: int) -> _Share:
-        now = self._clock()
-        share = self._shares.setdefault(number, _Share(MAX_AT_ONCE, now))
-        share.left = min(MAX_AT_ONCE, share.left + PER_SECOND * (now - share.when))
-        share.when = now
-        return share
-
-    def _log_omitted(self, number: int, node: str, share: _Share) -> None:
-        if share.num_left_out:
-            self._log(logging.WARNING, number, node, f"{share.num_left_out} log records dropped: too many per second")
-            share.num_left_out = 0
+    def _log_omitted(self, number: int, node: str, throttle: Throttle) -> None:
+        if num_dropped := throttle.pop_num_dropped():
+            self._log(logging.WARNING, number, node, f"{num_dropped} log records dropped: too many per second")
 
     def _watch(self, event: MemberEvent) -> None:
-        if isinstance(event, MemberLost) and (share := self._shares.pop(event.member, None)) is not None:
-            self._log_omitted(event.member, event.node, share)
+        if isinstance(event, MemberLost) and (throttle := self._throttles.pop(event.member, None)) is not None:
+            self._log_omitted(event.member, event.node, throttle)
 
     def _log(self, level: int, number: int, node: str, text: str) -> None:
         ranks = self._registry.ranks

@@ -49,7 +49,7 @@ class Slot:
         return self.task is not None and not self.task.done()
 
 
-class Backoff:
+class ReplacementThrottle:
     """Delays replacements after losses: up to `max_losses` per minute are replaced at once."""
 
     def __init__(self, max_losses: int) -> None:
@@ -86,7 +86,7 @@ class ReplacementSupervisor:
         self._start_timeout = config.start_timeout
         self._clock = clock
         self._sleep = sleep
-        self._backoff = Backoff(config.max_losses_per_minute)
+        self._throttle = ReplacementThrottle(config.max_losses_per_minute)
         self._slots = [Slot(ready.member, pinned(config, ready)) for ready in readies]
         registry.has_supervisor = True
         registry.subscribe(self._on_event)
@@ -109,7 +109,7 @@ class ReplacementSupervisor:
                     if slot.member == event.member:
                         slot.has_rank, slot.num_failed = True, 0
             case MemberLost() if self._registry.has_supervisor:
-                self._backoff.record_loss(self._clock())
+                self._throttle.record_loss(self._clock())
                 for slot in self._slots:
                     if slot.member == event.member and not slot.is_being_filled:
                         self._note_failed(slot, event.reason)
@@ -151,7 +151,7 @@ class ReplacementSupervisor:
         )
 
     async def _back_off(self, slot: Slot) -> None:
-        while delay := self._backoff.delay(self._clock()):
+        while delay := self._throttle.delay(self._clock()):
             self._registry.publish(ReplacementDelayed(slot.member, delay, "too many ranks were lost within a minute"))
             await self._sleep(delay)
 

@@ -21,6 +21,7 @@ from coordinator.persistence.catalog.records import (
 )
 from coordinator.scheduling.jobs import IngestJob
 from coordinator.scheduling.scheduler import Scheduler
+from coordinator.task_set import TaskSet
 from longleaf.errors import AlreadyExists, DataLoss, LongleafError, Unavailable
 from longleaf.tenants import tenant_of
 from longleaf.types import ContextSettings
@@ -56,7 +57,7 @@ class ContextPersistence:
         self._wall_clock = wall_clock
         self._on_change = on_change
         self._begun: Scheduler | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = TaskSet()
         self._turn = asyncio.Lock()
         """Held while a change of a whole context is committed, because each change builds on the previous one."""
         self._used: set[str] = set()
@@ -131,7 +132,7 @@ class ContextPersistence:
         """Finish the running changes and commit the last uses."""
         if self._flush is not None:
             self._flush.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.wait()
         await self._save_uses()
 
     async def _flush_periodically(self) -> None:
@@ -179,7 +180,7 @@ class ContextPersistence:
 
     def seal(self, request_id: int) -> None:
         """Commit the context of a document that has been prefilled, and then acknowledge the ingest."""
-        self._start(self._seal(request_id))
+        self._tasks.start(self._seal(request_id))
 
     async def _seal(self, request_id: int) -> None:
         async with self._turn:
@@ -345,7 +346,7 @@ class ContextPersistence:
 
     def expire(self, context_id: str) -> None:
         """Delete an expired context from the catalog. If that fails, the context expires again at the next start."""
-        self._start(self._expire(context_id))
+        self._tasks.start(self._expire(context_id))
 
     async def _expire(self, context_id: str) -> None:
         try:
@@ -367,13 +368,9 @@ class ContextPersistence:
 
     async def _end(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for the result of `work`. With a store, `work` completes even if the caller is cancelled."""
-        return await (asyncio.shield(self._start(work)) if self._store else work)  # without a store it never suspends
-
-    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)  # the loop itself keeps only weak references
-        task.add_done_callback(self._tasks.discard)
-        return task
+        if self._store is None:
+            return await work  # it never suspends
+        return await asyncio.shield(self._tasks.start(work))
 
 
 def _sound(contents: CatalogContents) -> Iterator[tuple[ContextRecord, tuple[SegmentRecord, ...]]]:

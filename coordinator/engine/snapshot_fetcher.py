@@ -2,12 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from coordinator.cluster.ports import Ranks
 from coordinator.kv_cache.token_paths import Segment
 from coordinator.recovery.restore import OF_WINDOWS, RestoreChunk, RestorePlanner
+from coordinator.task_set import TaskSet
 from longleaf.errors import DataLoss, LongleafError, NotFound, StorageUnavailable, Unavailable
 from longleaf.formatting import human_seconds
 from longleaf.positions import EVERY_RANK
@@ -56,7 +57,7 @@ class SnapshotFetcher:
         self._members = members
         self._on_change = on_change
         self._restoring: RestorePlanner | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._pieces: dict[int, SegmentManifest] = {}
         """The manifests of segments whose pieces are being fetched, by segment id."""
         self._sent: dict[int, tuple[int, ...]] = {}
@@ -83,9 +84,9 @@ class SnapshotFetcher:
                 self._mark_damaged(restoring, segment_id, "an epoch failed while it was restored")
         for ticket in (discarded := restoring.pop_discarded()):
             for member in self._sent.pop(ticket, ()):
-                self._start(self._discard(member, ticket))
+                self._tasks.start(self._discard(member, ticket))
         for segment in restoring.pop_wanted():
-            self._start(self._read_manifest(restoring, segment))
+            self._tasks.start(self._read_manifest(restoring, segment))
         for part in restoring.pop_ordered():
             if part.ticket not in discarded:  # else the fetched piece would never be discarded
                 self._start_fetch(restoring, part)
@@ -95,7 +96,7 @@ class SnapshotFetcher:
         free = {one: why for one, why in damaged if not (restoring.needs(one) or one in self._being_removed)}
         if free:
             self._being_removed |= free.keys()
-            self._start(self._remove_damaged(free))
+            self._tasks.start(self._remove_damaged(free))
 
     def _mark_damaged(self, restoring: RestorePlanner, segment_id: int, reason: str) -> None:
         """Mark a segment as damaged on storage. Neither it nor any segment of its archive is restored from then on."""
@@ -104,11 +105,6 @@ class SnapshotFetcher:
             if other != segment_id:
                 self._damaged.setdefault(other, f"it was imported with segment {segment_id}, which is damaged")
                 restoring.mark_unavailable(other)
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)  # the loop itself keeps only weak references
-        task.add_done_callback(self._tasks.discard)
 
     # --- manifests ---
 
@@ -155,7 +151,7 @@ class SnapshotFetcher:
         members = tuple(self._members())
         reported = members if part.rank == EVERY_RANK else (members[part.rank],)
         self._sent[part.ticket] = reported
-        self._start(self._fetch(restoring, part, piece, reported))
+        self._tasks.start(self._fetch(restoring, part, piece, reported))
 
     async def _fetch(
         self, restoring: RestorePlanner, part: RestoreChunk, piece: PieceRef, members: Sequence[int]
@@ -192,9 +188,7 @@ class SnapshotFetcher:
 
     async def close(self) -> None:
         """Cancel the running operations."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
 
 
 def _reason(error: LongleafError | TimeoutError) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from coordinator.settings import ServiceConfig
+from longleaf.backoff import backoff_delay
 from longleaf.errors import StartError
 
 START_SECONDS = 60.0
@@ -95,15 +96,15 @@ class GatewayProcess:
 
     async def _supervise(self) -> None:
         """Restarts the gateway on the same port when it dies."""
-        delay, loop = AGAIN_SECONDS, asyncio.get_running_loop()
+        num_failed, loop = 0, asyncio.get_running_loop()
         while True:
             assert self._process is not None
             began = loop.time()
             code = await self._process.wait()
-            delay = AGAIN_SECONDS if loop.time() - began > WELL_SECONDS else delay
+            num_failed = 1 if loop.time() - began > WELL_SECONDS else num_failed + 1
+            delay = backoff_delay(num_failed, AGAIN_SECONDS, LONGEST_SECONDS)
             log.warning("the HTTP gateway exited with code %d; restarting in %g s", code, delay)
             await asyncio.sleep(delay)
-            delay = min(2 * delay, LONGEST_SECONDS)
             with suppress(StartError, OSError):
                 await self._start(int(self.url.rpartition(":")[2]))
 

@@ -13,6 +13,7 @@ import msgspec
 from coordinator.handlers.document_tokenizer import DocumentTokenizer
 from coordinator.persistence.catalog.ports import UploadCatalog
 from coordinator.persistence.catalog.records import UploadKey, UploadRecord
+from coordinator.task_set import TaskSet
 from coordinator.text.encoder import StablePrefix
 from longleaf.document_text import count_starts
 from longleaf.errors import DataLoss, InvalidArgument, NotFound, StorageUnavailable
@@ -64,7 +65,7 @@ class DurableUploads:
             self._put(record, msgspec.msgpack.decode(record.header, type=_Size).num_tokens or 0)
         self._num_stored: dict[UploadKey, int] = {}
         """Number of ids that are persisted or being written, by upload."""
-        self._tasks = defaultdict[UploadKey, set[asyncio.Task[None]]](set)
+        self._tasks = defaultdict[UploadKey, TaskSet](TaskSet)
         """Pending writes of each upload."""
         self._sweeping: asyncio.Task[None] | None = None
 
@@ -79,7 +80,7 @@ class DurableUploads:
         if not header.upload_id:
             return
         if tasks := self._tasks.get(key):  # writes of an earlier call may be pending
-            await asyncio.wait(list(tasks))  # the writes continue if this is cancelled
+            await asyncio.wait(tasks)  # the writes continue if this is cancelled
         if (record := self._records.get(key)) is None:
             self._num_stored.pop(key, None)
             return
@@ -138,15 +139,11 @@ class DurableUploads:
         self._start(key, self._append(record, num_retained, ids, starts))
 
     def _start(self, key: UploadKey, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks[key].add(task)  # the loop keeps only weak references
-
-        def end(task: asyncio.Task[None]) -> None:
-            self._tasks[key].discard(task)
+        def end(_: asyncio.Task[None]) -> None:
             if not self._tasks[key]:
                 del self._tasks[key]
 
-        task.add_done_callback(end)
+        self._tasks[key].start(work).add_done_callback(end)
 
     async def _append(self, record: UploadRecord, start: int, ids: "array[int]", starts: "array[int]") -> None:
         """Writes ids from position `start` on. After a failed write, the catalog rejects later ones, because their ids
@@ -198,7 +195,7 @@ class DurableUploads:
         """Returns when all writes are done."""
         if self._sweeping is not None:
             self._sweeping.cancel()
-        await asyncio.gather(*(task for tasks in self._tasks.values() for task in tasks), return_exceptions=True)
+        await asyncio.gather(*(tasks.wait() for tasks in self._tasks.values()))
 
 
 def check_same(began: IngestHeader, header: IngestHeader) -> None:

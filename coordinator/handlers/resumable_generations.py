@@ -3,13 +3,14 @@
 import asyncio
 from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from blake3 import blake3
 
 from coordinator.handlers.fair_share import shares_of
+from coordinator.task_set import TaskSet
 from longleaf.errors import (
     Cancelled,
     InvalidArgument,
@@ -248,7 +249,7 @@ class ResumableGenerations:
         self._call_later = later
         self._forget = forget
         self._by_id: dict[str, ResumableGeneration] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = TaskSet()
 
     def get(self, request_id: str) -> ResumableGeneration | None:
         return self._by_id.get(request_id)
@@ -310,9 +311,4 @@ class ResumableGenerations:
             del self._by_id[request_id]
             if not replay.is_cut_off:
                 self._forget(request_id)
-            self._start(replay.end(NotFound(f"generations/{request_id}")))
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._closing.add(task)  # the loop keeps only weak references
-        task.add_done_callback(self._closing.discard)
+            self._closing.start(replay.end(NotFound(f"generations/{request_id}")))

@@ -4,6 +4,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from coordinator.throttle import Throttle
+
 log = logging.getLogger(__name__)
 QUIET_SECONDS = 60.0
 LIBRARY = "opentelemetry"
@@ -17,19 +19,15 @@ class ExportErrors(logging.Handler):
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.WARNING)
-        self._clock = clock
-        self._reported: float | None = None
-        self._num_more = 0
+        self._throttle = Throttle(QUIET_SECONDS, clock=clock)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Thread-safe."""
-        now = self._clock()
-        if self._reported is not None and now - self._reported < QUIET_SECONDS:
-            self._num_more += 1
+        if not self._throttle.admit():
             return
         reported = record.getMessage() if record.name.startswith(HARMLESS) else record.name
-        more = f" ({self._num_more:,} more since the last line)" if self._num_more else ""
-        self._reported, self._num_more = now, 0
+        num_more = self._throttle.pop_num_dropped()
+        more = f" ({num_more:,} more since the last line)" if num_more else ""
         log.warning("traces: %s%s", reported, more)
 
     def set_up(self) -> None:

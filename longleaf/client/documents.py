@@ -1,14 +1,14 @@
 """Document sources: text, bytes, files and streams are read as pieces of bounded size."""
 
 import asyncio
-import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
-from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Protocol, SupportsIndex, TypeVar, cast, runtime_checkable
 
 from longleaf.codec import BytesLike, as_bytes, check_utf8, is_sequence
+from longleaf.daemon_threads import call_in_thread
 from longleaf.errors import InvalidArgument, Unavailable
 from longleaf.types import IngestHeader, IngestPiece
 
@@ -208,17 +208,7 @@ async def _read(read: Callable[[int], bytes | str]) -> AsyncIterator[bytes]:
 
 async def in_thread(function: Callable[..., T], *arguments: object) -> T:
     """Like `asyncio.to_thread`, but in a daemon thread, because reading a pipe may block interpreter exit forever."""
-    done: Future[T] = Future()
-    done.set_running_or_notify_cancel()
-
-    def work() -> None:
-        try:
-            done.set_result(function(*arguments))
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=work, name="longleaf-read", daemon=True).start()
-    return await asyncio.wrap_future(done)
+    return await asyncio.wrap_future(call_in_thread(partial(function, *arguments), "longleaf-read"))
 
 
 def off_the_loop(document: Document) -> Document:

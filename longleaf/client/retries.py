@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from longleaf.backoff import backoff_delay
 from longleaf.client.callbacks import Callback, notify
 from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
 from longleaf.formatting import human_seconds
@@ -57,7 +58,7 @@ class Retries(msgspec.Struct, frozen=True, kw_only=True):
     def delay(self, number: int, error: LongleafError, drawn: float) -> float:
         """Seconds before retry `number`; `drawn` in [0, 1) is the random factor."""
         named = error.retry_seconds if isinstance(error, ResourceExhausted | Unavailable) else None
-        return (named or 0.0) + drawn * min(self.longest_delay, self.first_delay * 2 ** (number - 1))
+        return (named or 0.0) + drawn * backoff_delay(number, self.first_delay, self.longest_delay)
 
 
 class Attempts:

@@ -3,6 +3,9 @@
     magic, 8 bytes | kind, 8 bytes | version, 4 bytes, little endian | BLAKE3 of the rest, 32 bytes | content
 
 This layout is the same in all versions, so that data of a later version can be distinguished from damaged data.
+
+Records of archives have another layout (longleaf.context_archive.frames), because their headers are verified before the
+content has arrived.
 """
 
 from blake3 import blake3

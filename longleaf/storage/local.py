@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from longleaf.durable_files import sync_folder
 from longleaf.storage.files import PART, ObjectInfo
 
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
@@ -40,7 +41,7 @@ class LocalFiles:
                 os.unlink(part)
             raise
         try:
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         except FileNotFoundError:  # another caller has deleted the object and its folder
             self._check_root()
 
@@ -132,13 +133,4 @@ def _make_folders(folder: Path) -> None:
     _make_folders(folder.parent)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    _sync_folder(folder.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes new and renamed entries of the folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(folder.parent)

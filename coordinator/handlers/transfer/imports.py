@@ -13,6 +13,7 @@ from coordinator.handlers.fair_share import eviction_victim
 from coordinator.handlers.resumable_generations import CallLater, Timer, call_later
 from coordinator.handlers.transfer.importer import ContextImporter
 from coordinator.handlers.transfer.ports import TransferEngine
+from coordinator.task_set import TaskSet
 from longleaf.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -51,7 +52,7 @@ class ImportSession:
         self.idle_since: float | None = None
         """When the last stream disconnected; None while a stream is open."""
         self._turn = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     @property
     def key(self) -> Key:
@@ -65,9 +66,8 @@ class ImportSession:
     async def run_in_turn(self, owner: object, begin: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Runs work on the importer, after all earlier work. If the caller is cancelled, the work still completes.
         Raises the errors of the work, and Unavailable if another stream took over."""
-        task = asyncio.create_task(self._in_turn(owner, begin))
-        self._tasks.add(task)  # the loop keeps only weak references
-        task.add_done_callback(self._on_task_done)
+        task = self._tasks.start(self._in_turn(owner, begin))
+        task.add_done_callback(_retrieve_error)
         await asyncio.shield(task)
         self.check(owner)
 
@@ -75,11 +75,6 @@ class ImportSession:
         async with self._turn:
             self.check(owner)
             await begin()
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # a caller that still waited got the error; this marks it as retrieved
 
     async def drop(self) -> None:
         """Drops the import after the running work."""
@@ -119,7 +114,7 @@ class ImportSessions:
         self._max_bytes = max_bytes
         self._all: list[ImportSession] = []
         self._by_key: dict[Key, ImportSession] = {}
-        self._drops: set[asyncio.Task[None]] = set()
+        self._drops = TaskSet()
         self._timer: Timer | None = None
 
     async def run(self, pieces: AsyncIterator[ImportHeader | ArchiveChunk]) -> AsyncGenerator[ImportProgress, None]:
@@ -270,9 +265,7 @@ class ImportSessions:
             self._all.remove(found)
         if self._by_key.get(found.key) is found:
             del self._by_key[found.key]
-        drop = asyncio.create_task(found.drop())
-        self._drops.add(drop)  # the loop keeps only weak references
-        drop.add_done_callback(self._drops.discard)
+        self._drops.start(found.drop())
 
     def _trim(self) -> None:
         now = self._clock()
@@ -306,6 +299,12 @@ async def _feed_piece(found: ImportSession, piece: ImportHeader | ArchiveChunk) 
     if total is not None and piece.offset + len(piece.data) > total:
         raise InvalidArgument("config.total_size_bytes", f"more than {total:,} bytes have been received")
     await found.importer.feed(piece.data[num_bytes - piece.offset :])
+
+
+def _retrieve_error(task: asyncio.Task[None]) -> None:
+    """Marks the error of a task as retrieved: a caller that still waited got it."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _idle_since(found: ImportSession) -> float:

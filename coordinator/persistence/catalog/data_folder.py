@@ -4,15 +4,14 @@ import os
 import socket
 import stat
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import TypeVar
 
 import msgspec
 from filelock import FileLock, Timeout
 
 from coordinator.persistence.catalog.catalog import DATABASE
-from coordinator.persistence.catalog.database import sync_folder
 from coordinator.persistence.catalog.reserve import Reserve
+from longleaf.durable_files import replace_file
 from longleaf.errors import CatalogError
 
 T = TypeVar("T")
@@ -77,7 +76,7 @@ class DataFolder:
         try:
             reported = ModelFile(model, fingerprint, facts)
             if _read(path / MODEL, ModelFile) != reported:
-                write_whole(path / MODEL, msgspec.json.encode(reported))
+                replace_file(path / MODEL, msgspec.json.encode(reported))
             folder.record_address("")
         except OSError as error:
             folder.close()
@@ -93,7 +92,7 @@ class DataFolder:
         """Record the address of this service, for the error message of another service that opens the folder. Raises
         OSError.
         """
-        write_whole(self.path / HOLDER, msgspec.json.encode(LockHolder(os.getpid(), socket.gethostname(), address)))
+        replace_file(self.path / HOLDER, msgspec.json.encode(LockHolder(os.getpid(), socket.gethostname(), address)))
 
     def other_models(self) -> list[tuple[Path, ModelFile]]:
         """Return the readable folders of other models in the data folder, sorted by name."""
@@ -142,21 +141,6 @@ def _unusable(folder: Path, error: OSError) -> CatalogError:
         f"{place} cannot be used: {error.strerror or error}. User {os.geteuid()} must be able to read and "
         f"write {folder} and its contents, on a disk that is not full, is writable, and supports locks"
     )
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Replace the content of a file atomically; its mode is 0600. Raises OSError."""
-    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-        try:
-            file.write(content)
-            file.flush()
-            os.fchmod(file.fileno(), 0o600)
-            os.fsync(file.fileno())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
-    sync_folder(path.parent)
 
 
 def _read(path: Path, kind: type[T]) -> "T | None":

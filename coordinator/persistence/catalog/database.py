@@ -22,6 +22,7 @@ from coordinator.persistence.catalog.sqlite_errors import (
     translated_errors,
 )
 from coordinator.persistence.catalog.tables import PAGE_BYTES
+from longleaf.durable_files import rename_file
 from longleaf.errors import CatalogError
 from longleaf.formatting import human_bytes
 
@@ -103,8 +104,7 @@ class Database:
                 upgrade(self.path, connection)
         finally:
             database.close()
-        new.rename(self.path)
-        sync_folder(self.path.parent)
+        rename_file(new, self.path)
 
     def _check(self) -> None:
         with self.transaction(startup_error) as connection:
@@ -240,12 +240,3 @@ def _has_log(path: Path) -> bool:
 def _text(content: bytes) -> str:
     """Decode leniently: damaged text is detected by its checksum."""
     return content.decode(errors="replace")
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync a folder, so that the names of its files survive a crash of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

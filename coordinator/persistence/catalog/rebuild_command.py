@@ -14,12 +14,13 @@ from msgspec.structs import replace
 
 from coordinator.persistence.catalog.catalog import read_only_catalog
 from coordinator.persistence.catalog.data_folder import JOURNAL, DataFolder
-from coordinator.persistence.catalog.database import Database, sync_folder
+from coordinator.persistence.catalog.database import Database
 from coordinator.persistence.catalog.identity import read_identity
 from coordinator.persistence.catalog.rebuild_plan import Rebuilt, StorageContents, choose_service, rebuild
 from coordinator.persistence.catalog.records import CatalogContents
 from coordinator.persistence.catalog.sqlite_errors import CatalogDamaged, startup_error
 from coordinator.persistence.catalog.writer import write_rebuilt
+from longleaf.durable_files import rename_file
 from longleaf.errors import CatalogError, DataLoss, InvalidArgument, LongleafError, Unavailable
 from longleaf.formatting import human_count
 from longleaf.launch import BAD_INPUT, ERROR
@@ -136,8 +137,7 @@ def _install(folder: DataFolder, made: Rebuilt) -> list[Path]:
         finally:
             database.close()  # SQLite has merged the WAL into the file
         moved = _move_aside(folder)
-        new.rename(folder.database)
-        sync_folder(folder.path)
+        rename_file(new, folder.database)
     except OSError as error:
         raise startup_error(folder.database, error) from error
     return moved

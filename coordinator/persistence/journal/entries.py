@@ -1,4 +1,7 @@
-"""Binary entries of a journal, each preceded by its length and checksum."""
+"""Binary entries of a journal, each preceded by its length and checksum.
+
+The checksum is a CRC-32, because there is an entry per step, and it only has to find entries that a crash has torn.
+"""
 
 from array import array
 from collections.abc import Iterator, Sequence

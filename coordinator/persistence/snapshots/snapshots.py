@@ -2,9 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AnySet
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -27,6 +26,7 @@ from coordinator.persistence.snapshots.segment_writer import SegmentWriter
 from coordinator.persistence.snapshots.snapshot_index import SnapshotIndex
 from coordinator.persistence.snapshots.storage_health import StorageHealth
 from coordinator.persistence.snapshots.store import AsyncStore
+from coordinator.task_set import TaskSet
 from longleaf.errors import DataLoss, InvalidArgument, LongleafError, NotFound, StorageUnavailable, Unavailable
 from longleaf.storage.inventory import read_manifest
 from longleaf.storage.manifest import SegmentManifest
@@ -100,7 +100,7 @@ class Snapshots:
         self._attempts = set[str]()
         """Folders of running attempts."""
         self._may_save = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     # --- the start and the end ---
 
@@ -125,19 +125,12 @@ class Snapshots:
             self._wall_clock,
         )
         for work in (self._sender.run(), self._save_for_ever(), self._cleaner.run()):
-            self._start(work)
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            self._tasks.start(work)
 
     async def close(self) -> None:
         """Cancel all operations, without waiting for the storage."""
         self._cancel_retry()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         for waiting in [future for futures in self._requested.values() for future in futures]:
             if not waiting.done():
                 waiting.set_exception(Unavailable("the service is stopping"))
@@ -423,7 +416,7 @@ class Snapshots:
             change = Change(snapshots=(record,))
             committed = await self._catalog.commit(change)
         except Exception:  # not on cancellation: the commit may still succeed, and otherwise the sweep cleans up
-            self._start(self._abandon(attempt))
+            self._tasks.start(self._abandon(attempt))
             raise
         finally:
             self._attempts.discard(folder)

@@ -4,6 +4,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from longleaf.backoff import backoff_delay
+
 LEAST_SECONDS, MOST_SECONDS = 1.0, 60.0
 log = logging.getLogger(__name__)
 
@@ -16,7 +18,8 @@ class StorageHealth:
         self._what = what
         self.reason = ""
         """The reason, for the operator; empty if there is no error."""
-        self._seconds = LEAST_SECONDS
+        self._num_waits = 0
+        """Waits since the storage was healthy."""
         self._on_change: Callable[[], None] = lambda: None
 
     def watch(self, on_change: Callable[[], None]) -> None:
@@ -31,7 +34,7 @@ class StorageHealth:
     def set_healthy(self) -> None:
         if self.reason:
             log.warning("%s: succeeded again", self._what)
-        self._seconds = LEAST_SECONDS
+        self._num_waits = 0
         self._set_reason("")
 
     def _set_reason(self, reason: str) -> None:
@@ -41,5 +44,5 @@ class StorageHealth:
 
     async def wait(self) -> None:
         """Waits until the next attempt."""
-        seconds, self._seconds = self._seconds, min(MOST_SECONDS, 2 * self._seconds)
-        await asyncio.sleep(seconds)
+        self._num_waits += 1
+        await asyncio.sleep(backoff_delay(self._num_waits, LEAST_SECONDS, MOST_SECONDS))

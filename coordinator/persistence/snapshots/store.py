@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
-from threading import Lock, Thread
+from threading import Lock
 from typing import ParamSpec, TypeVar
 
+from longleaf.daemon_threads import call_in_thread
 from longleaf.errors import StorageUnavailable
 from longleaf.storage.files import ObjectInfo
 from longleaf.storage.store import Store
@@ -33,12 +33,12 @@ class AsyncStore:
         async with self._turns:
             if self.num_threads >= MAX_THREADS:
                 raise StorageUnavailable(f"{self.store.url}: {self.num_threads} calls have not returned")
-            self._count(1)
             try:
-                begun = _begun(partial(call, *args, **kwargs), lambda: self._count(-1))
+                begun = call_in_thread(partial(call, *args, **kwargs), "storage")
             except RuntimeError as error:  # no more threads can be started
-                self._count(-1)
                 raise StorageUnavailable(f"{self.store.url}: not called: {error}") from error
+            self._count(1)
+            begun.add_done_callback(lambda _: self._count(-1))
             return await asyncio.wrap_future(begun)
 
     def _count(self, more: int) -> None:
@@ -59,24 +59,3 @@ class AsyncStore:
 
     async def delete(self, names: Sequence[str]) -> None:
         await self.run(self.store.delete, names)
-
-
-def _begun(work: Callable[[], Result], on_end: Callable[[], None]) -> Future[Result]:
-    """Runs a call in a daemon thread. Process exit would wait for the threads of an executor."""
-    future = Future[Result]()
-
-    def live() -> None:
-        try:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                found = work()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(found)
-        finally:
-            on_end()
-
-    Thread(target=live, name="storage", daemon=True).start()
-    return future

@@ -303,6 +303,7 @@ def test_backoff_grows_from_the_delay_of_the_service() -> None:
     assert [retries.delay(number, gone, 1.0) for number in range(1, 6)] == [1, 2, 4, 5, 5]
     assert [retries.delay(number, ResourceExhausted("a", "b", 7.0), 0.5) for number in (1, 2)] == [7.5, 8]
     assert retries.delay(3, gone, 0.0) == 0
+    assert retries.delay(5000, gone, 1.0) == 5, "a patient client may retry for hours"
 
 
 def test_both_clients_have_the_same_methods() -> None:

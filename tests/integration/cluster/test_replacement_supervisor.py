@@ -16,7 +16,7 @@ from coordinator.cluster.ports import (
     ReplacementStarted,
 )
 from coordinator.cluster.rank_manager import RankManager
-from coordinator.cluster.replacement_supervisor import Backoff, ReplacementSupervisor, pinned
+from coordinator.cluster.replacement_supervisor import ReplacementSupervisor, ReplacementThrottle, pinned
 from longleaf.config import EngineConfig, embedded_model
 from longleaf.errors import StartError
 from longleaf.fingerprint import read_fingerprint
@@ -250,17 +250,17 @@ async def test_no_member_is_replaced_after_close(world: SupervisedWorld) -> None
 
 
 def test_losses_up_to_the_limit_cause_no_delay() -> None:
-    backoff = Backoff(2)
+    throttle = ReplacementThrottle(2)
     for now, expected in ((0.0, 0.0), (10.0, 0.0), (20.0, 40.0), (70.5, 0.0), (71.0, 9.0)):
-        backoff.record_loss(now)
-        assert backoff.delay(now) == expected
-    assert backoff.delay(80.0) == 0.0
+        throttle.record_loss(now)
+        assert throttle.delay(now) == expected
+    assert throttle.delay(80.0) == 0.0
 
 
 def test_zero_loss_limit_delays_every_replacement() -> None:
-    backoff = Backoff(0)
-    backoff.record_loss(5.0)
-    assert backoff.delay(6.0) == 59.0
+    throttle = ReplacementThrottle(0)
+    throttle.record_loss(5.0)
+    assert throttle.delay(6.0) == 59.0
 
 
 def test_replacement_pool_has_the_previous_size() -> None:

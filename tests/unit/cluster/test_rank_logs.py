@@ -98,7 +98,7 @@ def test_state_of_a_lost_member_is_removed(coordinator: FakeCoordinator, caplog:
     coordinator.lose(5)
     coordinator.lose(6)
     assert logged_messages(caplog) == ["rank 0: first", "rank 0: 7 log records dropped: too many per second"]
-    assert not coordinator.records._shares
+    assert not coordinator.records._throttles
 
 
 def test_notes_printed_at_startup_are_not_logged_again(

@@ -5,7 +5,6 @@ import logging
 import os
 import platform
 import stat
-from pathlib import Path
 
 import pytest
 
@@ -178,28 +177,6 @@ def test_compiler_and_libc_are_part_of_the_cache_key(source, tmp_path, monkeypat
     assert len(cached_libraries()) == 3
     answer(source)
     assert len(cached_libraries()) == 3
-
-
-def test_library_is_synced_before_it_is_renamed(source, monkeypatch):
-    events = []
-
-    def named(file):
-        return Path(os.readlink(f"/proc/self/fd/{file}"))
-
-    def fsync(file, fsync=os.fsync):
-        events.append(("fsync", named(file).stat().st_ino))
-        fsync(file)
-
-    def replace(old, new, replace=os.replace):
-        events.append(("replace", os.stat(old).st_ino))
-        replace(old, new)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "replace", replace)
-    answer(source)
-    [path] = cached_libraries()
-    library, folder = path.stat().st_ino, cache_folder().stat().st_ino
-    assert events == [("fsync", library), ("replace", library), ("fsync", folder)]
 
 
 def test_missing_compiler_is_reported(source, monkeypatch):
