@@ -190,6 +190,12 @@ def json_response(body: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
+def json_fields(struct: msgspec.Struct, names: str) -> dict[str, Any]:
+    """The fields with these names, separated by spaces. The JSON name of a predicate has no `is_`."""
+    kept = set(struct.__struct_fields__)
+    return {name: getattr(struct, name if name in kept else f"is_{name}") for name in names.split()}
+
+
 def too_large() -> HttpProblem:
     message = f"the body has more than {MAX_JSON_BYTES:,} bytes; send documents to POST /v1/contexts/NAME"
     return HttpProblem(413, message)  # further data is discarded, because closing the connection would lose this answer

@@ -7,7 +7,7 @@ from typing import Any, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.bodies import json_response
+from gateway.bodies import json_fields, json_response
 from gateway.callers import client_of, with_deadline
 from gateway.errors import problem_of, unavailable
 from gateway.sse import HEADERS, EventResponse, event
@@ -17,62 +17,23 @@ from longleaf.types import Cluster
 
 READY_SECONDS = 2.0
 INTERVAL_SECONDS = 1.0
+MODEL_FIELDS = "name architecture dtype max_context_tokens has_chat_template"
+CLUSTER_FIELDS = "world_size epoch running waiting merge exact exactness_note"
+WORKER_FIELDS = "rank node device tokens max_tokens kv_bytes max_kv_bytes"
+RECOVERY_FIELDS = "lost_tokens recovered_tokens seconds done"
+DRAFTING_FIELDS = "drafted_tokens accepted_tokens tokens_per_step"
+LOSS_FIELDS = "time member rank node reason slot"
 
 
 def described(cluster: Cluster) -> dict[str, Any]:
     """The cluster as JSON."""
-    model, recovery, drafting = cluster.model, cluster.recovery, cluster.drafting
     return {
-        "model": {
-            "name": model.name,
-            "architecture": model.architecture,
-            "dtype": model.dtype,
-            "max_context_tokens": model.max_context_tokens,
-            "has_chat_template": model.has_chat_template,
-        },
-        "world_size": cluster.world_size,
-        "epoch": cluster.epoch,
-        "running": cluster.running,
-        "waiting": cluster.waiting,
-        "merge": cluster.merge,
-        "exact": cluster.is_exact,
-        "exactness_note": cluster.exactness_note,
-        "workers": [
-            {
-                "rank": worker.rank,
-                "node": worker.node,
-                "device": worker.device,
-                "tokens": worker.tokens,
-                "max_tokens": worker.max_tokens,
-                "kv_bytes": worker.kv_bytes,
-                "max_kv_bytes": worker.max_kv_bytes,
-            }
-            for worker in cluster.workers
-        ],
-        "recovery": recovery
-        and {
-            "lost_tokens": recovery.lost_tokens,
-            "recovered_tokens": recovery.recovered_tokens,
-            "seconds": recovery.seconds,
-            "done": recovery.is_done,
-        },
-        "drafting": drafting
-        and {
-            "drafted_tokens": drafting.drafted_tokens,
-            "accepted_tokens": drafting.accepted_tokens,
-            "tokens_per_step": drafting.tokens_per_step,
-        },
-        "losses": [
-            {
-                "time": loss.time,
-                "member": loss.member,
-                "rank": loss.rank,
-                "node": loss.node,
-                "reason": loss.reason,
-                "slot": loss.slot,
-            }
-            for loss in cluster.losses
-        ],
+        "model": json_fields(cluster.model, MODEL_FIELDS),
+        **json_fields(cluster, CLUSTER_FIELDS),
+        "workers": [json_fields(worker, WORKER_FIELDS) for worker in cluster.workers],
+        "recovery": cluster.recovery and json_fields(cluster.recovery, RECOVERY_FIELDS),
+        "drafting": cluster.drafting and json_fields(cluster.drafting, DRAFTING_FIELDS),
+        "losses": [json_fields(loss, LOSS_FIELDS) for loss in cluster.losses],
     }
 
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from coordinator.kv_cache.contexts import LAST_ENDS, NamedContext
 from coordinator.kv_cache.token_paths import Segment, TokenPath
 from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord, SnapshotRecord
-from longleaf.storage.context_note import sound_ends
+from longleaf.storage.context_metadata import metadata_fields, sound_ends
 
 
 def segment_record(segment: Segment) -> SegmentRecord:
@@ -37,17 +37,10 @@ def context_record(context: NamedContext) -> ContextRecord:
     return ContextRecord(
         id=context.id,
         segment=context.path.segments[-1].id,
-        num_tokens=context.num_tokens,
-        ends=context.ends,
-        capacity=context.capacity,
-        created=context.created,
-        updated=context.updated,
-        display_name=context.display_name,
-        is_pinned=context.is_pinned,
-        expires=context.expires,
         last_used=context.used,
         num_hits=context.num_hits,
         upload_id=context.upload_id,
+        **metadata_fields(context),
     )
 
 

@@ -7,7 +7,7 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.bodies import converted, json_of, json_response
+from gateway.bodies import converted, json_fields, json_of, json_response
 from gateway.callers import client_of, with_deadline
 from gateway.errors import HttpProblem, problem_of
 from gateway.models import model_name
@@ -35,27 +35,20 @@ class Fork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: int | None = None
 
 
+CONTEXT_FIELDS = (
+    "tokens kv_bytes storage_bytes created updated used expires display_name pinned state hits exact exactness_note"
+)
+
+
 def described(context: Context, model: str) -> dict[str, Any]:
     """A context as JSON."""
     return {
         "id": context.id,
         "object": "context",
         "model": f"{model}:{context.id}",
-        "tokens": context.tokens,
-        "kv_bytes": context.kv_bytes,
-        "storage_bytes": context.storage_bytes,
-        "created": context.created,
-        "updated": context.updated,
-        "used": context.used,
-        "expires": context.expires,
-        "display_name": context.display_name,
-        "pinned": context.is_pinned,
-        "state": context.state,
-        "hits": context.hits,
-        "exact": context.is_exact,
-        "exactness_note": context.exactness_note,
+        **json_fields(context, CONTEXT_FIELDS),
         "capacity": context.positions.capacity,
-        "shares": [{"rank": s.rank, "tokens": s.tokens, "kv_bytes": s.kv_bytes} for s in context.shares],
+        "shares": context.shares,
     }
 
 

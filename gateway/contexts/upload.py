@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
+from gateway.bodies import json_fields
 from gateway.callers import client_of, peer_of, with_deadline
 from gateway.contexts.resources import check_new, context_from_path, context_problem, described
 from gateway.errors import HttpProblem, problem_of
@@ -24,6 +25,7 @@ IDLE_SECONDS = 110.0
 """Timeout for the next part of a body; shorter than that of the service."""
 BUFFERED_BYTES = 1 << 16
 PARAMETERS = frozenset("append upload_id display_name pinned ttl capacity system priority".split())
+PROGRESS_FIELDS = "phase received_bytes received_tokens processed total tokens_per_second"
 CHARSETS = frozenset({"", "utf-8", "utf8", "us-ascii", "ascii"})
 NAMES = {"system": "system", "config.total_size_bytes": "Upload-Length", "text": "body"}
 
@@ -162,14 +164,7 @@ class UploadEvents:
         return event(problem_of(error, NAMES).body, "error")
 
     def _progress_json(self, progress: IngestProgress) -> dict[str, Any]:
-        reported: dict[str, Any] = {
-            "phase": progress.phase,
-            "received_bytes": progress.received_bytes,
-            "received_tokens": progress.received_tokens,
-            "processed": progress.processed,
-            "total": progress.total,
-            "tokens_per_second": progress.tokens_per_second,
-        }
+        reported = json_fields(progress, PROGRESS_FIELDS)
         if progress.context is not None:
             reported["context"] = described(progress.context, self._model)
         return reported

@@ -1,6 +1,10 @@
 """Conversion of export and import messages."""
 
-from longleaf.codec.context import MAX_UPLOAD_ID, decode_context, encode_context
+from functools import partial
+from operator import not_
+
+from longleaf.codec.context import MAX_UPLOAD_ID
+from longleaf.codec.derived import Wire, derive, derive_union
 from longleaf.codec.names import check_utf8, context_id, context_name
 from longleaf.errors import InvalidArgument
 from longleaf.types import ArchiveChunk, ExportContext, ExportedArchive, ImportHeader, ImportProgress
@@ -10,13 +14,28 @@ MAX_DIGEST = 128
 """In characters."""
 
 
-def encode_export(wanted: ExportContext) -> context_pb.ExportContextRequest:
-    return context_pb.ExportContextRequest(
-        name=context_name(wanted.context),
-        offset=wanted.offset,
-        digest=wanted.digest,
-        without_keys=not wanted.with_keys,
-    )
+encode_export, _decode_export = derive(
+    ExportContext,
+    context_pb.ExportContextRequest,
+    context=Wire("name", context_name, context_id),
+    with_keys=Wire("without_keys", not_, not_),
+)
+derive(ExportedArchive, context_pb.ContextArchive, num_bytes="total_size_bytes")
+encode_exported, _decode_exported = derive_union(context_pb.ExportContextResponse, "payload", ExportedArchive, bytes)
+derive(ArchiveChunk, context_pb.ArchiveChunk)
+derive(
+    ImportHeader,
+    context_pb.ImportConfig,
+    context=Wire("name", context_name, partial(context_id, field="config.name")),
+    upload_id=Wire("upload_id", partial(check_utf8, field="upload_id")),
+    tenant=None,
+)
+encode_import_piece, _decode_import_piece = derive_union(
+    context_pb.ImportContextRequest, "payload", ImportHeader, ArchiveChunk
+)
+encode_import_progress, decode_import_progress = derive(
+    ImportProgress, context_pb.ImportContextResponse, key_tokens="key_token_count"
+)
 
 
 def decode_export(message: context_pb.ExportContextRequest) -> ExportContext:
@@ -25,75 +44,23 @@ def decode_export(message: context_pb.ExportContextRequest) -> ExportContext:
         raise InvalidArgument("offset", f"{message.offset} is negative")
     if len(message.digest) > MAX_DIGEST or (message.offset and not message.digest):
         raise InvalidArgument("digest", "is missing or invalid; it is required with an offset")
-    return ExportContext(
-        context=context_id(message.name),
-        offset=message.offset,
-        digest=message.digest,
-        with_keys=not message.without_keys,
-    )
-
-
-def encode_exported(updates: ExportedArchive | bytes) -> context_pb.ExportContextResponse:
-    if isinstance(updates, bytes):
-        return context_pb.ExportContextResponse(data=updates)
-    reported = context_pb.ContextArchive(total_size_bytes=updates.num_bytes, digest=updates.digest)
-    return context_pb.ExportContextResponse(archive=reported)
+    return _decode_export(message)
 
 
 def decode_exported(message: context_pb.ExportContextResponse) -> ExportedArchive | bytes:
     """The archive's description, or some of its bytes; empty bytes for a message type that only a later version has."""
-    if message.HasField("archive"):
-        return ExportedArchive(message.archive.total_size_bytes, message.archive.digest)
-    return message.data
-
-
-def encode_import_piece(piece: ImportHeader | ArchiveChunk) -> context_pb.ImportContextRequest:
-    if isinstance(piece, ArchiveChunk):
-        reported = context_pb.ArchiveChunk(offset=piece.offset, data=piece.data)
-        return context_pb.ImportContextRequest(chunk=reported)
-    config = context_pb.ImportConfig(
-        name="" if piece.context is None else context_name(piece.context),
-        upload_id=check_utf8(piece.upload_id, "upload_id"),
-        total_size_bytes=piece.total_bytes,
-    )
-    return context_pb.ImportContextRequest(config=config)
+    return _decode_exported(message) or b""
 
 
 def decode_import_piece(message: context_pb.ImportContextRequest) -> ImportHeader | ArchiveChunk:
     """Raises InvalidArgument naming the field."""
-    match message.WhichOneof("payload"):
-        case "config":
-            return _decode_header(message.config)
-        case "chunk":
-            return ArchiveChunk(message.chunk.offset, message.chunk.data)
-        case _:
-            raise InvalidArgument("payload", "is missing: give config or a chunk")
-
-
-def _decode_header(config: context_pb.ImportConfig) -> ImportHeader:
+    config = message.config
     if len(config.upload_id) > MAX_UPLOAD_ID:
-        message = f"has {len(config.upload_id):,} characters; the limit is {MAX_UPLOAD_ID}"
-        raise InvalidArgument("config.upload_id", message)
+        text = f"has {len(config.upload_id):,} characters; the limit is {MAX_UPLOAD_ID}"
+        raise InvalidArgument("config.upload_id", text)
     if config.total_size_bytes < 0:
         raise InvalidArgument("config.total_size_bytes", f"{config.total_size_bytes} is negative")
-    return ImportHeader(
-        context=context_id(config.name, "config.name") if config.name else None,
-        upload_id=config.upload_id,
-        total_bytes=config.total_size_bytes if config.HasField("total_size_bytes") else None,
-    )
-
-
-def encode_import_progress(progress: ImportProgress) -> context_pb.ImportContextResponse:
-    return context_pb.ImportContextResponse(
-        received_size_bytes=progress.received_bytes,
-        context=encode_context(progress.context) if progress.context else None,
-        key_token_count=progress.key_tokens,
-    )
-
-
-def decode_import_progress(message: context_pb.ImportContextResponse) -> ImportProgress:
-    return ImportProgress(
-        received_bytes=message.received_size_bytes,
-        context=decode_context(message.context) if message.HasField("context") else None,
-        key_tokens=message.key_token_count if message.HasField("key_token_count") else None,
-    )
+    piece = _decode_import_piece(message)
+    if piece is None:
+        raise InvalidArgument("payload", "is missing: give config or a chunk")
+    return piece

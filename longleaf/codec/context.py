@@ -1,14 +1,14 @@
 """Conversion of contexts and ingests."""
 
-from typing import get_args
+from functools import partial
 
 from google.protobuf.duration_pb2 import Duration
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from longleaf.codec.context_text import decode_files, encode_files
-from longleaf.codec.generation import decode_recovering, encode_recovering
-from longleaf.codec.names import check_utf8, context_id, context_name, decode_ids, encode_ids, enum_value
+from longleaf.codec.derived import Wire, derive
+from longleaf.codec.names import bare_context_id, check_utf8, context_id, context_name, decode_ids, encode_ids
 from longleaf.codec.scheduling_options import decode_scheduling, encode_scheduling
 from longleaf.codec.times import decode_seconds, encode_lifetime, encode_time
 from longleaf.errors import InvalidArgument
@@ -17,15 +17,11 @@ from longleaf.types import (
     MAX_TIME,
     Context,
     ContextSettings,
-    ContextState,
     ForkContext,
     IngestHeader,
-    IngestPhase,
     IngestPiece,
     IngestProgress,
     PositionInfo,
-    Precision,
-    RankShare,
     RecomputeResult,
     SkippedContext,
 )
@@ -38,47 +34,38 @@ MAX_UPLOAD_ID = 128
 MAX_SYSTEM_BYTES = 32 << 10
 MAX_PATHS = 16
 """Maximum number of paths in a field mask."""
-_PHASES: tuple[IngestPhase, ...] = get_args(IngestPhase)
-"""Indexed by enum number."""
-_STATES: tuple[ContextState, ...] = get_args(ContextState)
-"""Indexed by enum number."""
-_PRECISIONS: dict[str, Precision] = {name: name for name in get_args(Precision)}
+_CONTEXT_NAME = Wire("name", context_name, bare_context_id)
 _PATHS = ("display_name", "pinned", "expire_time", "ttl")
 
 
-def encode_context(context: Context) -> context_pb.Context:
-    return context_pb.Context(
-        name=context_name(context.id),
-        token_count=context.tokens,
-        kv_bytes=context.kv_bytes,
-        create_time=encode_time(context.created),
-        update_time=encode_time(context.updated),
-        rank_shares=[
-            context_pb.RankShare(rank=share.rank, token_count=share.tokens, kv_bytes=share.kv_bytes)
-            for share in context.shares
-        ],
-        display_name=context.display_name,
-        expire_time=None if context.expires is None else encode_time(context.expires),
-        pinned=context.is_pinned,
-        position_info=_encode_positions(context.positions),
-        exact=context.is_exact,
-        exactness_note=context.exactness_note,
-        state=_STATES.index(context.state),  # pyright: ignore[reportArgumentType]
-        storage_bytes=context.storage_bytes,
-        last_use_time=encode_time(context.used),
-        hit_count=context.hits,
-    )
-
-
-def _encode_positions(positions: PositionInfo) -> context_pb.PositionInfo:
-    return context_pb.PositionInfo(
-        capacity_token_count=positions.capacity,
-        rope_type=positions.rope,
-        precision=positions.precision,
-        scaled_token_count=positions.scaled_for,
-        phase_error=positions.phase_error,
-        beyond_trained_length=positions.is_beyond_trained,
-    )
+derive(
+    PositionInfo,
+    context_pb.PositionInfo,
+    rope="rope_type",
+    scaled_for="scaled_token_count",
+    is_beyond_trained="beyond_trained_length",
+)
+encode_context, decode_context = derive(
+    Context,
+    context_pb.Context,
+    ignored=["ttl"],  # input only
+    id=_CONTEXT_NAME,
+    created="create_time",
+    updated="update_time",
+    shares="rank_shares",
+    expires="expire_time",
+    positions="position_info",
+    used="last_use_time",
+)
+_encode_fork, decode_fork = derive(
+    ForkContext,
+    ingest_pb.ForkContextRequest,
+    source=Wire("name", context_name, context_id),
+    context=Wire("new_name", context_name, partial(context_id, field="new_name")),
+)
+derive(SkippedContext, ingest_pb.SkippedContext, name=_CONTEXT_NAME)
+encode_recompute, decode_recompute = derive(RecomputeResult, ingest_pb.RecomputeContextsResponse)
+encode_ingest_progress, decode_ingest_progress = derive(IngestProgress, ingest_pb.IngestContextResponse)
 
 
 def decode_contexts(page: ingest_pb.ListContextsResponse) -> tuple[list[Context], str]:
@@ -86,69 +73,12 @@ def decode_contexts(page: ingest_pb.ListContextsResponse) -> tuple[list[Context]
     return [decode_context(context) for context in page.contexts], page.next_page_token
 
 
-def decode_context(message: context_pb.Context) -> Context:
-    return Context(
-        id=message.name.removeprefix("contexts/"),
-        tokens=message.token_count,
-        kv_bytes=message.kv_bytes,
-        created=decode_seconds(message.create_time),
-        updated=decode_seconds(message.update_time),
-        shares=tuple(RankShare(share.rank, share.token_count, share.kv_bytes) for share in message.rank_shares),
-        display_name=message.display_name,
-        expires=decode_seconds(message.expire_time) if message.HasField("expire_time") else None,
-        is_pinned=message.pinned,
-        positions=_decode_positions(message.position_info),
-        is_exact=message.exact,
-        exactness_note=message.exactness_note,
-        state=enum_value(_STATES, message.state),
-        storage_bytes=message.storage_bytes,
-        used=decode_seconds(message.last_use_time),
-        hits=message.hit_count,
-    )
-
-
-def _decode_positions(message: context_pb.PositionInfo) -> PositionInfo:
-    return PositionInfo(
-        capacity=message.capacity_token_count,
-        rope=message.rope_type,
-        precision=_PRECISIONS.get(message.precision, "unspecified"),
-        scaled_for=message.scaled_token_count,
-        phase_error=message.phase_error,
-        is_beyond_trained=message.beyond_trained_length,
-    )
-
-
 def encode_fork(fork: ForkContext) -> ingest_pb.ForkContextRequest:
     """Raises InvalidArgument when a value does not fit its field."""
     try:
-        return ingest_pb.ForkContextRequest(
-            name=context_name(fork.source), new_name=context_name(fork.context), token_count=fork.tokens
-        )
+        return _encode_fork(fork)
     except (ValueError, TypeError) as error:
         raise InvalidArgument("token_count", str(error)) from None
-
-
-def decode_fork(message: ingest_pb.ForkContextRequest) -> ForkContext:
-    """Raises InvalidArgument naming the field."""
-    return ForkContext(
-        source=context_id(message.name),
-        context=context_id(message.new_name, "new_name"),
-        tokens=message.token_count if message.HasField("token_count") else None,
-    )
-
-
-def encode_recompute(recomputed: RecomputeResult) -> ingest_pb.RecomputeContextsResponse:
-    skipped = (
-        ingest_pb.SkippedContext(name=context_name(each.name), reason=each.reason) for each in recomputed.skipped
-    )
-    return ingest_pb.RecomputeContextsResponse(contexts=map(encode_context, recomputed.contexts), skipped=skipped)
-
-
-def decode_recompute(message: ingest_pb.RecomputeContextsResponse) -> RecomputeResult:
-    return RecomputeResult(
-        contexts=tuple(map(decode_context, message.contexts)),
-        skipped=tuple(SkippedContext(each.name.removeprefix("contexts/"), each.reason) for each in message.skipped),
-    )
 
 
 def encode_update(context: str, settings: ContextSettings) -> ingest_pb.UpdateContextRequest:
@@ -318,30 +248,4 @@ def _decode_header(config: ingest_pb.IngestConfig) -> IngestHeader:
         files=decode_files(config),
         priority=priority,
         client=client,
-    )
-
-
-def encode_ingest_progress(progress: IngestProgress) -> ingest_pb.IngestContextResponse:
-    return ingest_pb.IngestContextResponse(
-        phase=ingest_pb.IngestPhase.Name(_PHASES.index(progress.phase)),
-        received_size_bytes=progress.received_bytes,
-        received_token_count=progress.received_tokens,
-        processed_token_count=progress.processed,
-        total_token_count=progress.total,
-        tokens_per_second=progress.tokens_per_second,
-        context=encode_context(progress.context) if progress.context else None,
-        recovering=encode_recovering(progress.recovering) if progress.recovering else None,
-    )
-
-
-def decode_ingest_progress(message: ingest_pb.IngestContextResponse) -> IngestProgress:
-    return IngestProgress(
-        phase=enum_value(_PHASES, message.phase),
-        received_bytes=message.received_size_bytes,
-        received_tokens=message.received_token_count,
-        processed=message.processed_token_count,
-        total=message.total_token_count,
-        tokens_per_second=message.tokens_per_second,
-        context=decode_context(message.context) if message.HasField("context") else None,
-        recovering=decode_recovering(message.recovering) if message.HasField("recovering") else None,
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from longleaf.codec.derived import derive
 from longleaf.codec.names import check_utf8, context_id, context_name
 from longleaf.document_text import MAX_FILES, TextFile, check_files
 from longleaf.errors import InvalidArgument
@@ -53,25 +54,4 @@ def decode_get_text(message: ingest_pb.GetContextTextRequest) -> GetContextText:
             raise InvalidArgument("range", "is missing: give token_range or byte_range")
 
 
-def encode_context_text(text: ContextText) -> ingest_pb.GetContextTextResponse:
-    return ingest_pb.GetContextTextResponse(
-        text=text.text,
-        byte_start=text.byte_start,
-        byte_end=text.byte_end,
-        token_start=text.token_start,
-        token_end=text.token_end,
-        file=text.file,
-        line_start=text.line or 0,
-    )
-
-
-def decode_context_text(message: ingest_pb.GetContextTextResponse) -> ContextText:
-    return ContextText(
-        text=message.text,
-        token_start=message.token_start,
-        token_end=message.token_end,
-        byte_start=message.byte_start if message.HasField("byte_start") else None,
-        byte_end=message.byte_end if message.HasField("byte_end") else None,
-        file=message.file,
-        line=message.line_start or None,
-    )
+encode_context_text, decode_context_text = derive(ContextText, ingest_pb.GetContextTextResponse, line="line_start")

@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.struct_pb2 import Struct
 
 from longleaf.codec.conversation import decode_conversation, encode_conversation
+from longleaf.codec.derived import Wire, derive, derive_union
 from longleaf.codec.names import (
     BytesLike,
     check_range,
@@ -15,31 +16,20 @@ from longleaf.codec.names import (
     context_name,
     decode_ids,
     encode_ids,
-    enum_value,
     is_sequence,
     to_text,
 )
-from longleaf.codec.provenance import (
-    decode_attribution,
-    decode_hidden,
-    decode_provenance,
-    encode_attribution,
-    encode_hidden,
-    encode_provenance,
-)
+from longleaf.codec.provenance import decode_hidden, decode_provenance, encode_hidden, encode_provenance
 from longleaf.codec.sampling import decode_sampling, encode_sampling
 from longleaf.codec.scheduling_options import decode_scheduling, encode_scheduling
 from longleaf.codec.times import decode_seconds, encode_duration
 from longleaf.config import MAX_DRAFT_TOKENS
 from longleaf.errors import InvalidArgument
-from longleaf.sampling import GREEDY, Logprobs, SamplingParams, TokenLogprob
+from longleaf.sampling import GREEDY, SamplingParams
 from longleaf.types import (
-    Attribution,
     Conversation,
     Delta,
-    Event,
     Finished,
-    FinishReason,
     Generate,
     Progress,
     Provenance,
@@ -49,13 +39,10 @@ from longleaf.types import (
     Started,
     Timings,
     TokenRange,
-    Usage,
 )
 from longleaf.v1 import generation_pb2 as generation_pb
 from longleaf.v1 import generation_service_pb2 as service_pb
 
-FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
-"""By their numbers."""
 MAX_SAMPLES = 16
 MAX_RESUME_SECONDS = 600.0
 TEMPLATE_KWARGS = "chat_template_kwargs"
@@ -64,6 +51,28 @@ MAX_TEMPLATE_KWARGS = 16 << 10
 TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt"}
 """Variables that the service itself passes to templates."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+def _microseconds(duration: str) -> Wire:
+    return Wire(duration, encode_duration, decode_seconds)
+
+
+derive(
+    Timings,
+    generation_pb.Timings,
+    queue_seconds=_microseconds("queue_duration"),
+    first_token_seconds=_microseconds("first_token_duration"),
+    decode_seconds=_microseconds("decode_duration"),
+    prefill_seconds=_microseconds("prefill_duration"),
+)
+derive(Started, generation_pb.Started, is_beyond_trained="beyond_trained_length")
+derive(Progress, generation_pb.Progress)
+derive(Recovering, generation_pb.Recovering)
+derive(Delta, generation_pb.Delta, index="token_index")
+derive(Finished, generation_pb.Finished, reason="finish_reason")
+encode_event, decode_event = derive_union(
+    service_pb.GenerateResponse, "event", Started, Progress, Recovering, Delta, Finished
+)
 
 
 def encode_generate(
@@ -236,155 +245,3 @@ def _request_id(text: str) -> str:
     if _REQUEST_ID.fullmatch(text) is None:
         raise InvalidArgument("request_id", "must be 1 to 128 characters of a-z, A-Z, 0-9, '.', '_', '-'")
     return text
-
-
-def encode_event(event: Event) -> service_pb.GenerateResponse:
-    match event:
-        case Started():
-            return service_pb.GenerateResponse(started=_encode_started(event))
-        case Progress(processed, total):
-            progress = generation_pb.Progress(processed_token_count=processed, total_token_count=total)
-            return service_pb.GenerateResponse(progress=progress)
-        case Recovering():
-            return service_pb.GenerateResponse(recovering=encode_recovering(event))
-        case Delta():
-            return service_pb.GenerateResponse(delta=_encode_delta(event))
-        case Finished():
-            return service_pb.GenerateResponse(finished=_encode_finished(event))
-
-
-def encode_recovering(recovering: Recovering) -> generation_pb.Recovering:
-    return generation_pb.Recovering(
-        lost_token_count=recovering.lost_tokens,
-        recovered_token_count=recovering.recovered_tokens,
-        total_token_count=recovering.total_tokens,
-    )
-
-
-def _encode_started(event: Started) -> generation_pb.Started:
-    return generation_pb.Started(
-        prompt_token_count=event.prompt_tokens,
-        cached_token_count=event.cached_tokens,
-        queue_position=event.queue_position,
-        request_id=event.request_id,
-        beyond_trained_length=event.is_beyond_trained,
-        exact=event.is_exact,
-        exactness_note=event.exactness_note,
-    )
-
-
-def _encode_delta(event: Delta) -> generation_pb.Delta:
-    logprobs = (
-        generation_pb.Logprobs(
-            logprob=entry.logprob,
-            top=(
-                generation_pb.TokenLogprob(token_id=top.token_id, logprob=top.logprob, token_bytes=top.token_bytes)
-                for top in entry.top
-            ),
-            token_bytes=entry.token_bytes,
-        )
-        for entry in event.logprobs
-    )
-    return generation_pb.Delta(
-        token_index=event.index,
-        token_ids=event.token_ids,
-        text=event.text,
-        logprobs=logprobs,
-        sample_index=event.sample,
-        attribution=encode_attribution(event.attribution) if event.attribution else None,
-    )
-
-
-def _encode_finished(event: Finished) -> generation_pb.Finished:
-    usage, timings = event.usage, event.timings
-    return generation_pb.Finished(
-        finish_reason=generation_pb.FinishReason.Name(FINISH_REASONS.index(event.reason)),
-        matched_stop=event.matched_stop,
-        usage=generation_pb.Usage(
-            prompt_token_count=usage.prompt_tokens,
-            cached_token_count=usage.cached_tokens,
-            completion_token_count=usage.completion_tokens,
-            drafted_token_count=usage.drafted_tokens,
-            accepted_token_count=usage.accepted_tokens,
-        ),
-        timings=generation_pb.Timings(
-            queue_duration=encode_duration(timings.queue_seconds),
-            first_token_duration=encode_duration(timings.first_token_seconds),
-            decode_duration=encode_duration(timings.decode_seconds),
-            prefill_duration=encode_duration(timings.prefill_seconds),
-        ),
-        sample_index=event.sample,
-        exact=event.is_exact,
-        exactness_note=event.exactness_note,
-        attribution=encode_attribution(event.attribution) if event.attribution else None,
-    )
-
-
-def decode_event(message: service_pb.GenerateResponse) -> Event | None:
-    """None for an event type that only a later version has."""
-    match message.WhichOneof("event"):
-        case "started":
-            started = message.started
-            counts = (started.prompt_token_count, started.cached_token_count, started.queue_position)
-            reported = (started.request_id, started.beyond_trained_length, started.exact, started.exactness_note)
-            return Started(*counts, *reported)
-        case "progress":
-            return Progress(message.progress.processed_token_count, message.progress.total_token_count)
-        case "recovering":
-            return decode_recovering(message.recovering)
-        case "delta":
-            return _decode_delta(message.delta)
-        case "finished":
-            return _decode_finished(message.finished)
-        case _:
-            return None
-
-
-def decode_recovering(message: generation_pb.Recovering) -> Recovering:
-    return Recovering(message.lost_token_count, message.recovered_token_count, message.total_token_count)
-
-
-def _decode_delta(message: generation_pb.Delta) -> Delta:
-    logprobs = (
-        Logprobs(
-            entry.logprob,
-            tuple(TokenLogprob(top.token_id, top.logprob, _token_bytes(top)) for top in entry.top),
-            _token_bytes(entry),
-        )
-        for entry in message.logprobs
-    )
-    ids, attribution = tuple(message.token_ids), _decode_attribution(message)
-    return Delta(message.token_index, ids, message.text, tuple(logprobs), message.sample_index, attribution)
-
-
-def _decode_attribution(message: generation_pb.Delta | generation_pb.Finished) -> Attribution | None:
-    return decode_attribution(message.attribution) if message.HasField("attribution") else None
-
-
-def _token_bytes(message: generation_pb.Logprobs | generation_pb.TokenLogprob) -> bytes | None:
-    return message.token_bytes if message.HasField("token_bytes") else None
-
-
-def _decode_finished(message: generation_pb.Finished) -> Finished:
-    usage, timings = message.usage, message.timings
-    return Finished(
-        enum_value(FINISH_REASONS, message.finish_reason),
-        message.matched_stop,
-        Usage(
-            usage.prompt_token_count,
-            usage.cached_token_count,
-            usage.completion_token_count,
-            usage.drafted_token_count,
-            usage.accepted_token_count,
-        ),
-        Timings(
-            decode_seconds(timings.queue_duration),
-            decode_seconds(timings.first_token_duration),
-            decode_seconds(timings.decode_duration),
-            decode_seconds(timings.prefill_duration),
-        ),
-        message.sample_index,
-        message.exact,
-        _decode_attribution(message),
-        message.exactness_note,
-    )

@@ -13,7 +13,6 @@ from longleaf.types import CONTEXT_ID
 from longleaf.v1 import generation_pb2 as generation_pb
 
 Number = TypeVar("Number", int, float)
-Value = TypeVar("Value")
 BytesLike = bytes | bytearray | memoryview
 """A text in UTF-8, never token ids."""
 MAX_TOKEN_ID = 2**31 - 1
@@ -39,6 +38,11 @@ def context_id(name: str, field: str = "name") -> str:
     return match[1]
 
 
+def bare_context_id(name: str) -> str:
+    """Id in the resource name `name`, which is not validated."""
+    return name.removeprefix("contexts/")
+
+
 def check_utf8(text: str, field: str) -> str:
     """Returns `text`. Raises InvalidArgument naming `field` for lone surrogates, which UTF-8 cannot represent."""
     try:
@@ -53,11 +57,6 @@ def check_range(field: str, value: Number, low: float, high: float, unit: str = 
     if not low <= value <= high:
         raise InvalidArgument(field, f"must be between {human_number(low)} and {human_number(high)}{unit}")
     return value
-
-
-def enum_value(values: Sequence[Value], number: int) -> Value:
-    """The value of an enum with this number; for numbers of later versions the first value, `unspecified`."""
-    return values[number] if 0 <= number < len(values) else values[0]
 
 
 def to_text(value: str | BytesLike, field: str) -> str:

@@ -1,60 +1,51 @@
 """Conversion of source attribution."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import get_args
 
+from longleaf.codec.derived import derive
 from longleaf.codec.names import check_range
 from longleaf.errors import InvalidArgument
-from longleaf.types import MIN_SPAN_TOKENS, Attribution, Provenance, Ranking, Source, TokenRange
+from longleaf.types import MIN_SPAN_TOKENS, Attribution, Provenance, Ranking, TokenRange
 from longleaf.v1 import generation_pb2 as generation_pb
 from longleaf.v1 import generation_service_pb2 as service_pb
 
-RANKINGS: tuple[Ranking, ...] = ("raw", *get_args(Ranking))
-"""The ranking of each enum number. Number 0 (unset) means raw."""
+RANKINGS: tuple[Ranking, ...] = get_args(Ranking)
 MAX_LAYERS = 4096
 MAX_HIDDEN = 1024
 """Maximum number of hidden ranges of a request."""
 MAX_SPANS = 64
+encode_attribution, decode_attribution = derive(Attribution, generation_pb.Attribution)
+_encode_provenance, _decode_provenance = derive(Provenance, generation_pb.Provenance)
+"""Without a ranking: raw."""
 
 
 def encode_provenance(provenance: Provenance) -> generation_pb.Provenance:
     """Raises InvalidArgument when a value does not fit its field."""
     if provenance.ranking not in RANKINGS:
         raise InvalidArgument("provenance.ranking", f"{provenance.ranking!r} is neither raw nor contrast")
-    message = generation_pb.Provenance(
-        ranking=generation_pb.Ranking.Name(RANKINGS.index(provenance.ranking, 1)),
-        span_count=check_range("provenance.span_count", provenance.num_spans, 1, MAX_SPANS),
-        per_token=provenance.per_token,
-        confirm=provenance.confirm,
-    )
+    check_range("provenance.span_count", provenance.num_spans, 1, MAX_SPANS)
     if provenance.span_tokens is not None:
-        message.span_token_count = check_range("provenance.span_token_count", provenance.span_tokens, 1, 2**31 - 1)
-    message.layers.extend(
-        check_range(f"provenance.layers[{i}]", layer, 0, 2**31 - 1) for i, layer in enumerate(provenance.layers)
-    )
-    return message
+        check_range("provenance.span_token_count", provenance.span_tokens, 1, 2**31 - 1)
+    for i, layer in enumerate(provenance.layers):
+        check_range(f"provenance.layers[{i}]", layer, 0, 2**31 - 1)
+    return _encode_provenance(provenance)
 
 
 def decode_provenance(message: generation_pb.Provenance) -> Provenance:
     """Raises InvalidArgument naming the field."""
     if len(message.layers) > MAX_LAYERS:
         raise InvalidArgument("provenance.layers", f"must be at most {MAX_LAYERS:,} layers")
-    if not 0 <= message.ranking < len(RANKINGS):
+    if message.ranking not in generation_pb.Ranking.values():
         raise InvalidArgument("provenance.ranking", f"{message.ranking} is not a ranking of this service")
     given = message.span_token_count if message.HasField("span_token_count") else None
     if given is not None and (given < MIN_SPAN_TOKENS or given & (given - 1)):
         raise InvalidArgument(
             "provenance.span_token_count", f"{given:,} must be a power of two, at least {MIN_SPAN_TOKENS}"
         )
-    count = message.span_count if message.HasField("span_count") else Provenance().num_spans
-    return Provenance(
-        span_tokens=given,
-        num_spans=check_range("provenance.span_count", count, 1, MAX_SPANS),
-        layers=tuple(message.layers),
-        per_token=message.per_token,
-        ranking=RANKINGS[message.ranking],
-        confirm=message.confirm,
-    )
+    provenance = _decode_provenance(message)
+    check_range("provenance.span_count", provenance.num_spans, 1, MAX_SPANS)
+    return provenance
 
 
 def encode_hidden(hidden: Sequence[TokenRange]) -> list[generation_pb.TokenRange]:
@@ -84,59 +75,3 @@ def decode_hidden(message: service_pb.GenerateRequest) -> tuple[TokenRange, ...]
             raise InvalidArgument(f"hidden[{i}]", f"{text} overlaps the previous range, or is out of order")
         last = end
     return found
-
-
-def encode_attribution(attribution: Attribution) -> generation_pb.Attribution:
-    return generation_pb.Attribution(
-        sources=map(_encode_source, attribution.sources),
-        context_share=attribution.context_share,
-        prompt_share=attribution.prompt_share,
-        answer_share=attribution.answer_share,
-        sink_share=attribution.sink_share,
-        token_count=attribution.num_tokens,
-    )
-
-
-def _encode_source(source: Source) -> generation_pb.Source:
-    message = generation_pb.Source(
-        token_start=source.token_start,
-        token_end=source.token_end,
-        share=source.share,
-        largest_share=source.largest_share,
-        largest_layer=source.largest_layer,
-        largest_head=source.largest_head,
-        contrast=source.contrast,
-        drop=source.drop,
-        file=source.file,
-    )
-    if source.bytes is not None:
-        start, end = source.bytes
-        message.bytes.CopyFrom(generation_pb.ByteRange(byte_start=start, byte_end=end))
-    return message
-
-
-def decode_attribution(message: generation_pb.Attribution) -> Attribution:
-    return Attribution(
-        sources=tuple(_decode_sources(message.sources)),
-        context_share=message.context_share,
-        prompt_share=message.prompt_share,
-        answer_share=message.answer_share,
-        sink_share=message.sink_share,
-        num_tokens=message.token_count,
-    )
-
-
-def _decode_sources(sources: Iterable[generation_pb.Source]) -> Iterable[Source]:
-    for each in sources:
-        yield Source(
-            token_start=each.token_start,
-            token_end=each.token_end,
-            share=each.share,
-            largest_share=each.largest_share,
-            largest_layer=each.largest_layer,
-            largest_head=each.largest_head,
-            contrast=each.contrast if each.HasField("contrast") else None,
-            drop=each.drop if each.HasField("drop") else None,
-            bytes=(each.bytes.byte_start, each.bytes.byte_end) if each.HasField("bytes") else None,
-            file=each.file,
-        )

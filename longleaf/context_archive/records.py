@@ -14,7 +14,7 @@ from longleaf.document_text import OFFSET_BYTES, DocumentText, count_starts
 from longleaf.errors import InvalidArgument
 from longleaf.fingerprint import Fingerprint
 from longleaf.positions import Rope
-from longleaf.storage.context_note import MAX_ENDS, sound_ends
+from longleaf.storage.context_metadata import MAX_ENDS, ContextMetadata, sound_ends
 
 ID_BYTES = 4
 IDS_PER_RECORD = 1 << 18
@@ -41,24 +41,14 @@ MAX_WINDOW_RUNS = 8
 RecordT = TypeVar("RecordT")
 
 
-class ContextHead(msgspec.Struct, frozen=True, kw_only=True):
-    """A context and the checkpoint that computed it. Times in seconds since the Unix epoch."""
+class ContextHead(ContextMetadata, frozen=True):
+    """A context and the checkpoint that computed it."""
 
     fingerprint: Fingerprint
     model: str
     """Model name, for display."""
     context: str
     """The original id."""
-    num_tokens: int
-    ends: tuple[int, ...]
-    """Ends of its last documents, and the positions of forks."""
-    capacity: int
-    """Number of positions for which its rope was chosen."""
-    created: float
-    updated: float
-    display_name: str = ""
-    is_pinned: bool = False
-    expires: float | None = None
 
     def check(self) -> None:
         """Raises InvalidArgument if it is inconsistent."""

@@ -70,7 +70,7 @@ def write_first(folder: Path) -> None:
             display_name=f"{name} — 白鯨",
         )
         store.put(note.place.name, [encode_note(note)])
-    gone = ContextNote(service=SERVICE, context="gone", number=99, is_deleted=True)
+    gone = ContextNote.of_deletion(SERVICE, "gone", 99)
     store.put(gone.place.name, [encode_note(gone)])
 
 

@@ -1,5 +1,7 @@
 """Segments and notes in the format of services, with arbitrary bytes."""
 
+from msgspec.structs import replace
+
 from longleaf.positions import Rope
 from longleaf.storage.context_note import ContextNote, encode_note
 from longleaf.storage.manifest import PieceRef, SegmentManifest, encode_manifest
@@ -37,6 +39,6 @@ def keep(store: Store, attempt: Attempt, num_pieces: int = 2) -> set[str]:
 
 def put_note(store: Store, service: str, context: str, number: int, is_deleted: bool = False) -> str:
     """Puts a note; its name."""
-    note = ContextNote(service=service, context=context, number=number, is_deleted=is_deleted)
+    note = replace(ContextNote.of_deletion(service, context, number), is_deleted=is_deleted)
     store.put(note.place.name, [encode_note(note)], is_new=True)
     return note.place.name

@@ -1,6 +1,7 @@
 """Contexts as services write them to storage: a manifest for each segment, and a note for each change."""
 
 from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord
+from longleaf.storage.context_metadata import metadata_fields
 from longleaf.storage.context_note import ContextNote, encode_note
 from longleaf.storage.manifest import PieceRef, SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
@@ -43,24 +44,12 @@ def manifest_name(manifest: SegmentManifest, attempt: str = "1") -> str:
 
 
 def note_of(record: ContextRecord, number: int, service: str = SERVICE) -> ContextNote:
-    return ContextNote(
-        service=service,
-        context=record.id,
-        number=number,
-        segment=name_of(record.segment, service),
-        num_tokens=record.num_tokens,
-        ends=record.ends,
-        capacity=record.capacity,
-        created=record.created,
-        updated=record.updated,
-        display_name=record.display_name,
-        is_pinned=record.is_pinned,
-        expires=record.expires,
-    )
+    segment = name_of(record.segment, service)
+    return ContextNote(service, record.id, number, segment=segment, **metadata_fields(record))
 
 
 def deletion(context: str, number: int, service: str = SERVICE) -> ContextNote:
-    return ContextNote(service=service, context=context, number=number, is_deleted=True)
+    return ContextNote.of_deletion(service, context, number)
 
 
 def put_manifest(store: Store, manifest: SegmentManifest, attempt: str = "1") -> str:

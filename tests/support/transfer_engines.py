@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 
 from coordinator.persistence.catalog.records import ContextRecord
+from longleaf.storage.context_metadata import metadata_fields
 from longleaf.types import ArchiveChunk, ImportHeader
 from tests.support.archives import FINGERPRINT, FORM, Packable
 from tests.support.fakes.transfer_engine import FakeTransferEngine, StoredContext
@@ -21,16 +22,9 @@ def transfer_engine_of(*contexts: Packable) -> FakeTransferEngine:
         record = ContextRecord(
             id=head.context,
             segment=packable.path[-1].id,
-            num_tokens=head.num_tokens,
-            ends=head.ends,
-            capacity=head.capacity,
-            created=head.created,
-            updated=head.updated,
-            display_name=head.display_name,
-            is_pinned=head.is_pinned,
-            expires=head.expires,
             last_used=3.5,
             num_hits=4,
+            **metadata_fields(head),
         )
         transfers.contexts[head.context] = StoredContext(record, packable.path, packable.manifests)
         transfers.objects |= packable.objects

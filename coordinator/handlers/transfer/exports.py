@@ -10,6 +10,7 @@ from longleaf.context_archive.records import MAX_NAME, ContextHead
 from longleaf.context_archive.writer import ArchiveWriter
 from longleaf.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from longleaf.fingerprint import Fingerprint
+from longleaf.storage.context_metadata import metadata_fields
 from longleaf.storage.manifest import PieceRef
 from longleaf.tenants import name_of, tenant_of
 from longleaf.types import Cluster, ExportContext, ExportedArchive
@@ -78,19 +79,7 @@ class Exports:
 
 def _head(exporting: ExportHandle, fingerprint: Fingerprint, model: str) -> ContextHead:
     context = exporting.context
-    return ContextHead(
-        fingerprint=fingerprint,
-        model=model[:MAX_NAME],
-        context=name_of(context.id),
-        num_tokens=context.num_tokens,
-        ends=context.ends,
-        capacity=context.capacity,
-        created=context.created,
-        updated=context.updated,
-        display_name=context.display_name,
-        is_pinned=context.is_pinned,
-        expires=context.expires,
-    )
+    return ContextHead(fingerprint, model[:MAX_NAME], name_of(context.id), **metadata_fields(context))
 
 
 def _check(wanted: ExportContext, packing: ArchiveWriter) -> None:

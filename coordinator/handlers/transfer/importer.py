@@ -17,7 +17,7 @@ from longleaf.context_archive.writer import little_endian
 from longleaf.errors import CheckpointChanged, ContextLost, InvalidArgument, NotFound
 from longleaf.fingerprint import TEXTS, Fingerprint
 from longleaf.formatting import human_seconds
-from longleaf.storage.context_note import sound_ends
+from longleaf.storage.context_metadata import metadata_fields, sound_ends
 from longleaf.storage.manifest import PieceRef, SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
 from longleaf.tenants import scoped
@@ -275,20 +275,8 @@ def _record(name: str, head: ContextHead, upload_id: str, now: float) -> Context
         raise InvalidArgument(FIELD, "it has an invalid time")
     if head.expires is not None and head.expires <= now and not head.is_pinned:
         raise InvalidArgument(FIELD, f"the context expired {human_seconds(now - head.expires)} ago")
-    return ContextRecord(
-        id=name,
-        segment=0,
-        num_tokens=head.num_tokens,
-        ends=sound_ends(head.ends, head.num_tokens) or (head.num_tokens,),
-        capacity=head.capacity,
-        created=head.created,
-        updated=head.updated,
-        display_name=head.display_name,
-        is_pinned=head.is_pinned,
-        expires=head.expires,
-        last_used=now,
-        upload_id=upload_id,
-    )
+    metadata = metadata_fields(head, ends=sound_ends(head.ends, head.num_tokens) or (head.num_tokens,))
+    return ContextRecord(id=name, segment=0, last_used=now, upload_id=upload_id, **metadata)
 
 
 def _check_fingerprint(name: str, head: ContextHead, served: Fingerprint) -> None:

@@ -9,7 +9,8 @@ import msgspec
 from coordinator.persistence.catalog.records import CatalogContents, ContextRecord, SegmentRecord, SnapshotRecord
 from longleaf.errors import DataLoss, InvalidArgument
 from longleaf.formatting import human_count
-from longleaf.storage.context_note import ContextNote, sound_ends
+from longleaf.storage.context_metadata import metadata_fields, sound_ends
+from longleaf.storage.context_note import ContextNote
 from longleaf.storage.files import ObjectInfo
 from longleaf.storage.inventory import NoteListing
 from longleaf.storage.manifest import PieceRef, SegmentManifest
@@ -205,19 +206,8 @@ def _context(note: ContextNote, segment: int) -> ContextRecord:
     ends = sound_ends(note.ends, note.num_tokens)
     if ends is None or note.capacity < note.num_tokens:
         raise _lost(note, "its note is inconsistent")
-    return ContextRecord(
-        id=note.context,
-        segment=segment,
-        num_tokens=note.num_tokens,
-        ends=ends,
-        capacity=note.capacity,
-        created=note.created,
-        updated=note.updated,
-        display_name=note.display_name,
-        is_pinned=note.is_pinned,
-        expires=note.expires,
-        last_used=note.updated,
-    )
+    metadata = metadata_fields(note, ends=ends)
+    return ContextRecord(id=note.context, segment=segment, last_used=note.updated, **metadata)
 
 
 def _segment(sources: ManifestIndex, manifest: SegmentManifest) -> SegmentRecord:

@@ -8,6 +8,7 @@ import msgspec
 from longleaf.document_text import DocumentText
 from longleaf.errors import DataLoss
 from longleaf.positions import OWN_ROPE, Rope
+from longleaf.storage.context_metadata import ContextMetadata
 
 
 class SegmentRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,23 +31,12 @@ class SegmentRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.start + len(self.token_ids)
 
 
-class ContextRecord(msgspec.Struct, frozen=True, kw_only=True):
+class ContextRecord(ContextMetadata, frozen=True, kw_only=True):
     """A context. Times in seconds since the epoch."""
 
     id: str
     segment: int
-    """The last segment of its path."""
-    num_tokens: int
-    """The length of its path, which is that of the segment, cut at this position."""
-    ends: tuple[int, ...]
-    """The end positions of its last documents, and the position of its fork."""
-    capacity: int
-    """The number of positions for which its rope was chosen."""
-    created: float
-    updated: float
-    display_name: str = ""
-    is_pinned: bool = False
-    expires: float | None = None
+    """The last segment of its path, which is cut at `num_tokens`."""
     last_used: float
     num_hits: int = 0
     """The number of requests on it."""

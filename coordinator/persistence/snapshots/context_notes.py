@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from coordinator.persistence.catalog.records import CatalogContents, Change, ContextRecord, OutboxEntry
 from coordinator.persistence.snapshots.segment_writer import segment_name
+from longleaf.storage.context_metadata import metadata_fields
 from longleaf.storage.context_note import ContextNote, encode_note
 
 
@@ -45,23 +46,11 @@ class ContextNotes:
         return tuple(_outgoing(replace(note, number=number)) for number, note in enumerate(notes, self._next_number))
 
     def _deletion(self, context: str) -> ContextNote:
-        return ContextNote(service=self._service, context=context, number=0, is_deleted=True)
+        return ContextNote.of_deletion(self._service, context, 0)
 
     def _note(self, record: ContextRecord) -> ContextNote:
-        return ContextNote(
-            service=self._service,
-            context=record.id,
-            number=0,
-            segment=segment_name(self._service, record.segment),
-            num_tokens=record.num_tokens,
-            ends=record.ends,
-            capacity=record.capacity,
-            created=record.created,
-            updated=record.updated,
-            display_name=record.display_name,
-            is_pinned=record.is_pinned,
-            expires=record.expires,
-        )
+        segment = segment_name(self._service, record.segment)
+        return ContextNote(self._service, record.id, 0, segment=segment, **metadata_fields(record))
 
 
 def _outgoing(note: ContextNote) -> OutboxEntry:

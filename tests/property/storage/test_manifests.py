@@ -142,7 +142,19 @@ def test_every_flipped_bit_and_every_truncation_is_noticed():
             decode(whole + b"\0")
 
 
-NOTE = ContextNote(service="service-1", context="moby.dick", number=12, segment="service-1-7", ends=(4, 8), expires=1.5)
+COUNTS = st.integers(0, 2**63)
+NOTE = ContextNote(
+    service="service-1",
+    context="moby.dick",
+    number=12,
+    segment="service-1-7",
+    num_tokens=8,
+    ends=(4, 8),
+    capacity=9,
+    created=1.5,
+    updated=2.5,
+    expires=3.5,
+)
 
 
 @given(st.binary(max_size=200))
@@ -188,6 +200,18 @@ def test_later_notes_have_later_names(context, numbers):
     assert NotePlace("a", context, low).name <= NotePlace("a", context, high).name
 
 
-@given(st.builds(ContextNote, service=IDS, context=CONTEXTS, number=st.integers(0, 2**63)))
+@given(
+    st.builds(
+        ContextNote,
+        service=IDS,
+        context=CONTEXTS,
+        number=st.integers(0, 2**63),
+        num_tokens=COUNTS,
+        ends=st.lists(COUNTS, max_size=3).map(tuple),
+        capacity=COUNTS,
+        created=st.floats(0, 2e9),
+        updated=st.floats(0, 2e9),
+    )
+)
 def test_a_note_comes_back(note):
     assert decode_note(encode_note(note), note.place) == note

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from longleaf import codec
-from longleaf.codec.generation import FINISH_REASONS
 from longleaf.codec.status import encode_error
 from longleaf.config import MAX_DRAFT_TOKENS
 from longleaf.errors import (
@@ -39,6 +38,7 @@ from longleaf.types import (
     Drafting,
     Event,
     Finished,
+    FinishReason,
     ForkContext,
     Generate,
     IngestHeader,
@@ -114,7 +114,7 @@ def test_events_survive(event: Event) -> None:
 
 
 def test_finish_reasons_have_wire_values() -> None:
-    names = {reason: codec.encode_event(Finished(reason)).finished.finish_reason for reason in FINISH_REASONS}
+    names = {reason: codec.encode_event(Finished(reason)).finished.finish_reason for reason in get_args(FinishReason)}
     wanted = {reason: f"FINISH_REASON_{reason.upper()}" for reason in names}
     assert {reason: generation_pb.FinishReason.Name(number) for reason, number in names.items()} == wanted
 

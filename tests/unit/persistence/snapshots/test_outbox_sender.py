@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
+from msgspec.structs import replace
 
 from coordinator.persistence.catalog.records import Change, OutboxEntry
 from coordinator.persistence.snapshots import storage_health
@@ -210,8 +211,8 @@ async def test_deletion_note_removes_previous_notes() -> None:
     """They contain the display name; a later context of the same name keeps its own records."""
 
     def note(context: str, number: int, *, is_deleted: bool = False) -> OutboxEntry:
-        reported = ContextNote(
-            service=SERVICE, context=context, number=number, is_deleted=is_deleted, display_name="secret"
+        reported = replace(
+            ContextNote.of_deletion(SERVICE, context, number), is_deleted=is_deleted, display_name="secret"
         )
         return OutboxEntry(reported.place.name, encode_note(reported))
 
@@ -226,7 +227,7 @@ async def test_deletion_note_removes_previous_notes() -> None:
 
 
 async def test_failed_deletion_of_notes_is_retried() -> None:
-    deletion = ContextNote(service=SERVICE, context="moby", number=4, is_deleted=True)
+    deletion = ContextNote.of_deletion(SERVICE, "moby", 4)
     async with running_sender() as found:
         found.keep(NotePlace(SERVICE, "moby", 1).name)
         found.memory.num_refused = 2

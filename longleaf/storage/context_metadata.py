@@ -1,0 +1,43 @@
+"""Metadata of a context: the fields that its catalog record, its notes on storage and its archives have in common."""
+
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+MAX_ENDS = 64
+"""Maximum number of ends per context; services write 4."""
+
+
+class ContextMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a context without its segments. Times in seconds since the Unix epoch.
+
+    Stored structs extend it. Their own fields are not keyword-only, so that they are encoded before these.
+    """
+
+    num_tokens: int
+    """Tokens of its whole path; the last segment of the path may have more."""
+    ends: tuple[int, ...]
+    """Positions at which it can be continued if windows are replicated: the ends of its last documents, and the
+    positions of forks. The last one is the end of the context."""
+    capacity: int
+    """Number of positions for which its rope was chosen."""
+    created: float
+    updated: float
+    display_name: str = ""
+    is_pinned: bool = False
+    expires: float | None = None
+    """None: never."""
+
+
+def metadata_fields(context: object, **changes: Any) -> dict[str, Any]:
+    """The metadata, with `changes`, of a struct that extends ContextMetadata, or of an object with its attributes."""
+    return {name: getattr(context, name) for name in ContextMetadata.__struct_fields__} | changes
+
+
+def sound_ends(ends: tuple[int, ...], num_tokens: int) -> tuple[int, ...] | None:
+    """The ends of a context of this length; by default its own end. None unless they increase up to its own end, or if
+    there are too many."""
+    ends = ends[: MAX_ENDS + 1] or (num_tokens,)
+    is_rising = all(a < b for a, b in pairwise((0, *ends)))
+    return ends if is_rising and ends[-1] == num_tokens and len(ends) <= MAX_ENDS else None
