@@ -17,9 +17,6 @@ from longleaf.formatting import human_seconds
 from longleaf.model_report import AttentionReport
 from longleaf.types import Cluster, Finished, ModelInfo
 
-KV_DTYPE_HELP = (
-    "Storage type of keys and values; int8 takes a quarter of the memory of float32, and answers are not exact."
-)
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
