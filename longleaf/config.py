@@ -13,6 +13,7 @@ from longleaf.options import (
     BYTES,
     KEYS,
     LOSSES,
+    MAX_SECONDS,
     RANKS,
     REQUESTS,
     SECURITY,
@@ -21,6 +22,7 @@ from longleaf.options import (
     Limit,
     Option,
     check_limits,
+    seconds,
 )
 from longleaf.resources import num_processors
 
@@ -50,7 +52,6 @@ CLIENT_NAME = "longleaf-client"
 MAX_REQUEST_BYTES = 4 << 20
 """gRPC's default limit. Parsing a request of this size blocks the event loop for about ten milliseconds."""
 MAX_RESPONSE_BYTES = 64 << 20
-MAX_SECONDS = 1e6
 MAX_MODEL_NAME = 256
 """In characters."""
 MAX_DRAFT_TOKENS = 31
@@ -133,7 +134,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             KEYS,
             "Memory for keys and values per rank.",
             default="40 % of the free memory, divided among the ranks of a machine; on GPUs most of it",
-            metavar="BYTES",
             limit=BYTES,
         ),
     ] = None
@@ -144,8 +144,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Option(
             KEYS,
             "Tokens per block, the unit in which memory for keys and values is allocated.",
-            metavar="TOKENS",
-            limit=Limit(1, 1 << 16),
+            limit=Limit(1, 1 << 16, "TOKENS"),
         ),
     ] = 128
     window_keys: Annotated[
@@ -162,7 +161,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             KEYS,
             "With --window-keys replicated: the part of --kv-bytes for sliding-window layers.",
             default="enough for --max-sequences, at most half",
-            metavar="BYTES",
             limit=BYTES,
         ),
     ] = None
@@ -178,22 +176,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 256
     unread_timeout: Annotated[
-        float,
-        Option(
-            REQUESTS,
-            "Time after which a stream that its client does not read is ended.",
-            metavar="SECONDS",
-            limit=Limit(0.1, MAX_SECONDS),
-        ),
+        float, Option(REQUESTS, "Time after which a stream that its client does not read is ended.", limit=seconds(0.1))
     ] = 120.0
     chunk_size: Annotated[
         int,
-        Option(
-            REQUESTS,
-            "Maximum number of prompt or document tokens per step.",
-            metavar="TOKENS",
-            limit=Limit(1, 1 << 20),
-        ),
+        Option(REQUESTS, "Maximum number of prompt or document tokens per step.", limit=Limit(1, 1 << 20, "TOKENS")),
     ] = 4096
     target_itl_ms: Annotated[
         float,
@@ -201,8 +188,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             REQUESTS,
             "Target time between two tokens of a running answer while prompts and documents are read; sets the size of "
             "the chunks in which they are read.",
-            metavar="MILLISECONDS",
-            limit=Limit(1, MAX_SECONDS * 1000),
+            limit=Limit(1, MAX_SECONDS * 1000, "MILLISECONDS"),
         ),
     ] = 100.0
     max_draft_tokens: Annotated[
@@ -215,24 +201,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 7
     start_timeout: Annotated[
-        float,
-        Option(
-            REQUESTS,
-            "Time limit for loading the model; large models need more.",
-            metavar="SECONDS",
-            limit=Limit(0.1, MAX_SECONDS),
-        ),
+        float, Option(REQUESTS, "Time limit for loading the model; large models need more.", limit=seconds(0.1))
     ] = 300.0
     step_timeout: Annotated[
         float,
         Option(
             REQUESTS,
             "Time limit of a step with few tokens; others get more. A rank that delays a step for longer is killed.",
-            metavar="SECONDS",
-            limit=Limit(0.1, MAX_SECONDS),
+            limit=seconds(0.1),
         ),
     ] = 60.0
-    step_timeout_per_token: Annotated[float, Option(limit=Limit(0, MAX_SECONDS))] = 0.05
+    step_timeout_per_token: Annotated[float, Option(limit=seconds(0))] = 0.05
     """Seconds added to the limit per computed token."""
     replicate_below: Annotated[int, Option(limit=Limit(1, 1 << 20))] = 64
     """Shorter prompts are computed as replicated rows, on every rank."""
@@ -242,18 +221,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             LOSSES,
             "Time within which the ranks must form a new group after a loss, or twice the time of the first group if "
             "that is longer; then they try again.",
-            metavar="SECONDS",
-            limit=Limit(0.1, MAX_SECONDS),
+            limit=seconds(0.1),
         ),
     ] = 10.0
     lost_after: Annotated[
         float,
-        Option(
-            LOSSES,
-            "Time without a heartbeat after which a rank is killed and counts as lost.",
-            metavar="SECONDS",
-            limit=Limit(1, MAX_SECONDS),
-        ),
+        Option(LOSSES, "Time without a heartbeat after which a rank is killed and counts as lost.", limit=seconds(1)),
     ] = 5.0
     max_losses_per_minute: Annotated[
         int,
@@ -346,7 +319,6 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True):
             STORAGE,
             "Maximum size of all snapshots; those of the least recently used contexts are deleted first.",
             default="no limit",
-            metavar="BYTES",
             limit=BYTES,
         ),
     ] = None

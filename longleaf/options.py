@@ -17,6 +17,7 @@ from longleaf.errors import InvalidArgument
 from longleaf.formatting import human_number
 
 MAX_PORT = 65535
+MAX_SECONDS = 1e6
 GROUPS = SERVICE, UPSTREAM, ADDRESS, HTTP, STORAGE, RANKS, KEYS, REQUESTS, LOSSES, SECURITY, TELEMETRY, METRICS = (
     "Model and address",
     "Service",
@@ -41,6 +42,8 @@ class Limit:
 
     low: float
     high: float = inf
+    metavar: str | None = None
+    """Name of the value on the help page; None: by its type."""
     rule: str = ""
     """Replaces "between LOW and HIGH" in errors and documents."""
     show: Callable[[Any], str] = human_number
@@ -54,8 +57,13 @@ class Limit:
             raise InvalidArgument(name, f"{self.show(value)} is not {self}")
 
 
-PORTS = Limit(0, MAX_PORT, show=str)
-BYTES = Limit(1, rule="a positive number of bytes")
+PORTS = Limit(0, MAX_PORT, "PORT", show=str)
+BYTES = Limit(1, metavar="BYTES", rule="a positive number of bytes")
+
+
+def seconds(low: float, high: float = MAX_SECONDS) -> Limit:
+    """A limit of a time."""
+    return Limit(low, high, "SECONDS")
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,7 @@ class Option:
     default: str | bool = True
     """Describes a default that is computed; False: no default is shown."""
     metavar: str | None = None
-    """Name of the value on the help page; None: by its type."""
+    """Name of the value on the help page; None: that of the limit."""
     limit: Limit | None = None
     flag: str = ""
     """Empty: the name of the field."""
@@ -96,8 +104,18 @@ class Setting:
         return get_args(self.field.type)[0]
 
     @property
+    def metavar(self) -> str | None:
+        """Name of the value on the help page; None: by its type."""
+        return self.option.metavar or (self.option.limit.metavar if self.option.limit else None)
+
+    @property
     def flag(self) -> str:
         return self.option.flag or flag_of(self.name)
+
+    @property
+    def names(self) -> str:
+        """The flag; for a setting that is on by default, also the flag that turns it off, after a slash."""
+        return f"{self.flag}/--no-{self.flag.removeprefix('--')}" if self.field.default is True else self.flag
 
 
 def flag_of(name: str) -> str:
@@ -129,8 +147,7 @@ def flags_of(struct: type[msgspec.Struct]) -> tuple[Setting, ...]:
     for part in (*parts_of(struct).values(), struct):
         place = len(found)
         for setting in own_settings(part):
-            if setting.option.after:
-                place = next(i for i, each in enumerate(found, 1) if each.name == setting.option.after)
+            place = next((i for i, each in enumerate(found, 1) if each.name == setting.option.after), place)
             found.insert(place, setting)
             place += 1
     shown = (setting for setting in found if setting.option.group)

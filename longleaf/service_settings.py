@@ -10,7 +10,6 @@ import msgspec
 from longleaf.config import (
     DEFAULT_PORT,
     LOOPBACK,
-    MAX_SECONDS,
     DataConfig,
     EngineConfig,
     Launcher,
@@ -34,6 +33,7 @@ from longleaf.options import (
     check_limits,
     flag_of,
     own_settings,
+    seconds,
 )
 
 Part = TypeVar("Part", bound=msgspec.Struct)
@@ -80,14 +80,7 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     health_port: Annotated[
-        int | None,
-        Option(
-            SECURITY,
-            "With TLS: port for health checks in plain text.",
-            default="none",
-            metavar="PORT",
-            limit=PORTS,
-        ),
+        int | None, Option(SECURITY, "With TLS: port for health checks in plain text.", default="none", limit=PORTS)
     ] = None
     insecure: Annotated[
         bool,
@@ -127,7 +120,6 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
             HTTP,
             "Port of the HTTP gateway: OpenAI-compatible API and web page; 0: any free port.",
             default="off",
-            metavar="PORT",
             limit=PORTS,
         ),
     ] = None
@@ -173,14 +165,7 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics, logs and traces of a service."""
 
     metrics_port: Annotated[
-        int | None,
-        Option(
-            TELEMETRY,
-            "Port of Prometheus metrics; 0: any free port.",
-            default="none",
-            metavar="PORT",
-            limit=PORTS,
-        ),
+        int | None, Option(TELEMETRY, "Port of Prometheus metrics; 0: any free port.", default="none", limit=PORTS)
     ] = None
     metrics_host: Annotated[str, Option(TELEMETRY, "Address of the metrics port.", metavar="ADDRESS")] = LOOPBACK
     log_format: Annotated[LogFormat, Option(TELEMETRY, "Log lines as text, or as JSON objects.")] = "text"
@@ -189,8 +174,7 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True):
         Option(TELEMETRY, "Minimum severity to log; info includes every call and the choice of kernels and merges."),
     ] = "warning"
     traces: Annotated[
-        bool,
-        Option(TELEMETRY, "Send traces over OTLP, configured by the variables OTEL_*; needs 'longleaf[otel]'."),
+        bool, Option(TELEMETRY, "Send traces over OTLP, configured by the variables OTEL_*; needs 'longleaf[otel]'.")
     ] = False
 
     @property
@@ -216,11 +200,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_name: Annotated[
         str | None,
         Option(
-            SERVICE,
-            "Name of the model for clients.",
-            default="the name of the folder",
-            metavar="NAME",
-            after="model",
+            SERVICE, "Name of the model for clients.", default="the name of the folder", metavar="NAME", after="model"
         ),
     ] = None
     sampling_defaults: Annotated[
@@ -234,7 +214,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: Annotated[str, Option(SERVICE, "Address to listen on; 0.0.0.0: all interfaces.", metavar="ADDRESS")] = (
         LOOPBACK
     )
-    port: Annotated[int, Option(SERVICE, "gRPC port; 0: any free port.", metavar="PORT", limit=PORTS)] = DEFAULT_PORT
+    port: Annotated[int, Option(SERVICE, "gRPC port; 0: any free port.", limit=PORTS)] = DEFAULT_PORT
     launcher: Annotated[
         Launcher,
         Option(
@@ -246,20 +226,14 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "ray"
     ray_address: Annotated[
         str | None,
-        Option(
-            RANKS,
-            "Ray cluster to join, such as auto.",
-            default="a new one on this machine",
-            metavar="ADDRESS",
-        ),
+        Option(RANKS, "Ray cluster to join, such as auto.", default="a new one on this machine", metavar="ADDRESS"),
     ] = None
     wait_for_ranks: Annotated[
         float,
         Option(
             RANKS,
             "How long to wait until the Ray cluster has a CPU (and GPU) for every rank; 0: fail immediately.",
-            metavar="SECONDS",
-            limit=Limit(0, MAX_SECONDS),
+            limit=seconds(0),
         ),
     ] = 0.0
     drain_seconds: Annotated[
@@ -267,8 +241,7 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
         Option(
             REQUESTS,
             "How long running calls may continue after a shutdown request.",
-            metavar="SECONDS",
-            limit=Limit(0, MAX_SECONDS),
+            limit=seconds(0),
             after="start_timeout",
         ),
     ] = 2.0
@@ -316,10 +289,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     server: Annotated[
         str | None,
         Option(
-            UPSTREAM,
-            "Address of the service.",
-            default="LONGLEAF_SERVER, else localhost:50051",
-            metavar="HOST:PORT",
+            UPSTREAM, "Address of the service.", default="LONGLEAF_SERVER, else localhost:50051", metavar="HOST:PORT"
         ),
     ] = None
     tls_ca: Annotated[
@@ -334,23 +304,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """An empty string overrides the environment: no TLS."""
     server_tls_cert: Annotated[
         str | None,
-        Option(
-            UPSTREAM,
-            "Client certificate, if the service requires one.",
-            default="LONGLEAF_TLS_CERT",
-            is_path=True,
-        ),
+        Option(UPSTREAM, "Client certificate, if the service requires one.", default="LONGLEAF_TLS_CERT", is_path=True),
     ] = None
     server_tls_key: Annotated[
-        str | None,
-        Option(UPSTREAM, "Private key of the client certificate.", default="LONGLEAF_TLS_KEY", is_path=True),
+        str | None, Option(UPSTREAM, "Private key of the client certificate.", default="LONGLEAF_TLS_KEY", is_path=True)
     ] = None
     host: Annotated[str, Option(ADDRESS, "Address to listen on; 0.0.0.0: all interfaces.", metavar="ADDRESS")] = (
         LOOPBACK
     )
-    port: Annotated[int, Option(ADDRESS, "HTTP port; 0: any free port.", metavar="PORT", limit=PORTS)] = (
-        DEFAULT_HTTP_PORT
-    )
+    port: Annotated[int, Option(ADDRESS, "HTTP port; 0: any free port.", limit=PORTS)] = DEFAULT_HTTP_PORT
     allow_host: Annotated[
         tuple[str, ...],
         Option(
@@ -372,9 +334,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: Annotated[
         int,
         Option(
-            ADDRESS,
-            "Maximum number of open connections; further ones are refused.",
-            limit=Limit(1, rule="positive"),
+            ADDRESS, "Maximum number of open connections; further ones are refused.", limit=Limit(1, rule="positive")
         ),
     ] = 1024
     drain_seconds: Annotated[
@@ -382,8 +342,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
         Option(
             ADDRESS,
             "How long running answers and uploads may continue after a signal.",
-            metavar="SECONDS",
-            limit=Limit(0, MAX_DRAIN_SECONDS),
+            limit=seconds(0, MAX_DRAIN_SECONDS),
         ),
     ] = 3.0
     tls_cert: Annotated[
@@ -412,7 +371,6 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
             METRICS,
             "Port of Prometheus metrics, without authentication; 0: any free port.",
             default="none",
-            metavar="PORT",
             limit=PORTS,
         ),
     ] = None

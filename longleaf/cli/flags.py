@@ -169,8 +169,8 @@ def _parameter(setting: Setting) -> tuple[Any, Any]:
         kind = Path | None
     elif kind == tuple[str, ...]:
         kind = list[str] | None
-    name = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}" if default is True else setting.flag
-    return Annotated[kind, option(given.group, given.help, name, default=given.default, metavar=given.metavar)], default
+    flag = option(given.group, given.help, setting.names, default=given.default, metavar=setting.metavar)
+    return Annotated[kind, flag], default
 
 
 def _takes(

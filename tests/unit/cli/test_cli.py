@@ -456,7 +456,7 @@ def test_service_receives_absolute_paths(tmp_path: Path, monkeypatch: pytest.Mon
     ("arguments", "message"),
     [
         (["--merge", "x"], "'x' is not one of 'auto', 'paper', "),
-        (["--world-size", "x"], "Invalid value for '--world-size': 'x' is not a valid int"),
+        (["--world-size", "x"], "Invalid value for '--world-size': Input should be a valid integer"),
         (["--colour", "red"], "No such option: --colour"),
         (["--wait-for-ranks", "nan"], "error: wait_for_ranks: nan is not between 0 and 1,000,000"),
         (["--drain-seconds", "-1"], "error: drain_seconds: -1 is not between 0 and 1,000,000"),
