@@ -21,7 +21,7 @@ BUDGET ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python scripts/run_tests.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-extended test-triton test-gpu test-browser test-slow soak coverage check format proto release-wire bench clients lock clean
+.PHONY: help install demo test test-all test-extended test-triton test-gpu test-browser test-slow soak coverage check format proto reference release-wire bench clients lock clean
 
 help: ## Show this text
 	@echo "Longleaf: exact generation over contexts that no single GPU can hold."
@@ -84,8 +84,10 @@ format: $(READY) ## Format the code and apply safe fixes
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-proto: $(READY) ## Generate longleaf/v1 and docs/messages.md from protos/
+proto: reference ## Generate longleaf/v1 and docs/messages.md from protos/
 	$(BIN)/python scripts/generate_stubs.py
+
+reference: $(READY) ## Generate docs/messages.md from protos/, and docs/configuration.md from the settings
 	$(BIN)/python scripts/generate_reference.py
 
 release-wire: $(READY) ## Promise the wire as protos/ has it now; refused where it breaks what was promised before

@@ -19,6 +19,7 @@ from bench.harness.subjects import EMBEDDED, Subject, subject
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
 from longleaf.launch import ServiceProcess, coordinator_command
+from longleaf.service_settings import ServiceConfig
 from longleaf.types import Delta
 
 STREAM, DOCUMENT = "fair-stream", "fair-document"
@@ -38,7 +39,7 @@ def main() -> None:
     given = parser.parse_args()
     with subject(EMBEDDED) as measured:
         config = EngineConfig(model=str(measured.folder), target_itl_ms=given.target_itl_ms)
-        command = coordinator_command(config, host="127.0.0.1", port=0, launcher="local")
+        command = coordinator_command(ServiceConfig(engine=config, port=0, launcher="local"))
         with ServiceProcess(command) as process:
             address = process.wait_ready(START_SECONDS)
             found = asyncio.run(measure(address, measured, given.context, given.ingest, given.tokens))

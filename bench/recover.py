@@ -42,6 +42,7 @@ from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig, Launcher
 from longleaf.errors import NotFound
 from longleaf.launch import ServiceProcess, coordinator_command
+from longleaf.service_settings import ServiceConfig
 from longleaf.types import Cluster, Delta
 
 WORLD_SIZE = 4
@@ -136,7 +137,7 @@ def lose_all(name: str, tokens: int, repeats: int, launcher: Launcher, how: str)
         measured = stack.enter_context(subject(name))
         config = EngineConfig(model=str(measured.folder), world_size=WORLD_SIZE, max_losses_per_minute=2 * repeats + 60)
         ray_address = nodes.address if nodes else None
-        command = coordinator_command(config, host="127.0.0.1", port=0, launcher=launcher, ray_address=ray_address)
+        command = coordinator_command(ServiceConfig(engine=config, port=0, launcher=launcher, ray_address=ray_address))
         process = stack.enter_context(ServiceProcess(command))
         address = process.wait_ready(START_SECONDS)
         hurt: Hurt = NodeHurt(nodes) if nodes else ProcessHurt(SIGNALS[how])

@@ -1,13 +1,11 @@
-"""Runs a service: `python -m coordinator --model DIR --world-size 4 ...`. `longleaf serve` does the same and
-has a help page.
-
-Every field of ServiceConfig and EngineConfig is an option of the same name.
+"""Runs a service: `python -m coordinator CONFIG`, where CONFIG is a valid ServiceConfig as JSON. `longleaf serve` makes
+it from its flags.
 
 This is the composition root, the only module that imports both coordinator and workers: it passes the worker class to
-the fleet. Prints `listening
-on HOST:PORT`, or {"address": "HOST:PORT"}, once requests are accepted, followed by the address of --http if that is
-set, or {"http": ...}. Lost ranks and their recovery are reported on standard error. A signal drains the service; a
-second one ends it immediately. Exit code 0: a signal ended it; 2: the settings are invalid; 1: the service failed.
+the fleet. Prints `listening on HOST:PORT`, or {"address": "HOST:PORT"}, once requests are accepted, followed by the
+address of --http if that is set, or {"http": ...}. Lost ranks and their recovery are reported on standard error. A
+signal drains the service; a second one ends it immediately. Exit code 0: a signal ended it; 2: the settings do not suit
+this machine or this cluster; 1: the service failed.
 """
 
 import os
@@ -27,18 +25,15 @@ if __name__ == "__main__":
         signal.signal(_number, exit_immediately)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the parent process may have left a blocked signal pending
 
-import argparse
 import asyncio
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import chain
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import msgspec
-from msgspec.structs import fields
 
 from coordinator.actor import NAME, NAMESPACE, CoordinatorActor, StartResult, describe
 from coordinator.cluster import fork_server
@@ -46,14 +41,14 @@ from coordinator.cluster.fork_server import StartMethod
 from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.cluster.ray_connection import connect, ray_package
 from coordinator.cluster.ray_fleet import RayFleet
-from coordinator.settings import ServiceConfig
 from coordinator.task_set import TaskSet
 from coordinator.telemetry import logs
-from longleaf.config import DataConfig, EngineConfig, join_address
+from longleaf.config import join_address
 from longleaf.errors import InvalidArgument, StartError
 from longleaf.formatting import human_seconds
-from longleaf.launch import BAD_INPUT, LISTENING, SILENT, labeled
-from longleaf.service_settings import HttpConfig, SecurityConfig, TelemetryConfig
+from longleaf.launch import LISTENING, labeled
+from longleaf.options import config_from_argument
+from longleaf.service_settings import ServiceConfig, TelemetryConfig
 from workers.__main__ import main as worker_main
 from workers.actor import WorkerActor
 
@@ -62,42 +57,14 @@ STOP_SECONDS = 30
 LOG_INTERVAL_SECONDS = 10.0
 
 
-def main(arguments: list[str]) -> int:
+def main(argument: str) -> int:
     """Serves until a signal or a failure; returns the exit code."""
-    try:
-        config = parse(arguments)
-    except msgspec.ValidationError as error:
-        return report(StartResult(error=_of_option(error), exit_code=BAD_INPUT))
+    config = config_from_argument(ServiceConfig, argument)
     run = serve_on_ray if config.launcher == "ray" else serve_locally
     try:
-        config.check()  # before waiting for Ray
         return report(run(config), config.telemetry)
     except (InvalidArgument, StartError) as error:
         return report(describe(error), config.telemetry)
-
-
-def parse(arguments: list[str]) -> ServiceConfig:
-    """Raises msgspec.ValidationError for a value that does not fit, and SystemExit for an unknown option or choice."""
-    parser = argparse.ArgumentParser(prog="python -m coordinator", argument_default=argparse.SUPPRESS)
-    parts: dict[str, type[msgspec.Struct]] = {"engine": EngineConfig, "data": DataConfig, "security": SecurityConfig}
-    parts |= {"telemetry": TelemetryConfig, "gateway": HttpConfig}
-    own = [field for field in fields(ServiceConfig) if field.name not in parts]
-    for field in chain(own, *(fields(part) for part in parts.values())):
-        choices = get_args(field.type) if get_origin(field.type) is Literal else None
-        parser.add_argument(f"--{field.name.replace('_', '-')}", choices=choices, required=field.required)
-    given = vars(parser.parse_args(arguments))
-    given["model"] = os.path.abspath(given["model"])  # ranks may be in another folder
-    found = {
-        part: {name: given.pop(name) for name in struct.__struct_fields__ if name in given}
-        for part, struct in parts.items()
-    }
-    return msgspec.convert(given | found, ServiceConfig, strict=False)
-
-
-def _of_option(error: msgspec.ValidationError) -> str:
-    """Describes the invalid value, with the option's name instead of its path."""
-    reported, _, path = str(error).rpartition(" - at ")
-    return f"--{path.strip('`').rpartition('.')[2].replace('_', '-')}: {reported}"
 
 
 def print_notices(reply: StartResult) -> None:
@@ -115,7 +82,7 @@ def announce(config: ServiceConfig, reply: StartResult) -> None:
         print(msgspec.json.encode({"http": reply.http}).decode() if config.as_json else message, flush=True)
 
 
-def report(reply: StartResult, telemetry: TelemetryConfig = SILENT) -> int:
+def report(reply: StartResult, telemetry: TelemetryConfig) -> int:
     if reply.error:
         print(logs.failed(telemetry, reply.error), file=sys.stderr, flush=True)
     return reply.exit_code
@@ -284,7 +251,7 @@ def _wait_for_reply(
 
 
 if __name__ == "__main__":
-    _code = main(sys.argv[1:])
+    _code = main(sys.argv[1])
     # Python restores the default handlers before the process ends, so a late signal would kill it.
     for _number in SIGNALS:
         signal.signal(_number, signal.SIG_IGN)

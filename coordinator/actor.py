@@ -10,12 +10,11 @@ import msgspec
 
 from coordinator.cluster.ports import Fleet
 from coordinator.service import Service, StartupProgress
-from coordinator.settings import ServiceConfig
 from coordinator.telemetry import logs
-from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import GroupFailed, InvalidArgument, LongleafError, RankLost
 from longleaf.launch import BAD_INPUT
-from longleaf.service_settings import SecurityConfig, TelemetryConfig, flag_of, with_flag_names
+from longleaf.options import flag_names, with_flag_names
+from longleaf.service_settings import ServiceConfig
 
 NAME = "longleaf-coordinator"
 NAMESPACE = "longleaf"
@@ -39,9 +38,7 @@ class StartResult(msgspec.Struct, frozen=True):
     exit_code: int = 0
 
 
-PARTS = (ServiceConfig, EngineConfig, DataConfig, SecurityConfig, TelemetryConfig)
-SETTINGS = frozenset(name for part in PARTS for name in part.__struct_fields__)
-"""All names are options of the command line."""
+FLAGS = flag_names(ServiceConfig)
 
 
 def describe(error: Exception) -> StartResult:
@@ -49,10 +46,10 @@ def describe(error: Exception) -> StartResult:
     if not isinstance(error, LongleafError):
         return StartResult(error=repr(error), exit_code=FAILED)
     message = str(error)
-    if isinstance(error, InvalidArgument) and error.field in SETTINGS:
-        message = f"{flag_of(error.field)}: {error.description}"
+    if isinstance(error, InvalidArgument) and error.field in FLAGS:
+        message = f"{FLAGS[error.field]}: {error.description}"
     code = FAILED if isinstance(error, RankLost | GroupFailed) else BAD_INPUT
-    return StartResult(error=with_flag_names(message, SETTINGS), exit_code=code)
+    return StartResult(error=with_flag_names(message, FLAGS), exit_code=code)
 
 
 class StartupLogBuffer(logging.Handler):

@@ -26,7 +26,6 @@ from coordinator.handlers.fair_share import TENANT_SHARE
 from coordinator.kv_cache.positions import UNLIMITED
 from coordinator.malloc_tuning import return_large
 from coordinator.persistence.open import PersistentState
-from coordinator.settings import ServiceConfig
 from coordinator.startup_summary import summarize
 from coordinator.telemetry.counters import Counts
 from coordinator.telemetry.metric_sources import MetricSources
@@ -44,6 +43,7 @@ from longleaf.formatting import human_seconds
 from longleaf.rank_protocol.group_messages import Ready
 from longleaf.resources import allow_files, num_processors
 from longleaf.sampling import GREEDY
+from longleaf.service_settings import ServiceConfig
 from longleaf.types import Cluster, Draining, ModelInfo
 
 SWITCH_SECONDS = 0.0005
@@ -106,7 +106,6 @@ class Service:
         return_large()
         allow_files()
         sys.setswitchinterval(SWITCH_SECONDS)
-        self._config.check()
         self._observers = await self._watching.start()
         config = self._config.engine
         authenticator, certificates = self._authenticator(), Certificates.from_config(self._config.security)

@@ -1,32 +1,30 @@
-"""Runs a gateway: `python -m gateway --server HOST:PORT --port 8000 ...`. `longleaf gateway` does the same
-and has a help page.
+"""Runs a gateway: `python -m gateway CONFIG`, where CONFIG is a GatewayConfig as JSON. `longleaf gateway` makes it from
+its flags.
 
-Every field of GatewayConfig is an option of the same name. Prints `listening on http://HOST:PORT`, or {"http": "..."},
-once it listens. A signal ends the process. Exit code 0: a signal ended it; 2: the settings are invalid; 1: it failed.
+Prints `listening on http://HOST:PORT`, or {"http": "..."}, once it listens. A signal ends the process. Exit code 0: a
+signal ended it; 2: the settings are invalid; 1: it failed.
 """
 
-import argparse
 import logging
 import os
 import signal
 import sys
-from typing import Literal, NoReturn, get_args, get_origin
+from typing import NoReturn
 
 import msgspec
 import uvloop
-from msgspec.structs import fields
 
-from gateway.settings import GatewayConfig
 from longleaf.errors import InvalidArgument, StartError
 from longleaf.logs import Logs, RepeatSuppressor, formatter_of
-from longleaf.service_settings import TelemetryConfig
+from longleaf.options import config_from_argument
+from longleaf.service_settings import GatewayConfig, TelemetryConfig
 
 LISTENING = "listening on "
 BAD_INPUT = 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def main(arguments: list[str]) -> int:
+def main(argument: str) -> int:
     """Serves until a signal; returns the exit code."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read by gRPC at import
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client")  # its threads cost 0.05 s per 1,000 deltas
@@ -35,7 +33,7 @@ def main(arguments: list[str]) -> int:
     for number in SIGNALS:  # uvicorn replaces the handlers, and restores them at the end
         signal.signal(number, exit_immediately)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the parent process may have blocked them
-    config = parse(arguments)
+    config = config_from_argument(GatewayConfig, argument)
     telemetry = TelemetryConfig(log_format=config.log_format, log_level=config.log_level)
     logs = Logs(telemetry, ("gateway", "longleaf"))
     for logger in ("gateway", "uvicorn.error", "asyncio"):
@@ -71,19 +69,5 @@ def announce(config: GatewayConfig, url: str, metrics: str | None) -> None:
     print(f"{LISTENING}{url}", flush=True)
 
 
-def parse(arguments: list[str]) -> GatewayConfig:
-    """Raises SystemExit for invalid arguments."""
-    parser = argparse.ArgumentParser(prog="python -m gateway", argument_default=argparse.SUPPRESS)
-    for field in fields(GatewayConfig):
-        choices = get_args(field.type) if get_origin(field.type) is Literal else None
-        action = "append" if field.name == "allow_host" else "store"
-        parser.add_argument(f"--{field.name.replace('_', '-')}", choices=choices, action=action)
-    try:
-        return msgspec.convert(vars(parser.parse_args(arguments)), GatewayConfig, strict=False)
-    except msgspec.ValidationError as error:
-        reported, _, path = str(error).rpartition(" - at ")
-        parser.error(f"--{path.strip('`$.').replace('_', '-')}: {reported}")
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1]))

@@ -18,9 +18,9 @@ from gateway.errors import HttpProblem, problem_of
 from gateway.guards import OriginGuardMiddleware
 from gateway.models import ModelNameCache
 from gateway.openai import chat, completions, models
-from gateway.settings import GatewayConfig
 from longleaf.client.proxy_client import ProxyClient
 from longleaf.errors import LongleafError
+from longleaf.service_settings import GatewayConfig
 
 ROUTES = (
     ("/", "GET", static.page),

@@ -16,12 +16,12 @@ from starlette.types import ASGIApp
 from gateway.app import make_app
 from gateway.certificates import Certificate
 from gateway.protocol import protocol_options
-from gateway.settings import GatewayConfig
 from longleaf.client import Retries
 from longleaf.client.channels import Access
 from longleaf.client.proxy_client import ProxyClient
 from longleaf.config import join_address
 from longleaf.errors import StartError
+from longleaf.service_settings import GatewayConfig
 
 
 def listen(host: str, port: int) -> socket.socket:

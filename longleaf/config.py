@@ -3,12 +3,27 @@
 import os
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from longleaf.errors import InvalidArgument, StartError
-from longleaf.formatting import human_number, human_seconds
+from longleaf.formatting import human_seconds
+from longleaf.options import (
+    BYTES,
+    KEYS,
+    LOSSES,
+    MAX_SECONDS,
+    RANKS,
+    REQUESTS,
+    SECURITY,
+    SERVICE,
+    STORAGE,
+    Limit,
+    Option,
+    check_limits,
+    seconds,
+)
 from longleaf.resources import num_processors
 
 Launcher = Literal["ray", "local"]
@@ -29,8 +44,6 @@ SamplingDefaults = Literal["greedy", "model"]
 """Defaults for sampling parameters that a request omits: greedy decoding, or the values of generation_config.json."""
 
 DEFAULT_PORT = 50051
-DRAIN_SECONDS = 2.0
-"""Default time that running calls get to finish when the service stops."""
 LOOPBACK = "127.0.0.1"
 NOT_VERIFIED = "not verified"
 """Reason why answers are not marked exact if the model was not compared with plain attention."""
@@ -39,7 +52,6 @@ CLIENT_NAME = "longleaf-client"
 MAX_REQUEST_BYTES = 4 << 20
 """gRPC's default limit. Parsing a request of this size blocks the event loop for about ten milliseconds."""
 MAX_RESPONSE_BYTES = 64 << 20
-MAX_SECONDS = 1e6
 MAX_MODEL_NAME = 256
 """In characters."""
 MAX_DRAFT_TOKENS = 31
@@ -49,84 +61,197 @@ MIN_ROWS = 16
 RANKS_PER_CPU = 8
 """Maximum number of ranks per CPU. More processes would only wait for each other."""
 
+KV_DTYPE_HELP = (
+    "Storage type of keys and values; int8 takes a quarter of the memory of float32, and answers are not exact."
+)
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings that coordinator and ranks share. Token counts are in tokens, sizes in bytes, times in seconds."""
+    """Settings that coordinator and ranks share. Token counts are in tokens, sizes in bytes, times in seconds. The
+    fields without a group are not flags."""
 
-    model: str
-    """Checkpoint folder."""
-    world_size: int = 1
-    """Number of ranks."""
-    merge: MergeChoice = "auto"
-    """Merge algorithm for partials; auto measures at startup and takes the fastest."""
-    merge_dtype: PartialDtype = "float32"
-    """Numeric type of transmitted partials. bfloat16 halves the bytes, and each hop of a merge rounds to 8 bits of
-    mantissa, a relative error of at most 2^-8. The merges `paper` and `packed` always accumulate in float32."""
-    prefill: PrefillName = "auto"
-    """Data gathered in prefill: queries, keys, or the smaller of both per chunk and layer."""
-    chunk_size: int = 4096
-    """Prompt tokens per prefill step."""
-    block_size: int = 128
-    """Tokens per block of the key/value pool."""
-    replicate_below: int = 64
-    """Shorter prompts are computed as replicated rows, on every rank."""
-    kv_bytes: int | None = None
-    """Size of each rank's key/value pool. None: on CPUs, 40 % of the machine's free memory divided by its ranks; on
-    GPUs, the memory that weights and steps leave free."""
-    dtype: DtypeName = "auto"
-    """Numeric type of the weights, keys and values; auto takes the checkpoint's."""
-    kv_dtype: KvDtypeName = "auto"
-    """Storage type of keys and values: auto takes the type of the weights; int8 rounds, so answers are not exact."""
-    window_keys: WindowKeys = "sharded"
-    """Placement of the keys of sliding-window layers. sharded: all keys, each on its rank as in other layers.
-    replicated: only the keys that can still be attended to, on every rank, so that these layers need no exchange in
-    decode."""
-    window_bytes: int | None = None
-    """Part of kv_bytes for replicated sliding-window keys; None: enough for max_sequences generations and as many
-    contexts, but at most half."""
-    device: DeviceName = "auto"
-    """Device of the ranks. auto: one GPU per rank if there are GPUs, else CPUs. cuda: GPUs, which ranks that are plain
-    processes may share, but Ray's may not."""
-    verify_model: bool = True
-    """Whether the first rank of each machine compares the model with plain attention before it serves. Without the
-    comparison, answers are not marked exact."""
-    kernels: KernelsChoice = "auto"
-    """Attention kernels; auto takes the fastest available on the device."""
-    cuda_graphs: GraphsChoice = "auto"
-    """Whether decode steps on GPUs are captured once and replayed as CUDA graphs; auto: if possible."""
-    threads_per_rank: int = 1
-    """CPU threads of each rank."""
-    step_timeout: float = 60.0
-    """Time limit in seconds of a step with few tokens; the rank that delays it is then killed."""
-    step_timeout_per_token: float = 0.05
+    model: Annotated[
+        str,
+        Option(SERVICE, "Folder of the checkpoint.", default="the packaged look-up model", metavar="DIR", is_path=True),
+    ] = msgspec.field(default_factory=lambda: str(embedded_model()))
+    dtype: Annotated[DtypeName, Option(SERVICE, "Type of weights and activations; auto: that of the checkpoint.")] = (
+        "auto"
+    )
+    verify_model: Annotated[
+        bool,
+        Option(
+            SERVICE,
+            "Compare the logits of the model with those of transformers' own attention before a checkpoint serves for "
+            "the first time, and refuse a model that differs. Without the comparison, answers are not marked exact.",
+        ),
+    ] = True
+    allow_long: Annotated[
+        bool, Option(SERVICE, "Accept more tokens than the model was trained for; answers may get worse.")
+    ] = False
+    world_size: Annotated[int, Option(RANKS, "Number of ranks (worker processes).", limit=Limit(1, 4096))] = 1
+    device: Annotated[
+        DeviceName,
+        Option(
+            RANKS,
+            "Device of the ranks; auto: one GPU per rank if there are GPUs, else CPUs; cuda: GPUs, which ranks of "
+            "the local launcher may share.",
+        ),
+    ] = "auto"
+    kernels: Annotated[KernelsChoice, Option(RANKS, "Attention kernels; auto: the fastest available.")] = "auto"
+    cuda_graphs: Annotated[
+        GraphsChoice, Option(RANKS, "CUDA graphs for decode steps (generating tokens); auto: where possible.")
+    ] = "auto"
+    threads_per_rank: Annotated[
+        int, Option(RANKS, "CPU threads of each rank.", flag="--threads", limit=Limit(1, 1024))
+    ] = 1
+    merge: Annotated[
+        MergeChoice,
+        Option(
+            RANKS,
+            "Algorithm that merges the partial attention results of the ranks; auto: the fastest, measured at the "
+            "start.",
+        ),
+    ] = "auto"
+    merge_dtype: Annotated[
+        PartialDtype,
+        Option(
+            RANKS,
+            "Type in which ranks exchange partial results; bfloat16 halves the bytes, with a relative error of up to "
+            "2^-8 per hop, and answers are not exact.",
+        ),
+    ] = "float32"
+    """The merges `paper` and `packed` always accumulate in float32."""
+    prefill: Annotated[
+        PrefillName,
+        Option(
+            RANKS,
+            "Tensors that ranks exchange during prefill (reading documents and prompts); auto: those with fewer bytes.",
+        ),
+    ] = "auto"
+    kv_bytes: Annotated[
+        int | None,
+        Option(
+            KEYS,
+            "Memory for keys and values per rank.",
+            default="40 % of the free memory, divided among the ranks of a machine; on GPUs most of it",
+            limit=BYTES,
+        ),
+    ] = None
+    kv_dtype: Annotated[KvDtypeName, Option(KEYS, KV_DTYPE_HELP)] = "auto"
+    """auto takes the type of the weights."""
+    block_size: Annotated[
+        int,
+        Option(
+            KEYS,
+            "Tokens per block, the unit in which memory for keys and values is allocated.",
+            limit=Limit(1, 1 << 16, "TOKENS"),
+        ),
+    ] = 128
+    window_keys: Annotated[
+        WindowKeys,
+        Option(
+            KEYS,
+            "Keys of sliding-window layers; sharded: all keys are kept, each on one rank; replicated: only the keys in "
+            "the window are kept, on every rank, so that ranks exchange nothing in these layers while they decode.",
+        ),
+    ] = "sharded"
+    window_bytes: Annotated[
+        int | None,
+        Option(
+            KEYS,
+            "With --window-keys replicated: the part of --kv-bytes for sliding-window layers.",
+            default="enough for --max-sequences, at most half",
+            limit=BYTES,
+        ),
+    ] = None
+    max_sequences: Annotated[
+        int, Option(REQUESTS, "Maximum number of concurrent generations.", limit=Limit(1, 65536))
+    ] = 64
+    max_waiting: Annotated[
+        int,
+        Option(
+            REQUESTS,
+            "Maximum number of waiting generations and ingests; further ones are refused, with a delay before a retry.",
+            limit=Limit(1, 1 << 20),
+        ),
+    ] = 256
+    unread_timeout: Annotated[
+        float, Option(REQUESTS, "Time after which a stream that its client does not read is ended.", limit=seconds(0.1))
+    ] = 120.0
+    chunk_size: Annotated[
+        int,
+        Option(REQUESTS, "Maximum number of prompt or document tokens per step.", limit=Limit(1, 1 << 20, "TOKENS")),
+    ] = 4096
+    target_itl_ms: Annotated[
+        float,
+        Option(
+            REQUESTS,
+            "Target time between two tokens of a running answer while prompts and documents are read; sets the size of "
+            "the chunks in which they are read.",
+            limit=Limit(1, MAX_SECONDS * 1000, "MILLISECONDS"),
+        ),
+    ] = 100.0
+    max_draft_tokens: Annotated[
+        int,
+        Option(
+            REQUESTS,
+            "Maximum number of tokens drafted per step by n-gram lookup in the context, the question and the answer. "
+            "Drafts make quotations faster and do not change the answer. 0: no drafts.",
+            limit=Limit(0, MAX_DRAFT_TOKENS),
+        ),
+    ] = 7
+    start_timeout: Annotated[
+        float, Option(REQUESTS, "Time limit for loading the model; large models need more.", limit=seconds(0.1))
+    ] = 300.0
+    step_timeout: Annotated[
+        float,
+        Option(
+            REQUESTS,
+            "Time limit of a step with few tokens; others get more. A rank that delays a step for longer is killed.",
+            limit=seconds(0.1),
+        ),
+    ] = 60.0
+    step_timeout_per_token: Annotated[float, Option(limit=seconds(0))] = 0.05
     """Seconds added to the limit per computed token."""
-    start_timeout: float = 300.0
-    """Seconds within which the ranks must load the model."""
-    rendezvous_timeout: float = 10.0
-    """Seconds within which loaded ranks must form a new group after a loss, or twice the duration of the first
-    formation if that is more; then the attempt is repeated."""
-    heartbeat_timeout: float = 5.0
-    """Seconds without a heartbeat after which a rank is killed and counts as lost."""
-    max_losses_per_minute: int = 6
-    """Lost ranks per minute beyond which further ones are not replaced immediately."""
-    max_draft_tokens: int = 7
-    """Draft tokens that a step may verify for an answer, predicted from earlier text; 0: none."""
-    max_sequences: int = 64
-    """Maximum number of running generations."""
-    max_waiting: int = 256
-    """Maximum number of waiting generations and ingests; more are refused."""
-    unread_timeout: float = 120.0
-    """Seconds after which a stream that is not read, and whose connection accepts no more data, is aborted."""
-
-    target_itl_ms: float = 100.0
-    """Target in milliseconds for the time between two tokens of a stream while prompts are prefilled."""
-    share_prefixes: bool = False
-    """Permits tenants to reuse the keys of each other's prompt prefixes; response times then reveal which prefixes
-    other tenants have used."""
-    allow_long: bool = False
-    """Accept more tokens than the model was trained for; the quality of such answers is unknown."""
-    snapshot_url: str | None = None
-    """Storage of snapshots: a folder, or any URL of fsspec; None: in the data folder."""
+    replicate_below: Annotated[int, Option(limit=Limit(1, 1 << 20))] = 64
+    """Shorter prompts are computed as replicated rows, on every rank."""
+    rendezvous_timeout: Annotated[
+        float,
+        Option(
+            LOSSES,
+            "Time within which the ranks must form a new group after a loss, or twice the time of the first group if "
+            "that is longer; then they try again.",
+            limit=seconds(0.1),
+        ),
+    ] = 10.0
+    heartbeat_timeout: Annotated[
+        float,
+        Option(LOSSES, "Time without a heartbeat after which a rank is killed and counts as lost.", limit=seconds(1)),
+    ] = 5.0
+    max_losses_per_minute: Annotated[
+        int,
+        Option(
+            LOSSES,
+            "Maximum number of lost ranks per minute that are replaced immediately; others are replaced later.",
+            limit=Limit(0, 1 << 20),
+        ),
+    ] = 6
+    share_prefixes: Annotated[
+        bool,
+        Option(
+            SECURITY, "Share the prefix cache between tenants. Response times then reveal prompts of other tenants."
+        ),
+    ] = False
+    snapshot_url: Annotated[
+        str | None,
+        Option(
+            STORAGE,
+            "Storage of snapshots: a folder that all machines share, or a URL such as s3://bucket/longleaf.",
+            default="in the data folder",
+            metavar="URL",
+            after="snapshots",
+        ),
+    ] = None
 
     @property
     def longest_wait(self) -> float:
@@ -158,48 +283,54 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raises InvalidArgument naming the first setting that is out of range."""
-        limits = {"world_size": (1, 4096), "chunk_size": (1, 1 << 20), "block_size": (1, 1 << 16)}
-        limits |= {"replicate_below": (1, 1 << 20), "step_timeout": (0.1, MAX_SECONDS)}
-        limits |= {"step_timeout_per_token": (0, MAX_SECONDS), "start_timeout": (0.1, MAX_SECONDS)}
-        limits |= {"rendezvous_timeout": (0.1, MAX_SECONDS), "heartbeat_timeout": (1, MAX_SECONDS)}
-        limits |= {"max_losses_per_minute": (0, 1 << 20)}
-        limits |= {"threads_per_rank": (1, 1024), "max_sequences": (1, 65536), "max_waiting": (1, 1 << 20)}
-        limits |= {"unread_timeout": (0.1, MAX_SECONDS)}
-        limits |= {"target_itl_ms": (1, MAX_SECONDS * 1000), "max_draft_tokens": (0, MAX_DRAFT_TOKENS)}
-        for name, (low, high) in limits.items():
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise InvalidArgument(
-                    name, f"{human_number(value)} is not between {human_number(low)} and {human_number(high)}"
-                )
-        if self.kv_bytes is not None and self.kv_bytes < 1:
-            raise InvalidArgument("kv_bytes", f"{self.kv_bytes} is not a positive number of bytes")
-        if self.window_bytes is not None and self.window_bytes < 1:
-            raise InvalidArgument("window_bytes", f"{self.window_bytes} is not a positive number of bytes")
+        check_limits(self)
         if self.window_bytes is not None and self.window_keys == "sharded":
             raise InvalidArgument("window_bytes", "requires window_keys replicated; sharded keys share one pool")
-
-
-def check_waits(wait_for_ranks: float, drain_seconds: float) -> None:
-    """Raises InvalidArgument for invalid waiting times in seconds."""
-    for name, value in (("wait_for_ranks", wait_for_ranks), ("drain_seconds", drain_seconds)):
-        if not 0 <= value <= MAX_SECONDS:
-            raise InvalidArgument(name, f"{human_number(value)} is not between 0 and {human_number(MAX_SECONDS)}")
 
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of persistence."""
 
-    data_dir: str | None = None
-    """Folder for contexts; None: in memory only."""
-    preload: bool = False
-    """Restore persisted contexts at startup, the most recently used first, before they are requested."""
-    snapshots: SnapshotsChoice = "seal"
-    """When snapshots of keys and values are written."""
-    snapshot_quota: int | None = None
-    """Limit of their size in bytes; those of the least recently used contexts are deleted first. None: no limit."""
-    snapshot_expiry: float | None = None
-    """Seconds without use after which a context's snapshots are deleted; None: never."""
+    data_dir: Annotated[
+        str | None,
+        Option(
+            STORAGE,
+            "Folder for contexts, which then survive restarts; only one service at a time can use it.",
+            default="contexts are lost when the service ends",
+            metavar="DIR",
+            is_path=True,
+        ),
+    ] = None
+    preload: Annotated[
+        bool, Option(STORAGE, "Load stored contexts at the start, as many as fit, instead of on first use.")
+    ] = False
+    """The most recently used contexts are loaded first."""
+    snapshots: Annotated[
+        SnapshotsChoice,
+        Option(
+            STORAGE,
+            "When to save keys and values (snapshots) to storage, so that they need not be computed again after a "
+            "restart or an eviction; seal: after each ingest; demand: on export; off: never.",
+        ),
+    ] = "seal"
+    snapshot_quota: Annotated[
+        int | None,
+        Option(
+            STORAGE,
+            "Maximum size of all snapshots; those of the least recently used contexts are deleted first.",
+            default="no limit",
+            limit=BYTES,
+        ),
+    ] = None
+    snapshot_expiry: Annotated[
+        float | None,
+        Option(
+            STORAGE,
+            "Delete the snapshots of a context that has not been used for this time.",
+            default="never",
+            metavar="SECONDS",
+        ),
+    ] = None
 
     def check(self, snapshot_url: str | None) -> None:
         """Raises InvalidArgument naming the first setting that is invalid."""
@@ -210,8 +341,7 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True):
             needs |= {"snapshot_expiry": self.snapshot_expiry}
             for name in (name for name, value in needs.items() if value):
                 raise InvalidArgument(name, "requires data_dir")
-        if self.snapshot_quota is not None and self.snapshot_quota < 1:
-            raise InvalidArgument("snapshot_quota", f"{self.snapshot_quota} is not a positive number of bytes")
+        check_limits(self)
         if self.snapshot_expiry is not None and not 0 < self.snapshot_expiry <= MAX_SECONDS:
             message = f"{human_seconds(self.snapshot_expiry)} is not above 0 and at most {human_seconds(MAX_SECONDS)}"
             raise InvalidArgument("snapshot_expiry", message)

@@ -9,23 +9,16 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from time import monotonic
 from typing import IO, Self
 
-from longleaf.config import (
-    DRAIN_SECONDS,
-    DataConfig,
-    EngineConfig,
-    Launcher,
-    SamplingDefaults,
-    check_model_name,
-    check_waits,
-)
-from longleaf.errors import InvalidArgument, LongleafError, StartError, Unavailable
+import msgspec
+
+from longleaf.errors import LongleafError, StartError, Unavailable
 from longleaf.extras import require_extra
 from longleaf.formatting import human_seconds
-from longleaf.service_settings import HttpConfig, SecurityConfig, TelemetryConfig
+from longleaf.options import to_argument
+from longleaf.service_settings import GatewayConfig, ServiceConfig
 
 LISTENING = "listening on "
 """Prefix of the line with the address, which the service prints when it is ready."""
@@ -33,10 +26,6 @@ ERROR = "error: "
 BAD_INPUT = 2
 """Exit code of a service with invalid settings."""
 STOP_SECONDS = 60.0
-NOT_DURABLE = DataConfig()
-OPEN = SecurityConfig()
-SILENT = TelemetryConfig()
-NO_GATEWAY = HttpConfig()
 SHOWN_LINES = 5
 """Last lines of a failed service's log to show."""
 
@@ -46,53 +35,24 @@ def labeled(label: str, text: str) -> str:
     return f"{label:<{len(LISTENING)}}{text}"
 
 
-def coordinator_command(
-    config: EngineConfig,
-    *,
-    host: str,
-    port: int,
-    launcher: Launcher,
-    ray_address: str | None = None,
-    model_name: str | None = None,
-    sampling_defaults: SamplingDefaults = "greedy",
-    wait_for_ranks: float = 0.0,
-    drain_seconds: float = DRAIN_SECONDS,
-    data: DataConfig = NOT_DURABLE,
-    security: SecurityConfig = OPEN,
-    telemetry: TelemetryConfig = SILENT,
-    gateway: HttpConfig = NO_GATEWAY,
-    as_json: bool = False,
-) -> list[str]:
+def coordinator_command(config: ServiceConfig) -> list[str]:
     """The command that serves with these settings.
 
-    Raises InvalidArgument for options that are recognizably wrong, and StartError if the server is not installed.
+    Raises InvalidArgument naming the first setting that is invalid, and StartError if the server is not installed.
     """
     require_extra("server", "longleaf serve")
     config.check()
-    check_waits(wait_for_ranks, drain_seconds)
-    if not Path(config.model).is_dir():
-        raise InvalidArgument("model", f"{config.model} is not a folder")
-    if not (Path(config.model) / "config.json").is_file():
-        raise InvalidArgument("model", f"{config.model} has no config.json")
-    if model_name is not None:
-        check_model_name(model_name)
-    if ray_address is not None and launcher != "ray":
-        raise InvalidArgument("ray_address", f"requires the launcher ray, not {launcher}")
-    data.check(config.snapshot_url)
-    security.check(host)
-    telemetry.check()
-    gateway.check(security)
-    if not 0 <= port <= 65535:
-        raise InvalidArgument("port", f"{port} is not between 0 and 65535")
-    options: dict[str, object] = {"host": host, "port": port, "launcher": launcher}
-    options |= {"ray-address": ray_address, "model-name": model_name, "as-json": as_json or None}
-    options |= {"sampling-defaults": sampling_defaults}
-    options |= {"wait-for-ranks": wait_for_ranks, "drain-seconds": drain_seconds}
-    for struct in (data, security, telemetry, gateway, config):
-        options |= {name.replace("_", "-"): getattr(struct, name) for name in struct.__struct_fields__}
-    given = {name: str(value) for name, value in options.items() if value is not None}
+    return _python("coordinator", config.with_absolute_paths())  # ranks may be in another folder
+
+
+def gateway_command(config: GatewayConfig) -> list[str]:
+    """The command that runs a gateway. The gateway checks the settings."""
+    return _python("gateway", config)
+
+
+def _python(module: str, config: msgspec.Struct) -> list[str]:
     # -P: a folder named `tokenizers` in the working directory must not shadow the library.
-    return [sys.executable, "-P", "-m", "coordinator", *(f"--{name}={value}" for name, value in given.items())]
+    return [sys.executable, "-P", "-m", module, to_argument(config)]
 
 
 class ServiceProcess:

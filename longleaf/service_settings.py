@@ -1,35 +1,95 @@
-"""Security, HTTP gateway and telemetry settings of a service."""
+"""Settings of a service and of a gateway."""
 
 import ipaddress
-import re
-from collections.abc import Iterable
-from typing import Literal
+import os
+from pathlib import Path
+from typing import Annotated, Literal, Self, TypeVar
 
 import msgspec
 
-from longleaf.config import LOOPBACK
+from longleaf.config import (
+    DEFAULT_PORT,
+    LOOPBACK,
+    DataConfig,
+    EngineConfig,
+    Launcher,
+    SamplingDefaults,
+    check_model_name,
+)
 from longleaf.errors import InvalidArgument
+from longleaf.options import (
+    ADDRESS,
+    HTTP,
+    METRICS,
+    PORTS,
+    RANKS,
+    REQUESTS,
+    SECURITY,
+    SERVICE,
+    TELEMETRY,
+    UPSTREAM,
+    Limit,
+    Option,
+    check_limits,
+    flag_of,
+    own_settings,
+    seconds,
+)
 
+Part = TypeVar("Part", bound=msgspec.Struct)
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-MAX_PORT = 65535
+DEFAULT_HTTP_PORT = 8000
+MAX_DRAIN_SECONDS = 24 * 3600
+"""Of a gateway."""
 
 
 class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True):
     """TLS and authentication. Files are reloaded when their contents change."""
 
-    tls_cert: str | None = None
-    """PEM file with the certificate chain; None: plain text connections."""
-    tls_key: str | None = None
-    """File with its private key."""
-    tls_client_ca: str | None = None
-    """File with the certificate authorities of client certificates, which are then required; None: not required."""
-    credentials: str | None = None
-    """File with the tenants, their credentials and quotas; None: no authentication, no limits."""
-    health_port: int | None = None
-    """With TLS: an additional plain text port for health checks only; None: no such port."""
-    insecure: bool = False
-    """Permits listening on other than loopback addresses without TLS or credentials."""
+    tls_cert: Annotated[
+        str | None,
+        Option(
+            SECURITY,
+            "Certificate chain of the service, in PEM; reloaded when it changes.",
+            default="no TLS",
+            is_path=True,
+        ),
+    ] = None
+    tls_key: Annotated[
+        str | None,
+        Option(SECURITY, "Private key of the certificate, without a passphrase.", default="none", is_path=True),
+    ] = None
+    tls_client_ca: Annotated[
+        str | None,
+        Option(
+            SECURITY,
+            "Certificate authorities of clients, in PEM; every client must present a certificate.",
+            default="no client certificates",
+            is_path=True,
+        ),
+    ] = None
+    credentials: Annotated[
+        str | None,
+        Option(
+            SECURITY,
+            "File of accepted credentials with their tenants and roles: the lines that `longleaf credentials new` "
+            "prints; reloaded when it changes.",
+            default="every caller is admin",
+            is_path=True,
+        ),
+    ] = None
+    health_port: Annotated[
+        int | None, Option(SECURITY, "With TLS: port for health checks in plain text.", default="none", limit=PORTS)
+    ] = None
+    insecure: Annotated[
+        bool,
+        Option(
+            SECURITY,
+            "Allow addresses other than loopback without TLS or without credentials, for services behind a proxy or "
+            "in a private network.",
+        ),
+    ] = False
 
     def check(self, host: str) -> None:
         """Raises InvalidArgument naming the first invalid setting of a service at `host`."""
@@ -39,7 +99,7 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("tls_client_ca", "health_port"):
             if getattr(self, name) is not None and self.tls_cert is None:
                 raise InvalidArgument(name, "requires tls_cert")
-        _check_port("health_port", self.health_port)
+        check_limits(self)
         if self.insecure or is_loopback(host):
             return
         missing = [name for name in ("tls_cert", "credentials") if getattr(self, name) is None]
@@ -54,21 +114,43 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True):
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The HTTP gateway that runs with the service."""
 
-    http: int | None = None
-    """Port; 0 lets the system choose; None: no gateway."""
-    allow_host: str | None = None
-    """Accepted host names besides addresses and localhost, separated by commas."""
-    public_url: str | None = None
-    """External URL if there is a reverse proxy."""
+    http: Annotated[
+        int | None,
+        Option(
+            HTTP,
+            "Port of the HTTP gateway: OpenAI-compatible API and web page; 0: any free port.",
+            default="off",
+            limit=PORTS,
+        ),
+    ] = None
+    allow_host: Annotated[
+        str | None,
+        Option(
+            HTTP,
+            "Host names under which clients may reach the gateway, separated by commas. IP addresses are always "
+            "accepted.",
+            default="localhost",
+            metavar="NAMES",
+        ),
+    ] = None
+    public_url: Annotated[
+        str | None,
+        Option(
+            HTTP,
+            "URL of the gateway behind a proxy, such as https://books.example.",
+            default="its own address",
+            metavar="URL",
+        ),
+    ] = None
 
     @property
-    def allowed(self) -> list[str]:
+    def allowed(self) -> tuple[str, ...]:
         """The accepted host names."""
-        return [name for name in (self.allow_host or "").split(",") if name]
+        return tuple(name for name in (self.allow_host or "").split(",") if name)
 
     def check(self, security: SecurityConfig) -> None:
         """Raises InvalidArgument naming the first invalid setting."""
-        _check_port("http", self.http)
+        check_limits(self)
         for name in ("allow_host", "public_url"):
             if getattr(self, name) is not None and self.http is None:
                 raise InvalidArgument(name, "requires http")
@@ -82,16 +164,18 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
 class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics, logs and traces of a service."""
 
-    metrics_port: int | None = None
-    """Port of metrics for Prometheus; 0 lets the system choose; None: no metrics."""
-    metrics_host: str = LOOPBACK
-    """Address of that port."""
-    log_format: LogFormat = "text"
-    """Text lines, or one JSON object per line."""
-    log_level: LogLevel = "warning"
-    """Minimum severity to log."""
-    traces: bool = False
-    """Export traces over OTLP, configured by the variables OTEL_*; requires the extra `otel`."""
+    metrics_port: Annotated[
+        int | None, Option(TELEMETRY, "Port of Prometheus metrics; 0: any free port.", default="none", limit=PORTS)
+    ] = None
+    metrics_host: Annotated[str, Option(TELEMETRY, "Address of the metrics port.", metavar="ADDRESS")] = LOOPBACK
+    log_format: Annotated[LogFormat, Option(TELEMETRY, "Log lines as text, or as JSON objects.")] = "text"
+    log_level: Annotated[
+        LogLevel,
+        Option(TELEMETRY, "Minimum severity to log; info includes every call and the choice of kernels and merges."),
+    ] = "warning"
+    traces: Annotated[
+        bool, Option(TELEMETRY, "Send traces over OTLP, configured by the variables OTEL_*; needs 'longleaf[otel]'.")
+    ] = False
 
     @property
     def has_plain_log(self) -> bool:
@@ -100,20 +184,215 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raises InvalidArgument naming the first invalid setting."""
-        _check_port("metrics_port", self.metrics_port)
+        check_limits(self)
         if self.metrics_port is None and self.metrics_host != LOOPBACK:
             raise InvalidArgument("metrics_host", "requires metrics_port")
 
 
-def flag_of(name: str) -> str:
-    """Command-line flag of a setting."""
-    return f"--{name.replace('_', '-')}"
+class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings of a service."""
+
+    data: DataConfig = DataConfig()
+    security: SecurityConfig = SecurityConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    gateway: HttpConfig = HttpConfig()
+    engine: EngineConfig
+    model_name: Annotated[
+        str | None,
+        Option(
+            SERVICE, "Name of the model for clients.", default="the name of the folder", metavar="NAME", after="model"
+        ),
+    ] = None
+    sampling_defaults: Annotated[
+        SamplingDefaults,
+        Option(
+            SERVICE,
+            "Sampling parameters for requests that omit them: greedy decoding, or those in the model's "
+            "generation_config.json.",
+        ),
+    ] = "greedy"
+    host: Annotated[str, Option(SERVICE, "Address to listen on; 0.0.0.0: all interfaces.", metavar="ADDRESS")] = (
+        LOOPBACK
+    )
+    port: Annotated[int, Option(SERVICE, "gRPC port; 0: any free port.", limit=PORTS)] = DEFAULT_PORT
+    launcher: Annotated[
+        Launcher,
+        Option(
+            RANKS,
+            "How ranks are started; local: as plain processes, fastest on one machine; ray: on one or several "
+            "machines.",
+            after="world_size",
+        ),
+    ] = "ray"
+    ray_address: Annotated[
+        str | None,
+        Option(RANKS, "Ray cluster to join, such as auto.", default="a new one on this machine", metavar="ADDRESS"),
+    ] = None
+    wait_for_ranks: Annotated[
+        float,
+        Option(
+            RANKS,
+            "How long to wait until the Ray cluster has a CPU (and GPU) for every rank; 0: fail immediately.",
+            limit=seconds(0),
+        ),
+    ] = 0.0
+    drain_seconds: Annotated[
+        float,
+        Option(
+            REQUESTS,
+            "How long running calls may continue after a shutdown request.",
+            limit=seconds(0),
+            after="start_timeout",
+        ),
+    ] = 2.0
+    as_json: bool = False
+    """Print the address, and the components still missing, as JSON objects instead of text."""
+
+    @property
+    def shown_name(self) -> str:
+        """Name of the model as clients see it."""
+        folder = Path(self.engine.model).resolve().name
+        return self.model_name or os.fsencode(folder).decode(errors="replace")  # it may be any bytes
+
+    def check(self) -> None:
+        """Raises InvalidArgument naming the first setting that is invalid."""
+        self.engine.check()
+        check_limits(self)
+        folder = Path(self.engine.model)
+        if not folder.is_dir():
+            raise InvalidArgument("model", f"{self.engine.model} is not a folder")
+        if not (folder / "config.json").is_file():
+            raise InvalidArgument("model", f"{self.engine.model} has no config.json")
+        if self.model_name is not None:
+            check_model_name(self.model_name)
+        if self.ray_address is not None and self.launcher != "ray":
+            raise InvalidArgument("ray_address", f"requires the launcher ray, not {self.launcher}")
+        self.data.check(self.engine.snapshot_url)
+        self.security.check(self.host)
+        self.telemetry.check()
+        self.gateway.check(self.security)
+        if self.engine.share_prefixes and self.security.credentials is None:
+            raise InvalidArgument("share_prefixes", "requires credentials: without them there are no tenants")
+
+    def with_absolute_paths(self) -> Self:
+        """The same settings for a process in any folder."""
+        engine, url = _with_absolute_paths(self.engine), self.engine.snapshot_url
+        if url is not None and "://" not in url:
+            engine = msgspec.structs.replace(engine, snapshot_url=os.path.abspath(url))
+        parts = {"data": _with_absolute_paths(self.data), "security": _with_absolute_paths(self.security)}
+        return msgspec.structs.replace(self, engine=engine, **parts)
 
 
-def with_flag_names(text: str, names: Iterable[str]) -> str:
-    """`text` with the names of settings replaced by their flags, except names that are ordinary words."""
-    known = "|".join(sorted((name for name in names if "_" in name), key=len, reverse=True))
-    return re.sub(rf"(?<![\w./-])(?:{known})(?![\w/-]|\.\w)", lambda found: flag_of(found[0]), text)
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Addresses and access rules of a gateway, and the address of its service."""
+
+    server: Annotated[
+        str | None,
+        Option(
+            UPSTREAM, "Address of the service.", default="LONGLEAF_SERVER, else localhost:50051", metavar="HOST:PORT"
+        ),
+    ] = None
+    tls_ca: Annotated[
+        str | None,
+        Option(
+            UPSTREAM,
+            "Encrypt, and trust the certificate authorities in this PEM file.",
+            default="LONGLEAF_TLS_CA, else no TLS",
+            is_path=True,
+        ),
+    ] = None
+    """An empty string overrides the environment: no TLS."""
+    server_tls_cert: Annotated[
+        str | None,
+        Option(UPSTREAM, "Client certificate, if the service requires one.", default="LONGLEAF_TLS_CERT", is_path=True),
+    ] = None
+    server_tls_key: Annotated[
+        str | None, Option(UPSTREAM, "Private key of the client certificate.", default="LONGLEAF_TLS_KEY", is_path=True)
+    ] = None
+    host: Annotated[str, Option(ADDRESS, "Address to listen on; 0.0.0.0: all interfaces.", metavar="ADDRESS")] = (
+        LOOPBACK
+    )
+    port: Annotated[int, Option(ADDRESS, "HTTP port; 0: any free port.", limit=PORTS)] = DEFAULT_HTTP_PORT
+    allow_host: Annotated[
+        tuple[str, ...],
+        Option(
+            ADDRESS,
+            "Host name under which clients may reach the gateway; may be repeated. IP addresses are always accepted.",
+            default="localhost",
+            metavar="NAME",
+        ),
+    ] = ()
+    public_url: Annotated[
+        str | None,
+        Option(
+            ADDRESS,
+            "URL of the gateway behind a proxy, such as https://books.example.",
+            default="its own address",
+            metavar="URL",
+        ),
+    ] = None
+    max_connections: Annotated[
+        int,
+        Option(
+            ADDRESS, "Maximum number of open connections; further ones are refused.", limit=Limit(1, rule="positive")
+        ),
+    ] = 1024
+    drain_seconds: Annotated[
+        float,
+        Option(
+            ADDRESS,
+            "How long running answers and uploads may continue after a signal.",
+            limit=seconds(0, MAX_DRAIN_SECONDS),
+        ),
+    ] = 3.0
+    tls_cert: Annotated[
+        str | None,
+        Option(
+            SECURITY,
+            "Certificate chain of the gateway, in PEM; reloaded when it changes.",
+            default="no TLS",
+            is_path=True,
+        ),
+    ] = None
+    tls_key: Annotated[
+        str | None,
+        Option(SECURITY, "Private key of the certificate, without a passphrase.", default="none", is_path=True),
+    ] = None
+    insecure: Annotated[
+        bool,
+        Option(
+            SECURITY,
+            "Allow addresses other than loopback without TLS, and send credentials to the service in plain text.",
+        ),
+    ] = False
+    metrics_port: Annotated[
+        int | None,
+        Option(
+            METRICS,
+            "Port of Prometheus metrics, without authentication; 0: any free port.",
+            default="none",
+            limit=PORTS,
+        ),
+    ] = None
+    metrics_host: Annotated[str, Option(METRICS, "Address of the metrics port.", metavar="ADDRESS")] = LOOPBACK
+    log_format: Annotated[LogFormat, Option(METRICS, "Log lines as text, or as JSON objects.")] = "text"
+    log_level: Annotated[LogLevel, Option(METRICS, "Minimum severity to log; info includes every call.")] = "warning"
+    as_json: bool = False
+    """Print the address as a JSON object instead of a text line."""
+    with_parent: bool = False
+    """Stop at the end of standard input, which means that the parent process has exited."""
+
+    def check(self) -> None:
+        """Raises InvalidArgument naming the first invalid setting."""
+        for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
+            if getattr(self, name) is not None and getattr(self, other) is None:
+                raise InvalidArgument(name, f"requires {other}")
+        check_limits(self)
+        if self.public_url is not None:
+            check_public_url(self.public_url)
+        if not (is_loopback(self.host) or self.insecure or self.tls_cert is not None):
+            rule = f"{self.host} can be reached from other machines: give --tls-cert or --insecure"
+            raise InvalidArgument("host", rule)
 
 
 def check_public_url(url: str) -> None:
@@ -131,6 +410,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _check_port(name: str, port: int | None) -> None:
-    if port is not None and not 0 <= port <= MAX_PORT:
-        raise InvalidArgument(name, f"{port} is not between 0 and {MAX_PORT}")
+def _with_absolute_paths(config: Part) -> Part:
+    names = [setting.name for setting in own_settings(type(config)) if setting.option.is_path]
+    found = {name: getattr(config, name) for name in names}
+    return msgspec.structs.replace(config, **{name: os.path.abspath(path) for name, path in found.items() if path})

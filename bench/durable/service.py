@@ -9,8 +9,9 @@ from typing import Literal, Self
 
 import psutil
 
-from longleaf.config import LOOPBACK, EngineConfig
+from longleaf.config import LOOPBACK, DataConfig, EngineConfig
 from longleaf.launch import ServiceProcess, coordinator_command
+from longleaf.service_settings import ServiceConfig
 
 Snapshots = Literal["seal", "off"]
 KILL_SECONDS = 30.0
@@ -33,8 +34,8 @@ def command(
 ) -> list[str]:
     """The command line of the service."""
     config = EngineConfig(model=str(model), world_size=world_size, kv_bytes=kv_bytes, max_losses_per_minute=MAX_LOSSES)
-    found = coordinator_command(config, host=LOOPBACK, port=port, launcher="local")
-    return [*found, f"--data-dir={data_dir}", f"--snapshots={snapshots}"]
+    data = DataConfig(data_dir=str(data_dir), snapshots=snapshots)
+    return coordinator_command(ServiceConfig(engine=config, port=port, launcher="local", data=data))
 
 
 def free_port() -> int:

@@ -13,6 +13,8 @@ from bench.gateway.reading import Prompt
 from bench.harness.service import hosted
 from coordinator.text.checkpoint import Checkpoint
 from longleaf.config import EngineConfig, embedded_model
+from longleaf.launch import gateway_command
+from longleaf.service_settings import GatewayConfig
 
 KV_BYTES = 1 << 30
 END_SECONDS = 30.0
@@ -56,7 +58,7 @@ def paced() -> Iterator[GatewayFixture]:
 
 @contextmanager
 def _gateway(address: str, prompt: Prompt) -> Iterator[GatewayFixture]:
-    command = [sys.executable, "-m", "gateway", "--server", address, "--port", "0", "--as-json", "true"]
+    command = gateway_command(GatewayConfig(server=address, port=0, as_json=True))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -10,6 +10,7 @@ from bench.harness.timing import Decoded
 from longleaf.client import Client
 from longleaf.config import EngineConfig, Launcher
 from longleaf.launch import ServiceProcess, coordinator_command
+from longleaf.service_settings import ServiceConfig
 from longleaf.types import Delta, Finished
 
 START_SECONDS = 600.0
@@ -76,6 +77,6 @@ def hosted(server: str | None, config: EngineConfig, launcher: Launcher) -> Iter
     if server:
         yield server
         return
-    command = coordinator_command(config, host="127.0.0.1", port=0, launcher=launcher)
+    command = coordinator_command(ServiceConfig(engine=config, port=0, launcher=launcher))
     with ServiceProcess(command) as process:
         yield process.wait_ready(START_SECONDS)

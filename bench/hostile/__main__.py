@@ -51,12 +51,11 @@ from bench.hostile.attacks import ATTACKS, BARE, CREDENTIALS, Attack, Outcome, T
 from bench.hostile.heartbeat import Beats, command, quantile
 from bench.hostile.honest import CONTEXT, NAME, Honest
 from bench.serve.load import Documents
-from coordinator.settings import ServiceConfig
 from longleaf.client import AsyncClient
 from longleaf.config import DataConfig, EngineConfig, embedded_model
 from longleaf.credentials import CredentialEntry, Quotas, digest_of, line_of
 from longleaf.launch import ServiceProcess
-from longleaf.service_settings import HttpConfig, SecurityConfig
+from longleaf.service_settings import HttpConfig, SecurityConfig, ServiceConfig
 
 TARGETS = {"heartbeat_more_ms": 100.0, "remaining_mib": 64.0}
 LONG_CALLBACK_SECONDS = 0.005
@@ -206,7 +205,7 @@ def config_of(chosen: Attack, world_size: int, folder: Path) -> ServiceConfig:
     if chosen.has_gateway:
         gateway = HttpConfig(http=0)
     engine = EngineConfig(model=model, world_size=world_size, kv_bytes=chosen.kv_bytes // world_size)
-    return ServiceConfig(engine=engine, launcher="local", data=data, security=security, gateway=gateway)
+    return ServiceConfig(engine=engine, port=0, launcher="local", data=data, security=security, gateway=gateway)
 
 
 def entries(quotas: Quotas) -> list[CredentialEntry]:

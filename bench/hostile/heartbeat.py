@@ -25,8 +25,8 @@ import msgspec
 
 from coordinator.actor import CoordinatorActor, StartResult
 from coordinator.cluster.local_fleet import LocalFleet
-from coordinator.settings import ServiceConfig
 from longleaf.launch import ERROR, LISTENING
+from longleaf.service_settings import ServiceConfig
 from workers.__main__ import main as worker_main
 
 BEAT_SECONDS = 0.005

@@ -11,10 +11,10 @@ import psutil
 from bench.durable.service import TimedService, free_port
 from bench.harness.service import START_SECONDS
 from longleaf.client.channels import Access
-from longleaf.config import LOOPBACK, EngineConfig, embedded_model
+from longleaf.config import EngineConfig, embedded_model
 from longleaf.credentials import CredentialEntry, digest_of, line_of, new_credential
-from longleaf.launch import OPEN, SILENT, coordinator_command
-from longleaf.service_settings import SecurityConfig, TelemetryConfig
+from longleaf.launch import coordinator_command
+from longleaf.service_settings import SecurityConfig, ServiceConfig, TelemetryConfig
 from tests.support.authority import Authority
 
 TENANTS = 20
@@ -55,7 +55,7 @@ class Settings:
 
 def everything_off() -> Settings:
     """A service as it is when nothing is set."""
-    return Settings(OPEN, SILENT, Access(tls_ca="", tls_cert="", tls_key="", credential=""))
+    return Settings(SecurityConfig(), TelemetryConfig(), Access(tls_ca="", tls_cert="", tls_key="", credential=""))
 
 
 def production(authority: Authority, folder: Path, secret: Secret | None = None) -> Settings:
@@ -99,7 +99,7 @@ def running(settings: Settings, world_size: int) -> Iterator[Running]:
     """A service of the embedded model, as a user would start it; it ends with the block."""
     config = EngineConfig(model=str(embedded_model()), world_size=world_size, kv_bytes=KV_BYTES // world_size)
     command = coordinator_command(
-        config, host=LOOPBACK, port=0, launcher="local", security=settings.security, telemetry=settings.telemetry
+        ServiceConfig(engine=config, port=0, launcher="local", security=settings.security, telemetry=settings.telemetry)
     )
     with TimedService(command) as service:
         yield Running(service.wait_ready(START_SECONDS), settings, psutil.Process(service.pid))

@@ -3,16 +3,16 @@
 import asyncio
 import logging
 import os
-import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from coordinator.settings import ServiceConfig
 from longleaf.backoff import backoff_delay
 from longleaf.errors import StartError
+from longleaf.launch import gateway_command
+from longleaf.service_settings import GatewayConfig, ServiceConfig
 
 START_SECONDS = 60.0
 STOP_SECONDS = 5.0
@@ -76,23 +76,23 @@ class GatewayProcess:
 
     def _command(self, port: int) -> list[str]:
         config, security = self._config, self._config.security
-        given: dict[str, object] = {
-            "server": f"unix:{self.socket}",
-            "tls-ca": "",
-            "host": config.host,
-            "port": port,
-            "as-json": True,
-            "with-parent": True,
-            "insecure": security.insecure,
-            "log-format": config.telemetry.log_format,
-            "log-level": config.telemetry.log_level,
-            "tls-cert": security.tls_cert,
-            "tls-key": security.tls_key,
-            "public-url": config.gateway.public_url,
-        }
-        options = [f"--{name}={value}" for name, value in given.items() if value is not None]
-        options += [f"--allow-host={name}" for name in config.gateway.allowed]
-        return [sys.executable, "-P", "-m", "gateway", *options]
+        return gateway_command(
+            GatewayConfig(
+                server=f"unix:{self.socket}",
+                tls_ca="",
+                host=config.host,
+                port=port,
+                tls_cert=security.tls_cert,
+                tls_key=security.tls_key,
+                insecure=security.insecure,
+                allow_host=config.gateway.allowed,
+                public_url=config.gateway.public_url,
+                log_format=config.telemetry.log_format,
+                log_level=config.telemetry.log_level,
+                as_json=True,
+                with_parent=True,
+            )
+        )
 
     async def _supervise(self) -> None:
         """Restarts the gateway on the same port when it dies."""

@@ -13,9 +13,9 @@ from longleaf.cli.help import CommandGroup
 from longleaf.cli.options import message_of
 from longleaf.cli.reset_slots import reset_slots
 from longleaf.cli.verify import verify
-from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, NotFound, ResourceExhausted, Unavailable
-from longleaf.service_settings import HttpConfig, SecurityConfig, TelemetryConfig, flag_of, with_flag_names
+from longleaf.options import flag_names, parts_of, with_flag_names
+from longleaf.service_settings import SecurityConfig, ServiceConfig, TelemetryConfig
 
 app = CommandGroup(
     name="longleaf",
@@ -96,13 +96,12 @@ OPTIONS = {
     "config.capacity_token_count": "--capacity",
     "resume": "--resume",
     "min_interval_duration": "--interval",
-    "threads_per_rank": "--threads",
     "model_name": "--model-name",
 }
 """Command-line options of the request fields and settings whose names differ."""
 
 
-ACCESS = frozenset({"tls_ca", *SecurityConfig.__struct_fields__, *TelemetryConfig.__struct_fields__})
+ACCESS = {"tls_ca": "--tls-ca", **flag_names(SecurityConfig, TelemetryConfig)}
 """Settings of security and telemetry, which errors about another setting may name."""
 
 
@@ -116,8 +115,7 @@ def describe(error: LongleafError) -> str:
         return f"there is no context named {context}; `longleaf contexts list` lists all contexts"
     if not isinstance(error, InvalidArgument):
         return message_of(error)
-    structs = (EngineConfig, DataConfig, SecurityConfig, TelemetryConfig, HttpConfig)
-    settings = {name: flag_of(name) for struct in structs for name in struct.__struct_fields__}
+    settings = flag_names(*parts_of(ServiceConfig).values())
     field = (settings | OPTIONS).get(error.field, error.field)
     advice = "; any text may be the --display-name" if error.field == "config.name" else ""
     return f"{field}: {with_flag_names(error.description, ACCESS)}{advice}"

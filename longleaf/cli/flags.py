@@ -1,13 +1,18 @@
-"""Options as fields of a dataclass, and the options that `longleaf ask` and `longleaf generate` share."""
+"""Options as fields of a dataclass or a struct, and the options that `longleaf ask` and `longleaf generate` share."""
 
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from functools import wraps
+from functools import partial, wraps
+from pathlib import Path
 from typing import Annotated, Any, cast, get_type_hints
+
+import msgspec
+from msgspec import NODEFAULT
 
 from longleaf.cli.options import ServerOptions, option
 from longleaf.errors import InvalidArgument
+from longleaf.options import Setting, config_from_flags, flags_of
 from longleaf.types import GenerateOptions
 
 CHOICE = "Sampling"
@@ -145,25 +150,51 @@ def _biases(typed: list[str]) -> dict[int, float]:
 def takes_flags(kind: type[Any], taken: str = "flags") -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorates a command: adds an option for each field of the dataclass `kind`, and passes an instance as `taken`."""
     hints = get_type_hints(kind, include_extras=True)
-    added = {
-        field.name: inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
-        )
-        for field in fields(kind)
-    }
+    added = {field.name: (hints[field.name], field.default) for field in fields(kind)}
+    return _takes(added, lambda values: kind(**values), taken)
+
+
+def takes_config(struct: type[msgspec.Struct]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorates a command: adds an option for each setting of `struct`, and passes an instance as `config`."""
+    added = {setting.name: _parameter(setting) for setting in flags_of(struct)}
+    return _takes(added, partial(config_from_flags, struct), "config")
+
+
+def _parameter(setting: Setting) -> tuple[Any, Any]:
+    """The annotation and the default of a setting's parameter."""
+    given, kind, default = setting.option, setting.kind, setting.field.default
+    if default is NODEFAULT or default == ():
+        default = None
+    if given.is_path:
+        kind = Path | None
+    elif kind == tuple[str, ...]:
+        kind = list[str] | None
+    flag = option(given.group, given.help, setting.names, default=given.default, metavar=setting.metavar)
+    return Annotated[kind, flag], default
+
+
+def _takes(
+    added: dict[str, tuple[Any, Any]], make: Callable[[dict[str, Any]], Any], taken: str
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorates a command: adds parameters, given by their annotations and defaults, and passes the object that `make`
+    creates from their values as `taken`."""
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, (annotation, default) in added.items()
+    ]
 
     def takes(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(**given: Any) -> None:
-            flags = kind(**{name: given.pop(name) for name in added})
-            command(**given, **{taken: flags})
+            made = make({name: given.pop(name) for name in added})
+            command(**given, **{taken: made})
 
         own = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
             for name, parameter in inspect.signature(command).parameters.items()
             if name != taken
         ]
-        signature = inspect.Signature([*own, *added.values()])
+        signature = inspect.Signature([*own, *parameters])
         cast(Any, run).__signature__ = signature
         run.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
         return run

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from longleaf.cli.fetch import fetch
 from longleaf.cli.help import CommandGroup
-from longleaf.cli.options import KV_DTYPE_HELP, AsJson, ServerOptions, connect, dtype_names, print_json
-from longleaf.config import DtypeName, EngineConfig, KvDtypeName
+from longleaf.cli.options import AsJson, ServerOptions, connect, dtype_names, print_json
+from longleaf.config import KV_DTYPE_HELP, DtypeName, EngineConfig, KvDtypeName
 from longleaf.errors import InvalidArgument, LongleafError, ModelRefused
 from longleaf.extras import require_extra
 from longleaf.fingerprint import Fingerprint, read_fingerprint

@@ -18,9 +18,6 @@ from longleaf.types import Cluster, Finished, ModelInfo
 if TYPE_CHECKING:  # the client takes half of the import time of all commands, and --help does not need it
     from longleaf.client import Client, Retry
 
-KV_DTYPE_HELP = (
-    "Storage type of keys and values; int8 takes a quarter of the memory of float32, and answers are not exact."
-)
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 

@@ -20,6 +20,7 @@ from longleaf.demo.haystack import DEFAULT_TOKENS, Haystack, build_haystack, cut
 from longleaf.errors import InvalidArgument, Unavailable
 from longleaf.extras import require_extra
 from longleaf.launch import ServiceProcess, coordinator_command
+from longleaf.service_settings import ServiceConfig
 from longleaf.topology import count_ranks
 from longleaf.types import Cluster, Context, Delta, Event, Finished, IngestProgress, Provenance, Source
 
@@ -140,9 +141,8 @@ def run(settings: DemoSettings, show: Show) -> Report:
     show.show_message(f"document: {size:,} bytes of {source} with {len(haystack.facts)} facts to find")
     config = EngineConfig(model=str(settings.model or embedded_model()), world_size=settings.world_size)
     with tempfile.TemporaryDirectory(prefix="longleaf-demo-") as data_dir:
-        command = coordinator_command(
-            config, host="127.0.0.1", port=0, launcher=settings.launcher, data=DataConfig(data_dir=data_dir)
-        )
+        data = DataConfig(data_dir=data_dir)
+        command = coordinator_command(ServiceConfig(engine=config, port=0, launcher=settings.launcher, data=data))
         show.show_message(f"starting {count_ranks(settings.world_size)} ({settings.launcher}) …")
         with _serving(command, settings, show) as client:
             report = _examine(client, haystack, show)

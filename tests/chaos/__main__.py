@@ -1,4 +1,4 @@
-"""Coordinator with fault injection: `python -m tests.chaos FOLDER --model DIR ...` takes the options of `python -m
+"""Coordinator with fault injection: `python -m tests.chaos FOLDER CONFIG` takes the argument of `python -m
 coordinator` and puts probe sockets into FOLDER. The drafter proposes the known answers from FOLDER and is mostly right.
 The faults are in tests.chaos.faults, the runner in tests.chaos.soak."""
 
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     coordinator.scheduling.scheduler.Drafter = partial(make_drafter, folder)  # type: ignore[misc]
     command.worker_main = partial(run_rank, folder)
     coordinator.service.Engine = partial(ProbedEngine, folder)  # type: ignore[misc]
-    return command.main(arguments[1:])
+    return command.main(arguments[1])
 
 
 def make_drafter(folder: Path, _max_rows: int, _max_drafts: int, block_size: int) -> KnowingDrafter:

@@ -23,6 +23,7 @@ from longleaf.comm.shm_cleanup import FOLDER, ProcessIdentity
 from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import NotFound, ResourceExhausted
 from longleaf.launch import LISTENING, coordinator_command
+from longleaf.service_settings import ServiceConfig
 from longleaf.types import Cluster
 from tests.chaos.__main__ import ANSWERS
 from tests.chaos.load import Wrong, answer, check
@@ -80,8 +81,8 @@ class Service:
         return self._folder / "data"
 
     async def _begin(self) -> None:
-        where = {"host": "127.0.0.1", "port": self._port, "data": DataConfig(data_dir=str(self.data))}
-        command = coordinator_command(self.config, launcher="local", **where)  # type: ignore[arg-type]
+        data = DataConfig(data_dir=str(self.data))
+        command = coordinator_command(ServiceConfig(engine=self.config, port=self._port, launcher="local", data=data))
         command = [sys.executable, "-m", "tests.chaos", str(self._folder), *command[4:]]
         line = await asyncio.to_thread(self._start, command)
         assert line.startswith(LISTENING), self.log

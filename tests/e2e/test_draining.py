@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from longleaf.client import AsyncClient
+from longleaf.config import EngineConfig
 from longleaf.errors import Unavailable
+from longleaf.options import to_argument
+from longleaf.service_settings import ServiceConfig
 from longleaf.types import Draining
 from tests.support.command_line import Left, Served
 from tests.support.uploading import Upload
@@ -100,6 +103,7 @@ async def test_drain_command_waits_for_running_calls(checkpoint: Path, launcher:
 
 def test_late_signal_does_not_change_the_exit_code(tmp_path: Path):
     """Python removes signal handlers before the process exits."""
-    command = [sys.executable, "-c", LAST_SIGNAL, "--launcher=local", f"--model={tmp_path / 'nothing'}"]
+    config = ServiceConfig(engine=EngineConfig(model=str(tmp_path / "nothing")), launcher="local")
+    command = [sys.executable, "-c", LAST_SIGNAL, to_argument(config)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr.startswith("error: ")) == (2, True), ended.stderr

@@ -28,7 +28,12 @@ QUESTION = "What colour is the door?"
 
 def gateways_of(served: Served) -> list[psutil.Process]:
     everybody = psutil.Process(served.process.pid).children(recursive=True)
-    return [each for each in everybody if "--with-parent=True" in each.cmdline()]
+    return [each for each in everybody if _has_parent(each.cmdline())]
+
+
+def _has_parent(command: list[str]) -> bool:
+    """Whether this is the command of a gateway that a service started."""
+    return any('"with_parent": true' in word for word in command)
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +93,8 @@ def test_gateway_exits_with_its_service(launcher: Literal["local", "ray"]) -> No
     with Served("--launcher", launcher, "--http", "0", "--kv-bytes", "8000000") as service:
         url = url_of(service)
         assert httpx2.get(f"{url}/readyz").status_code == 200
-        here = [p for p in psutil.process_iter(["cmdline"]) if "--with-parent=True" in (p.info["cmdline"] or ())]
-        mine = [p for p in here if f"--port={0}" in p.info["cmdline"] and _listens(p, url)]
+        here = [p for p in psutil.process_iter(["cmdline"]) if _has_parent(p.info["cmdline"] or [])]
+        mine = [p for p in here if _listens(p, url)]
         assert len(mine) == 1
         parent = mine[0].parent()
         assert parent is not None

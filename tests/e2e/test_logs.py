@@ -90,7 +90,7 @@ def used(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
     )
     options = ("--model", str(checkpoint), "--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000")
     options += ("--credentials", str(folder / "credentials"), "--log-format", "json", "--log-level", "debug")
-    command = [*forked.COORDINATOR, *options, "--as-json", "true"]
+    command = [*forked.CLI, "serve", *options, "--port", "0", "--json"]
     process = forked.popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     try:
         assert process.stdout is not None and process.stderr is not None
@@ -154,6 +154,6 @@ def test_recovery_of_a_lost_rank_is_logged_once(used: tuple[dict[str, str], Writ
 
 def test_failed_start_is_logged_in_the_configured_format(checkpoint: Path, tmp_path: Path) -> None:
     options = ["--model", str(checkpoint), "--log-format", "json", "--launcher", "local"]
-    found = forked.run([*forked.COORDINATOR, *options, "--credentials", str(tmp_path / "none")])
+    found = forked.run([*forked.CLI, "serve", *options, "--credentials", str(tmp_path / "none")])
     (line,) = map(json.loads, found.stderr.splitlines())
     assert (found.returncode, line["level"], line["message"].partition(":")[0]) == (2, "error", "--credentials")

@@ -22,6 +22,7 @@ from longleaf.config import DataConfig, DtypeName, EngineConfig, Launcher, embed
 from longleaf.demo.haystack import make_haystack
 from longleaf.errors import AlreadyExists, CheckpointChanged, NotFound, StartError
 from longleaf.launch import ServiceProcess, coordinator_command
+from longleaf.service_settings import ServiceConfig
 from longleaf.types import Context, Delta, Finished, IngestProgress, Recovering
 from tests.support import forked
 
@@ -53,8 +54,8 @@ def serving(
     dtype: DtypeName = "auto",
 ) -> Iterator[tuple[Service, Client]]:
     config = EngineConfig(model=str(model or embedded_model()), world_size=world_size, dtype=dtype)
-    where = {"host": "127.0.0.1", "port": port, "data": DataConfig(data_dir=str(data_dir), preload=preload)}
-    command = coordinator_command(config, launcher=launcher, **where)  # type: ignore[arg-type]
+    data = DataConfig(data_dir=str(data_dir), preload=preload)
+    command = coordinator_command(ServiceConfig(engine=config, port=port, launcher=launcher, data=data))
     with Service(command, forked.popen) as service, Client(service.wait_ready(120)) as client:
         yield service, client
 

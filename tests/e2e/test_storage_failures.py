@@ -17,6 +17,7 @@ from longleaf.client import Client
 from longleaf.config import DataConfig, EngineConfig, embedded_model
 from longleaf.demo.haystack import make_haystack
 from longleaf.launch import coordinator_command
+from longleaf.service_settings import ServiceConfig
 from longleaf.storage.envelope import wrap
 from longleaf.storage.manifest import KIND, VERSION, decode_manifest
 from tests.e2e.test_restart import Service, ask, wait_until
@@ -55,7 +56,7 @@ def serving(
         model=str(embedded_model()), world_size=world_size, snapshot_url=None if url is None else str(url)
     )
     data = DataConfig(data_dir=str(data_dir), snapshot_quota=quota)
-    command = coordinator_command(config, launcher="local", host="127.0.0.1", port=0, data=data)
+    command = coordinator_command(ServiceConfig(engine=config, port=0, launcher="local", data=data))
     with LoggedService(command, forked.popen) as service:
         service.address = service.wait_ready(120)
         with Client(service.address) as client:

@@ -57,7 +57,7 @@ def serve_and_ask(checkpoint: Path, collector: str) -> str:
     """Runs a service for one answer; returns its standard error."""
     options = ("--model", str(checkpoint), "--world-size", "1", "--launcher", "local", "--kv-bytes", "8000000")
     process = forked.popen(
-        [*forked.COORDINATOR, *options, "--model-name", "small", "--traces", "true"],
+        [*forked.CLI, "serve", *options, "--port", "0", "--model-name", "small", "--traces"],
         env=os.environ | {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://{collector}", "OTEL_BSP_SCHEDULE_DELAY": "60000"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -6,6 +6,7 @@ interpreter's options and Ray use real commands.
 """
 
 import inspect
+import json
 import multiprocessing
 import os
 import signal
@@ -34,10 +35,11 @@ def popen(command: Sequence[str], **options: Any) -> "subprocess.Popen[str]":
 
 
 def _starts_ray(command: Sequence[str]) -> bool:
-    is_service = "serve" in command[1:2] or list(command[:4]) == COORDINATOR
+    if list(command[:4]) == COORDINATOR:
+        return json.loads(command[4])["launcher"] == "ray"
     words = [word for each in command for word in each.split("=", 1)]
     is_local = ("--launcher", "local") in zip(words, words[1:], strict=False)
-    return is_service and not is_local
+    return "serve" in command[1:2] and not is_local
 
 
 def run(
@@ -154,17 +156,17 @@ def _run_command(command: list[str]) -> None:
         serve.exec_command = _run_command
         main.main()
     else:
-        _serve(command[4:])
+        _serve(command[4])
 
 
-def _serve(arguments: list[str]) -> NoReturn:
+def _serve(argument: str) -> NoReturn:
     """Runs `python -m coordinator`, with a separate fork server for its ranks."""
     from coordinator.__main__ import main
 
-    sys.argv = ["coordinator", *arguments]
+    sys.argv = ["coordinator", argument]
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     start_fork_server_here()
-    sys.exit(main(arguments))
+    sys.exit(main(argument))
 
 
 def start_fork_server_here() -> None:

@@ -5,13 +5,14 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Self
 
 from longleaf.client import Client
+from longleaf.launch import gateway_command
+from longleaf.service_settings import GatewayConfig
 from longleaf.types import Cluster, Context
 from tests.support.command_line import Served, end
 
@@ -52,9 +53,8 @@ class Behind:
         end(self._served.process)
 
     def find_gateway(self) -> None:
-        command = [sys.executable, "-m", "gateway", "--server", self._served.address, "--port", str(self._gateway_port)]
-        options = ["--as-json", "true"]
-        gateway = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, start_new_session=True)
+        config = GatewayConfig(server=self._served.address, port=self._gateway_port, as_json=True)
+        gateway = subprocess.Popen(gateway_command(config), stdout=subprocess.PIPE, text=True, start_new_session=True)
         self._stack.callback(end, gateway)
         self._gateway = gateway
         assert gateway.stdout is not None

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import httpx2
 
 from gateway.server import serve
-from gateway.settings import GatewayConfig
+from longleaf.service_settings import GatewayConfig
 from tests.support.service import FakeEngine, serving
 
 T = TypeVar("T")

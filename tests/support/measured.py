@@ -10,9 +10,8 @@ import grpc
 
 from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.service import Service
-from coordinator.settings import ServiceConfig
 from longleaf.config import DataConfig, EngineConfig
-from longleaf.service_settings import SecurityConfig, TelemetryConfig
+from longleaf.service_settings import SecurityConfig, ServiceConfig, TelemetryConfig
 from tests.support.fakes.workers import EchoMain
 from tests.support.scraping import Scraped, scrape
 from tests.support.service import write_model
@@ -66,6 +65,7 @@ async def measured(folder: Path, model_name: str = "echo") -> AsyncGenerator[Mea
     credentials(folder)
     config = ServiceConfig(
         engine=EngineConfig(model=str(write_model(folder / "model")), world_size=2, block_size=16, chunk_size=64),
+        port=0,
         launcher="local",
         model_name=model_name,
         data=DataConfig(data_dir=str(folder / "data"), snapshots="off"),

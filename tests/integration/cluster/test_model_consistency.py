@@ -11,11 +11,11 @@ from msgspec.structs import replace
 
 from coordinator.actor import CoordinatorActor
 from coordinator.cluster.local_fleet import LocalFleet
-from coordinator.settings import ServiceConfig
 from longleaf.config import EngineConfig, embedded_model
 from longleaf.fingerprint import SINGLE
 from longleaf.launch import BAD_INPUT
 from longleaf.rank_protocol.rank_spec import RankSpec
+from longleaf.service_settings import ServiceConfig
 from tests.support.running import WatchedFleet
 from workers.__main__ import main
 
@@ -62,7 +62,7 @@ async def test_node_with_a_different_model_is_refused_by_name(
     change(tmp_path / "other")
     fleet = WatchedFleet(OnNodes([embedded_model(), tmp_path / "other"]))
     config = EngineConfig(model=str(embedded_model()), world_size=2, kv_bytes=1 << 20)
-    actor = CoordinatorActor(ServiceConfig(engine=config, launcher="local"), lambda: fleet)
+    actor = CoordinatorActor(ServiceConfig(engine=config, port=0, launcher="local"), lambda: fleet)
     reply = await actor.start()
     message = expected.format(folder=tmp_path / "other")
     separator = "" if message.startswith(":") else " "
@@ -76,7 +76,7 @@ async def test_copies_of_a_model_are_equal(tmp_path: Path) -> None:
     shutil.copytree(embedded_model(), tmp_path / "copy")
     config = EngineConfig(model=str(embedded_model()), world_size=2, kv_bytes=1 << 20)
     make_fleet = partial(LocalFleet, OnNodes([embedded_model(), tmp_path / "copy"]))
-    actor = CoordinatorActor(ServiceConfig(engine=config, launcher="local"), make_fleet)
+    actor = CoordinatorActor(ServiceConfig(engine=config, port=0, launcher="local"), make_fleet)
     try:
         reply = await actor.start()
         assert (reply.error, reply.port > 0) == ("", True)

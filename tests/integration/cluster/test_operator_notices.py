@@ -10,10 +10,9 @@ import pytest
 
 from coordinator.actor import CoordinatorActor, StartResult
 from coordinator.cluster.local_fleet import LocalFleet
-from coordinator.settings import ServiceConfig
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
-from longleaf.service_settings import TelemetryConfig
+from longleaf.service_settings import ServiceConfig, TelemetryConfig
 from tests.support.fakes.workers import EchoMain
 from tests.support.service import write_model
 
@@ -32,7 +31,7 @@ async def read_notices(actor: CoordinatorActor, last: str) -> list[str]:
 
 async def test_operator_is_notified_of_a_loss_and_its_recovery(tmp_path: Path) -> None:
     engine = EngineConfig(model=str(write_model(tmp_path)), world_size=2, block_size=16)
-    actor = CoordinatorActor(ServiceConfig(engine=engine, launcher="local"), lambda: LocalFleet(EchoMain()))
+    actor = CoordinatorActor(ServiceConfig(engine=engine, port=0, launcher="local"), lambda: LocalFleet(EchoMain()))
     try:
         port = (await actor.start()).port
         async with AsyncClient(f"localhost:{port}") as client:
@@ -59,7 +58,7 @@ async def test_log_lines_during_shutdown_are_printed(tmp_path: Path) -> None:
     """Such as the audit line of the drain that caused the shutdown."""
     engine = EngineConfig(model=str(write_model(tmp_path)), world_size=1, block_size=16)
     telemetry = TelemetryConfig(log_level="info")
-    config = ServiceConfig(engine=engine, launcher="local", telemetry=telemetry)
+    config = ServiceConfig(engine=engine, port=0, launcher="local", telemetry=telemetry)
     actor = CoordinatorActor(config, lambda: LocalFleet(EchoMain()))
     try:
         port = (await actor.start()).port

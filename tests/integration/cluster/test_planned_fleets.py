@@ -10,6 +10,7 @@ from longleaf.config import EngineConfig, WindowKeys
 from longleaf.launch import ServiceProcess, coordinator_command
 from longleaf.model_report import CapacityPlan
 from longleaf.positions import AttentionSpan, WindowSpec
+from longleaf.service_settings import ServiceConfig
 from longleaf.types import Cluster
 from tests.support import forked
 from tests.support.golden.states import running
@@ -65,7 +66,7 @@ async def test_plan_equals_the_layout_of_the_ranks(
 def test_plan_equals_the_report_of_a_service(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "gemma3")
     config = EngineConfig(model=str(folder), world_size=2, kv_bytes=KV_BYTES, window_keys="replicated")
-    command = coordinator_command(config, host="127.0.0.1", port=0, launcher="local")
+    command = coordinator_command(ServiceConfig(engine=config, port=0, launcher="local"))
     with ServiceProcess(command, forked.popen) as service, Client(service.wait_ready(240)) as client:
         fleet = client.cluster()
     plan = plan_of(config, report(config, None, has_weights=False).plans)

@@ -12,10 +12,10 @@ import pytest
 from coordinator.auth.credentials import Credentials
 from gateway import protocol
 from gateway.server import listen
-from gateway.settings import GatewayConfig
 from longleaf.credentials import CredentialEntry, digest_of, line_of, new_credential
 from longleaf.errors import InvalidArgument, StartError
 from longleaf.reloading_files import LOOK_SECONDS
+from longleaf.service_settings import GatewayConfig
 from tests.support.authority import Authority
 from tests.support.gateways import opened
 from tests.support.service import FakeEngine, Served, serving

@@ -1,7 +1,6 @@
 """Long documents and prompts pass through a gateway without remaining in its memory."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,6 +11,8 @@ import psutil
 import pytest
 
 from longleaf import codec
+from longleaf.launch import gateway_command
+from longleaf.service_settings import GatewayConfig
 from longleaf.types import Cluster, IngestProgress, ModelInfo, Started
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import cluster_service_pb2_grpc, context_service_pb2_grpc, generation_service_pb2_grpc
@@ -45,7 +46,7 @@ class Clusters(cluster_service_pb2_grpc.ClusterServiceServicer):
 @asynccontextmanager
 async def gateway(server: str) -> AsyncIterator[tuple[str, psutil.Process]]:
     """A gateway in a separate process."""
-    command = [sys.executable, "-m", "gateway", f"--server={server}", "--port=0"]
+    command = gateway_command(GatewayConfig(server=server, port=0))
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         assert process.stdout is not None

@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import re
-import sys
 from asyncio import create_subprocess_exec, subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -16,6 +15,8 @@ import psutil
 import pytest
 
 from gateway import protocol
+from longleaf.launch import gateway_command
+from longleaf.service_settings import GatewayConfig
 from tests.integration.gateway.test_slow_readers import REQUEST, TEXTS
 from tests.integration.gateway.test_slow_readers import service as slow_service
 from tests.support.gateways import opened
@@ -54,7 +55,7 @@ ATTACKS = {
 @asynccontextmanager
 async def gateway() -> AsyncIterator[tuple[str, int, psutil.Process]]:
     """A gateway in a separate process, without a service behind it."""
-    command = [sys.executable, "-m", "gateway", "--server=127.0.0.1:1", "--port=0"]
+    command = gateway_command(GatewayConfig(server="127.0.0.1:1", port=0))
     process = await create_subprocess_exec(*command, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from longleaf.launch import gateway_command
+from longleaf.service_settings import GatewayConfig
 from tests.support.service import Served
 
 QUESTION: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "Who?"}]}
@@ -19,9 +20,9 @@ CHAT = "/v1/chat/completions"
 
 
 @asynccontextmanager
-async def gateway(server: str, *options: str) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
+async def gateway(server: str, **options: Any) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
     """A gateway in a separate process."""
-    command = [sys.executable, "-m", "gateway", f"--server={server}", "--port=0", *options]
+    command = gateway_command(GatewayConfig(server=server, port=0, **options))
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -37,7 +38,7 @@ async def gateway(server: str, *options: str) -> AsyncIterator[tuple[str, asynci
 async def test_running_calls_finish_after_any_signal(service: Served, number: signal.Signals) -> None:
     service.engine.is_endless = True
     async with (
-        gateway(service.address, "--drain-seconds=60") as (url, process),
+        gateway(service.address, drain_seconds=60.0) as (url, process),
         httpx2.AsyncClient(base_url=url, timeout=60) as client,
         client.stream("POST", CHAT, json=STREAM) as stream,
     ):
@@ -66,7 +67,7 @@ async def until_refused(client: httpx2.AsyncClient) -> None:
 async def test_interrupted_client_gets_an_error_event(service: Served, number: signal.Signals) -> None:
     service.engine.is_endless = True
     async with (
-        gateway(service.address, "--drain-seconds=0") as (url, process),
+        gateway(service.address, drain_seconds=0.0) as (url, process),
         httpx2.AsyncClient(base_url=url, timeout=60) as client,
     ):
         whole = asyncio.create_task(client.post(CHAT, json=QUESTION))

@@ -1,7 +1,6 @@
 """Streams through a gateway with readers slower than the source."""
 
 import json
-import sys
 from asyncio import create_subprocess_exec, subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +11,8 @@ import httpx2
 import psutil
 
 from longleaf import codec
+from longleaf.launch import gateway_command
+from longleaf.service_settings import GatewayConfig
 from longleaf.types import Cluster, Delta, Finished, ModelInfo, Started
 from longleaf.v1 import cluster_service_pb2_grpc, generation_service_pb2_grpc
 
@@ -71,7 +72,7 @@ async def service() -> AsyncIterator[tuple[str, Generations]]:
 @asynccontextmanager
 async def gateway() -> AsyncIterator[GatewayMemory]:
     async with service() as (address, generations):
-        command = [sys.executable, "-m", "gateway", f"--server={address}", "--port=0"]
+        command = gateway_command(GatewayConfig(server=address, port=0))
         process = await create_subprocess_exec(*command, stdout=subprocess.PIPE)
         try:
             assert process.stdout is not None

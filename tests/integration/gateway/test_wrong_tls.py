@@ -2,7 +2,6 @@
 unavailable error."""
 
 import logging
-import sys
 from asyncio import create_subprocess_exec, subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,10 +13,10 @@ import pytest
 
 from coordinator.grpc_server.certificates import Certificates
 from gateway.server import serve
-from gateway.settings import GatewayConfig
 from longleaf.credentials import new_credential
 from longleaf.errors import InvalidArgument
-from longleaf.service_settings import SecurityConfig
+from longleaf.launch import gateway_command
+from longleaf.service_settings import GatewayConfig, SecurityConfig
 from tests.support.authority import Authority
 from tests.support.gateways import opened
 from tests.support.service import FakeEngine, serving
@@ -107,7 +106,7 @@ async def test_callers_get_unavailable_and_operators_get_the_reason(
 async def test_operator_log_has_the_reason_once(tmp_path: Path) -> None:
     files = Files(tmp_path)
     async with files.service(tmp_path / "model", "encrypted") as address:
-        command = [sys.executable, "-m", "gateway", f"--server={address}", "--port=0", f"--tls-ca={files.theirs.file}"]
+        command = gateway_command(GatewayConfig(server=address, port=0, tls_ca=str(files.theirs.file)))
         gateway = await create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert gateway.stdout is not None
         url = (await gateway.stdout.readline()).decode().removeprefix("listening on ").strip()

@@ -21,11 +21,11 @@ from coordinator.cluster.ports import Fleet
 from coordinator.grpc_server import servicers
 from coordinator.grpc_server.server import SERVICES
 from coordinator.service import Service
-from coordinator.settings import ServiceConfig
 from longleaf.client import AsyncClient, Retry
 from longleaf.config import EngineConfig
 from longleaf.errors import ModelRefused, PermissionDenied, RankLost, Unavailable
 from longleaf.rank_protocol.rank_spec import RankSpec
+from longleaf.service_settings import ServiceConfig
 from longleaf.types import Delta, Draining, Finished
 from tests.support.fakes.ranks import FakeFleet
 from tests.support.fakes.workers import EchoMain, EchoRank

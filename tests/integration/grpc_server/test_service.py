@@ -11,10 +11,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from coordinator.__main__ import announce
 from coordinator.actor import StartResult
 from coordinator.grpc_server.server import SERVICES
-from coordinator.settings import ServiceConfig
 from longleaf.client import AsyncClient, Client
 from longleaf.config import EngineConfig
 from longleaf.errors import InvalidArgument, NotFound
+from longleaf.service_settings import ServiceConfig
 from longleaf.types import Delta
 from tests.support.service import TEXT, FakeEngine, Served, collect, ids, serving
 

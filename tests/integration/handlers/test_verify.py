@@ -12,13 +12,13 @@ from torch import Tensor
 from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.handlers.verification import MAX_PROMPT
 from coordinator.service import Service
-from coordinator.settings import ServiceConfig
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig, embedded_model
 from longleaf.errors import InvalidArgument, LongleafError, RankLost, ResourceExhausted
 from longleaf.kernels.backend import Backend
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.step import ComparisonRow
+from longleaf.service_settings import ServiceConfig
 from longleaf.types import Delta
 from tests.support.service import Served, ids
 from workers.__main__ import live, main
@@ -165,7 +165,7 @@ def perturbed_main(spec: RankSpec) -> None:
 @asynccontextmanager
 async def serving(rank_main: object) -> AsyncIterator[AsyncClient]:
     config = EngineConfig(model=str(embedded_model()), world_size=2, kv_bytes=1 << 23, merge="gather")
-    service = Service(ServiceConfig(engine=config, launcher="local"), LocalFleet(rank_main))
+    service = Service(ServiceConfig(engine=config, port=0, launcher="local"), LocalFleet(rank_main))
     try:
         async with AsyncClient(f"127.0.0.1:{await service.start()}") as client:
             yield client

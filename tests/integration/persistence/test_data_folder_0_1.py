@@ -26,7 +26,7 @@ from longleaf.context_archive.frames import FRAME_BYTES, PREAMBLE, Frame
 from longleaf.context_archive.records import ContextHead, SegmentHead
 from longleaf.errors import InvalidArgument
 from longleaf.launch import ServiceProcess, coordinator_command
-from longleaf.service_settings import TelemetryConfig
+from longleaf.service_settings import ServiceConfig, TelemetryConfig
 from longleaf.storage.context_note import ContextNote, decode_note
 from longleaf.storage.manifest import SegmentManifest
 from longleaf.storage.names import place_of_note
@@ -70,12 +70,13 @@ def serving(folder: Path) -> Iterator[Served]:
     """A service of one rank on `folder`/data and `folder`/snapshots; the fixture was made by two ranks."""
     urls = {"model": str(FIXTURE / "model"), "snapshot_url": str(folder / "snapshots")}
     command = coordinator_command(
-        EngineConfig(**urls, world_size=1, block_size=16, kv_bytes=1 << 22),
-        host="127.0.0.1",
-        port=0,
-        launcher="local",
-        data=DataConfig(data_dir=str(folder / "data")),
-        telemetry=TelemetryConfig(metrics_port=0),
+        ServiceConfig(
+            engine=EngineConfig(**urls, world_size=1, block_size=16, kv_bytes=1 << 22),
+            port=0,
+            launcher="local",
+            data=DataConfig(data_dir=str(folder / "data")),
+            telemetry=TelemetryConfig(metrics_port=0),
+        )
     )
     with ServiceProcess(command, forked.popen) as service, Client(service.wait_ready(60)) as client:
         service._log.seek(0)

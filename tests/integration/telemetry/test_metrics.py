@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from coordinator.handlers.application import Application
 from coordinator.service import Service
-from coordinator.settings import ServiceConfig
 from coordinator.telemetry.observers import Observers
 from coordinator.telemetry.request_metrics import RequestMetrics
 from coordinator.text.template import DirectRenderer
@@ -24,7 +23,7 @@ from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
 from longleaf.sampling import SamplingParams
-from longleaf.service_settings import TelemetryConfig
+from longleaf.service_settings import ServiceConfig, TelemetryConfig
 from longleaf.types import Generate
 from tests.support.fakes.ranks import FakeFleet
 from tests.support.measured import CONTEXT, REQUEST_ID, TEXT, measured
@@ -134,7 +133,7 @@ async def test_metrics_are_served_before_the_model_loads_and_after_rank_loss(tmp
 
 def config_of(folder: Path, port: int | None) -> ServiceConfig:
     engine = EngineConfig(model=str(write_model(folder)), world_size=1)
-    return ServiceConfig(engine=engine, launcher="local", telemetry=TelemetryConfig(metrics_port=port))
+    return ServiceConfig(engine=engine, port=0, launcher="local", telemetry=TelemetryConfig(metrics_port=port))
 
 
 async def test_taken_metrics_port_prevents_the_start(tmp_path: Path) -> None:

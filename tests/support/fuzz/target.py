@@ -21,12 +21,12 @@ from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
 from coordinator.grpc_server.server import GrpcServer
 from coordinator.handlers.application import Application
 from coordinator.service import Service
-from coordinator.settings import ServiceConfig
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.codec.status import DETAILS_KEY
 from longleaf.config import EngineConfig
 from longleaf.sampling import SamplingParams
+from longleaf.service_settings import ServiceConfig
 from longleaf.types import Draining, ModelInfo
 from tests.support.archives import packable
 from tests.support.fakes.echo_model import echo_token
@@ -251,7 +251,7 @@ async def fuzzed(folder: Path) -> AsyncIterator[Target]:
 async def fuzzed_ranks(folder: Path) -> AsyncIterator[Target]:
     """The whole service, its ranks real processes with a real model."""
     config = msgspec.structs.replace(small_config(str(folder)), kv_bytes=1 << 16)
-    service = UndrainableService(ServiceConfig(engine=config, launcher="local"), LocalFleet(worker_main))
+    service = UndrainableService(ServiceConfig(engine=config, port=0, launcher="local"), LocalFleet(worker_main))
     port = await service.start()
     engine = service._engine
     assert engine is not None

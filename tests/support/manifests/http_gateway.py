@@ -6,9 +6,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from gateway.settings import DEFAULT_HTTP_PORT, GatewayConfig
 from longleaf.config import DEFAULT_PORT
 from longleaf.errors import InvalidArgument
+from longleaf.service_settings import DEFAULT_HTTP_PORT, GatewayConfig
 from tests.support.manifests.access_control import CERTIFICATE_KEYS, secret_file
 from tests.support.manifests.pods import GATEWAY, Pod, gateway_of, of_kind, options, pods, selects, serve_of
 

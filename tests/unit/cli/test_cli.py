@@ -42,8 +42,10 @@ from longleaf.errors import (
     Unavailable,
 )
 from longleaf.launch import coordinator_command
+from longleaf.options import config_from_argument
 from longleaf.positions import UNLIMITED_TOKENS
 from longleaf.rank_protocol.group_messages import MergeTiming, TierMerge
+from longleaf.service_settings import HttpConfig, ServiceConfig
 from longleaf.types import Cluster, Context, Drafting, ModelInfo, RankShare, Recovery, Storage, Worker
 from tests.support.terminal import Terminal
 
@@ -394,87 +396,88 @@ def test_serve_executes_the_coordinator_with_the_same_options(tmp_path: Path, mo
         )
     [command] = run
     assert command[:4] == [sys.executable, "-P", "-m", "coordinator"]
-    wanted = {f"--model={tmp_path}", "--world-size=3", "--threads-per-rank=2", "--merge=paper", "--port=50051"}
-    wanted |= {
-        "--model-name=acme/small 1",
-        "--sampling-defaults=model",
-        "--prefill=keys",
-        "--allow-long=True",
-        "--window-keys=replicated",
-        "--window-bytes=4096",
-    }
-    wanted |= {"--device=cpu", "--kernels=torch", "--start-timeout=20.0"}
-    wanted |= {"--max-sequences=3", "--max-waiting=5", "--unread-timeout=7.0", "--max-draft-tokens=5"}
-    assert wanted <= set(command)
-    assert not any(option.startswith(("--kv-bytes", "--ray-address")) for option in command)
+    found = config_from_argument(ServiceConfig, command[4])
+    engine = EngineConfig(
+        model=str(tmp_path),
+        world_size=3,
+        threads_per_rank=2,
+        merge="paper",
+        prefill="keys",
+        allow_long=True,
+        window_keys="replicated",
+        window_bytes=4096,
+        device="cpu",
+        kernels="torch",
+        start_timeout=20.0,
+        max_sequences=3,
+        max_waiting=5,
+        unread_timeout=7.0,
+        max_draft_tokens=5,
+    )
+    assert found == ServiceConfig(engine=engine, model_name="acme/small 1", sampling_defaults="model")
 
 
-def test_coordinator_accepts_every_option(tmp_path: Path) -> None:
-    from coordinator.__main__ import parse
-
-    (tmp_path / "config.json").touch()
-    config = EngineConfig(model=str(tmp_path), world_size=2, kv_bytes=1 << 20, dtype="float32", chunk_size=64)
-    command = coordinator_command(
-        config,
+def test_service_receives_every_setting(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"odd\xff")
+    folder.mkdir()
+    (folder / "config.json").touch()
+    config = ServiceConfig(
+        engine=EngineConfig(model=str(folder), world_size=2, kv_bytes=1 << 20, dtype="float32", chunk_size=64),
         host="::1",
         port=5,
-        launcher="ray",
         ray_address="auto",
         model_name="null",
         sampling_defaults="model",
+        gateway=HttpConfig(http=0, allow_host="a,b"),
         as_json=True,
     )
-    parsed = parse(command[4:])
-    assert parsed.engine == config
-    assert (parsed.host, parsed.port, parsed.launcher, parsed.ray_address) == ("::1", 5, "ray", "auto")
-    assert (parsed.as_json, parsed.model_name, parsed.sampling_defaults) == (True, "null", "model")
-    assert parse([f"--model={tmp_path}"]).sampling_defaults == "greedy"
+    *python, argument = coordinator_command(config)
+    assert python == [sys.executable, "-P", "-m", "coordinator"]
+    assert argument.isascii() and config_from_argument(ServiceConfig, argument) == config
 
 
-WITH_INVALID_ADDRESS = ("--ray-address", "127.0.0.1:1")
-"""An address without Ray: invalid options are refused before a connection is attempted."""
+def test_service_receives_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    given = ["--model", "model", "--data-dir", "data", "--tls-cert", "c", "--tls-key", "k", "--credentials", "t"]
+    run: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda path, arguments: run.append(arguments))
+    for url, wanted in (("keys", str(tmp_path / "keys")), ("s3://bucket/keys", "s3://bucket/keys")):
+        with pytest.raises(SystemExit):
+            app.main(["serve", *given, "--snapshot-url", url])
+        config = config_from_argument(ServiceConfig, run.pop()[4])
+        paths = [config.engine.model, config.data.data_dir, config.security.tls_cert, config.security.tls_key]
+        assert paths == [str(tmp_path / name) for name in ("model", "data", "c", "k")]
+        assert (config.security.credentials, config.engine.snapshot_url) == (str(tmp_path / "t"), wanted)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "m", "--merge", "x"], "--merge: invalid choice: 'x' (choose from 'auto', 'paper', "),
-        (["--model", "m", "--world-size", "x"], "error: --world-size: Expected `int`, got `str`"),
-        (["--world-size", "2"], "required: --model"),
-        (["--model", "m", "--colour", "red"], "unrecognized arguments: --colour red"),
-        (
-            ["--model", "m", *WITH_INVALID_ADDRESS, "--wait-for-ranks", "nan"],
-            "error: --wait-for-ranks: nan is not between 0 and",
-        ),
-        (
-            ["--model", "m", *WITH_INVALID_ADDRESS, "--drain-seconds", "-1"],
-            "error: --drain-seconds: -1 is not between 0 and",
-        ),
-        (
-            ["--model", "m", *WITH_INVALID_ADDRESS, "--tls-key", "k"],
-            "error: --tls-key: requires --tls-cert",
-        ),
-        (
-            ["--model", "m", *WITH_INVALID_ADDRESS, "--metrics-host", "::1"],
-            "error: --metrics-host: requires --metrics-port",
-        ),
-        (
-            ["--model", "m", *WITH_INVALID_ADDRESS, "--share-prefixes", "true"],
-            "error: --share-prefixes: requires credentials: without",
-        ),
-        (["--model", "m", *WITH_INVALID_ADDRESS, "--world-size", "0"], "error: --world-size: 0 is not between 1 and"),
+        (["--merge", "x"], "'x' is not one of 'auto', 'paper', "),
+        (["--world-size", "x"], "Invalid value for '--world-size': Input should be a valid integer"),
+        (["--colour", "red"], "No such option: --colour"),
+        (["--wait-for-ranks", "nan"], "error: wait_for_ranks: nan is not between 0 and 1,000,000"),
+        (["--drain-seconds", "-1"], "error: drain_seconds: -1 is not between 0 and 1,000,000"),
+        (["--port", "70000"], "error: port: 70000 is not between 0 and 65535"),
+        (["--tls-key", "k"], "error: --tls-key: requires --tls-cert"),
+        (["--metrics-host", "::1"], "error: --metrics-host: requires --metrics-port"),
+        (["--share-prefixes"], "error: --share-prefixes: requires credentials: without them there are no tenants"),
+        (["--world-size", "0"], "error: --world-size: 0 is not between 1 and 4,096"),
+        (["--threads", "0"], "error: --threads: 0 is not between 1 and 1,024"),
+        (["--kv-bytes", "0"], "error: --kv-bytes: 0 is not a positive number of bytes"),
+        (["--http", "-1"], "error: --http: -1 is not between 0 and 65535"),
+        (["--preload"], "error: --preload: requires data_dir"),
+        (["--model", "/nowhere"], "error: --model: /nowhere is not a folder"),
+        (["--launcher", "local", "--ray-address", "a"], "error: ray_address: requires the launcher ray, not local"),
     ],
 )
-def test_coordinator_names_the_invalid_option(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from coordinator.__main__ import main
-
-    try:
-        code = main(arguments)
-    except SystemExit as end:
-        code = end.code
-    assert (code, message in capsys.readouterr().err) == (2, True)
+def test_serve_names_the_invalid_option(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        app.main(["serve", *arguments])
+    reported = capsys.readouterr().err
+    assert (end.value.code, message in reported) == (2, True), reported
 
 
 @pytest.mark.parametrize(

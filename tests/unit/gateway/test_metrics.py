@@ -9,9 +9,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.metrics import GatewayMetrics
-from gateway.settings import GatewayConfig
 from gateway.sse import EventResponse, event
 from longleaf.errors import InvalidArgument
+from longleaf.service_settings import GatewayConfig
 
 ROUTES = "longleaf_gateway_requests_total"
 

@@ -4,10 +4,12 @@ import subprocess
 import sys
 
 import pytest
+from msgspec.structs import replace
 
-from longleaf.config import check_waits
+from longleaf.config import EngineConfig
 from longleaf.errors import InvalidArgument, LongleafError, StartError, Unavailable
 from longleaf.launch import ServiceProcess
+from longleaf.service_settings import ServiceConfig
 
 
 def python(code: str) -> list[str]:
@@ -61,7 +63,7 @@ def test_service_that_is_never_ready_times_out() -> None:
 @pytest.mark.parametrize("name", ["wait_for_ranks", "drain_seconds"])
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
 def test_invalid_timeout_is_refused(name: str, seconds: float) -> None:
-    given = {"wait_for_ranks": 0.0, "drain_seconds": 0.0}
-    check_waits(**given)
+    config = ServiceConfig(engine=EngineConfig(), wait_for_ranks=0.0, drain_seconds=0.0)
+    config.check()
     with pytest.raises(InvalidArgument, match=f"^{name}: .* is not between 0 and 1,000,000"):
-        check_waits(**(given | {name: seconds}))
+        replace(config, **{name: seconds}).check()

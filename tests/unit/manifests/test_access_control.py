@@ -10,10 +10,11 @@ import typer
 import yaml
 
 from longleaf.cli.app import app
-from longleaf.cli.serve import ServeFlags
 from longleaf.config import embedded_model
 from longleaf.credentials import parse_credentials
 from longleaf.errors import InvalidArgument
+from longleaf.options import config_from_flags
+from longleaf.service_settings import ServiceConfig
 from tests.support.manifests.access_control import files_given, secret_file
 from tests.support.manifests.pods import Pod, cluster, environment, of_kind, options, pods, selects, serve_of
 from tests.support.manifests.rendering import CLOSING, MANIFESTS, of_readme, render, with_components, with_these
@@ -58,40 +59,33 @@ def named(documents, kind, name):
 
 
 def taken(container):
-    """The flags of `longleaf serve`, parsed by its parser, with variables replaced by a pod's values."""
+    """The settings of `longleaf serve`, parsed by its parser, with variables replaced by a pod's values."""
     values = environment(container) | {"POD_IP": "10.0.0.7", "MODEL": str(embedded_model())}
     words = list(container["args"])
     for name, value in values.items():
         words = [word.replace(f"$({name})", value) for word in words]
     command = typer.main.get_command(app).commands["serve"]
     given = command.make_context("serve", words).params
-    return ServeFlags(**{name: value for name, value in given.items() if name in ServeFlags.__dataclass_fields__})
-
-
-def check(flags):
-    """Runs the checks of `serve` before its start."""
-    flags.config().check()
-    flags.data().check(flags.snapshot_url)
-    flags.security().check(flags.host)
-    flags.telemetry().check()
+    return config_from_flags(ServiceConfig, given)
 
 
 @pytest.mark.parametrize("overlay", ["cpu", *CLOSED])
 def test_command_of_every_overlay_is_valid(overlay):
-    check(taken(serve_of(render(MANIFESTS / "overlays" / overlay))))
+    taken(serve_of(render(MANIFESTS / "overlays" / overlay))).check()
 
 
 def test_command_with_all_components_has_their_options(whole, tmp_path):
-    flags = taken(serve_of(whole))
-    check(flags)
-    assert flags.log_format == "json" and flags.metrics_port == 9464 and flags.snapshot_url
-    assert flags.tls_cert and flags.tls_key and flags.credentials and not flags.insecure
+    config = taken(serve_of(whole))
+    config.check()
+    security, telemetry = config.security, config.telemetry
+    assert telemetry.log_format == "json" and telemetry.metrics_port == 9464 and config.engine.snapshot_url
+    assert security.tls_cert and security.tls_key and security.credentials and not security.insecure
 
 
 def test_base_refuses_to_listen():
     found = render(MANIFESTS / "base")
     with pytest.raises(InvalidArgument, match="give --tls-cert and --credentials, or --insecure"):
-        check(taken(serve_of(found)))
+        taken(serve_of(found)).check()
     assert any("--insecure" in problem for problem in problems(found, RAY))
 
 
@@ -108,7 +102,7 @@ def test_smallest_overlay_is_open_and_insecure():
 
 def test_smallest_overlay_can_be_secured(small):
     assert list(all_errors(small)) == [] and problems(small, RAY) == []
-    check(taken(serve_of(small)))
+    taken(serve_of(small)).check()
 
 
 @pytest.mark.parametrize("name", ["certificates", "credentials", "authority", "monitoring"])
@@ -197,7 +191,7 @@ def test_alerts_and_dashboard_equal_those_in_ops(whole):
 
 def test_readme_example_has_an_authority(tmp_path):
     found = of_readme(tmp_path)
-    check(taken(serve_of(found)))
+    taken(serve_of(found)).check()
     assert of_kind(found, "Issuer") and of_kind(found, "PodMonitor")
     assert named(found, "Certificate", "longleaf")["spec"]["issuerRef"]["name"] == "internal"
 

@@ -7,7 +7,8 @@ import pytest
 import typer
 
 from longleaf.cli.app import app
-from longleaf.cli.gateway import GatewayFlags
+from longleaf.options import config_from_flags
+from longleaf.service_settings import GatewayConfig
 from tests.support.manifests.http_gateway import config_of
 from tests.support.manifests.pods import Pod, environment, gateway_of, of_kind, options, pods, selects
 from tests.support.manifests.rendering import CLOSING, MANIFESTS, render, with_components, with_these
@@ -41,14 +42,14 @@ def named(documents, kind, name):
     return next(one["spec"] for one in of_kind(documents, kind) if one["metadata"]["name"] == name)
 
 
-def taken(pod: Pod) -> GatewayFlags:
-    """The flags of `longleaf gateway`, by its own parser."""
+def taken(pod: Pod) -> GatewayConfig:
+    """The settings of `longleaf gateway`, by its own parser."""
     values = environment(pod.container("gateway")) | {"POD_NAMESPACE": "longleaf"}
     words = list(pod.container("gateway")["args"])
     for name, value in values.items():
         words = [word.replace(f"$({name})", value) for word in words]
     given = typer.main.get_command(app).commands["gateway"].make_context("gateway", words).params
-    return GatewayFlags(**{name: value for name, value in given.items() if name in GatewayFlags.__dataclass_fields__})
+    return config_from_flags(GatewayConfig, given)
 
 
 @pytest.mark.parametrize("overlay", ["cpu", *CLOSED])
@@ -71,8 +72,8 @@ def test_gateway_accepts_the_names_of_its_service(whole):
 def test_secured_gateway_verifies_the_service_with_its_authority(tmp_path):
     found = with_these(tmp_path, "cpu", ["certificates", "credentials", "authority"], CLOSING)
     assert list(all_errors(found)) == [] and problems(found, RAY) == []
-    flags = taken(gateway_of(found))
-    assert str(flags.tls_ca) == "/etc/longleaf/certificate/ca.crt" and not flags.insecure
+    config = taken(gateway_of(found))
+    assert config.tls_ca == "/etc/longleaf/certificate/ca.crt" and not config.insecure
     issuers = {one["spec"]["issuerRef"]["name"] for one in of_kind(found, "Certificate") if "dnsNames" in one["spec"]}
     assert issuers == {"longleaf-authority"}
 

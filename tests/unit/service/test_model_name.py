@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.actor import CoordinatorActor
-from coordinator.cluster.local_fleet import LocalFleet
-from coordinator.settings import ServiceConfig
 from longleaf.cli import app
 from longleaf.codec import encode_cluster
 from longleaf.config import EngineConfig, check_model_name
+from longleaf.errors import InvalidArgument
+from longleaf.service_settings import ServiceConfig
 from longleaf.types import Cluster, ModelInfo
 
 
@@ -29,10 +28,9 @@ def test_other_names_are_refused(name: str, capsys: pytest.CaptureFixture[str]) 
     assert (end.value.code, capsys.readouterr().err) == (2, message)
 
 
-async def test_service_config_refuses_invalid_names(tmp_path: Path) -> None:
-    config = ServiceConfig(engine=EngineConfig(model=str(tmp_path)), model_name="a\nb", launcher="local")
-    outcome = await CoordinatorActor(config, lambda: LocalFleet(lambda: None)).start()  # type: ignore[arg-type]
-    assert (outcome.exit_code, outcome.error.startswith("--model-name: must be 1 to 256")) == (2, True)
+def test_service_config_refuses_invalid_names() -> None:
+    with pytest.raises(InvalidArgument, match="^model_name: must be 1 to 256"):
+        ServiceConfig(engine=EngineConfig(), model_name="a\nb").check()
 
 
 @pytest.mark.parametrize(("folder", "name"), [(b"my-model", "my-model"), (b"odd\xff", "odd\ufffd")], ids=ascii)

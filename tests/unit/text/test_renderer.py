@@ -11,13 +11,13 @@ import psutil
 import pytest
 
 from coordinator.service import Service
-from coordinator.settings import ServiceConfig
 from coordinator.text.compat_check import check
 from coordinator.text.renderer import Renderer
 from coordinator.text.template import DirectRenderer, Messages, Rendering
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import EngineConfig
 from longleaf.errors import ModelRefused, StartError
+from longleaf.service_settings import ServiceConfig
 from tests.support.service import TEMPLATE, write_model
 
 ENDLESS = (
@@ -40,7 +40,8 @@ class NoFleet:
 
 def service_of(folder: Path, **settings: float) -> Service:
     write_model(folder, template=ENDLESS)
-    return Service(ServiceConfig(engine=EngineConfig(model=str(folder), **settings), launcher="local"), NoFleet())  # type: ignore[arg-type]
+    engine = EngineConfig(model=str(folder), **settings)  # type: ignore[arg-type]
+    return Service(ServiceConfig(engine=engine, port=0, launcher="local"), NoFleet())
 
 
 def renderings() -> list[psutil.Process]:
