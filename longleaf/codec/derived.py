@@ -28,7 +28,7 @@ Function = Callable[[Any], Any]
 
 
 class Wire(NamedTuple):
-    """The message's field for a field of a struct, and the conversion of its value; of its items if it is repeated."""
+    """The message's field for a field of a struct, and the conversion of its value, or of its items if repeated."""
 
     name: str
     encode: Function | None = None
@@ -36,11 +36,11 @@ class Wire(NamedTuple):
 
 
 class _Derived(NamedTuple):
-    """Expressions that construct the message from `value`, and the struct from `message`; and their functions."""
+    """The conversion of one struct."""
 
     descriptor: Descriptor
     encoded: str
-    decoded: str
+    """Expression that constructs the message from `value`."""
     constants: dict[str, Any]
     encode: Function
     decode: Function
@@ -93,9 +93,10 @@ def derive(
         decoded.append(f"{field.name}={_decoded(wire, decode, is_optional)}")
     if unpaired or names:
         raise TypeError(f"{struct.__name__} has no partner of {sorted(unpaired)}, or no fields {sorted(names)}")
-    to_message, to_struct = f"message_({', '.join(encoded)})", f"struct_({', '.join(decoded)})"
-    encode, decode = _compile("value", to_message, constants), _compile("message", to_struct, constants)
-    _derived[struct] = _Derived(descriptor, to_message, to_struct, constants, encode, decode)
+    construction = f"message_({', '.join(encoded)})"
+    encode = _compile("value", construction, constants)
+    decode = _compile("message", f"struct_({', '.join(decoded)})", constants)
+    _derived[struct] = _Derived(descriptor, construction, constants, encode, decode)
     return encode, decode
 
 
@@ -200,11 +201,8 @@ def _encoded(field: str, wire: FieldDescriptor, encode: Function | None, is_opti
         return f"value.{field}"
     if wire.is_repeated:
         return f"map(encode_{wire.name}, value.{field})"
-    return (
-        f"None if value.{field} is None else encode_{wire.name}(value.{field})"
-        if is_optional
-        else (f"encode_{wire.name}(value.{field})")
-    )
+    converted = f"encode_{wire.name}(value.{field})"
+    return f"None if value.{field} is None else {converted}" if is_optional else converted
 
 
 def _decoded(wire: FieldDescriptor, decode: Function | None, is_optional: bool) -> str:
