@@ -41,7 +41,7 @@ class Epoch:
         return max(1, MOVED_BYTES // max(1, block_bytes))
 
     def ranking(self, formation: Formation) -> RankMapping:
-        """The state of these ranks in the next epoch."""
+        """The ranks of `formation`, with their numbers in this epoch."""
         old = {member: rank for rank, member in enumerate(self.formation.members)}
         before = tuple(old.get(member) for member in formation.members)
         return RankMapping(formation.epoch, before, tuple(ready.num_blocks for ready in formation.readies))

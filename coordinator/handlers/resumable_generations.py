@@ -22,9 +22,9 @@ from longleaf.errors import (
 from longleaf.types import Conversation, Delta, Event, Finished, Generate, Message, Recovering, Started
 
 MAX_RESUMABLE = 256
-"""Most generations held concurrently."""
+"""Maximum number of generations held concurrently."""
 MAX_WEIGHT = 1 << 14
-"""Most tokens, alternatives and attribution sources of one generation that are kept for replay."""
+"""Maximum number of tokens, alternatives and attribution sources of one generation that are kept for replay."""
 RETRY_SECONDS = 2.0
 
 
@@ -48,7 +48,7 @@ class ResumableGeneration:
     """The events of one generation, kept for replay. Generation continues while a client reads, and otherwise until the
     engine's buffer is full. `on_end` is called when the generation fails, and when it had no reader for the
     `resume_seconds` of the request; both may happen. `question` is the digest of the request's input. `reported` has
-    the events that clients of another service have read."""
+    the events that clients of an earlier run of the service have read."""
 
     def __init__(
         self,
@@ -233,8 +233,8 @@ def _weight(event: Event) -> int:
 
 
 class ResumableGenerations:
-    """The held generations, by id. `forget` is called with the id of a generation that no service can resume any
-    more."""
+    """The held generations, by id. `forget` is called with the id of a generation that can no longer be
+    resumed."""
 
     def __init__(
         self,
@@ -264,7 +264,7 @@ class ResumableGenerations:
         for share in shares_of(request.account, self._tenant_share):
             count = sum(share.is_theirs(replay.account) for replay in self._by_id.values())
             if count >= self._max_resumable * share.part:
-                message = f"{share.owner_of} has {count} resumable generations, its share of {self._max_resumable}"
+                message = f"{share.owner_of} has {count} resumable generations, the limit of its share"
                 raise ResourceExhausted("generations", message, RETRY_SECONDS)
         if len(self._by_id) >= self._max_resumable:
             raise ResourceExhausted(
@@ -280,7 +280,7 @@ class ResumableGenerations:
         events: AsyncGenerator[Event, None],
         reported: Iterable[Event],
     ) -> None:
-        """Holds a generation that another service held; `events` are the remaining ones."""
+        """Restores a generation of an earlier run of the service; `events` are the remaining ones."""
         self._add(request_id, request, question, events, reported)
 
     def _add(

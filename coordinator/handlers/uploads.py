@@ -183,7 +183,7 @@ class Uploads:
         tenant_share: float = 1.0,
         durable: DurableUploads | None = None,
     ) -> None:
-        """`kept` persists uploads that can be resumed, if given."""
+        """`durable` persists uploads that can be resumed, if given."""
         self._tenant_share = tenant_share
         self.durable = durable
         self.clock = clock
@@ -327,7 +327,7 @@ class Uploads:
         return found is not None
 
     def _make_room(self, usage: Counter[str], tenant: str = "") -> bool:
-        """Drops the oldest idle upload of the tenant with the largest amount in `held`; another tenant than `tenant`
+        """Drops the oldest idle upload of the tenant with the largest `usage`; another tenant than `tenant`
         must hold more than it. Returns whether an upload was dropped."""
         loser = eviction_victim(usage, {upload.header.tenant for upload in self._retained()}, tenant)
         return loser is not None and self._drop_oldest(lambda other: other[0] == loser)

@@ -156,7 +156,7 @@ class BlockPlacer:
         self, runs: tuple[Run, ...], chunk: tuple[int, int], window_start: int, place: int, reservation: Reservation
     ) -> tuple[Run, ...]:
         """The window runs of a segment after one of its chunks is recomputed. Keeps positions visible from `place`, and
-        positions from `kept_from` on, because later segments see them."""
+        positions from `window_start` on, because later segments see them."""
         if self.windows is None:
             return ()
         start, end = chunk

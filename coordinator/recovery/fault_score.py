@@ -3,10 +3,10 @@
 LOSS = 1
 """Score for a process that exited: the cause is more often its machine than the work."""
 BREAK = 2
-"""Score for ranks that raised or hung together. Work with this score runs with nothing else under way."""
+"""Score for ranks that raised errors or hung together. Work with this score runs with nothing else under way."""
 GUILTY = 4
-"""Score at which work is dropped: its epochs broke twice, or lost ranks four times, without progress past that
-point."""
+"""Score at which work is dropped: its epochs broke twice, or lost ranks four times, without progress
+past the position where they ended."""
 
 
 def add(before: int, amount: int, *, is_certain: bool) -> int:

@@ -23,7 +23,7 @@ class GroupChangeOperations:
         `change_ranks`. Answers later continue at their next token, documents after the last committed chunk.
 
         `steps` are those in which the epoch may have ended; empty if it ended outside a step. Their work gets the fault
-        score `suspicion`: a job that breaks a second epoch ends. See `drain`.
+        score `suspicion`: a job that breaks a second epoch ends. See `pop_outcomes`.
         """
         self._job_recovery.roll_back(steps, suspicion)
 
@@ -32,7 +32,7 @@ class GroupChangeOperations:
         plan.
 
         Contexts and jobs that no longer fit are dropped. If more ranks are expected (`may_grow`), they are dropped
-        later by `confirm`, or not at all if another epoch brings enough ranks. See `pop_dropped` and `drain`.
+        later by `shrink_to_fit`, or not at all if another epoch brings enough ranks. See `pop_dropped` and `pop_outcomes`.
         """
         self._job_recovery.change_ranks(ranking, may_grow=may_grow)
 

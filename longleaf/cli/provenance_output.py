@@ -68,7 +68,7 @@ class SourceFlags:
 def _range(typed: str) -> tuple[int, int]:
     start, _, end = typed.partition("-")
     if not (start.isdecimal() and end.isdecimal()):
-        raise InvalidArgument("--hide", f"{typed} is not A-B (tokens A to B - 1)")
+        raise InvalidArgument("--hide", f"{typed!r} is not A-B with two integers")
     return int(start), int(end)
 
 

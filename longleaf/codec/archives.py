@@ -41,7 +41,7 @@ def encode_exported(updates: ExportedArchive | bytes) -> context_pb.ExportContex
 
 
 def decode_exported(message: context_pb.ExportContextResponse) -> ExportedArchive | bytes:
-    """The archive's description, or some of its bytes; empty bytes for a message type that only a later version has."""
+    """The archive's description, or some of its bytes; empty bytes for a message of a later version."""
     if message.HasField("archive"):
         return ExportedArchive(message.archive.total_size_bytes, message.archive.digest)
     return message.data

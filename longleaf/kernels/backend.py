@@ -101,7 +101,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class AttributionBackend(Backend, Protocol):
-    """A backend whose kernels report the attention share of each block of keys per row, if `Reads.told` requests it.
+    """A backend whose kernels report the attention share of each block of keys per row, if `Reads.attributed` requests it.
     Partials are bitwise identical with and without the report."""
 
     def add_shares(

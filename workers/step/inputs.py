@@ -73,7 +73,7 @@ class RowNumbers:
     attributed: Sequence[AttributionGroup] = ()
     """Requested attention attributions."""
     blocks: BlockPlan | None = None
-    """The block sums that kernels report for `asked`; None where they report none."""
+    """The block sums that kernels report for `attributed`; None where they report none."""
     is_plain: bool = True
     """Whether rows see all tokens before them and only tokens are wanted; the same on all ranks."""
 

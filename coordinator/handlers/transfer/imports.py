@@ -234,7 +234,7 @@ class ImportSessions:
         return resident
 
     def _make_room(self, usage: Counter[str], tenant: str) -> bool:
-        """Drops the oldest idle import of the tenant with the largest amount in `held`; another tenant than `tenant`
+        """Drops the oldest idle import of the tenant with the largest `usage`; another tenant than `tenant`
         must hold more than it. Returns whether an import was dropped."""
         idle = {found.header.tenant for found in self._all if found.idle_since is not None}
         loser = eviction_victim(usage, idle, tenant)

@@ -33,7 +33,7 @@ class StaleContext(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def changes(self) -> str:
         """The differences, with a remedy."""
-        changed = f"{', '.join(self.differing)} in {self.model} changed since"
+        changed = f"{', '.join(self.differing)} in {self.model} changed after it was ingested"
         if self.has_other_text:
             return f"{changed}; serve the previous checkpoint, or ingest the text again"
         return f"{changed}; serve the previous checkpoint, or recompute the context (longleaf contexts recompute)"
