@@ -133,7 +133,7 @@ class RepeatSuppressor(logging.Filter):
 
 class Logs:
     """Configures logging to standard error: lines of `loggers` from the configured level on, and warnings of all
-    others. Must be taken down once."""
+    others, until `take_down`."""
 
     def __init__(self, config: TelemetryConfig, loggers: Sequence[str], facts: Callable[[], Facts] = nothing) -> None:
         level = LEVELS[config.log_level]

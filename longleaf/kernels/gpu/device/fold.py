@@ -1,6 +1,6 @@
 """Deterministic merge of partials, and their packed wire format.
 
-The result of a fold depends only on its inputs, bitwise: every row is folded by one program, in the order of its
+The result of a merge depends only on its inputs, bitwise: every row is merged by one program, in the order of its
 partials. Shape letters: N partials, R rows, V value dim, C columns of a packed row; rows are those of all heads, [T, H]
 flattened.
 """
