@@ -113,7 +113,7 @@ class Service:
         self._server = GrpcServer(
             unread_timeout=config.unread_timeout,
             loading=self._not_yet,
-            drain=self.answer_drain,
+            drain=self.on_drain_call,
             reset_slots=self._reset_slots,
             authenticator=authenticator,
             observers=self._observers,
@@ -297,7 +297,7 @@ class Service:
         server.end_calls(reason)
         await server.drain(GRACE_SECONDS)
 
-    async def answer_drain(self, wait: bool) -> Draining:
+    async def on_drain_call(self, wait: bool) -> Draining:
         """Starts a drain without shortening a running one. With `wait`, returns only in `stop`, because the process may
         be killed right after the reply. Raises Unavailable if the service stops before the drain has ended."""
         self._begin_drain()

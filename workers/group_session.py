@@ -37,7 +37,7 @@ from workers.pending import StepHandle, done
 from workers.sampling.acceptance import accepted_ids
 from workers.sampling.device_sampler import DeviceChoice, DeviceSampler
 from workers.sampling.logprobs import logprobs_of
-from workers.sampling.sampler import Choice, Sampler
+from workers.sampling.sampler import Choice, CpuSampler
 from workers.step.attention_attribution import AttributionAccumulator, BlockAttention
 from workers.step.draft_rollback import DraftedBlocks, StoredKvRecorder, drafted_among
 from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
@@ -61,7 +61,7 @@ class RankResources(Protocol):
     model: Model
     pool: FloatKvPool | QuantizedPool
     backend: Backend
-    sampler: Sampler | DeviceSampler
+    sampler: CpuSampler | DeviceSampler
     last_ids: LastTokens
     graphs: Graphs | None
     """None where nothing is captured."""
@@ -148,12 +148,12 @@ class GroupSession:
         may_be_double = bool(rotary.kind) and (self._resources.config.allow_long or rotary.trained > FLOAT32_POSITIONS)
         buckets = [BatchBucket(size, self._inputs, may_be_double=may_be_double) for size in sizes]
         logits_RV = try_out(buckets, backend, self._logits)
-        reporting, choosing = TokenBroadcast(sizes[-1], last_ids, self._report, self._resources.device), None
+        broadcast, graph_sampler = TokenBroadcast(sizes[-1], last_ids, self._report, self._resources.device), None
         if logits_RV is not None and isinstance(sampler, DeviceSampler):
-            choosing = GraphSampler(sampler, torch.zeros_like(logits_RV), reporting.ids_R)
+            graph_sampler = GraphSampler(sampler, torch.zeros_like(logits_RV), broadcast.ids_R)
         keeps = isinstance(self._resources.pool, QuantizedPool) and self._resources.config.max_draft_tokens > 0
         tokens = FixedTokens() if keeps else None
-        self._fixed = FixedSteps(buckets, last_ids, reporting, choosing, self._resources.device, tokens)
+        self._fixed = FixedSteps(buckets, last_ids, broadcast, graph_sampler, self._resources.device, tokens)
         self._fixed.prepare(self._logits, self._graphs, self._agree)
         self._merge_bytes()  # discards the bytes that belong to no step
 

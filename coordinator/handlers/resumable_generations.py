@@ -208,13 +208,13 @@ def request_digest(request: Generate) -> bytes:
         case str(text):
             kind, requested = "text", text.encode()
         case Conversation(messages):
-            kind, requested = "conversation", b"".join(map(_split_events, messages))
+            kind, requested = "conversation", b"".join(map(_length_prefixed, messages))
         case token_ids:
             kind, requested = "ids", array("I", token_ids).tobytes()
     return blake3(f"{kind} {request.context}\n".encode()).update(requested).digest()
 
 
-def _split_events(message: Message) -> bytes:
+def _length_prefixed(message: Message) -> bytes:
     """The message, prefixed with its role and length, so that different conversations have different bytes."""
     text = message.text.encode()
     return f"{message.role} {len(text)}\n".encode() + text

@@ -8,7 +8,7 @@ from coordinator.kv_cache.lost_ranges import LostRanges
 from coordinator.kv_cache.segment_placement import SegmentPlacement
 from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import Segment, TokenPath
-from coordinator.recovery.fault_score import add
+from coordinator.recovery.fault_score import raise_score
 from longleaf.rank_protocol.step import Prefill
 
 
@@ -137,7 +137,7 @@ class RecomputePlanner:
         assert loss is not None
         assert loss.reservation is not None
         ranges = [(low, high) for low, high in loss.left if low < end]
-        pieces = self._placer.place_again(ranges, size, loss.reservation)
+        pieces = self._placer.place_recomputed(ranges, size, loss.reservation)
         assert pieces
         start, stop = pieces[0].start, pieces[-1].end
         place = min(placement.seams, default=start)
@@ -231,7 +231,7 @@ class RecomputePlanner:
         loss = placement.loss
         assert loss.reservation is not None
         if suspicion:
-            loss.suspicion = add(loss.suspicion, suspicion, is_certain=is_certain)
+            loss.suspicion = raise_score(loss.suspicion, suspicion, is_certain=is_certain)
             loss.suspect_end = max(loss.suspect_end, placement.incoming[-1].end)
         self._placer.return_unwritten(placement.incoming, loss.reservation)
         placement.incoming = ()

@@ -212,7 +212,7 @@ class RestorePlanner:
         share = ceil_div(one.loss.num_blocks(placer.block_size).sharded, len(placer.pools))
         while one.left and (rank := self._next_rank(is_whole=is_whole)) is not None:
             index, ranges = one.left.pop(0)
-            runs, rest = placer.place_part(rank, ranges, share, reservation)
+            runs, rest = placer.place_restored(rank, ranges, share, reservation)
             if rest:
                 one.left.insert(0, (index, rest))
             one.placement.incoming += runs

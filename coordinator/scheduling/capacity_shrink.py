@@ -30,7 +30,7 @@ class CapacityShrink:
         self._contexts = contexts
         self._recovery = recovery
 
-    def too_much(self, jobs: Callable[[], list[Job]]) -> Iterator[NamedContext | Job]:
+    def victims(self, jobs: Callable[[], list[Job]]) -> Iterator[NamedContext | Job]:
         """The contexts and jobs to drop. The caller must drop each one before it requests the next.
 
         First jobs that do not fit even without other jobs and contexts; then idle contexts that are not pinned, least

@@ -170,7 +170,8 @@ class Scheduler(GroupChangeOperations, ContextOperations):
     # --- schedule ---
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
-        """The next step, or None when nothing is ready or enough is under way. It may add outcomes: see `pop_outcomes`."""
+        """The next step, or None when nothing is ready or enough is under way. It may add outcomes: see
+        `pop_outcomes`."""
         self._lifecycle.now = now
         for request_id in self._requests.deadlines.passed(now):
             self._outcomes.append((request_id, DeadlineExceeded("the deadline has passed")))
@@ -390,7 +391,8 @@ class Scheduler(GroupChangeOperations, ContextOperations):
 
     def pause(self, request_id: int, is_paused: bool) -> None:
         """Pauses or resumes the rows of a request whose reader is behind. It keeps its blocks until others need them.
-        Does nothing for a request that has ended. Ends the surplus when too many requests are paused: see `pop_outcomes`."""
+        Does nothing for a request that has ended. Ends the surplus when too many requests are paused: see
+        `pop_outcomes`."""
         if (request := self._requests.get(request_id)) is None:
             return
         self._requests.pause(request, is_paused)

@@ -190,7 +190,7 @@ class ImportSessions:
 
     def _is_made_by(self, context: str, upload_id: str) -> bool:
         try:
-            return self._engine.made_by(context) == upload_id
+            return self._engine.last_upload_id(context) == upload_id
         except LongleafError:
             return False
 
@@ -237,8 +237,8 @@ class ImportSessions:
         """Drops the oldest idle import of the tenant with the largest `usage`; another tenant than `tenant`
         must hold more than it. Returns whether an import was dropped."""
         idle = {found.header.tenant for found in self._all if found.idle_since is not None}
-        loser = eviction_victim(usage, idle, tenant)
-        return loser is not None and self._forget_oldest(loser)
+        victim = eviction_victim(usage, idle, tenant)
+        return victim is not None and self._forget_oldest(victim)
 
     def _forget_oldest(self, tenant: str) -> bool:
         idle = [each for each in self._all if each.idle_since is not None and each.header.tenant == tenant]

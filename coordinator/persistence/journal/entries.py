@@ -23,7 +23,8 @@ class GenerationEntry(msgspec.Struct, frozen=True, kw_only=True):
     prompt: bytes
     """Ids of the input, as unsigned 32-bit numbers in native byte order."""
     deadline: float | None
-    """The deadline of the call plus `resume_seconds`, in seconds since the Unix epoch; None if the call had no deadline."""
+    """The deadline of the call plus `resume_seconds`, in seconds since the Unix epoch; None if the call had no
+    deadline."""
     checkpoint: str = ""
     """The model that generates the answer."""
 

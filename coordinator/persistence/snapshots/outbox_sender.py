@@ -13,7 +13,7 @@ from longleaf.errors import DataLoss, LongleafError, StorageUnavailable
 from longleaf.storage.context_note import decode_note
 from longleaf.storage.names import NotePlace, attempt_of_manifest, place_of_note
 
-AT_ONCE = 256
+MAX_BATCH = 256
 log = logging.getLogger(__name__)
 
 
@@ -74,7 +74,7 @@ class OutboxSender:
 
     async def _send_first(self, *, only_deletions: bool) -> tuple[list[int], StorageUnavailable | None]:
         """Send the oldest entries. Returns the keys of those sent, and the error of the first failed note."""
-        limit = AT_ONCE + len(self._pinned)  # pinned entries must not block others
+        limit = MAX_BATCH + len(self._pinned)  # pinned entries must not block others
         found = await self._outbox.outgoing(limit, only_deletions=only_deletions)
         done, failure = list[int](), None
         try:

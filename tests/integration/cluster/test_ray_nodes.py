@@ -33,7 +33,11 @@ async def main():
     host = await fleet.reserve(config, 60.0)
     control = RankManager(config, host, fleet.kill, fleet.location_of)
     delays = asyncio.Queue()
-    control.registry.subscribe(lambda event: delays.put_nowait(event) if isinstance(event, ReplacementDelayed) else None)
+    def on_event(event):
+        if isinstance(event, ReplacementDelayed):
+            delays.put_nowait(event)
+
+    control.registry.subscribe(on_event)
     await fleet.launch(config, control.invitations, control.on_process_exit)
     formation = await control.start(1)
     keeper = ReplacementSupervisor(control.registry, fleet, config, formation.readies)

@@ -22,8 +22,8 @@ def fold_items(
     VALUE_PAD: tl.constexpr,
     TILE_PARTS: tl.constexpr,
 ):
-    """Merge of the partials of work items of each row: `part_out` [P, K, V] and `part_lse` [P, K] to `out` [T, H, V] and `lse`
-    [T, H]. One program per token and head; a row without partials is the identity."""
+    """Merge of the partials of work items of each row: `part_out` [P, K, V] and `part_lse` [P, K] to `out` [T, H, V]
+    and `lse` [T, H]. One program per token and head; a row without partials is the identity."""
     place = tl.program_id(0).to(tl.int64)
     num_heads = group * num_kv_heads
     token, head = place // num_heads, place % num_heads
