@@ -95,8 +95,8 @@ def parse(arguments: list[str]) -> ServiceConfig:
 
 def _of_option(error: msgspec.ValidationError) -> str:
     """Describes the invalid value, with the option's name instead of its path."""
-    reported, _, path = str(error).rpartition(" - at ")
-    return f"--{path.strip('`').rpartition('.')[2].replace('_', '-')}: {reported}"
+    message, _, path = str(error).rpartition(" - at ")
+    return f"--{path.strip('`').rpartition('.')[2].replace('_', '-')}: {message}"
 
 
 def print_notices(reply: StartResult) -> None:
@@ -184,10 +184,10 @@ class WaitReporter:
             return
         self._next = now + LOG_INTERVAL_SECONDS
         seconds, limit = round(now - self._began), self._config.wait_for_ranks
-        reported = {"waiting_for": what, **facts, "seconds": seconds, "limit_seconds": limit}
+        progress = {"waiting_for": what, **facts, "seconds": seconds, "limit_seconds": limit}
         line = f"waiting for {what} for {human_seconds(seconds)}"
         is_json = self._config.as_json or self._config.telemetry.log_format == "json"
-        print(msgspec.json.encode(reported).decode() if is_json else line, file=sys.stderr, flush=True)
+        print(msgspec.json.encode(progress).decode() if is_json else line, file=sys.stderr, flush=True)
 
 
 def serve_on_ray(config: ServiceConfig) -> StartResult:

@@ -81,8 +81,8 @@ def parse(arguments: list[str]) -> GatewayConfig:
     try:
         return msgspec.convert(vars(parser.parse_args(arguments)), GatewayConfig, strict=False)
     except msgspec.ValidationError as error:
-        reported, _, path = str(error).rpartition(" - at ")
-        parser.error(f"--{path.strip('`$.').replace('_', '-')}: {reported}")
+        message, _, path = str(error).rpartition(" - at ")
+        parser.error(f"--{path.strip('`$.').replace('_', '-')}: {message}")
 
 
 if __name__ == "__main__":

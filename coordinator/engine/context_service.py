@@ -171,8 +171,8 @@ class ContextService(ABC):
         """Adopt all contexts of a tenant that earlier checkpoints have read."""
         self._open()
         adopted, refused = await self._migration.adopt_all(self.positions, vocabulary_size, tenant, room)
-        reported = tuple(SkippedContext(name, str(error)) for name, error in refused.items())
-        return types.RecomputeResult(contexts=tuple(map(self.on_context_added, adopted)), skipped=reported)
+        skipped = tuple(SkippedContext(name, str(error)) for name, error in refused.items())
+        return types.RecomputeResult(contexts=tuple(map(self.on_context_added, adopted)), skipped=skipped)
 
     async def update_context(self, context_id: str, settings: ContextSettings) -> types.Context:
         """Raises NotFound, InvalidArgument for an expiry time in the past, and StorageUnavailable."""

@@ -223,9 +223,9 @@ class Ingest:
     ) -> AsyncGenerator[IngestProgress, None]:
         """Raises DeadlineExceeded if the stream is idle for too long, and InvalidArgument if the context expires in the
         meantime."""
-        upload, reported = owner.upload, _report("receiving", document)
+        upload, progress = owner.upload, _report("receiving", document)
         self._quotas.charge_input(upload.pop_num_new_tokens())
-        yield reported
+        yield progress
         while (piece := await self._next(pieces, upload.header.settings.ingest_expiry)) is not None:
             owner.check()  # a stream that lost the upload counts nothing
             self._uploads.update_size(upload, _num_bytes(piece))
@@ -238,8 +238,8 @@ class Ingest:
                 if self._uploads.durable is not None:
                     self._uploads.durable.persist(upload.header, document)
                 report = _report("receiving", document)
-                if _is_update(report, reported):
-                    reported = report
+                if _is_update(report, progress):
+                    progress = report
                     yield report
             del steps
         # Once this report is sent, it is certain that the client ended the stream and that the stream did not break.

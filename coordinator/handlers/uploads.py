@@ -56,12 +56,12 @@ class PrefillTask:
     async def progress(self) -> AsyncIterator[IngestProgress]:
         """Yields reports from now on; a slow reader gets only the latest ones. Raises the error that ended the
         prefill."""
-        reported = None
+        last_report = None
         while True:
             count, is_over = self._changes.count, self.is_over
-            if self.latest is not None and self.latest is not reported:
-                reported = self.latest
-                yield reported
+            if self.latest is not None and self.latest is not last_report:
+                last_report = self.latest
+                yield last_report
             elif self._error is not None:
                 raise self._error
             elif is_over:

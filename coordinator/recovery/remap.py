@@ -162,10 +162,10 @@ def begin_reload(placer: BlockPlacer, segments: SegmentStore, evicted: Iterable[
 def segment_layouts(segments: SegmentStore) -> tuple[SegmentLayout, ...]:
     """The layout of all segments that are held or lost. It replaces the pending release messages."""
     segments.pop_forgotten()
-    reported = [one for one in segments.placements if one.segment.token_ids and not one.is_evicted]
-    for placement in reported:
+    resident = [one for one in segments.placements if one.segment.token_ids and not one.is_evicted]
+    for placement in resident:
         placement.is_reported = True
     return tuple(
         SegmentLayout(placement.segment.id, placement.segment.start, tuple(placement.runs), placement.window_runs)
-        for placement in reported
+        for placement in resident
     )

@@ -197,11 +197,11 @@ class JobRecovery:
 
     def report_progress(self) -> None:
         """Reports the progress of recovery to requests that wait for lost keys."""
-        reported: dict[int, Recovering] = {}
+        progress_by_request: dict[int, Recovering] = {}
         for job, path in self._waiting():
             if (progress := self._recovery.progress(path)) is not None:
-                reported[job.request.id] = progress
-        self._lifecycle.outcomes += reported.items()
+                progress_by_request[job.request.id] = progress
+        self._lifecycle.outcomes += progress_by_request.items()
 
     # --- dropped contexts ---
 

@@ -143,13 +143,13 @@ class Scheduler(GroupChangeOperations, ContextOperations):
     def positions(self) -> dict[int, Admitted]:
         """The queue positions of waiting generations, by request. Position 1 is the next one of its tenant; other
         tenants are not counted."""
-        reported, places = dict[int, Admitted](), Counter[str]()
+        admitted, places = dict[int, Admitted](), Counter[str]()
         for job in self._queue.order():
             tenant = job.request.scheduling.tenant
             places[tenant] += 1
             if isinstance(job, Sequence) and job.represents_all_samples:
-                reported[job.request.id] = job.admitted(places[tenant])
-        return reported
+                admitted[job.request.id] = job.admitted(places[tenant])
+        return admitted
 
     # --- admission ---
 
@@ -343,10 +343,10 @@ class Scheduler(GroupChangeOperations, ContextOperations):
                 tokens.append(token)
                 if (reason := job.append_token(token.id)) is not None:
                     break  # tokens sampled after the end of the answer are dropped
-            reported = () if attention is None else (attention,)
+            attentions = () if attention is None else (attention,)
             counts = (self._drafter.record_tokens(job, sampled), min(len(tokens), len(sampled) - 1))
             self.drafts.add(*counts, len(tokens))
-            self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, reported, *counts)))
+            self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, attentions, *counts)))
         if reason is not None:
             self._outcomes.append((request_id, job.ended(reason, result)))
             self._lifecycle.finish(job)

@@ -27,10 +27,10 @@ class ExportErrors(logging.Handler):
         if self._reported is not None and now - self._reported < QUIET_SECONDS:
             self._num_more += 1
             return
-        reported = record.getMessage() if record.name.startswith(HARMLESS) else record.name
+        summary = record.getMessage() if record.name.startswith(HARMLESS) else record.name
         more = f" ({self._num_more:,} more since the last line)" if self._num_more else ""
         self._reported, self._num_more = now, 0
-        log.warning("traces: %s%s", reported, more)
+        log.warning("traces: %s%s", summary, more)
 
     def set_up(self) -> None:
         """Installs the handler."""

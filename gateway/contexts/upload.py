@@ -162,7 +162,7 @@ class UploadEvents:
         return event(problem_of(error, NAMES).body, "error")
 
     def _progress_json(self, progress: IngestProgress) -> dict[str, Any]:
-        reported: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "phase": progress.phase,
             "received_bytes": progress.received_bytes,
             "received_tokens": progress.received_tokens,
@@ -171,8 +171,8 @@ class UploadEvents:
             "tokens_per_second": progress.tokens_per_second,
         }
         if progress.context is not None:
-            reported["context"] = described(progress.context, self._model)
-        return reported
+            fields["context"] = described(progress.context, self._model)
+        return fields
 
 
 async def upload_state(request: Request) -> Response:

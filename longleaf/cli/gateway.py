@@ -107,12 +107,12 @@ class GatewayFlags:
 
     def options(self) -> list[str]:
         """The command-line options of `python -m gateway`."""
-        reported = list[str]()
+        arguments = list[str]()
         for field in fields(self):
             value = getattr(self, field.name)
             several = cast(list[object], value) if isinstance(value, list) else [value]
-            reported += [f"--{field.name.replace('_', '-')}={each}" for each in several if each is not None]
-        return reported
+            arguments += [f"--{field.name.replace('_', '-')}={each}" for each in several if each is not None]
+        return arguments
 
 
 @takes_flags(GatewayFlags)

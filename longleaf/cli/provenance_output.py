@@ -150,15 +150,15 @@ class SourceList:
         found = excerpt(self._client, self._context, source, num_tokens)
         if found is None:
             return Text(f"{_place(source, None)}  {_numbers(source)}")
-        reported = Text(f"{_place(source, found.own)}  {_numbers(source)}\n", style="cyan")
+        text = Text(f"{_place(source, found.own)}  {_numbers(source)}\n", style="cyan")
         body = Text()
         for part, style in found.parts:
             body.append(part.translate(CONTROLS), style)
         for line in body.split("\n", allow_blank=True):
-            reported.append("    ")
-            reported.append_text(line)
-            reported.append("\n")
-        return reported
+            text.append("    ")
+            text.append_text(line)
+            text.append("\n")
+        return text
 
 
 def _place(source: Source, text: ContextText | None) -> str:

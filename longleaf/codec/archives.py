@@ -36,8 +36,8 @@ def decode_export(message: context_pb.ExportContextRequest) -> ExportContext:
 def encode_exported(updates: ExportedArchive | bytes) -> context_pb.ExportContextResponse:
     if isinstance(updates, bytes):
         return context_pb.ExportContextResponse(data=updates)
-    reported = context_pb.ContextArchive(total_size_bytes=updates.num_bytes, digest=updates.digest)
-    return context_pb.ExportContextResponse(archive=reported)
+    message = context_pb.ContextArchive(total_size_bytes=updates.num_bytes, digest=updates.digest)
+    return context_pb.ExportContextResponse(archive=message)
 
 
 def decode_exported(message: context_pb.ExportContextResponse) -> ExportedArchive | bytes:
@@ -49,8 +49,8 @@ def decode_exported(message: context_pb.ExportContextResponse) -> ExportedArchiv
 
 def encode_import_piece(piece: ImportHeader | ArchiveChunk) -> context_pb.ImportContextRequest:
     if isinstance(piece, ArchiveChunk):
-        reported = context_pb.ArchiveChunk(offset=piece.offset, data=piece.data)
-        return context_pb.ImportContextRequest(chunk=reported)
+        message = context_pb.ArchiveChunk(offset=piece.offset, data=piece.data)
+        return context_pb.ImportContextRequest(chunk=message)
     config = context_pb.ImportConfig(
         name="" if piece.context is None else context_name(piece.context),
         upload_id=check_utf8(piece.upload_id, "upload_id"),

@@ -245,8 +245,8 @@ def encode_verification(found: Verification) -> cluster_pb.VerifyClusterResponse
 
 
 def decode_verification(message: cluster_pb.VerifyClusterResponse) -> Verification:
-    reported = {_VERIFICATION_NAMES.get(field, field): getattr(message, field) for field in _verification_fields()}
-    return Verification(**reported, reference_seconds=decode_seconds(message.reference_duration))
+    fields = {_VERIFICATION_NAMES.get(field, field): getattr(message, field) for field in _verification_fields()}
+    return Verification(**fields, reference_seconds=decode_seconds(message.reference_duration))
 
 
 def _verification_fields() -> list[str]:

@@ -326,8 +326,8 @@ def decode_event(message: service_pb.GenerateResponse) -> Event | None:
         case "started":
             started = message.started
             counts = (started.prompt_token_count, started.cached_token_count, started.queue_position)
-            reported = (started.request_id, started.beyond_trained_length, started.exact, started.exactness_note)
-            return Started(*counts, *reported)
+            arguments = (started.request_id, started.beyond_trained_length, started.exact, started.exactness_note)
+            return Started(*counts, *arguments)
         case "progress":
             return Progress(message.progress.processed_token_count, message.progress.total_token_count)
         case "recovering":

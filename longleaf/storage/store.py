@@ -155,11 +155,11 @@ def _reason(error: Exception) -> str:
         return "it is read-only; mount it for writing"
     if isinstance(error, PermissionError):
         return "access is denied; check the credentials and their permissions"
-    reported = (error.strerror if isinstance(error, OSError) else "") or f"{error}" or type(error).__name__
-    reported = re.sub(r"://[^/\s@]*@", "://", reported)  # drivers include passwords in URLs
+    reason = (error.strerror if isinstance(error, OSError) else "") or f"{error}" or type(error).__name__
+    reason = re.sub(r"://[^/\s@]*@", "://", reason)  # drivers include passwords in URLs
     if isinstance(error, StorageTimeout):
-        return f"{reported}; check that it can be reached from this machine"
-    return f"{reported}; check that it exists and can be reached from this machine"
+        return f"{reason}; check that it can be reached from this machine"
+    return f"{reason}; check that it exists and can be reached from this machine"
 
 
 def _is_full(error: BaseException | None) -> bool:

@@ -102,8 +102,8 @@ class GraphSampler:
 
     def choice(self, rows: Sequence[Row], batch: Batch, kind: Needs, turn: int) -> DeviceChoice:
         """Starts to copy the sampled tokens to host buffer `turn`, one of two."""
-        reported, num_positions = self._tokens(kind), len(batch.samplers)
-        reported_RN, host_RN = reported.there_RN[:num_positions], reported.hosts_RN[turn][:num_positions]
+        tokens, num_positions = self._tokens(kind), len(batch.samplers)
+        reported_RN, host_RN = tokens.there_RN[:num_positions], tokens.hosts_RN[turn][:num_positions]
         return DeviceChoice(rows, batch.samplers, reported_RN, self._sampler.broken, host_RN)
 
     def _tokens(self, kind: Needs) -> TokenBuffer:

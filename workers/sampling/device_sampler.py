@@ -122,12 +122,12 @@ class DeviceChoice:
 
     def tokens(self) -> list[tuple[Token, ...]]:
         """The tokens of each row. Waits for the copy to the host."""
-        reported, firsts = self._copy.wait().tolist(), first_positions(self._rows)
-        self._broken.update(row.sequence for row, i in zip(self._rows, firsts, strict=True) if reported[i][0] < 0)
+        rows, firsts = self._copy.wait().tolist(), first_positions(self._rows)
+        self._broken.update(row.sequence for row, i in zip(self._rows, firsts, strict=True) if rows[i][0] < 0)
         return [
             ()
             if row.sequence in self._broken
-            else reached(self._samplers[i].sampling, reported[i : i + 1 + len(row.draft_ids)])
+            else reached(self._samplers[i].sampling, rows[i : i + 1 + len(row.draft_ids)])
             for row, i in zip(self._rows, firsts, strict=True)
         ]
 

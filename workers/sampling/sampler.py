@@ -110,13 +110,13 @@ class CpuSampler:
             for i, token_id in zip(some, found, strict=True):
                 chosen[i] = token_id
                 samplers[i].penalties.add(token_id)
-        reported: list[Logprobs | None] = [None] * len(rows)
+        row_logprobs: list[Logprobs | None] = [None] * len(rows)
         for some in _alike(samplers, lambda sampler: sampler.sampling.num_logprobs, logits_RV.shape[-1]):
             num_top = samplers[some[0]].sampling.num_logprobs
             entries = logprobs(select_rows(logits_RV, some), [chosen[i] for i in some], num_top or 0)
             for i, entry in zip(some, entries, strict=True):
-                reported[i] = entry
-        return list(map(Token, chosen, reported))
+                row_logprobs[i] = entry
+        return list(map(Token, chosen, row_logprobs))
 
     def _sampler(self, row: Row, vocabulary_size: int) -> CpuSequenceSampler:
         """The sampler of the row's sequence. It is created again when the row brings new terms."""

@@ -142,15 +142,15 @@ class ImportSessions:
     ) -> AsyncGenerator[ImportProgress, None]:
         arrival = found.importer
         await found.run_in_turn(owner, arrival.commit)
-        reported = arrival.num_bytes
+        num_reported = arrival.num_bytes
         if arrival.result is None:
-            yield ImportProgress(received_bytes=reported)
+            yield ImportProgress(received_bytes=num_reported)
         while arrival.result is None and (piece := await self._next(pieces)) is not None:
             await found.run_in_turn(owner, partial(_feed_piece, found, piece))
             self._check_room(found.header.tenant)
-            if arrival.num_bytes - reported >= REPORT_BYTES:
-                reported = arrival.num_bytes
-                yield ImportProgress(received_bytes=reported)
+            if arrival.num_bytes - num_reported >= REPORT_BYTES:
+                num_reported = arrival.num_bytes
+                yield ImportProgress(received_bytes=num_reported)
             del piece
         if arrival.result is None:
             # Once this report is sent, it is certain that the client ended the stream and that the stream did not

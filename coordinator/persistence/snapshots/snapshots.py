@@ -199,9 +199,9 @@ class Snapshots:
 
     def _read_manifest(self, record: SnapshotRecord, segment: Segment) -> SegmentManifest:
         found = read_manifest(self._store.store, record.manifest)
-        reported = (found.fingerprint, found.form, found.start, found.rope, found.token_ids)
+        identity = (found.fingerprint, found.form, found.start, found.rope, found.token_ids)
         ids = little_endian(segment.token_ids).tobytes()
-        if reported != (self._fingerprint, record.form, segment.start, segment.rope, ids):
+        if identity != (self._fingerprint, record.form, segment.start, segment.rope, ids):
             raise DataLoss(record.manifest, f"it does not match segment {segment.id} in the catalog")
         if record.form == self._form.text:  # other layouts are not restored here
             try:
