@@ -47,7 +47,7 @@ def call_later(seconds: float, function: Callable[[], None]) -> Timer:
 class ResumableGeneration:
     """The events of one generation, kept for replay. Generation continues while a client reads, and otherwise until the
     engine's buffer is full. `on_end` is called when the generation fails, and when it had no reader for the
-    `resume_seconds` of the request; both may happen. `question` is the digest of the request's input. `reported` has
+    `resume_seconds` of the request; both may happen. `question` is the digest of the request's input. `past_events` has
     the events that clients of an earlier run of the service have read."""
 
     def __init__(
@@ -57,7 +57,7 @@ class ResumableGeneration:
         events: AsyncGenerator[Event, None],
         later: CallLater,
         on_end: Callable[["ResumableGeneration"], None],
-        reported: Iterable[Event] = (),
+        past_events: Iterable[Event] = (),
     ) -> None:
         self.account = request.account
         self._question = question
@@ -80,7 +80,7 @@ class ResumableGeneration:
         self._num_readers = 0
         self._timer = later(self._seconds, self._on_timeout)
         self._step: asyncio.Task[None] | None = None
-        for event in reported:
+        for event in past_events:
             self._append_event(event)
 
     @property
@@ -278,10 +278,10 @@ class ResumableGenerations:
         request: Generate,
         question: bytes,
         events: AsyncGenerator[Event, None],
-        reported: Iterable[Event],
+        past_events: Iterable[Event],
     ) -> None:
         """Restores a generation of an earlier run of the service; `events` are the remaining ones."""
-        self._add(request_id, request, question, events, reported)
+        self._add(request_id, request, question, events, past_events)
 
     def _add(
         self,
@@ -289,10 +289,10 @@ class ResumableGenerations:
         request: Generate,
         question: bytes,
         events: AsyncGenerator[Event, None],
-        reported: Iterable[Event] = (),
+        past_events: Iterable[Event] = (),
     ) -> ResumableGeneration:
         replay = ResumableGeneration(
-            request, question, events, self._call_later, partial(self._end, request_id), reported
+            request, question, events, self._call_later, partial(self._end, request_id), past_events
         )
         self._by_id[request_id] = replay
         return replay

@@ -150,7 +150,7 @@ class BlockPlacer:
         if self.windows is None:
             return ()
         stored_from = max(start, self.windows.first(end)) if is_chunk else start
-        return self._roll(runs, start, (stored_from, end), reservation)
+        return self._advance_windows(runs, start, (stored_from, end), reservation)
 
     def recompute_windows(
         self, runs: tuple[Run, ...], chunk: tuple[int, int], window_start: int, place: int, reservation: Reservation
@@ -161,9 +161,9 @@ class BlockPlacer:
             return ()
         start, end = chunk
         stored_from = max(start, min(self.windows.first(end), window_start))
-        return self._roll(runs, min(start, place), (stored_from, end), reservation)
+        return self._advance_windows(runs, min(start, place), (stored_from, end), reservation)
 
-    def _roll(
+    def _advance_windows(
         self, runs: tuple[Run, ...], place: int, fresh: tuple[int, int], reservation: Reservation
     ) -> tuple[Run, ...]:
         retained, freed = self.window_pool.split(runs, place)

@@ -34,7 +34,7 @@ class RecomputePlanner:
         self._is_being_restored = comes_back
         self._segments = segments
         self._placements = segments.placements
-        self._rolling: Reservation | None = None
+        self._scratch: Reservation | None = None
         """With replicated windows, window blocks for the chunk that is recomputed."""
         self._current: SegmentPlacement | None = None
         """With replicated windows, the segment that uses these blocks."""
@@ -61,16 +61,16 @@ class RecomputePlanner:
                 self._placer.release(loss.reservation)
                 loss.reservation = None
         self._current = None
-        self.return_rolling()
+        self.release_scratch()
 
-    def return_rolling(self) -> None:
+    def release_scratch(self) -> None:
         """Releases the window blocks for recomputation, unless a segment uses them."""
-        if self._rolling is not None:
-            self._placer.release(self._rolling)
-            self._rolling = None
+        if self._scratch is not None:
+            self._placer.release(self._scratch)
+            self._scratch = None
 
     @property
-    def num_rolling(self) -> BlockCount:
+    def num_scratch(self) -> BlockCount:
         """Blocks that are needed only during recomputation."""
         pool = self._placer.window_pool
         sizes = [
@@ -83,18 +83,18 @@ class RecomputePlanner:
     @property
     def num_reserved(self) -> BlockCount:
         """Reserved blocks that belong to no segment."""
-        return self._rolling.left if self._rolling else BlockCount()
+        return self._scratch.left if self._scratch else BlockCount()
 
     @property
     def is_reserved(self) -> bool:
         """Blocks are reserved for all lost ranges."""
-        if self._placer.windows is not None and not self._placements.is_whole and not self._can_roll:
+        if self._placer.windows is not None and not self._placements.is_whole and not self._has_scratch:
             return False
         return all(placement.loss.reservation for placement in self._placements.with_losses if placement.loss)
 
     @property
-    def _can_roll(self) -> bool:
-        has_enough = self._rolling is not None and self.num_rolling.fits(self._rolling.left)
+    def _has_scratch(self) -> bool:
+        has_enough = self._scratch is not None and self.num_scratch.fits(self._scratch.left)
         return has_enough or self._is_lent
 
     @property
@@ -106,9 +106,9 @@ class RecomputePlanner:
         """Reserves blocks for lost segments as far as possible, first for those on `paths`. Contexts are evicted only
         for these."""
         needed = dict.fromkeys(self._placements.for_segments(segment for path in paths for segment in path.segments))
-        if self._placer.windows is not None and not self._can_roll:
-            self.return_rolling()
-            self._rolling = self._reserve(self.num_rolling, may_evict=bool(needed))
+        if self._placer.windows is not None and not self._has_scratch:
+            self.release_scratch()
+            self._scratch = self._reserve(self.num_scratch, may_evict=bool(needed))
         for placement in dict.fromkeys([*needed, *self._placements.with_losses]):
             if placement.loss is not None and placement.loss.reservation is None:
                 blocks = placement.loss.num_blocks(self._placer.block_size)
@@ -180,7 +180,7 @@ class RecomputePlanner:
         if current is not None and self._is_lent:
             return (current, current.segment.end) if self._may_begin(current) else None
         self._current = None
-        if self._rolling is None or not self._can_roll:
+        if self._scratch is None or not self._has_scratch:
             return None
         lossy = [found[0] for path in paths if (found := self._placements.first_lost(path))]
         for placement in [*lossy, *self._placements.with_losses]:
@@ -191,8 +191,8 @@ class RecomputePlanner:
                 and self._may_begin(placement)
                 and self._placements.holds(placement.segment.before)
             ):
-                loss.reservation.left += self._rolling.left
-                self._rolling, self._current, self._lent_to = None, placement, loss
+                loss.reservation.left += self._scratch.left
+                self._scratch, self._current, self._lent_to = None, placement, loss
                 return placement, placement.segment.end
         return None
 
@@ -208,18 +208,18 @@ class RecomputePlanner:
             loss.fill(piece.start, piece.end)
         if not loss.left:
             self._segments.drop_frontier(placement)
-            self._take_rolling(loss)
+            self._reclaim_scratch(loss)
             self._segments.end_loss(placement)
         elif self._placer.windows is not None:
             self._segments.add_frontier(placement, loss.first)
         return placement
 
-    def _take_rolling(self, loss: LostRanges) -> None:
+    def _reclaim_scratch(self, loss: LostRanges) -> None:
         """Keeps the window blocks for the next segment."""
         assert loss.reservation is not None
         if self._is_lent:
-            most = min(self.num_rolling.windows, loss.reservation.left.windows)  # reloads may have raised num_rolling
-            self._rolling = loss.reservation.split(BlockCount(windows=most))
+            most = min(self.num_scratch.windows, loss.reservation.left.windows)  # reloads may have raised num_scratch
+            self._scratch = loss.reservation.split(BlockCount(windows=most))
             self._current = None
 
     def undo(self, suspicion: int, *, is_certain: bool) -> SegmentPlacement | None:

@@ -71,9 +71,9 @@ class RecoveryManager:
         return sum(placement.loss.num_tokens for placement in self._placements.with_losses if placement.loss)
 
     @property
-    def num_rolling(self) -> BlockCount:
+    def num_scratch(self) -> BlockCount:
         """Blocks that are needed during recomputation in addition to those of the segments."""
-        return self._recompute.num_rolling
+        return self._recompute.num_scratch
 
     @property
     def num_reserved(self) -> BlockCount:
@@ -173,7 +173,7 @@ class RecoveryManager:
         lost."""
         if self._work is None and self._placements.is_whole:
             self._losses.clear()
-            self._recompute.return_rolling()
+            self._recompute.release_scratch()
             self.is_over = self._rebalance.is_over
 
     # --- progress ---

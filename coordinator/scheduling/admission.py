@@ -180,7 +180,7 @@ class Admission:
         path_segments = {s.id: s for path in self._requested(answers) for s in path.segments if s.id not in retained}
         coming = sum((other.num_blocks for other in jobs if isinstance(other, IngestJob)), BlockCount())
         placements = self._segments.placements
-        resident = self._limits.wanted(placements.for_segments(retained.values())) + coming + self._limits.rolling
+        resident = self._limits.wanted(placements.for_segments(retained.values())) + coming + self._limits.num_scratch
         self._limits.check_room(job.num_blocks, resident, None)
         resident += self._limits.wanted(placements.for_segments(path_segments.values()))
         if isinstance(job, IngestJob):

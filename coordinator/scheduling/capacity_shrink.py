@@ -81,7 +81,7 @@ class CapacityShrink:
 
     def _wanted(self, placements: list[SegmentPlacement]) -> BlockCount:
         """Blocks of the segments once nothing of them is lost, plus those for recomputation."""
-        return self._limits.wanted(placements) + self._recovery.num_rolling
+        return self._limits.wanted(placements) + self._recovery.num_scratch
 
 
 def uses_context(job: Job, context: NamedContext) -> bool:

@@ -165,7 +165,7 @@ class JobRecovery:
         retained = {
             s: None for context in self._contexts.list() if not context.is_evicted for s in context.path.segments
         }
-        wanted = self._limits.wanted(self._placements.for_segments(retained)) + self._limits.rolling
+        wanted = self._limits.wanted(self._placements.for_segments(retained)) + self._limits.num_scratch
         return wanted.fits(self._placer.num_blocks)
 
     def is_ready(self, job: Job) -> bool:
