@@ -161,10 +161,10 @@ def page(rows: list[Row], walk: Row) -> str:
     """The text of docs/models.md, from the rows of families and from the results of `bench.classes`."""
     refused = [row for row in rows if row.get("refused") is not None]
     served = [row for row in rows if row.get("refused") is None]
-    reported = {"states": STATES, "seeing": SEEING, "allowed": ALLOWED, "half": half}
+    values = {"states": STATES, "seeing": SEEING, "allowed": ALLOWED, "half": half}
     counts = Counter(found["result"] for found in walk["findings"])
     classes = {"walk": walk, "counts": counts, "describe_result": describe_result}
-    return render("models", served=served, refused=refused, **reported, **classes)
+    return render("models", served=served, refused=refused, **values, **classes)
 
 
 def describe_result(found: Row) -> str:

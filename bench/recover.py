@@ -257,12 +257,12 @@ class Watch:
 async def lose(client: AsyncClient, turn: int, hurt: Hurt, expected: list[int]) -> Kill:
     """Loses ranks under a stream, and waits until everything is as before."""
     before, watch = await client.cluster(), Watch(client)
-    reported, enough = list[StreamToken](), asyncio.Event()
+    tokens, enough = list[StreamToken](), asyncio.Event()
 
     async def read() -> None:
         async for one in stream(client):
-            reported.append(one)
-            if len(reported) >= BEFORE:
+            tokens.append(one)
+            if len(tokens) >= BEFORE:
                 enough.set()
 
     reading = asyncio.create_task(read())
@@ -283,11 +283,11 @@ async def lose(client: AsyncClient, turn: int, hurt: Hurt, expected: list[int]) 
         noticed_s=noticed - killed,
         formed_s=formed - noticed,
         recovery_s=recovered - killed,
-        stall_s=longest_gap([one.time for one in reported], killed),
+        stall_s=longest_gap([one.time for one in tokens], killed),
         restored_world_s=restored - killed,
         lost_tokens=recovery.lost_tokens,
         recomputed_tokens=recovery.recovered_tokens,
-        is_equal=[one.token for one in reported] == expected,
+        is_equal=[one.token for one in tokens] == expected,
     )
 
 

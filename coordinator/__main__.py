@@ -152,10 +152,10 @@ class WaitReporter:
             return
         self._next = now + LOG_INTERVAL_SECONDS
         seconds, limit = round(now - self._began), self._config.wait_for_ranks
-        reported = {"waiting_for": what, **facts, "seconds": seconds, "limit_seconds": limit}
+        progress = {"waiting_for": what, **facts, "seconds": seconds, "limit_seconds": limit}
         line = f"waiting for {what} for {human_seconds(seconds)}"
         is_json = self._config.as_json or self._config.telemetry.log_format == "json"
-        print(msgspec.json.encode(reported).decode() if is_json else line, file=sys.stderr, flush=True)
+        print(msgspec.json.encode(progress).decode() if is_json else line, file=sys.stderr, flush=True)
 
 
 def serve_on_ray(config: ServiceConfig) -> StartResult:

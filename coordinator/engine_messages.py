@@ -160,8 +160,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_left(self) -> int:
         """Maximum number of tokens that any open answer may still generate."""
-        reported = () if self.generated is None else self.generated.values()
-        return self.sampling.max_tokens - min(map(len, reported), default=0)
+        answers = () if self.generated is None else self.generated.values()
+        return self.sampling.max_tokens - min(map(len, answers), default=0)
 
     def end_reason(self, token_id: int, num_generated: int) -> EndReason | None:
         """The reason for which `token_id` ends an answer of `num_generated` tokens, itself included; None if it does

@@ -112,7 +112,7 @@ class Service:
         self._server = GrpcServer(
             unread_timeout=config.unread_timeout,
             loading=self._not_yet,
-            drain=self.answer_drain,
+            drain=self.on_drain_call,
             reset_slots=self._reset_slots,
             authenticator=authenticator,
             observers=self._observers,
@@ -124,8 +124,8 @@ class Service:
         port = await self._server.start(self._config.host, self._config.port, unix)
         if self._gateway is not None:
             self.http = await self._gateway.start()
-        reported = await self._start_health(self._server)
-        reported += await self._watching.log_start(self._sources(authenticator, certificates))
+        notes = await self._start_health(self._server)
+        notes += await self._watching.log_start(self._sources(authenticator, certificates))
         tokenizer = await self._load_tokenizer(config)
         if self._config.sampling_defaults == "model":
             self._sampling_defaults = read_sampling(tokenizer.checkpoint.folder)
@@ -145,11 +145,11 @@ class Service:
             retained += unreachable((each.id for each in self._durability.contents.contexts), authenticator.tenants)
         if self._config.launcher == "local":
             devices = [ready.device for ready in readies]
-            reported += idle_processors(config.world_size, config.threads_per_rank, devices, num_processors())
+            notes += idle_processors(config.world_size, config.threads_per_rank, devices, num_processors())
         logged = [note for ready in readies for note in ready.notes]
         if self._config.telemetry.log_level in ("debug", "info"):
             logged = [detail for ready in readies for detail in ready.details] + logged
-        self.notes = (*dict.fromkeys(logged), *retained, *reported)
+        self.notes = (*dict.fromkeys(logged), *retained, *notes)
         self._loop = asyncio.create_task(self._engine.run())
         model = self._describe(self._engine, tokenizer, readies[0])
         describe = partial(self._engine.cluster, model, self._config.launcher)
@@ -296,7 +296,7 @@ class Service:
         server.end_calls(reason)
         await server.drain(GRACE_SECONDS)
 
-    async def answer_drain(self, wait: bool) -> Draining:
+    async def on_drain_call(self, wait: bool) -> Draining:
         """Starts a drain without shortening a running one. With `wait`, returns only in `stop`, because the process may
         be killed right after the reply. Raises Unavailable if the service stops before the drain has ended."""
         self._begin_drain()

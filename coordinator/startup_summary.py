@@ -12,7 +12,7 @@ def summarize(cluster: Cluster, max_positions: int) -> tuple[tuple[str, str], ..
         ("model", _model(cluster.model)),
         ("ranks", _ranks(cluster)),
         ("document", _longest(cluster, max_positions)),
-        ("room", _tokens(_capacity(cluster)) + " in all contexts and answers"),
+        ("capacity", _tokens(_capacity(cluster)) + " in all contexts and answers"),
     )
 
 

@@ -87,11 +87,11 @@ async def _on_error(request: Request, error: LongleafError) -> Response:
 
 async def _on_http(request: Request, error: HTTPException) -> Response:
     allowed = (error.headers or {}).get("Allow", "")
-    reported = {404: NO_ENDPOINT, 405: f"{request.method} is not allowed, only {allowed}"}
+    messages = {404: NO_ENDPOINT, 405: f"{request.method} is not allowed, only {allowed}"}
     if error.status_code == 404 and any(path == f"/v1{request.url.path}" for path, *_ in ROUTES):
-        reported[404] = f"no such endpoint: use /v1{request.url.path} (base_url ends with /v1)"
+        messages[404] = f"no such endpoint: use /v1{request.url.path} (base_url ends with /v1)"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    message = reported.get(error.status_code, str(error.detail))
+    message = messages.get(error.status_code, str(error.detail))
     return await _on_problem(request, HttpProblem(error.status_code, message, code=code, headers=error.headers))
 
 

@@ -268,8 +268,8 @@ def converted(raw: object, kind: type[Body], parent: str = "") -> Body:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         match = PATH.match(str(error))
-        path, reported = (match["path"] or "", match["message"]) if match is not None else ("", str(error))
+        path, reason = (match["path"] or "", match["message"]) if match is not None else ("", str(error))
         param = ".".join(filter(None, (parent, path))) or None
-        raise HttpProblem(400, f"{param or 'the body'}: {reported}", param=param, code="invalid_type") from None
+        raise HttpProblem(400, f"{param or 'the body'}: {reason}", param=param, code="invalid_type") from None
     except (OverflowError, RecursionError) as error:
         raise HttpProblem(400, f"the body: {error}") from None

@@ -44,9 +44,9 @@ async def cluster(request: Request) -> Response:
         return json_response(described(await with_deadline(client.cluster())))
     if request.method == "HEAD":  # a stream would never end, and transfer no body
         await with_deadline(client.cluster())
-        reported = Response()
-        reported.raw_headers = list(HEADERS)
-        return reported
+        response = Response()
+        response.raw_headers = list(HEADERS)
+        return response
     watching = client.watch_cluster(min_interval=INTERVAL_SECONDS)
     try:
         first = await with_deadline(anext(watching))

@@ -25,8 +25,8 @@ class ModelNameCache:
 
     def name_for(self, caller: int) -> str | None:
         """None if the service must be asked."""
-        name, reported = self._reported.get(caller, (None, 0.0))
-        return name if time.monotonic() - reported < KNOWN_SECONDS else None
+        name, reported_at = self._reported.get(caller, (None, 0.0))
+        return name if time.monotonic() - reported_at < KNOWN_SECONDS else None
 
 
 async def model_name(request: Request, client: AsyncClient) -> str:

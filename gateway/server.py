@@ -89,7 +89,7 @@ async def serve(
     with listen(config.host, config.port) as listener:
         ending = asyncio.Event()
         async with client_for(config) as client, counted(make_app(client, config, ending), config) as (app, metrics):
-            reported = uvicorn.Config(
+            uvicorn_config = uvicorn.Config(
                 app,
                 lifespan="off",
                 log_config=None,
@@ -98,9 +98,9 @@ async def serve(
                 timeout_graceful_shutdown=math.ceil(config.drain_seconds),
                 **protocol_options(config.max_connections),
             )
-            reported.load()
-            reported.ssl = certificate.context if certificate is not None else None
-            server = GatewayServer(reported, ending)
+            uvicorn_config.load()
+            uvicorn_config.ssl = certificate.context if certificate is not None else None
+            server = GatewayServer(uvicorn_config, ending)
             tasks = [asyncio.create_task(certificate.reload_on_change())] if certificate is not None else []
             end = end or asyncio.Event()
             tasks.append(asyncio.create_task(_end_with(server, end)))

@@ -126,8 +126,8 @@ def _weights(folder: Path) -> Sequence[str]:
     """Names of the weight files that transformers would load, in its order; empty if there are none in safetensors
     format."""
     with _reading(folder / CONFIG):
-        reported = msgspec.json.decode((folder / CONFIG).read_bytes(), type=_Config).transformers_weights
-    first = reported or next((name for name in (SINGLE, INDEX) if (folder / name).is_file()), None)
+        weights = msgspec.json.decode((folder / CONFIG).read_bytes(), type=_Config).transformers_weights
+    first = weights or next((name for name in (SINGLE, INDEX) if (folder / name).is_file()), None)
     if first is None or not first.endswith(".index.json"):
         return [first] if first is not None and first.endswith(".safetensors") else []
     with _reading(folder / first):
@@ -149,8 +149,8 @@ def _read_weights(path: Path) -> list[tuple[str, bytes]]:
         header = msgspec.json.decode(_read_at(descriptor, LENGTH_BYTES, length), type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
         digests: list[tuple[str, bytes]] = []
-        for name, reported in header.items():
-            place = msgspec.json.decode(reported, type=_TensorLocation)
+        for name, entry in header.items():
+            place = msgspec.json.decode(entry, type=_TensorLocation)
             begin, end = place.data_offsets
             if not 0 <= begin <= end <= size - start:
                 raise ValueError(f"it ends before the end of its tensor {name}")

@@ -98,15 +98,15 @@ def _escaped_character(character: str) -> str:
 
 def _without_messages(error: BaseException) -> str:
     """The traceback with all chained exceptions, without their messages."""
-    reported, chain = list[str](), [error]
+    lines, chain = list[str](), [error]
     while True:
         error = chain[-1]
         kind = type(error)
         places = "".join(format_tb(error.__traceback__))
-        reported.append(f"{places}{kind.__module__}.{kind.__qualname__}: its message is not logged")
+        lines.append(f"{places}{kind.__module__}.{kind.__qualname__}: its message is not logged")
         before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
         if before is None or any(before is each for each in chain):
-            return "\nraised after:\n".join(reported)
+            return "\nraised after:\n".join(lines)
         chain.append(before)
 
 
@@ -133,7 +133,7 @@ class RepeatSuppressor(logging.Filter):
 
 class Logs:
     """Configures logging to standard error: lines of `loggers` from the configured level on, and warnings of all
-    others. Must be taken down once."""
+    others, until `take_down`."""
 
     def __init__(self, config: TelemetryConfig, loggers: Sequence[str], facts: Callable[[], Facts] = nothing) -> None:
         level = LEVELS[config.log_level]

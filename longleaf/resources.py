@@ -96,7 +96,7 @@ def _own_groups(root: Path) -> Iterator[tuple[str, PurePosixPath]]:
 
 def _group_memory(folder: Path) -> Memory | None:
     """None without a limit."""
-    limits = [int(reported) for name in MEMORY_LIMITS if (reported := _read(folder / name)).isdigit()]
+    limits = [int(text) for name in MEMORY_LIMITS if (text := _read(folder / name)).isdigit()]
     if not limits:
         return None
     used = max(int(_read(folder / name) or 0) for name in MEMORY_USED)
@@ -108,8 +108,8 @@ def _group_memory(folder: Path) -> Memory | None:
 
 def _group_processors(folder: Path) -> float | None:
     """None without a limit."""
-    reported = _read(folder / "cpu.max").split()
-    quota, period = reported or [_read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+    fields = _read(folder / "cpu.max").split()
+    quota, period = fields or [_read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
 
 

@@ -49,7 +49,7 @@ class Topology(msgspec.Struct, frozen=True):
         return len({len(group) for group in self.node_groups}) == 1
 
     def __str__(self) -> str:
-        """The equation of nodes and ranks: `2 nodes x 4 ranks = 8`, or `3 + 1 = 4` for uneven machines."""
+        """The number of ranks per node: `2 nodes x 4 ranks = 8`; for uneven nodes `2 nodes: 3 + 1 ranks = 4`."""
         sizes = [len(group) for group in self.node_groups]
         nodes = "1 node" if len(sizes) == 1 else f"{len(sizes)} nodes"
         if self.is_even:
@@ -58,7 +58,7 @@ class Topology(msgspec.Struct, frozen=True):
 
 
 def count_ranks(number: int) -> str:
-    """So many ranks, for people."""
+    """Formats a number of ranks: `1 rank`, `2 ranks`."""
     return "1 rank" if number == 1 else f"{number} ranks"
 
 

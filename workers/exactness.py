@@ -38,7 +38,7 @@ from workers.kv_cache.slots import FloatKvPool
 from workers.kv_io.kv_io import KvIo
 from workers.model.model import Model, describe_error, special_ids
 from workers.sampling.device_sampler import DeviceSampler, make_sampler
-from workers.sampling.sampler import Sampler
+from workers.sampling.sampler import CpuSampler
 from workers.step.last_tokens import DeviceIds, HostIds, LastTokens
 from workers.verification import computing_in
 
@@ -191,7 +191,7 @@ class SmallRankResources:
     model: Model
     pool: FloatKvPool | QuantizedPool
     backend: Backend
-    sampler: Sampler | DeviceSampler
+    sampler: CpuSampler | DeviceSampler
     last_ids: LastTokens
     kv_io: KvIo
     graphs: Graphs | None = None

@@ -37,7 +37,7 @@ from workers.pending import StepHandle, done
 from workers.sampling.acceptance import accepted_ids
 from workers.sampling.device_sampler import DeviceChoice, DeviceSampler
 from workers.sampling.logprobs import logprobs_of
-from workers.sampling.sampler import Choice, Sampler
+from workers.sampling.sampler import Choice, CpuSampler
 from workers.step.attention_attribution import AttributionAccumulator, BlockAttention
 from workers.step.draft_rollback import DraftedBlocks, StoredKvRecorder, drafted_among
 from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
@@ -61,7 +61,7 @@ class RankResources(Protocol):
     model: Model
     pool: FloatKvPool | QuantizedPool
     backend: Backend
-    sampler: Sampler | DeviceSampler
+    sampler: CpuSampler | DeviceSampler
     last_ids: LastTokens
     graphs: Graphs | None
     """None where nothing is captured."""
@@ -148,12 +148,12 @@ class GroupSession:
         may_be_double = bool(rotary.kind) and (self._resources.config.allow_long or rotary.trained > FLOAT32_POSITIONS)
         buckets = [BatchBucket(size, self._inputs, may_be_double=may_be_double) for size in sizes]
         logits_RV = try_out(buckets, backend, self._logits)
-        reporting, choosing = TokenBroadcast(sizes[-1], last_ids, self._report, self._resources.device), None
+        broadcast, graph_sampler = TokenBroadcast(sizes[-1], last_ids, self._report, self._resources.device), None
         if logits_RV is not None and isinstance(sampler, DeviceSampler):
-            choosing = GraphSampler(sampler, torch.zeros_like(logits_RV), reporting.ids_R)
+            graph_sampler = GraphSampler(sampler, torch.zeros_like(logits_RV), broadcast.ids_R)
         keeps = isinstance(self._resources.pool, QuantizedPool) and self._resources.config.max_draft_tokens > 0
         tokens = FixedTokens() if keeps else None
-        self._fixed = FixedSteps(buckets, last_ids, reporting, choosing, self._resources.device, tokens)
+        self._fixed = FixedSteps(buckets, last_ids, broadcast, graph_sampler, self._resources.device, tokens)
         self._fixed.prepare(self._logits, self._graphs, self._agree)
         self._merge_bytes()  # discards the bytes that belong to no step
 
@@ -202,15 +202,15 @@ class GroupSession:
         )
         with contextlib.suppress(PrefillDone):
             self._forward(self._resources.model.decoder, inputs, step)
-        reported = AsyncHostCopy(step.has_finite_keys())
+        finite_copy = AsyncHostCopy(step.has_finite_keys())
         result = msgspec.structs.replace(result, merge_bytes=self._merge_bytes())
 
         def finish() -> StepResult | None:
-            has_finite_keys = bool(reported.wait())
+            has_finite_keys = bool(finite_copy.wait())
             is_first = self._number == 0
             return msgspec.structs.replace(result, has_finite_keys=has_finite_keys) if is_first else None
 
-        return StepHandle(lambda: reported.arrival.is_past, finish)
+        return StepHandle(lambda: finite_copy.arrival.is_past, finish)
 
     def _merge_bytes(self) -> int:
         """Bytes merged since the previous step. A replayed step counts nothing."""
@@ -250,7 +250,7 @@ class GroupSession:
         inputs = self._inputs.tensors(rows, self._resources.last_ids)
         accumulator = self._accumulator(rows) if rows.attributed else None
         logits_RV = self._logits(inputs, blocks, accumulator)
-        reported = accumulator.reports() if accumulator else None
+        reports = accumulator.reports() if accumulator else None
         scores = None
         if logits_RV is not None and scored:
             logits_RV, scored_SV = logits_RV.split([len(rows.sample_rows), len(rows.scored_rows)])
@@ -262,7 +262,7 @@ class GroupSession:
         ids = AsyncHostCopy(reported_N) if reported_N is not None and choice is None and rows.has_drafts else None
         copying = choice if isinstance(choice, DeviceChoice) else ids
         end = copying.arrival if copying else DeviceEvent(torch.device(self._resources.device))
-        return Launched(end, choice, logits_RV, scores, reported, ids, blocks)
+        return Launched(end, choice, logits_RV, scores, reports, ids, blocks)
 
     def _accumulator(self, rows: RowNumbers) -> AttributionAccumulator:
         comm, backend = self.peers.comm if self.peers else None, self._resources.backend
@@ -325,8 +325,8 @@ class GroupSession:
         """Whether `is_so` is true on all ranks. A collective: all ranks call it at the same time."""
         if self.peers is None:
             return is_so
-        reported = self.peers.comm.all_gather(torch.tensor([is_so], dtype=torch.long, device=self._resources.device))
-        return is_so and bool(reported.min())
+        votes = self.peers.comm.all_gather(torch.tensor([is_so], dtype=torch.long, device=self._resources.device))
+        return is_so and bool(votes.min())
 
     def _report(self, ids_T: Tensor) -> Tensor:
         """Broadcasts the ids that rank 0 has chosen."""

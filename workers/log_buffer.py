@@ -63,12 +63,12 @@ class RankLogBuffer(logging.Handler):
 
 
 def _to_record(record: logging.LogRecord) -> LogRecord:
-    reported = ""
+    traceback_text = ""
     if record.exc_info and record.exc_info[0] is not None:  # `exc_info=False` stays False
-        reported = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
+        traceback_text = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
     level = min(record.levelno, logging.CRITICAL)
     text = _encoded(record.getMessage())[:MAX_TEXT_BYTES].decode(errors="ignore")
-    end = _encoded(reported)[-MAX_TRACEBACK_BYTES:].decode(errors="ignore")
+    end = _encoded(traceback_text)[-MAX_TRACEBACK_BYTES:].decode(errors="ignore")
     return LogRecord(level, text, end, is_captured(record))
 
 

@@ -45,10 +45,10 @@ from workers.kv_io.store import OpenStore
 from workers.model import model as models
 from workers.pending import StepHandle
 from workers.sampling.device_sampler import DeviceSampler, make_sampler
-from workers.sampling.sampler import Sampler
+from workers.sampling.sampler import CpuSampler
 from workers.step.last_tokens import DeviceIds, HostIds, LastTokens
 
-OPEN_UNTRIED: OpenStore = partial(Storage.open, is_tried=False)
+OPEN_WITHOUT_PROBE: OpenStore = partial(Storage.open, probe=False)
 """Opens a storage without a write test: read-only storage is still readable."""
 
 
@@ -64,7 +64,7 @@ class Rank:
     backend: Backend
 
     def __init__(
-        self, spec: RankSpec, open_snapshots: OpenStore = OPEN_UNTRIED, records: ExactnessRecords | None = None
+        self, spec: RankSpec, open_snapshots: OpenStore = OPEN_WITHOUT_PROBE, records: ExactnessRecords | None = None
     ) -> None:
         """`open_snapshots` opens the storage of `snapshot_url`. `records` lists the models that were verified; the
         default is the list of this machine.
@@ -75,7 +75,7 @@ class Rank:
         self.device = choose_device(self.config.device, spec.gpu, num_gpus, num_ranks)
         self._ranks_per_gpu = 1 if self.device == "cpu" else ceil_div(num_ranks, max(1, num_gpus))
         num_sequences = self.config.max_sequences
-        self.sampler: Sampler | DeviceSampler = make_sampler(self.device, num_sequences)
+        self.sampler: CpuSampler | DeviceSampler = make_sampler(self.device, num_sequences)
         self.last_ids: LastTokens = HostIds() if self.device == "cpu" else DeviceIds(num_sequences, self.device)
         self.graphs: Graphs | None = None
         self.kv_io = KvIo(spec.member, self.config.snapshot_url, open_snapshots, self.device)

@@ -41,8 +41,8 @@ class Goal(NamedTuple):
 
 def result(options: Options, figures: Mapping[str, object], goals: Sequence[Goal]) -> Row:
     """The row of a part."""
-    reported = {"context_tokens": options.tokens, "repeats": options.repeats, "world_size": options.world_size}
-    return {**reported, **figures, "goals": [goal.as_row() for goal in goals]}
+    parameters = {"context_tokens": options.tokens, "repeats": options.repeats, "world_size": options.world_size}
+    return {**parameters, **figures, "goals": [goal.as_row() for goal in goals]}
 
 
 def medians(turns: Sequence[Mapping[str, float]]) -> dict[str, float]:

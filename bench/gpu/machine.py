@@ -32,7 +32,7 @@ def clocks() -> dict[str, str]:
     """Driver, clocks in MHz and power limit of the first GPU as nvidia-smi tells them; empty where it is not there."""
     command = ["nvidia-smi", "--id=0", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
     try:
-        reported = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    return dict(zip(QUERY.split(","), (part.strip() for part in reported.split(",")), strict=False))
+    return dict(zip(QUERY.split(","), (part.strip() for part in output.split(",")), strict=False))

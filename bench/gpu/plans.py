@@ -31,8 +31,8 @@ def over_keys(
     each = ceil_div(num_keys, block_size)
     attribution_rows = tuple(range(num_rows, num_rows + num_contexts))
     runs = [Run(0, 0, num_keys, tuple(range(i * each, (i + 1) * each))) for i in range(num_contexts)]
-    reported = [Row(attribution_rows[i], (i,), num_keys - 1, (1,), (run,), -1) for i, run in enumerate(runs)]
-    yield StepPlan(EPOCH, 0, Decode(tuple(reported)))
+    attributed_rows = [Row(attribution_rows[i], (i,), num_keys - 1, (1,), (run,), -1) for i, run in enumerate(runs)]
+    yield StepPlan(EPOCH, 0, Decode(tuple(attributed_rows)))
     tails = num_contexts * each
     for index in count():
         end, rows = num_keys + index + 1, list[Row]()

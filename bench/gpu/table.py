@@ -101,23 +101,23 @@ def step_cells(row: Row) -> Sequence[str]:
 
 def steps_told(rows: Sequence[Row]) -> Iterator[str]:
     """Why steps were not captured; by which attention and cache transformers is fastest, and what the others took."""
-    reported: list[str] = []
+    cells: list[str] = []
     for row in rows:
         if row["case"] == "step" and not row["is_captured"]:
-            reported.append(f"- {row['what']}: not captured: {row['why_eager']}")
+            cells.append(f"- {row['what']}: not captured: {row['why_eager']}")
         if row["case"] == "step" and "reason" not in (theirs := row["transformers"]):
             others = ", ".join(f"{name}: {took}" for name, took in theirs["others"].items())
-            reported.append(f"- {row['what']}: transformers is fastest by {theirs['way']} (ms: {others})")
+            cells.append(f"- {row['what']}: transformers is fastest by {theirs['way']} (ms: {others})")
         elif row["case"] == "step":
-            reported.append(f"- {row['what']}: nothing of transformers: {row['transformers']['reason']}")
-    yield from ["", *reported] if reported else ()
+            cells.append(f"- {row['what']}: nothing of transformers: {row['transformers']['reason']}")
+    yield from ["", *cells] if cells else ()
 
 
 def choice_cells(row: Row) -> Sequence[str]:
     counts = row["counts"]
-    reported = (f"{counts[name]}" if counts else "not told" for name in ("launches", "copies", "waits"))
+    cells = (f"{counts[name]}" if counts else "not told" for name in ("launches", "copies", "waits"))
     times = (f"{row[name]:,.0f}" for name in ("captured_us", "called_us", "to_the_host_us"))
-    return row["what"], *times, *reported
+    return row["what"], *times, *cells
 
 
 def sharing_cells(row: Row) -> Sequence[str]:
@@ -132,10 +132,10 @@ def target(row: Row) -> str:
 
 
 def not_measured(rows: Sequence[Row]) -> Iterator[str]:
-    reported = [(row["what"], why, row[why]) for row in rows for why in ("left_out", "failed") if why in row]
-    if reported:
+    reasons = [(row["what"], why, row[why]) for row in rows for why in ("left_out", "failed") if why in row]
+    if reasons:
         yield ""
-    for what, why, reason in reported:
+    for what, why, reason in reasons:
         yield f"- {why.replace('_', ' ').capitalize()}: {what}: {reason}"
 
 

@@ -55,7 +55,7 @@ def conversation(number: int) -> bytes:
 def import_runs() -> list[bytes]:
     """An import whose one segment has a piece of millions of runs."""
     runs = msgspec.msgpack.encode([0, 1]) * (RECORD_BYTES // 3)
-    reported = msgspec.msgpack.encode({"num_used": 20, "num_tokens": 20, "rope": Rope()})
+    head = msgspec.msgpack.encode({"num_used": 20, "num_tokens": 20, "rope": Rope()})
     piece = (
         b"\x83"
         + b"".join(map(msgspec.msgpack.encode, ["num_bytes", 9, "digest", "0" * 64, "runs"]))
@@ -64,7 +64,7 @@ def import_runs() -> list[bytes]:
         + runs
     )
     keys = b"\x83" + b"".join(map(msgspec.msgpack.encode, ["form", "", "windows", None, "pieces"])) + b"\x91" + piece
-    record = b"\x84" + reported[1:] + msgspec.msgpack.encode("keys") + keys
+    record = b"\x84" + head[1:] + msgspec.msgpack.encode("keys") + keys
     return _import(_record("head", _head(20, (20,))) + _record("segment", record))
 
 

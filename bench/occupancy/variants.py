@@ -122,13 +122,13 @@ def attend_int8(dtype: torch.dtype, dim: int, limits: KernelLimits, *, has_cap: 
 
 
 def fold(dim: int) -> KernelVariant:
-    """The fold of work items."""
+    """The merge of partials of work items."""
     types = {"table": torch.int64, **dict.fromkeys(("part_out", "part_lse", "out", "lse"), torch.float32)}
     return _variant(f"fold {dim}", fold_items, types, constants.fold_items(dim))
 
 
 def packed(dtype: torch.dtype, dim: int) -> Iterator[KernelVariant]:
-    """The packing of partials for the wire, and their fold."""
+    """The packing of partials for the wire, and the merge of packed partials."""
     types = {"packed": dtype, "out": torch.float32, "lse": torch.float32}
     for kernel, verb in ((pack_rows, "pack"), (fold_packed, "fold packed")):
         yield _variant(f"{verb} {NAMES[dtype]} {dim}", kernel, types, constants.packed(dim, dtype))

@@ -112,9 +112,9 @@ class Flood:
 
     async def _codes(self) -> Counter[str]:
         """Calls of the method that have ended, by their codes, as the service counts them."""
-        reported = await scrape(f"http://127.0.0.1:{self._service.settings.telemetry.metrics_port}/metrics")
+        metrics_text = await scrape(f"http://127.0.0.1:{self._service.settings.telemetry.metrics_port}/metrics")
         codes = Counter[str]()
-        for (name, labels), value in reported.samples.items():
+        for (name, labels), value in metrics_text.samples.items():
             found = dict(labels)
             if name == "longleaf_requests_total" and found["kind"] == METHOD:
                 codes[found["code"]] += int(value)

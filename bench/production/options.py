@@ -19,5 +19,5 @@ class Options:
 
 def result(options: Options, figures: Mapping[str, object], goals: Sequence[Goal]) -> Row:
     """The result of a part."""
-    reported = {"repeats": options.repeats, "seconds": options.seconds, "world_size": options.world_size}
-    return {**reported, **figures, "goals": [goal.as_row() for goal in goals]}
+    parameters = {"repeats": options.repeats, "seconds": options.seconds, "world_size": options.world_size}
+    return {**parameters, **figures, "goals": [goal.as_row() for goal in goals]}

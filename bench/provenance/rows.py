@@ -16,9 +16,9 @@ def rows(answers: Iterable[Attributed]) -> list[Row]:
     for each in answers:
         if each.task != "absent":
             groups.setdefault((each.tokens, each.method, each.task, each.is_right), []).append(each)
-    reported = [_row(*key, found) for key, found in sorted(groups.items())]
+    rows_by_group = [_row(*key, found) for key, found in sorted(groups.items())]
     lengths = sorted({(each.tokens, each.method) for each in answers})
-    return reported + [row for key in lengths if (row := _apart(*key, answers)) is not None]
+    return rows_by_group + [row for key in lengths if (row := _apart(*key, answers)) is not None]
 
 
 def _row(tokens: int, method: str, task: str, is_right: bool, found: Sequence[Attributed]) -> Row:

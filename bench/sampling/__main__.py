@@ -21,7 +21,7 @@ from bench.harness.machine import describe
 from bench.sampling import one_by_one
 from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
 from longleaf.sampling import SamplingParams
-from workers.sampling.sampler import Sampler
+from workers.sampling.sampler import CpuSampler
 
 SPREADS = {"peaked": 8.0, "broad": 3.0, "flat": 1.0}
 """Standard deviations of the logits."""
@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
 class Side:
     """One of the two samplers, and how long it took in each turn."""
 
-    sampler: Sampler | one_by_one.Sampler
+    sampler: CpuSampler | one_by_one.Sampler
     seconds: list[float]
     chosen: list[list[int]]
 
@@ -77,7 +77,7 @@ def row(case: str, kind: str, shape: tuple[int, int], repeats: int) -> dict[str,
     """The row of one case. The first turn, in which samplers receive their terms, is not counted."""
     log(f"{case}, {kind}")
     logits_RV = SPREADS[kind] * torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-    together, alone = Side(Sampler(), [], []), Side(one_by_one.Sampler(), [], [])
+    together, alone = Side(CpuSampler(), [], []), Side(one_by_one.Sampler(), [], [])
     for step in range(repeats + 1):
         rows = [step_row(i, SamplingParams(seed=i, **CASES[case]), step) for i in range(shape[0])]
         for side in (together, alone) if step % 2 else (alone, together):

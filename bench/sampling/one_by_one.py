@@ -45,7 +45,7 @@ class Sampler:
     def choose(self, rows: Sequence[Row], logits_RV: Tensor) -> list[Token]:
         """The next token of each row."""
         chosen: list[int] = logits_RV.argmax(dim=-1).tolist()
-        reported: list[Logprobs | None] = [None] * len(rows)
+        row_logprobs: list[Logprobs | None] = [None] * len(rows)
         for i, row in enumerate(rows):
             if row.terms is not None:
                 seen = row.terms.seen
@@ -57,8 +57,8 @@ class Sampler:
                 if history is not None:
                     history.add(chosen[i])
             if sampling.num_logprobs is not None:
-                reported[i] = logprobs(logits_RV[i], chosen[i], sampling.num_logprobs)
-        return list(map(Token, chosen, reported))
+                row_logprobs[i] = logprobs(logits_RV[i], chosen[i], sampling.num_logprobs)
+        return list(map(Token, chosen, row_logprobs))
 
 
 def sample(logits_V: Tensor, sampling: SamplingParams, token_index: int, history: History | None = None) -> int:

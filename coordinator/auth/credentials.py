@@ -86,13 +86,13 @@ def unreachable(contexts: Iterable[str], tenants: AnySet[str]) -> tuple[str, ...
     first time."""
     lost = Counter(tenant for each in contexts if (tenant := tenant_of(each)) not in tenants)
     names = sorted(lost)
-    reported = [
+    messages = [
         f"{human_count(lost[name], 'context')} of tenant {name} cannot be accessed: the tenant has no credential "
         f"(longleaf credentials new {name})"
         for name in names[:MAX_NAMED]
     ]
     if rest := names[MAX_NAMED:]:
-        reported.append(
+        messages.append(
             f"and {human_count(sum(lost[name] for name in rest), 'context')} of {len(rest):,} other tenants"
         )
-    return tuple(reported)
+    return tuple(messages)

@@ -1,4 +1,4 @@
-"""A leaky bucket for quotas per minute."""
+"""A leaky bucket: the rate limit for quotas per minute."""
 
 from collections.abc import Callable
 

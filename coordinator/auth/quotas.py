@@ -1,4 +1,4 @@
-"""Enforces the quotas of tenants."""
+"""Enforces the quotas and rate limits of tenants."""
 
 import time
 from collections import Counter, defaultdict
@@ -18,9 +18,9 @@ RETRY_SECONDS = 2.0
 
 
 class QuotaEnforcer:
-    """Checks the caller's quotas when work begins. `usage` returns the current usage of a tenant; tokens per minute are
-    counted here, as an Observer of generations. Running work continues when quotas change. Tenants without quotas cost
-    nothing."""
+    """Checks the caller's quotas when work begins. `usage` returns the current usage of a tenant; the rate limits, in
+    tokens per minute, are counted here, as an Observer of generations. Running work continues when quotas change.
+    Tenants without quotas cost nothing."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ Room = Callable[[int], AbstractContextManager[None]]
 the context would exceed the tenant's quotas."""
 
 
-def any_room(_: int) -> AbstractContextManager[None]:
+def unlimited_room(_: int) -> AbstractContextManager[None]:
     """A Room without quotas."""
     return nullcontext()
 

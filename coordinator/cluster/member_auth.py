@@ -153,14 +153,14 @@ class MemberAuthenticator:
         three.
         """
         while True:
-            reported = parse_monitor_message(await self._monitor.recv_multipart())
-            match reported["event"]:
+            monitor_event = parse_monitor_message(await self._monitor.recv_multipart())
+            match monitor_event["event"]:
                 case zmq.EVENT_ACCEPTED:
-                    self._connections.accepted(reported["value"])
+                    self._connections.accepted(monitor_event["value"])
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self._connections.handshake_done()
                 case _:
-                    self._connections.ended(reported["value"])
+                    self._connections.ended(monitor_event["value"])
             self._refused.set(self._connections.num_refused, "unknown key")
             self._returned.set(self._connections.num_former, "its key was revoked")
 

@@ -20,12 +20,12 @@ async def check_models(hellos: Sequence[Hello], folder: Path) -> None:
 
     The coordinator reads text files from `folder` on its own machine; they are compared as well.
     """
-    reported = [(hello, hello.fingerprint) for hello in hellos if hello.fingerprint is not None]
+    fingerprints = [(hello, hello.fingerprint) for hello in hellos if hello.fingerprint is not None]
     faults = [f"{_place(hello)}: {hello.missing}" for hello in hellos if hello.missing]
-    if reported:
-        commonest = Counter(fingerprint.digest for _, fingerprint in reported).most_common(1)[0][0]
-        first, expected = next(pair for pair in reported if pair[1].digest == commonest)
-        others = [(_place(hello), one) for hello, one in reported if one.digest != commonest]
+    if fingerprints:
+        commonest = Counter(fingerprint.digest for _, fingerprint in fingerprints).most_common(1)[0][0]
+        first, expected = next(pair for pair in fingerprints if pair[1].digest == commonest)
+        others = [(_place(hello), one) for hello, one in fingerprints if one.digest != commonest]
         faults += [_difference(where, one.files, _place(first), expected.files) for where, one in others]
         own = await asyncio.to_thread(read_texts, folder)
         texts = texts_of(expected)

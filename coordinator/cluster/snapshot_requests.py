@@ -35,7 +35,7 @@ class SnapshotRequests:
     async def _send_order(self, member: int, order: Save | Fetch, kind: type[Outcome]) -> Outcome:
         one = self._registry.get(member)
         if one is None or one.loss_reason:
-            raise lost(member, None, one.loss_reason if one else "it is no longer a member")
+            raise rank_lost_error(member, None, one.loss_reason if one else "it is no longer a member")
         key = member, kind, order.ticket
         if key in self._waiting:
             raise ValueError(f"ticket {order.ticket} of member {member} is in use")
@@ -57,7 +57,7 @@ class SnapshotRequests:
 
     def _on_member_event(self, event: MemberEvent) -> None:
         if isinstance(event, MemberLost):
-            self._fail(lambda member: member == event.member, lost(event.member, event.rank, event.reason))
+            self._fail(lambda member: member == event.member, rank_lost_error(event.member, event.rank, event.reason))
 
     def close(self) -> None:
         """Fails all pending requests: no answers will follow."""
@@ -69,8 +69,8 @@ class SnapshotRequests:
                 answer.set_exception(error)
 
 
-def lost(member: int, rank: int | None, reason: str) -> RankLost:
-    """Handles an answer. A member outside the epoch answers with its own number."""
+def rank_lost_error(member: int, rank: int | None, reason: str) -> RankLost:
+    """The error for a lost member. A member without a rank is reported by its member number."""
     return RankLost(member if rank is None else rank, reason)
 
 

@@ -101,7 +101,7 @@ def retokenized(
     """
     record, path, name = found.record, found.path, f"contexts/{found.record.id}"
     if found.has_other_text:
-        changed = f"{', '.join(found.differing)} in {found.model} changed since"
+        changed = f"{', '.join(found.differing)} in {found.model} changed after it was ingested"
         raise CheckpointChanged(name, f"{changed}, so its token ids may have another meaning: ingest the text again")
     declared = record.capacity if record.capacity <= positions.limit else None
     capacity = positions.capacity(record.num_tokens, declared)

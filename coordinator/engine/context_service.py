@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from coordinator.auth.tenant_usage import Room, TenantUsage, any_room
+from coordinator.auth.tenant_usage import Room, TenantUsage, unlimited_room
 from coordinator.engine.checkpoint_migration import CheckpointMigration
 from coordinator.engine.context_persistence import ContextPersistence
 from coordinator.engine.recovery_status import RecoveryStatus
@@ -100,7 +100,7 @@ class ContextService(ABC):
             can_cut=readies[0].windows is None,
         )
 
-    def made_by(self, context_id: str) -> str:
+    def last_upload_id(self, context_id: str) -> str:
         """Return the client's upload id of the last document of a context. Raises NotFound."""
         return self.named(context_id).upload_id
 
@@ -152,7 +152,9 @@ class ContextService(ABC):
             forked = await self._persistence.fork(source, context_id, num_tokens)
         return self.on_context_added(forked)
 
-    async def recompute_context(self, context_id: str, vocabulary_size: int, room: Room = any_room) -> types.Context:
+    async def recompute_context(
+        self, context_id: str, vocabulary_size: int, room: Room = unlimited_room
+    ) -> types.Context:
         """Adopt the context of that name that an earlier checkpoint has read. It starts evicted and is recomputed by
         this checkpoint, whose vocabulary has `vocabulary_size` tokens.
 
@@ -164,13 +166,13 @@ class ContextService(ABC):
         return self.on_context_added(context)
 
     async def recompute_contexts(
-        self, vocabulary_size: int, tenant: str = DEFAULT_TENANT, room: Room = any_room
+        self, vocabulary_size: int, tenant: str = DEFAULT_TENANT, room: Room = unlimited_room
     ) -> types.RecomputeResult:
         """Adopt all contexts of a tenant that earlier checkpoints have read."""
         self._open()
         adopted, refused = await self._migration.adopt_all(self.positions, vocabulary_size, tenant, room)
-        reported = tuple(SkippedContext(name, str(error)) for name, error in refused.items())
-        return types.RecomputeResult(contexts=tuple(map(self.on_context_added, adopted)), skipped=reported)
+        skipped = tuple(SkippedContext(name, str(error)) for name, error in refused.items())
+        return types.RecomputeResult(contexts=tuple(map(self.on_context_added, adopted)), skipped=skipped)
 
     async def update_context(self, context_id: str, settings: ContextSettings) -> types.Context:
         """Raises NotFound, InvalidArgument for an expiry time in the past, and StorageUnavailable."""

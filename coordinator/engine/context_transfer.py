@@ -43,7 +43,7 @@ class ContextSource(Protocol):
 
     def get_context(self, context_id: str) -> Context: ...
 
-    def made_by(self, context_id: str) -> str: ...
+    def last_upload_id(self, context_id: str) -> str: ...
 
     def on_context_added(self, context: NamedContext) -> Context:
         """Return the view of a new context."""
@@ -65,8 +65,8 @@ class ContextTransfer:
     def get_context(self, context_id: str) -> Context:
         return self._engine.get_context(context_id)
 
-    def made_by(self, context_id: str) -> str:
-        return self._engine.made_by(context_id)
+    def last_upload_id(self, context_id: str) -> str:
+        return self._engine.last_upload_id(context_id)
 
     async def fingerprint(self) -> Fingerprint:
         if self._fingerprint is None:

@@ -331,11 +331,11 @@ class Engine(ContextService):
         """Publish outcomes, recovery progress and faults."""
         for fault in scheduler.pop_faults():
             log.error("unexpected error; only the request that caused it ends", exc_info=fault)
-        reported = [*outcomes, *scheduler.pop_outcomes()]
-        for request_id, outcome in reported:
+        events = [*outcomes, *scheduler.pop_outcomes()]
+        for request_id, outcome in events:
             if isinstance(outcome, Sealed):
                 self._persistence.seal(request_id)
-        for request_id in self._readers.publish(reported):
+        for request_id in self._readers.publish(events):
             self._pause(request_id, True)
         if scheduler.num_waiting:
             self._readers.publish_positions(scheduler.positions)

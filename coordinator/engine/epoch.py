@@ -40,8 +40,8 @@ class Epoch:
         block_bytes = self.placer.block_size * self.formation.readies[0].bytes_per_token
         return max(1, MOVED_BYTES // max(1, block_bytes))
 
-    def ranking(self, formation: Formation) -> RankMapping:
-        """The state of these ranks in the next epoch."""
+    def rank_mapping(self, formation: Formation) -> RankMapping:
+        """The ranks of `formation`, with their numbers in this epoch."""
         old = {member: rank for rank, member in enumerate(self.formation.members)}
         before = tuple(old.get(member) for member in formation.members)
         return RankMapping(formation.epoch, before, tuple(ready.num_blocks for ready in formation.readies))

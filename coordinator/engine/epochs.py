@@ -8,7 +8,7 @@ from coordinator.cluster.loss_history import is_replacing
 from coordinator.cluster.ports import EpochEnd, Formation, Ranks
 from coordinator.engine.epoch import Epoch
 from coordinator.engine.recovery_status import RecoveryStatus
-from coordinator.recovery.fault_score import BREAK, LOSS
+from coordinator.recovery.fault_score import BREAK_SCORE, LOSS_SCORE
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.errors import GroupFailed, RankLost, Unavailable
 from longleaf.rank_protocol.group_messages import KvLayout
@@ -113,7 +113,7 @@ class Epochs:
         if is_loss:
             end = await self.ended()
             self._check_progress(end, scheduler)
-            scheduler.roll_back(end.steps, LOSS if isinstance(end.error, RankLost) else BREAK)
+            scheduler.roll_back(end.steps, LOSS_SCORE if isinstance(end.error, RankLost) else BREAK_SCORE)
         else:
             scheduler.roll_back()
         notify()
@@ -122,9 +122,9 @@ class Epochs:
             formation = await self._ranks.form(number)
             if formation.epoch != number:  # it took more than one attempt
                 await self._note(formation.epoch)
-            ranking = self.current.ranking(formation)
+            rank_mapping = self.current.rank_mapping(formation)
             self._current = Epoch(formation, self.current.placer)
-            scheduler.change_ranks(ranking, may_grow=self.may_yet_grow)
+            scheduler.change_ranks(rank_mapping, may_grow=self.may_yet_grow)
             if is_loss or scheduler.recovering is not None:  # ranks may have been lost while others joined
                 self._recoveries.begin(formation.epoch, lost_at)
             with suppress(RankLost, GroupFailed):

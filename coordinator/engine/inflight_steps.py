@@ -9,7 +9,7 @@ from typing import NamedTuple
 from coordinator.cluster.ports import Group
 from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
 
-MOST_BETWEEN = 0.01
+MAX_GAP = 0.01
 """Maximum seconds between two consecutive steps. After a longer gap, the engine is assumed to have been idle."""
 
 
@@ -81,7 +81,7 @@ class InflightSteps:
         if not isinstance(before.plan.work, Decode) or not isinstance(step.plan.work, Decode):
             return None
         seconds = step.ended - before.ended - result.seconds
-        return StepGap(seconds, step.is_ahead) if 0 < seconds < MOST_BETWEEN else None
+        return StepGap(seconds, step.is_ahead) if 0 < seconds < MAX_GAP else None
 
     async def abandon(self) -> None:
         """Discards the pending results."""

@@ -149,9 +149,9 @@ class SnapshotFetcher:
             restoring.on_fetched(part.ticket, is_there=False)
             return
         members = tuple(self._members())
-        reported = members if part.rank == EVERY_RANK else (members[part.rank],)
-        self._sent[part.ticket] = reported
-        self._tasks.start(self._fetch(restoring, part, piece, reported))
+        targets = members if part.rank == EVERY_RANK else (members[part.rank],)
+        self._sent[part.ticket] = targets
+        self._tasks.start(self._fetch(restoring, part, piece, targets))
 
     async def _fetch(
         self, restoring: RestorePlanner, part: RestoreChunk, piece: PieceRef, members: Sequence[int]

@@ -37,11 +37,11 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         return Response(status=self._status(request.service))
 
     async def Watch(self, request: Request, context: object) -> AsyncGenerator[Response, None]:
-        reported: int | None = None
+        sent_status: int | None = None
         while True:
             count, status = self._changes.count, self._status(request.service)
-            if status != reported:
-                reported = status
+            if status != sent_status:
+                sent_status = status
                 yield Response(status=status)
             if self._changes.is_over:
                 return

@@ -92,7 +92,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
                     await self._respond(handler, call, incoming)
             except LongleafError:
                 if handler.request_streaming:
-                    await incoming.drain(call)
+                    await incoming.discard_rest(call)
                 raise
 
     async def _admit(self, record: CallRecord, call: StreamCall) -> None:

@@ -41,7 +41,7 @@ ARRIVAL_SECONDS = 120.0
 RETRY_SECONDS = 1.0
 QUIET_SECONDS = 0.25
 """A client that must not be interrupted while it sends counts as silent after this many seconds without data."""
-DRAIN_SECONDS = 5.0
+DISCARD_SECONDS = 5.0
 """Maximum seconds for which such a client may continue to send."""
 LOSSY_LIBRARY = "grpc-python-asyncio/"
 """This library reports INTERNAL for a call that ends while it sends (gRPC issue 36066)."""
@@ -178,13 +178,13 @@ class RequestReader:
         self._check_size(data)
         return await self._limiter.parse(data, self._descriptor, self._handler)
 
-    async def drain(self, call: StreamCall) -> None:
+    async def discard_rest(self, call: StreamCall) -> None:
         """Must be called before a call ends with an error. If the client's library would lose the status, discards
         requests until the client pauses."""
         if not _loses_status(call):
             return
         with suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_SECONDS):
+            async with asyncio.timeout(DISCARD_SECONDS):
                 data = None
                 while data is not EOF:
                     async with asyncio.timeout(QUIET_SECONDS):

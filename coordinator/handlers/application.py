@@ -81,8 +81,8 @@ class ServedEngine(GenerationEngine, Ingester, ContextStore, Recomputer, TextSou
 class Application:
     """The use cases of one engine. All protocols share them, so any of them can resume held generations and uploads.
 
-    `cluster` describes the engine and may raise. `journal` persists held generations, and `kept_uploads` documents that
-    can be resumed. `transfers` exports and imports contexts; None: no transfers. A tenant may use at most
+    `cluster` describes the engine and may raise. `journal` persists held generations, and `durable_uploads` documents
+    that can be resumed. `transfers` exports and imports contexts; None: no transfers. A tenant may use at most
     `tenant_share` of the capacity for held generations, uploads and imports."""
 
     def __init__(

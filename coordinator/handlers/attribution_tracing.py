@@ -100,18 +100,18 @@ class AttributionTracer:
     async def finished(self, finished: Finished) -> Finished:
         """Adds the attribution to the end of an answer. Raises the errors of probes that fail."""
         self._num_open -= 1
-        reported = self._reported[finished.sample]
-        if self._spans is None or not reported.sums.num_tokens:
+        totals = self._reported[finished.sample]
+        if self._spans is None or not totals.sums.num_tokens:
             return replace(finished, attribution=Attribution())
-        provenance, shares = self._provenance, reported.sums.shares
+        provenance, shares = self._provenance, totals.sums.shares
         contrast = await self._contrast(shares) if provenance.confirm or provenance.ranking == "contrast" else None
         ranked = contrast if provenance.ranking == "contrast" and contrast is not None else shares
         chosen, drops = top(ranked, provenance.num_spans), None
         if provenance.confirm:
             chosen = candidates(shares, contrast, provenance.num_spans)
             chosen.sort(key=lambda span: (-ranked[span], span))
-            drops = dict(zip(chosen, await self._drops(reported.token_ids, chosen), strict=True))
-        found = attribution(reported.sums, self._spans, chosen, contrast=contrast, drops=drops, text=self._text)
+            drops = dict(zip(chosen, await self._drops(totals.token_ids, chosen), strict=True))
+        found = attribution(totals.sums, self._spans, chosen, contrast=contrast, drops=drops, text=self._text)
         return replace(finished, attribution=found)
 
     async def _contrast(self, shares: Shares) -> Shares | None:

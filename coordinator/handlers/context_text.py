@@ -13,7 +13,7 @@ from longleaf.types import ContextText, GetContextText, TextUnit
 
 MAX_BYTES = 1 << 20
 MAX_TOKENS = 1 << 18
-"""Most tokens of a range."""
+"""Maximum number of tokens in a range."""
 FIELDS: dict[TextUnit, str] = {"tokens": "token_range", "bytes": "byte_range"}
 STEP_TOKENS = 1 << 15
 """Tokens per step when lines are counted."""
@@ -84,7 +84,7 @@ def _check(wanted: GetContextText, found: TextMap) -> None:
     if is_bytes:
         most, longest = found.num_bytes, MAX_BYTES
         if not most:
-            raise FailedPrecondition(name, "byte ranges need text, and its tokens were given as ids: use token_range")
+            raise FailedPrecondition(name, "byte ranges need text, but it was ingested as token ids: use token_range")
     if not 0 <= wanted.start <= wanted.end <= most:
         message = f"[{wanted.start:,}, {wanted.end:,}) is not in [0, {most:,}), the {wanted.unit} of {name}"
         raise InvalidArgument(field, message)

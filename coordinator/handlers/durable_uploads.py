@@ -71,7 +71,7 @@ class DurableUploads:
 
     def begin(self) -> None:
         """Starts the periodic removal of expired documents."""
-        self._sweeping = asyncio.create_task(self._drop_old_for_ever())
+        self._sweeping = asyncio.create_task(self._expire_loop())
 
     async def load(self, header: IngestHeader, document: DocumentTokenizer) -> None:
         """Resumes a new document from the persisted state, if there is any. Raises InvalidArgument if its settings
@@ -186,7 +186,7 @@ class DurableUploads:
                 self._num_stored.pop(record.key, None)
                 self._start(record.key, self._drop(record.key))
 
-    async def _drop_old_for_ever(self) -> None:
+    async def _expire_loop(self) -> None:
         while True:
             self.drop_old()
             await asyncio.sleep(SWEEP_SECONDS)

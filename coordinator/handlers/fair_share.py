@@ -35,8 +35,8 @@ def shares_of(account: Account, tenant_share: float) -> Iterator[ShareLimit]:
         yield ShareLimit(tenant_share, account[0])
 
 
-def eviction_victim(usage: Counter[str], losers: Set[str], tenant: str) -> str | None:
-    """The tenant among `losers` that must free capacity for `tenant`: the one that holds most. None if it is another
-    tenant and holds no more than `tenant` does."""
-    found = max(losers, key=lambda other: (usage[other], other == tenant), default=None)
+def eviction_victim(usage: Counter[str], candidates: Set[str], tenant: str) -> str | None:
+    """The tenant among `candidates` that must free capacity for `tenant`: the one that holds most. None if it is
+    another tenant and holds no more than `tenant` does."""
+    found = max(candidates, key=lambda other: (usage[other], other == tenant), default=None)
     return found if found == tenant or usage[found or ""] > usage[tenant] else None

@@ -108,11 +108,11 @@ class Generation:
             request, request_id = resident.request, resident.request_id
             tracing = _make_tracer(request)
             answer = self._make_assembler(request_id, request, tracing, resident.token_ids)
-            reported, generated = await self._threads.run(
+            past_events, generated = await self._threads.run(
                 replay_journal, output, self._prompt(request, resident.token_ids), answer
             )
             continued = self._resume(resident, answer, tracing, generated)
-            self._resumable.restore(request_id, request, resident.question, continued, reported)
+            self._resumable.restore(request_id, request, resident.question, continued, past_events)
 
     async def _events(self, request_id: str, request: Generate, deadline: float | None) -> AsyncGenerator[Event, None]:
         tracing = _make_tracer(request)
@@ -132,8 +132,8 @@ class Generation:
                     if request.context is not None:
                         emit = _charge_cached_input(emit, len(token_ids), self._quotas.charge_input)
                     del request, token_ids, prompt  # they may be large, and the answer may take long
-                    async with aclosing(self._client_events(stream, record, answer, tracing, emit)) as reported:
-                        async for message in reported:
+                    async with aclosing(self._client_events(stream, record, answer, tracing, emit)) as events:
+                        async for message in events:
                             yield message
 
     async def _resume(
@@ -157,8 +157,8 @@ class Generation:
             async with aclosing(await submit_patiently(self._engine, prompt)) as stream:
                 with self._journal.reopen(entry.request_id) as record:
                     del entry, prompt, generated
-                    async with aclosing(self._client_events(stream, record, answer, tracing, emit)) as reported:
-                        async for message in reported:
+                    async with aclosing(self._client_events(stream, record, answer, tracing, emit)) as events:
+                        async for message in events:
                             yield message
 
     async def _client_events(

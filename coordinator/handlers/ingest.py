@@ -60,7 +60,7 @@ class Ingester(Capacity, Protocol):
         """Raises NotFound."""
         ...
 
-    def made_by(self, context_id: str) -> str:
+    def last_upload_id(self, context_id: str) -> str:
         """The upload id of the context's last document; empty if it had none. Raises NotFound."""
         ...
 
@@ -149,7 +149,7 @@ class Ingest:
     def _finished_report(self, header: IngestHeader) -> IngestProgress | None:
         """The report of a finished ingest that created the last document of its context, which is not read again."""
         try:
-            is_made = bool(header.upload_id) and self._engine.made_by(header.context) == header.upload_id
+            is_made = bool(header.upload_id) and self._engine.last_upload_id(header.context) == header.upload_id
         except (NotFound, ContextLost, CheckpointChanged):
             return None
         return IngestProgress(phase="ready", context=self._engine.get_context(header.context)) if is_made else None
@@ -205,14 +205,14 @@ class Ingest:
         self, owner: UploadLease, pieces: AsyncIterator[IngestPiece]
     ) -> AsyncGenerator[IngestProgress, None]:
         upload = owner.upload
-        await upload.complete()
+        await upload.wait_idle()
         if upload.document is not None:  # without a local name: the ids must be freed once the prefill owns them
             async with aclosing(self._receive(owner, upload.document, pieces)) as reports:
                 async for report in reports:
                     yield report
             yield _report("prefilling", upload.document, total=upload.document.num_tokens)
             upload.begin(self._prefill(upload, upload.document))
-            self._uploads.count(upload)
+            self._uploads.update_size(upload)
         assert upload.prefill is not None
         async for report in upload.prefill.progress():
             yield report
@@ -223,23 +223,23 @@ class Ingest:
     ) -> AsyncGenerator[IngestProgress, None]:
         """Raises DeadlineExceeded if the stream is idle for too long, and InvalidArgument if the context expires in the
         meantime."""
-        upload, reported = owner.upload, _report("receiving", document)
+        upload, progress = owner.upload, _report("receiving", document)
         self._quotas.charge_input(upload.pop_num_new_tokens())
-        yield reported
+        yield progress
         while (piece := await self._next(pieces, upload.header.settings.ingest_expiry)) is not None:
             owner.check()  # a stream that lost the upload counts nothing
-            self._uploads.count(upload, _num_bytes(piece))
+            self._uploads.update_size(upload, _num_bytes(piece))
             steps = _add_piece(owner, document, piece)
             del piece  # it may be large, and the next one may take long to arrive
             async for _ in steps:
                 self._quotas.charge_input(upload.pop_num_new_tokens())
-                self._uploads.count(upload)
+                self._uploads.update_size(upload)
                 self._check_tokens(upload.header)
                 if self._uploads.durable is not None:
                     self._uploads.durable.persist(upload.header, document)
                 report = _report("receiving", document)
-                if _is_update(report, reported):
-                    reported = report
+                if _is_update(report, progress):
+                    progress = report
                     yield report
             del steps
         # Once this report is sent, it is certain that the client ended the stream and that the stream did not break.

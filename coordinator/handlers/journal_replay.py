@@ -21,17 +21,17 @@ class ReplayedState(NamedTuple):
 def replay_journal(events: Sequence[JournalEvent], prompt: Prompt, answer: ResponseAssembler) -> ReplayedState:
     """Feeds the journaled events to the new assembler `answer`. Clients get the same events as before, with the same
     boundaries; only times differ."""
-    reported: list[Event] = []
+    past_events: list[Event] = []
     generated = {sample: array("I") for sample in range(prompt.num_samples)}
     for event in events:
-        reported += answer.assemble(event)
+        past_events += answer.assemble(event)
         if isinstance(event, Tokens):
             generated[event.sample].extend(event.token_ids)
     for sample, token_ids in generated.items():
         reason = prompt.end_reason(token_ids[-1], len(token_ids)) if token_ids else None
         if reason is not None:  # the process may have died between the last token and the end
-            reported += answer.assemble(_ended(events, sample, reason, len(token_ids)))
-    return ReplayedState(reported, {sample: generated[sample] for sample in answer.open_samples})
+            past_events += answer.assemble(_ended(events, sample, reason, len(token_ids)))
+    return ReplayedState(past_events, {sample: generated[sample] for sample in answer.open_samples})
 
 
 def _ended(events: Sequence[JournalEvent], sample: int, reason: EndReason, num_generated: int) -> Ended:

@@ -60,9 +60,9 @@ class ResponseAssembler:
         tracing: AttributionSink | None = None,
         before: Sequence[int] = (),
     ) -> None:
-        """`before` are the prompt ids that the text of the answer continues, from `ids_before`. If logprobs include the
-        bytes of tokens, the alphabet must support `spell`. The request, whose text may be large, is not kept.
-        `exactness_note` is the reason for which the answer is not exact; empty if it is."""
+        """`before` are the prompt ids that the text of the answer continues, from `detokenizer.ids_before`. If logprobs
+        include the bytes of tokens, the alphabet must support `spell`. The request, whose text may be large, is not
+        kept. `exactness_note` is the reason for which the answer is not exact; empty if it is."""
         sampling = request.sampling
         self._request_id = request_id
         self._exactness_note = exactness_note

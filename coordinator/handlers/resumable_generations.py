@@ -23,9 +23,9 @@ from longleaf.errors import (
 from longleaf.types import Conversation, Delta, Event, Finished, Generate, Message, Recovering, Started
 
 MAX_RESUMABLE = 256
-"""Most generations held concurrently."""
+"""Maximum number of generations held concurrently."""
 MAX_WEIGHT = 1 << 14
-"""Most tokens, alternatives and attribution sources of one generation that are kept for replay."""
+"""Maximum number of tokens, alternatives and attribution sources of one generation that are kept for replay."""
 RETRY_SECONDS = 2.0
 
 
@@ -48,8 +48,8 @@ def call_later(seconds: float, function: Callable[[], None]) -> Timer:
 class ResumableGeneration:
     """The events of one generation, kept for replay. Generation continues while a client reads, and otherwise until the
     engine's buffer is full. `on_end` is called when the generation fails, and when it had no reader for the
-    `resume_seconds` of the request; both may happen. `question` is the digest of the request's input. `reported` has
-    the events that clients of another service have read."""
+    `resume_seconds` of the request; both may happen. `question` is the digest of the request's input. `past_events` has
+    the events that clients of an earlier run of the service have read."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ResumableGeneration:
         events: AsyncGenerator[Event, None],
         later: CallLater,
         on_end: Callable[["ResumableGeneration"], None],
-        reported: Iterable[Event] = (),
+        past_events: Iterable[Event] = (),
     ) -> None:
         self.account = request.account
         self._question = question
@@ -81,7 +81,7 @@ class ResumableGeneration:
         self._num_readers = 0
         self._timer = later(self._seconds, self._on_timeout)
         self._step: asyncio.Task[None] | None = None
-        for event in reported:
+        for event in past_events:
             self._append_event(event)
 
     @property
@@ -209,13 +209,13 @@ def request_digest(request: Generate) -> bytes:
         case str(text):
             kind, requested = "text", text.encode()
         case Conversation(messages):
-            kind, requested = "conversation", b"".join(map(_split_events, messages))
+            kind, requested = "conversation", b"".join(map(_length_prefixed, messages))
         case token_ids:
             kind, requested = "ids", array("I", token_ids).tobytes()
     return blake3(f"{kind} {request.context}\n".encode()).update(requested).digest()
 
 
-def _split_events(message: Message) -> bytes:
+def _length_prefixed(message: Message) -> bytes:
     """The message, prefixed with its role and length, so that different conversations have different bytes."""
     text = message.text.encode()
     return f"{message.role} {len(text)}\n".encode() + text
@@ -234,8 +234,8 @@ def _weight(event: Event) -> int:
 
 
 class ResumableGenerations:
-    """The held generations, by id. `forget` is called with the id of a generation that no service can resume any
-    more."""
+    """The held generations, by id. `forget` is called with the id of a generation that can no longer be
+    resumed."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ class ResumableGenerations:
         for share in shares_of(request.account, self._tenant_share):
             count = sum(share.is_theirs(replay.account) for replay in self._by_id.values())
             if count >= self._max_resumable * share.part:
-                message = f"{share.owner_of} has {count} resumable generations, its share of {self._max_resumable}"
+                message = f"{share.owner_of} has {count} resumable generations, the limit of its share"
                 raise ResourceExhausted("generations", message, RETRY_SECONDS)
         if len(self._by_id) >= self._max_resumable:
             raise ResourceExhausted(
@@ -279,10 +279,10 @@ class ResumableGenerations:
         request: Generate,
         question: bytes,
         events: AsyncGenerator[Event, None],
-        reported: Iterable[Event],
+        past_events: Iterable[Event],
     ) -> None:
-        """Holds a generation that another service held; `events` are the remaining ones."""
-        self._add(request_id, request, question, events, reported)
+        """Restores a generation of an earlier run of the service; `events` are the remaining ones."""
+        self._add(request_id, request, question, events, past_events)
 
     def _add(
         self,
@@ -290,10 +290,10 @@ class ResumableGenerations:
         request: Generate,
         question: bytes,
         events: AsyncGenerator[Event, None],
-        reported: Iterable[Event] = (),
+        past_events: Iterable[Event] = (),
     ) -> ResumableGeneration:
         replay = ResumableGeneration(
-            request, question, events, self._call_later, partial(self._end, request_id), reported
+            request, question, events, self._call_later, partial(self._end, request_id), past_events
         )
         self._by_id[request_id] = replay
         return replay

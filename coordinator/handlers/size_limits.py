@@ -29,7 +29,7 @@ class Capacity(Protocol):
 
 
 class SizeLimit:
-    """The most tokens and bytes that can fit after `held` tokens.
+    """The most tokens and bytes that can fit after `num_buffered` tokens.
 
     Larger input is rejected before it is read or tokenized, because token ids take far more memory than the text.
     """

@@ -56,12 +56,12 @@ class PrefillTask:
     async def progress(self) -> AsyncIterator[IngestProgress]:
         """Yields reports from now on; a slow reader gets only the latest ones. Raises the error that ended the
         prefill."""
-        reported = None
+        last_report = None
         while True:
             count, is_over = self._changes.count, self.is_over
-            if self.latest is not None and self.latest is not reported:
-                reported = self.latest
-                yield reported
+            if self.latest is not None and self.latest is not last_report:
+                last_report = self.latest
+                yield last_report
             elif self._error is not None:
                 raise self._error
             elif is_over:
@@ -123,13 +123,13 @@ class Upload:
         self.owner, self.idle_since = UploadLease(self), None
         return self.owner
 
-    async def run_prefill(self, function: Callable[..., None], *arguments: object) -> None:
+    async def run_on_document(self, function: Callable[..., None], *arguments: object) -> None:
         """Runs a short method of the document in a thread. If the caller is cancelled, the method either completes or
         does not start, so the document stays consistent."""
         self._work = self._threads.submit(function, *arguments)
         await asyncio.wrap_future(self._work)
 
-    async def complete(self) -> None:
+    async def wait_idle(self) -> None:
         """Waits for work that an earlier owner started. Raises its error."""
         if self._work is not None:
             work = asyncio.wrap_future(self._work)
@@ -156,10 +156,10 @@ class UploadLease:
             raise Unavailable("another stream continued this upload")
 
     async def work(self, function: Callable[..., None], *arguments: object) -> None:
-        """Like `Upload.run_prefill`. Raises Unavailable if another stream has taken over before or during the call, and
-        Cancelled if a call cancelled the upload."""
+        """Like `Upload.run_on_document`. Raises Unavailable if another stream has taken over before or during the call,
+        and Cancelled if a call cancelled the upload."""
         self.check()
-        await self.upload.run_prefill(function, *arguments)
+        await self.upload.run_on_document(function, *arguments)
         self.check()
 
 
@@ -183,7 +183,7 @@ class Uploads:
         tenant_share: float = 1.0,
         durable: DurableUploads | None = None,
     ) -> None:
-        """`kept` persists uploads that can be resumed, if given."""
+        """`durable` persists uploads that can be resumed, if given."""
         self._tenant_share = tenant_share
         self.durable = durable
         self.clock = clock
@@ -248,10 +248,10 @@ class Uploads:
         if upload.header.upload_id:
             self._by_key[_key(upload.header)] = upload
 
-    def count(self, upload: Upload, num_arrived: int = 0) -> None:
+    def update_size(self, upload: Upload, num_arrived: int = 0) -> None:
         """Updates the size of an open upload, including `num_arrived` bytes of a chunk that is not added yet. Raises
         ResourceExhausted when a limit is exceeded."""
-        self._count(upload, upload.num_buffered_bytes + num_arrived)
+        self._set_size(upload, upload.num_buffered_bytes + num_arrived)
         for share in shares_of(upload.header.account, self._tenant_share):
             most = int(self._max_bytes * share.part)
             if upload.num_counted > most:
@@ -266,7 +266,7 @@ class Uploads:
                 message = f"all uploads use too much memory; the limit is {self._max_bytes:,} bytes"
                 raise ResourceExhausted("uploads", message, RETRY_SECONDS)
 
-    def _count(self, upload: Upload, num_bytes: int) -> None:
+    def _set_size(self, upload: Upload, num_bytes: int) -> None:
         self._num_bytes[upload.header.account] += num_bytes - upload.num_counted
         upload.num_counted = num_bytes
 
@@ -308,7 +308,7 @@ class Uploads:
         return self._by_key.get(_key(upload.header)) is upload
 
     def _remove(self, upload: Upload) -> None:
-        self._count(upload, 0)
+        self._set_size(upload, 0)
         self._all.discard(upload)
         if not self._num_bytes[upload.header.account]:
             del self._num_bytes[upload.header.account]
@@ -327,10 +327,10 @@ class Uploads:
         return found is not None
 
     def _make_room(self, usage: Counter[str], tenant: str = "") -> bool:
-        """Drops the oldest idle upload of the tenant with the largest amount in `held`; another tenant than `tenant`
+        """Drops the oldest idle upload of the tenant with the largest `usage`; another tenant than `tenant`
         must hold more than it. Returns whether an upload was dropped."""
-        loser = eviction_victim(usage, {upload.header.tenant for upload in self._retained()}, tenant)
-        return loser is not None and self._drop_oldest(lambda other: other[0] == loser)
+        victim = eviction_victim(usage, {upload.header.tenant for upload in self._retained()}, tenant)
+        return victim is not None and self._drop_oldest(lambda other: other[0] == victim)
 
     def _num_bytes_of(self, is_theirs: Callable[[Account], bool]) -> int:
         return sum(count for account, count in self._num_bytes.items() if is_theirs(account))
@@ -345,7 +345,7 @@ class Uploads:
         now = self.clock()
         for upload in self._retained():
             assert upload.idle_since is not None
-            self._count(upload, upload.num_buffered_bytes)  # work started by its stream may have ended since
+            self._set_size(upload, upload.num_buffered_bytes)  # work started by its stream may have ended since
             if now - upload.idle_since > self._keep_seconds:
                 self.forget(upload)
         while self.num_bytes > self._max_bytes and self._make_room(self._bytes_by_tenant()):

@@ -150,20 +150,20 @@ class BlockPlacer:
         if self.windows is None:
             return ()
         stored_from = max(start, self.windows.first(end)) if is_chunk else start
-        return self._roll(runs, start, (stored_from, end), reservation)
+        return self._advance_windows(runs, start, (stored_from, end), reservation)
 
     def recompute_windows(
         self, runs: tuple[Run, ...], chunk: tuple[int, int], window_start: int, place: int, reservation: Reservation
     ) -> tuple[Run, ...]:
         """The window runs of a segment after one of its chunks is recomputed. Keeps positions visible from `place`, and
-        positions from `kept_from` on, because later segments see them."""
+        positions from `window_start` on, because later segments see them."""
         if self.windows is None:
             return ()
         start, end = chunk
         stored_from = max(start, min(self.windows.first(end), window_start))
-        return self._roll(runs, min(start, place), (stored_from, end), reservation)
+        return self._advance_windows(runs, min(start, place), (stored_from, end), reservation)
 
-    def _roll(
+    def _advance_windows(
         self, runs: tuple[Run, ...], place: int, fresh: tuple[int, int], reservation: Reservation
     ) -> tuple[Run, ...]:
         retained, freed = self.window_pool.split(runs, place)
@@ -187,7 +187,9 @@ class BlockPlacer:
             self.num_reserved += freed
         return retained
 
-    def place_again(self, ranges: Iterable[tuple[int, int]], size: int, reservation: Reservation) -> tuple[Run, ...]:
+    def place_recomputed(
+        self, ranges: Iterable[tuple[int, int]], size: int, reservation: Reservation
+    ) -> tuple[Run, ...]:
         """Runs for the first `size` tokens of the given ranges, in whole blocks from the start of each range: in order,
         at most one per rank, and of similar length.
 
@@ -206,7 +208,7 @@ class BlockPlacer:
         self._spend(reservation, BlockCount(sum(count for *_, count in parts)))
         return tuple(Run(rank, start, stop, self.pools[rank].allocate(count)) for rank, start, stop, count in parts)
 
-    def place_part(
+    def place_restored(
         self, rank: int, ranges: Sequence[tuple[int, int]], max_blocks: int, reservation: Reservation
     ) -> tuple[tuple[Run, ...], list[tuple[int, int]]]:
         """Runs on a rank with free blocks, for as much of the given ranges as it takes: whole blocks from the start of
@@ -229,23 +231,23 @@ class BlockPlacer:
         return tuple(runs), rest
 
     def place_windows(self, ranges: Iterable[tuple[int, int]], reservation: Reservation) -> tuple[Run, ...]:
-        """Window runs that cover all of the given ranges. Raises as `place_part`."""
+        """Window runs that cover all of the given ranges. Raises as `place_restored`."""
         parts = [(start, end, ceil_div(end - start, self.block_size)) for start, end in ranges]
         self._spend(reservation, BlockCount(windows=sum(count for *_, count in parts)))
         return tuple(Run(EVERY_RANK, start, end, self.window_pool.allocate(count)) for start, end, count in parts)
 
-    def place_on(self, rank: int, start: int, end: int) -> Run:
+    def place_moved(self, rank: int, start: int, end: int) -> Run:
         """A run for positions that move to a rank from another one, in unreserved blocks."""
         count = ceil_div(end - start, self.block_size)
         assert count <= self.num_free.sharded
         return Run(rank, start, end, self.pools[rank].allocate(count))
 
-    def change_ranks(self, ranking: RankMapping) -> None:
+    def change_ranks(self, rank_mapping: RankMapping) -> None:
         """Keeps the pools of remaining ranks under their new rank numbers, and creates empty pools for new ranks. All
         reservations must have been released, because there may be fewer blocks."""
         assert self.num_reserved == BlockCount()
         old = self.pools
-        pairs = zip(ranking.before, ranking.num_blocks, strict=True)
+        pairs = zip(rank_mapping.before, rank_mapping.num_blocks, strict=True)
         self.pools = tuple(BlockAllocator(count) if rank is None else old[rank] for rank, count in pairs)
 
     def _spend(self, reservation: Reservation, blocks: BlockCount) -> None:

@@ -69,7 +69,7 @@ class PersistentState:
             url = config.snapshot_url or str(folder.path / SNAPSHOTS)
             # a separate storage may be filled; the data folder must keep space for deletions
             rooms = () if config.snapshot_url else (folder.reserve.check,)
-            store = await asyncio.to_thread(Store.open, url, is_tried=False)
+            store = await asyncio.to_thread(Store.open, url, probe=False)
         except StorageUnavailable as error:
             folder.close()
             raise CatalogError(str(error)) from error

@@ -1,15 +1,15 @@
 """Fault scores: how strongly the work of a step is suspected of having ended an epoch."""
 
-LOSS = 1
+LOSS_SCORE = 1
 """Score for a process that exited: the cause is more often its machine than the work."""
-BREAK = 2
-"""Score for ranks that raised or hung together. Work with this score runs with nothing else under way."""
-GUILTY = 4
-"""Score at which work is dropped: its epochs broke twice, or lost ranks four times, without progress past that
-point."""
+BREAK_SCORE = 2
+"""Score for ranks that raised errors or hung together. Work with this score runs with nothing else under way."""
+DROP_SCORE = 4
+"""Score at which work is dropped: its epochs broke twice, or lost ranks four times, without progress
+past the position where they ended."""
 
 
-def add(before: int, amount: int, *, is_certain: bool) -> int:
+def raise_score(before: int, amount: int, *, is_certain: bool) -> int:
     """The new score. If other work was under way as well, the score does not exceed the level at which both run
     separately."""
-    return before + amount if is_certain else max(before, min(before + amount, BREAK))
+    return before + amount if is_certain else max(before, min(before + amount, BREAK_SCORE))

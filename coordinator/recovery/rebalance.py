@@ -105,7 +105,7 @@ class Rebalancer:
                     count = min(room, len(run.blocks))
                     end = min(run.end, run.start + count * size)
                     old = Run(source, run.start, end, run.blocks[:count])
-                    parts.append((placement, old, self._placer.place_on(target, run.start, end)))
+                    parts.append((placement, old, self._placer.place_moved(target, run.start, end)))
                     room -= count
         return parts
 

@@ -8,7 +8,7 @@ from coordinator.kv_cache.lost_ranges import LostRanges
 from coordinator.kv_cache.segment_placement import SegmentPlacement
 from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import Segment, TokenPath
-from coordinator.recovery.fault_score import add
+from coordinator.recovery.fault_score import raise_score
 from longleaf.rank_protocol.step import Prefill
 
 
@@ -34,7 +34,7 @@ class RecomputePlanner:
         self._is_being_restored = comes_back
         self._segments = segments
         self._placements = segments.placements
-        self._rolling: Reservation | None = None
+        self._scratch: Reservation | None = None
         """With replicated windows, window blocks for the chunk that is recomputed."""
         self._current: SegmentPlacement | None = None
         """With replicated windows, the segment that uses these blocks."""
@@ -61,16 +61,16 @@ class RecomputePlanner:
                 self._placer.release(loss.reservation)
                 loss.reservation = None
         self._current = None
-        self.return_rolling()
+        self.release_scratch()
 
-    def return_rolling(self) -> None:
+    def release_scratch(self) -> None:
         """Releases the window blocks for recomputation, unless a segment uses them."""
-        if self._rolling is not None:
-            self._placer.release(self._rolling)
-            self._rolling = None
+        if self._scratch is not None:
+            self._placer.release(self._scratch)
+            self._scratch = None
 
     @property
-    def num_rolling(self) -> BlockCount:
+    def num_scratch(self) -> BlockCount:
         """Blocks that are needed only during recomputation."""
         pool = self._placer.window_pool
         sizes = [
@@ -83,18 +83,18 @@ class RecomputePlanner:
     @property
     def num_reserved(self) -> BlockCount:
         """Reserved blocks that belong to no segment."""
-        return self._rolling.left if self._rolling else BlockCount()
+        return self._scratch.left if self._scratch else BlockCount()
 
     @property
     def is_reserved(self) -> bool:
         """Blocks are reserved for all lost ranges."""
-        if self._placer.windows is not None and not self._placements.is_whole and not self._can_roll:
+        if self._placer.windows is not None and not self._placements.is_whole and not self._has_scratch:
             return False
         return all(placement.loss.reservation for placement in self._placements.with_losses if placement.loss)
 
     @property
-    def _can_roll(self) -> bool:
-        has_enough = self._rolling is not None and self.num_rolling.fits(self._rolling.left)
+    def _has_scratch(self) -> bool:
+        has_enough = self._scratch is not None and self.num_scratch.fits(self._scratch.left)
         return has_enough or self._is_lent
 
     @property
@@ -106,9 +106,9 @@ class RecomputePlanner:
         """Reserves blocks for lost segments as far as possible, first for those on `paths`. Contexts are evicted only
         for these."""
         needed = dict.fromkeys(self._placements.for_segments(segment for path in paths for segment in path.segments))
-        if self._placer.windows is not None and not self._can_roll:
-            self.return_rolling()
-            self._rolling = self._reserve(self.num_rolling, may_evict=bool(needed))
+        if self._placer.windows is not None and not self._has_scratch:
+            self.release_scratch()
+            self._scratch = self._reserve(self.num_scratch, may_evict=bool(needed))
         for placement in dict.fromkeys([*needed, *self._placements.with_losses]):
             if placement.loss is not None and placement.loss.reservation is None:
                 blocks = placement.loss.num_blocks(self._placer.block_size)
@@ -120,8 +120,8 @@ class RecomputePlanner:
         losses = [placement.loss for placement in placements if placement.loss is not None]
         size = self._placer.block_size
         blocks = sum((loss.num_blocks(size) for loss in losses if loss.reservation is None), BlockCount())
-        has_rolling = not losses or self._placer.windows is None or self._can_roll
-        return blocks if has_rolling else blocks + self.num_rolling - self.num_reserved
+        has_scratch = not losses or self._placer.windows is None or self._has_scratch
+        return blocks if has_scratch else blocks + self.num_scratch - self.num_reserved
 
     def _reserve(self, blocks: BlockCount, *, may_evict: bool) -> Reservation | None:
         return self._placer.reserve(blocks) if self._segments.make_room(blocks, may_evict=may_evict) else None
@@ -146,7 +146,7 @@ class RecomputePlanner:
         assert loss is not None
         assert loss.reservation is not None
         ranges = [(low, high) for low, high in loss.left if low < end]
-        pieces = self._placer.place_again(ranges, size, loss.reservation)
+        pieces = self._placer.place_recomputed(ranges, size, loss.reservation)
         assert pieces
         start, stop = pieces[0].start, pieces[-1].end
         place = min(placement.seams, default=start)
@@ -189,7 +189,7 @@ class RecomputePlanner:
         if current is not None and self._is_lent:
             return (current, current.segment.end) if self._may_begin(current) else None
         self._current = None
-        if self._rolling is None or not self._can_roll:
+        if self._scratch is None or not self._has_scratch:
             return None
         lossy = [found[0] for path in paths if (found := self._placements.first_lost(path))]
         for placement in [*lossy, *self._placements.with_losses]:
@@ -200,8 +200,8 @@ class RecomputePlanner:
                 and self._may_begin(placement)
                 and self._placements.holds(placement.segment.before)
             ):
-                loss.reservation.left += self._rolling.left
-                self._rolling, self._current, self._lent_to = None, placement, loss
+                loss.reservation.left += self._scratch.left
+                self._scratch, self._current, self._lent_to = None, placement, loss
                 return placement, placement.segment.end
         return None
 
@@ -217,18 +217,18 @@ class RecomputePlanner:
             loss.fill(piece.start, piece.end)
         if not loss.left:
             self._segments.drop_frontier(placement)
-            self._take_rolling(loss)
+            self._reclaim_scratch(loss)
             self._segments.end_loss(placement)
         elif self._placer.windows is not None:
             self._segments.add_frontier(placement, loss.first)
         return placement
 
-    def _take_rolling(self, loss: LostRanges) -> None:
+    def _reclaim_scratch(self, loss: LostRanges) -> None:
         """Keeps the window blocks for the next segment."""
         assert loss.reservation is not None
         if self._is_lent:
-            most = min(self.num_rolling.windows, loss.reservation.left.windows)  # reloads may have raised num_rolling
-            self._rolling = loss.reservation.split(BlockCount(windows=most))
+            most = min(self.num_scratch.windows, loss.reservation.left.windows)  # reloads may have raised num_scratch
+            self._scratch = loss.reservation.split(BlockCount(windows=most))
             self._current = None
 
     def undo(self, suspicion: int, *, is_certain: bool) -> SegmentPlacement | None:
@@ -240,7 +240,7 @@ class RecomputePlanner:
         loss = placement.loss
         assert loss.reservation is not None
         if suspicion:
-            loss.suspicion = add(loss.suspicion, suspicion, is_certain=is_certain)
+            loss.suspicion = raise_score(loss.suspicion, suspicion, is_certain=is_certain)
             loss.suspect_end = max(loss.suspect_end, placement.incoming[-1].end)
         self._placer.return_unwritten(placement.incoming, loss.reservation)
         placement.incoming = ()

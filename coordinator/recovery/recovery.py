@@ -8,7 +8,7 @@ from coordinator.kv_cache.rank_mapping import RankMapping
 from coordinator.kv_cache.segment_placement import SegmentPlacement
 from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import TokenPath
-from coordinator.recovery.fault_score import BREAK
+from coordinator.recovery.fault_score import BREAK_SCORE
 from coordinator.recovery.rebalance import Rebalancer
 from coordinator.recovery.recompute import RecomputePlanner, RecoveryFailed
 from coordinator.recovery.remap import begin_reload, remap
@@ -55,7 +55,9 @@ class RecoveryManager:
     @property
     def is_suspected(self) -> bool:
         """The fault score of a lost segment requires that it is recomputed with nothing else under way."""
-        return any(placement.loss.suspicion >= BREAK for placement in self._placements.with_losses if placement.loss)
+        return any(
+            placement.loss.suspicion >= BREAK_SCORE for placement in self._placements.with_losses if placement.loss
+        )
 
     @property
     def is_reserved(self) -> bool:
@@ -68,9 +70,9 @@ class RecoveryManager:
         return sum(placement.loss.num_tokens for placement in self._placements.with_losses if placement.loss)
 
     @property
-    def num_rolling(self) -> BlockCount:
+    def num_scratch(self) -> BlockCount:
         """Blocks that are needed during recomputation in addition to those of the segments."""
-        return self._recompute.num_rolling
+        return self._recompute.num_scratch
 
     @property
     def num_reserved(self) -> BlockCount:
@@ -92,9 +94,9 @@ class RecoveryManager:
         self._work = None
         amount = suspicion if is_suspected else 0
         recomputed = self._recompute.undo(amount, is_certain=is_certain) if self._recompute.is_under_way else None
-        self.restoring.undo(has_broken=amount >= BREAK)
+        self.restoring.undo(has_broken=amount >= BREAK_SCORE)
         if self._rebalance.is_under_way:
-            self._rebalance.undo(has_broken=amount >= BREAK and is_certain)
+            self._rebalance.undo(has_broken=amount >= BREAK_SCORE and is_certain)
         return recomputed if is_suspected else None
 
     def fail(self) -> SegmentPlacement | None:
@@ -103,15 +105,15 @@ class RecoveryManager:
         self._work = None
         return self._recompute.undo(0, is_certain=True)
 
-    def change_ranks(self, ranking: RankMapping) -> None:
+    def change_ranks(self, rank_mapping: RankMapping) -> None:
         """Moves the placements to the ranks of the next epoch. No other reservations may exist."""
         assert self._work is None
         bare = self._rebalance.bare | set[int]()
         self._recompute.clear_reservations()
-        first = ranking.before[0]
+        first = rank_mapping.before[0]
         has_windows = first is not None and first not in bare and not self._rebalance.is_stuck
-        remap(self._placer, self._segments, ranking, has_windows=has_windows)
-        self._rebalance.change_ranks(ranking.after, ranking.newcomers, has_windows=has_windows)
+        remap(self._placer, self._segments, rank_mapping, has_windows=has_windows)
+        self._rebalance.change_ranks(rank_mapping.after, rank_mapping.newcomers, has_windows=has_windows)
         self._losses = {
             placement.segment.id: placement.loss for placement in self._placements.with_losses if placement.loss
         }
@@ -169,7 +171,7 @@ class RecoveryManager:
         lost."""
         if self._work is None and self._placements.is_whole:
             self._losses.clear()
-            self._recompute.return_rolling()
+            self._recompute.release_scratch()
             self.is_over = self._rebalance.is_over
 
     # --- progress ---

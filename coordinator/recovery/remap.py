@@ -18,16 +18,16 @@ from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.runs import ceil_div
 
 
-def remap(placer: BlockPlacer, segments: SegmentStore, ranking: RankMapping, *, has_windows: bool) -> None:
+def remap(placer: BlockPlacer, segments: SegmentStore, rank_mapping: RankMapping, *, has_windows: bool) -> None:
     """Moves the placements to the ranks of the next epoch. Nothing may be reserved or under way.
 
     Without `has_windows`, no rank holds windows any more that it could send to others.
     """
-    after, placements = ranking.after, segments.placements
+    after, placements = rank_mapping.after, segments.placements
     gone = frozenset(range(len(placer.pools))) - after.keys()
     is_rolled = placer.windows is not None and (bool(gone) or not has_windows)
     segments.drop_cached(lambda path: is_rolled or _is_on(segments, path, gone))
-    placer.change_ranks(ranking)
+    placer.change_ranks(rank_mapping)
     found = [(placement, placement.change_ranks(after)) for placement in placements]
     lost = {placement: ranges for placement, ranges in found if ranges}
     if is_rolled:
@@ -162,10 +162,10 @@ def begin_reload(placer: BlockPlacer, segments: SegmentStore, evicted: Iterable[
 def segment_layouts(segments: SegmentStore) -> tuple[SegmentLayout, ...]:
     """The layout of all segments that are held or lost. It replaces the pending release messages."""
     segments.pop_forgotten()
-    reported = [one for one in segments.placements if one.segment.token_ids and not one.is_evicted]
-    for placement in reported:
+    resident = [one for one in segments.placements if one.segment.token_ids and not one.is_evicted]
+    for placement in resident:
         placement.is_reported = True
     return tuple(
         SegmentLayout(placement.segment.id, placement.segment.start, tuple(placement.runs), placement.window_runs)
-        for placement in reported
+        for placement in resident
     )

@@ -24,7 +24,7 @@ OF_WINDOWS = -1
 
 
 def none_stored(segment: int) -> bool:
-    """The default for `is_kept`: no segment is in storage."""
+    """The default for `RestorePlanner.is_stored`: no segment is in storage."""
     del segment
     return False
 
@@ -67,7 +67,7 @@ class RestorePlanner:
     """Plans restores, one plan at a time, of segments with reserved blocks.
 
     The fetcher polls `pop_wanted`, `pop_ordered` and `pop_discarded`, and reports results with `set_pieces`,
-    `mark_unavailable` and `tell`."""
+    `mark_unavailable` and `on_fetched`."""
 
     def __init__(self, placer: BlockPlacer, segments: SegmentStore) -> None:
         self._placer = placer
@@ -116,7 +116,7 @@ class RestorePlanner:
         return wanted
 
     def pop_ordered(self) -> list[RestoreChunk]:
-        """Removes and returns the chunks to fetch. The fetcher reports each result with `tell`."""
+        """Removes and returns the chunks to fetch. The fetcher reports each result with `on_fetched`."""
         ordered, self._ordered = self._ordered, []
         return ordered
 
@@ -212,7 +212,7 @@ class RestorePlanner:
         share = ceil_div(one.loss.num_blocks(placer.block_size).sharded, len(placer.pools))
         while one.left and (rank := self._next_rank(is_whole=is_whole)) is not None:
             index, ranges = one.left.pop(0)
-            runs, rest = placer.place_part(rank, ranges, share, reservation)
+            runs, rest = placer.place_restored(rank, ranges, share, reservation)
             if rest:
                 one.left.insert(0, (index, rest))
             one.placement.incoming += runs

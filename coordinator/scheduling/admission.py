@@ -68,8 +68,8 @@ class Admission:
         goes_on = isinstance(prompt, Prompt) and prompt.generated is not None
         if self._failure_in_queue(prompt.scheduling):
             begin_waiting()  # those jobs wait only for the next step
-        if not goes_on and (reported := self._failure_in_queue(prompt.scheduling)):
-            raise ResourceExhausted("queue", reported, self._speeds.retry_seconds(self._requests.in_line().total()))
+        if not goes_on and (failure := self._failure_in_queue(prompt.scheduling)):
+            raise ResourceExhausted("queue", failure, self._speeds.retry_seconds(self._requests.in_line().total()))
         jobs = list(self._requests.jobs())
         self._check_room(job, jobs)
         is_probe = isinstance(prompt, Prompt) and prompt.is_probe  # its answer was sent already
@@ -204,7 +204,7 @@ class Admission:
         retained = self._durable([job, *jobs])
         coming = sum((other.num_blocks for other in jobs if isinstance(other, IngestJob)), BlockCount())
         resident = self._limits.wanted(self._segments.placements.for_segments(retained.values()))
-        return retained, resident + coming + self._limits.rolling
+        return retained, resident + coming + self._limits.num_scratch
 
     def _requested(self, answers: list[Sequence]) -> list[TokenPath]:
         """The paths that are held while these answers run."""

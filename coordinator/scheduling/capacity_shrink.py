@@ -34,7 +34,7 @@ class CapacityShrink:
         self._recovery = recovery
         self._admission = admission
 
-    def too_much(self, jobs: Callable[[], list[Job]]) -> Iterator[NamedContext | Job]:
+    def victims(self, jobs: Callable[[], list[Job]]) -> Iterator[NamedContext | Job]:
         """The contexts and jobs to drop. The caller must drop each one before it requests the next.
 
         First jobs that do not fit even without other jobs and contexts; then idle contexts that are not pinned, least
@@ -93,7 +93,7 @@ class CapacityShrink:
 
     def _wanted(self, placements: list[SegmentPlacement]) -> BlockCount:
         """Blocks of the segments once nothing of them is lost, plus those for recomputation."""
-        return self._limits.wanted(placements) + self._recovery.num_rolling
+        return self._limits.wanted(placements) + self._recovery.num_scratch
 
 
 def uses_context(job: Job, context: NamedContext) -> bool:

@@ -29,7 +29,7 @@ class ContextOperations:
 
     def acknowledge(self, request_id: int, now: float) -> bool:
         """Creates the context of a Sealed document once the document is durable; `now` is in seconds since the epoch.
-        Returns False if its ingest has ended since. See `drain`."""
+        Returns False if its ingest has ended since. See `pop_outcomes`."""
         if (job := self.sealed(request_id)) is None:
             return False
         self._acknowledge(job, now)

@@ -3,7 +3,7 @@
 from coordinator.engine_messages import ContextDropped, Recovering
 from coordinator.kv_cache.rank_mapping import RankMapping
 from coordinator.kv_cache.segments import SegmentStore
-from coordinator.recovery.fault_score import BREAK
+from coordinator.recovery.fault_score import BREAK_SCORE
 from coordinator.recovery.recovery import RecoveryManager
 from coordinator.recovery.remap import segment_layouts
 from coordinator.recovery.restore import RestorePlanner
@@ -20,24 +20,24 @@ class GroupChangeOperations:
     _job_recovery: JobRecovery
     _recovery: RecoveryManager
 
-    def roll_back(self, steps: tuple[int, ...] = (), suspicion: int = BREAK) -> None:
+    def roll_back(self, steps: tuple[int, ...] = (), suspicion: int = BREAK_SCORE) -> None:
         """Ends an epoch. Plans in flight are discarded and must not be committed. Nothing is scheduled until
         `change_ranks`. Answers later continue at their next token, documents after the last committed chunk.
 
         `steps` are those in which the epoch may have ended; empty if it ended outside a step. Their work gets the fault
-        score `suspicion`: a job that breaks a second epoch ends. See `drain`.
+        score `suspicion`: a job that breaks a second epoch ends. See `pop_outcomes`.
         """
         self._deferral.end()
         self._job_recovery.roll_back(steps, suspicion)
 
-    def change_ranks(self, ranking: RankMapping, *, may_grow: bool = False) -> None:
+    def change_ranks(self, rank_mapping: RankMapping, *, may_grow: bool = False) -> None:
         """Continues with the ranks of another epoch, after `roll_back`. The ranks must receive `layout` before any
         plan.
 
         Contexts and jobs that no longer fit are dropped. If more ranks are expected (`may_grow`), they are dropped
-        later by `confirm`, or not at all if another epoch brings enough ranks. See `pop_dropped` and `drain`.
-        """
-        self._job_recovery.change_ranks(ranking, may_grow=may_grow)
+        later by `shrink_to_fit`, or not at all if another epoch brings enough ranks. See `pop_dropped` and
+        `pop_outcomes`."""
+        self._job_recovery.change_ranks(rank_mapping, may_grow=may_grow)
 
     @property
     def is_confirmed(self) -> bool:

@@ -11,7 +11,7 @@ from coordinator.kv_cache.rank_mapping import RankMapping
 from coordinator.kv_cache.segment_placement import SegmentPlacement
 from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import Segment, TokenPath
-from coordinator.recovery.fault_score import GUILTY
+from coordinator.recovery.fault_score import DROP_SCORE
 from coordinator.recovery.recovery import RecoveryManager
 from coordinator.scheduling.admission import Admission
 from coordinator.scheduling.capacity_shrink import CapacityShrink, uses_context
@@ -74,17 +74,17 @@ class JobRecovery:
             job.roll_back(self._placer)
         for job, work in guilty:
             lifecycle.fail(job, job.poisoned(work))
-        if recomputed and recomputed.loss and recomputed.loss.suspicion >= GUILTY:
+        if recomputed and recomputed.loss and recomputed.loss.suspicion >= DROP_SCORE:
             self._give_up_all(recomputed.segment, "each attempt to recompute it made the ranks fail")
 
-    def change_ranks(self, ranking: RankMapping, *, may_grow: bool) -> None:
+    def change_ranks(self, rank_mapping: RankMapping, *, may_grow: bool) -> None:
         """Moves the placements to other ranks. Documents under way wait until blocks are reserved for them again."""
         assert self.is_between_epochs
         for job in self._ingests():
             job.tail.is_ready = False
             self._placer.release(job.tail.reservation)
-        self._recovery.change_ranks(ranking)
-        self._lifecycle.planner.change_ranks(ranking.epoch)
+        self._recovery.change_ranks(rank_mapping)
+        self._lifecycle.planner.change_ranks(rank_mapping.epoch)
         self.is_between_epochs, self._limits.may_grow = False, True
         if not may_grow:
             self.shrink_to_fit()
@@ -97,7 +97,7 @@ class JobRecovery:
         if not self._recovery.is_reserved:
             for job in self._running_sequences():
                 self._lifecycle.preempt(job)
-        for found in self._shrink.too_much(lambda: list(self._lifecycle.requests.jobs())):
+        for found in self._shrink.victims(lambda: list(self._lifecycle.requests.jobs())):
             if isinstance(found, Job):
                 self._lifecycle.fail(found, ResourceExhausted("pool", NO_ROOM))
             else:
@@ -169,7 +169,7 @@ class JobRecovery:
         retained = {
             s: None for context in self._contexts.list() if not context.is_evicted for s in context.path.segments
         }
-        wanted = self._limits.wanted(self._placements.for_segments(retained)) + self._limits.rolling
+        wanted = self._limits.wanted(self._placements.for_segments(retained)) + self._limits.num_scratch
         return wanted.fits(self._placer.num_blocks)
 
     def is_ready(self, job: Job) -> bool:
@@ -201,11 +201,11 @@ class JobRecovery:
 
     def report_progress(self) -> None:
         """Reports the progress of recovery to requests that wait for lost keys."""
-        reported: dict[int, Recovering] = {}
+        progress_by_request: dict[int, Recovering] = {}
         for job, path in self._waiting():
             if (progress := self._recovery.progress(path)) is not None:
-                reported[job.request.id] = progress
-        self._lifecycle.outcomes += reported.items()
+                progress_by_request[job.request.id] = progress
+        self._lifecycle.outcomes += progress_by_request.items()
 
     # --- dropped contexts ---
 

@@ -38,7 +38,7 @@ class JobLimits:
         return blocks
 
     @property
-    def rolling(self) -> BlockCount:
+    def num_scratch(self) -> BlockCount:
         """Blocks that are needed only during recomputation."""
         sizes = [placement.loss.num_tokens for placement in self._placements.with_losses if placement.loss]
         return BlockCount(windows=max(map(self._placer.window_pool.chunk_blocks, sizes), default=0))

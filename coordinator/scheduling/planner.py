@@ -14,10 +14,10 @@ from coordinator.kv_cache.token_paths import TokenPath
 from coordinator.recovery.recovery import RecoveryManager
 from coordinator.scheduling.fair_queue import FairOrder
 from coordinator.scheduling.jobs import Job
-from coordinator.scheduling.poison_jobs import PoisonJobs
 from coordinator.scheduling.row_selection import RowSelector
 from coordinator.scheduling.sequences import Sequence
 from coordinator.scheduling.speculation import Drafter
+from coordinator.scheduling.suspected_jobs import SuspectedJobs
 from coordinator.scheduling.throughput import Speeds
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.step import Decode, Row, StepPlan, Work
@@ -114,7 +114,7 @@ class Planner:
         self._epoch = epoch
         self._budget = Budget(config, len(placer.pools), speeds)
         self._portions = RowSelector()
-        self._suspects = PoisonJobs()
+        self._suspects = SuspectedJobs()
         self._flights: deque[InflightPlan] = deque()
         self._forgotten: list[int] = []
         self._was_prefill = False
@@ -182,7 +182,7 @@ class Planner:
 
     def _plan_chunk(self, jobs: list[Job], *, is_alone: bool) -> StepPlan | None:
         job = self.turns.order(jobs, lambda job: job.last_turn)[0]
-        is_apart = self._suspects.is_apart(job)
+        is_apart = self._suspects.runs_alone(job)
         if is_apart and self._flights:
             return None
         size = self._budget.chunk_size(job, is_alone=is_alone)
@@ -196,8 +196,8 @@ class Planner:
     def _plan_rows(self, jobs: Several[Sequence]) -> StepPlan | None:
         is_apart = False
         if self._suspects:
-            jobs = self._suspects.part(jobs)
-            is_apart = self._suspects.is_apart(jobs[0])
+            jobs = self._suspects.schedulable(jobs)
+            is_apart = self._suspects.runs_alone(jobs[0])
         under_way = [flight.plan for flight in self._flights if isinstance(flight.plan.work, Decode)]
         if (is_apart and self._flights) or any(plan.num_drafts for plan in under_way):
             return None
@@ -238,7 +238,7 @@ class Planner:
         self, steps: Collection[int], suspicion: int, jobs: Container[Job]
     ) -> tuple[list[Work], list[tuple[Job, Work]]]:
         """Discards the plans under way. Returns the work of those among `steps`, and the jobs among `jobs` that have
-        reached the GUILTY score, each with that work."""
+        reached the DROP_SCORE, each with that work."""
         ended = [flight for flight in self._flights if flight.plan.step in steps]
         self._flights.clear()
         self._suspects.retain_only(jobs)

@@ -147,13 +147,13 @@ class Scheduler(GroupChangeOperations, ContextOperations):
     def positions(self) -> dict[int, Admitted]:
         """The queue positions of waiting generations, by request. Position 1 is the next one of its tenant; other
         tenants are not counted."""
-        reported, places = dict[int, Admitted](), Counter[str]()
+        admitted, places = dict[int, Admitted](), Counter[str]()
         for job in self._queue.order():
             tenant = job.request.scheduling.tenant
             places[tenant] += 1
             if isinstance(job, Sequence) and job.represents_all_samples:
-                reported[job.request.id] = job.admitted(places[tenant])
-        return reported
+                admitted[job.request.id] = job.admitted(places[tenant])
+        return admitted
 
     # --- admission ---
 
@@ -178,7 +178,8 @@ class Scheduler(GroupChangeOperations, ContextOperations):
     # --- schedule ---
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
-        """The next step, or None when nothing is ready or enough is under way. It may add outcomes: see `drain`."""
+        """The next step, or None when nothing is ready or enough is under way. It may add outcomes: see
+        `pop_outcomes`."""
         self._lifecycle.now = now
         for request_id in self._requests.deadlines.passed(now):
             self._outcomes.append((request_id, DeadlineExceeded("the deadline has passed")))
@@ -360,7 +361,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
             self._answer(job)
 
     def fail(self, request_id: int, error: LongleafError) -> None:
-        """Ends a request with an error, if it has not ended. See `drain`."""
+        """Ends a request with an error, if it has not ended. See `pop_outcomes`."""
         if (request := self._requests.get(request_id)) is not None:
             self._lifecycle.fail(request.jobs[0], error)
 
@@ -375,10 +376,10 @@ class Scheduler(GroupChangeOperations, ContextOperations):
                 tokens.append(token)
                 if (reason := job.append_token(token.id)) is not None:
                     break  # tokens sampled after the end of the answer are dropped
-            reported = () if attention is None else (attention,)
+            attentions = () if attention is None else (attention,)
             counts = (self._drafter.record_tokens(job, sampled), min(len(tokens), len(sampled) - 1))
             self.drafts.add(*counts, len(tokens))
-            self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, reported, *counts)))
+            self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, attentions, *counts)))
         if reason is not None:
             self._outcomes.append((request_id, job.ended(reason, result)))
             self._lifecycle.finish(job)
@@ -423,7 +424,8 @@ class Scheduler(GroupChangeOperations, ContextOperations):
 
     def pause(self, request_id: int, is_paused: bool) -> None:
         """Pauses or resumes the rows of a request whose reader is behind. It keeps its blocks until others need them.
-        Does nothing for a request that has ended. Ends the surplus when too many requests are paused: see `drain`."""
+        Does nothing for a request that has ended. Ends the surplus when too many requests are paused: see
+        `pop_outcomes`."""
         if (request := self._requests.get(request_id)) is None:
             return
         self._requests.pause(request, is_paused)

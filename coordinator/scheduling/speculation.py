@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 from coordinator.kv_cache.token_paths import Segment
 from coordinator.scheduling.sequences import Sequence
-from coordinator.speculation.acceptance import USUAL_DECAY, Acceptance
+from coordinator.speculation.acceptance import CONTEXT_DECAY, Acceptance
 from coordinator.speculation.draft_length import DraftLengthPolicy
 from coordinator.speculation.ngram_drafter import NO_DRAFT, Draft, NgramIndexes
 from coordinator.speculation.sequence_drafter import SequenceDrafter
@@ -14,7 +14,7 @@ from coordinator.speculation.step_cost_model import StepCostModel
 from longleaf.rank_protocol.step import Decode, Row, StepPlan
 from longleaf.sampling import Token
 
-ENTERED_AT_ONCE = 8192
+MAX_INDEXED_TOKENS = 8192
 """Maximum number of tokens of a path that are added to the n-gram index between two steps, if they were not added
 during the prefill."""
 MAX_COMPARED = 4
@@ -78,7 +78,7 @@ class Drafter:
         """The acceptance rates shared by all sequences that query the same context, since questions are similar."""
         if not (segments := job.request.origin.segments):
             return None
-        return self._usual.setdefault(segments[0], Acceptance(self._max_drafts, decay=USUAL_DECAY))
+        return self._usual.setdefault(segments[0], Acceptance(self._max_drafts, decay=CONTEXT_DECAY))
 
     # --- measurements ---
 
@@ -122,7 +122,7 @@ class Drafter:
         for number, (job, token_id, end) in enumerate(self._recorded_tokens):
             if job.drafter and job.is_running and job.drafter.tail is job.tail.segment and end <= job.tail.segment.end:
                 if (number - first) % num_came < most:
-                    job.drafter.index_path(ENTERED_AT_ONCE)
+                    job.drafter.index_path(MAX_INDEXED_TOKENS)
                     job.drafter.compare(token_id, end)
                 else:
                     job.drafter.skip()

@@ -6,7 +6,7 @@ from coordinator.speculation.ngram_drafter import Draft
 
 DECAY = 0.85
 """Factor by which each outcome of a sequence reduces the weight of the earlier ones of its kind."""
-USUAL_DECAY = 0.98
+CONTEXT_DECAY = 0.98
 """The same factor for the outcomes of all sequences with the same context."""
 PRIOR_COUNT = 1.0
 """Weight of the prior, as a number of outcomes."""
@@ -15,10 +15,10 @@ NUM_KINDS = 4
 
 
 class AcceptanceRate:
-    """The recent frequency of an event, combined with a prior. The prior is the rate `usual`, if there is one."""
+    """The recent frequency of an event, combined with a prior. The prior is the rate `prior`, if there is one."""
 
-    def __init__(self, usual: "AcceptanceRate | None", decay: float) -> None:
-        self._usual = usual
+    def __init__(self, prior: "AcceptanceRate | None", decay: float) -> None:
+        self._prior = prior
         self._decay = decay
         self._yes = 0.0
         self._count = 0.0
@@ -26,28 +26,28 @@ class AcceptanceRate:
     def add(self, is_so: bool) -> None:
         self._yes = self._yes * self._decay + is_so
         self._count = self._count * self._decay + 1
-        if self._usual is not None:
-            self._usual.add(is_so)
+        if self._prior is not None:
+            self._prior.add(is_so)
 
     def value(self, prior: float) -> float:
-        prior = prior if self._usual is None else self._usual.value(prior)
+        prior = prior if self._prior is None else self._prior.value(prior)
         return (self._yes + PRIOR_COUNT * prior) / (self._count + PRIOR_COUNT)
 
 
 class Acceptance:
     """Acceptance probabilities of the drafts of one sequence. They are 0 before the first outcome of the sequence or
-    of `usual`.
+    of `prior`.
 
     The probability of each draft token, given that those before it are accepted, is estimated separately. With few
     outcomes, the estimate is close to that of the previous token. The estimate of the first token depends on the size
     of the n-gram that matched.
     """
 
-    def __init__(self, max_drafts: int, usual: "Acceptance | None" = None, decay: float = DECAY) -> None:
-        """`usual` has the probabilities of all sequences with the same context, for as many drafts; outcomes are also
+    def __init__(self, max_drafts: int, prior: "Acceptance | None" = None, decay: float = DECAY) -> None:
+        """`prior` has the probabilities of all sequences with the same context, for as many drafts; outcomes are also
         added there."""
-        usual_chances: list[AcceptanceRate | None] = [*usual.chances] if usual else [None] * (NUM_KINDS + max_drafts)
-        self.chances = [AcceptanceRate(each, decay) for each in usual_chances]
+        prior_chances: list[AcceptanceRate | None] = [*prior.chances] if prior else [None] * (NUM_KINDS + max_drafts)
+        self.chances = [AcceptanceRate(each, decay) for each in prior_chances]
         self._found = self.chances[0]
         """Probability that there is a draft whose first token is accepted."""
         self._first = self.chances[1 : 1 + NUM_KINDS]

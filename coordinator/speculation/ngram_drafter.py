@@ -16,7 +16,7 @@ SHORT_TOKENS = 1 << 12
 MAX_SHORT = 12
 """Maximum number of segments with fewer than SHORT_TOKENS tokens that are searched: each takes as long as a long
 one."""
-ENTERED_AT_ONCE = 4096
+MAX_INDEXED_TOKENS = 4096
 """Maximum number of tokens of the growing segment that are indexed before a draft; later tokens are indexed by later
 drafts."""
 
@@ -114,7 +114,7 @@ class NgramDrafter:
         """
         tail, num_known = self._tail, end - self._tail.start
         assert 0 < num_known <= len(tail.token_ids)
-        self._index.add(min(num_known - 1, self._index.count + ENTERED_AT_ONCE))  # no token follows the last one yet
+        self._index.add(min(num_known - 1, self._index.count + MAX_INDEXED_TOKENS))  # no token follows the last one yet
         match = NgramMatch(self._last(num_known))
         match.begin(len(self._parts))
         self._index.match(match, num_known - 1)

@@ -8,9 +8,9 @@ from coordinator.speculation.ngram_drafter import NO_DRAFT, Draft, NgramDrafter,
 class SequenceDrafter:
     """The drafts of a sequence. `tail` is the segment that it grows, which changes when it restarts."""
 
-    def __init__(self, tail: Segment, indexes: NgramIndexes, max_drafts: int, usual: Acceptance | None = None) -> None:
-        """`usual` has the acceptance rates of sequences with the same context."""
-        self.acceptance = Acceptance(max_drafts, usual)
+    def __init__(self, tail: Segment, indexes: NgramIndexes, max_drafts: int, prior: Acceptance | None = None) -> None:
+        """`prior` has the acceptance rates of sequences with the same context."""
+        self.acceptance = Acceptance(max_drafts, prior)
         self._comparison = ShadowDrafts(self.acceptance)
         self._max_drafts = max_drafts
         self._indexes = indexes

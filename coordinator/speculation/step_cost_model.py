@@ -9,7 +9,7 @@ RATIO_DECAY = 0.75
 FORGOTTEN_AFTER = 512
 """Number of steps with the same number of sequences after which the measurement of an unused number of drafts
 expires."""
-HOPEFUL_EVERY = 16
+EXPLORE_EVERY = 16
 """One of this many steps with the same number of sequences is planned as if drafts up to the next measured number cost
 nothing more: kernels process rows in tiles, so the cost may not rise until a tile is full."""
 GAP_AHEAD = 0.1e-3
@@ -71,10 +71,10 @@ class _StepTimes:
     def seconds(self, num_drafts: int) -> float:
         above = bisect_right(self._measured, num_drafts)
         ratio = self._values[above - 1]
-        is_hopeful = (
-            self._count % HOPEFUL_EVERY >= HOPEFUL_EVERY - 2
+        is_exploring = (
+            self._count % EXPLORE_EVERY >= EXPLORE_EVERY - 2
         )  # covers `needs_previous_result` and `lengths` of one step
-        if above < len(self._measured) and not is_hopeful:
+        if above < len(self._measured) and not is_exploring:
             low, high = self._measured[above - 1], self._measured[above]
             ratio += (self._values[above] - ratio) * (num_drafts - low) / (high - low)
         return self.level.value * ratio

@@ -31,7 +31,7 @@ def facts_of_call() -> Facts:
 
 
 def set_up(config: TelemetryConfig) -> Logs:
-    """Configures logging of this process as the settings say, until `take_down`."""
+    """Configures logging of this process from the settings. `Logs.take_down` ends it."""
     return Logs(config, LOGGERS, facts_of_call)
 
 

@@ -22,7 +22,7 @@ class Metrics:
     """Lifecycle: start, stop. `model` is the name that clients see; `launcher` is the launcher of the ranks."""
 
     def __init__(self, model: str, launcher: str) -> None:
-        disable_created_metrics()  # creates a second series per metric, which is not used here
+        disable_created_metrics()  # otherwise each metric has a second series, `_created`
         self._registry = CollectorRegistry(auto_describe=False)
         self._model = model
         self._build = {"version": __version__, "torch": _torch_version(), "launcher": launcher}

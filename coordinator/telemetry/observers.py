@@ -78,12 +78,12 @@ class Observers:
     def observe_generation(self, request_id: str, tenant: str) -> Generator[EventSink, None, None]:
         """Enter the context of each observer."""
         with ExitStack() as stack:
-            reported = [
+            sinks = [
                 stack.enter_context(observer.observe_generation(request_id, tenant)) for observer in self._observers
             ]
 
             def on_event(event: Event) -> None:
-                for tell in reported:
+                for tell in sinks:
                     tell(event)
 
             yield on_event

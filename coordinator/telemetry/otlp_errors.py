@@ -25,10 +25,10 @@ class ExportErrors(logging.Handler):
         """Thread-safe."""
         if not self._throttle.admit():
             return
-        reported = record.getMessage() if record.name.startswith(HARMLESS) else record.name
+        summary = record.getMessage() if record.name.startswith(HARMLESS) else record.name
         num_more = self._throttle.pop_num_dropped()
         more = f" ({num_more:,} more since the last line)" if num_more else ""
-        log.warning("traces: %s%s", reported, more)
+        log.warning("traces: %s%s", summary, more)
 
     def set_up(self) -> None:
         """Installs the handler."""

@@ -23,7 +23,8 @@ def call_later(seconds: float, callback: Callable[[], None]) -> asyncio.TimerHan
 
 
 class RefusalLog:
-    """Refused calls. Those that are not logged individually are sent to `tell` as a count, at most once per second."""
+    """Refused calls. The number of those that are not logged individually is passed to `log`, at most once per
+    second."""
 
     def __init__(self, log: Callable[[str], None], clock: Callable[[], float], later: Later) -> None:
         self._log, self._clock, self._later = log, clock, later

@@ -78,8 +78,8 @@ def read_sampling(folder: Path) -> SamplingParams:
         sampling = SamplingParams(**given)
         sampling.check()
     except msgspec.ValidationError as error:
-        reported, _, field = str(error).rpartition(" - at ")
-        raise ModelRefused(f"{path}: {field.strip('`').removeprefix('$.')}: {reported}") from error
+        message, _, field = str(error).rpartition(" - at ")
+        raise ModelRefused(f"{path}: {field.strip('`').removeprefix('$.')}: {message}") from error
     except InvalidArgument as error:
         raise ModelRefused(f"{path}: {str(error).removeprefix('sampling.')}") from error
     return sampling

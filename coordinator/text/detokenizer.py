@@ -115,7 +115,7 @@ class TextStream:
         self._buffered: deque[tuple[tuple[int, ...], str]] = deque()
         """Completed ids and texts that may belong to a stop string."""
         self._num_shown, self._num_buffered = 0, 0
-        """Characters of emitted pieces, and of `_held`."""
+        """Characters of emitted pieces, and of `_buffered`."""
         self._index = 0
         self.matched_stop = ""
         """The stop string that was found: the answer ends, and later ids must not be pushed."""

@@ -164,10 +164,10 @@ class UploadEvents:
         return event(problem_of(error, NAMES).body, "error")
 
     def _progress_json(self, progress: IngestProgress) -> dict[str, Any]:
-        reported = json_fields(progress, PROGRESS_FIELDS)
+        fields = json_fields(progress, PROGRESS_FIELDS)
         if progress.context is not None:
-            reported["context"] = described(progress.context, self._model)
-        return reported
+            fields["context"] = described(progress.context, self._model)
+        return fields
 
 
 async def upload_state(request: Request) -> Response:

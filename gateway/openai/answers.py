@@ -133,15 +133,15 @@ async def _stream(
     ends = list[Finished]()
     try:
         async with aclosing(events):
-            async for reported in events:
-                match reported:
-                    case Delta() if reported.text or any(text_logprobs([reported])):
-                        yield event(formatter.delta(reported))
+            async for item in events:
+                match item:
+                    case Delta() if item.text or any(text_logprobs([item])):
+                        yield event(formatter.delta(item))
                     case Finished():
-                        ends.append(reported)
-                        yield event(formatter.finish(reported))
+                        ends.append(item)
+                        yield event(formatter.finish(item))
                     case _:
-                        note(reported)
+                        note(item)
         if len(ends) < formatter.num_samples:
             raise Unavailable("the service ended the stream before the end of the answer")
     except LongleafError as error:
@@ -156,12 +156,12 @@ async def _whole(events: AsyncGenerator[Event, None], formatter: ChunkFormatter)
     deltas: list[list[Delta]] = [[] for _ in range(formatter.num_samples)]
     ends = dict[int, Finished]()
     async with aclosing(events):
-        async for reported in events:
-            match reported:
+        async for event in events:
+            match event:
                 case Delta(sample=sample):
-                    deltas[sample].append(reported)
+                    deltas[sample].append(event)
                 case Finished(sample=sample):
-                    ends[sample] = reported
+                    ends[sample] = event
                 case _:
                     pass
     if len(ends) < formatter.num_samples:
@@ -206,4 +206,4 @@ def finite(logprob: float) -> float:
 
 def text_logprobs(deltas: Iterable[Delta]) -> Iterator[Logprobs]:
     """The logprobs of tokens with text; the end token has none and is omitted."""
-    return (reported for delta in deltas for reported in delta.logprobs if reported.token_bytes)
+    return (entry for delta in deltas for entry in delta.logprobs if entry.token_bytes)

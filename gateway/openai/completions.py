@@ -84,12 +84,12 @@ class TextChunkFormatter:
 
     def _logprobs(self, sample: int, deltas: list[Delta]) -> dict[str, Any]:
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for reported in text_logprobs(deltas):
-            found["tokens"].append(_text(reported.token_bytes))
-            found["token_logprobs"].append(finite(reported.logprob))
-            found["top_logprobs"].append(_tops(reported.top))
+        for entry in text_logprobs(deltas):
+            found["tokens"].append(_text(entry.token_bytes))
+            found["token_logprobs"].append(finite(entry.logprob))
+            found["top_logprobs"].append(_tops(entry.top))
             found["text_offset"].append(self._lengths[sample].num_characters)
-            self._lengths[sample].add(reported.token_bytes or b"")
+            self._lengths[sample].add(entry.token_bytes or b"")
         return found
 
     def finish(self, finished: Finished) -> dict[str, Any]:

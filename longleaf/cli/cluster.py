@@ -72,15 +72,15 @@ def to_json(found: Cluster) -> object:
     """The JSON output, with null for hidden values."""
     if not is_hidden(found):
         return found
-    reported: dict[str, Any] = msgspec.to_builtins(found)
-    reported |= dict.fromkeys(("running", "waiting", "window_tokens"))
-    reported["workers"] = [
-        worker | dict.fromkeys(("pid", "address", "tokens", "kv_bytes")) for worker in reported["workers"]
+    fields: dict[str, Any] = msgspec.to_builtins(found)
+    fields |= dict.fromkeys(("running", "waiting", "window_tokens"))
+    fields["workers"] = [
+        worker | dict.fromkeys(("pid", "address", "tokens", "kv_bytes")) for worker in fields["workers"]
     ]
     for part, names in (("storage", ("url", "error")), ("recovery", ("lost_tokens", "recovered_tokens"))):
-        if reported[part] is not None:
-            reported[part] |= dict.fromkeys(names)
-    return reported
+        if fields[part] is not None:
+            fields[part] |= dict.fromkeys(names)
+    return fields
 
 
 def lines_of(found: Cluster, now: float) -> list[str]:

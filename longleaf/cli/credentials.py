@@ -78,5 +78,5 @@ def _quotas(entry: CredentialEntry) -> dict[str, int]:
 
 
 def _entry_json(entry: CredentialEntry) -> dict[str, object]:
-    reported: dict[str, object] = {"tenant": entry.tenant, "role": entry.role, "credentials": len(entry.digests)}
-    return reported | {"certificates": entry.names, "quotas": _quotas(entry)}
+    fields: dict[str, object] = {"tenant": entry.tenant, "role": entry.role, "credentials": len(entry.digests)}
+    return fields | {"certificates": entry.names, "quotas": _quotas(entry)}

@@ -150,11 +150,11 @@ class _Screen:
 def _source_text(source: Source, found: Excerpt) -> Text:
     """The line number, the share and the text of a source, on one line."""
     place = "" if found.own.line is None else f" on line {found.own.line:,}"
-    reported = Text.assemble((f"{source.share:.1%} of the attention{place}: ", "cyan"), ("…", "dim"))
+    text = Text.assemble((f"{source.share:.1%} of the attention{place}: ", "cyan"), ("…", "dim"))
     for part, style in found.parts:
         flat = re.sub(r"\s+", " ", part).translate(CONTROLS)
-        reported.append(flat.lstrip() if reported.plain.endswith(" ") else flat, style)
-    return reported.append("…", "dim")
+        text.append(flat.lstrip() if text.plain.endswith(" ") else flat, style)
+    return text.append("…", "dim")
 
 
 def _print_report(report: "Report") -> None:

@@ -51,7 +51,7 @@ def find_invalid_utf8(files: Sequence[str]) -> InvalidArgument | None:
 
 
 def _reason(head: bytes, place: int, reason: str) -> str:
-    known = next((reported for begin, reported in KINDS if head.startswith(begin)), None)
+    known = next((text for begin, text in KINDS if head.startswith(begin)), None)
     return known or f"is not UTF-8 at byte {max(0, place)}: {reason}"
 
 

@@ -144,16 +144,16 @@ def _print_json(answer: Iterable[Event], num_samples: int) -> None:
     for event in answer:
         match event:
             case Delta():
-                reported: dict[str, object] = {"text": event.text, "token_ids": event.token_ids}
-                reported |= {"logprobs": event.logprobs} if event.logprobs else {}
+                fields: dict[str, object] = {"text": event.text, "token_ids": event.token_ids}
+                fields |= {"logprobs": event.logprobs} if event.logprobs else {}
             case Finished():
-                reported = {"finish_reason": event.reason, "usage": event.usage, "is_exact": event.is_exact}
-                reported |= {} if event.is_exact else {"exactness_note": event.exactness_note}
-                reported |= {"attribution": event.attribution} if event.attribution else {}
+                fields = {"finish_reason": event.reason, "usage": event.usage, "is_exact": event.is_exact}
+                fields |= {} if event.is_exact else {"exactness_note": event.exactness_note}
+                fields |= {"attribution": event.attribution} if event.attribution else {}
                 num_open -= 1
             case _:
                 continue
-        print_json(reported | ({"sample": event.sample} if num_samples > 1 else {}))
+        print_json(fields | ({"sample": event.sample} if num_samples > 1 else {}))
         if not num_open:
             return
     raise Unavailable("the answer ended before its last event")

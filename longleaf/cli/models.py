@@ -239,5 +239,5 @@ def _plan_summary(plan: CapacityPlan, is_running: bool) -> str:
 def spans(layers: tuple[int, ...]) -> str:
     """Abbreviated layer numbers: 0-3, or 0 2 4 … 30 for many separate ones."""
     joined = join((layer, layer + 1) for layer in layers)
-    reported = [str(low) if low + 1 == end else f"{low}-{end - 1}" for low, end in joined]
-    return " ".join(reported if len(reported) <= 6 else [*reported[:3], "…", reported[-1]])
+    parts = [str(low) if low + 1 == end else f"{low}-{end - 1}" for low, end in joined]
+    return " ".join(parts if len(parts) <= 6 else [*parts[:3], "…", parts[-1]])

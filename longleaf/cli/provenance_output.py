@@ -70,7 +70,7 @@ class SourceFlags:
 def _range(typed: str) -> tuple[int, int]:
     start, _, end = typed.partition("-")
     if not (start.isdecimal() and end.isdecimal()):
-        raise InvalidArgument("--hide", f"{typed} is not A-B (tokens A to B - 1)")
+        raise InvalidArgument("--hide", f"{typed!r} is not A-B with two integers")
     return int(start), int(end)
 
 
@@ -152,15 +152,15 @@ class SourceList:
         found = excerpt(self._client, self._context, source, num_tokens)
         if found is None:
             return Text(f"{_place(source, None)}  {_numbers(source)}")
-        reported = Text(f"{_place(source, found.own)}  {_numbers(source)}\n", style="cyan")
+        text = Text(f"{_place(source, found.own)}  {_numbers(source)}\n", style="cyan")
         body = Text()
         for part, style in found.parts:
             body.append(part.translate(CONTROLS), style)
         for line in body.split("\n", allow_blank=True):
-            reported.append("    ")
-            reported.append_text(line)
-            reported.append("\n")
-        return reported
+            text.append("    ")
+            text.append_text(line)
+            text.append("\n")
+        return text
 
 
 def _place(source: Source, text: ContextText | None) -> str:

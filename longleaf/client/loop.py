@@ -102,14 +102,14 @@ class LoopThread:
         task = asyncio.current_task()
         if task is None or task not in self._calls:
             return
-        call, reported = self._calls[task], asyncio.Event()
+        call, notified = self._calls[task], asyncio.Event()
 
         def job() -> None:
             callback(updates)
-            self._call_on_loop(reported.set)
+            self._call_on_loop(notified.set)
 
         call.jobs.put(job)
-        await reported.wait()
+        await notified.wait()
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Refuses new work, runs `last`, cancels the remaining calls and ends the thread. Idempotent. Does nothing in a

@@ -151,9 +151,9 @@ async def upload(
             ending = CallOutcome(call)
             try:
                 async for response in call:
-                    reported = calls.decoded(decode, response)
-                    sending.on_progress(reported)
-                    yield reported
+                    progress = calls.decoded(decode, response)
+                    sending.on_progress(progress)
+                    yield progress
             except grpc.RpcError as error:
                 raise await ending.error(error) from None
     except LongleafError:

@@ -48,7 +48,7 @@ def decode_export(message: context_pb.ExportContextRequest) -> ExportContext:
 
 
 def decode_exported(message: context_pb.ExportContextResponse) -> ExportedArchive | bytes:
-    """The archive's description, or some of its bytes; empty bytes for a message type that only a later version has."""
+    """The archive's description, or some of its bytes; empty bytes for a message of a later version."""
     return _decode_exported(message) or b""
 
 

@@ -145,9 +145,9 @@ def _of_library(status: status_pb2.Status, server: str) -> LongleafError | None:
 def _of_connection(message: str, server: str) -> LongleafError:
     """Readable description of a connection failure, instead of gRPC's internal wording."""
     if message.startswith(NO_CONNECTION):
-        for sign, reported in MISTAKES:
+        for sign, explanation in MISTAKES:
             if sign in message:
-                return InvalidArgument("tls_ca", f"{server} {reported} ({message})")
+                return InvalidArgument("tls_ca", f"{server} {explanation} ({message})")
     return Unavailable(f"the server at {server} does not answer ({message})")
 
 

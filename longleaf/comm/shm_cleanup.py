@@ -49,10 +49,10 @@ class ProcessIdentity(NamedTuple):
 def started_at(pid: int) -> int | None:
     """Start time of a process; None if it does not exist or is a zombie. Raises OSError without /proc."""
     try:
-        reported = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if reported[STATE].decode() in GONE else int(reported[STARTED])
+    return None if fields[STATE].decode() in GONE else int(fields[STARTED])
 
 
 def sweep(here: ProcessIdentity) -> None:

@@ -36,19 +36,19 @@ class Frame(NamedTuple):
         return cls(kind, memoryview(content).nbytes, blake3(content).hexdigest())
 
     def encode(self) -> bytes:
-        reported = self.kind.encode().ljust(KIND_BYTES, b"\0") + self.num_bytes.to_bytes(LENGTH_BYTES, "little")
-        reported += bytes.fromhex(self.digest)
-        return reported + _check(reported)
+        header = self.kind.encode().ljust(KIND_BYTES, b"\0") + self.num_bytes.to_bytes(LENGTH_BYTES, "little")
+        header += bytes.fromhex(self.digest)
+        return header + _check(header)
 
     @classmethod
     def decode(cls, data: bytes) -> "Frame":
         """Raises InvalidArgument for a damaged frame, or other data."""
-        reported, check = data[:-CHECK_BYTES], data[-CHECK_BYTES:]
-        if len(data) != FRAME_BYTES or _check(reported) != check:
+        header, check = data[:-CHECK_BYTES], data[-CHECK_BYTES:]
+        if len(data) != FRAME_BYTES or _check(header) != check:
             raise InvalidArgument(FIELD, "the header of a record is damaged")
-        kind = reported[:KIND_BYTES].rstrip(b"\0").decode(errors="replace")
-        length = int.from_bytes(reported[KIND_BYTES:][:LENGTH_BYTES], "little")
-        return cls(kind, length, reported[-DIGEST_BYTES:].hex())
+        kind = header[:KIND_BYTES].rstrip(b"\0").decode(errors="replace")
+        length = int.from_bytes(header[KIND_BYTES:][:LENGTH_BYTES], "little")
+        return cls(kind, length, header[-DIGEST_BYTES:].hex())
 
 
 def check_preamble(data: bytes) -> None:

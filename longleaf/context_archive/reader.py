@@ -87,8 +87,8 @@ class ArchiveReader:
         if self._frame is not None:
             self._content_digest.update(data[:count])
         self.num_bytes += count
-        reported = self._complete() if len(self._content) == self._num_wanted else None
-        return count, reported
+        record = self._complete() if len(self._content) == self._num_wanted else None
+        return count, record
 
     def check_complete(self) -> None:
         """Raises InvalidArgument if the end record is missing."""
@@ -152,8 +152,8 @@ class ArchiveReader:
             case "head":
                 return self._take_head(decode(content, ContextHead))
             case "segment":
-                reported = decode_segment(content, self._num_tokens_left, self._form, self._block_size)
-                return self._take_segment(reported)
+                segment = decode_segment(content, self._num_tokens_left, self._form, self._block_size)
+                return self._take_segment(segment)
             case "ids":
                 self._num_ids_left -= len(content) // ID_BYTES
                 return _ids_of(content)

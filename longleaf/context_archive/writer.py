@@ -89,8 +89,8 @@ class ArchiveWriter:
         if num_used < len(segment.token_ids):
             manifest, text = None, text and text.cut(num_used)
         keys = None if manifest is None else keys_of(manifest)
-        reported = encode(SegmentHead(num_used=num_used, num_tokens=num_used, rope=segment.rope, keys=keys, text=text))
-        self._add_record(Frame.from_content("segment", reported), memoryview(reported))
+        head = encode(SegmentHead(num_used=num_used, num_tokens=num_used, rope=segment.rope, keys=keys, text=text))
+        self._add_record(Frame.from_content("segment", head), memoryview(head))
         for first in range(0, num_used, IDS_PER_RECORD):
             ids = little_endian(segment.token_ids, first, min(first + IDS_PER_RECORD, num_used))
             self._add_record(Frame.from_content("ids", ids), ids)
@@ -99,9 +99,9 @@ class ArchiveWriter:
                 self._add_record(Frame("piece", piece.num_bytes, piece.digest), piece)
 
     def _add_record(self, frame: Frame, content: Content) -> None:
-        reported = frame.encode()
-        self._digest.update(reported)
-        self._add(memoryview(reported))
+        encoded = frame.encode()
+        self._digest.update(encoded)
+        self._add(memoryview(encoded))
         self._add(content)
 
     def _add(self, content: Content) -> None:

@@ -147,7 +147,7 @@ def make_haystack(seed: int, tokens: int, facts: int = 5, absent: int = 1, split
 def build_haystack(
     rng: random.Random, text: str, everything: Sequence[Fact], num_questions: int, absent: int
 ) -> Haystack:
-    """`text` with all facts, questions for `asked` of them, and `absent` keys that are not in the text."""
+    """`text` with all facts, `num_questions` questions about them, and `absent` keys that are not in the text."""
     wanted = [everything[i] for i in sorted(rng.sample(range(len(everything)), num_questions))]
     planted = plant(rng, text, [fact.sentence for fact in everything])
     missing: list[Fact] = []

@@ -101,8 +101,8 @@ class Backend(Protocol):
 
 @runtime_checkable
 class AttributionBackend(Backend, Protocol):
-    """A backend whose kernels report the attention share of each block of keys per row, if `Reads.told` requests it.
-    Partials are bitwise identical with and without the report."""
+    """A backend whose kernels report the attention share of each block of keys per row, if `Reads.attributed` requests
+    it. Partials are bitwise identical with and without the report."""
 
     def add_shares(
         self,
@@ -136,11 +136,11 @@ class LaunchTables(Protocol):
         """Maximum number of rows that share reads of keys; further rows read the keys again."""
         ...
 
-    def bind(self, reads: Reads, there_N: Tensor) -> None:
-        """Binds layers that read `reads`, which is empty, to the work in `there_N` on the device."""
+    def bind(self, reads: Reads, device_N: Tensor) -> None:
+        """Binds layers that read `reads`, which is empty, to the work in `device_N` on the device."""
         ...
 
-    def fill(self, reads: Reads, here_N: Numbers) -> int | None:
+    def fill(self, reads: Reads, host_N: Numbers) -> int | None:
         """Writes the reads of a step to host memory, for copying to the device, and returns the count of numbers. None
         if there is not enough space."""
         ...

@@ -23,9 +23,9 @@ CALLS = 4
 """Calls per turn: a single one would be dominated by clock and scheduler noise."""
 MIN_TURNS, MAX_TURNS = 3, 64
 """Turns of the fastest merge, if time allows: a median of three tolerates one outlier."""
-HOPELESS, FORGIVEN = 1.5, 2.0
-"""A merge whose best turn took HOPELESS times the best of all is not measured further; after n turns the factor is at
-least 1 + FORGIVEN / n, because early turns may all be outliers."""
+CUTOFF, CUTOFF_SLACK = 1.5, 2.0
+"""A merge whose best turn took CUTOFF times the best of all is not measured further; after n turns the limit is
+CUTOFF * (1 + CUTOFF_SLACK / n), because early turns may all be outliers."""
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def _race(merges: Mapping[str, Merge], groups: Groups, partial: Partial) -> Merg
         slowest = groups.world.all_reduce(times, "max")
         for name, turn in zip(running, slowest, strict=False):
             turns[name].append(turn.item())
-        limit = HOPELESS * (1 + FORGIVEN / number) * min(map(min, turns.values()))
+        limit = CUTOFF * (1 + CUTOFF_SLACK / number) * min(map(min, turns.values()))
         running = [name for name in running if min(turns[name]) <= limit]
         if slowest[-1] > SECONDS / len(BATCHES) or (len(running) == 1 and number >= MIN_TURNS):
             break

@@ -28,9 +28,9 @@ class RowState:
 
     def cut_back(self, sequence: int, end: int) -> None:
         """Truncates the last row of a sequence at `end`, after the drafts beyond it were rejected."""
-        reported = self._sent[sequence]
-        window_runs = tuple(until(run, end, self._block_size) for run in reported.window_runs)
-        self._sent[sequence] = replace(reported, window_runs=window_runs)
+        sent_row = self._sent[sequence]
+        window_runs = tuple(until(run, end, self._block_size) for run in sent_row.window_runs)
+        self._sent[sequence] = replace(sent_row, window_runs=window_runs)
 
     def _begin(self, row: Row) -> Row:
         # Token ids and terms may be large, and are sent only once.
@@ -38,13 +38,13 @@ class RowState:
         return row
 
     def _resume(self, row: Row) -> Row:
-        reported = self._sent.get(row.sequence)
-        if reported is None:
+        sent_row = self._sent.get(row.sequence)
+        if sent_row is None:
             raise ValueError(f"a row continues unknown sequence {row.sequence}")
         if not row.window_runs:
-            return replace(row, path=reported.path, rope=reported.rope, spans=reported.spans, hidden=reported.hidden)
-        window_runs = _grown(reported.window_runs, row.window_runs, self._block_size)
-        row = replace(row, path=reported.path, rope=reported.rope, spans=reported.spans, hidden=reported.hidden)
+            return replace(row, path=sent_row.path, rope=sent_row.rope, spans=sent_row.spans, hidden=sent_row.hidden)
+        window_runs = _grown(sent_row.window_runs, row.window_runs, self._block_size)
+        row = replace(row, path=sent_row.path, rope=sent_row.rope, spans=sent_row.spans, hidden=sent_row.hidden)
         self._sent[row.sequence] = row = replace(row, window_runs=window_runs)
         return row
 

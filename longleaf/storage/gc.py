@@ -38,25 +38,25 @@ def sweep(store: Store, service: str, now: float, grace: float, live: AnySet[str
     """
     if not is_id(service):
         raise InvalidArgument("service", f"{service!r} is not the id of a service")
-    before = now - grace
-    retained = [entry for entry in store.list(segments_folder(service)) if entry.name not in live]
+    cutoff = now - grace
+    unreferenced = [entry for entry in store.list(segments_folder(service)) if entry.name not in live]
     notes = list(store.list(notes_folder(service)))
     unfinished = [entry for entry in notes if entry.name.endswith(PART)]
-    found = [entry for entry in (*retained, *unfinished) if entry.modified < before]
-    found += _superseded(notes, before)
+    found = [entry for entry in (*unreferenced, *unfinished) if entry.modified < cutoff]
+    found += _superseded(notes, cutoff)
     # Manifests first: a piece without manifest is ignored, but a manifest without pieces would be trusted.
     found.sort(key=lambda entry: attempt_of_manifest(entry.name) is None)
     store.delete(entry.name for entry in found)
     return GcReport(len(found), sum(entry.num_bytes for entry in found))
 
 
-def _superseded(notes: Sequence[ObjectInfo], before: float) -> Iterator[ObjectInfo]:
-    """Notes that were superseded before `before` by another one of the same context."""
+def _superseded(notes: Sequence[ObjectInfo], cutoff: float) -> Iterator[ObjectInfo]:
+    """Notes that were superseded before `cutoff` by another one of the same context."""
     found: list[tuple[NotePlace, ObjectInfo]] = []
     for entry in notes:
         place = place_of_note(entry.name)
         if place is not None:
             found.append((place, entry))
     for (place, entry), (after, successor) in pairwise(sorted(found, key=lambda note: note[0])):
-        if place.context == after.context and successor.modified < before:
+        if place.context == after.context and successor.modified < cutoff:
             yield entry

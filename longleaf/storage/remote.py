@@ -44,11 +44,11 @@ class RemoteFiles:
 
     def find(self, name: str) -> ObjectInfo | None:
         try:
-            reported = self._files.info(self._path(name))
+            info = self._files.info(self._path(name))
         except FileNotFoundError as error:
             _check_bucket(error)
             return None
-        return _entry(name, reported) if reported["type"] == "file" else None
+        return _entry(name, info) if info["type"] == "file" else None
 
     def list(self, folder: str) -> Iterator[ObjectInfo]:
         path = self._path(folder) if folder else self._root
@@ -57,9 +57,9 @@ class RemoteFiles:
         except FileNotFoundError as error:
             _check_bucket(error)
             return
-        for name, reported in sorted(found.items()):
-            if reported["type"] == "file":
-                yield _entry(name[len(self._root) + 1 :], reported)
+        for name, info in sorted(found.items()):
+            if info["type"] == "file":
+                yield _entry(name[len(self._root) + 1 :], info)
 
     def remove(self, name: str) -> None:
         try:

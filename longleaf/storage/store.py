@@ -50,10 +50,10 @@ class Store:
         self._calls = TimedCalls(timeout)
 
     @classmethod
-    def open(cls, url: str, timeout: float = TIMEOUT, *, is_tried: bool = True) -> "Store":
+    def open(cls, url: str, timeout: float = TIMEOUT, *, probe: bool = True) -> "Store":
         """The storage at `url`: a folder, as a path or file://, or any URL that fsspec supports.
 
-        Unless `is_tried` is false, a small object is written as a test; a full storage is accepted, because it can
+        Unless `probe` is false, a small object is written as a test; a full storage is accepted, because it can
         still be read. Raises InvalidArgument naming `snapshot_url` if the URL is invalid, its driver is not installed,
         or writing is forbidden, and StorageUnavailable if it is unreachable.
         """
@@ -61,7 +61,7 @@ class Store:
             with _translated_errors(redact_url(url), "opened"):
                 calls = TimedCalls(timeout)
                 store = cls(calls.end(calls.begin(partial(connect, url))), url, timeout)
-            if is_tried:
+            if probe:
                 store._try()
         return store
 
@@ -155,11 +155,11 @@ def _reason(error: Exception) -> str:
         return "it is read-only; mount it for writing"
     if isinstance(error, PermissionError):
         return "access is denied; check the credentials and their permissions"
-    reported = (error.strerror if isinstance(error, OSError) else "") or f"{error}" or type(error).__name__
-    reported = re.sub(r"://[^/\s@]*@", "://", reported)  # drivers include passwords in URLs
+    reason = (error.strerror if isinstance(error, OSError) else "") or f"{error}" or type(error).__name__
+    reason = re.sub(r"://[^/\s@]*@", "://", reason)  # drivers include passwords in URLs
     if isinstance(error, StorageTimeout):
-        return f"{reported}; check that it can be reached from this machine"
-    return f"{reported}; check that it exists and can be reached from this machine"
+        return f"{reason}; check that it can be reached from this machine"
+    return f"{reason}; check that it exists and can be reached from this machine"
 
 
 def _is_full(error: BaseException | None) -> bool:

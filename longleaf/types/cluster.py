@@ -7,8 +7,8 @@ import msgspec
 from longleaf.rank_protocol.group_messages import MergeTiming, TierMerge
 
 SlotState = Literal["unspecified", "waiting", "starting", "replaced", "abandoned"]
-"""State of the slot of a lost rank: `waiting` (empty for now), `filling` (a new process is starting and loading),
-`filled`, or `dropped` (abandoned). `unspecified` is a state that this client version does not know."""
+"""State of the slot of a lost rank: `waiting` (empty for now), `starting` (a new process is starting and loading),
+`replaced`, or `abandoned`. `unspecified` is a state that this client version does not know."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -175,7 +175,7 @@ def test_choice_of_kernels_and_merge_is_reported_by_the_cluster_command_only(ser
 
 def test_the_start_prints_a_summary(served: Served):
     lines = [line for line in served.output.splitlines() if line.startswith(("model ", "ranks ", "document ", "room "))]
-    assert [line.split()[0] for line in lines] == ["model", "ranks", "document", "room"]
+    assert [line.split()[0] for line in lines] == ["model", "ranks", "document", "capacity"]
     assert lines[1:3] == [
         "ranks        2 on cpu, launcher local",
         "document     up to 8,192 tokens, with its questions and answers",

@@ -213,7 +213,7 @@ def test_contexts_of_another_checkpoint_are_reported_as_stale(tmp_path: Path) ->
     (model / "tokenizer_config.json").write_text(json.dumps(settings | {"changed": True}))
     with serving(data_dir, 1, model=model) as (_, client):
         assert client.list_contexts() == []
-        with pytest.raises(CheckpointChanged, match=r"tokenizer_config\.json in .* changed since"):
+        with pytest.raises(CheckpointChanged, match=r"tokenizer_config\.json in .* changed after"):
             ask(client, "book", "?")
         with pytest.raises(CheckpointChanged, match=r"tokenizer_config\.json in .* ingest the text again"):
             client.recompute_context("book")
@@ -247,7 +247,7 @@ def test_stale_contexts_are_recomputed_with_the_new_weights(tmp_path: Path) -> N
     change_weights(model)
     with serving(data_dir, model=model, dtype="float32") as (service, client):
         for call in (lambda: ask(client, "book", question), lambda: client.get_context("book")):
-            with pytest.raises(CheckpointChanged, match=r"model\.safetensors in .* changed since.*contexts recompute"):
+            with pytest.raises(CheckpointChanged, match=r"model\.safetensors in .* changed after.*contexts recompute"):
                 call()
         context = client.recompute_context("book")
         assert (context.tokens, context.state, context.display_name) == (tokens, "evicted", "a book")

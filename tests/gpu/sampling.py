@@ -20,7 +20,7 @@ def tokens_of_the_cpu(place: Place) -> None:
     from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
     from longleaf.sampling import SamplingParams
     from workers.sampling.device_sampler import DeviceSampler
-    from workers.sampling.sampler import Sampler
+    from workers.sampling.sampler import CpuSampler
 
     kinds = (
         SamplingParams(),
@@ -30,7 +30,7 @@ def tokens_of_the_cpu(place: Place) -> None:
         SamplingParams(logit_bias={3: 5.0}, num_logprobs=0),
     )
     num_rows, size = 8 * len(kinds), 152_000 if place.is_gpu else 700
-    here, there = DeviceSampler(place.device, 64), Sampler()
+    here, there = DeviceSampler(place.device, 64), CpuSampler()
     for step in range(NUM_STEPS):
         terms = (
             [SamplingTerms(kind, PenaltyHistory((1, 2, 3), ())) for kind in kinds * 8]

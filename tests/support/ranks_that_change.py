@@ -1,7 +1,7 @@
 """A scheduler whose ranks come and go, over a ledger of the keys that they hold."""
 
 from coordinator.kv_cache.rank_mapping import RankMapping
-from coordinator.recovery.fault_score import BREAK
+from coordinator.recovery.fault_score import BREAK_SCORE
 from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import StepPlan, StepResult
 from tests.support.fakes.echo_model import drafted_ends
@@ -29,7 +29,7 @@ class Group(Bench):
         self,
         *before: int | None,
         steps: tuple[int, ...] = (),
-        suspicion: int = BREAK,
+        suspicion: int = BREAK_SCORE,
         may_grow: bool = False,
     ) -> None:
         """An epoch of these ranks of the one before; None is a new one. That one ended in one of `steps`."""

@@ -8,7 +8,7 @@ from hypothesis.stateful import invariant, precondition, rule
 from coordinator.engine_messages import DEFAULT_SCHEDULING, Outcome
 from coordinator.kv_cache.rank_mapping import RankMapping
 from coordinator.kv_cache.token_paths import TokenPath
-from coordinator.recovery.fault_score import BREAK, GUILTY, LOSS
+from coordinator.recovery.fault_score import BREAK_SCORE, DROP_SCORE, LOSS_SCORE
 from longleaf.errors import ContextLost, LongleafError, ResourceExhausted, Unavailable
 from longleaf.positions import WindowSpec
 from longleaf.rank_protocol.row_delta import RowState
@@ -72,7 +72,7 @@ class RecoveringMachine(SchedulerMachine):
             self.keys.wreck(plan)
         plans = list(self.plans)
         ended = data.draw(st.sampled_from([[], plans, plans[:1], plans[-1:]]), label="ended")
-        suspicion = data.draw(st.sampled_from([BREAK, LOSS]), label="suspicion")
+        suspicion = data.draw(st.sampled_from([BREAK_SCORE, LOSS_SCORE]), label="suspicion")
         for plan in ended:
             self._accuse(plan, suspicion)
         steps = tuple(plan.step for plan in ended)
@@ -184,7 +184,7 @@ class RecoveringMachine(SchedulerMachine):
 
     def _is_right(self, job: int, error: LongleafError) -> None:
         if isinstance(error, Unavailable):
-            assert self.broken[job] >= GUILTY
+            assert self.broken[job] >= DROP_SCORE
         elif not isinstance(error, ContextLost) and not (
             isinstance(error, ResourceExhausted) and error.subject == "pool"
         ):

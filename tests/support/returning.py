@@ -10,7 +10,7 @@ from coordinator.kv_cache.rank_mapping import RankMapping
 from coordinator.kv_cache.segment_placement import SegmentPlacement
 from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import EMPTY_PATH, Segment
-from coordinator.recovery.fault_score import LOSS
+from coordinator.recovery.fault_score import LOSS_SCORE
 from coordinator.recovery.recovery import RecoveryManager
 from longleaf.errors import LongleafError, StorageUnavailable
 from longleaf.positions import WindowSpec
@@ -180,7 +180,7 @@ class Returning:
 
     def end_epoch(self, *survivors: int) -> None:
         """Ends an epoch: work in flight is dropped, and the survivors become the next ranks."""
-        self.recovery.undo([], LOSS)
+        self.recovery.undo([], LOSS_SCORE)
         self.recovery.change_ranks(RankMapping(2, survivors, (32,) * len(survivors)))
 
 

@@ -241,7 +241,7 @@ class FakeEngine:
             engine_messages.DocumentPart(token_ids=resident, num_tokens=len(resident), text=self.texts.get(context_id))
         ]
 
-    def made_by(self, context_id: str) -> str:
+    def last_upload_id(self, context_id: str) -> str:
         self.get_context(context_id)
         return ""
 

@@ -11,7 +11,7 @@ from coordinator.cluster.ports import Formation
 from coordinator.engine.engine import Engine
 from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
 from coordinator.persistence.snapshots.retention import RetentionPolicy
-from coordinator.persistence.snapshots.snapshots import Snapshots, any_room
+from coordinator.persistence.snapshots.snapshots import Snapshots, no_size_check
 from longleaf.config import EngineConfig
 from longleaf.positions import WindowSpec
 from longleaf.rank_protocol.snapshots import Fetch, Save, Saved
@@ -115,7 +115,7 @@ async def serving(
     ranks: StoringRanks | None = None,
     policy: RetentionPolicy | None = None,
     model: str = "none",
-    check_room: Callable[[int], None] = any_room,
+    check_room: Callable[[int], None] = no_size_check,
 ) -> AsyncGenerator[Service, None]:
     ranks, persistence = ranks or storage.ranks(), storage.lasting
     config = EngineConfig(model=model, world_size=ranks.world_size, chunk_size=32, block_size=4, replicate_below=8)

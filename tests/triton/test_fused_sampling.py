@@ -47,9 +47,9 @@ def sampled(logits_RV, samplings, drawn, tuning, histories=None, places=None, be
     """The results of `fixed_shape.choose` and of `fused.choose`."""
     size = logits_RV.shape[1]
     histories = histories or TokenHistories(size, 4, "cpu")
-    choosers = [DeviceSequenceSampler(*pair) for pair in zip(samplings, places or [0] * len(samplings), strict=True)]
-    batch = Batch(choosers, size)
-    parameters = parameters_of(torch.from_numpy(batch.numbers([0] * len(choosers))))
+    samplers = [DeviceSequenceSampler(*pair) for pair in zip(samplings, places or [0] * len(samplings), strict=True)]
+    batch = Batch(samplers, size)
+    parameters = parameters_of(torch.from_numpy(batch.numbers([0] * len(samplers))))
     parameters.uniform.copy_(torch.tensor(drawn, dtype=torch.float64))
     arguments = (logits_RV, parameters, histories, batch.needs, before_RM)
     return fixed_shape.choose(*arguments), fused.choose(*arguments, tuning=tuning)

@@ -92,10 +92,10 @@ class BatchBucket:
         `forward`.
         """
         reads = {reach: Reads() for reach in self._builder.reaches}
-        there_N = torch.zeros(self.fields.tables.start, dtype=torch.long, device=self._device)
+        device_N = torch.zeros(self.fields.tables.start, dtype=torch.long, device=self._device)
         for field, slot in zip((self.fields.slots, self.fields.window_slots), self._trash, strict=True):
-            there_N[field].fill_(slot)
-        logits_TV = forward(with_token_ids(self.inputs(there_N, reads), there_N[self.fields.token_ids]), None)
+            device_N[field].fill_(slot)
+        logits_TV = forward(with_token_ids(self.inputs(device_N, reads), device_N[self.fields.token_ids]), None)
         for is_shared in (False, True):
             tables = {reach: backend.tables(seen, is_shared=is_shared) for reach, seen in reads.items()}
             variant = GraphVariant(tables, {reach: Reads() for reach in reads})
@@ -104,26 +104,26 @@ class BatchBucket:
         self.fields = fields_of(self.num_rows, max(variant.num_numbers for variant in self.variants))
         return logits_TV
 
-    def bind(self, there_N: Tensor) -> list[Inputs[RowLayer]]:
-        """The inputs of each variant. They refer to the numbers in `there_N`."""
+    def bind(self, device_N: Tensor) -> list[Inputs[RowLayer]]:
+        """The inputs of each variant. They refer to the numbers in `device_N`."""
         made: list[Inputs[RowLayer]] = []
         for variant in self.variants:
             start = self.fields.tables.start
             for reach, tables in variant.tables.items():
-                tables.bind(variant.reads[reach], there_N[start : start + tables.num_numbers])
+                tables.bind(variant.reads[reach], device_N[start : start + tables.num_numbers])
                 start += tables.num_numbers
-            made.append(self.inputs(there_N, variant.reads))
+            made.append(self.inputs(device_N, variant.reads))
         return made
 
-    def inputs(self, there_N: Tensor, reads: dict[AttentionSpan, Reads]) -> Inputs[RowLayer]:
-        """Inputs that refer to the numbers in `there_N`, except for the reads."""
+    def inputs(self, device_N: Tensor, reads: dict[AttentionSpan, Reads]) -> Inputs[RowLayer]:
+        """Inputs that refer to the numbers in `device_N`, except for the reads."""
         fields = self.fields
-        is_double_T = there_N[fields.is_double]
+        is_double_T = device_N[fields.is_double]
         return Inputs(
-            token_ids_T=there_N[fields.token_ids],
-            positions_T=there_N[fields.positions],
-            layers=self._builder.row_layers(reads, there_N[fields.slots], there_N[fields.window_slots]),
-            sample_rows_R=there_N[fields.sample_rows],
+            token_ids_T=device_N[fields.token_ids],
+            positions_T=device_N[fields.positions],
+            layers=self._builder.row_layers(reads, device_N[fields.slots], device_N[fields.window_slots]),
+            sample_rows_R=device_N[fields.sample_rows],
             ropes={OWN_ROPE: None} | ({DOUBLE: is_double_T} if DOUBLE in self._ropes else {}),
         )
 
@@ -136,7 +136,7 @@ class BatchBucket:
         """Whether a step fits; the same on all ranks."""
         return len(rows) <= self.num_rows and self._ropes.issuperset(rows.ropes)
 
-    def fill(self, here_N: Numbers, rows: RowNumbers, sampled: Sampled) -> tuple[int | None, int]:
+    def fill(self, host_N: Numbers, rows: RowNumbers, sampled: Sampled) -> tuple[int | None, int]:
         """Writes the numbers of a step that fits (`can_take`) to host memory. Returns the index of the variant and the
         number of numbers to copy. The index is None if the reads from this rank's pool do not fit into its tables; all
         other ranks choose the same variant.
@@ -146,14 +146,14 @@ class BatchBucket:
         of_rows = (rows.token_ids, rows.positions, rows.slots, window_slots, rows.sample_rows, is_double, *sampled)
         others = (0, 0, *self._trash, 0, 0, PADDING_ROW, NO_DRAFT, 0)
         for field, values, other in zip(fields, of_rows, others, strict=False):
-            numbers_T = here_N[field]
+            numbers_T = host_N[field]
             numbers_T[: len(values)] = values
             numbers_T[len(values) :] = other
         index = 0 if rows.most_together <= self.variants[0].most_rows else len(self.variants) - 1
         start = num_used = fields.tables.start
         for reach, tables in self.variants[index].tables.items():
             end = start + tables.num_numbers
-            if (num_filled := tables.fill(rows.reads[reach], here_N[start:end])) is None:
+            if (num_filled := tables.fill(rows.reads[reach], host_N[start:end])) is None:
                 return None, fields.tables.start
             start, num_used = end, start + num_filled
         return index, num_used

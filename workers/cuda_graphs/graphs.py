@@ -97,7 +97,7 @@ class CudaGraphs:
         self._pool = cuda.graph_pool_handle()  # torch does not reuse a pool after all of its graphs are gone
 
 
-class SharedGraphs:
+class CollectiveGraphs:
     """Graphs of collective work: either all ranks capture it, or none does. Implements Graphs."""
 
     def __init__(self, graphs: Graphs, agree: Agree) -> None:

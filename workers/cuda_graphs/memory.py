@@ -27,7 +27,7 @@ class StepMemory:
     """N int64 numbers on a device, and two buffers on the host: one is filled while the other is being copied."""
 
     def __init__(self, num_numbers: int, device: str) -> None:
-        self.there_N = torch.zeros(num_numbers, dtype=torch.long, device=device)
+        self.device_N = torch.zeros(num_numbers, dtype=torch.long, device=device)
         self._hosts = [pinned(num_numbers, dtype=torch.long, device=device) for _ in range(2)]
         self.turn = 0
         """The index of the host buffer that is filled next."""
@@ -39,5 +39,5 @@ class StepMemory:
     def send(self, num_numbers: int) -> None:
         """Starts the copy of the first numbers of the filled buffer, after earlier work of the stream."""
         host: Tensor = self._hosts[self.turn]
-        self.there_N[:num_numbers].copy_(host[:num_numbers], non_blocking=True)
+        self.device_N[:num_numbers].copy_(host[:num_numbers], non_blocking=True)
         self.turn = 1 - self.turn

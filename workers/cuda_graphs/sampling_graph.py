@@ -47,8 +47,8 @@ class TokenBroadcast:
         self._last_ids = last_ids
         self._broadcast = broadcast
 
-    def work(self, there_N: Tensor, fields: Fields) -> Work:
-        places_T, numbers_T = there_N[fields.places], there_N[fields.draft_numbers]
+    def work(self, device_N: Tensor, fields: Fields) -> Work:
+        places_T, numbers_T = device_N[fields.places], device_N[fields.draft_numbers]
         ids_T, reported_T = self.ids_R[: len(places_T)], self._buffer.there_RN[: len(places_T), 0]
 
         def tell() -> None:
@@ -77,10 +77,10 @@ class GraphSampler:
         self._ids = TokenBuffer(num_rows, 1, torch.long, device)
         self._logprobs = TokenBuffer(num_rows, 2 + 2 * min(MAX_LOGPROBS, size), torch.float64, device)
 
-    def work(self, there_N: Tensor, fields: Fields, kind: Needs) -> Work:
+    def work(self, device_N: Tensor, fields: Fields, kind: Needs) -> Work:
         num_rows = fields.places.stop - fields.places.start
-        numbers_FT = there_N[fields.parameters].view(NUM_PARAMETERS, num_rows)
-        drafts = DraftRows(there_N[fields.drafts], there_N[fields.draft_numbers])
+        numbers_FT = device_N[fields.parameters].view(NUM_PARAMETERS, num_rows)
+        drafts = DraftRows(device_N[fields.drafts], device_N[fields.draft_numbers])
         reported_TN, logits_TV = self._tokens(kind).there_RN[:num_rows], self.logits_RV[:num_rows]
 
         def choose() -> None:
@@ -89,9 +89,9 @@ class GraphSampler:
 
         return choose
 
-    def fill(self, here_N: Numbers, fields: Fields, rows: Sequence[Row]) -> Batch | None:
+    def fill(self, host_N: Numbers, fields: Fields, rows: Sequence[Row]) -> Batch | None:
         """Writes the parameters of rows and of their drafts to host memory. Returns None if there are no rows."""
-        numbers_FT = here_N[fields.parameters].reshape(NUM_PARAMETERS, -1)
+        numbers_FT = host_N[fields.parameters].reshape(NUM_PARAMETERS, -1)
         indices = token_indices(rows)
         numbers_FT[:, len(indices) :] = self._others_F[:, None]
         if not rows:
@@ -102,9 +102,9 @@ class GraphSampler:
 
     def choice(self, rows: Sequence[Row], batch: Batch, kind: Needs, turn: int) -> DeviceChoice:
         """Starts to copy the sampled tokens to host buffer `turn`, one of two."""
-        reported, num_positions = self._tokens(kind), len(batch.choosers)
-        reported_RN, host_RN = reported.there_RN[:num_positions], reported.hosts_RN[turn][:num_positions]
-        return DeviceChoice(rows, batch.choosers, reported_RN, self._sampler.broken, host_RN)
+        tokens, num_positions = self._tokens(kind), len(batch.samplers)
+        reported_RN, host_RN = tokens.there_RN[:num_positions], tokens.hosts_RN[turn][:num_positions]
+        return DeviceChoice(rows, batch.samplers, reported_RN, self._sampler.broken, host_RN)
 
     def _tokens(self, kind: Needs) -> TokenBuffer:
         return self._ids if kind.num_top < 0 else self._logprobs

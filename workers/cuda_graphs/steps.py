@@ -10,7 +10,7 @@ from torch import Tensor
 from longleaf.kernels.backend import CapturableBackend
 from longleaf.rank_protocol.step import Row
 from workers.cuda_graphs.bucket import BatchBucket, Forward, Sampled, with_token_ids
-from workers.cuda_graphs.graphs import Agree, CaptureRefused, Graphs, SharedGraphs, Work
+from workers.cuda_graphs.graphs import Agree, CaptureRefused, CollectiveGraphs, Graphs, Work
 from workers.cuda_graphs.memory import StepMemory
 from workers.cuda_graphs.sampling_graph import GraphSampler, TokenBroadcast
 from workers.cuda_graphs.tokens import FixedTokens
@@ -69,19 +69,19 @@ class FixedSteps:
         self,
         buckets: Sequence[BatchBucket],
         last_ids: DeviceIds,
-        reporting: TokenBroadcast,
-        choosing: GraphSampler | None,
+        broadcast: TokenBroadcast,
+        sampler: GraphSampler | None,
         device: str,
         tokens: FixedTokens | None = None,
     ) -> None:
-        """The buckets are sorted by their rows, and have been tried out. `choosing` is set on rank 0. `tokens` is
+        """The buckets are sorted by their rows, and have been tried out. `sampler` is set on rank 0. `tokens` is
         needed where refused drafts leave more than their keys.
         """
         self._buckets = buckets
         self._memory = StepMemory(max(bucket.fields.tables.stop for bucket in buckets), device)
         self._last_ids = last_ids
-        self._broadcast = reporting
-        self._choosing = choosing
+        self._broadcast = broadcast
+        self._sampler = sampler
         self._tokens = tokens
         self._works: dict[Hashable, Work] = {}
         """Works by key: the model by bucket and variant, sampling by bucket and kind, the broadcast by bucket."""
@@ -95,7 +95,7 @@ class FixedSteps:
         works, except for sampling, which only rank 0 does.
         """
         self._forward = forward
-        shared = SharedGraphs(graphs, agree) if graphs is not None else None
+        shared = CollectiveGraphs(graphs, agree) if graphs is not None else None
         reasons: dict[bool, str] = {}
         for bucket in reversed(self._buckets):
             self._send(bucket, bucket.nothing, ())
@@ -110,7 +110,7 @@ class FixedSteps:
                     self.num_captured += 1
                 except CaptureRefused as error:
                     reasons[is_shared] = str(error)
-            DeviceEvent(self._memory.there_N.device).wait()  # before the sent numbers are overwritten
+            DeviceEvent(self._memory.device_N.device).wait()  # before the sent numbers are overwritten
         for reason in reasons.values():
             message = "graphs: %d of %d parts of decode steps are captured (the others are slower): %s"
             log.warning(message, self.num_captured, len(self._works), reason)
@@ -119,19 +119,19 @@ class FixedSteps:
 
     def _all(self, bucket: BatchBucket, forward: Forward) -> Iterator[tuple[Hashable, Work, bool]]:
         """The works of a bucket by key, and whether all ranks do them."""
-        there_N, fields, num_rows = self._memory.there_N, bucket.fields, bucket.num_rows
-        for number, inputs in enumerate(bucket.bind(there_N)):
+        device_N, fields, num_rows = self._memory.device_N, bucket.fields, bucket.num_rows
+        for number, inputs in enumerate(bucket.bind(device_N)):
             yield (num_rows, number), partial(self._run_model, forward, inputs), True
-        if self._choosing is not None:
+        if self._sampler is not None:
             for kind in KINDS:
-                yield (num_rows, kind), self._choosing.work(there_N, fields, kind), False
-        yield num_rows, self._broadcast.work(there_N, fields), True
+                yield (num_rows, kind), self._sampler.work(device_N, fields, kind), False
+        yield num_rows, self._broadcast.work(device_N, fields), True
 
     def _run_model(self, forward: Forward, inputs: Inputs[RowLayer]) -> None:
         logits_TV = forward(with_token_ids(inputs, self._last_ids.resolve(inputs.token_ids_T)), self._tokens)
-        if self._choosing is not None:
+        if self._sampler is not None:
             assert logits_TV is not None
-            self._choosing.logits_RV[: len(logits_TV)].copy_(logits_TV)
+            self._sampler.logits_RV[: len(logits_TV)].copy_(logits_TV)
 
     def begin(self, rows: RowNumbers, sampled: Sequence[Row], blocks: DraftedBlocks | None = None) -> Launched | None:
         """Launches a step. Returns None, without any effect, if the step does not fit: it has too many rows, or ropes
@@ -148,31 +148,31 @@ class FixedSteps:
         if variant is not None:
             self._works[bucket.num_rows, variant]()
         else:  # eager, with its own tables and the same number of rows
-            self._run_model(self._forward, bucket.inputs(self._memory.there_N, rows.reads))
+            self._run_model(self._forward, bucket.inputs(self._memory.device_N, rows.reads))
         if blocks is not None:
             assert self._tokens is not None, "no drafts were to be expected"
             blocks.stored = self._tokens.stored_by_layer(bucket.num_rows)
         choice, logits_RV = None, None
-        if self._choosing is not None:
-            logits_RV = self._choosing.logits_RV[: len(rows.sample_rows)]
+        if self._sampler is not None:
+            logits_RV = self._sampler.logits_RV[: len(rows.sample_rows)]
             if batch is not None:
                 kind = kind_of(batch.needs)
                 self._works[bucket.num_rows, kind]()
-                choice = self._choosing.choice(sampled, batch, kind, turn)
+                choice = self._sampler.choice(sampled, batch, kind, turn)
         ids = None
         if sampled:
             self._works[bucket.num_rows]()
             if choice is None and rows.has_drafts:
                 ids = self._broadcast.read(len(rows.sample_rows), turn)
-        end = choice.arrival if choice else ids.arrival if ids else DeviceEvent(self._memory.there_N.device)
+        end = choice.arrival if choice else ids.arrival if ids else DeviceEvent(self._memory.device_N.device)
         self._ends.append(end)
         return Launched(end, choice, logits_RV, ids=ids, blocks=blocks)
 
     def _send(self, bucket: BatchBucket, rows: RowNumbers, sampled: Sequence[Row]) -> Sent:
         """Copies the numbers of a step to the device."""
-        here_N, turn = self._memory.host(), self._memory.turn
+        host_N, turn = self._memory.host(), self._memory.turn
         positions = Sampled(self._last_ids.places(sampled), *drafts_of(sampled))
-        variant, num_numbers = bucket.fill(here_N, rows, positions)
-        batch = self._choosing.fill(here_N, bucket.fields, sampled) if self._choosing else None
+        variant, num_numbers = bucket.fill(host_N, rows, positions)
+        batch = self._sampler.fill(host_N, bucket.fields, sampled) if self._sampler else None
         self._memory.send(num_numbers)
         return Sent(variant, turn, batch)

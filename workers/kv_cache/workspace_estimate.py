@@ -119,8 +119,8 @@ def _in_model(model: Model, num_rows: int) -> int:
 
 def num_copies(text: PreTrainedConfig) -> int:
     """The number of copies of a row in the widest tensors: one for each expert that it is routed to."""
-    reported = [getattr(text, name, None) for name in ("num_experts_per_tok", "moe_topk", "top_k_experts")]
-    return max([1, *(int(number) for number in reported if number)])
+    counts = [getattr(text, name, None) for name in ("num_experts_per_tok", "moe_topk", "top_k_experts")]
+    return max([1, *(int(number) for number in counts if number)])
 
 
 def widest(model: Model) -> int:

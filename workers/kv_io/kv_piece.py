@@ -54,7 +54,7 @@ class HostCopy:
             raise ValueError(f"{len(blocks)} blocks of {size} bytes are more than a piece may have")
         index_N = to_device(torch.tensor(blocks, dtype=torch.long), pool.device)
         coming = [AsyncHostCopy(tensor.transpose(0, 1).index_select(0, index_N)) for _, tensor, _ in found]
-        self._tensors = [(part.name, reported.wait()) for part, reported in zip(found, coming, strict=True)]
+        self._tensors = [(part.name, copy.wait()) for part, copy in zip(found, coming, strict=True)]
         for (_, copied), part in zip(self._tensors, found, strict=True):
             if part.has_slots:
                 self._blank(copied, pool.block_size)

@@ -1,1 +1,1 @@
-"""Transformers models whose attention and rotary positions are handled by the step."""
+"""Transformers models whose attention and rotary positions are computed in `workers.step`."""

@@ -252,8 +252,8 @@ def _describe(config: Any, made: list[LongRotary]) -> Rotary:
 
 def _trained(config: Any) -> int:
     """Positions that a model was trained for: those of its config, or the length of its yarn scaling."""
-    reported = int(getattr(config, "max_position_embeddings", 0) or 0)
-    return max([reported, *(_yarn_length(p) for p in _parameters(config) if p["rope_type"] == "yarn")])
+    max_positions = int(getattr(config, "max_position_embeddings", 0) or 0)
+    return max([max_positions, *(_yarn_length(p) for p in _parameters(config) if p["rope_type"] == "yarn")])
 
 
 def _parameters_of(config: Any, layer: str | None) -> dict[str, Any]:

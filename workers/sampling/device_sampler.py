@@ -16,7 +16,7 @@ from workers.sampling.acceptance import NOT_REACHED, DraftRows, drafts_of
 from workers.sampling.fixed_shape import Needs, Parameters, choose, record_tokens
 from workers.sampling.history import PADDING_ROW, TokenHistories
 from workers.sampling.logprobs import to_messages
-from workers.sampling.sampler import Choice, Sampler, first_positions
+from workers.sampling.sampler import Choice, CpuSampler, first_positions
 from workers.sampling.uniforms import uniforms
 
 AHEAD = 64
@@ -66,18 +66,18 @@ class DeviceSequenceSampler:
 class Batch:
     """The parameters of the positions of a step, numbers [F, R] by field."""
 
-    def __init__(self, choosers: Sequence[DeviceSequenceSampler], vocabulary_size: int) -> None:
-        self.choosers = choosers
-        self.needs = needs_of([chooser.sampling for chooser in choosers])
-        columns = [*zip(*(chooser.parameters(vocabulary_size) for chooser in choosers), strict=True)]
+    def __init__(self, samplers: Sequence[DeviceSequenceSampler], vocabulary_size: int) -> None:
+        self.samplers = samplers
+        self.needs = needs_of([sampler.sampling for sampler in samplers])
+        columns = [*zip(*(sampler.parameters(vocabulary_size) for sampler in samplers), strict=True)]
         self._floats_FR = np.array(columns[: len(FLOATS)], dtype=np.float64)
         self._indices_FR = np.array(columns[len(FLOATS) :], dtype=np.int64)
 
     def numbers(self, token_indices: Sequence[int]) -> Numbers:
         """The parameters of tokens with these indices, as int64; floats are stored bit for bit."""
         if self.needs.draws:
-            pairs = zip(self.choosers, token_indices, strict=True)
-            self._floats_FR[UNIFORM] = [chooser.uniform(index) for chooser, index in pairs]
+            pairs = zip(self.samplers, token_indices, strict=True)
+            self._floats_FR[UNIFORM] = [sampler.uniform(index) for sampler, index in pairs]
         return np.concatenate((self._floats_FR.view(np.int64), self._indices_FR))
 
 
@@ -98,16 +98,16 @@ class DeviceChoice:
     def __init__(
         self,
         rows: Sequence[Row],
-        choosers: Sequence[DeviceSequenceSampler],
+        samplers: Sequence[DeviceSequenceSampler],
         reported_NC: Tensor,
         broken: set[int],
         host_NC: Tensor | None = None,
     ) -> None:
-        """`reported_NC` holds the positions of rows and their drafts, in the order of the choosers. It is copied to
+        """`reported_NC` holds the positions of rows and their drafts, in the order of the samplers. It is copied to
         `host_NC` if that is given.
         """
         self._rows = rows
-        self._choosers = choosers
+        self._samplers = samplers
         self._chosen_NC = reported_NC
         self._copy = AsyncHostCopy(reported_NC, host_NC)
         self._broken = broken
@@ -122,18 +122,18 @@ class DeviceChoice:
 
     def tokens(self) -> list[tuple[Token, ...]]:
         """The tokens of each row. Waits for the copy to the host."""
-        reported, firsts = self._copy.wait().tolist(), first_positions(self._rows)
-        self._broken.update(row.sequence for row, i in zip(self._rows, firsts, strict=True) if reported[i][0] < 0)
+        rows, firsts = self._copy.wait().tolist(), first_positions(self._rows)
+        self._broken.update(row.sequence for row, i in zip(self._rows, firsts, strict=True) if rows[i][0] < 0)
         return [
             ()
             if row.sequence in self._broken
-            else reached(self._choosers[i].sampling, reported[i : i + 1 + len(row.draft_ids)])
+            else reached(self._samplers[i].sampling, rows[i : i + 1 + len(row.draft_ids)])
             for row, i in zip(self._rows, firsts, strict=True)
         ]
 
 
 class DeviceSampler:
-    """Samples the tokens of all sequences without waiting for the device. Has the same methods as Sampler."""
+    """Samples the tokens of all sequences without waiting for the device. Has the same methods as CpuSampler."""
 
     def __init__(self, device: str, num_sequences: int) -> None:
         """At most `num_sequences` may be active at once."""
@@ -141,7 +141,7 @@ class DeviceSampler:
         """Sequences with non-finite logits: no further token is sampled for them."""
         self._device = device
         self._num_sequences = num_sequences
-        self._choosers: dict[int, DeviceSequenceSampler] = {}
+        self._samplers: dict[int, DeviceSequenceSampler] = {}
         self._histories: TokenHistories | None = None
         self._batch: Batch | None = None
         self._sent: tuple[Batch, Tensor] | None = None
@@ -152,7 +152,7 @@ class DeviceSampler:
         that follow. Parameters are sent to the device if they differ from those of the previous step.
         """
         batch, drafts = self.batch(rows, logits_RV.shape[-1]), None
-        is_drafted = len(batch.choosers) > len(rows)
+        is_drafted = len(batch.samplers) > len(rows)
         if self._sent is None or self._sent[0] is not batch or batch.needs.draws or is_drafted:
             numbers = batch.numbers(token_indices(rows))
             if is_drafted:
@@ -161,14 +161,14 @@ class DeviceSampler:
             self._sent = batch, there_FR[:NUM_PARAMETERS]
             drafts = DraftRows(*there_FR[NUM_PARAMETERS:]) if is_drafted else None
         reported_RN = self.choose(logits_RV, parameters_of(self._sent[1]), batch.needs, drafts)
-        return DeviceChoice(rows, batch.choosers, reported_RN, self.broken)
+        return DeviceChoice(rows, batch.samplers, reported_RN, self.broken)
 
     def batch(self, rows: Sequence[Row], vocabulary_size: int) -> Batch:
         """The sampling parameters of rows and their drafts. Returns the previous batch if it is the same."""
-        by_row = [self._chooser(row, vocabulary_size) for row in rows]
-        choosers = [each for row, each in zip(rows, by_row, strict=True) for _ in range(1 + len(row.draft_ids))]
-        if self._batch is None or self._batch.choosers != choosers:
-            self._batch = Batch(choosers, vocabulary_size)
+        by_row = [self._sampler(row, vocabulary_size) for row in rows]
+        samplers = [each for row, each in zip(rows, by_row, strict=True) for _ in range(1 + len(row.draft_ids))]
+        if self._batch is None or self._batch.samplers != samplers:
+            self._batch = Batch(samplers, vocabulary_size)
         return self._batch
 
     def choose(
@@ -195,24 +195,24 @@ class DeviceSampler:
         self._histories = self._histories or TokenHistories(vocabulary_size, self._num_sequences, self._device)
         return self._histories
 
-    def _chooser(self, row: Row, vocabulary_size: int) -> DeviceSequenceSampler:
-        """The chooser of the row's sequence. It is created again when the row brings new terms."""
+    def _sampler(self, row: Row, vocabulary_size: int) -> DeviceSequenceSampler:
+        """The sampler of the row's sequence. It is created again when the row brings new terms."""
         if row.terms is not None:
             self.forget([row.sequence])
             place = self._histories_of(vocabulary_size).begin(row.terms)
-            self._choosers[row.sequence] = DeviceSequenceSampler(row.terms.sampling, place)
-        return self._choosers[row.sequence]
+            self._samplers[row.sequence] = DeviceSequenceSampler(row.terms.sampling, place)
+        return self._samplers[row.sequence]
 
     def forget(self, sequences: Iterable[int]) -> None:
         """Drops the state of sequences that have ended."""
         for sequence in sequences:
             self.broken.discard(sequence)
-            if (chooser := self._choosers.pop(sequence, None)) is not None and self._histories is not None:
-                self._histories.end(chooser.place)
+            if (sampler := self._samplers.pop(sequence, None)) is not None and self._histories is not None:
+                self._histories.end(sampler.place)
 
     def clear(self) -> None:
         """Drops the state of all sequences."""
-        self.forget([*self._choosers, *self.broken])
+        self.forget([*self._samplers, *self.broken])
 
 
 def ids_of(reported_RN: Tensor) -> Tensor:
@@ -225,9 +225,9 @@ def token_indices(rows: Sequence[Row]) -> list[int]:
     return [row.token_index + number for row in rows for number in range(1 + len(row.draft_ids))]
 
 
-def make_sampler(device: str, num_sequences: int) -> Sampler | DeviceSampler:
+def make_sampler(device: str, num_sequences: int) -> CpuSampler | DeviceSampler:
     """The faster sampler for the device of the logits: a CPU needs no asynchronous copy and samples few tokens."""
-    return Sampler() if device == "cpu" else DeviceSampler(device, num_sequences)
+    return CpuSampler() if device == "cpu" else DeviceSampler(device, num_sequences)
 
 
 def needs_of(samplings: Sequence[SamplingParams]) -> Needs:

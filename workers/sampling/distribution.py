@@ -23,7 +23,7 @@ def distribution(scores_V: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def top_p(scores_V: Tensor, share: float) -> Tensor:
-    """The scores [V] of the smallest set of the likeliest tokens that has this share of the probability; -inf
+    """The scores [V] of the smallest set of the likeliest tokens that has at least this share of the probability; -inf
     elsewhere.
 
     Same as transformers' TopPLogitsWarper, except that among equally likely tokens those of smaller ids are dropped

@@ -54,8 +54,8 @@ def draw(logits_RV: Tensor, samplings: Sequence[SamplingParams], uniforms: Seque
     found_R1, is_clear_R = invert(shares_RN, logits_RV.new_tensor([[uniform] for uniform in uniforms]), margin)
     if ids_RN is not None:
         found_R1 = ids_RN.gather(1, found_R1)
-    reported = zip(found_R1[:, 0].tolist(), (is_sure_R & is_clear_R).tolist(), strict=True)
-    return [token_id if is_certain else None for token_id, is_certain in reported]
+    drawn = zip(found_R1[:, 0].tolist(), (is_sure_R & is_clear_R).tolist(), strict=True)
+    return [token_id if is_certain else None for token_id, is_certain in drawn]
 
 
 def highest(logits_RV: Tensor, num: int) -> tuple[Tensor, Tensor]:

@@ -69,7 +69,7 @@ class CpuSequenceSampler:
         """
 
 
-class Sampler:
+class CpuSampler:
     """Samples the tokens of all sequences on a CPU. Stores the terms of each sequence, which arrive with its first
     row.
     """
@@ -77,7 +77,7 @@ class Sampler:
     def __init__(self) -> None:
         self.broken: set[int] = set()
         """Sequences with non-finite logits: no further token is sampled for them."""
-        self._choosers: dict[int, CpuSequenceSampler] = {}
+        self._samplers: dict[int, CpuSequenceSampler] = {}
 
     def start(self, rows: Sequence[Row], logits_RV: Tensor) -> Choice:
         """Samples the next tokens of each row whose sequence is not broken. In `logits_RV`, the logits of a row are
@@ -102,37 +102,37 @@ class Sampler:
 
     def choose(self, rows: Sequence[Row], logits_RV: Tensor) -> list[Token]:
         """The next token of each row, from its logits [V]."""
-        choosers = [self._chooser(row, logits_RV.shape[-1]) for row in rows]
+        samplers = [self._sampler(row, logits_RV.shape[-1]) for row in rows]
         chosen = [0] * len(rows)
-        for some in _alike(choosers, lambda chooser: chooser.kind, logits_RV.shape[-1]):
+        for some in _alike(samplers, lambda sampler: sampler.kind, logits_RV.shape[-1]):
             indices = [rows[i].token_index for i in some]
-            found = choose(select_rows(logits_RV, some), [choosers[i] for i in some], indices)
+            found = choose(select_rows(logits_RV, some), [samplers[i] for i in some], indices)
             for i, token_id in zip(some, found, strict=True):
                 chosen[i] = token_id
-                choosers[i].penalties.add(token_id)
-        reported: list[Logprobs | None] = [None] * len(rows)
-        for some in _alike(choosers, lambda chooser: chooser.sampling.num_logprobs, logits_RV.shape[-1]):
-            num_top = choosers[some[0]].sampling.num_logprobs
+                samplers[i].penalties.add(token_id)
+        row_logprobs: list[Logprobs | None] = [None] * len(rows)
+        for some in _alike(samplers, lambda sampler: sampler.sampling.num_logprobs, logits_RV.shape[-1]):
+            num_top = samplers[some[0]].sampling.num_logprobs
             entries = logprobs(select_rows(logits_RV, some), [chosen[i] for i in some], num_top or 0)
             for i, entry in zip(some, entries, strict=True):
-                reported[i] = entry
-        return list(map(Token, chosen, reported))
+                row_logprobs[i] = entry
+        return list(map(Token, chosen, row_logprobs))
 
-    def _chooser(self, row: Row, vocabulary_size: int) -> CpuSequenceSampler:
-        """The chooser of the row's sequence. It is created again when the row brings new terms."""
+    def _sampler(self, row: Row, vocabulary_size: int) -> CpuSequenceSampler:
+        """The sampler of the row's sequence. It is created again when the row brings new terms."""
         if row.terms is not None:
-            self._choosers[row.sequence] = CpuSequenceSampler(row.terms, vocabulary_size)
-        return self._choosers[row.sequence]
+            self._samplers[row.sequence] = CpuSequenceSampler(row.terms, vocabulary_size)
+        return self._samplers[row.sequence]
 
     def forget(self, sequences: Iterable[int]) -> None:
         """Drops the state of sequences that have ended."""
         for sequence in sequences:
             self.broken.discard(sequence)
-            self._choosers.pop(sequence, None)
+            self._samplers.pop(sequence, None)
 
     def clear(self) -> None:
         """Drops the state of all sequences."""
-        self.forget([*self._choosers, *self.broken])
+        self.forget([*self._samplers, *self.broken])
 
 
 def first_positions(rows: Sequence[Row]) -> list[int]:
@@ -158,30 +158,30 @@ def select_rows(logits_RV: Tensor, rows: Sequence[int]) -> Tensor:
     return logits_RV.index_select(0, torch.tensor(rows))
 
 
-def choose(logits_RV: Tensor, choosers: Sequence[CpuSequenceSampler], token_indices: Sequence[int]) -> list[int]:
+def choose(logits_RV: Tensor, samplers: Sequence[CpuSequenceSampler], token_indices: Sequence[int]) -> list[int]:
     """The next token ids from the logits [V] of rows of one kind."""
-    first = choosers[0].sampling
+    first = samplers[0].sampling
     if first.is_argmax:
         return argmax(logits_RV)
-    scores_RV = adjusted(logits_RV, choosers)
+    scores_RV = adjusted(logits_RV, samplers)
     if first.is_greedy:
         return argmax(scores_RV)
 
     def draw_alone(i: int) -> int:
-        [scores_V] = adjusted(logits_RV[i, None], [choosers[i]])
+        [scores_V] = adjusted(logits_RV[i, None], [samplers[i]])
         return distribution.draw(scores_V, samplings[i], uniforms[i])
 
-    samplings = [chooser.sampling for chooser in choosers]
+    samplings = [sampler.sampling for sampler in samplers]
     uniforms = [uniform(s.seed, index) for s, index in zip(samplings, token_indices, strict=True)]
     drawn = draws.draw(scores_RV, samplings, uniforms)
     return [draw_alone(i) if token_id is None else token_id for i, token_id in enumerate(drawn)]
 
 
-def adjusted(logits_RV: Tensor, choosers: Sequence[CpuSequenceSampler]) -> Tensor:
+def adjusted(logits_RV: Tensor, samplers: Sequence[CpuSequenceSampler]) -> Tensor:
     """Logits [R, V], float64, after bias and penalties."""
     scores_RV = logits_RV.to(torch.float64, copy=True)
-    for scores_V, chooser in zip(scores_RV, choosers, strict=True):
-        chooser.penalties.adjust(scores_V)
+    for scores_V, sampler in zip(scores_RV, samplers, strict=True):
+        sampler.penalties.adjust(scores_V)
     return scores_RV
 
 
@@ -199,13 +199,13 @@ def highest_are_finite(logits_RV: Tensor) -> list[bool]:
 
 
 def _alike(
-    choosers: Sequence[CpuSequenceSampler], kind: Callable[[CpuSequenceSampler], int | None], num_tokens: int
+    samplers: Sequence[CpuSequenceSampler], kind: Callable[[CpuSequenceSampler], int | None], num_tokens: int
 ) -> Iterator[list[int]]:
     """The row indices grouped by kind, without kind None. The logits of a group do not exceed MAX_LOGITS."""
     most = max(1, MAX_LOGITS // num_tokens)
     alike: dict[int, list[int]] = {}
-    for i, chooser in enumerate(choosers):
-        if (found := kind(chooser)) is not None:
+    for i, sampler in enumerate(samplers):
+        if (found := kind(sampler)) is not None:
             alike.setdefault(found, []).append(i)
     for rows in alike.values():
         yield from (rows[start : start + most] for start in range(0, len(rows), most))

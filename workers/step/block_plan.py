@@ -57,9 +57,9 @@ def block_plan(reads: Sequence[Read], groups: Sequence[AttributionGroup]) -> Blo
                 for piece in _pieces(reads, seen[row], attribution_row.own):
                     if reads[piece.read].slot_start < piece.low and piece.low % BLOCK:
                         edges.setdefault(piece.read, set()).add(piece.low)
-    reported = list(_attributed(reads, rows, {read: min(found) for read, found in edges.items()}))
+    attributed = list(_attributed(reads, rows, {read: min(found) for read, found in edges.items()}))
     try:
-        return BlockPlan(BlockSums(reported), [_columns(reads, reported, seen, requested) for requested in groups])
+        return BlockPlan(BlockSums(attributed), [_columns(reads, attributed, seen, requested) for requested in groups])
     except BlockSpansColumns:
         return None
 
@@ -94,9 +94,9 @@ def _attributed(reads: Sequence[Read], rows: Sequence[int], edges: dict[int, int
     for number, read in enumerate(reads):
         asking = [row for row in rows if read.row_start <= row < read.row_end]
         span = (asking[0], asking[-1] + 1) if asking else (0, 0)
-        reported = attributed_read((read.slot_start, read.slot_end), start, span, edges.get(number, NO_EDGE))
-        yield reported
-        start = reported.end
+        attributed = attributed_read((read.slot_start, read.slot_end), start, span, edges.get(number, NO_EDGE))
+        yield attributed
+        start = attributed.end
 
 
 def _columns(

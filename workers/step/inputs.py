@@ -73,7 +73,7 @@ class RowNumbers:
     attributed: Sequence[AttributionGroup] = ()
     """Requested attention attributions."""
     blocks: BlockPlan | None = None
-    """The block sums that kernels report for `asked`; None where they report none."""
+    """The block sums that kernels report for `attributed`; None where they report none."""
     is_plain: bool = True
     """Whether rows see all tokens before them and only tokens are wanted; the same on all ranks."""
 
@@ -169,7 +169,7 @@ class InputBuilder:
         near_rank = EVERY_RANK if self._windows else self._rank
         scored = [last_rows[row.sequence] - i for row in work.rows for i in range(row.num_scored, 0, -1)]
         reads = row_reads(self._block_table, queries, self.reaches, near_rank)
-        reported = attribution_groups(
+        attribution = attribution_groups(
             self._block_table, zip((row for row, _ in found), queries, strict=True), self._full_layers
         )
         return RowNumbers(
@@ -187,9 +187,9 @@ class InputBuilder:
             reads=reads,
             most_together=most_together(queries),
             scored_rows=scored,
-            attributed=reported,
-            blocks=self._blocks(reads, reported),
-            is_plain=not (reported or scored or any(row.hidden for row in work.rows)),
+            attributed=attribution,
+            blocks=self._blocks(reads, attribution),
+            is_plain=not (attribution or scored or any(row.hidden for row in work.rows)),
             has_drafts=any(row.draft_ids for row in work.rows),
         )
 

@@ -71,7 +71,7 @@ def write_piece(piece: KvPiece | None, runs: tuple[Run, ...], pool: KvPool, *, o
 
 def check_all_ranks(comm: Comm | None, device: str, missing: int) -> None:
     """Waits for all ranks. Raises PieceNotFetched if one of them lacks a piece."""
-    reported = torch.tensor([missing], device=device)
-    for rank, ticket in enumerate((comm.all_gather(reported) if comm else reported).flatten().tolist()):
+    missing_tickets = torch.tensor([missing], device=device)
+    for rank, ticket in enumerate((comm.all_gather(missing_tickets) if comm else missing_tickets).flatten().tolist()):
         if ticket != NONE:
             raise PieceNotFetched(rank, ticket)

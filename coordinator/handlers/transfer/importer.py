@@ -154,7 +154,7 @@ class ContextImporter:
     def _is_made(self, name: str) -> bool:
         """Whether an earlier call with this upload id created the context."""
         try:
-            return bool(self._header.upload_id) and self._engine.made_by(name) == self._header.upload_id
+            return bool(self._header.upload_id) and self._engine.last_upload_id(name) == self._header.upload_id
         except (NotFound, ContextLost, CheckpointChanged):
             return False
 

@@ -137,15 +137,15 @@ class ImportSessions:
     ) -> AsyncGenerator[ImportProgress, None]:
         arrival = found.importer
         await found.run_in_turn(owner, arrival.commit)
-        reported = arrival.num_bytes
+        num_reported = arrival.num_bytes
         if arrival.result is None:
-            yield ImportProgress(received_bytes=reported)
+            yield ImportProgress(received_bytes=num_reported)
         while arrival.result is None and (piece := await self._next(pieces)) is not None:
             await found.run_in_turn(owner, partial(_feed_piece, found, piece))
             self._check_room(found.header.tenant)
-            if arrival.num_bytes - reported >= REPORT_BYTES:
-                reported = arrival.num_bytes
-                yield ImportProgress(received_bytes=reported)
+            if arrival.num_bytes - num_reported >= REPORT_BYTES:
+                num_reported = arrival.num_bytes
+                yield ImportProgress(received_bytes=num_reported)
             del piece
         if arrival.result is None:
             # Once this report is sent, it is certain that the client ended the stream and that the stream did not
@@ -185,7 +185,7 @@ class ImportSessions:
 
     def _is_made_by(self, context: str, upload_id: str) -> bool:
         try:
-            return self._engine.made_by(context) == upload_id
+            return self._engine.last_upload_id(context) == upload_id
         except LongleafError:
             return False
 
@@ -229,11 +229,11 @@ class ImportSessions:
         return resident
 
     def _make_room(self, usage: Counter[str], tenant: str) -> bool:
-        """Drops the oldest idle import of the tenant with the largest amount in `held`; another tenant than `tenant`
+        """Drops the oldest idle import of the tenant with the largest `usage`; another tenant than `tenant`
         must hold more than it. Returns whether an import was dropped."""
         idle = {found.header.tenant for found in self._all if found.idle_since is not None}
-        loser = eviction_victim(usage, idle, tenant)
-        return loser is not None and self._forget_oldest(loser)
+        victim = eviction_victim(usage, idle, tenant)
+        return victim is not None and self._forget_oldest(victim)
 
     def _forget_oldest(self, tenant: str) -> bool:
         idle = [each for each in self._all if each.idle_since is not None and each.header.tenant == tenant]

@@ -111,7 +111,7 @@ class TransferEngine(Protocol):
         """Raises NotFound, ContextLost or CheckpointChanged."""
         ...
 
-    def made_by(self, context_id: str) -> str:
+    def last_upload_id(self, context_id: str) -> str:
         """The upload id of the context's last document, or of its import; empty if there was none. Raises NotFound."""
         ...
 

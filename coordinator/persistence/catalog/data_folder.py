@@ -74,9 +74,9 @@ class DataFolder:
             raise _unusable(data_dir, error) from error
         folder.reserve.prepare_start()
         try:
-            reported = ModelFile(model, fingerprint, facts)
-            if _read(path / MODEL, ModelFile) != reported:
-                replace_file(path / MODEL, msgspec.json.encode(reported))
+            model_file = ModelFile(model, fingerprint, facts)
+            if _read(path / MODEL, ModelFile) != model_file:
+                replace_file(path / MODEL, msgspec.json.encode(model_file))
             folder.record_address("")
         except OSError as error:
             folder.close()
@@ -97,7 +97,9 @@ class DataFolder:
     def other_models(self) -> list[tuple[Path, ModelFile]]:
         """Return the readable folders of other models in the data folder, sorted by name."""
         others = [folder for folder in sorted(self.path.parent.iterdir()) if folder != self.path]
-        return [(folder, reported) for folder in others if (reported := _read(folder / MODEL, ModelFile)) is not None]
+        return [
+            (folder, model_file) for folder in others if (model_file := _read(folder / MODEL, ModelFile)) is not None
+        ]
 
     def close(self) -> None:
         """Release the folder for other services. Idempotent."""

@@ -136,14 +136,14 @@ class ManifestIndex:
         found: list[tuple[str, SegmentManifest]] = []
         segment, end = note.segment, note.num_tokens
         while segment is not None:
-            reported = self._found.get(segment)
-            if reported is None:
+            entry = self._found.get(segment)
+            if entry is None:
                 raise _lost(note, f"{segment}: {self._faults.get(segment, 'storage has no manifest of it')}")
-            if not reported[1].start < end <= reported[1].end or (found and reported[1].rope != found[0][1].rope):
+            if not entry[1].start < end <= entry[1].end or (found and entry[1].rope != found[0][1].rope):
                 raise _lost(note, f"{segment} is not the predecessor in its path")
             self.number(segment)
-            found.append(reported)
-            segment, end = reported[1].parent, reported[1].start
+            found.append(entry)
+            segment, end = entry[1].parent, entry[1].start
         if not found or end:
             raise _lost(note, "its path does not begin at position 0")
         return found[::-1]

@@ -52,8 +52,8 @@ def segment_row(record: SegmentRecord) -> Row:
 
 def segment_of(row: Found, token_ids: "array[int]", text: DocumentText | None) -> SegmentRecord:
     rope = Rope(row["scaled_for"], bool(row["is_double"]))
-    reported = {"id": row["id"], "parent": row["parent"], "start": row["start"]}
-    return SegmentRecord(**reported, rope=rope, token_ids=token_ids, text=text)
+    columns = {"id": row["id"], "parent": row["parent"], "start": row["start"]}
+    return SegmentRecord(**columns, rope=rope, token_ids=token_ids, text=text)
 
 
 def text_row(segment: int, text: DocumentText) -> Row:

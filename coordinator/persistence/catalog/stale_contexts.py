@@ -33,7 +33,7 @@ class StaleContext(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def changes(self) -> str:
         """The differences, with a remedy."""
-        changed = f"{', '.join(self.differing)} in {self.model} changed since"
+        changed = f"{', '.join(self.differing)} in {self.model} changed after it was ingested"
         if self.has_other_text:
             return f"{changed}; serve the previous checkpoint, or ingest the text again"
         return f"{changed}; serve the previous checkpoint, or recompute the context (longleaf contexts recompute)"
@@ -56,11 +56,11 @@ def read_stale(folder: DataFolder, model: str, facts: Mapping[str, str]) -> dict
 
 
 def _all(folder: DataFolder, model: str, facts: Mapping[str, str]) -> Iterator[StaleContext]:
-    for path, reported in folder.other_models():
-        if reported.model != model:
+    for path, model_file in folder.other_models():
+        if model_file.model != model:
             continue
         differing = tuple(
-            sorted(name for name in {*facts, *reported.facts} if facts.get(name) != reported.facts.get(name))
+            sorted(name for name in {*facts, *model_file.facts} if facts.get(name) != model_file.facts.get(name))
         )
         with suppress(CatalogError):
             retained = read_only_catalog(path)

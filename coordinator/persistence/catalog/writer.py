@@ -32,7 +32,7 @@ from coordinator.persistence.catalog.tables import (
 from longleaf.document_text import count_starts
 from longleaf.errors import DataLoss, NotFound
 
-AT_ONCE = 500
+MAX_BATCH = 500
 """Maximum number of keys per statement."""
 
 
@@ -74,8 +74,8 @@ def _may_leave_segments(change: Change) -> bool:
 def _drop(connection: Connection, table: Table, keys: Sequence[Any]) -> None:
     """Deletes rows by the only column of their primary key."""
     (column,) = table.primary_key.columns
-    for first in range(0, len(keys), AT_ONCE):
-        connection.execute(delete(table).where(column.in_(keys[first : first + AT_ONCE])))
+    for first in range(0, len(keys), MAX_BATCH):
+        connection.execute(delete(table).where(column.in_(keys[first : first + MAX_BATCH])))
 
 
 def _put(connection: Connection, table: Table, found: list[row_codec.Row]) -> None:
@@ -86,8 +86,8 @@ def _put(connection: Connection, table: Table, found: list[row_codec.Row]) -> No
 
 def _manifests(connection: Connection, of_segments: Sequence[int]) -> set[str]:
     found: set[str] = set()
-    for first in range(0, len(of_segments), AT_ONCE):
-        some = snapshots.c.segment.in_(of_segments[first : first + AT_ONCE])
+    for first in range(0, len(of_segments), MAX_BATCH):
+        some = snapshots.c.segment.in_(of_segments[first : first + MAX_BATCH])
         found |= set(connection.execute(select(snapshots.c.manifest).where(some)).scalars())
     return found
 
@@ -120,8 +120,8 @@ def _sweep(connection: Connection) -> tuple[tuple[int, ...], set[str]]:
     unreached = segments.c.id.not_in(select(reached.c.id))
     gone = tuple(connection.execute(select(segments.c.id).where(unreached).order_by(segments.c.id)).scalars())
     manifests = _manifests(connection, gone)
-    for first in range(0, len(gone), AT_ONCE):
-        connection.execute(delete(segments).where(segments.c.id.in_(gone[first : first + AT_ONCE])))
+    for first in range(0, len(gone), MAX_BATCH):
+        connection.execute(delete(segments).where(segments.c.id.in_(gone[first : first + MAX_BATCH])))
     return gone, manifests
 
 

@@ -26,7 +26,8 @@ class GenerationEntry(msgspec.Struct, frozen=True, kw_only=True):
     prompt: bytes
     """Ids of the input, as unsigned 32-bit numbers in native byte order."""
     deadline: float | None
-    """Time at which the generation expires without a reader, in seconds since the Unix epoch."""
+    """The deadline of the call plus `resume_seconds`, in seconds since the Unix epoch; None if the call had no
+    deadline."""
     checkpoint: str = ""
     """The model that generates the answer."""
 

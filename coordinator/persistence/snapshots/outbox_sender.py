@@ -13,7 +13,7 @@ from longleaf.errors import DataLoss, LongleafError, StorageUnavailable
 from longleaf.storage.context_note import decode_note
 from longleaf.storage.names import NotePlace, attempt_of_manifest, place_of_note
 
-AT_ONCE = 256
+MAX_BATCH = 256
 log = logging.getLogger(__name__)
 
 
@@ -26,7 +26,7 @@ class OutboxSender:
         self.health = StorageHealth("writing contexts to storage")
         self._there_is_more = asyncio.Event()
         self._pinned = Counter[str]()
-        """Held manifests, with the number of holds."""
+        """Pinned manifests, with the number of pins."""
 
     @property
     def pinned(self) -> list[str]:
@@ -34,7 +34,7 @@ class OutboxSender:
         return list(self._pinned)
 
     def pin(self, manifest: str) -> None:
-        """Prevent the deletion of a manifest until it has been released as often as held."""
+        """Prevent the deletion of a manifest until it has been unpinned as often as pinned."""
         self._pinned[manifest] += 1
 
     def unpin(self, manifest: str) -> None:
@@ -74,13 +74,13 @@ class OutboxSender:
 
     async def _send_first(self, *, only_deletions: bool) -> tuple[list[int], StorageUnavailable | None]:
         """Send the oldest entries. Returns the keys of those sent, and the error of the first failed note."""
-        limit = AT_ONCE + len(self._pinned)  # held entries must not block others
+        limit = MAX_BATCH + len(self._pinned)  # pinned entries must not block others
         found = await self._outbox.outgoing(limit, only_deletions=only_deletions)
         done, failure = list[int](), None
         try:
             for key, outgoing in found:
                 is_deletion = outgoing.content is None
-                if outgoing.name in self._pinned if is_deletion else failure:
+                if (outgoing.name in self._pinned) if is_deletion else failure:
                     continue
                 try:
                     await self._send(outgoing)

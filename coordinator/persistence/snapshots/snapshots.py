@@ -43,7 +43,7 @@ MAX_LISTED = 8
 """Maximum number of segments in a log line."""
 
 
-def any_room(num_bytes: int) -> None:
+def no_size_check(num_bytes: int) -> None:
     """A check that accepts any size."""
     del num_bytes
 
@@ -69,7 +69,7 @@ class Snapshots:
         fingerprint: str,
         policy: RetentionPolicy,
         wall_clock: Callable[[], float],
-        check_room: Callable[[int], None] = any_room,
+        check_room: Callable[[int], None] = no_size_check,
     ) -> None:
         """`check_room` raises StorageUnavailable if the given number of bytes must not be written."""
         self._check_room = check_room
@@ -124,7 +124,7 @@ class Snapshots:
             placements.uses,
             self._wall_clock,
         )
-        for work in (self._sender.run(), self._save_for_ever(), self._cleaner.run()):
+        for work in (self._sender.run(), self._save_loop(), self._cleaner.run()):
             self._tasks.start(work)
 
     async def close(self) -> None:
@@ -192,9 +192,9 @@ class Snapshots:
 
     def _read_manifest(self, record: SnapshotRecord, segment: Segment) -> SegmentManifest:
         found = read_manifest(self._store.store, record.manifest)
-        reported = (found.fingerprint, found.form, found.start, found.rope, found.token_ids)
+        identity = (found.fingerprint, found.form, found.start, found.rope, found.token_ids)
         ids = little_endian(segment.token_ids).tobytes()
-        if reported != (self._fingerprint, record.form, segment.start, segment.rope, ids):
+        if identity != (self._fingerprint, record.form, segment.start, segment.rope, ids):
             raise DataLoss(record.manifest, f"it does not match segment {segment.id} in the catalog")
         if record.form == self._form.text:  # other layouts are not restored here
             try:
@@ -327,7 +327,7 @@ class Snapshots:
             else:
                 waiting.set_exception(error)
 
-    async def _save_for_ever(self) -> None:
+    async def _save_loop(self) -> None:
         while True:
             await self._may_save.wait()
             self._may_save.clear()

@@ -123,9 +123,9 @@ class NativeDecode:
 def _attribution_arguments(reads: Sequence[Read], sizes: Sequence[int]) -> tuple[int | None, int | None, int]:
     """Arguments of block attribution: the table of reads, the output for entries, and the number of entries per key
     head."""
-    reported = reads.attributed if isinstance(reads, Reads) else None
-    if reported is None:
+    sums = reads.attributed if isinstance(reads, Reads) else None
+    if sums is None:
         return None, None, 0
     _, _, num_kv_heads, group, *_ = sizes
-    room_KE2 = reported.room(num_kv_heads, group)
-    return reported.table.data_ptr(), room_KE2.data_ptr(), room_KE2.shape[1]
+    room_KE2 = sums.room(num_kv_heads, group)
+    return sums.table.data_ptr(), room_KE2.data_ptr(), room_KE2.shape[1]

@@ -216,10 +216,11 @@ class TritonKernels:
         if key not in reads.cache:
             work = work_of(reads, shape, num_programs)
             # copies from pinned memory are asynchronous; other accelerators copy small data directly
-            reported = attribution_numbers(reads.attributed, reads, work.reads, shape.group) if reads.attributed else []
-            numbers = torch.tensor(work.numbers + reported, dtype=torch.long, pin_memory=q_THD.is_cuda)
-            table, rest = numbers.to(q_THD.device, non_blocking=True).split([len(work.numbers), len(reported)])
-            requested = AttributedRanges(reads.attributed, rest) if reads.attributed else None
+            sums = reads.attributed
+            attributed = attribution_numbers(sums, reads, work.reads, shape.group) if sums else []
+            numbers = torch.tensor(work.numbers + attributed, dtype=torch.long, pin_memory=q_THD.is_cuda)
+            table, rest = numbers.to(q_THD.device, non_blocking=True).split([len(work.numbers), len(attributed)])
+            requested = AttributedRanges(sums, rest) if sums else None
             reads.cache[key] = DeviceWork(table, work.num_part_rows, work.tile_rows, requested)
         return reads.cache[key], num_programs
 

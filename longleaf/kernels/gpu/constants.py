@@ -120,14 +120,14 @@ def add_shares(num_heads: int, *, has_sinks: bool) -> Constants:
 
 
 def fold_items(value_dim: int) -> Constants:
-    """Constants of the fold of work items."""
+    """Constants of the merge of partials of work items."""
     pad = padded(value_dim)
     parts = min(32, max(4, 2048 // pad))
     return {"VALUE_DIM": value_dim, "VALUE_PAD": pad, "TILE_PARTS": parts, "num_warps": 4, "num_stages": 2}
 
 
 def packed(value_dim: int, dtype: torch.dtype) -> Constants:
-    """Constants of `pack_rows` and `fold_packed`."""
+    """Constants of `pack_rows`, and of `fold_packed`, which merges packed partials."""
     is_wide, pad = dtype == torch.float32, padded(value_dim)
     return {"VALUE_DIM": value_dim, "VALUE_PAD": pad, "TILE_ROWS": 4, "IS_WIDE": is_wide, "num_warps": 4}
 
@@ -138,7 +138,7 @@ def propagate_nonfinite(dim: int) -> Constants:
 
 
 def fold_rounds(dim: int, *, has_rest: bool) -> Constants:
-    """Constants of the fold of flash kernel results."""
+    """Constants of the merge of partials of flash kernels."""
     return {"DIM": dim, "DIM_PAD": padded(dim), "TILE_ROWS": 8, "HAS_REST": has_rest, "num_warps": 4}
 
 

@@ -39,9 +39,9 @@ class DeviceRounds(NamedTuple):
 
     launches: Sequence[Launch]
     pieces: Tensor
-    """[P, 5] int32, see `rounds.Piece`."""
+    """[P, 5] int32, see `varlen_plan.LaunchPiece`."""
     members: Tensor
-    """[T] int32, see `rounds.members`."""
+    """[T] int32, see `varlen_plan.members`."""
     rest: Reads
     """Reads for the other kernels."""
 

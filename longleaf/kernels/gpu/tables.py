@@ -93,12 +93,12 @@ class DeviceLaunchTables:
         """See `longleaf.kernels.backend.LaunchTables`."""
         return min((room.tile_rows // room.key.shape.group for room in self._rooms), default=0)
 
-    def bind(self, reads: Reads, there_N: Tensor) -> None:
+    def bind(self, reads: Reads, device_N: Tensor) -> None:
         """See `longleaf.kernels.backend.LaunchTables`."""
         for key, start, num_numbers, num_part_rows, tile_rows in self._rooms:
-            reads.cache[key] = DeviceWork(there_N[start : start + num_numbers], num_part_rows, tile_rows)
+            reads.cache[key] = DeviceWork(device_N[start : start + num_numbers], num_part_rows, tile_rows)
 
-    def fill(self, reads: Reads, here_N: Numbers) -> int | None:
+    def fill(self, reads: Reads, host_N: Numbers) -> int | None:
         """See `longleaf.kernels.backend.LaunchTables`."""
         num_used = 0
         for room in self._rooms:
@@ -106,7 +106,7 @@ class DeviceLaunchTables:
             if len(work.numbers) > room.num_numbers or work.num_part_rows > room.num_part_rows:
                 return None
             num_used = room.start + len(work.numbers)
-            here_N[room.start : num_used] = work.numbers
+            host_N[room.start : num_used] = work.numbers
         return num_used
 
 

@@ -49,7 +49,7 @@ Varlen = Callable[[Tensor, Tensor, Tensor, Launch, float], tuple[Tensor, Tensor]
 their strides, lse [H, T]. Both hold anything in rows whose sequence has no keys."""
 
 
-def aten(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, launch: Launch, scale: float) -> tuple[Tensor, Tensor]:
+def aten_kernel(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, launch: Launch, scale: float) -> tuple[Tensor, Tensor]:
     """Torch's kernel, called as `varlen_attn` does, but without its zeros for a random state."""
     places = (launch.bounds, launch.starts, launch.max_rows, launch.max_keys)
     out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
@@ -58,15 +58,15 @@ def aten(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, launch: Launch, scale: flo
     return out_THD, lse_HT
 
 
-def public() -> Varlen:
-    """Torch's kernel by its public name, as a fallback for `aten`. Raises ImportError if it lacks seqused_k: torch 2.11
-    does, 2.13 has it."""
+def public_kernel() -> Varlen:
+    """Torch's kernel by its public name, as a fallback for `aten_kernel`. Raises ImportError if it lacks seqused_k:
+    torch 2.11 does, 2.13 has it."""
     if "seqused_k" not in signature(varlen_attn).parameters:
         raise ImportError(f"varlen_attn of torch {torch.__version__} knows no seqused_k")
-    return by_public_name
+    return call_public
 
 
-def by_public_name(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, launch: Launch, scale: float) -> tuple[Tensor, Tensor]:
+def call_public(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, launch: Launch, scale: float) -> tuple[Tensor, Tensor]:
     """Calls `torch.nn.attention.varlen.varlen_attn`."""
     found = varlen_attn(
         *(q_THD, k_SKD, v_SKD, launch.bounds, launch.starts, launch.max_rows, launch.max_keys),
@@ -98,8 +98,8 @@ def flash_attn() -> Varlen:
 
 SOURCES: dict[str, Callable[[], Varlen]] = {
     "flash-attn": flash_attn,
-    "torch": lambda: aten,
-    "torch's varlen_attn": public,
+    "torch": lambda: aten_kernel,
+    "torch's varlen_attn": public_kernel,
 }
 """By name, in order of preference: a user who installs flash-attn wants it to be used."""
 

@@ -24,7 +24,7 @@ MAX_ROUNDS = 4
 MIN_ROWS = 64
 """Minimum rows of a read: the kernels' tiles have 64 or 128 rows, and padding wastes work."""
 MIN_KEYS = 512
-"""Minimum keys of a whole read: below it, writing and folding a partial is slow relative to its products."""
+"""Minimum keys of a whole read: below it, writing and merging a partial is slow relative to its products."""
 TILE_ROWS = 128
 """Rows of a program of a flash kernel, for one head."""
 FEW_KEYS = 2048

@@ -33,13 +33,17 @@ async def main():
     host = await fleet.reserve(config, 60.0)
     control = RankManager(config, host, fleet.kill, fleet.location_of)
     delays = asyncio.Queue()
-    control.roster.watch(lambda event: delays.put_nowait(event) if isinstance(event, ReplacementDelayed) else None)
+    def on_event(event):
+        if isinstance(event, ReplacementDelayed):
+            delays.put_nowait(event)
+
+    control.registry.subscribe(on_event)
     await fleet.launch(config, control.invitations, control.on_process_exit)
     formation = await control.start(1)
-    keeper = ReplacementSupervisor(control.roster, fleet, config, formation.readies)
+    keeper = ReplacementSupervisor(control.registry, fleet, config, formation.readies)
     print("started", [hello.pid for hello in formation.hellos], flush=True)
     loss = await control.group.wait_ended()
-    print("lost", loss.error.rank, (await control.form(2)).members, flush=True)
+    print("loss:", loss.error.rank, (await control.form(2)).members, flush=True)
     print("delayed:", (await delays.get()).reason, flush=True)
     await control.wait_joinable()
     print("formed", len((await control.form(3)).members), flush=True)
@@ -101,7 +105,7 @@ def test_slot_of_a_dead_node_is_filled_on_a_new_node(
     for process in [psutil.Process(second.pid), *below]:
         process.kill()
     left = tuple(member for member in range(3) if member not in lost)
-    assert read_to(service, "lost") == f"lost {lost[0]} {left}\n"
+    assert read_to(service, "loss:") == f"loss: {lost[0]} {left}\n"
     assert "the slot's node left the cluster" in read_to(service, "delayed:")
     start(started, other, "Ray runtime started")
     assert read_to(service, "formed") == "formed 3\n"

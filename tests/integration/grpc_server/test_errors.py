@@ -160,7 +160,9 @@ PLACES = [
     StorageUnavailable("/srv/data/journal/ab12: No space left on device"),
     DataLoss("catalog /srv/data/catalog.db", "it is damaged; restore its folder from a copy"),
     DataLoss("contexts/service/1/2.json", "its 5 bytes differ from those written to s3://bucket/folder"),
-    CheckpointChanged("contexts/x", "config.json in /srv/models/tiny changed since: ingest the text again"),
+    CheckpointChanged(
+        "contexts/x", "config.json in /srv/models/tiny changed after it was ingested; ingest the text again"
+    ),
 ]
 
 

@@ -61,7 +61,7 @@ WRONG = (grpc.StatusCode.INVALID_ARGUMENT, True)
 def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
     def wait(quiet: float, drain: float) -> None:
         monkeypatch.setattr(request_limiter, "QUIET_SECONDS", quiet)
-        monkeypatch.setattr(request_limiter, "DRAIN_SECONDS", drain)
+        monkeypatch.setattr(request_limiter, "DISCARD_SECONDS", drain)
 
     return wait
 

@@ -90,7 +90,7 @@ async def test_contexts_of_ids_have_text_and_no_bytes(client: AsyncClient, engin
     await client.ingest("ids", (await client.tokenize("four words of text")).token_ids)
     text = await client.get_context_text("ids", 0, 4)
     assert text == ContextText(text="four", token_start=0, token_end=4)
-    with pytest.raises(FailedPrecondition, match="given as ids"):
+    with pytest.raises(FailedPrecondition, match="ingested as token ids"):
         await client.get_context_text("ids", byte_start=0, byte_end=1)
     with pytest.raises(NotFound):
         await client.get_context_text("nowhere", 0, 4)

@@ -225,7 +225,7 @@ async def test_upload_of_a_previous_service_can_be_cancelled(tmp_path: Path) -> 
 async def test_finished_ingest_is_not_prefilled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(tmp_path) as one:
         one.engine.contexts["moby"] = [1, 2, 3]
-        monkeypatch.setattr(one.engine, "made_by", lambda _: "mine")
+        monkeypatch.setattr(one.engine, "last_upload_id", lambda _: "mine")
         for append in (False, True):
             (report,) = await one.run(IngestHeader("moby", upload_id="mine", append=append), b"x", ends=False)
             assert report.phase == "ready"

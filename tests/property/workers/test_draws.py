@@ -9,7 +9,7 @@ from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
 from longleaf.sampling import SamplingParams
 from workers.sampling import distribution
 from workers.sampling.device_sampler import DeviceSampler
-from workers.sampling.sampler import Sampler
+from workers.sampling.sampler import CpuSampler
 from workers.sampling.uniforms import uniform
 
 V = 20
@@ -61,7 +61,7 @@ def test_rows_drawn_together_are_those_of_the_definition(
         defined(logits_V, sampling, reported, index)
         for logits_V, (sampling, _, reported) in zip(logits_RV, requests, strict=True)
     ]
-    assert [token.id for token in Sampler().choose(rows, logits_RV)] == wanted
+    assert [token.id for token in CpuSampler().choose(rows, logits_RV)] == wanted
     is_finite = logits_RV.amax(dim=-1).isfinite().tolist()
     found = DeviceSampler("cpu", 512).start(rows, logits_RV).tokens()
     assert [[token.id for token in tokens] for tokens in found] == [

@@ -9,7 +9,7 @@ from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
 from longleaf.sampling import SamplingParams
 from workers.sampling.acceptance import NOT_FINITE, NOT_REACHED, accepted_ids
 from workers.sampling.device_sampler import DeviceSampler
-from workers.sampling.sampler import Sampler
+from workers.sampling.sampler import CpuSampler
 
 V, MOST = 40, 5
 KINDS = (
@@ -25,7 +25,7 @@ SEQUENCES = st.lists(
     st.tuples(st.sampled_from(KINDS), st.lists(st.booleans(), max_size=MOST), st.integers(0, 3)), min_size=1, max_size=5
 )
 """For each sequence: its sampling, whether each draft is right, and the index of its first token."""
-SAMPLERS = {"of a CPU": Sampler, "of a device": lambda: DeviceSampler("cpu", 16)}
+SAMPLERS = {"of a CPU": CpuSampler, "of a device": lambda: DeviceSampler("cpu", 16)}
 
 
 def logits_of(num_sequences, seed, broken):
@@ -46,7 +46,7 @@ def row(sequence, index, sampling=None, draft_ids=()):
 
 def step_by_step(sampling, first, logits_PV):
     """Tokens of steps without drafts, up to the first one that has none."""
-    sampler, found = Sampler(), []
+    sampler, found = CpuSampler(), []
     for turn, logits_V in enumerate(logits_PV):
         [tokens] = sampler.start([row(0, first + turn, None if turn else sampling)], logits_V[None]).tokens()
         if not tokens:

@@ -134,8 +134,8 @@ class DeviceFleet:
         """From which rank 0 chose last, of as many rows as the largest bucket has."""
         fixed = self.ranks[0].fixed
         assert fixed is not None
-        assert fixed._choosing is not None
-        return fixed._choosing.logits_RV
+        assert fixed._sampler is not None
+        return fixed._sampler.logits_RV
 
     def same_keys(self, other: "DeviceFleet") -> bool:
         """Whether all keys and values equal those of `other`, except unused ones."""

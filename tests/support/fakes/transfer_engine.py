@@ -69,7 +69,7 @@ class FakeTransferEngine:
             state="evicted",
         )
 
-    def made_by(self, context_id: str) -> str:
+    def last_upload_id(self, context_id: str) -> str:
         return self._get(context_id).context.upload_id
 
     async def fingerprint(self) -> Fingerprint:

@@ -219,7 +219,7 @@ async def stay(_: bool) -> Draining:
 class UndrainableService(Service):
     """A service that continues after a drain."""
 
-    async def answer_drain(self, wait: bool) -> Draining:
+    async def on_drain_call(self, wait: bool) -> Draining:
         return await stay(wait)
 
 

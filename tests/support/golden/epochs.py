@@ -203,7 +203,7 @@ class Service:
         segment = self.segments[number]
         runs = tuple(Run(rank, start, end, self._allocate(rank, end - start)) for rank, start, end in pieces)
         segment.put(runs)
-        self._roll(segment, runs[0].start, runs[-1].end, is_chunk=True)
+        self._advance_windows(segment, runs[0].start, runs[-1].end, is_chunk=True)
         ids, windows = segment.ids(runs), segment.window_runs
         self.epoch.execute(Prefill(segment.path, runs[0].start, ids, runs, window_runs=windows, hidden=hidden))
 
@@ -257,7 +257,7 @@ class Service:
 
     def _grow(self, tail: Segment, start: int, count: int, rank: int) -> tuple[Run, ...]:
         """Runs for more tokens, in the last one as far as its blocks reach."""
-        self._roll(tail, start, start + count, is_chunk=False)
+        self._advance_windows(tail, start, start + count, is_chunk=False)
         last = tail.runs[-1] if tail.runs else None
         if last is None or len(last) + count > len(last.blocks) * self._size:
             last = Run(rank, start, start, self._allocate(rank, count))
@@ -265,7 +265,7 @@ class Service:
         tail.put([grown], [last])
         return (grown,)
 
-    def _roll(self, segment: Segment, start: int, end: int, *, is_chunk: bool) -> None:
+    def _advance_windows(self, segment: Segment, start: int, end: int, *, is_chunk: bool) -> None:
         """The window runs of a segment when tokens come, as the placer has them."""
         if self._windows is not None:
             first = max(start, self._windows.first(end)) if is_chunk else start

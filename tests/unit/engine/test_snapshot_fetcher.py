@@ -11,7 +11,7 @@ from coordinator.engine import snapshot_fetcher
 from coordinator.kv_cache.block_placer import BlockCount
 from coordinator.kv_cache.rank_mapping import RankMapping
 from coordinator.kv_cache.segment_placement import SegmentPlacement
-from coordinator.recovery.fault_score import BREAK
+from coordinator.recovery.fault_score import BREAK_SCORE
 from longleaf.errors import DataLoss, LongleafError, NotFound, ResourceExhausted
 from longleaf.positions import AttentionSpan, WindowSpec
 from longleaf.rank_protocol.step import Prefill, Restore
@@ -174,7 +174,7 @@ async def test_after_a_damaged_restore_its_archive_is_no_longer_used(problem: st
             assert isinstance(work, Restore)
             first = bench.segments.placements.find(work.segment)
             assert first is not None
-            bench.recovery.undo([work], BREAK)
+            bench.recovery.undo([work], BREAK_SCORE)
             bench.recovery.change_ranks(RankMapping(2, (0, 1), (32, 32)))
         await bench.until(lambda: not (is_restorable(first) or any(map(is_restorable, others))))
         last = [bench.call(segments[number]) for number in (6, 12)]
@@ -195,7 +195,7 @@ async def test_failed_restore_of_own_snapshots_discards_only_that_snapshot() -> 
         await bench.until(lambda: bench.can_restore)
         work = bench.recovery.plan([], TOKENS)
         assert isinstance(work, Restore)
-        bench.recovery.undo([work], BREAK)
+        bench.recovery.undo([work], BREAK_SCORE)
         bench.recovery.change_ranks(RankMapping(2, (0, 1), (32, 32)))
         await bench.turn_often()
         assert [is_restorable(one) for one in placements] == [one.segment.id != work.segment for one in placements]
@@ -388,7 +388,7 @@ async def test_unexpected_error_recomputes_only_its_segment(
         assert "recomputing segment 3: unexpected error" in caplog.text
 
 
-@pytest.mark.parametrize("method", ["place_part", "place_windows"])
+@pytest.mark.parametrize("method", ["place_restored", "place_windows"])
 async def test_segment_that_cannot_be_placed_is_recomputed_and_its_reservation_freed(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

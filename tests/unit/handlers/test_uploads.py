@@ -164,14 +164,14 @@ async def test_waiting_work_is_dropped_with_its_stream(make: Callable[..., Uploa
     upload, blocked = make("a"), Blocked()
     assert upload.document is not None
     first = threads.submit(blocked)
-    old = await begin(upload.run_prefill(upload.document.add_ids, [1, 2, 3]))
-    settling = await begin(upload.complete())
+    old = await begin(upload.run_on_document(upload.document.add_ids, [1, 2, 3]))
+    settling = await begin(upload.wait_idle())
     old.cancel()
     await asyncio.wait([old])
     await settling
     blocked.may_continue.set()
     await asyncio.wrap_future(first)
-    await upload.run_prefill(upload.document.add_ids, [4])
+    await upload.run_on_document(upload.document.add_ids, [4])
     assert list(upload.document.token_ids) == [4], (
         "the server reported 0 received tokens, and the client sends them again"
     )
@@ -179,11 +179,11 @@ async def test_waiting_work_is_dropped_with_its_stream(make: Callable[..., Uploa
 
 async def test_running_work_ends_before_a_new_stream_continues(make: Callable[..., Upload]) -> None:
     upload, blocked = make("a"), Blocked()
-    old = await begin(upload.run_prefill(blocked))
+    old = await begin(upload.run_on_document(blocked))
     await asyncio.to_thread(blocked.begun.wait, 30)
     old.cancel()
     await asyncio.wait([old])
-    settling = await begin(upload.complete())
+    settling = await begin(upload.wait_idle())
     assert not settling.done()
     blocked.may_continue.set()
     await settling
@@ -260,10 +260,10 @@ def test_upload_bytes_are_bounded_per_tenant(make: Callable[..., Upload]) -> Non
     for client in "ab":
         upload = make(client, 1000, client, "acme")
         uploads.add(upload)
-        uploads.count(upload)
+        uploads.update_size(upload)
     uploads.add(third := make("c", 1, "c", "acme"))
     with pytest.raises(ResourceExhausted, match="those of tenant acme use 8,004 bytes of memory; the limit is 8,000"):
-        uploads.count(third)
+        uploads.update_size(third)
     assert retained(uploads, "bolt's") == [True]
 
 
@@ -273,25 +273,25 @@ def test_bytes_of_open_uploads_are_bounded_per_client(make: Callable[..., Upload
     for name, num_tokens, client in (("old", 1000, "a"), ("a", 1000, "a"), ("b", 2000, "b")):
         upload = make(name, num_tokens, client)
         uploads.add(upload)
-        uploads.count(upload)
+        uploads.update_size(upload)
         uploads.audit()
         if name == "old":
             uploads.release(upload.acquire())
     second = make("second", 1000, "a")
     uploads.add(second)
-    uploads.count(second)
+    uploads.update_size(second)
     assert retained(uploads, "old") == [False], "it was evicted for another upload of its client"
     third = make("third", 1, "a")
     uploads.add(third)
     with pytest.raises(
         ResourceExhausted, match="those of client 'a' use 8,004 bytes of memory; the limit is 8,000"
     ) as caught:
-        uploads.count(third)
+        uploads.update_size(third)
     assert caught.value.retry_seconds
     other = make("other", 1, "c")
     uploads.add(other)
     with pytest.raises(ResourceExhausted, match="all uploads use too much memory; the limit is 16,000"):
-        uploads.count(other)
+        uploads.update_size(other)
     uploads.audit()
 
 
@@ -300,7 +300,7 @@ def test_document_larger_than_the_limit_is_not_retried(make: Callable[..., Uploa
     upload = make("a", 2001)
     uploads.add(upload)
     with pytest.raises(ResourceExhausted, match="it uses 8,004 bytes of memory; the limit of .* is 8,000") as caught:
-        uploads.count(upload)
+        uploads.update_size(upload)
     assert caught.value.retry_seconds is None
 
 
@@ -309,7 +309,7 @@ def test_ended_uploads_are_not_counted(make: Callable[..., Upload]) -> None:
     for upload_id in ("", "failed"):
         upload = make(upload_id, 1000)
         uploads.add(upload)
-        uploads.count(upload)
+        uploads.update_size(upload)
         owner = upload.acquire()
         assert uploads.num_bytes == 4000
         uploads.forget(upload)

@@ -102,7 +102,7 @@ def bench_with_evicted_contexts(windows: WindowSpec | None = None) -> Bench:
 @pytest.mark.parametrize("windows", [None, WINDOWS], ids=["sharded", "replicated"])
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [(BlockPlacer, "place_again"), (BlockPlacer, "recompute_windows"), (RecomputePlanner, "commit")],
+    [(BlockPlacer, "place_recomputed"), (BlockPlacer, "recompute_windows"), (RecomputePlanner, "commit")],
     ids=lambda x: str(x),
 )
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
@@ -160,7 +160,7 @@ def test_blocks_are_allocated_completely_or_not_allocated() -> None:
     reservation = placer.reserve(few := placer.num_free.__class__(1, 1))
     assert reservation is not None
     calls: list[Callable[[], object]] = [
-        lambda: placer.place_again([(0, 8), (20, 28)], 64, reservation),
+        lambda: placer.place_recomputed([(0, 8), (20, 28)], 64, reservation),
         lambda: placer.place_windows([(0, 4), (8, 12)], reservation),
         lambda: placer.grow(None, 0, 8, reservation),
         lambda: placer.advance_windows((), 0, 12, reservation, is_chunk=False),

@@ -24,7 +24,7 @@ def test_the_model_the_ranks_and_the_limits_are_named() -> None:
         ("model", "m (LlamaForCausalLM, float32, keys in int8)"),
         ("ranks", "2 on cuda, launcher ray"),
         ("document", "up to 4,096 tokens, with its questions and answers"),
-        ("room", "16,384 tokens in all contexts and answers"),
+        ("capacity", "16,384 tokens in all contexts and answers"),
     )
 
 
@@ -40,7 +40,7 @@ def test_the_smaller_of_the_limits_is_that_of_a_document(
     max_tokens: int, max_positions: int, longest: str, capacity: str
 ) -> None:
     found = dict(summarize(cluster(max_tokens, "cpu"), max_positions))
-    assert (found["document"], found["room"]) == (longest, f"{capacity} in all contexts and answers")
+    assert (found["document"], found["capacity"]) == (longest, f"{capacity} in all contexts and answers")
 
 
 def test_lines_for_people_are_aligned_with_the_address() -> None:

@@ -7,7 +7,7 @@ import pytest
 from coordinator.speculation.acceptance import Acceptance, ShadowDrafts
 from coordinator.speculation.draft_length import DraftLengthPolicy
 from coordinator.speculation.ngram_drafter import NO_DRAFT, Draft
-from coordinator.speculation.step_cost_model import FORGOTTEN_AFTER, GAP_AFTER, GAP_AHEAD, HOPEFUL_EVERY, StepCostModel
+from coordinator.speculation.step_cost_model import EXPLORE_EVERY, FORGOTTEN_AFTER, GAP_AFTER, GAP_AHEAD, StepCostModel
 
 SURE = [1.0] * 15
 
@@ -68,7 +68,7 @@ def test_step_times_are_interpolated_and_tiles_are_searched_occasionally() -> No
     costs.measure(1, 0, 0.0)  # was not measured
     assert [costs.seconds(1, count) for count in (0, 1, 2, 3, 4, 9)] == [1.0, 1.5, 2.0, 2.5, 3.0, 3.0]
     are_optimistic = list[bool]()
-    for _ in range(2 * HOPEFUL_EVERY):
+    for _ in range(2 * EXPLORE_EVERY):
         are_optimistic.append(costs.seconds(1, 2) == 1.0)
         costs.measure(1, 0, 1.0)
     assert sum(are_optimistic) == 4

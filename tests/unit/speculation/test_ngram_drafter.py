@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.kv_cache.token_paths import EMPTY_PATH, Segment, TokenPath
 from coordinator.speculation import ngram_index
-from coordinator.speculation.ngram_drafter import ENTERED_AT_ONCE, MAX_SHORT, NO_DRAFT, NgramDrafter, NgramIndexes
+from coordinator.speculation.ngram_drafter import MAX_INDEXED_TOKENS, MAX_SHORT, NO_DRAFT, NgramDrafter, NgramIndexes
 from coordinator.speculation.ngram_index import MAX_SIZE, REST_TOKENS, TABLE_TOKENS, SegmentIndex
 
 
@@ -155,12 +155,12 @@ def test_unindexed_tokens_are_indexed_later_in_parts() -> None:
 
 
 def test_long_tail_is_indexed_in_parts() -> None:
-    tail = segment_of(0, EMPTY_PATH, random_ids(3 * ENTERED_AT_ONCE))
+    tail = segment_of(0, EMPTY_PATH, random_ids(3 * MAX_INDEXED_TOKENS))
     indexes = NgramIndexes()
     drafts = NgramDrafter(tail, indexes)
     for turn in range(1, 4):
         drafts.draft(tail.end, 1)
-        assert indexes.get(tail).count == min(turn * ENTERED_AT_ONCE, tail.end - 1)
+        assert indexes.get(tail).count == min(turn * MAX_INDEXED_TOKENS, tail.end - 1)
 
 
 def test_last_and_long_segments_of_a_long_path_are_searched() -> None:

@@ -149,7 +149,7 @@ def test_object_deleted_right_after_its_creation_was_written(store, tmp_path, mo
 
     def replace_and_delete(part, path):
         replace(part, path)
-        Store.open(str(tmp_path / "kept"), is_tried=False).delete(["a/b"])
+        Store.open(str(tmp_path / "kept"), probe=False).delete(["a/b"])
 
     monkeypatch.setattr(os, "replace", replace_and_delete)
     assert store.put("a/b", [b"1"]).num_bytes == 1

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from workers.cuda_graphs import graphs
-from workers.cuda_graphs.graphs import CaptureRefused, CudaGraphs, SharedGraphs
+from workers.cuda_graphs.graphs import CaptureRefused, CollectiveGraphs, CudaGraphs
 
 MIB = 1 << 20
 
@@ -134,7 +134,7 @@ def test_either_all_ranks_capture_or_none(step, mine, theirs):
         requested.append(is_so)
         return is_so and theirs
 
-    shared = SharedGraphs(RefusingGraphs(**{step: mine}), agree)
+    shared = CollectiveGraphs(RefusingGraphs(**{step: mine}), agree)
 
     def act():
         return shared.check_room() if step == "room" else shared.capture(refuse)

@@ -13,7 +13,7 @@ from workers.sampling.acceptance import NOT_FINITE
 from workers.sampling.device_sampler import DeviceSampler, make_sampler
 from workers.sampling.fixed_shape import Parameters
 from workers.sampling.history import TokenHistories
-from workers.sampling.sampler import Sampler
+from workers.sampling.sampler import CpuSampler
 from workers.sampling.uniforms import uniform, uniforms
 
 NUM_ROWS = 48
@@ -108,7 +108,7 @@ SLOW = [
 
 @pytest.mark.parametrize(("size", "num_steps", "least"), [QUICK, *SLOW])
 def test_tokens_equal_those_of_the_cpu_sampler(size, num_steps, least):
-    found, wanted, service, num_draws = DeviceSampler("cpu", 512), Sampler(), Service(size, size), 0
+    found, wanted, service, num_draws = DeviceSampler("cpu", 512), CpuSampler(), Service(size, size), 0
     for step in range(num_steps):
         rows, ended = service.step()
         logits_RV = logits(len(rows), size, step)
@@ -234,5 +234,5 @@ def test_precomputed_random_numbers_equal_those_of_each_token(seed, first):
 
 
 def test_cpus_use_the_cpu_sampler():
-    assert isinstance(make_sampler("cpu", 8), Sampler)
+    assert isinstance(make_sampler("cpu", 8), CpuSampler)
     assert isinstance(make_sampler("cuda:1", 8), DeviceSampler)

@@ -11,7 +11,7 @@ from bench.sampling import one_by_one
 from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
 from longleaf.sampling import SamplingParams
 from workers.sampling import distribution, draws
-from workers.sampling.sampler import Sampler
+from workers.sampling.sampler import CpuSampler
 
 ROWS, V = 16, 20_000
 
@@ -54,14 +54,14 @@ def rows(*samplings: SamplingParams, seen: PenaltyHistory | None = None) -> list
 def test_top_p_sorts_a_small_part_of_a_row(spread):
     requested = rows(*(SamplingParams(temperature=1.0, top_p=0.9, seed=i) for i in range(ROWS)))
     with OperationSizes("sort") as watch:
-        Sampler().choose(requested, logits(spread=spread))
+        CpuSampler().choose(requested, logits(spread=spread))
     assert sum(size for _, size in watch.sizes) < ROWS * V / 20
 
 
 def test_probabilities_of_all_rows_are_computed_together():
     requested = rows(*(SamplingParams(temperature=0.5 + i / 8, seed=i, num_logprobs=2) for i in range(ROWS)))
     with OperationSizes("_softmax", "_log_softmax") as watch:
-        Sampler().choose(requested, logits(size=512))
+        CpuSampler().choose(requested, logits(size=512))
     assert [size for _, size in watch.sizes] == [ROWS * 512] * 2  # the candidates and the reported tokens
 
 
@@ -70,7 +70,7 @@ def test_penalties_affect_only_seen_tokens():
     requested = rows(SamplingParams(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5), seen=seen)
     logits_RV = logits(1)
     with OperationSizes("nonzero", "where", "mul", "gt", "sub", "add") as watch:
-        Sampler().choose(requested, logits_RV)
+        CpuSampler().choose(requested, logits_RV)
     assert all(size <= 200 for _, size in watch.sizes)
 
 
@@ -81,7 +81,7 @@ def test_top_p_keeps_larger_ids_of_equally_likely_tokens(dtype):
     logits_V = values.log().to(dtype)  # 160 tokens each of no weight, of weight 1, 2 and 3
     sampling = SamplingParams(temperature=1.0, top_p=(3 * 160 + 2 * 30 - 1) / (6 * 160))
     retained = {i for i in range(640) if values[i] == 3 or (values[i] == 2 and i >= 640 - 4 * 30)}
-    chosen = [Sampler().choose([row], logits_V[None])[0].id for row in every_draw(sampling, 600)]
+    chosen = [CpuSampler().choose([row], logits_V[None])[0].id for row in every_draw(sampling, 600)]
     assert set(chosen) <= retained
     assert {i for i in range(640) if distribution.distribution(logits_V.double(), sampling)[i] > 0} == retained
 
@@ -116,7 +116,7 @@ def at_a_limit(logits_V: torch.Tensor, num_tokens: int) -> list[SamplingParams]:
 def test_top_k_keeps_all_tokens_tied_with_the_last():
     logits_RV = torch.arange(500.0).clamp(min=5.0, max=450.0)[None]
     sampling = SamplingParams(temperature=1.0, top_k=2, seed=1)
-    drawn = {Sampler().choose([row], logits_RV)[0].id for row in every_draw(sampling, 1000)}
+    drawn = {CpuSampler().choose([row], logits_RV)[0].id for row in every_draw(sampling, 1000)}
     assert drawn == set(range(450, 500))
 
 
@@ -142,7 +142,7 @@ def test_batched_tokens_equal_those_of_single_rows(monkeypatch, num_steps):
 
     draw = draws.draw
     monkeypatch.setattr(draws, "draw", counted)
-    found, wanted = Sampler(), one_by_one.Sampler()
+    found, wanted = CpuSampler(), one_by_one.Sampler()
     fixed = logits(4, 3000).repeat_interleave(3, dim=0)
     requested = [*settings(), *itertools.chain(*(at_a_limit(fixed[3 * i], 2 + i) for i in range(4)))]
     first = rows(*requested, seen=PenaltyHistory(tuple(range(0, 3000, 5)), (1, 2, 2)))

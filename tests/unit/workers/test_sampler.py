@@ -22,7 +22,7 @@ from longleaf.sampling import MAX_LOGPROBS, SamplingParams
 from workers.sampling.distribution import distribution
 from workers.sampling.logprobs import logprobs, logprobs_of
 from workers.sampling.penalties import Penalties
-from workers.sampling.sampler import Sampler
+from workers.sampling.sampler import CpuSampler
 from workers.sampling.uniforms import uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, 3.0])
@@ -55,7 +55,7 @@ def adjusted(logits_V: Tensor, sampling: SamplingParams, history: PenaltyHistory
 
 
 def sample(logits_V: Tensor, sampling: SamplingParams, token_index: int) -> int:
-    return Sampler().choose([row(1, sampling, token_index)], logits_V[None])[0].id
+    return CpuSampler().choose([row(1, sampling, token_index)], logits_V[None])[0].id
 
 
 def seen(prompt: list[int], answer: list[int]) -> PenaltyHistory:
@@ -129,7 +129,7 @@ def row(sequence: int, sampling: SamplingParams | None, index: int = 0, history:
 
 
 def test_step_mixes_all_kinds_of_rows() -> None:
-    sampler = Sampler()
+    sampler = CpuSampler()
     rows = [
         row(1, SamplingParams()),
         row(2, SamplingParams(logit_bias={3: 50.0}, num_logprobs=2)),
@@ -148,7 +148,7 @@ def test_step_mixes_all_kinds_of_rows() -> None:
 
 
 def test_penalties_include_sampled_tokens_until_the_sequence_is_forgotten() -> None:
-    sampler = Sampler()
+    sampler = CpuSampler()
     sampling = SamplingParams(frequency_penalty=2.0)
     chosen = [
         sampler.choose([row(7, *((None, index) if index else (sampling, 0, PenaltyHistory((), ()))))], LOGITS[None])[
@@ -161,7 +161,7 @@ def test_penalties_include_sampled_tokens_until_the_sequence_is_forgotten() -> N
         wanted.append(max(range(V), key=lambda i: scores[i]))
         scores[wanted[-1]] -= 2.0
     assert chosen == wanted
-    resumed = Sampler().choose([row(7, sampling, 3, PenaltyHistory((), tuple(chosen[:3])))], LOGITS[None])[0].id
+    resumed = CpuSampler().choose([row(7, sampling, 3, PenaltyHistory((), tuple(chosen[:3])))], LOGITS[None])[0].id
     assert resumed == chosen[3]
     sampler.forget([7, 8])
     assert sampler.choose([row(7, sampling, 0, PenaltyHistory((), ()))], LOGITS[None])[0].id == chosen[0]

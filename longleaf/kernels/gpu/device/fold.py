@@ -1,6 +1,6 @@
 """Deterministic merge of partials, and their packed wire format.
 
-The result of a fold depends only on its inputs, bitwise: every row is folded by one program, in the order of its
+The result of a merge depends only on its inputs, bitwise: every row is merged by one program, in the order of its
 partials. Shape letters: N partials, R rows, V value dim, C columns of a packed row; rows are those of all heads, [T, H]
 flattened.
 """
@@ -22,8 +22,8 @@ def fold_items(
     VALUE_PAD: tl.constexpr,
     TILE_PARTS: tl.constexpr,
 ):
-    """Each row's partials of work items to one: `part_out` [P, K, V] and `part_lse` [P, K] to `out` [T, H, V] and `lse`
-    [T, H]. One program per token and head; a row without partials is the identity."""
+    """Merge of the partials of work items of each row: `part_out` [P, K, V] and `part_lse` [P, K] to `out` [T, H, V]
+    and `lse` [T, H]. One program per token and head; a row without partials is the identity."""
     place = tl.program_id(0).to(tl.int64)
     num_heads = group * num_kv_heads
     token, head = place // num_heads, place % num_heads
@@ -68,7 +68,7 @@ def fold_packed(
     TILE_ROWS: tl.constexpr,
     IS_WIDE: tl.constexpr,
 ):
-    """N packed partials [N, R, C], float32 (IS_WIDE) or bfloat16, to `out` [R, V] and `lse` [R]."""
+    """Merge of N packed partials [N, R, C], float32 (IS_WIDE) or bfloat16, to `out` [R, V] and `lse` [R]."""
     COLUMNS: tl.constexpr = VALUE_DIM + (1 if IS_WIDE else 2)
     row_R = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     is_row_R = row_R < num_rows

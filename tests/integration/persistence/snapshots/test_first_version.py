@@ -31,7 +31,7 @@ FIXTURE = Path(__file__).parents[3] / "fixtures" / "snapshots" / "first"
 
 
 def first() -> Store:
-    return Store.open(str(FIXTURE), is_tried=False)
+    return Store.open(str(FIXTURE), probe=False)
 
 
 def restore(pool: KvPool, piece_ref: Told, runs: tuple) -> None:

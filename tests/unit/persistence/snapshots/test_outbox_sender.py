@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from coordinator.persistence.catalog.records import Change, OutboxEntry
 from coordinator.persistence.snapshots import storage_health
-from coordinator.persistence.snapshots.outbox_sender import AT_ONCE, OutboxSender
+from coordinator.persistence.snapshots.outbox_sender import MAX_BATCH, OutboxSender
 from coordinator.persistence.snapshots.store import AsyncStore
 from longleaf.errors import DataLoss, StorageUnavailable
 from longleaf.storage.context_note import ContextNote, encode_note
@@ -107,20 +107,20 @@ async def test_entries_are_sent_in_order() -> None:
 
 async def test_more_entries_than_a_batch_are_sent() -> None:
     async with running_sender() as found:
-        await found.put(*(note(number) for number in range(2 * AT_ONCE + 3)))
+        await found.put(*(note(number) for number in range(2 * MAX_BATCH + 3)))
         await found.all_sent()
-        assert len(found.names) == 2 * AT_ONCE + 3
+        assert len(found.names) == 2 * MAX_BATCH + 3
 
 
 async def test_deletions_overtake_notes_that_cannot_be_written() -> None:
     """A storage that is full accepts nothing else, and has space for it only afterwards."""
     async with running_sender() as found:
         found.memory.is_full = True
-        await found.put(*(note(number) for number in range(2 * AT_ONCE)), note(5000, None))
+        await found.put(*(note(number) for number in range(2 * MAX_BATCH)), note(5000, None))
         await comes(lambda: f"-{note(5000).name}" in found.memory.done)
         found.memory.is_full = False
         await found.all_sent()
-        assert len(found.names) == 2 * AT_ONCE
+        assert len(found.names) == 2 * MAX_BATCH
 
 
 async def test_unreachable_storage_loses_nothing_and_is_reported() -> None:
@@ -200,7 +200,7 @@ async def test_protected_manifest_stays_and_later_entries_are_sent() -> None:
 
 async def test_many_protected_manifests_do_not_block_others() -> None:
     async with running_sender() as found:
-        many = [attempt(number) for number in range(AT_ONCE + 1)]
+        many = [attempt(number) for number in range(MAX_BATCH + 1)]
         for each in many:
             found.sender.pin(each.manifest)
         await found.put(*(OutboxEntry(each.manifest, None) for each in many), note(1))

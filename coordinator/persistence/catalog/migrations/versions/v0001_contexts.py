@@ -1,4 +1,4 @@
-"""Creates the tables of contexts, segments, snapshots, uploads and the outbox."""
+"""Creates the tables of contexts, segments, snapshots, uploads, the outbox and the service."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -3,7 +3,7 @@
 from collections import deque
 
 from coordinator.engine_messages import Failed
-from coordinator.recovery.fault_score import LOSS
+from coordinator.recovery.fault_score import LOSS_SCORE
 from longleaf.errors import Unavailable
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan
 from tests.support.ranks_that_change import Group
@@ -83,7 +83,7 @@ def test_job_that_kills_ranks_in_four_epochs_fails_alone() -> None:
         assert plan is not None
         if deadly in rows(plan) and len(group.tokens(deadly)) == 2:
             together.append(len(rows(plan)))
-            group.change(0, 1, 2, None, steps=(plan.step,), suspicion=LOSS)
+            group.change(0, 1, 2, None, steps=(plan.step,), suspicion=LOSS_SCORE)
         else:
             group.commit(plan)
     assert together == [2, 2, 1, 1], "one loss isolates no job"
@@ -106,7 +106,7 @@ def test_suspected_job_is_computed_in_isolation() -> None:
                 group.commit(plan)
         else:
             num_alone += len(plans) == 1
-            group.change(0, 1, 2, 3, steps=tuple(plan.step for plan in plans), suspicion=LOSS)
+            group.change(0, 1, 2, 3, steps=tuple(plan.step for plan in plans), suspicion=LOSS_SCORE)
     assert num_alone >= 2
     assert group.scheduler.pop_dropped() == []
     group.run()

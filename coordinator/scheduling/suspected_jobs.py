@@ -4,7 +4,7 @@ from collections.abc import Container, Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
-from coordinator.recovery.fault_score import BREAK, GUILTY, add
+from coordinator.recovery.fault_score import BREAK_SCORE, DROP_SCORE, raise_score
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.sequences import Sequence
 from longleaf.rank_protocol.step import Decode, Prefill, Work
@@ -21,7 +21,7 @@ class _Suspicion:
     """Whether an epoch ended in a decode step of the job."""
 
     def add(self, work: Work, amount: int, *, is_certain: bool) -> None:
-        self.amount = add(self.amount, amount, is_certain=is_certain)
+        self.amount = raise_score(self.amount, amount, is_certain=is_certain)
         self.end = max(self.end, _end(work))
         self.is_answer |= isinstance(work, Decode)
 
@@ -31,7 +31,7 @@ class _Suspicion:
         return isinstance(work, Decode) or (not self.is_answer and _end(work) >= self.end)
 
 
-class PoisonJobs:
+class SuspectedJobs:
     """Jobs in whose steps epochs ended. A suspected job has separate steps, and no other step is in flight, until one
     of them is answered. A further failure then cannot be due to another job."""
 
@@ -43,12 +43,12 @@ class PoisonJobs:
 
     def add_suspicion(self, jobs: Iterable[Job], work: Work, amount: int, *, is_certain: bool) -> list[Job]:
         """Adds `amount` to the fault scores of jobs whose work ended an epoch, or may have unless `is_certain`. Removes
-        and returns the jobs that have reached the GUILTY score."""
+        and returns the jobs that have reached the DROP_SCORE."""
         guilty = list[Job]()
         for job in jobs:
             found = self._found.setdefault(job, _Suspicion())
             found.add(work, amount, is_certain=is_certain)
-            if found.amount >= GUILTY:
+            if found.amount >= DROP_SCORE:
                 guilty.append(job)
                 del self._found[job]
         return guilty
@@ -63,14 +63,14 @@ class PoisonJobs:
         """Removes all other jobs."""
         self._found = {job: found for job, found in self._found.items() if job in jobs}
 
-    def part(self, jobs: Several[Sequence]) -> Several[Sequence]:
+    def schedulable(self, jobs: Several[Sequence]) -> Several[Sequence]:
         """The jobs that may have rows in the same step: one suspected job, or all of them if none is suspected."""
-        apart = [job for job in jobs if self.is_apart(job)]
+        apart = [job for job in jobs if self.runs_alone(job)]
         return apart[:1] or jobs
 
-    def is_apart(self, job: Job) -> bool:
+    def runs_alone(self, job: Job) -> bool:
         """Whether the job must have separate steps, while no other step is in flight."""
-        return job in self._found and self._found[job].amount >= BREAK
+        return job in self._found and self._found[job].amount >= BREAK_SCORE
 
 
 def _end(work: Work) -> int:
