@@ -265,7 +265,8 @@ class ResumableGenerations:
         for share in shares_of(request.account, self._tenant_share):
             count = sum(share.is_theirs(replay.account) for replay in self._by_id.values())
             if count >= self._max_resumable * share.part:
-                message = f"{share.owner_of} has {count} resumable generations, its share of the limit of {self._max_resumable}"
+                limit = f"its share of the limit of {self._max_resumable}"
+                message = f"{share.owner_of} has {count} resumable generations, {limit}"
                 raise ResourceExhausted("generations", message, RETRY_SECONDS)
         if len(self._by_id) >= self._max_resumable:
             raise ResourceExhausted(
