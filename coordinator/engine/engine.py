@@ -26,6 +26,7 @@ from coordinator.engine.views import count_scheduled, view_cluster, view_context
 from coordinator.engine_messages import DocumentPrompt, Outcome, Prompt, Sealed
 from coordinator.kv_cache.contexts import NamedContext
 from coordinator.kv_cache.positions import Positions
+from coordinator.recovery.restore import none_stored
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.telemetry.counters import Counts
 from longleaf import types
@@ -76,14 +77,13 @@ class Engine(ContextService):
         self._wall_clock = wall_clock
         self._recoveries = RecoveryStatus(clock, durability.changed if durability else None)
         self._observe = observe
-        self._persistence = ContextPersistence(durability, self._delete, wall_clock, lambda: self._work_available.set())
+        self._work_available = asyncio.Event()
+        self._persistence = ContextPersistence(durability, self._delete, wall_clock, self._work_available.set)
         self._migration = CheckpointMigration(durability, self._persistence, wall_clock)
         self._epochs = Epochs(ranks, self._recoveries, clock, self._persistence.note_epoch)
         snapshots = durability.snapshots if durability else None
         self._storing = (
-            SnapshotCoordinator(snapshots, ranks, self._epochs, lambda: self._work_available.set())
-            if snapshots
-            else None
+            SnapshotCoordinator(snapshots, ranks, self._epochs, self._work_available.set) if snapshots else None
         )
         self.transfers = ContextTransfer(self, self._persistence, snapshots, Path(config.model))
         """Export and import of contexts."""
@@ -91,7 +91,6 @@ class Engine(ContextService):
         self._failure: LongleafError | None = Unavailable("the service is starting")
         self._readers = StreamRegistry(clock)
         self._next_id = 0
-        self._work_available = asyncio.Event()
         self._steps = InflightSteps(self._work_available.set, clock)
         self._counts = Counts()
         self._loop_task: asyncio.Task[None] | None = None
@@ -142,6 +141,7 @@ class Engine(ContextService):
             epoch.number,
             epoch.max_moved_blocks,
             is_durable=self._persistence.is_durable,
+            is_stored=none_stored if self._storing is None else self._storing.is_stored,
         )
         await self._persistence.begin(self._scheduler, epoch.number)
         if self._storing is not None:

@@ -69,10 +69,10 @@ class SnapshotFetcher:
         self._being_removed: set[int] = set()
 
     def begin(self, restoring: RestorePlanner) -> None:
-        restoring.is_stored = self._is_stored
         self._restoring = restoring
 
-    def _is_stored(self, segment_id: int) -> bool:
+    def is_stored(self, segment_id: int) -> bool:
+        """Whether a segment can be restored. Implements `is_stored` of RestorePlanner."""
         return segment_id not in self._damaged and self._manifests.is_usable(segment_id)
 
     def run_pending(self) -> None:

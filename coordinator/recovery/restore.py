@@ -24,7 +24,7 @@ OF_WINDOWS = -1
 
 
 def none_stored(segment: int) -> bool:
-    """The default for `is_kept`: no segment is in storage."""
+    """The default for `is_stored`: no segment is in storage."""
     del segment
     return False
 
@@ -67,14 +67,16 @@ class RestorePlanner:
     """Plans restores, one plan at a time, of segments with reserved blocks.
 
     The fetcher polls `pop_wanted`, `pop_ordered` and `pop_discarded`, and reports results with `set_pieces`,
-    `mark_unavailable` and `tell`."""
+    `mark_unavailable` and `on_fetched`."""
 
-    def __init__(self, placer: BlockPlacer, segments: SegmentStore) -> None:
+    def __init__(
+        self, placer: BlockPlacer, segments: SegmentStore, is_stored: Callable[[int], bool] = none_stored
+    ) -> None:
+        """`is_stored` returns whether storage has a segment in a format that these ranks can load."""
         self._placer = placer
         self._placements = segments.placements
         self._segments = segments
-        self.is_stored: Callable[[int], bool] = none_stored
-        """Whether storage has a segment in a format that these ranks can load."""
+        self._is_stored = is_stored
         self._returns: dict[int, _SegmentRestore] = {}
         self._next_ticket = 0
         self._under_way: tuple[_SegmentRestore, list[RestoreChunk]] | None = None
@@ -116,7 +118,7 @@ class RestorePlanner:
         return wanted
 
     def pop_ordered(self) -> list[RestoreChunk]:
-        """Removes and returns the chunks to fetch. The fetcher reports each result with `tell`."""
+        """Removes and returns the chunks to fetch. The fetcher reports each result with `on_fetched`."""
         ordered, self._ordered = self._ordered, []
         return ordered
 
@@ -193,7 +195,7 @@ class RestorePlanner:
 
     def _begin(self, placement: SegmentPlacement) -> _SegmentRestore | None:
         segment, loss = placement.segment, placement.loss
-        if loss is None or loss.reservation is None or not loss.may_return or not self.is_stored(segment.id):
+        if loss is None or loss.reservation is None or not loss.may_return or not self._is_stored(segment.id):
             return None
         if placement.incoming:  # it is being recomputed
             return None

@@ -65,7 +65,7 @@ class ContextOperations:
     def delete_context(self, context_id: str) -> list[int]:
         """Deletes a context and cancels the ingests into it. Returns the ids of these ingests. Raises NotFound."""
         self.contexts.delete(context_id)
-        self._lifecycle.may_begin = True
+        self._lifecycle.mark_changed()
         return [
             request_id for request_id in self._requests.ingests_into(context_id) if self._lifecycle.cancel(request_id)
         ]

@@ -5,6 +5,7 @@ blocks. A request with a higher priority may preempt it, which returns it to the
 """
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 from coordinator.auth.tenant_usage import TenantUsage
@@ -16,6 +17,7 @@ from coordinator.kv_cache.positions import Positions
 from coordinator.kv_cache.segments import SegmentStore
 from coordinator.recovery.recompute import RecoveryFailed
 from coordinator.recovery.recovery import MOVED_BLOCKS, RecoveryManager
+from coordinator.recovery.restore import none_stored
 from coordinator.scheduling.admission import Admission
 from coordinator.scheduling.context_activation import ContextActivation
 from coordinator.scheduling.deferral import Deferral
@@ -66,12 +68,13 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         max_moved_blocks: int = MOVED_BLOCKS,
         *,
         is_durable: bool = False,
+        is_stored: Callable[[int], bool] = none_stored,
         drafter: Drafter | None = None,
     ) -> None:
         """With `is_durable`, contexts are stored elsewhere: an ingest is complete when `acknowledge` is called, and
-        idle contexts are evicted to make room for others."""
+        idle contexts are evicted to make room for others. `is_stored`: see RestorePlanner."""
         self._placer = placer
-        self.segments = SegmentStore(placer, share_prefixes=config.share_prefixes)
+        self.segments = SegmentStore(placer, share_prefixes=config.share_prefixes, evict=self._evict)
         self.contexts = ContextTable(self.segments)
         self.speeds = Speeds()
         self.num_steps = 0
@@ -86,12 +89,13 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         self._is_durable = is_durable
         self._activation = ContextActivation(self.contexts, self._requests)
         evictor = ContextEvictor(placer, self.segments, self.contexts, self._activation.in_use) if is_durable else None
+        self._evictor = evictor
         self._sharing = Sharing(self.segments, placer, limits)
         self._preemption = Preemption(config.max_sequences, placer, self.segments, evictor)
         self._admission = Admission(
             config, limits, self.contexts, self.segments, self._requests, self.speeds, can_evict=is_durable
         )
-        self._recovery = RecoveryManager(placer, self.segments, max_moved_blocks)
+        self._recovery = RecoveryManager(placer, self.segments, max_moved_blocks, is_stored)
         self._drafter = drafter or Drafter(config.max_rows, config.max_draft_tokens, config.block_size)
         self._planner = Planner(config, placer, self.segments, self.speeds, self._recovery, self._drafter, epoch)
         self._queue = Queue()
@@ -107,6 +111,9 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         self._deferral = Deferral(
             placer, self.segments, self.contexts, limits, self._admission, self._lifecycle, self._job_recovery, evictor
         )
+
+    def _evict(self, lacking: BlockCount) -> bool:
+        return self._evictor is not None and self._evictor.free_blocks(lacking)
 
     @property
     def num_waiting(self) -> int:
@@ -168,7 +175,8 @@ class Scheduler(GroupChangeOperations, ContextOperations):
             with self._activation.activate(context, self._job_recovery.begin_reload):
                 self._lifecycle.enqueue(self._admission.admit(request_id, prompt, now, self._begin_waiting))
         except Exception:
-            self._lifecycle.may_begin |= context is not None  # it was protected from eviction meanwhile
+            if context is not None:  # it was protected from eviction meanwhile
+                self._lifecycle.mark_changed()
             raise
         if context is not None:
             self.contexts.mark_used(context)
@@ -179,7 +187,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next step, or None when nothing is ready or enough is under way. It may add outcomes: see `drain`."""
-        self._lifecycle.now = now
+        self._lifecycle.set_time(now)
         for request_id in self._requests.deadlines.passed(now):
             self._outcomes.append((request_id, DeadlineExceeded("the deadline has passed")))
             self.cancel(request_id)
@@ -240,7 +248,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
                 if not may_wait:  # an admitted job always has room, so this is a bug; it fails only that job
                     self._lifecycle.fail(next(iter(self._queue.order())), ResourceExhausted("pool", NEVER_BEGINS))
                     continue
-                self._lifecycle.may_begin = False
+                self._lifecycle.mark_blocked()
                 return
             if isinstance(job, Sequence):
                 self._start(job)
@@ -276,7 +284,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
             return
         victims = self._preemption.victims(job, RunningSet(self._running.values()), needed)
         if victims:
-            self._deferral.has_preempted = True  # once, so that no job begins and is preempted in turns
+            self._deferral.mark_preempted()  # once, so that no job begins and is preempted in turns
             self._preempt(victims)
 
     def _preempt(self, victims: list[Sequence]) -> None:
@@ -301,8 +309,8 @@ class Scheduler(GroupChangeOperations, ContextOperations):
             others = self._sharing.share(job)
             job.request.jobs += others
             self._running |= {sample.id: sample for sample in others}
-            # window blocks for the prefill are free now
-            self._lifecycle.may_begin |= self._placer.windows is not None
+            if self._placer.windows is not None:  # window blocks for the prefill are free now
+                self._lifecycle.mark_changed()
 
     # --- commit ---
 
@@ -427,7 +435,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         if (request := self._requests.get(request_id)) is None:
             return
         self._requests.pause(request, is_paused)
-        self._lifecycle.may_begin = True
+        self._lifecycle.mark_changed()
         while (surplus := self._requests.surplus) is not None:
             message = (
                 f"more than {self._requests.max_unread} answers are unread; this one has been unread the longest of "

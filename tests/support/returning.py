@@ -88,11 +88,11 @@ class Returning:
     def __init__(self, windows: WindowSpec | None) -> None:
         self.placer = BlockPlacer([32] * RANKS, BLOCK, windows)
         self.segments = SegmentStore(self.placer)
-        self.recovery = RecoveryManager(self.placer, self.segments)
         self.archive = Archive()
         self.ranks = Members()
         self.num_changes = 0
         self.fetching = SnapshotFetcher(self.archive, self.ranks, lambda: tuple(self.ranks.members), self._note)
+        self.recovery = RecoveryManager(self.placer, self.segments, is_stored=self.fetching.is_stored)
         self.fetching.begin(self.recovery.restoring)
 
     def _note(self) -> None:
