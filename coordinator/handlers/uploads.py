@@ -10,8 +10,8 @@ from contextlib import aclosing, asynccontextmanager
 from coordinator.change_feed import ChangeCounter
 from coordinator.handlers.document_tokenizer import DocumentTokenizer, IncompleteDocument
 from coordinator.handlers.durable_uploads import DurableUploads, check_same
+from coordinator.handlers.engine_ports import EventStream
 from coordinator.handlers.fair_share import eviction_victim, shares_of
-from coordinator.handlers.generation import EventStream
 from coordinator.handlers.resumable_generations import CallLater, Timer, call_later
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import Cancelled, DeadlineExceeded, LongleafError, ResourceExhausted, Unavailable
