@@ -17,7 +17,6 @@ from coordinator.engine.context_persistence import ContextPersistence
 from coordinator.engine.context_transfer import ContextTransfer
 from coordinator.engine.epochs import FIRST_EPOCH, Epochs
 from coordinator.engine.inflight_steps import InflightSteps, StepCompletion
-from coordinator.engine.persistence_ports import Persistence
 from coordinator.engine.recovery_status import RecoveryStatus
 from coordinator.engine.snapshot_coordinator import SnapshotCoordinator
 from coordinator.engine.stream import Stream
@@ -34,6 +33,7 @@ from coordinator.engine_messages import (
 )
 from coordinator.kv_cache.contexts import NamedContext
 from coordinator.kv_cache.positions import Positions, RopeSwitch
+from coordinator.persistence.open import PersistentState
 from coordinator.recovery.restore import none_stored
 from coordinator.scheduling.limits import num_fed
 from coordinator.scheduling.scheduler import Scheduler
@@ -79,7 +79,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         observe: Observer = unobserved,
-        durability: Persistence | None = None,
+        durability: PersistentState | None = None,
     ) -> None:
         """Without `durability`, contexts are lost when the service stops."""
         self._ranks = ranks

@@ -20,13 +20,13 @@ from coordinator.handlers.attribution import (
     AttentionTotals,
     Shares,
     SpanTable,
-    TextLocator,
     attribution,
     candidates,
     spans_of,
     top,
 )
 from coordinator.handlers.engine_ports import EventStream, ServedEngine
+from coordinator.text.text_map import TextMap
 from longleaf.errors import InvalidArgument, NotFinite, ResourceExhausted, Unavailable
 from longleaf.rank_protocol.step import Attention
 from longleaf.runs import union
@@ -39,11 +39,11 @@ MAX_SCORED_AT_ONCE = 1024
 """Most scored tokens of concurrent probes: each needs one number per token of the vocabulary."""
 SCORING = SamplingParams(max_tokens=1)
 
-TextMaps = Callable[[str], TextLocator | None]
+TextMaps = Callable[[str], TextMap | None]
 """Returns the text of a context by id, if known."""
 
 
-def no_text(_: str) -> TextLocator | None:
+def no_text(_: str) -> TextMap | None:
     """For contexts without a known text."""
     return None
 
@@ -62,7 +62,7 @@ class AttributionTracer:
         """Samples that have not ended."""
         self._engine: ServedEngine | None = None
         self._spans: SpanTable | None = None
-        self._text: TextLocator | None = None
+        self._text: TextMap | None = None
         self._hidden = request.hidden
         self._scheduling = engine_messages.DEFAULT_SCHEDULING
         self._token_ids: Sequence[int] = ()
