@@ -25,6 +25,10 @@ class Throttle:
         self._next = max(self._next, now) + self._interval
         return True
 
+    def record_dropped(self, count: int) -> None:
+        """Counts events that were dropped before they reached this throttle."""
+        self.num_dropped += count
+
     def pop_num_dropped(self) -> int:
         num_dropped, self.num_dropped = self.num_dropped, 0
         return num_dropped

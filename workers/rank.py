@@ -39,9 +39,8 @@ from workers.kv_cache.pools import check_kv_bytes, kv_bytes_per_token, kv_dtype,
 from workers.kv_cache.quantized import QuantizedPool
 from workers.kv_cache.slots import FloatKvPool
 from workers.kv_cache.workspace_estimate import room_for_graphs
-from workers.kv_io.kv_io import ENDED, NOT_RESIDENT, KvIo
+from workers.kv_io.kv_io import ENDED, NOT_RESIDENT, KvIo, OpenStore
 from workers.kv_io.kv_piece import form_of
-from workers.kv_io.store import OpenStore
 from workers.model import model as models
 from workers.pending import StepHandle
 from workers.sampling.device_sampler import DeviceSampler, make_sampler

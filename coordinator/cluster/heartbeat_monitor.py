@@ -1,13 +1,16 @@
 """Failure detection by heartbeats: silent members are killed, and the member that blocks a step is found."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from coordinator.cluster.member import Member
 from longleaf.formatting import human_seconds
 from longleaf.rank_protocol.member_messages import HEARTBEAT_SECONDS
+
+if TYPE_CHECKING:
+    from coordinator.cluster.member_registry import MemberRegistry
 
 PATIENCE_SECONDS = 15.0
 """Minimum heartbeat timeout in seconds for a member that is loading the model, because libraries can block all of its
@@ -17,22 +20,10 @@ FRESH_SECONDS = 3 * HEARTBEAT_SECONDS
 """The time in seconds within which a healthy member reports its progress again."""
 
 
-class MonitoredMembers(Protocol):
-    """The live members. Implemented by coordinator.cluster.member_registry."""
-
-    def __iter__(self) -> Iterator[Member]: ...
-
-    def get(self, number: int) -> Member | None: ...
-
-    def kill(self, number: int, reason: str) -> None: ...
-
-    async def wait_until(self, condition: Callable[[], object]) -> None: ...
-
-
 class HeartbeatMonitor:
     """Monitors the heartbeats of the members until `task` is cancelled. Needs a running event loop."""
 
-    def __init__(self, members: MonitoredMembers, heartbeat_timeout: float) -> None:
+    def __init__(self, members: "MemberRegistry", heartbeat_timeout: float) -> None:
         """A member without a heartbeat for `heartbeat_timeout` seconds is killed; one that loads, after at least
         PATIENCE_SECONDS."""
         self._members = members

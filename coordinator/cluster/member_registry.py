@@ -41,7 +41,7 @@ class MemberRegistry:
         self.heartbeats = HeartbeatMonitor(self, heartbeat_timeout)
         self._tasks = TaskSet()
         """Running operations on members, such as kills."""
-        self.has_supervisor = False
+        self._has_supervisor = False
         """Lost members are replaced."""
         self.epoch = 0
         self.ranks: tuple[int, ...] = ()
@@ -91,6 +91,19 @@ class MemberRegistry:
                 changed.cancel()
             if verdict is not None and verdict.done():
                 raise verdict.result().error
+
+    def begin_epoch(self, epoch: int, ranks: tuple[int, ...]) -> None:
+        """Record the current epoch and its members, in rank order."""
+        self.epoch, self.ranks = epoch, ranks
+
+    def attach_supervisor(self, observer: Callable[[MemberEvent], None]) -> None:
+        """Report lost members as replaced until `detach_supervisor`, and call `observer` for every event."""
+        self._has_supervisor = True
+        self.subscribe(observer)
+
+    def detach_supervisor(self) -> None:
+        """Report that members lost from now on are not replaced."""
+        self._has_supervisor = False
 
     # --- beginning ---
 
@@ -171,7 +184,7 @@ class MemberRegistry:
         rank = self.ranks.index(number) if number in self.ranks else None
         epoch = self.epoch if rank is not None else 0
         if not self._is_over:  # after `close` the member left on request
-            self.publish(MemberLost(number, rank, epoch, member.node, member.loss_reason, self.has_supervisor))
+            self.publish(MemberLost(number, rank, epoch, member.node, member.loss_reason, self._has_supervisor))
 
     async def close(self) -> None:
         """Cancel the running operations on members. Members that end from now on are not reported as lost."""

@@ -45,7 +45,7 @@ class RankLogForwarder:
             self._log_omitted(member.number, member.node, throttle)
             text = f"{record.text}\n{record.traceback}" if record.traceback else record.text
             self._log(record.level, member.number, member.node, text)
-        throttle.num_dropped += logged.num_dropped
+        throttle.record_dropped(logged.num_dropped)
 
     def _log_omitted(self, number: int, node: str, throttle: Throttle) -> None:
         if num_dropped := throttle.pop_num_dropped():

@@ -230,7 +230,7 @@ class RankManager:
 
     def _begin(self, epoch: int, members: Sequence[Member]) -> RankGroup:
         self._group = RankGroup(epoch, members, self._config, self._channel, self.registry)
-        self.registry.epoch, self.registry.ranks = epoch, self._group.members
+        self.registry.begin_epoch(epoch, self._group.members)
         return self._group
 
     async def _form_epoch(self, epoch: int, members: Sequence[Member]) -> Formation:

@@ -88,8 +88,8 @@ class ReplacementSupervisor:
         self._sleep = sleep
         self._throttle = ReplacementThrottle(config.max_losses_per_minute)
         self._slots = [Slot(ready.member, pinned(config, ready)) for ready in readies]
-        registry.has_supervisor = True
-        registry.subscribe(self._on_event)
+        self._is_closed = False
+        registry.attach_supervisor(self._on_event)
         for slot in self._slots:
             if registry.get(slot.member) is None:  # lost before this supervisor started
                 self._fill(slot)
@@ -108,7 +108,7 @@ class ReplacementSupervisor:
                 for slot in self._slots:
                     if slot.member == event.member:
                         slot.has_rank, slot.num_failed = True, 0
-            case MemberLost() if self._registry.has_supervisor:
+            case MemberLost() if not self._is_closed:
                 self._throttle.record_loss(self._clock())
                 for slot in self._slots:
                     if slot.member == event.member and not slot.is_being_filled:
@@ -185,7 +185,8 @@ class ReplacementSupervisor:
 
     async def close(self) -> None:
         """Stops replacing members."""
-        self._registry.has_supervisor = False
+        self._is_closed = True
+        self._registry.detach_supervisor()
         tasks = [slot.task for slot in self._slots if slot.task is not None]
         for task in tasks:
             task.cancel()

@@ -7,11 +7,11 @@ from msgspec.structs import replace
 
 from coordinator.auth.tenant_usage import Room
 from coordinator.engine.context_persistence import ContextPersistence
-from coordinator.engine.persistence_ports import Persistence
 from coordinator.kv_cache.contexts import NamedContext
 from coordinator.kv_cache.positions import Positions
 from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord
 from coordinator.persistence.catalog.stale_contexts import StaleContext
+from coordinator.persistence.open import PersistentState
 from longleaf.errors import CheckpointChanged, LongleafError, NotFound
 from longleaf.tenants import tenant_of
 
@@ -22,7 +22,10 @@ class CheckpointMigration:
     """
 
     def __init__(
-        self, persistence: Persistence | None, context_persistence: ContextPersistence, wall_clock: Callable[[], float]
+        self,
+        persistence: PersistentState | None,
+        context_persistence: ContextPersistence,
+        wall_clock: Callable[[], float],
     ) -> None:
         self._store = persistence
         self._persistence = context_persistence

@@ -7,7 +7,6 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from coordinator.engine.persistence_ports import Persistence
 from coordinator.engine.record_mapping import context_of, context_record, renumbered, segment_of, segment_record
 from coordinator.kv_cache.contexts import ContextTable, NamedContext
 from coordinator.kv_cache.token_paths import EMPTY_PATH, Segment, TokenPath
@@ -19,6 +18,7 @@ from coordinator.persistence.catalog.records import (
     SegmentRecord,
     SnapshotRecord,
 )
+from coordinator.persistence.open import PersistentState
 from coordinator.scheduling.jobs import IngestJob
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.task_set import TaskSet
@@ -47,7 +47,7 @@ class ContextPersistence:
 
     def __init__(
         self,
-        persistence: Persistence | None,
+        persistence: PersistentState | None,
         delete: Callable[[Scheduler, str], None],
         wall_clock: Callable[[], float],
         on_change: Callable[[], None],

@@ -5,12 +5,10 @@ import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from coordinator.engine.context_persistence import ContextPersistence
 from coordinator.engine.record_mapping import context_record, segment_record
-from coordinator.kv_cache.contexts import NamedContext
-from coordinator.kv_cache.positions import Positions
 from coordinator.kv_cache.token_paths import Segment
 from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord, SnapshotRecord
 from coordinator.persistence.snapshots.snapshots import Snapshots
@@ -28,33 +26,17 @@ from longleaf.storage.manifest import PieceRef, SegmentManifest
 from longleaf.storage.names import Attempt
 from longleaf.types import Context
 
+if TYPE_CHECKING:
+    from coordinator.engine.engine import Engine
+
 log = logging.getLogger(__name__)
-
-
-class ContextSource(Protocol):
-    """The part of the engine that transfers use."""
-
-    @property
-    def positions(self) -> Positions: ...
-
-    def named(self, context_id: str) -> NamedContext:
-        """Raises NotFound, ContextLost or CheckpointChanged."""
-        ...
-
-    def get_context(self, context_id: str) -> Context: ...
-
-    def last_upload_id(self, context_id: str) -> str: ...
-
-    def on_context_added(self, context: NamedContext) -> Context:
-        """Return the view of a new context."""
-        ...
 
 
 class ContextTransfer:
     """Implements coordinator.handlers.transfer.ports.TransferEngine. Without `snapshots`, imports are rejected."""
 
     def __init__(
-        self, engine: ContextSource, persistence: ContextPersistence, snapshots: Snapshots | None, model: Path
+        self, engine: "Engine", persistence: ContextPersistence, snapshots: Snapshots | None, model: Path
     ) -> None:
         self._engine = engine
         self._persistence = persistence
@@ -154,7 +136,7 @@ class ContextExport:
 class ContextImport:
     """Implements coordinator.handlers.transfer.ports.ImportHandle."""
 
-    def __init__(self, engine: ContextSource, persistence: ContextPersistence, snapshots: Snapshots) -> None:
+    def __init__(self, engine: "Engine", persistence: ContextPersistence, snapshots: Snapshots) -> None:
         self._engine = engine
         self._persistence = persistence
         self._snapshots = snapshots

@@ -9,23 +9,33 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from coordinator.auth.tenant_usage import Room, TenantUsage, unlimited_room
 from coordinator.change_feed import ChangeCounter
 from coordinator.cluster.ports import Ranks
 from coordinator.engine.checkpoint_migration import CheckpointMigration
 from coordinator.engine.context_persistence import ContextPersistence
-from coordinator.engine.context_service import ContextService
 from coordinator.engine.context_transfer import ContextTransfer
 from coordinator.engine.epochs import FIRST_EPOCH, Epochs
 from coordinator.engine.inflight_steps import InflightSteps, StepCompletion
-from coordinator.engine.persistence_ports import Persistence
 from coordinator.engine.recovery_status import RecoveryStatus
 from coordinator.engine.snapshot_coordinator import SnapshotCoordinator
 from coordinator.engine.stream import Stream
 from coordinator.engine.stream_registry import StreamRegistry
 from coordinator.engine.views import count_scheduled, view_cluster, view_context
-from coordinator.engine_messages import DocumentPrompt, Outcome, Prompt, Sealed
+from coordinator.engine_messages import (
+    LAST_IDS,
+    AttributionContext,
+    DocumentPart,
+    DocumentPrompt,
+    Outcome,
+    Prompt,
+    Sealed,
+)
 from coordinator.kv_cache.contexts import NamedContext
-from coordinator.kv_cache.positions import Positions
+from coordinator.kv_cache.positions import Positions, RopeSwitch
+from coordinator.persistence.open import PersistentState
+from coordinator.recovery.restore import none_stored
+from coordinator.scheduling.limits import num_fed
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.telemetry.counters import Counts
 from longleaf import types
@@ -34,13 +44,18 @@ from longleaf.errors import GroupFailed, LongleafError, NotFound, RankLost, Unav
 from longleaf.positions import Rotary
 from longleaf.rank_protocol.group_messages import Ready
 from longleaf.rank_protocol.step import StepPlan, StepResult
-from longleaf.types import Cluster, ModelInfo, expired
+from longleaf.tenants import DEFAULT_TENANT
+from longleaf.types import Cluster, ContextSettings, ModelInfo, SkippedContext, expired
 
 Observer = Callable[[StepPlan, StepResult], None]
 """Receives each step with its result, in order, while the ranks work on the next one. It must be fast, and must not
 raise.
 """
 ANY_MODEL = ModelInfo(name="")
+ANSWER_PART = 8
+"""The divisor of the default answer length: all answers of a request without a limit get at most 1/8 of the pools of
+all ranks, so that other requests do not have to wait.
+"""
 log = logging.getLogger(__name__)
 STOPPING = "the service is stopping"
 
@@ -49,8 +64,9 @@ def unobserved(*_: object) -> None:
     """An Observer that ignores the steps."""
 
 
-class Engine(ContextService):
-    """Contexts and generations over one fleet of ranks. Not thread-safe: one event loop owns it.
+class Engine:
+    """Contexts and generations over one fleet of ranks. Not thread-safe: one event loop owns it. Calls of clients raise
+    Unavailable while the engine cannot answer.
 
     `clock` measures durations. `wall_clock` supplies the timestamps of contexts, in seconds since the Unix epoch.
     """
@@ -63,7 +79,7 @@ class Engine(ContextService):
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         observe: Observer = unobserved,
-        durability: Persistence | None = None,
+        durability: PersistentState | None = None,
     ) -> None:
         """Without `durability`, contexts are lost when the service stops."""
         self._ranks = ranks
@@ -76,14 +92,13 @@ class Engine(ContextService):
         self._wall_clock = wall_clock
         self._recoveries = RecoveryStatus(clock, durability.changed if durability else None)
         self._observe = observe
-        self._persistence = ContextPersistence(durability, self._delete, wall_clock, lambda: self._work_available.set())
+        self._work_available = asyncio.Event()
+        self._persistence = ContextPersistence(durability, self._delete, wall_clock, self._work_available.set)
         self._migration = CheckpointMigration(durability, self._persistence, wall_clock)
         self._epochs = Epochs(ranks, self._recoveries, clock, self._persistence.note_epoch)
         snapshots = durability.snapshots if durability else None
         self._storing = (
-            SnapshotCoordinator(snapshots, ranks, self._epochs, lambda: self._work_available.set())
-            if snapshots
-            else None
+            SnapshotCoordinator(snapshots, ranks, self._epochs, self._work_available.set) if snapshots else None
         )
         self.transfers = ContextTransfer(self, self._persistence, snapshots, Path(config.model))
         """Export and import of contexts."""
@@ -91,7 +106,6 @@ class Engine(ContextService):
         self._failure: LongleafError | None = Unavailable("the service is starting")
         self._readers = StreamRegistry(clock)
         self._next_id = 0
-        self._work_available = asyncio.Event()
         self._steps = InflightSteps(self._work_available.set, clock)
         self._counts = Counts()
         self._loop_task: asyncio.Task[None] | None = None
@@ -142,6 +156,7 @@ class Engine(ContextService):
             epoch.number,
             epoch.max_moved_blocks,
             is_durable=self._persistence.is_durable,
+            is_stored=none_stored if self._storing is None else self._storing.is_stored,
         )
         await self._persistence.begin(self._scheduler, epoch.number)
         if self._storing is not None:
@@ -272,6 +287,139 @@ class Engine(ContextService):
         if self._scheduler is not None:
             self._scheduler.pause(request_id, is_paused)
         self._work_available.set()
+
+    # --- contexts ---
+
+    def num_tokens(self, context_id: str) -> int:
+        """Return the number of tokens of a context. Raises NotFound."""
+        return self.named(context_id).num_tokens
+
+    def answer_room(self, context: str | None, num_tokens: int, num_samples: int, *, is_whole: bool = True) -> int:
+        """Return the maximum tokens of each answer after a prompt of `num_tokens`. `is_whole`: see Prompt. Raises
+        NotFound.
+        """
+        named = self.named(context) if context is not None else None
+        num_prompt = (named.num_tokens if named else 0) + num_tokens
+        if named is None:
+            capacity = self.positions.capacity(num_prompt, None)
+        elif is_whole:
+            capacity = self.positions.question_capacity(named.rope, named.capacity, num_prompt)
+        else:
+            capacity = named.capacity
+        return min(capacity - num_prompt, self.total_tokens // (ANSWER_PART * num_samples))
+
+    def scaling_note(self, context: str | None, num_tokens: int, max_tokens: int, *, is_whole: bool = True) -> str:
+        """Return the reason why the scaling of positions makes an answer of up to `max_tokens` after a prompt of
+        `num_tokens` differ from that of transformers; empty if it does not. `is_whole`: see Prompt. Raises NotFound.
+        """
+        if context is None:
+            return self.positions.scaling_note(self.positions.ropes(num_tokens + num_fed(max_tokens)), num_tokens)
+        named = self.named(context)
+        num_prompt = named.num_tokens + num_tokens
+        ropes = RopeSwitch(named.rope, named.rope)
+        if is_whole:
+            num_positions = num_prompt + num_fed(max_tokens)
+            ropes = self.positions.question_ropes(named.rope, named.capacity, num_positions)
+        return self.positions.scaling_note(ropes, num_prompt)
+
+    def attribution_context(self, context_id: str) -> AttributionContext:
+        """Return the data that attributes answers to the parts of a context. Raises NotFound."""
+        path, readies = self.named(context_id).path, self._readies()
+        return AttributionContext(
+            segments=path.ids,
+            ends=tuple(end for _, _, end in path.parts()),
+            last_ids=path.token_ids(max(0, path.end - LAST_IDS)),
+            block_size=self._config.block_size,
+            full_layers=readies[0].full_layers,
+            can_cut=readies[0].windows is None,
+        )
+
+    def last_upload_id(self, context_id: str) -> str:
+        """Return the client's upload id of the last document of a context. Raises NotFound."""
+        return self.named(context_id).upload_id
+
+    def named(self, context_id: str) -> NamedContext:
+        """Raises NotFound, ContextLost or CheckpointChanged."""
+        with self._recoveries.explaining():
+            return self._open().contexts.get(context_id)
+
+    def text_parts(self, context_id: str) -> list[DocumentPart]:
+        """Return the token ids and the texts of the parts of a context. Raises NotFound, ContextLost or
+        CheckpointChanged.
+        """
+        path = self.named(context_id).path
+        return [
+            DocumentPart(token_ids=segment.token_ids, num_tokens=end - start, text=segment.text)
+            for segment, start, end in path.parts()
+        ]
+
+    def get_context(self, context_id: str) -> types.Context:
+        """Return a context with its placement on the ranks, which is slower than `num_tokens`. Raises NotFound."""
+        return self._view(self.named(context_id))
+
+    def on_context_added(self, context: NamedContext) -> types.Context:
+        """Return the view of a new context, and drop the record of an earlier loss of its name."""
+        self._recoveries.forget(context.id)
+        return self._view(context)
+
+    def list_contexts(
+        self, after: str = "", limit: int | None = None, *, tenant: str = DEFAULT_TENANT
+    ) -> list[types.Context]:
+        """Return at most `limit` contexts of a tenant whose ids sort after `after`, sorted by id."""
+        return [self._view(context) for context in self._open().contexts.of_tenant(tenant, after, limit)]
+
+    def usage(self, tenant: str) -> TenantUsage:
+        """Return the usage of a tenant, except storage."""
+        return self._open().usage(tenant)
+
+    def storage_bytes(self, tenant: str) -> int:
+        """Return the stored bytes of the tenant's contexts, on storage and in the catalog."""
+        return self._persistence.total_bytes(self._open().contexts.totals(tenant))
+
+    async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> types.Context:
+        """Create a context of the first `num_tokens` tokens of another, by default all. Copies nothing.
+
+        Raises NotFound, AlreadyExists, InvalidArgument naming token_count, Unavailable or StorageUnavailable.
+        """
+        self._open()
+        with self._recoveries.explaining():
+            forked = await self._persistence.fork(source, context_id, num_tokens)
+        return self.on_context_added(forked)
+
+    async def recompute_context(
+        self, context_id: str, vocabulary_size: int, room: Room = unlimited_room
+    ) -> types.Context:
+        """Adopt the context of that name that an earlier checkpoint has read. It starts evicted and is recomputed by
+        this checkpoint, whose vocabulary has `vocabulary_size` tokens.
+
+        Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss, StorageUnavailable, and the errors of `room`.
+        """
+        self._open()
+        with self._recoveries.explaining():
+            context = await self._migration.adopt(context_id, self.positions, vocabulary_size, room)
+        return self.on_context_added(context)
+
+    async def recompute_contexts(
+        self, vocabulary_size: int, tenant: str = DEFAULT_TENANT, room: Room = unlimited_room
+    ) -> types.RecomputeResult:
+        """Adopt all contexts of a tenant that earlier checkpoints have read."""
+        self._open()
+        adopted, refused = await self._migration.adopt_all(self.positions, vocabulary_size, tenant, room)
+        skipped = tuple(SkippedContext(name, str(error)) for name, error in refused.items())
+        return types.RecomputeResult(contexts=tuple(map(self.on_context_added, adopted)), skipped=skipped)
+
+    async def update_context(self, context_id: str, settings: ContextSettings) -> types.Context:
+        """Raises NotFound, InvalidArgument for an expiry time in the past, and StorageUnavailable."""
+        self._open()
+        settings.check(self._wall_clock(), "context")
+        return self._view(await self._persistence.update(context_id, settings))
+
+    async def delete_context(self, context_id: str) -> None:
+        """Raises NotFound and StorageUnavailable. Running generations on the context continue; an ingest into it fails
+        with NotFound.
+        """
+        self._open()
+        await self._persistence.delete(context_id)
 
     # --- the loop ---
 

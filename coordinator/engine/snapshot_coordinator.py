@@ -32,6 +32,10 @@ class SnapshotCoordinator:
         assert self._begun is not None
         return self._begun
 
+    def is_stored(self, segment_id: int) -> bool:
+        """Whether a segment can be restored. Implements `is_stored` of RestorePlanner."""
+        return self._fetching.is_stored(segment_id)
+
     def begin(self, scheduler: Scheduler, block_size: int) -> None:
         """Starts to save and restore. Must be called once the ranks are ready."""
         self._begun = scheduler

@@ -3,10 +3,10 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from coordinator.cluster.ports import Ranks
 from coordinator.kv_cache.token_paths import Segment
+from coordinator.persistence.snapshots.snapshots import Snapshots
 from coordinator.recovery.restore import OF_WINDOWS, RestoreChunk, RestorePlanner
 from coordinator.task_set import TaskSet
 from longleaf.errors import DataLoss, LongleafError, NotFound, StorageUnavailable, Unavailable
@@ -22,35 +22,13 @@ FORGET_SECONDS = 30.0
 log = logging.getLogger(__name__)
 
 
-class Manifests(Protocol):
-    """The segments on storage. Implemented by coordinator.persistence.snapshots."""
-
-    def is_usable(self, segment_id: int) -> bool:
-        """Return whether storage has the segment in a layout that the ranks can restore."""
-        ...
-
-    async def manifest(self, segment: Segment) -> SegmentManifest:
-        """Return the manifest of this segment. Raises NotFound, DataLoss or StorageUnavailable."""
-        ...
-
-    def imported_with(self, segment_id: int) -> Sequence[int]:
-        """Return the segments imported from the same archive, including this one; empty for a segment written by this
-        service.
-        """
-        ...
-
-    async def forget(self, damaged: Mapping[int, str]) -> None:
-        """Remove damaged segments permanently. `damaged` maps segment ids to reasons."""
-        ...
-
-
 class SnapshotFetcher:
     """Executes the orders of the RestorePlanner. `members` returns the numbers of the ranks; `on_change` is called when
     the recovery can continue.
     """
 
     def __init__(
-        self, manifests: Manifests, ranks: Ranks, members: Callable[[], Sequence[int]], on_change: Callable[[], None]
+        self, manifests: Snapshots, ranks: Ranks, members: Callable[[], Sequence[int]], on_change: Callable[[], None]
     ) -> None:
         self._manifests = manifests
         self._ranks = ranks
@@ -69,10 +47,10 @@ class SnapshotFetcher:
         self._being_removed: set[int] = set()
 
     def begin(self, restoring: RestorePlanner) -> None:
-        restoring.is_stored = self._is_stored
         self._restoring = restoring
 
-    def _is_stored(self, segment_id: int) -> bool:
+    def is_stored(self, segment_id: int) -> bool:
+        """Whether a segment can be restored. Implements `is_stored` of RestorePlanner."""
         return segment_id not in self._damaged and self._manifests.is_usable(segment_id)
 
     def run_pending(self) -> None:

@@ -17,7 +17,7 @@ from coordinator.change_feed import CoalescingWatch
 from coordinator.grpc_server import tenant_scoping
 from coordinator.grpc_server.local_peers import is_here
 from coordinator.grpc_server.readiness_gate import ReadinessGate
-from coordinator.handlers.application import ContextStore
+from coordinator.handlers.engine_ports import ServedEngine
 from coordinator.handlers.tokenization import MAX_TOKENS, Tokenization
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf import codec
@@ -116,7 +116,7 @@ class ContextServicer(ContextServiceServicer):
         self._readiness = readiness
 
     @property
-    def _contexts(self) -> ContextStore:
+    def _contexts(self) -> ServedEngine:
         return self._readiness.application.contexts
 
     async def IngestContext(

@@ -2,16 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 from coordinator.auth.caller import CALLER, OWNER
 from coordinator.auth.quotas import QuotaEnforcer
-from coordinator.auth.tenant_usage import Room, TenantUsage
-from coordinator.change_feed import ChangeCounter
-from coordinator.handlers.context_text import ContextTexts, TextSource
+from coordinator.handlers.context_text import ContextTexts
 from coordinator.handlers.durable_uploads import DurableUploads
-from coordinator.handlers.generation import Generation, GenerationEngine
-from coordinator.handlers.ingest import Ingest, Ingester
+from coordinator.handlers.engine_ports import ServedEngine
+from coordinator.handlers.generation import Generation
+from coordinator.handlers.ingest import Ingest
 from coordinator.handlers.tokenization import Tokenization
 from coordinator.handlers.transfer.exports import Exports
 from coordinator.handlers.transfer.imports import ImportSessions
@@ -24,58 +22,7 @@ from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import FailedPrecondition
 from longleaf.sampling import GREEDY, SamplingParams
-from longleaf.types import Cluster, Context, ContextSettings, RecomputeResult
-
-
-class ContextStore(Protocol):
-    """The contexts of an engine."""
-
-    def get_context(self, context_id: str) -> Context:
-        """Raises NotFound."""
-        ...
-
-    def list_contexts(self, after: str = "", limit: int | None = None, *, tenant: str) -> list[Context]:
-        """Contexts of a tenant, ordered by id, after the id `after`, at most `limit`."""
-        ...
-
-    async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> Context:
-        """Raises NotFound, AlreadyExists, InvalidArgument, Unavailable or StorageUnavailable."""
-        ...
-
-    async def update_context(self, context_id: str, settings: ContextSettings) -> Context:
-        """Raises NotFound, InvalidArgument or StorageUnavailable."""
-        ...
-
-    async def delete_context(self, context_id: str) -> None:
-        """Raises NotFound or StorageUnavailable."""
-        ...
-
-
-class Recomputer(Protocol):
-    """Recomputes contexts prefilled by an earlier checkpoint. `vocabulary_size` is that of the current checkpoint."""
-
-    async def recompute_context(self, context_id: str, vocabulary_size: int, room: Room) -> Context:
-        """Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss, StorageUnavailable, and the errors of `room`."""
-        ...
-
-    async def recompute_contexts(self, vocabulary_size: int, tenant: str, room: Room) -> RecomputeResult: ...
-
-
-class ServedEngine(GenerationEngine, Ingester, ContextStore, Recomputer, TextSource, Protocol):
-    """The engine's interface for all use cases."""
-
-    def usage(self, tenant: str) -> TenantUsage:
-        """Current usage of a tenant, except for storage."""
-        ...
-
-    def storage_bytes(self, tenant: str) -> int:
-        """Bytes on storage of a tenant's contexts."""
-        ...
-
-    @property
-    def changes(self) -> ChangeCounter:
-        """Counts changes of requests and of data on ranks."""
-        ...
+from longleaf.types import Cluster, Context, RecomputeResult
 
 
 class Application:
@@ -122,8 +69,7 @@ class Application:
         )
         self.ingest = Ingest(engine, tokenizer, self.threads, self._uploads, quotas=quotas)
         self._durable_uploads = durable_uploads
-        self.contexts: ContextStore = engine
-        self._recomputer: Recomputer = engine
+        self.contexts = engine
         self._vocabulary_size = tokenizer.vocabulary_size
         self.tokenization = Tokenization(tokenizer, self.threads)
         self.verifications = VerificationRunner(engine, tokenizer, self.threads, cluster)
@@ -150,12 +96,12 @@ class Application:
     async def recompute_context(self, context_id: str) -> Context:
         """Recomputes a context prefilled by an earlier checkpoint. Raises NotFound, AlreadyExists, CheckpointChanged,
         DataLoss, ResourceExhausted or StorageUnavailable."""
-        return await self._recomputer.recompute_context(context_id, self._vocabulary_size, self._room)
+        return await self.contexts.recompute_context(context_id, self._vocabulary_size, self._room)
 
     async def recompute_contexts(self, tenant: str) -> RecomputeResult:
         """Recomputes all contexts of a tenant that an earlier checkpoint prefilled, if their names are free and the
         quotas allow it."""
-        return await self._recomputer.recompute_contexts(self._vocabulary_size, tenant, self._room)
+        return await self.contexts.recompute_contexts(self._vocabulary_size, tenant, self._room)
 
     def _room(self, num_tokens: int) -> AbstractContextManager[None]:
         """Reserves space in the caller's quotas; see `Room`."""

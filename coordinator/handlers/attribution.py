@@ -3,12 +3,12 @@
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.engine_messages import AttributionContext, SpanLayout
+from coordinator.text.text_map import TextMap
 from longleaf.errors import InvalidArgument
 from longleaf.rank_protocol.step import HEADS_PER_LAYER, MAX_ATTRIBUTED_SPANS, NUM_OTHER_SHARES, Attention
 from longleaf.types import MIN_SPAN_TOKENS, Attribution, Provenance, Source
@@ -19,27 +19,6 @@ MAX_SCORED = 256
 """Most tokens of an answer that are read again to confirm its sources."""
 
 Shares = NDArray[np.float64]
-
-
-class File(Protocol):
-    """A place in a file."""
-
-    @property
-    def name(self) -> str:
-        """Name of the file."""
-        ...
-
-
-class TextLocator(Protocol):
-    """Maps tokens of a context to its text."""
-
-    def bytes_of(self, token_start: int, token_end: int) -> tuple[int, int] | None:
-        """The byte range of tokens [start, end); None if unknown."""
-        ...
-
-    def file_at(self, byte: int) -> File | None:
-        """The file that contains a byte; None if unknown."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +150,7 @@ def attribution(
     *,
     contrast: Shares | None = None,
     drops: Mapping[int, float] | None = None,
-    text: TextLocator | None = None,
+    text: TextMap | None = None,
 ) -> Attribution:
     """The result for a client, with the `chosen` spans in their order."""
     if not sums.num_tokens:

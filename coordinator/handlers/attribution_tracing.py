@@ -20,13 +20,13 @@ from coordinator.handlers.attribution import (
     AttentionTotals,
     Shares,
     SpanTable,
-    TextLocator,
     attribution,
     candidates,
     spans_of,
     top,
 )
-from coordinator.handlers.engine_ports import EventStream, GenerationEngine
+from coordinator.handlers.engine_ports import EventStream, ServedEngine
+from coordinator.text.text_map import TextMap
 from longleaf.errors import InvalidArgument, NotFinite, ResourceExhausted, Unavailable
 from longleaf.rank_protocol.step import Attention
 from longleaf.runs import union
@@ -39,11 +39,11 @@ MAX_SCORED_AT_ONCE = 1024
 """Most scored tokens of concurrent probes: each needs one number per token of the vocabulary."""
 SCORING = SamplingParams(max_tokens=1)
 
-TextMaps = Callable[[str], TextLocator | None]
+TextMaps = Callable[[str], TextMap | None]
 """Returns the text of a context by id, if known."""
 
 
-def no_text(_: str) -> TextLocator | None:
+def no_text(_: str) -> TextMap | None:
     """For contexts without a known text."""
     return None
 
@@ -60,9 +60,9 @@ class AttributionTracer:
         self._reported = [AttentionTotals() for _ in range(request.num_samples)]
         self._num_open = 0
         """Samples that have not ended."""
-        self._engine: GenerationEngine | None = None
+        self._engine: ServedEngine | None = None
         self._spans: SpanTable | None = None
-        self._text: TextLocator | None = None
+        self._text: TextMap | None = None
         self._hidden = request.hidden
         self._scheduling = engine_messages.DEFAULT_SCHEDULING
         self._token_ids: Sequence[int] = ()
@@ -71,7 +71,7 @@ class AttributionTracer:
         self._baseline: Shares | None = None
 
     def begin(
-        self, engine: GenerationEngine, prompt: engine_messages.Prompt, texts: TextMaps, charge: Callable[[int], None]
+        self, engine: ServedEngine, prompt: engine_messages.Prompt, texts: TextMaps, charge: Callable[[int], None]
     ) -> engine_messages.Prompt:
         """Returns the prompt to submit. `charge` is called with the tokens of each probe. Raises InvalidArgument or
         NotFound."""
@@ -182,7 +182,7 @@ class AttributionTracer:
         return stream
 
 
-async def submit_patiently(engine: GenerationEngine, prompt: engine_messages.Prompt) -> EventStream:
+async def submit_patiently(engine: ServedEngine, prompt: engine_messages.Prompt) -> EventStream:
     """Submits a prompt that belongs to an admitted request; retries while the engine is busy."""
     while True:
         try:

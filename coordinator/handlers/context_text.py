@@ -1,9 +1,6 @@
 """Text of a context or of a range of it, decoded from its token ids, because text is not stored."""
 
-from collections.abc import Sequence
-from typing import Protocol
-
-from coordinator.engine_messages import DocumentPart
+from coordinator.handlers.engine_ports import ServedEngine
 from coordinator.text.text_map import TextMap, TextRange
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
@@ -19,18 +16,10 @@ STEP_TOKENS = 1 << 15
 """Tokens per step when lines are counted."""
 
 
-class TextSource(Protocol):
-    """The engine's interface for texts of contexts."""
-
-    def text_parts(self, context_id: str) -> Sequence[DocumentPart]:
-        """Raises NotFound, ContextLost, CheckpointChanged or Unavailable."""
-        ...
-
-
 class ContextTexts:
     """Decodes in `threads`, in steps; a cancelled call ends between two steps."""
 
-    def __init__(self, engine: TextSource, tokenizer: Tokenizer, threads: TokenizerPool) -> None:
+    def __init__(self, engine: ServedEngine, tokenizer: Tokenizer, threads: TokenizerPool) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._threads = threads

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from coordinator.handlers.document_tokenizer import DocumentTokenizer
-from coordinator.persistence.catalog.ports import UploadCatalog
+from coordinator.persistence.catalog.catalog import Catalog
 from coordinator.persistence.catalog.records import UploadKey, UploadRecord
 from coordinator.task_set import TaskSet
 from coordinator.text.encoder import StablePrefix
@@ -50,7 +50,7 @@ class DurableUploads:
 
     def __init__(
         self,
-        catalog: UploadCatalog,
+        catalog: Catalog,
         records: Iterable[UploadRecord],
         wall_clock: Callable[[], float] = time.time,
     ) -> None:

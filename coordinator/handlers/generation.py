@@ -12,7 +12,7 @@ from coordinator import engine_messages
 from coordinator.auth.caller import CALLER, OWNER
 from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
 from coordinator.handlers.attribution_tracing import AttributionTracer, TextMaps, no_text, submit_patiently
-from coordinator.handlers.engine_ports import EventStream, GenerationEngine
+from coordinator.handlers.engine_ports import EventStream, ServedEngine
 from coordinator.handlers.journal_replay import replay_journal
 from coordinator.handlers.prompt_encoder import Prompts
 from coordinator.handlers.response_assembler import ResponseAssembler
@@ -43,7 +43,7 @@ class Generation:
 
     def __init__(
         self,
-        engine: GenerationEngine,
+        engine: ServedEngine,
         tokenizer: Tokenizer,
         threads: TokenizerPool,
         clock: Callable[[], float] = time.monotonic,

@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Protocol
 
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -14,9 +13,9 @@ from coordinator import engine_messages
 from coordinator.auth.caller import CALLER, OWNER
 from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
 from coordinator.handlers.document_tokenizer import STEP_BYTES, DocumentTokenizer
-from coordinator.handlers.generation import EventStream
+from coordinator.handlers.engine_ports import EventStream, ServedEngine
 from coordinator.handlers.prompt_encoder import SYSTEM, Prompts
-from coordinator.handlers.size_limits import Capacity, SizeLimit
+from coordinator.handlers.size_limits import SizeLimit
 from coordinator.handlers.uploads import PrefillTask, Upload, UploadLease, Uploads
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
@@ -49,32 +48,12 @@ REPORT_TOKENS = 1 << 16
 """Token ids received between two reports."""
 
 
-class Ingester(Capacity, Protocol):
-    """The engine's interface for ingests."""
-
-    def check_capacity(self, declared: int) -> None:
-        """Raises InvalidArgument if the engine creates no context with this many positions."""
-        ...
-
-    def get_context(self, context_id: str) -> Context:
-        """Raises NotFound."""
-        ...
-
-    def last_upload_id(self, context_id: str) -> str:
-        """The upload id of the context's last document; empty if it had none. Raises NotFound."""
-        ...
-
-    def ingest(self, document: engine_messages.DocumentPrompt) -> EventStream:
-        """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
-        ...
-
-
 class Ingest:
     """Runs ingests on an engine, with the clock of `uploads`. `wall_clock` counts seconds since the epoch."""
 
     def __init__(
         self,
-        engine: Ingester,
+        engine: ServedEngine,
         tokenizer: Tokenizer,
         threads: TokenizerPool,
         uploads: Uploads,

@@ -4,7 +4,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from coordinator.handlers.size_limits import Capacity, SizeLimit
+from coordinator.handlers.engine_ports import ServedEngine
+from coordinator.handlers.size_limits import SizeLimit
 from coordinator.text.chat_template import ConversationRefused, TemplateMessage
 from coordinator.text.control_tokens import TemplatePiece
 from coordinator.text.encoder import Encoder
@@ -34,14 +35,14 @@ class _PromptRequest(NamedTuple):
 class Prompts:
     """Encodes prompts in `threads`, in steps. A cancelled call stops between two steps."""
 
-    def __init__(self, capacity: Capacity, tokenizer: Tokenizer, threads: TokenizerPool) -> None:
-        self._capacity = capacity
+    def __init__(self, engine: ServedEngine, tokenizer: Tokenizer, threads: TokenizerPool) -> None:
+        self._engine = engine
         self._tokenizer = tokenizer
         self._threads = threads
 
     async def ids_of(self, request: Generate) -> Sequence[int]:
         """The token ids of the prompt. Raises InvalidArgument, NotFound, or Unavailable during shutdown."""
-        resident = self._capacity.num_tokens(request.context) if request.context is not None else 0
+        resident = self._engine.num_tokens(request.context) if request.context is not None else 0
         size = self._tokenizer.vocabulary_size
         if request.with_token_bytes and self._tokenizer.alphabet.spell is None:
             raise InvalidArgument("return_token_bytes", "the model's tokenizer makes text of its tokens together only")
@@ -51,7 +52,7 @@ class Prompts:
             return await self._threads.run(check_ids, request.input, size)
         if request.use_chat_template and request.context is None and not self._tokenizer.has_chat_template:
             raise InvalidArgument("use_chat_template", "the model has no chat template")
-        limit = SizeLimit(self._capacity, self._tokenizer.max_bytes_per_token, resident)
+        limit = SizeLimit(self._engine, self._tokenizer.max_bytes_per_token, resident)
         if isinstance(request.input, Conversation):
             return await self._conversation_ids(request, request.input, limit)
         return await self._text_ids(request, request.input, limit)

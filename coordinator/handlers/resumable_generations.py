@@ -5,7 +5,6 @@ from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
-from typing import Protocol
 
 from blake3 import blake3
 
@@ -29,19 +28,11 @@ MAX_WEIGHT = 1 << 14
 RETRY_SECONDS = 2.0
 
 
-class Timer(Protocol):
-    """A scheduled call."""
-
-    def cancel(self) -> None:
-        """Cancels the call."""
-        ...
-
-
-CallLater = Callable[[float, Callable[[], None]], Timer]
+CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
 """Calls a function after a number of seconds, on the event loop."""
 
 
-def call_later(seconds: float, function: Callable[[], None]) -> Timer:
+def call_later(seconds: float, function: Callable[[], None]) -> asyncio.TimerHandle:
     return asyncio.get_running_loop().call_later(seconds, function)
 
 

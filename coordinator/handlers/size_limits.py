@@ -1,31 +1,7 @@
 """Size limits of texts before tokenization."""
 
-from typing import Protocol
-
+from coordinator.handlers.engine_ports import ServedEngine
 from longleaf.errors import InvalidArgument
-
-
-class Capacity(Protocol):
-    """Capacity of an engine."""
-
-    @property
-    def max_positions(self) -> int:
-        """Most tokens of a context with this model."""
-        ...
-
-    @property
-    def limit_name(self) -> str:
-        """Name of the setting that limits `max_positions`."""
-        ...
-
-    @property
-    def total_tokens(self) -> int:
-        """Total tokens in the pools of all ranks."""
-        ...
-
-    def num_tokens(self, context_id: str) -> int:
-        """Tokens of a context. Raises NotFound."""
-        ...
 
 
 class SizeLimit:
@@ -34,11 +10,11 @@ class SizeLimit:
     Larger input is rejected before it is read or tokenized, because token ids take far more memory than the text.
     """
 
-    def __init__(self, capacity: Capacity, max_bytes_per_token: int | None, num_buffered: int = 0) -> None:
-        positions, pool = capacity.max_positions, capacity.total_tokens
+    def __init__(self, engine: ServedEngine, max_bytes_per_token: int | None, num_buffered: int = 0) -> None:
+        positions, pool = engine.max_positions, engine.total_tokens
         self.num_tokens = max(0, min(positions, pool) - num_buffered)
         self.name = f"{min(positions, pool):,} tokens of "
-        self.name += f"the model's context, {capacity.limit_name}" if positions <= pool else "the pools of all ranks"
+        self.name += f"the model's context, {engine.limit_name}" if positions <= pool else "the pools of all ranks"
         if num_buffered:
             self.name += f"; {num_buffered:,} of them are taken"
         self.num_bytes = None if max_bytes_per_token is None else self.num_tokens * max_bytes_per_token

@@ -1,6 +1,5 @@
 """The tokenizer service: text to ids and back, within limits."""
 
-from array import array
 from collections.abc import Sequence
 
 from coordinator.text.encoder import Encoder
@@ -32,7 +31,7 @@ class Tokenization:
 
         def take() -> None:
             counts.append(len(encoder.token_ids))
-            encoder.token_ids = array("I")
+            del encoder.token_ids[:]
 
         await self._threads.encode(encoder, text, take)
         return sum(counts)
@@ -44,7 +43,8 @@ class Tokenization:
             message = f"has {size:,} bytes; the limit is {MAX_TEXT_BYTES:,}. CountTokens allows more"
             raise InvalidArgument("text", message)
         encoder = self._tokenizer.plain_encoder(has_opening=add_special)
-        encoder.spans = [(0, 0)] * len(encoder.token_ids) if has_spans else None
+        if has_spans:
+            encoder.record_spans()
         await self._threads.encode(encoder, text, lambda: _check_count(encoder))
         return Tokenized(tuple(encoder.token_ids), tuple(encoder.spans) if encoder.spans is not None else None)
 

@@ -10,9 +10,9 @@ from contextlib import aclosing, asynccontextmanager
 from coordinator.change_feed import ChangeCounter
 from coordinator.handlers.document_tokenizer import DocumentTokenizer, IncompleteDocument
 from coordinator.handlers.durable_uploads import DurableUploads, check_same
+from coordinator.handlers.engine_ports import EventStream
 from coordinator.handlers.fair_share import eviction_victim, shares_of
-from coordinator.handlers.generation import EventStream
-from coordinator.handlers.resumable_generations import CallLater, Timer, call_later
+from coordinator.handlers.resumable_generations import CallLater, call_later
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import Cancelled, DeadlineExceeded, LongleafError, ResourceExhausted, Unavailable
 from longleaf.types import Account, IngestHeader, IngestProgress
@@ -188,7 +188,7 @@ class Uploads:
         self.durable = durable
         self.clock = clock
         self._later = later
-        self._timer: Timer | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._keep_seconds, self._max_uploads, self._max_bytes = keep_seconds, max_uploads, max_bytes
         self._all: set[Upload] = set()
         self._by_key: dict[tuple[str, str], Upload] = {}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from contextlib import aclosing, contextmanager
 
 from coordinator import engine_messages
-from coordinator.handlers.generation import GenerationEngine
+from coordinator.handlers.generation import ServedEngine
 from coordinator.handlers.prompt_encoder import check_ids
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
@@ -34,7 +34,7 @@ class VerificationRunner:
 
     def __init__(
         self,
-        engine: GenerationEngine,
+        engine: ServedEngine,
         tokenizer: Tokenizer,
         threads: TokenizerPool,
         cluster: Callable[[], Cluster],

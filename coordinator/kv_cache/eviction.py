@@ -23,9 +23,8 @@ class ContextEvictor:
         self._contexts = contexts
         self._in_use = in_use
         """Returns the ids of contexts that jobs query or ingest into."""
-        segments.evict = self._make_more
 
-    def _make_more(self, lacking: BlockCount) -> bool:
+    def free_blocks(self, lacking: BlockCount) -> bool:
         """Evicts contexts until so many more blocks are free or reclaimable. Returns False, and evicts nothing, if that
         is not possible."""
         spare = self._spare()

@@ -14,7 +14,7 @@ from longleaf.tenants import DEFAULT_TENANT
 
 
 def no_eviction(lacking: BlockCount) -> bool:
-    """The default for `evict`: no context can be evicted."""
+    """The default of SegmentStore: no context can be evicted."""
     del lacking
     return False
 
@@ -27,8 +27,17 @@ class SegmentStore:
     first.
     """
 
-    def __init__(self, placer: BlockPlacer, *, share_prefixes: bool = False) -> None:
+    def __init__(
+        self,
+        placer: BlockPlacer,
+        *,
+        share_prefixes: bool = False,
+        evict: Callable[[BlockCount], bool] = no_eviction,
+    ) -> None:
+        """`evict` evicts contexts until so many more blocks are free or reclaimable; it returns False if that is not
+        possible."""
         self._placer = placer
+        self._evict = evict
         self.placements = SegmentPlacements(placer.windows)
         self._prefixes = PrefixIndex(placer.block_size, self.placements, is_shared=share_prefixes)
         self._cached: OrderedDict[int, SegmentPlacement] = OrderedDict()
@@ -38,8 +47,6 @@ class SegmentStore:
         self._forgotten: list[int] = []
         self.num_reclaimable = BlockCount()
         """Blocks that `make_room` can free without evicting contexts."""
-        self.evict: Callable[[BlockCount], bool] = no_eviction
-        """Evicts contexts until so many more blocks are free or reclaimable; returns False if that is not possible."""
 
     def create(self, before: TokenPath, rope: Rope = OWN_ROPE, tenant: str = DEFAULT_TENANT) -> SegmentPlacement:
         """Creates a growing segment of a tenant, with one reference, which belongs to the caller. The path before it
@@ -318,7 +325,7 @@ class SegmentStore:
         """Frees blocks until `blocks` are free. Returns False, and frees nothing, if that is not possible. With
         `may_evict`, contexts may be evicted."""
         lacking = blocks - self._placer.num_free - self.num_reclaimable
-        if not lacking.fits(BlockCount()) and not (may_evict and self.evict(lacking)):
+        if not lacking.fits(BlockCount()) and not (may_evict and self._evict(lacking)):
             return False
         while not blocks.fits(self._placer.num_free):
             self._forget_cached(

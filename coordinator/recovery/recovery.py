@@ -1,6 +1,6 @@
 """Recovery after a loss, until all keys are recovered and every rank holds its share. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
 from coordinator.kv_cache.lost_ranges import LostRanges
@@ -12,7 +12,7 @@ from coordinator.recovery.fault_score import BREAK_SCORE
 from coordinator.recovery.rebalance import Rebalancer
 from coordinator.recovery.recompute import RecomputePlanner, RecoveryFailed
 from coordinator.recovery.remap import begin_reload, remap
-from coordinator.recovery.restore import RestorePlanner
+from coordinator.recovery.restore import RestorePlanner, none_stored
 from longleaf.rank_protocol.step import Move, Prefill, Restore, Work
 from longleaf.types import Recovering
 
@@ -24,11 +24,18 @@ class RecoveryManager:
     """Plans recovery steps, one at a time: lost keys are restored from storage or recomputed, then runs move to new
     ranks."""
 
-    def __init__(self, placer: BlockPlacer, segments: SegmentStore, max_moved_blocks: int = MOVED_BLOCKS) -> None:
+    def __init__(
+        self,
+        placer: BlockPlacer,
+        segments: SegmentStore,
+        max_moved_blocks: int = MOVED_BLOCKS,
+        is_stored: Callable[[int], bool] = none_stored,
+    ) -> None:
+        """`is_stored`: see RestorePlanner."""
         self._placer = placer
         self._placements = segments.placements
         self._segments = segments
-        self.restoring = RestorePlanner(placer, segments)
+        self.restoring = RestorePlanner(placer, segments, is_stored)
         self._recompute = RecomputePlanner(placer, segments, self.restoring.has)
         self._rebalance = Rebalancer(placer, segments, max_moved_blocks)
         self._work: Prefill | Move | Restore | None = None

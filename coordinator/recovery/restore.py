@@ -24,7 +24,7 @@ OF_WINDOWS = -1
 
 
 def none_stored(segment: int) -> bool:
-    """The default for `RestorePlanner.is_stored`: no segment is in storage."""
+    """The default for `is_stored`: no segment is in storage."""
     del segment
     return False
 
@@ -69,12 +69,14 @@ class RestorePlanner:
     The fetcher polls `pop_wanted`, `pop_ordered` and `pop_discarded`, and reports results with `set_pieces`,
     `mark_unavailable` and `on_fetched`."""
 
-    def __init__(self, placer: BlockPlacer, segments: SegmentStore) -> None:
+    def __init__(
+        self, placer: BlockPlacer, segments: SegmentStore, is_stored: Callable[[int], bool] = none_stored
+    ) -> None:
+        """`is_stored` returns whether storage has a segment in a format that these ranks can load."""
         self._placer = placer
         self._placements = segments.placements
         self._segments = segments
-        self.is_stored: Callable[[int], bool] = none_stored
-        """Whether storage has a segment in a format that these ranks can load."""
+        self._is_stored = is_stored
         self._returns: dict[int, _SegmentRestore] = {}
         self._next_ticket = 0
         self._under_way: tuple[_SegmentRestore, list[RestoreChunk]] | None = None
@@ -193,7 +195,7 @@ class RestorePlanner:
 
     def _begin(self, placement: SegmentPlacement) -> _SegmentRestore | None:
         segment, loss = placement.segment, placement.loss
-        if loss is None or loss.reservation is None or not loss.may_return or not self.is_stored(segment.id):
+        if loss is None or loss.reservation is None or not loss.may_return or not self._is_stored(segment.id):
             return None
         if placement.incoming:  # it is being recomputed
             return None

@@ -77,7 +77,7 @@ class Deferral:
         self._evictor = evictor
         self._oldest: Job | None = None
         """The job for which others are deferred, from its turn until it begins."""
-        self.has_preempted = False
+        self._has_preempted = False
         """Whether jobs were preempted for the reload of that job's context."""
         self._kept: set[GroupKey] = set()
         """Groups that are not deferred for that job. Others that arrive later do not displace them, because running
@@ -107,7 +107,11 @@ class Deferral:
     def reloading(self) -> Job | None:
         """The job that `is_reloading`, unless jobs were preempted for it already."""
         job = self._oldest
-        return job if job is not None and not self.has_preempted and self.is_reloading(job) else None
+        return job if job is not None and not self._has_preempted and self.is_reloading(job) else None
+
+    def mark_preempted(self) -> None:
+        """Jobs were preempted for the reload of the context of `reloading`."""
+        self._has_preempted = True
 
     def _oldest_waiting(self) -> Job | None:
         """The oldest waiting job among those that are neither paused nor wait for the quota of their tenant."""
@@ -177,13 +181,14 @@ class Deferral:
                 self._contexts.activate(context)
                 path = context.path
             self._job_recovery.begin_reload(self._placements.evicted(path))
-        self._lifecycle.may_begin |= bool(deferred)
+        if deferred:
+            self._lifecycle.mark_changed()
         return bool(deferred)
 
     def end(self) -> bool:
         """Resumes all deferred jobs. Returns whether there were any."""
         self._oldest = None
-        self.has_preempted = False
+        self._has_preempted = False
         self._kept = set()
         return self._resume(self._lifecycle.queue)
 

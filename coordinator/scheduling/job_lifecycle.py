@@ -32,12 +32,24 @@ class JobLifecycle:
         """Whether a queued job may be able to begin, because something has changed since the last attempt."""
         self.outcomes: list[Outcome] = []
         """Outcomes to send on the streams, in order."""
-        self.now = 0.0
+        self._now = 0.0
         """The last time read from the clock."""
         self.planner = planner
         self._segments = segments
         self._sharing = sharing
         self._speeds = speeds
+
+    def mark_changed(self) -> None:
+        """A queued job may be able to begin from now on."""
+        self.may_begin = True
+
+    def mark_blocked(self) -> None:
+        """No queued job can begin until something changes."""
+        self.may_begin = False
+
+    def set_time(self, now: float) -> None:
+        """The clock has advanced to `now`."""
+        self._now = now
 
     def enqueue(self, job: Job) -> None:
         """Queues an admitted job."""
@@ -59,7 +71,7 @@ class JobLifecycle:
     def finish(self, job: Job) -> None:
         """Ends a running job and frees all that it holds."""
         self._stop(job)
-        self._speeds.ended(self.now, bool(self.running or self.queue))
+        self._speeds.ended(self._now, bool(self.running or self.queue))
         self._release_path(job)
 
     def _stop(self, job: Job) -> None:

@@ -85,7 +85,8 @@ class JobRecovery:
             self._placer.release(job.tail.reservation)
         self._recovery.change_ranks(rank_mapping)
         self._lifecycle.planner.change_ranks(rank_mapping.epoch)
-        self.is_between_epochs, self._limits.may_grow = False, True
+        self.is_between_epochs = False
+        self._limits.expect_ranks()
         if not may_grow:
             self.shrink_to_fit()
         self.resume()
@@ -102,7 +103,8 @@ class JobRecovery:
                 self._lifecycle.fail(found, ResourceExhausted("pool", NO_ROOM))
             else:
                 self._give_up(found, NO_ROOM)
-        self._limits.may_grow, self._lifecycle.may_begin = False, True
+        self._limits.confirm_ranks()
+        self._lifecycle.mark_changed()
 
     @property
     def is_confirmed(self) -> bool:
@@ -129,7 +131,7 @@ class JobRecovery:
         if self._evictor is not None and self.is_confirmed and not self._recovery.is_reserved:
             self._evictor.evict_unreserved()
             self._reserve_lost()  # recomputing the remaining segments may need fewer blocks
-        self._lifecycle.may_begin = True
+        self._lifecycle.mark_changed()
         while (waiting := self._resume_ingests()) and self._is_full(waiting):
             self._lifecycle.fail(waiting[-1], ResourceExhausted("pool", NO_ROOM))
         self.is_over = self._recovery.is_over and not waiting
@@ -205,7 +207,7 @@ class JobRecovery:
         for job, path in self._waiting():
             if (progress := self._recovery.progress(path)) is not None:
                 progress_by_request[job.request.id] = progress
-        self._lifecycle.outcomes += progress_by_request.items()
+        self._lifecycle.outcomes.extend(progress_by_request.items())
 
     # --- dropped contexts ---
 
@@ -224,7 +226,7 @@ class JobRecovery:
         self._dropped.append(ContextDropped(context.id, context.num_tokens, reason))
         self._fail_jobs_of(context, ContextLost(f"contexts/{context.id}", f"it was dropped: {reason}"))
         self._contexts.delete(context.id)
-        self._lifecycle.may_begin = True
+        self._lifecycle.mark_changed()
 
     def give_up(self, segment: Segment) -> None:
         """Drops everything that uses a segment that could not be recovered."""

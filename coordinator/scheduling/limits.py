@@ -29,6 +29,14 @@ class JobLimits:
         self.may_grow = False
         """More ranks are expected."""
 
+    def expect_ranks(self) -> None:
+        """More ranks are expected from now on."""
+        self.may_grow = True
+
+    def confirm_ranks(self) -> None:
+        """No more ranks are expected."""
+        self.may_grow = False
+
     def wanted(self, placements: Sequence[SegmentPlacement]) -> BlockCount:
         """Blocks of the segments once nothing of them is lost."""
         blocks = count_all(placements)

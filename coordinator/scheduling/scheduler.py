@@ -5,23 +5,36 @@ blocks. A request with a higher priority may preempt it, which returns it to the
 """
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 from coordinator.auth.tenant_usage import TenantUsage
-from coordinator.engine_messages import Admitted, DocumentPrompt, Outcome, Prompt, Sealed, Tokens
+from coordinator.engine_messages import (
+    Acknowledged,
+    Admitted,
+    ContextDropped,
+    DocumentPrompt,
+    Outcome,
+    Prompt,
+    Recovering,
+    Sealed,
+    Tokens,
+)
 from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer, Reservation
-from coordinator.kv_cache.contexts import ContextTable
+from coordinator.kv_cache.contexts import ContextTable, NamedContext
 from coordinator.kv_cache.eviction import ContextEvictor
 from coordinator.kv_cache.positions import Positions
+from coordinator.kv_cache.rank_mapping import RankMapping
 from coordinator.kv_cache.segments import SegmentStore
+from coordinator.recovery.fault_score import BREAK_SCORE
 from coordinator.recovery.recompute import RecoveryFailed
 from coordinator.recovery.recovery import MOVED_BLOCKS, RecoveryManager
+from coordinator.recovery.remap import segment_layouts
+from coordinator.recovery.restore import RestorePlanner, none_stored
 from coordinator.scheduling.admission import Admission
 from coordinator.scheduling.context_activation import ContextActivation
 from coordinator.scheduling.deferral import Deferral
-from coordinator.scheduling.documents import ContextOperations
 from coordinator.scheduling.fair_queue import Queue
-from coordinator.scheduling.group_change import GroupChangeOperations
 from coordinator.scheduling.invariants import audit_jobs, audit_placements
 from coordinator.scheduling.job_lifecycle import JobLifecycle
 from coordinator.scheduling.job_recovery import JobRecovery
@@ -37,7 +50,8 @@ from coordinator.scheduling.speculation import Drafter
 from coordinator.scheduling.speculation_stats import DraftCounts
 from coordinator.scheduling.throughput import Speeds
 from longleaf.config import EngineConfig
-from longleaf.errors import DeadlineExceeded, LongleafError, ResourceExhausted, Unavailable
+from longleaf.errors import AlreadyExists, DeadlineExceeded, LongleafError, ResourceExhausted, Unavailable
+from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.rank_protocol.step import Prefill, StepPlan, StepResult, Work
 from longleaf.sampling import Token
 from longleaf.types import Progress
@@ -48,13 +62,13 @@ FAILED = "an unexpected error ended this request; see the log of the service"
 NEVER_BEGINS = "it needs more memory than is available"
 
 
-class Scheduler(GroupChangeOperations, ContextOperations):
+class Scheduler:
     """Requests, their segments and their blocks. Plans are committed in the order in which they were scheduled.
 
     Freed blocks may be allocated again at once, even if plans under way still write to them: the plan that reuses them
     is scheduled later, and ranks execute plans in order.
 
-    Times called `now` are seconds on the engine's clock.
+    Times called `now` are seconds on the engine's clock, except where a method says "since the epoch".
     """
 
     def __init__(
@@ -66,12 +80,13 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         max_moved_blocks: int = MOVED_BLOCKS,
         *,
         is_durable: bool = False,
+        is_stored: Callable[[int], bool] = none_stored,
         drafter: Drafter | None = None,
     ) -> None:
         """With `is_durable`, contexts are stored elsewhere: an ingest is complete when `acknowledge` is called, and
-        idle contexts are evicted to make room for others."""
+        idle contexts are evicted to make room for others. `is_stored`: see RestorePlanner."""
         self._placer = placer
-        self.segments = SegmentStore(placer, share_prefixes=config.share_prefixes)
+        self.segments = SegmentStore(placer, share_prefixes=config.share_prefixes, evict=self._evict)
         self.contexts = ContextTable(self.segments)
         self.speeds = Speeds()
         self.num_steps = 0
@@ -86,12 +101,13 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         self._is_durable = is_durable
         self._activation = ContextActivation(self.contexts, self._requests)
         evictor = ContextEvictor(placer, self.segments, self.contexts, self._activation.in_use) if is_durable else None
+        self._evictor = evictor
         self._sharing = Sharing(self.segments, placer, limits)
         self._preemption = Preemption(config.max_sequences, placer, self.segments, evictor)
         self._admission = Admission(
             config, limits, self.contexts, self.segments, self._requests, self.speeds, can_evict=is_durable
         )
-        self._recovery = RecoveryManager(placer, self.segments, max_moved_blocks)
+        self._recovery = RecoveryManager(placer, self.segments, max_moved_blocks, is_stored)
         self._drafter = drafter or Drafter(config.max_rows, config.max_draft_tokens, config.block_size)
         self._planner = Planner(config, placer, self.segments, self.speeds, self._recovery, self._drafter, epoch)
         self._queue = Queue()
@@ -107,6 +123,9 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         self._deferral = Deferral(
             placer, self.segments, self.contexts, limits, self._admission, self._lifecycle, self._job_recovery, evictor
         )
+
+    def _evict(self, lacking: BlockCount) -> bool:
+        return self._evictor is not None and self._evictor.free_blocks(lacking)
 
     @property
     def num_waiting(self) -> int:
@@ -168,7 +187,8 @@ class Scheduler(GroupChangeOperations, ContextOperations):
             with self._activation.activate(context, self._job_recovery.begin_reload):
                 self._lifecycle.enqueue(self._admission.admit(request_id, prompt, now, self._begin_waiting))
         except Exception:
-            self._lifecycle.may_begin |= context is not None  # it was protected from eviction meanwhile
+            if context is not None:  # it was protected from eviction meanwhile
+                self._lifecycle.mark_changed()
             raise
         if context is not None:
             self.contexts.mark_used(context)
@@ -180,7 +200,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """The next step, or None when nothing is ready or enough is under way. It may add outcomes: see
         `pop_outcomes`."""
-        self._lifecycle.now = now
+        self._lifecycle.set_time(now)
         for request_id in self._requests.deadlines.passed(now):
             self._outcomes.append((request_id, DeadlineExceeded("the deadline has passed")))
             self.cancel(request_id)
@@ -241,7 +261,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
                 if not may_wait:  # an admitted job always has room, so this is a bug; it fails only that job
                     self._lifecycle.fail(next(iter(self._queue.order())), ResourceExhausted("pool", NEVER_BEGINS))
                     continue
-                self._lifecycle.may_begin = False
+                self._lifecycle.mark_blocked()
                 return
             if isinstance(job, Sequence):
                 self._start(job)
@@ -277,7 +297,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
             return
         victims = self._preemption.victims(job, RunningSet(self._running.values()), needed)
         if victims:
-            self._deferral.has_preempted = True  # once, so that no job begins and is preempted in turns
+            self._deferral.mark_preempted()  # once, so that no job begins and is preempted in turns
             self._preempt(victims)
 
     def _preempt(self, victims: list[Sequence]) -> None:
@@ -302,8 +322,8 @@ class Scheduler(GroupChangeOperations, ContextOperations):
             others = self._sharing.share(job)
             job.request.jobs += others
             self._running |= {sample.id: sample for sample in others}
-            # window blocks for the prefill are free now
-            self._lifecycle.may_begin |= self._placer.windows is not None
+            if self._placer.windows is not None:  # window blocks for the prefill are free now
+                self._lifecycle.mark_changed()
 
     # --- commit ---
 
@@ -429,7 +449,7 @@ class Scheduler(GroupChangeOperations, ContextOperations):
         if (request := self._requests.get(request_id)) is None:
             return
         self._requests.pause(request, is_paused)
-        self._lifecycle.may_begin = True
+        self._lifecycle.mark_changed()
         while (surplus := self._requests.surplus) is not None:
             message = (
                 f"more than {self._requests.max_unread} answers are unread; this one has been unread the longest of "
@@ -440,6 +460,124 @@ class Scheduler(GroupChangeOperations, ContextOperations):
     def _end_unread(self, request: Request, reason: str) -> None:
         self._outcomes.append((request.id, ResourceExhausted("stream", reason)))
         self.cancel(request.id)
+
+    # --- contexts ---
+
+    def sealed(self, request_id: int) -> IngestJob | None:
+        """The document that waits to be acknowledged; None if its ingest has ended since."""
+        request = self._requests.get(request_id)
+        job = request.jobs[0] if request else None
+        return job if isinstance(job, IngestJob) and job.prefill.is_over else None
+
+    def acknowledge(self, request_id: int, now: float) -> bool:
+        """Creates the context of a Sealed document once the document is durable; `now` is in seconds since the epoch.
+        Returns False if its ingest has ended since. See `pop_outcomes`."""
+        if (job := self.sealed(request_id)) is None:
+            return False
+        self._acknowledge(job, now)
+        return True
+
+    def is_ingesting_into(self, context_id: str) -> bool:
+        """Whether a document is being ingested into a context, which may not exist yet."""
+        return bool(self._requests.ingests_into(context_id))
+
+    def preload(self) -> None:
+        """Activates the most recently used contexts, as many as fit."""
+        self._faults += self._activation.preload(self._job_recovery.begin_reload, lambda: self._job_recovery.has_room)
+
+    def _acknowledge(self, job: IngestJob, now: float) -> None:
+        document = job.document
+        segment, capacity = job.tail.segment, job.request.capacity
+        self.contexts.append(document.context, segment, now, document.settings, capacity, document.upload_id)
+        self._outcomes.append((job.request.id, Acknowledged(document.context)))
+        self._lifecycle.finish(job)
+
+    def fork_context(
+        self, source: str, context_id: str, num_tokens: int | None = None, now: float = 0.0
+    ) -> NamedContext:
+        """Creates a context from the first `num_tokens` tokens of another, by default all. The two are then
+        independent.
+
+        Raises NotFound, AlreadyExists, InvalidArgument naming token_count, or Unavailable.
+        """
+        if self._requests.ingests_into(context_id):
+            raise AlreadyExists(f"contexts/{context_id}")
+        return self.contexts.fork(source, context_id, num_tokens, now)
+
+    def delete_context(self, context_id: str) -> list[int]:
+        """Deletes a context and cancels the ingests into it. Returns the ids of these ingests. Raises NotFound."""
+        self.contexts.delete(context_id)
+        self._lifecycle.mark_changed()
+        return [
+            request_id for request_id in self._requests.ingests_into(context_id) if self._lifecycle.cancel(request_id)
+        ]
+
+    @property
+    def next_expiry(self) -> float | None:
+        """Time of the next expiry of a context, including contexts that are still being ingested; None if none
+        expires."""
+        times = (self.contexts.next_expiry, self._requests.expiries.next)
+        return min((time for time in times if time is not None), default=None)
+
+    def expire_ingests(self, now: float) -> list[int]:
+        """Cancels the ingests whose contexts would have expired at `now`, in seconds since the epoch. Returns their
+        ids."""
+        return [request_id for request_id in self._requests.expiries.passed(now) if self._lifecycle.cancel(request_id)]
+
+    # --- change of ranks, and the recovery that follows ---
+
+    def roll_back(self, steps: tuple[int, ...] = (), suspicion: int = BREAK_SCORE) -> None:
+        """Ends an epoch. Plans in flight are discarded and must not be committed. Nothing is scheduled until
+        `change_ranks`. Answers later continue at their next token, documents after the last committed chunk.
+
+        `steps` are those in which the epoch may have ended; empty if it ended outside a step. Their work gets the fault
+        score `suspicion`: a job that breaks a second epoch ends. See `pop_outcomes`.
+        """
+        self._deferral.end()
+        self._job_recovery.roll_back(steps, suspicion)
+
+    def change_ranks(self, rank_mapping: RankMapping, *, may_grow: bool = False) -> None:
+        """Continues with the ranks of another epoch, after `roll_back`. The ranks must receive `layout` before any
+        plan.
+
+        Contexts and jobs that no longer fit are dropped. If more ranks are expected (`may_grow`), they are dropped
+        later by `shrink_to_fit`, or not at all if another epoch brings enough ranks. See `pop_dropped` and
+        `pop_outcomes`."""
+        self._job_recovery.change_ranks(rank_mapping, may_grow=may_grow)
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether no more ranks are expected."""
+        return self._job_recovery.is_confirmed
+
+    def shrink_to_fit(self) -> None:
+        """Drops contexts and jobs that no longer fit, because no more ranks are expected."""
+        self._deferral.end()
+        self._job_recovery.shrink_to_fit()
+
+    def layout(self) -> tuple[SegmentLayout, ...]:
+        """The layout of all held segments, for ranks that have no plan yet."""
+        return segment_layouts(self.segments)
+
+    @property
+    def is_rebalancing(self) -> bool:
+        """Whether runs may move between ranks."""
+        return self._recovery.is_rebalancing
+
+    @property
+    def restoring(self) -> RestorePlanner:
+        """The planner of restores from storage. A caller that reports a result to it must call `schedule`
+        afterwards."""
+        return self._recovery.restoring
+
+    @property
+    def recovering(self) -> Recovering | None:
+        """The progress of the recovery; None when nothing is lost."""
+        return self._recovery.total
+
+    def pop_dropped(self) -> list[ContextDropped]:
+        """Removes and returns the contexts that were dropped."""
+        return self._job_recovery.pop_dropped()
 
     def audit(self) -> None:
         """Asserts the invariants of blocks, segments, references, reservations and jobs."""

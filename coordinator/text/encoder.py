@@ -114,7 +114,11 @@ class Encoder:
         self.token_ids = array("I", before)
         """The final ids; the caller may remove them."""
         self.spans: list[tuple[int, int]] | None = None
-        """Their spans in the text, in characters; only recorded when set to a list."""
+        """Their spans in the text, in characters; None unless `record_spans` was called."""
+
+    def record_spans(self) -> None:
+        """Record the spans of the ids; those of ids that are already there are empty."""
+        self.spans = [(0, 0)] * len(self.token_ids)
 
     @property
     def stable(self) -> StablePrefix:

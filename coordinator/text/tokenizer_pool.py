@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+from coordinator.text.encoder import Encoder
 from longleaf.errors import Unavailable
 
 NUM_THREADS = 2
@@ -24,18 +25,6 @@ LEAVE_SECONDS = 1.0
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-
-
-class TextEncoder(Protocol):
-    """Encodes one text; see coordinator.text.encoder."""
-
-    def push(self, text: str) -> None:
-        """Add the next piece."""
-        ...
-
-    def finish(self) -> None:
-        """End the text."""
-        ...
 
 
 class TokenizerPool:
@@ -59,14 +48,14 @@ class TokenizerPool:
         self._beside: dict[bool, TokenizerPool] = {}
         """Pools for slow calls, by whether the text is long."""
 
-    async def encode(self, encoder: TextEncoder, text: str, after_step: Callable[[], None] = lambda: None) -> None:
+    async def encode(self, encoder: Encoder, text: str, after_step: Callable[[], None] = lambda: None) -> None:
         """Encode a whole text with `encoder`; `after_step` is called after each step, in its thread. Raises the errors
         of both.
         """
         await self.encode_all([(encoder, text)], after_step)
 
     async def encode_all(
-        self, texts: Iterable[tuple[TextEncoder, str]], after_step: Callable[[], None] = lambda: None
+        self, texts: Iterable[tuple[Encoder, str]], after_step: Callable[[], None] = lambda: None
     ) -> None:
         """As `encode`, for several texts with one encoder each: short texts share a step."""
 
@@ -141,12 +130,12 @@ class TokenizerPool:
 class _Piece(NamedTuple):
     """Text for an encoder."""
 
-    encoder: TextEncoder
+    encoder: Encoder
     text: str
     is_last: bool
 
 
-def _in_steps(texts: Iterable[tuple[TextEncoder, str]]) -> Iterator[list[_Piece]]:
+def _in_steps(texts: Iterable[tuple[Encoder, str]]) -> Iterator[list[_Piece]]:
     """Split the texts into steps."""
     step: list[_Piece] = []
     room = STEP_CHARACTERS

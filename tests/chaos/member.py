@@ -17,6 +17,7 @@ from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.step import Decode, Prefill, Restore, StepPlan
 from longleaf.runs import Run
 from longleaf.storage.store import Store as Storage
+from longleaf.storage.store import WriteResult
 from tests.chaos.points import (
     ANSWER,
     BROADCAST,
@@ -34,7 +35,6 @@ from tests.chaos.points import (
 )
 from tests.chaos.reference import DEADLY, POISON
 from workers.kv_cache.pools import sharded_layers
-from workers.kv_io.store import PieceStore, WrittenPiece
 from workers.model.model import Model
 from workers.pending import StepHandle
 from workers.rank import Rank
@@ -126,11 +126,11 @@ class ChaosRank(Rank):
 class ProbedStore:
     """A store with fault points."""
 
-    def __init__(self, store: PieceStore, points: Points) -> None:
+    def __init__(self, store: Storage, points: Points) -> None:
         self._store = store
         self._points = points
 
-    def put(self, name: str, parts: Sequence[bytes | memoryview]) -> WrittenPiece:
+    def put(self, name: str, parts: Sequence[bytes | memoryview]) -> WriteResult:
         self._points.reach(SAVE)
         written = self._store.put(name, parts)
         self._points.reach(SAVED)

@@ -79,7 +79,7 @@ def live(spec: RankSpec) -> None:
     torch.set_num_threads(1)
     apply_environment(network_environment(interface_of(spec.host)))
     kind = Victim if spec.member == VICTIM else Rank
-    os._exit(serve(spec, lambda spec: kind(spec, GatedStore)))
+    os._exit(serve(spec, lambda spec: kind(spec, cast("Any", GatedStore))))
 
 
 class GatedStore(FolderStore):

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from coordinator.engine.snapshot_fetcher import SnapshotFetcher
 from coordinator.kv_cache.block_placer import BlockPlacer
@@ -88,11 +89,12 @@ class Returning:
     def __init__(self, windows: WindowSpec | None) -> None:
         self.placer = BlockPlacer([32] * RANKS, BLOCK, windows)
         self.segments = SegmentStore(self.placer)
-        self.recovery = RecoveryManager(self.placer, self.segments)
         self.archive = Archive()
         self.ranks = Members()
         self.num_changes = 0
-        self.fetching = SnapshotFetcher(self.archive, self.ranks, lambda: tuple(self.ranks.members), self._note)
+        snapshots: Any = self.archive  # a duck type of Snapshots
+        self.fetching = SnapshotFetcher(snapshots, self.ranks, lambda: tuple(self.ranks.members), self._note)
+        self.recovery = RecoveryManager(self.placer, self.segments, is_stored=self.fetching.is_stored)
         self.fetching.begin(self.recovery.restoring)
 
     def _note(self) -> None:

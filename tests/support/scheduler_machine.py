@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from copy import copy
 from itertools import pairwise
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -157,9 +158,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Jobs that ran when the last step was scheduled, and those that waited, with how often they had begun."""
         self.waited: dict[int, int] = {}
 
-    def _make_scheduler(self, epoch: int) -> Scheduler:
-        positions, options = Positions(self.rotary, 150), {"is_durable": self.is_durable}
-        return Scheduler(self.config, self.placer, positions, epoch, drafter=self.drafter, **options)
+    def _make_scheduler(self, epoch: int, **options: Any) -> Scheduler:
+        positions = Positions(self.rotary, 150)
+        return Scheduler(
+            self.config, self.placer, positions, epoch, is_durable=self.is_durable, drafter=self.drafter, **options
+        )
 
     # --- the ranks ---
 

@@ -1,6 +1,7 @@
 """A scheduler machine whose contexts and storage survive restarts; fetches complete in any order, or never."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
@@ -40,10 +41,8 @@ class SnapshotMachine(DurableMachine):
             self.storage: dict[int, Snapshot] = {}
             self.num_restored = 0
 
-    def _make_scheduler(self, epoch: int) -> Scheduler:
-        scheduler = super()._make_scheduler(epoch)
-        scheduler.restoring.is_stored = lambda segment: segment in self.storage
-        return scheduler
+    def _make_scheduler(self, epoch: int, **options: Any) -> Scheduler:
+        return super()._make_scheduler(epoch, is_stored=lambda segment: segment in self.storage, **options)
 
     # --- saving ---
 

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -117,7 +118,8 @@ async def serving(
     model: str = "none",
     check_room: Callable[[int], None] = no_size_check,
 ) -> AsyncGenerator[Service, None]:
-    ranks, persistence = ranks or storage.ranks(), storage.lasting
+    ranks = ranks or storage.ranks()
+    persistence: Any = storage.lasting  # a duck type of PersistentState
     config = EngineConfig(model=model, world_size=ranks.world_size, chunk_size=32, block_size=4, replicate_below=8)
     snapshots = Snapshots(
         storage.store,

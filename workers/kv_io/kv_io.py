@@ -19,10 +19,10 @@ import torch
 
 from longleaf.errors import DataLoss, LongleafError, NotFound, StorageUnavailable
 from longleaf.rank_protocol.snapshots import Failure, Fetch, Fetched, Outcome, Save, Saved
+from longleaf.storage.store import Store
 from workers.kv_cache.slots import KvPool
 from workers.kv_io.io_queue import Clock, IoQueue
 from workers.kv_io.kv_piece import HostCopy, KvPiece
-from workers.kv_io.store import OpenStore, PieceStore
 
 NUM_THREADS = 2
 NICENESS = 15
@@ -34,6 +34,8 @@ MAX_REST_SECONDS = 0.5
 BUSY_SECONDS = 0.5
 """Seconds after a step during which another one is expected."""
 MAX_REASON_CHARACTERS = 1024
+OpenStore = Callable[[str], Store]
+"""Opens the storage at a URL. Raises StorageUnavailable, and InvalidArgument for an invalid URL."""
 Answer = Callable[[Outcome], None]
 """Sends the outcome of an order. Any thread may call it."""
 ENDED = Failure("dropped", "the epoch has ended")
@@ -57,7 +59,7 @@ class KvIo:
         self._url = url
         self._open = open_store
         self._device = device
-        self._store: PieceStore | None = None
+        self._store: Store | None = None
         self._opening = threading.Lock()
         self._copying = threading.Lock()
         self._num_epochs = 0
@@ -184,7 +186,7 @@ class KvIo:
         with self._lock:
             return order.ticket in self._wanted
 
-    def _opened(self) -> PieceStore:
+    def _opened(self) -> Store:
         """Opens the storage on first use. Errors of the storage are raised, and the next order tries again."""
         if self._url is None:
             raise StorageUnavailable("snapshot_url: none was given")

@@ -34,7 +34,7 @@ class FailureCollector:
         self._accusers = set[int]()
         """Members that reported another one dead."""
         self._is_gathering = False
-        self.step: int | None = None
+        self._step: int | None = None
         """The step whose deadline has passed, if that is the reason for a kill."""
         self.verdict: asyncio.Future[EpochEnd] = self._loop.create_future()
 
@@ -57,6 +57,10 @@ class FailureCollector:
         """The member is alive and reported that the epoch has ended for it."""
         self._broken.setdefault(member, (step, reason))
         self._record_blame(member, reason, blamed)
+
+    def record_slow_step(self, step: int) -> None:
+        """The deadline of this step has passed, and the member that blocks it is about to be killed."""
+        self._step = step
 
     def has_answered(self, member: int) -> bool:
         """Whether the member reported that the epoch has ended for it."""
@@ -94,7 +98,7 @@ class FailureCollector:
 
     def _conclude_lost(self, member: int) -> None:
         reason = self._failed.get(member) or self._died[member]
-        step = self.step or next((step for step, _ in self._broken.values()), 0)
+        step = self._step or next((step for step, _ in self._broken.values()), 0)
         self.conclude(RankLost(self.members.index(member), reason), steps_of(step) or self._under_way())
 
     def conclude(self, error: LongleafError, steps: tuple[int, ...] = ()) -> None:

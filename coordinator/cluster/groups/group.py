@@ -171,7 +171,7 @@ class RankGroup:
         if behind is None:
             self.conclude(GroupFailed(reason), (step,))
         else:
-            self._failures.step = step
+            self._failures.record_slow_step(step)
             self._registry.kill(behind.number, reason)
 
     def _unanswered(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
 from coordinator.handlers.fair_share import eviction_victim
-from coordinator.handlers.resumable_generations import CallLater, Timer, call_later
+from coordinator.handlers.resumable_generations import CallLater, call_later
 from coordinator.handlers.transfer.importer import ContextImporter
 from coordinator.handlers.transfer.ports import TransferEngine
 from coordinator.task_set import TaskSet
@@ -115,7 +115,7 @@ class ImportSessions:
         self._all: list[ImportSession] = []
         self._by_key: dict[Key, ImportSession] = {}
         self._drops = TaskSet()
-        self._timer: Timer | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     async def run(self, pieces: AsyncIterator[ImportHeader | ArchiveChunk]) -> AsyncGenerator[ImportProgress, None]:
         """Yields progress; the last report has the context. Closing the iterator drops the import, unless it has an

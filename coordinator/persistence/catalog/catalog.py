@@ -12,7 +12,6 @@ from sqlalchemy import Connection
 
 from coordinator.persistence.catalog import writer
 from coordinator.persistence.catalog.database import BUSY_SECONDS, Database
-from coordinator.persistence.catalog.ports import NO_STARTS
 from coordinator.persistence.catalog.reader import load
 from coordinator.persistence.catalog.records import (
     CatalogContents,
@@ -28,14 +27,20 @@ from longleaf.errors import StorageUnavailable, Unavailable
 
 DATABASE = "catalog.db"
 """File name of the database in its folder."""
+NO_STARTS = array("Q")
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
 class Catalog:
-    """Implements the protocols of coordinator.persistence.catalog.ports. The caller of `open` must hold the lock of the
-    folder."""
+    """Stores contexts, unfinished uploads, and the outbox: objects that are not on storage yet. One task at a time may
+    send those. Of several entries with one name only the last counts; it is returned after the earlier ones are
+    completed. The caller of `open` must hold the lock of the folder.
+
+    Operations are atomic and run in the order of the calls, even if the caller is cancelled. Every method except `load`
+    and `close` raises StorageUnavailable when the database cannot be written or read now, and a retry may succeed;
+    DataLoss when the database is damaged; Unavailable when the service is stopping."""
 
     def __init__(self, database: Database, thread: ThreadPoolExecutor, reserve: Reserve | None = None) -> None:
         """`reserve` is disk space for deletions. Only `thread` uses `database` and `reserve`."""
@@ -58,6 +63,7 @@ class Catalog:
         return catalog
 
     async def load(self) -> CatalogContents:
+        """Reads all records. Raises CatalogError with a remedy when they cannot be read."""
         return await self._call(self._load)
 
     def _load(self) -> CatalogContents:
@@ -65,6 +71,9 @@ class Catalog:
             return load(self._database.path, connection)
 
     async def commit(self, change: Change) -> CommitResult:
+        """Stores a change: once this returns, it survives a crash, and deleted token ids are erased from the disk. If
+        they cannot be erased, because another process reads the file or the disk is full, that is logged and the
+        next commit retries."""
         return await self._call(self._commit, change)
 
     def _commit(self, change: Change) -> CommitResult:
@@ -88,29 +97,39 @@ class Catalog:
         return self._reserve is not None and self._reserve.release()
 
     async def note_epoch(self, epoch: int) -> None:
+        """Stores the number of an epoch, unless a greater one is stored."""
         await self._call(self._write_and_reserve, writer.write_epoch, epoch)  # the start may have used the reserve
 
     async def append_upload(
         self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]" = NO_STARTS
     ) -> None:
+        """Inserts or replaces a record, and appends token ids to the first `start`, with their offsets in the text (of
+        each STRIDE-th token, or none). Raises NotFound when the upload was dropped, and DataLoss when it has another
+        number of ids, as after a failed call; then nothing changes."""
         await self._call(self._write_if_room, writer.append_upload, record, start, new_ids, new_starts)
 
     async def upload_ids(self, key: UploadKey) -> "array[int]":
+        """The ids of an upload; empty if it does not exist. Raises DataLoss when they are damaged."""
         return await self._call(self._write, writer.read_upload, key)
 
     async def upload_starts(self, key: UploadKey) -> "array[int]":
+        """Offsets of its tokens in its text, as far as they were stored. Raises DataLoss when they are damaged."""
         return await self._call(self._write, writer.read_upload_starts, key)
 
     async def drop_upload(self, key: UploadKey) -> None:
+        """Deletes record and ids, if they exist."""
         await self.commit(Change(dropped_uploads=(key,)))
 
     async def outgoing(self, limit: int, *, only_deletions: bool = False) -> list[tuple[int, OutboxEntry]]:
+        """The oldest entries with their keys, at most `limit`; damaged ones are skipped."""
         return await self._call(self._write, writer.read_outgoing, limit, only_deletions)
 
     async def done(self, keys: Sequence[int]) -> None:
+        """Deletes entries that are on storage."""
         await self._call(self._write_and_reserve, writer.drop_outgoing, keys)
 
     async def close(self) -> None:
+        """Finishes queued operations and closes the database. Idempotent."""
         if self._closing is None:
             self._closing = asyncio.wrap_future(self._submit(self._database.close))
             self._thread.shutdown(wait=False)  # queued operations are finished

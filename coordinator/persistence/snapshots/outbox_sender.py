@@ -5,7 +5,7 @@ import logging
 from collections import Counter
 from contextlib import suppress
 
-from coordinator.persistence.catalog.ports import Outbox
+from coordinator.persistence.catalog.catalog import Catalog
 from coordinator.persistence.catalog.records import OutboxEntry
 from coordinator.persistence.snapshots.storage_health import StorageHealth
 from coordinator.persistence.snapshots.store import AsyncStore
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class OutboxSender:
     """Sends until it is cancelled. Unsent entries remain in the outbox."""
 
-    def __init__(self, store: AsyncStore, outbox: Outbox) -> None:
+    def __init__(self, store: AsyncStore, outbox: Catalog) -> None:
         self._store = store
         self._outbox = outbox
         self.health = StorageHealth("writing contexts to storage")

@@ -6,9 +6,8 @@ from math import prod
 from typing import Protocol
 
 from coordinator.kv_cache.token_paths import Segment
-from coordinator.persistence.catalog.ports import ContextCatalog, Outbox
 from longleaf.errors import InvalidArgument
-from longleaf.rank_protocol.snapshots import Save, Saved, max_header_bytes
+from longleaf.rank_protocol.snapshots import max_header_bytes
 from longleaf.runs import Run, ceil_div
 from longleaf.storage.manifest import PieceRef, SegmentManifest
 
@@ -103,15 +102,3 @@ class SegmentSource(Protocol):
     def uses(self) -> Sequence[ContextUse]:
         """Last uses of all contexts."""
         ...
-
-
-class Savers(Protocol):
-    """Save requests to the ranks."""
-
-    async def save(self, member: int, order: Save) -> Saved:
-        """As `coordinator.cluster.ports.Ranks.save`."""
-        ...
-
-
-class SnapshotCatalog(ContextCatalog, Outbox, Protocol):
-    """Stores the records of snapshots and the outbox."""

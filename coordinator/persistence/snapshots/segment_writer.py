@@ -7,9 +7,10 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
+from coordinator.cluster.ports import Ranks
 from coordinator.persistence.catalog.row_codec import little_endian
 from coordinator.persistence.snapshots.chunking import cut_pieces
-from coordinator.persistence.snapshots.ports import KvFormat, PlacedSegment, Savers, SegmentSource
+from coordinator.persistence.snapshots.ports import KvFormat, PlacedSegment, SegmentSource
 from coordinator.persistence.snapshots.store import AsyncStore
 from longleaf.errors import NotFound, StorageUnavailable, Unavailable
 from longleaf.rank_protocol.snapshots import Save, Saved
@@ -38,7 +39,7 @@ class SegmentWriter:
         fingerprint: str,
         form: KvFormat,
         placements: SegmentSource,
-        ranks: Savers,
+        ranks: Ranks,
     ) -> None:
         self._store = store
         self._service = service

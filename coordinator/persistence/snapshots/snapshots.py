@@ -7,7 +7,9 @@ from collections.abc import Set as AnySet
 
 from msgspec.structs import replace
 
+from coordinator.cluster.ports import Ranks
 from coordinator.kv_cache.token_paths import Segment
+from coordinator.persistence.catalog.catalog import Catalog
 from coordinator.persistence.catalog.records import CatalogContents, Change, CommitResult, SnapshotRecord
 from coordinator.persistence.catalog.row_codec import little_endian
 from coordinator.persistence.snapshots.context_notes import ContextNotes
@@ -17,9 +19,7 @@ from coordinator.persistence.snapshots.ports import (
     ContextUse,
     KvFormat,
     PlacedSegment,
-    Savers,
     SegmentSource,
-    SnapshotCatalog,
 )
 from coordinator.persistence.snapshots.retention import RetentionPolicy
 from coordinator.persistence.snapshots.segment_writer import SegmentWriter
@@ -64,7 +64,7 @@ class Snapshots:
     def __init__(
         self,
         store: Store,
-        catalog: SnapshotCatalog,
+        catalog: Catalog,
         contents: CatalogContents,
         fingerprint: str,
         policy: RetentionPolicy,
@@ -104,7 +104,7 @@ class Snapshots:
 
     # --- the start and the end ---
 
-    def begin(self, placements: SegmentSource, ranks: Savers, form: KvFormat, on_change: Callable[[], None]) -> None:
+    def begin(self, placements: SegmentSource, ranks: Ranks, form: KvFormat, on_change: Callable[[], None]) -> None:
         """Start to save segments of ranks with this KV layout. `on_change` is called when the result of `view` may have
         changed.
         """

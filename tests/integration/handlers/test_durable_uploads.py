@@ -17,8 +17,7 @@ from coordinator.handlers.document_tokenizer import DocumentTokenizer
 from coordinator.handlers.durable_uploads import KEEP_SECONDS, DurableUploads
 from coordinator.handlers.ingest import Ingest
 from coordinator.handlers.uploads import Uploads
-from coordinator.persistence.catalog.catalog import Catalog
-from coordinator.persistence.catalog.ports import NO_STARTS
+from coordinator.persistence.catalog.catalog import NO_STARTS, Catalog
 from coordinator.persistence.catalog.records import Change, UploadKey, UploadRecord
 from coordinator.text.encoder import StablePrefix
 from coordinator.text.template import DirectRenderer

@@ -151,7 +151,7 @@ def encode(encoder: Encoder, text: str, cuts: list[int]) -> None:
 def test_pieces_give_the_ids_of_the_whole(name: str, text: str, cuts: list[int]) -> None:
     tokenizer = tokenizer_of(name)
     encoder = Encoder(tokenizer, sizes=SMALL)
-    encoder.spans = []
+    encoder.record_spans()
     encode(encoder, text, cuts)
     whole = tokenizer.encode(text, add_special_tokens=False)
     assert list(encoder.token_ids) == whole.ids

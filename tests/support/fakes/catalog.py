@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from coordinator.persistence.catalog.ports import NO_STARTS
+from coordinator.persistence.catalog.catalog import NO_STARTS
 from coordinator.persistence.catalog.records import (
     CatalogContents,
     Change,
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class FakeCatalog:
-    """Implements the protocols of coordinator.persistence.catalog.ports. Tests can make it fail or block; `kept` is the
+    """Has the public methods of Catalog. Tests can make it fail or block; `kept` is the
     state that survives a crash."""
 
     def __init__(self, contents: CatalogContents | None = None) -> None:

@@ -3,15 +3,14 @@
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from blake3 import blake3
 
 from longleaf.errors import DataLoss, NotFound, StorageUnavailable
-from workers.kv_io.store import PieceStore
 
 
-def no_store(url: str) -> PieceStore:
+def no_store(url: str) -> NoReturn:
     """An OpenStore that always fails."""
     raise StorageUnavailable(f"{url}: nothing is kept here")
 

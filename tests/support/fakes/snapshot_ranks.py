@@ -12,7 +12,7 @@ from longleaf.storage.store import Store
 
 
 class FakeSnapshotRanks:
-    """Implements ports.Holdings and ports.Savers. Writes go to `store`."""
+    """Implements ports.SegmentSource, and `save` of Ranks. Writes go to `store`."""
 
     def __init__(self, store: Store, num_ranks: int = 2) -> None:
         self.store = store

@@ -19,7 +19,7 @@ class Pool:
 
     def __init__(self, num_blocks: int = 20) -> None:
         self.placer = BlockPlacer([num_blocks, num_blocks], SIZE)
-        self.segments = SegmentStore(self.placer)
+        self.segments = SegmentStore(self.placer, evict=lambda lacking: self.evictor.free_blocks(lacking))
         self.contexts = ContextTable(self.segments)
         self.in_use = set[str | None]()
         self.evictor = ContextEvictor(self.placer, self.segments, self.contexts, lambda: self.in_use)

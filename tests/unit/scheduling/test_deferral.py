@@ -223,7 +223,7 @@ def test_context_of_deferred_questions_is_pinned() -> None:
     crowd = Crowd().start()
     jobs = crowd.defer()
     crowd.scheduler.contexts.change("doc", ContextSettings(is_pinned=True), 9.0)
-    crowd.scheduler._lifecycle.may_begin = True
+    crowd.scheduler._lifecycle.mark_changed()
     crowd.scheduler._begin_waiting()
     crowd.scheduler.audit()
     assert crowd.deferred == [], "deferral cannot make room"
@@ -318,7 +318,7 @@ def test_nothing_is_deferred_before_the_turn_of_the_oldest_job(monkeypatch: pyte
     resident = Admission.resident
     monkeypatch.setattr(Admission, "resident", lambda *args: (calls.append(args), resident(*args))[1])
     for _ in range(6):
-        crowd.scheduler._lifecycle.may_begin = True
+        crowd.scheduler._lifecycle.mark_changed()
         crowd.step()
     assert (crowd.deferred, calls) == ([], [])
     crowd.check_answers(jobs)

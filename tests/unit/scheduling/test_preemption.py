@@ -208,7 +208,7 @@ def test_waiting_jobs_are_not_compared_with_each_running_job(monkeypatch: pytest
     may_preempt = Job.may_preempt
     monkeypatch.setattr(Job, "may_preempt", lambda job, other: (requested.append(job), may_preempt(job, other))[1])
     for _ in range(5):
-        bench.scheduler._lifecycle.may_begin = True
+        bench.scheduler._lifecycle.mark_changed()
         bench.step()
     assert (bench.scheduler.num_running, bench.scheduler.num_waiting, requested) == (8, 22, [])
 
