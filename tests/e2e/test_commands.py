@@ -174,7 +174,8 @@ def test_choice_of_kernels_and_merge_is_reported_by_the_cluster_command_only(ser
 
 
 def test_the_start_prints_a_summary(served: Served):
-    lines = [line for line in served.output.splitlines() if line.startswith(("model ", "ranks ", "document ", "room "))]
+    labels = ("model ", "ranks ", "document ", "capacity ")
+    lines = [line for line in served.output.splitlines() if line.startswith(labels)]
     assert [line.split()[0] for line in lines] == ["model", "ranks", "document", "capacity"]
     assert lines[1:3] == [
         "ranks        2 on cpu, launcher local",
