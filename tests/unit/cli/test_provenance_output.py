@@ -81,8 +81,8 @@ async def test_without_sources_no_attribution_is_requested_or_printed(asking: Te
     [
         (("--confirm",), "--confirm: needs --sources"),
         (("--contrast",), "--contrast: needs --sources"),
-        (("--hide", "3"), "--hide: 3 is not A-B"),
-        (("--hide", "a-b"), "--hide: a-b is not A-B"),
+        (("--hide", "3"), "--hide: '3' is not A-B"),
+        (("--hide", "a-b"), "--hide: 'a-b' is not A-B"),
         (("--hide", "3-3"), "hidden[0]"),
         (("--sources", "--source-count", "65"), "provenance.span_count"),
     ],
