@@ -174,8 +174,7 @@ class ContextPersistence:
     def record_use(self, context_id: str | None) -> None:
         """Record a use of the context, if it exists."""
         if (context := self._contexts.find(context_id)) is not None:
-            context.used = self._wall_clock()
-            context.num_hits += 1
+            context.record_hit(self._wall_clock())
             self._used.add(context.id)
 
     def seal(self, request_id: int) -> None:

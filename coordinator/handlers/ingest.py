@@ -103,7 +103,7 @@ class Ingest:
         latest = upload.prefill.latest if upload is not None and upload.prefill is not None else None
         is_there = (latest is not None and latest.context is not None) or self._finished_report(header) is not None
         if upload is not None and not is_there:
-            upload.is_cancelled = True
+            upload.cancel()
             async with self._uploads.lease(upload):  # the upload ends with this owner
                 self._uploads.forget(upload)
         if is_there or (upload is None and not was_kept):

@@ -114,6 +114,10 @@ class Upload:
     def is_prefilling(self) -> bool:
         return self.prefill is not None and not self.prefill.is_over
 
+    def cancel(self) -> None:
+        """End the upload for its current and later owners."""
+        self.is_cancelled = True
+
     def begin(self, prefill: PrefillTask) -> None:
         """The engine has taken over the document."""
         self.document, self.prefill = None, prefill

@@ -69,6 +69,11 @@ class NamedContext:
         """The rotation of its keys."""
         return self.path.segments[0].rope
 
+    def record_hit(self, now: float) -> None:
+        """Record a query at `now`."""
+        self.used = now
+        self.num_hits += 1
+
     def grow(self, segment: Segment, now: float, upload_id: str) -> tuple[int, ...]:
         """Appends a segment. Returns the ends whose windows are no longer held."""
         self.upload_id = upload_id

@@ -71,6 +71,9 @@ class AsyncClient:
             ...
     """
 
+    _called = ""
+    """The name of the service in error messages; empty for its address."""
+
     def __init__(
         self,
         server: str | None = None,
@@ -93,7 +96,7 @@ class AsyncClient:
         """
         self.server = with_port(server or default_server())
         chosen = retries if isinstance(retries, Retries) else Retries(limit=retries)
-        self._attach(Calls(self.server, access, chosen, on_retry))
+        self._attach(Calls(self.server, access, chosen, on_retry, self._called))
 
     def _attach(self, calls: Calls) -> None:
         channel = calls.channel

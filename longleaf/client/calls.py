@@ -26,10 +26,12 @@ OWN = "--tls-cert and --tls-key, or LONGLEAF_TLS_CERT and LONGLEAF_TLS_KEY"
 class Calls:
     """A channel to `server`. Requests and responses are protobuf messages; the generated stubs carry no types."""
 
-    def __init__(self, server: str, access: Access, retries: Retries, on_retry: Callback[Retry]) -> None:
-        """Raises InvalidArgument."""
-        self.server = self.called = server
-        """The address, and the name used in error messages."""
+    def __init__(
+        self, server: str, access: Access, retries: Retries, on_retry: Callback[Retry], called: str = ""
+    ) -> None:
+        """`called` is the name of the service in error messages, by default its address. Raises InvalidArgument."""
+        self.server = server
+        self.called = called or server
         self.channel: Any = open_channel(server, access)
         self._access = access
         self._is_plain = not is_encrypted(access)

@@ -14,15 +14,13 @@ class ProxyClient(AsyncClient):
     """Makes calls on behalf of many callers over one connection, and keeps no state about the callers. Its errors omit
     the address of the service, because callers see them."""
 
+    _called = "the service"
+
     def with_credential(self, credential: str) -> "ProxyClient":
         """A view that sends another credential over the same connection. It is cheap, and valid while this client
         is open. Closing it does nothing. Raises InvalidArgument for a malformed credential, and for one that would be
         sent in plain text."""
         return _View(self.server, self._calls.with_credential(credential))
-
-    def _attach(self, calls: Calls) -> None:
-        calls.called = "the service"
-        super()._attach(calls)
 
     async def ingest_once(self, header: IngestHeader, pieces: Pieces) -> AsyncGenerator[IngestProgress, None]:
         """A single stream of an ingest, which sends `pieces` from the offset that the service requests. It is neither
