@@ -34,7 +34,7 @@ NAMES = {
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DIMS = (64, 80, 96, 112, 128, 192, 256)
 LATENT = (576, 512)
-"""Dims of a latent key and of its value."""
+"""Dims of a latent key and its value."""
 BLOCK_SIZE = 128
 ATTENDING = {
     **dict.fromkeys(("table", "attribution_reads"), torch.int64),

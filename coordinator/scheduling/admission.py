@@ -200,7 +200,7 @@ class Admission:
 
     def resident(self, job: Job, jobs: list[Job]) -> tuple[dict[int, Segment], BlockCount]:
         """The segments, by id, that are not freed when the answers among `jobs` end, and so limit the room of `job`.
-        Also the blocks of these segments and of all documents among `jobs`."""
+        Also the blocks of these segments and all documents among `jobs`."""
         retained = self._durable([job, *jobs])
         coming = sum((other.num_blocks for other in jobs if isinstance(other, IngestJob)), BlockCount())
         resident = self._limits.wanted(self._segments.placements.for_segments(retained.values()))

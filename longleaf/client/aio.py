@@ -378,7 +378,7 @@ class AsyncClient:
         its first request. Returns once the context is durable.
 
         A broken connection is resumed automatically. A later call with the same file, name and `upload_id` also
-        resumes, for ten minutes and only while the same service process runs. Raises AlreadyExists,
+        resumes, for ten minutes while the same service process runs. Raises AlreadyExists,
         CheckpointChanged if the service has another model, and InvalidArgument if the file is damaged or not an
         archive.
         """

@@ -1,4 +1,4 @@
-"""Conversion of context text and of its files."""
+"""Conversion of context text and its files."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Conversion of generation requests and of the events of their streams."""
+"""Conversion of generation requests and the events of their streams."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -90,7 +90,7 @@ class GraphSampler:
         return choose
 
     def fill(self, host_N: Numbers, fields: Fields, rows: Sequence[Row]) -> Batch | None:
-        """Writes the parameters of rows and of their drafts to host memory. Returns None if there are no rows."""
+        """Writes the parameters of rows and their drafts to host memory. Returns None if there are no rows."""
         numbers_FT = host_N[fields.parameters].reshape(NUM_PARAMETERS, -1)
         indices = token_indices(rows)
         numbers_FT[:, len(indices) :] = self._others_F[:, None]
