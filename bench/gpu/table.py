@@ -18,7 +18,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items() if number)
     copied = f"{rows[0]['copy_gb_per_s']:,.0f} GB/s"
     yield f"On {machine['device']} ({machine['multiprocessors']} multiprocessors), {versions}, {machine['date']}."
-    clocks = ", ".join(f"{name} {value}" for name, value in machine["nvidia_smi"].items()) or "not told"
+    clocks = ", ".join(f"{name} {value}" for name, value in machine["nvidia_smi"].items()) or "unknown"
     yield f"A copy on the device moves {copied}; shares are shares of that. Clocks: {clocks}."
     measured = [row for row in rows if "left_out" not in row and "failed" not in row]
     yield from table(measured, KERNELS, lambda row: row["case"] not in OWN_TABLES, kernel_cells)
@@ -82,8 +82,8 @@ def prefill_cells(row: Row) -> Sequence[str]:
 def step_cells(row: Row) -> Sequence[str]:
     """Of pairs the first is captured, the second eager."""
     pair = row["captured_counts"], row["eager_counts"]
-    launches = (f"{counts['launches']} + {counts['graphs']}" if counts else "not told" for counts in pair)
-    waits = (f"{counts['waits']}" if counts else "not told" for counts in pair)
+    launches = (f"{counts['launches']} + {counts['graphs']}" if counts else "unknown" for counts in pair)
+    waits = (f"{counts['waits']}" if counts else "unknown" for counts in pair)
     return (
         row["what"],
         row["kernels"],
@@ -115,7 +115,7 @@ def steps_told(rows: Sequence[Row]) -> Iterator[str]:
 
 def choice_cells(row: Row) -> Sequence[str]:
     counts = row["counts"]
-    cells = (f"{counts[name]}" if counts else "not told" for name in ("launches", "copies", "waits"))
+    cells = (f"{counts[name]}" if counts else "unknown" for name in ("launches", "copies", "waits"))
     times = (f"{row[name]:,.0f}" for name in ("captured_us", "called_us", "to_the_host_us"))
     return row["what"], *times, *cells
 
@@ -135,8 +135,8 @@ def not_measured(rows: Sequence[Row]) -> Iterator[str]:
     reasons = [(row["what"], why, row[why]) for row in rows for why in ("left_out", "failed") if why in row]
     if reasons:
         yield ""
-    for what, why, reason in reasons:
-        yield f"- {why.replace('_', ' ').capitalize()}: {what}: {reason}"
+    for subject, outcome, reason in reasons:
+        yield f"- {outcome.replace('_', ' ').capitalize()}: {subject}: {reason}"
 
 
 def on_other_dates(rows: Sequence[Row], date: str) -> Iterator[str]:

@@ -83,8 +83,8 @@ class Observers:
             ]
 
             def on_event(event: Event) -> None:
-                for tell in sinks:
-                    tell(event)
+                for sink in sinks:
+                    sink(event)
 
             yield on_event
 
