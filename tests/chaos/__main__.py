@@ -63,7 +63,7 @@ class ProbedEngine(Engine):
         scheduler.commit = partial(self._commit, scheduler.commit)
         segments = scheduler.segments
         segments._begin_eviction = partial(self._pass, EVICT, segments._begin_eviction)
-        segments.call = partial(self._pass, CALL, segments.call)
+        segments.begin_reload = partial(self._pass, CALL, segments.begin_reload)
         persistence: Any = self._persistence
         persistence._commit = partial(self._keep, persistence._commit)
         look = partial(self._wait_idle, asyncio.get_running_loop())
