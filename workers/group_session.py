@@ -20,26 +20,25 @@ from longleaf.rank_protocol.group_messages import KvLayout, MergeTiming
 from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.snapshots import Save
 from longleaf.rank_protocol.step import Decode, Move, Prefill, Restore, Row, StepPlan, StepResult
-from workers.batch_buckets import bucket_sizes
 from workers.cuda_graphs.bucket import BatchBucket
 from workers.cuda_graphs.graphs import Graphs
 from workers.cuda_graphs.sampling_graph import GraphSampler, TokenBroadcast
 from workers.cuda_graphs.steps import FixedSteps, Launched, try_out
-from workers.cuda_graphs.tokens import FixedTokens
 from workers.host_copies import AsyncHostCopy, DeviceEvent
 from workers.kv_cache.block_table import BlockTable
 from workers.kv_cache.pools import sharded_layers, windowed_layers
 from workers.kv_cache.quantized import QuantizedPool
 from workers.kv_cache.slots import FloatKvPool
+from workers.kv_cache.workspace_estimate import bucket_sizes
 from workers.kv_io.kv_io import KvIo
 from workers.model.model import Model
-from workers.pending import StepHandle, done
+from workers.rank_runtime import StepHandle, done
 from workers.sampling.acceptance import accepted_ids
 from workers.sampling.device_sampler import DeviceChoice, DeviceSampler
 from workers.sampling.logprobs import logprobs_of
 from workers.sampling.sampler import Choice, CpuSampler
 from workers.step.attention_attribution import AttributionAccumulator, BlockAttention
-from workers.step.draft_rollback import DraftedBlocks, StoredKvRecorder, drafted_among
+from workers.step.draft_rollback import DraftedBlocks, FixedTokens, StoredKvRecorder, drafted_among
 from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.step.gathered_prefill import PastBuilder
 from workers.step.inputs import InputBuilder, Inputs, RowNumbers

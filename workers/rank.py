@@ -42,7 +42,7 @@ from workers.kv_cache.workspace_estimate import room_for_graphs
 from workers.kv_io.kv_io import ENDED, NOT_RESIDENT, KvIo, OpenStore
 from workers.kv_io.kv_piece import form_of
 from workers.model import model as models
-from workers.pending import StepHandle
+from workers.rank_runtime import StepHandle
 from workers.sampling.device_sampler import DeviceSampler, make_sampler
 from workers.sampling.sampler import CpuSampler
 from workers.step.last_tokens import DeviceIds, HostIds, LastTokens

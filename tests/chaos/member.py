@@ -36,8 +36,8 @@ from tests.chaos.points import (
 from tests.chaos.reference import DEADLY, POISON
 from workers.kv_cache.pools import sharded_layers
 from workers.model.model import Model
-from workers.pending import StepHandle
 from workers.rank import Rank
+from workers.rank_runtime import StepHandle
 from workers.step import kv_transfer
 
 

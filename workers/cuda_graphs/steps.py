@@ -9,18 +9,16 @@ from torch import Tensor
 
 from longleaf.kernels.backend import CapturableBackend
 from longleaf.rank_protocol.step import Row
-from workers.cuda_graphs.bucket import BatchBucket, Forward, Sampled, with_token_ids
+from workers.cuda_graphs.bucket import BatchBucket, Forward, Sampled, StepMemory, with_token_ids
 from workers.cuda_graphs.graphs import Agree, CaptureRefused, CollectiveGraphs, Graphs, Work
-from workers.cuda_graphs.memory import StepMemory
 from workers.cuda_graphs.sampling_graph import GraphSampler, TokenBroadcast
-from workers.cuda_graphs.tokens import FixedTokens
 from workers.host_copies import AsyncHostCopy, DeviceEvent
 from workers.sampling.acceptance import drafts_of
 from workers.sampling.device_sampler import Batch
 from workers.sampling.fixed_shape import KINDS, kind_of
 from workers.sampling.sampler import Choice
 from workers.step.attention_attribution import SpanAttention
-from workers.step.draft_rollback import DraftedBlocks
+from workers.step.draft_rollback import DraftedBlocks, FixedTokens
 from workers.step.inputs import Inputs, RowNumbers
 from workers.step.last_tokens import DeviceIds
 from workers.step.layers import RowLayer

@@ -25,9 +25,8 @@ from longleaf.errors import ModelRefused
 from longleaf.kernels.backend import lies_in
 from longleaf.positions import AttentionSpan, Rotary
 from workers.model import hook, latent
-from workers.model.malloc_tuning import large_blocks_apart
 from workers.model.rotary import Ropes, replace_rotary
-from workers.model.weights import SAFE_WEIGHTS, check_weights, loading_to_device
+from workers.model.weights import SAFE_WEIGHTS, check_weights, large_blocks_apart, loading_to_device
 
 PROBES = ((3, 5), (4, 11))
 """The forward passes of the preflight: the number of different tokens that each repeats in turn, and its number of

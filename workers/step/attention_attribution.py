@@ -5,7 +5,7 @@ per block of keys do so; otherwise a separate pass over the keys computes the sa
 bit-identical either way, and rows that request no attribution cost nothing.
 
 Shape letters: T rows of the step, A sequences that are reported together, R their rows, K key heads, G queries per key
-head, H = K * G heads, M = R * G, D dim, S slots, N columns (`workers.step.attribution_rows`), W ranks.
+head, H = K * G heads, M = R * G, D dim, S slots, N columns (`workers.step.attribution_plan`), W ranks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,8 +24,7 @@ from longleaf.runs import ceil_div
 from workers.host_copies import AsyncHostCopy, to_device
 from workers.kv_cache.slots import KvPool
 from workers.model.hook import LayerCall
-from workers.step.attribution_rows import SINK, AttributionGroup, SpanKeys
-from workers.step.block_plan import BlockPlan
+from workers.step.attribution_plan import SINK, AttributionGroup, BlockPlan, SpanKeys
 
 TILE_KEYS = 4096
 """Keys per tile: the scores of a tile are materialized."""

@@ -23,8 +23,7 @@ from workers.kv_cache.block_table import BlockTable, stretches
 from workers.kv_cache.slots import KvPool
 from workers.model.model import LayerSpec
 from workers.model.rotary import Rows, row_ropes
-from workers.step.attribution_rows import AttributionGroup, attribution_groups
-from workers.step.block_plan import BlockPlan, block_plan
+from workers.step.attribution_plan import AttributionGroup, BlockPlan, attribution_groups, block_plan
 from workers.step.gathered_prefill import PastBuilder
 from workers.step.last_tokens import LastTokens
 from workers.step.layers import ChunkLayer, Replicated, RowLayer, Sharded
