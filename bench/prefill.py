@@ -32,7 +32,7 @@ from longleaf.comm import Groups
 from longleaf.comm.process_group import ProcessGroups, TransportChoice, connect_store, open_store
 from longleaf.config import PrefillName, apply_environment, network_environment, rank_environment
 from longleaf.kernels import registry
-from longleaf.merge import PartialCodec, make_merge
+from longleaf.merge import CountedMerge, PartialCodec, make_merge
 from longleaf.network_interfaces import interface_of
 from longleaf.rank_protocol.step import Prefill
 from longleaf.runs import Run, ceil_div
@@ -41,10 +41,11 @@ from tests.support.counting_comm import CountingComm
 from workers.kv_cache.block_table import BlockTable
 from workers.kv_cache.slots import FloatKvPool
 from workers.model import model as models
-from workers.step.forward import Peers, PrefillDone, PrefillStep
+from workers.step.forward import PrefillDone, PrefillStep
 from workers.step.gathered_prefill import PastBuilder
 from workers.step.inputs import InputBuilder
 from workers.step.layers import Gathered
+from workers.step.peers import Peers
 
 HOST = "127.0.0.1"
 BLOCK_SIZE = 128
@@ -74,8 +75,9 @@ class Reader:
             self._block_table.put(PAST, resident)
         self._backend = registry.choose("auto", model.device, model.dtype)
         self.comm = CountingComm(groups.world)
-        merge = make_merge("gather", Groups(groups.topology, self.comm, self.comm, None), PartialCodec(self._backend))
-        self._peers = Peers(self.comm, merge)
+        wire = PartialCodec(self._backend)
+        merge = make_merge("gather", Groups(groups.topology, self.comm, self.comm, None), wire)
+        self._peers = Peers(model.device, self.comm, CountedMerge(merge, wire))
 
     def _inputs(self, way: PrefillName) -> InputBuilder:
         block_table, pool, layers, size = self._block_table, self._pool, self._model.layers, self.comm.world_size

@@ -2,8 +2,8 @@
 
 Random tokens pass through an epoch of one rank: two chunks of prefill, a question of several rows, and decode steps,
 over keys in a small pool. The logits are compared with those of transformers' own attention over the same weights, as
-by `longleaf verify` (`workers.verification`). Models of every class are compared: some models mix rows only with
-certain configs or weights. If a dtype other than float32 does not pass, the comparison is repeated in float32.
+by `longleaf verify` (`workers.runners.verification`). Models of every class are compared: some models mix rows only
+with certain configs or weights. If a dtype other than float32 does not pass, the comparison is repeated in float32.
 
 A model that was found exact is recorded by its fingerprint, so a restart skips the comparison.
 """
@@ -37,10 +37,10 @@ from workers.kv_cache.quantized import QuantizedPool
 from workers.kv_cache.slots import FloatKvPool
 from workers.kv_io.kv_io import KvIo
 from workers.model.model import Model, describe_error, special_ids
+from workers.runners.verification import computing_in
 from workers.sampling.device_sampler import DeviceSampler, make_sampler
 from workers.sampling.sampler import CpuSampler
 from workers.step.last_tokens import DeviceIds, HostIds, LastTokens
-from workers.verification import computing_in
 
 CHUNKS, QUESTION, ANSWER = (24, 17), 5, 6
 """Numbers of tokens: per chunk, in the question, and in the answer, whose logits are compared."""

@@ -188,18 +188,18 @@ class Rank:
         self.epoch = epoch = GroupSession(self, groups, merges)
         ready = self._ready
         if groups is not None:
-            chosen = [(timing.merge, timing.rows) for timing in epoch.merges] or [(self.config.merge, 0)]
+            chosen = [(timing.merge, timing.rows) for timing in epoch.peers.timings] or [(self.config.merge, 0)]
             ready = msgspec.structs.replace(
                 ready,
                 transport=groups.transport,
                 intra_node_transport=groups.intra_node_transport,
                 inter_node_transport=groups.inter_node_transport,
-                merges=epoch.merges,
+                merges=epoch.peers.timings,
                 tiers=tuple(tiers(name, groups.topology, rows) for name, rows in chosen),
             )
         if ready.windows:
             # these blocks have the same ids on every rank, so their number is the minimum over ranks
-            windows = msgspec.structs.replace(ready.windows, num_blocks=epoch.min_over_ranks(ready.windows.num_blocks))
+            windows = msgspec.structs.replace(ready.windows, num_blocks=epoch.peers.smallest(ready.windows.num_blocks))
             ready = msgspec.structs.replace(ready, windows=windows)
         epoch.prepare()
         return ready

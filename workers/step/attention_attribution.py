@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from longleaf.attention.block_attribution import AttributionColumns
 from longleaf.attention.masks import hidden
 from longleaf.comm import Comm
-from longleaf.kernels.backend import AttributionBackend
+from longleaf.kernels.backend import AttributionBackend, Backend
 from longleaf.rank_protocol.step import HEADS_PER_LAYER, Attention
 from longleaf.runs import ceil_div
 from workers.host_copies import AsyncHostCopy, to_device
@@ -107,13 +107,18 @@ class AttributionAccumulator:
     """Accumulates, layer by layer of one step, the attention on the columns of all rows that request it."""
 
     def __init__(
-        self, groups: Sequence[AttributionGroup], pool: KvPool, comm: Comm | None, blocks: BlockAttention | None = None
+        self,
+        groups: Sequence[AttributionGroup],
+        plan: BlockPlan | None,
+        pool: KvPool,
+        backend: Backend,
+        comm: Comm | None,
     ) -> None:
-        """Sinks are counted on rank 0 only."""
+        """`plan` has the block sums that the backend reports, if it reports any. Sinks are counted on rank 0 only."""
         self._sums = [SpanSums(requested, pool.device) for requested in groups]
         self._pool = pool
         self._comm = comm
-        self._blocks = blocks
+        self._blocks = BlockAttention(backend, plan) if plan and isinstance(backend, AttributionBackend) else None
         self._has_sink = comm is None or comm.rank == 0
 
     def add(self, layer: int, q_THD: Tensor, lse_TH: Tensor, call: LayerCall) -> None:

@@ -6,7 +6,7 @@ were rounded again. Then the block is restored and the accepted keys are stored 
 only on the tokens in it, so the result is that of steps of one token each.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -14,9 +14,13 @@ import torch
 from torch import Tensor
 
 from longleaf.kernels.backend import Backend
+from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import Row
 from workers.host_copies import to_device
+from workers.kv_cache.block_table import BlockTable
 from workers.kv_cache.quantized import QuantizedPool
+from workers.kv_cache.slots import KvPool
+from workers.step.inputs import RowNumbers
 
 
 class Drafted(NamedTuple):
@@ -151,3 +155,33 @@ class DraftedBlocks:
 
     def _to_device(self, numbers: Sequence[int]) -> Tensor:
         return to_device(torch.tensor(numbers, dtype=torch.long), self._pool.device)
+
+
+class DraftRollback:
+    """Drops the keys behind the accepted drafts of the rows of an epoch."""
+
+    def __init__(self, block_table: BlockTable, sequences: RowState, pool: KvPool, backend: Backend) -> None:
+        self._block_table = block_table
+        self._sequences = sequences
+        self._pool = pool
+        self._backend = backend
+
+    def save_blocks(self, rows: RowNumbers, sampled: Sequence[Row]) -> DraftedBlocks | None:
+        """Saves the blocks to roll back when drafts are refused; None where a refused draft leaves only its keys."""
+        if not isinstance(self._pool, QuantizedPool):
+            return None
+        drafted = drafted_among(sampled, rows.sample_rows)
+        return DraftedBlocks(self._pool, self._backend, drafted, rows.slots, rows.window_slots)
+
+    def cut_back(self, rows: Sequence[Row], ids: Iterable[Sequence[object]], blocks: DraftedBlocks | None) -> None:
+        """Drops the keys behind the accepted drafts of rows, given the ids or tokens of each row."""
+        num_left = dict[int, int]()
+        for row, found in zip(rows, ids, strict=True):
+            num_accepted = max(0, len(found) - 1)
+            if num_accepted < len(row.draft_ids):
+                num_left[row.sequence] = row.num_known + num_accepted
+                end = row.start + row.num_known + num_accepted
+                self._block_table.cut_back(row.path[-1], end)
+                self._sequences.cut_back(row.sequence, end)
+        if blocks is not None and num_left:
+            blocks.restore(num_left)

@@ -67,7 +67,7 @@ class DeviceRank(Rank):
     @property
     def fixed(self) -> FixedSteps | None:
         """The captured and launched steps, once it has joined."""
-        return self.epoch and self.epoch._fixed
+        return self.epoch and self.epoch._decode._fixed
 
     def tensors(self) -> list[torch.Tensor]:
         """All memory of the pool."""
