@@ -41,11 +41,10 @@ from tests.support.counting_comm import CountingComm
 from workers.kv_cache.block_table import BlockTable
 from workers.kv_cache.slots import FloatKvPool
 from workers.model import model as models
-from workers.step.forward import PrefillDone, PrefillStep
+from workers.step.forward import Peers, PrefillDone, PrefillStep
 from workers.step.gathered_prefill import PastBuilder
 from workers.step.inputs import InputBuilder
 from workers.step.layers import Gathered
-from workers.step.peers import Peers
 
 HOST = "127.0.0.1"
 BLOCK_SIZE = 128

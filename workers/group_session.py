@@ -2,14 +2,15 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 
+from longleaf.attention import Partial
 from longleaf.comm import Groups
 from longleaf.config import EngineConfig
 from longleaf.kernels.backend import AttributionBackend, Backend
-from longleaf.merge import PartialCodec
+from longleaf.merge import CountedMerge, PartialCodec, choose_merge, make_merge
 from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.group_messages import KvLayout, MergeTiming
 from longleaf.rank_protocol.row_delta import RowState
@@ -18,8 +19,7 @@ from longleaf.rank_protocol.step import Decode, Move, Prefill, Restore, StepPlan
 from workers.cuda_graphs.graphs import Graphs
 from workers.kv_cache.block_table import BlockTable
 from workers.kv_cache.pools import sharded_layers, windowed_layers
-from workers.kv_cache.quantized import QuantizedPool
-from workers.kv_cache.slots import FloatKvPool
+from workers.kv_cache.slots import KvPool
 from workers.kv_io.kv_io import KvIo
 from workers.model.model import Model
 from workers.rank_runtime import StepHandle, done
@@ -31,29 +31,29 @@ from workers.runners.verification import Verifier
 from workers.sampling.device_sampler import DeviceSampler
 from workers.sampling.sampler import CpuSampler
 from workers.step.draft_rollback import DraftRollback
-from workers.step.forward import ModelRunner
+from workers.step.forward import ModelRunner, Peers
 from workers.step.gathered_prefill import PastBuilder
 from workers.step.inputs import InputBuilder
 from workers.step.last_tokens import LastTokens
-from workers.step.peers import make_peers
 from workers.step.windows import WindowBuilder
 
 log = logging.getLogger("longleaf.rank")  # messages logged while a rank joins are shown to users
 
 
-class RankResources(Protocol):
+@dataclass(frozen=True, slots=True)
+class RankResources:
     """The resources of a rank, which outlast epochs."""
 
     config: EngineConfig
     device: str
     model: Model
-    pool: FloatKvPool | QuantizedPool
+    pool: KvPool
     backend: Backend
     sampler: CpuSampler | DeviceSampler
     last_ids: LastTokens
-    graphs: Graphs | None
-    """None where nothing is captured."""
     kv_io: KvIo
+    graphs: Graphs | None = None
+    """None where nothing is captured."""
 
 
 class GroupSession:
@@ -64,7 +64,7 @@ class GroupSession:
         self._resources = means
         config, model, pool, backend = means.config, means.model, means.pool, means.backend
         wire = PartialCodec(backend, getattr(torch, config.merge_dtype))
-        self.peers = peers = make_peers(model, config, means.device, groups, wire, merges)
+        self.peers = peers = self._make_peers(groups, wire, merges)
         self._block_table = BlockTable(peers.rank, config.block_size)
         self._sequences = RowState(config.block_size)
         inputs, model_runner = self._make_inputs(wire), ModelRunner(model, pool, backend, peers)
@@ -78,6 +78,21 @@ class GroupSession:
         if groups and self._graphs is not None and groups.world.transport == "gloo":
             log.info("graphs: off, because tensors are sent through host memory")
             self._graphs = None
+
+    def _make_peers(self, groups: Groups | None, wire: PartialCodec, timings: Sequence[MergeTiming]) -> Peers:
+        model, config, device = self._resources.model, self._resources.config, self._resources.device
+        if groups is None:
+            return Peers(device)
+        wire.agree(groups.world, device)
+        widest = max(model.layers.values(), key=lambda layer: layer.num_heads * layer.value_dim)
+        heads, dim = widest.num_heads, widest.value_dim
+        if config.merge == "auto":
+            chosen = choose_merge(groups, wire, heads, dim, device, timings)
+            return Peers(device, groups.world, CountedMerge(chosen, wire), chosen.timings)
+        merge = make_merge(config.merge, groups, wire)
+        # compilation and connections of the first use must not delay the first step
+        merge.to_all(Partial.identity(1, heads, dim, device=device))
+        return Peers(device, groups.world, CountedMerge(merge, wire))
 
     def _make_inputs(self, wire: PartialCodec) -> InputBuilder:
         model, config, pool = self._resources.model, self._resources.config, self._resources.pool
@@ -116,6 +131,7 @@ class GroupSession:
         self._block_table.release(plan.release_segments)
         self._decode.forget(plan.release_sequences)
         result = StepResult(plan.epoch, plan.step, {})
+        finished = done(result if self.peers.rank == 0 else None)
         comm, pool, block_table = self.peers.comm, self._resources.pool, self._block_table
         match plan.work:
             case Prefill() as work:
@@ -124,10 +140,10 @@ class GroupSession:
                 self._before = self._decode.start(work, result, self._before)
             case Move() as work:
                 move(work, comm, pool, block_table)
-                self._before = done(result if self.peers.rank == 0 else None)
+                self._before = finished
             case Restore() as work:
                 restore(work, comm, pool, block_table, self._resources.kv_io.piece)
-                self._before = done(result if self.peers.rank == 0 else None)
+                self._before = finished
         return self._before
 
     def close(self) -> None:

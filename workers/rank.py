@@ -34,7 +34,7 @@ from longleaf.storage.store import Store as Storage
 from longleaf.topology import Topology, too_few_gpus
 from workers.cuda_graphs.graphs import CudaGraphs, Graphs
 from workers.exactness import EXACT, ExactnessRecords, verify_model
-from workers.group_session import GroupSession
+from workers.group_session import GroupSession, RankResources
 from workers.kv_cache.pools import check_kv_bytes, kv_bytes_per_token, kv_dtype, make_pool, name_of, sharded_layers
 from workers.kv_cache.quantized import QuantizedPool
 from workers.kv_cache.slots import FloatKvPool
@@ -185,7 +185,9 @@ class Rank:
         """Uses the groups of an epoch for the exchanges of steps. All ranks must connect at the same time. `merges` are
         timings that an earlier epoch measured.
         """
-        self.epoch = epoch = GroupSession(self, groups, merges)
+        loaded = (self.model, self.pool, self.backend, self.sampler, self.last_ids)
+        resources = RankResources(self.config, self.device, *loaded, self.kv_io, self.graphs)
+        self.epoch = epoch = GroupSession(resources, groups, merges)
         ready = self._ready
         if groups is not None:
             chosen = [(timing.merge, timing.rows) for timing in epoch.peers.timings] or [(self.config.merge, 0)]

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from longleaf.kernels.backend import CapturableBackend
 from longleaf.rank_protocol.step import Row
 from workers.cuda_graphs.bucket import BatchBucket, Forward, Sampled, StepMemory, with_token_ids
 from workers.cuda_graphs.graphs import Agree, CaptureRefused, CollectiveGraphs, Graphs, Work
@@ -53,11 +52,6 @@ class Launched(NamedTuple):
     """On other ranks, if rows have drafts: the reported ids of all positions."""
     blocks: DraftedBlocks | None = None
     """The blocks that drafts are written to, where a refused draft leaves more than its keys."""
-
-
-def try_out(buckets: Sequence[BatchBucket], backend: CapturableBackend, forward: Forward) -> Tensor | None:
-    """Runs each bucket once. Returns the logits of the largest bucket, on rank 0."""
-    return [bucket.warm_up(backend, forward) for bucket in buckets][-1]
 
 
 class FixedSteps:

@@ -14,7 +14,7 @@ from longleaf.rank_protocol.step import Decode, Row, StepResult
 from workers.cuda_graphs.bucket import BatchBucket
 from workers.cuda_graphs.graphs import Graphs
 from workers.cuda_graphs.sampling_graph import GraphSampler, TokenBroadcast
-from workers.cuda_graphs.steps import FixedSteps, Launched, try_out
+from workers.cuda_graphs.steps import FixedSteps, Launched
 from workers.host_copies import AsyncHostCopy, DeviceEvent
 from workers.kv_cache.quantized import QuantizedPool
 from workers.kv_cache.workspace_estimate import bucket_sizes
@@ -26,10 +26,9 @@ from workers.sampling.logprobs import logprobs_of
 from workers.sampling.sampler import Choice, CpuSampler
 from workers.step.attention_attribution import AttributionAccumulator
 from workers.step.draft_rollback import DraftedBlocks, DraftRollback, FixedTokens
-from workers.step.forward import ModelRunner
+from workers.step.forward import ModelRunner, Peers
 from workers.step.inputs import InputBuilder, RowNumbers
 from workers.step.last_tokens import DeviceIds, HostIds, LastTokens
-from workers.step.peers import Peers
 
 
 class DecodeRunner:
@@ -65,12 +64,11 @@ class DecodeRunner:
         rotary, sizes = runner.model.rotary, bucket_sizes(config.max_rows)
         may_be_double = bool(rotary.kind) and (config.allow_long or rotary.trained > FLOAT32_POSITIONS)
         buckets = [BatchBucket(size, self._inputs, may_be_double=may_be_double) for size in sizes]
-        logits_RV = try_out(buckets, backend, runner.logits)
+        logits_RV = [bucket.warm_up(backend, runner.logits) for bucket in buckets][-1]
         broadcast, graph_sampler = TokenBroadcast(sizes[-1], last_ids, peers.broadcast, peers.device), None
         if logits_RV is not None and isinstance(self._sampler, DeviceSampler):
             graph_sampler = GraphSampler(self._sampler, torch.zeros_like(logits_RV), broadcast.ids_R)
-        keeps = isinstance(runner.pool, QuantizedPool) and config.max_draft_tokens > 0
-        tokens = FixedTokens() if keeps else None
+        tokens = FixedTokens() if isinstance(runner.pool, QuantizedPool) and config.max_draft_tokens > 0 else None
         self._fixed = FixedSteps(buckets, last_ids, broadcast, graph_sampler, peers.device, tokens)
         self._fixed.prepare(runner.logits, graphs, peers.agree)
         peers.pop_merge_bytes()  # these bytes belong to no step
@@ -81,7 +79,7 @@ class DecodeRunner:
         sampled = [row for row in work.rows if row.token_index >= 0]
         blocks = self._drafts.save_blocks(rows, sampled) if rows.has_drafts else None
         begun = self._fixed.begin(rows, sampled, blocks) if self._fixed and rows.is_plain else None
-        begun = begun or self._begin(rows, sampled, [row for row in work.rows if row.num_scored], blocks)
+        begun = begun or self._begin(work, rows, sampled, blocks)
         read, merged = self._inputs.kv_bytes_read(rows), self._peers.pop_merge_bytes()
         result = msgspec.structs.replace(result, kv_bytes_read=read, merge_bytes=merged)
         pending = StepHandle(lambda: begun.end.is_past, lambda: self._finish(work, sampled, begun, result))
@@ -101,9 +99,7 @@ class DecodeRunner:
         """Drops prepared steps. No step may be begun afterwards."""
         self._fixed = None
 
-    def _begin(
-        self, rows: RowNumbers, sampled: Sequence[Row], scored: Sequence[Row], blocks: DraftedBlocks | None
-    ) -> Launched:
+    def _begin(self, work: Decode, rows: RowNumbers, sampled: Sequence[Row], blocks: DraftedBlocks | None) -> Launched:
         """Launches a step of any shape, over newly allocated tensors."""
         inputs, runner, peers = self._inputs.tensors(rows, self._last_ids), self._model_runner, self._peers
         accumulator = None
@@ -112,11 +108,10 @@ class DecodeRunner:
         logits_RV = runner.logits(inputs, blocks, accumulator)
         reports = accumulator.reports() if accumulator else None
         scores = None
-        if logits_RV is not None and scored:
+        if logits_RV is not None and rows.scored_rows:
             logits_RV, scored_SV = logits_RV.split([len(rows.sample_rows), len(rows.scored_rows)])
-            scores = AsyncHostCopy(
-                logprobs_of(scored_SV, [t for row in scored for t in row.token_ids[-row.num_scored :]])
-            )
+            scored_ids = [i for row in work.rows if row.num_scored for i in row.token_ids[-row.num_scored :]]
+            scores = AsyncHostCopy(logprobs_of(scored_SV, scored_ids))
         choice = self._sampler.start(sampled, logits_RV) if sampled and logits_RV is not None else None
         reported_N = self._broadcast_tokens(sampled, choice) if sampled else None
         ids = AsyncHostCopy(reported_N) if reported_N is not None and choice is None and rows.has_drafts else None

@@ -15,7 +15,7 @@ from torch import Tensor
 from longleaf.comm import Comm
 from longleaf.errors import TransferCorrupted
 from longleaf.rank_protocol.step import Move, RunTransfer
-from workers.host_copies import to_device
+from workers.host_copies import numbers_on
 from workers.kv_cache.block_table import BlockTable
 from workers.kv_cache.slots import KvPool
 
@@ -102,21 +102,18 @@ class Content:
 
     def export(self, blocks: Sequence[int]) -> Tensor:
         """The bytes of N blocks, uint8 [N, bytes_per_block], as a copy."""
-        index_N = self._index(blocks)
+        index_N = numbers_on(self._device, blocks)
         parts = [tensor.index_select(1, index_N).transpose(0, 1).flatten(1) for tensor in self._tensors]
         empty = torch.empty(len(blocks), 0, dtype=torch.uint8, device=self._device)
         return torch.cat([empty, *(part.contiguous().view(torch.uint8) for part in parts)], dim=1)
 
     def restore(self, blocks: Sequence[int], bytes_NB: Tensor) -> None:
         """Writes the exported bytes of N blocks to blocks of this pool. Raises RuntimeError if the sizes differ."""
-        index_N = self._index(blocks)
+        index_N = numbers_on(self._device, blocks)
         for tensor, part in zip(self._tensors, bytes_NB.split(self._sizes, dim=1), strict=True):
             own = part.clone(memory_format=torch.contiguous_format)  # bytes of wider numbers must be aligned
             shape = (len(blocks), len(tensor), *tensor.shape[2:])
             tensor.index_copy_(1, index_N, own.view(tensor.dtype).view(shape).transpose(0, 1))
-
-    def _index(self, blocks: Sequence[int]) -> Tensor:
-        return to_device(torch.tensor(blocks, dtype=torch.long), self._device)
 
 
 class BlockExchange:

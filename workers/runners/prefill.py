@@ -5,9 +5,8 @@ import msgspec
 from longleaf.rank_protocol.step import Prefill, StepResult
 from workers.host_copies import AsyncHostCopy
 from workers.rank_runtime import StepHandle
-from workers.step.forward import ModelRunner
+from workers.step.forward import ModelRunner, Peers
 from workers.step.inputs import InputBuilder
-from workers.step.peers import Peers
 
 
 class PrefillRunner:

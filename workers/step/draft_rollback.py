@@ -16,7 +16,7 @@ from torch import Tensor
 from longleaf.kernels.backend import Backend
 from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import Row
-from workers.host_copies import to_device
+from workers.host_copies import numbers_on
 from workers.kv_cache.block_table import BlockTable
 from workers.kv_cache.quantized import QuantizedPool
 from workers.kv_cache.slots import KvPool
@@ -126,7 +126,7 @@ class DraftedBlocks:
         found = sorted(self._blocks(slots, trash_slot)) if slots else []
         owners, blocks = [owner for owner, _ in found], [block for _, block in found]
         parts = [part.tensor for part in self._pool.blocks(of_windows=of_windows)] if blocks else []
-        there = self._to_device(blocks)
+        there = numbers_on(self._pool.device, blocks)
         return SavedBlocks(owners, blocks, [(part, part[:, there]) for part in parts])
 
     def _blocks(self, slots: Sequence[int], trash_slot: int) -> set[tuple[int, int]]:
@@ -142,19 +142,17 @@ class DraftedBlocks:
         """Restores the blocks of sequences, then stores the first `num_left[sequence]` of their tokens again."""
         for owners, blocks, retained in self._saved:
             places = [place for place, owner in enumerate(owners) if owner in num_left]
-            to, source = self._to_device([blocks[place] for place in places]), self._to_device(places)
+            source = numbers_on(self._pool.device, places)
+            to = numbers_on(self._pool.device, [blocks[place] for place in places])
             for part, before in retained if places else ():
                 part[:, to] = before[:, source]
-        rows_L = self._to_device([*self._left(num_left)])
+        rows_L = numbers_on(self._pool.device, [*self._left(num_left)])
         for layer, (slots_T, k_KTD, v_KTV) in self.stored.items() if len(rows_L) else ():
             self._pool.store(self._backend, layer, slots_T[rows_L], k_KTD[:, rows_L], v_KTV[:, rows_L])
 
     def _left(self, num_left: Mapping[int, int]) -> Iterator[int]:
         for row, rows in self._drafted:
             yield from rows[: num_left.get(row.sequence, 0)]
-
-    def _to_device(self, numbers: Sequence[int]) -> Tensor:
-        return to_device(torch.tensor(numbers, dtype=torch.long), self._pool.device)
 
 
 class DraftRollback:

@@ -7,13 +7,17 @@ see `workers.step.gathered_prefill`. Layers whose keys are replicated on every r
 """
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from longleaf.attention import Partial, add_sink
 from longleaf.attention.masks import Reads
+from longleaf.comm import Comm
 from longleaf.kernels.backend import Backend
+from longleaf.merge import CountedMerge
+from longleaf.rank_protocol.group_messages import MergeTiming
 from workers.kv_cache.slots import KvPool
 from workers.model.hook import LayerCall
 from workers.model.model import Model
@@ -21,11 +25,44 @@ from workers.step.attention_attribution import AttributionAccumulator
 from workers.step.draft_rollback import StoredKv, StoredKvRecorder
 from workers.step.inputs import Inputs
 from workers.step.layers import ChunkLayer, Gathered, Replicated, Replicating, RowLayer, Sharded
-from workers.step.peers import Peers
 
 
 class PrefillDone(Exception):
     """Ends a prefill forward pass once the last layer's keys are stored: later outputs are not needed."""
+
+
+class Peers:
+    """The ranks of an epoch. At world size 1 `comm` and `merge` are None, and exchanges return their input."""
+
+    def __init__(
+        self,
+        device: str,
+        comm: Comm | None = None,
+        merge: CountedMerge | None = None,
+        timings: Sequence[MergeTiming] = (),
+    ) -> None:
+        """`timings` are those on which the choice of the merge is based, if it was chosen automatically."""
+        self.device = device
+        self.comm = comm
+        self.merge = merge
+        self.timings = tuple(timings)
+        self.rank, self.world_size = (comm.rank, comm.world_size) if comm else (0, 1)
+
+    def broadcast(self, ids_T: Tensor) -> Tensor:
+        """The ids that rank 0 passes. A collective: all ranks call it at the same time."""
+        return self.comm.broadcast(ids_T) if self.comm else ids_T
+
+    def smallest(self, number: int) -> int:
+        """The smallest of the numbers of all ranks. A collective."""
+        return int(self.comm.all_gather(torch.tensor([number], device=self.device)).min()) if self.comm else number
+
+    def agree(self, is_so: bool) -> bool:
+        """Whether `is_so` is true on all ranks. A collective."""
+        return self.smallest(int(is_so)) == 1
+
+    def pop_merge_bytes(self) -> int:
+        """Bytes merged since the last call. A replayed step counts nothing."""
+        return self.merge.pop_num_bytes() if self.merge else 0
 
 
 class LocalAttention:

@@ -25,11 +25,10 @@ from workers.kv_cache.quantized import QuantizedPool
 from workers.kv_cache.slots import FloatKvPool
 from workers.model.hook import LayerCall
 from workers.model.model import LayerSpec
-from workers.step.forward import DecodeStep, PrefillDone, PrefillStep
+from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.step.gathered_prefill import PastBuilder
 from workers.step.inputs import InputBuilder
 from workers.step.last_tokens import HostIds
-from workers.step.peers import Peers
 from workers.step.windows import WindowBuilder
 
 BLOCK, NUM_BLOCKS = 4, 200

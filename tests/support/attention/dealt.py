@@ -23,11 +23,10 @@ from workers.kv_cache.block_table import BlockTable
 from workers.kv_cache.slots import FloatKvPool
 from workers.model.hook import LayerCall
 from workers.model.model import LayerSpec
-from workers.step.forward import DecodeStep, PrefillStep
+from workers.step.forward import DecodeStep, Peers, PrefillStep
 from workers.step.gathered_prefill import PastBuilder
 from workers.step.inputs import InputBuilder
 from workers.step.last_tokens import HostIds
-from workers.step.peers import Peers
 
 BLOCK = 4
 NUM_BLOCKS = 40
