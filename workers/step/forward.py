@@ -58,7 +58,10 @@ class Peers:
 
     def agree(self, is_so: bool) -> bool:
         """Whether `is_so` is true on all ranks. A collective."""
-        return self.smallest(int(is_so)) == 1
+        if self.comm is None:
+            return is_so
+        votes = self.comm.all_gather(torch.tensor([is_so], dtype=torch.long, device=self.device))
+        return is_so and bool(votes.min())
 
     def pop_merge_bytes(self) -> int:
         """Bytes merged since the last call. A replayed step counts nothing."""
