@@ -20,7 +20,7 @@ from tests.support.archives import FINGERPRINT
 from tests.support.fuzz.archives import BLOCK, NUM_WINDOW_BLOCKS, VOCABULARY, WINDOW, forge, pool
 from tests.support.storing import NOW, Service, Storage, StoringRanks, ingest, serving
 from workers.kv_io.kv_piece import KvPiece, form_of
-from workers.step.kv_restore import check, write_piece
+from workers.runners.kv_restore import check, write_piece
 
 WINDOWS = WindowSpec(reaches=(AttentionSpan(window=WINDOW),), num_blocks=NUM_WINDOW_BLOCKS)
 AT_ONCE = 500

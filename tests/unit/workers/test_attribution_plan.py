@@ -3,8 +3,7 @@
 from longleaf.attention.block_attribution import NO_EDGE
 from longleaf.attention.masks import QueryRun, Read
 from workers.kv_cache.block_table import SegmentRange
-from workers.step.attribution_rows import AttributionGroup, AttributionRow, SpanKeys, SpanView
-from workers.step.block_plan import block_plan
+from workers.step.attribution_plan import AttributionGroup, AttributionRow, SpanKeys, SpanView, block_plan
 
 LAYERS = (3,)
 TAIL = 6400

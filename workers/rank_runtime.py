@@ -1,14 +1,39 @@
-"""The interfaces that the lifecycle of a member uses: its computation, and its connection."""
+"""A rank as its member process sees it, without torch: its interface, and the steps that it has begun."""
 
 from collections.abc import Callable
 from typing import Protocol
 
-from longleaf.rank_protocol.encoding import FromRank, ToRank
 from longleaf.rank_protocol.group_messages import Join, KvLayout, Ready
 from longleaf.rank_protocol.member_messages import Hello
 from longleaf.rank_protocol.snapshots import Order, Outcome
-from longleaf.rank_protocol.step import StepPlan
-from workers.pending import StepHandle
+from longleaf.rank_protocol.step import StepPlan, StepResult
+
+
+class StepHandle:
+    """A step that was begun. A device may still be computing it; its result is available later."""
+
+    def __init__(self, is_done: Callable[[], bool], finish: Callable[[], StepResult | None]) -> None:
+        """`finish` waits for the device and returns the result."""
+        self._is_done = is_done
+        self._finish: Callable[[], StepResult | None] | None = finish
+        self._result: StepResult | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` returns without waiting."""
+        return self._finish is None or self._is_done()
+
+    def result(self) -> StepResult | None:
+        """Waits for the end of the step. Only rank 0 has a result."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._result = finish()
+        return self._result
+
+
+def done(result: StepResult | None) -> StepHandle:
+    """A step that has finished."""
+    return StepHandle(lambda: True, lambda: result)
 
 
 class RankRuntime(Protocol):
@@ -64,16 +89,3 @@ class RankRuntime(Protocol):
     def close(self) -> None:
         """Like `leave`, but must be the last call."""
         ...
-
-
-class Transport(Protocol):
-    """The connection on which a member receives messages and answers. It must be used by one thread only."""
-
-    def send(self, message: FromRank) -> None: ...
-
-    def receive(self) -> ToRank:
-        """Waits for the next message."""
-        ...
-
-    @property
-    def has_message(self) -> bool: ...

@@ -7,8 +7,7 @@ import pytest
 
 from longleaf.rank_protocol.encoding import decode_from_rank, encode
 from longleaf.rank_protocol.log_messages import MAX_RECORDS, MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES, Logged, LogRecord
-from workers.log_buffer import MAX_BUFFERED_RECORDS, RankLogBuffer
-from workers.member_process import capturing_logs
+from workers.logs import MAX_BUFFERED_RECORDS, RankLogBuffer, capturing_logs
 
 LARGEST = 240 << 10
 """The size of a message that the channel always accepts."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from longleaf.comm import Comm
 from longleaf.errors import TransferCorrupted
 from longleaf.rank_protocol.step import Move, RunTransfer
-from workers.kv_cache.block_bytes import Content
+from workers.host_copies import numbers_on
 from workers.kv_cache.block_table import BlockTable
 from workers.kv_cache.slots import KvPool
 
@@ -83,6 +83,37 @@ def rounds(transfers: Sequence[RunTransfer], most_blocks: int) -> Iterator[list[
                 left[source, target] = pairs[most_blocks:]
         left = {pair: blocks for pair, blocks in left.items() if blocks}
         yield batch
+
+
+class Content:
+    """The content of blocks as bytes: everything that a pool keeps in them, in every layer, bit for bit. They are the
+    blocks that hold runs or, with `of_windows`, those of windowed layers with separate blocks.
+
+    The bytes of a block are ordered by layer, then by tensor, then by key head. They do not include dtypes or sizes:
+    the receiving pool must have the same form as the sending pool.
+    """
+
+    def __init__(self, pool: KvPool, *, of_windows: bool = False) -> None:
+        self._device = pool.device
+        self._tensors = [blocks.tensor for blocks in pool.blocks(of_windows=of_windows)]
+        self._sizes = [tensor[:, 0].numel() * tensor.itemsize for tensor in self._tensors]
+        self.bytes_per_block = sum(self._sizes)
+        """0 where no layer has such blocks."""
+
+    def export(self, blocks: Sequence[int]) -> Tensor:
+        """The bytes of N blocks, uint8 [N, bytes_per_block], as a copy."""
+        index_N = numbers_on(self._device, blocks)
+        parts = [tensor.index_select(1, index_N).transpose(0, 1).flatten(1) for tensor in self._tensors]
+        empty = torch.empty(len(blocks), 0, dtype=torch.uint8, device=self._device)
+        return torch.cat([empty, *(part.contiguous().view(torch.uint8) for part in parts)], dim=1)
+
+    def restore(self, blocks: Sequence[int], bytes_NB: Tensor) -> None:
+        """Writes the exported bytes of N blocks to blocks of this pool. Raises RuntimeError if the sizes differ."""
+        index_N = numbers_on(self._device, blocks)
+        for tensor, part in zip(self._tensors, bytes_NB.split(self._sizes, dim=1), strict=True):
+            own = part.clone(memory_format=torch.contiguous_format)  # bytes of wider numbers must be aligned
+            shape = (len(blocks), len(tensor), *tensor.shape[2:])
+            tensor.index_copy_(1, index_N, own.view(tensor.dtype).view(shape).transpose(0, 1))
 
 
 class BlockExchange:

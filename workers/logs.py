@@ -1,4 +1,4 @@
-"""Buffers log records of this process until they are sent to the coordinator."""
+"""Log records of this process: captured while a rank joins an epoch, or buffered until they are sent."""
 
 import logging
 import traceback
@@ -13,11 +13,53 @@ from longleaf.rank_protocol.log_messages import (
     Logged,
     LogRecord,
 )
-from workers.member_process import is_captured
 
-LOGGERS = ("workers", "longleaf")
+LIBRARY = "longleaf"
+"""Name of the logger whose records are captured."""
+LOGGERS = ("workers", LIBRARY)
 MAX_BUFFERED_RECORDS = 100
 """Maximum number of buffered records. Further records are dropped and counted."""
+
+
+@contextmanager
+def capturing_logs() -> Iterator["LogCapture"]:
+    """Captures the log messages of the library from INFO on.
+
+    Only the coordinator reports these messages. The local log of a rank is hard to find: under Ray it is a file of the
+    worker.
+    """
+    logger, notes = logging.getLogger(LIBRARY), LogCapture()
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(notes)
+    logger.propagate = False
+    try:
+        yield notes
+    finally:
+        logger.propagate = True
+        logger.removeHandler(notes)
+        logger.setLevel(level)
+
+
+class LogCapture(logging.Handler):
+    """Collects the formatted messages of log records."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.warnings: list[str] = []
+        """Messages of WARNING and above, such as performance hints."""
+        self.details: list[str] = []
+        """Messages below WARNING, such as the choice of the merge and its reason."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        texts = self.details if record.levelno < logging.WARNING else self.warnings
+        texts.append(record.getMessage())
+
+
+def is_captured(record: logging.LogRecord) -> bool:
+    """Whether a record is being captured."""
+    is_taking = any(isinstance(handler, LogCapture) for handler in logging.getLogger(LIBRARY).handlers)
+    return is_taking and record.name.split(".")[0] == LIBRARY
 
 
 class RankLogBuffer(logging.Handler):
