@@ -15,9 +15,7 @@ from coordinator.cluster.ports import Ranks
 from coordinator.engine.checkpoint_migration import CheckpointMigration
 from coordinator.engine.context_persistence import ContextPersistence
 from coordinator.engine.context_transfer import ContextTransfer
-from coordinator.engine.epochs import FIRST_EPOCH, Epochs
 from coordinator.engine.inflight_steps import InflightSteps, StepCompletion
-from coordinator.engine.recovery_status import RecoveryStatus
 from coordinator.engine.snapshot_coordinator import SnapshotCoordinator
 from coordinator.engine.stream import Stream
 from coordinator.engine.stream_registry import StreamRegistry
@@ -34,6 +32,8 @@ from coordinator.engine_messages import (
 from coordinator.kv_cache.contexts import NamedContext
 from coordinator.kv_cache.positions import Positions, RopeSwitch
 from coordinator.persistence.open import PersistentState
+from coordinator.recovery.epochs import FIRST_EPOCH, Epochs
+from coordinator.recovery.recovery_status import RecoveryStatus
 from coordinator.recovery.restore import none_stored
 from coordinator.scheduling.limits import num_fed
 from coordinator.scheduling.scheduler import Scheduler
@@ -487,7 +487,7 @@ class Engine:
             self._pause(request_id, True)
         if scheduler.num_waiting:
             self._readers.publish_positions(scheduler.positions)
-        self._recoveries.update(scheduler.recovering, scheduler.pop_dropped())
+        self._recoveries.update(scheduler.recovery.total, scheduler.job_recovery.pop_dropped())
         if self._storing is not None:
             try:
                 self._storing.run_pending()

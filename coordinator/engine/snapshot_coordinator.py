@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 
 from coordinator.cluster.ports import Ranks
-from coordinator.engine.epochs import Epochs
 from coordinator.engine.snapshot_fetcher import SnapshotFetcher
 from coordinator.persistence.snapshots.ports import ContextUse, KvFormat, PlacedSegment
 from coordinator.persistence.snapshots.snapshots import Snapshots
+from coordinator.recovery.epochs import Epochs
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.types import Storage
 
@@ -41,14 +41,14 @@ class SnapshotCoordinator:
         self._begun = scheduler
         ready = self._epochs.current.formation.readies[0]
         text = "|".join([ready.form, ready.form_of_windows]) if ready.form else ""
-        self._fetching.begin(scheduler.restoring)
+        self._fetching.begin(scheduler.recovery.restoring)
         self._snapshots.begin(self, self._ranks, KvFormat(text, block_size), self._on_change)
 
     def run_pending(self) -> None:
         """Must be called after steps were scheduled or answered, or the ranks have changed."""
         self._fetching.run_pending()
         scheduler = self._scheduler
-        now = self._epochs.current.number, scheduler.segments.placements.is_whole, scheduler.is_rebalancing
+        now = self._epochs.current.number, scheduler.segments.placements.is_whole, scheduler.recovery.is_rebalancing
         if now != self._last:  # the ranks may hold more segments
             self._last = now
             self._snapshots.notify()
@@ -58,7 +58,7 @@ class SnapshotCoordinator:
         placement = scheduler.segments.placements.find(segment_id)
         if placement is None or placement.is_evicted or placement.loss is not None or not placement.segment.is_sealed:
             return None
-        if self._epochs.is_over or scheduler.is_rebalancing:
+        if self._epochs.is_over or scheduler.recovery.is_rebalancing:
             return None
         return PlacedSegment(
             segment=placement.segment,

@@ -111,7 +111,7 @@ class ProbedEngine(Engine):
             "steps": len(self._steps),
             "waiting": scheduler.num_waiting,
             "running": scheduler.num_running,
-            "recovering": scheduler.recovering,
+            "recovering": scheduler.recovery.total,
             "is over": self._epochs.is_over,
             "may grow": self._epochs.may_grow,
             **self._snapshots.busy,

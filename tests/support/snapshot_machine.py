@@ -88,14 +88,14 @@ class SnapshotMachine(DurableMachine):
     # --- fetching ---
 
     def _take_orders(self) -> None:
-        restoring = self.scheduler.restoring
+        restoring = self.scheduler.recovery.restoring
         for segment in restoring.pop_wanted():
             if (found := self.storage.get(segment.id)) is None:
                 restoring.mark_unavailable(segment.id)
             else:
                 restoring.set_pieces(segment.id, found.ranges, found.window_ranges)
         if not self.is_between:
-            self.scheduler._job_recovery.resume()
+            self.scheduler.job_recovery.resume()
         self.fetching += restoring.pop_ordered()
         discarded = set(restoring.pop_discarded())
         self.fetching = [part for part in self.fetching if part.ticket not in discarded]
@@ -113,7 +113,9 @@ class SnapshotMachine(DurableMachine):
         """Storage times out: later answers for the segment are ignored."""
         self._take_orders()
         if self.fetching:
-            self.scheduler.restoring.mark_unavailable(data.draw(st.sampled_from(self.fetching), label="part").segment)
+            self.scheduler.recovery.restoring.mark_unavailable(
+                data.draw(st.sampled_from(self.fetching), label="part").segment
+            )
 
     def _fetch(self, part: RestoreChunk, is_there: bool) -> None:
         self.fetching.remove(part)
@@ -123,7 +125,7 @@ class SnapshotMachine(DurableMachine):
             members = self.keys.members if part.rank == EVERY_RANK else [self.keys.members[part.rank]]
             content = found.windows if part.piece == OF_WINDOWS else found.pieces[part.piece]
             self.keys.fetched |= {(member, part.ticket): content for member in members}
-        self.scheduler.restoring.on_fetched(part.ticket, is_there=is_there)
+        self.scheduler.recovery.restoring.on_fetched(part.ticket, is_there=is_there)
 
     def _fetch_all(self) -> bool:
         """Whether there was something."""
@@ -137,7 +139,7 @@ class SnapshotMachine(DurableMachine):
         return super()._schedule() or (self._fetch_all() and super()._schedule())
 
     def _no_job_is_stuck(self) -> None:
-        if not any(map(self.scheduler.restoring.has, self.scheduler.segments.placements)):
+        if not any(map(self.scheduler.recovery.restoring.has, self.scheduler.segments.placements)):
             super()._no_job_is_stuck()
 
     @rule(data=st.data(), steps=st.integers(1, 9))

@@ -9,8 +9,8 @@ import pytest
 
 from coordinator.cluster.ports import Formation
 from coordinator.engine.engine import Engine
-from coordinator.engine.epochs import FIRST_EPOCH
 from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
+from coordinator.recovery.epochs import FIRST_EPOCH
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, NotFound, ResourceExhausted, StorageUnavailable
 from longleaf.sampling import SamplingParams
