@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from coordinator.cluster.ports import Ranks
-from coordinator.engine.snapshot_fetcher import SnapshotFetcher
 from coordinator.persistence.snapshots.ports import ContextUse, KvFormat, PlacedSegment
+from coordinator.persistence.snapshots.snapshot_fetcher import SnapshotFetcher
 from coordinator.persistence.snapshots.snapshots import Snapshots
 from coordinator.recovery.epochs import Epochs
 from coordinator.scheduling.scheduler import Scheduler
@@ -20,7 +20,7 @@ class SnapshotCoordinator:
         self._ranks = ranks
         self._epochs = epochs
         self._on_change = on_change
-        self._fetching = SnapshotFetcher(snapshots, ranks, self._members, on_change)
+        self._fetching: SnapshotFetcher | None = None
         self._begun: Scheduler | None = None
         self._last = (0, True, False)
 
@@ -34,18 +34,20 @@ class SnapshotCoordinator:
 
     def is_stored(self, segment_id: int) -> bool:
         """Whether a segment can be restored. Implements `is_stored` of RestorePlanner."""
-        return self._fetching.is_stored(segment_id)
+        return self._snapshots.is_usable(segment_id)
 
     def begin(self, scheduler: Scheduler, block_size: int) -> None:
         """Starts to save and restore. Must be called once the ranks are ready."""
         self._begun = scheduler
         ready = self._epochs.current.formation.readies[0]
         text = "|".join([ready.form, ready.form_of_windows]) if ready.form else ""
-        self._fetching.begin(scheduler.recovery.restoring)
+        restoring = scheduler.recovery.restoring
+        self._fetching = SnapshotFetcher(restoring, self._snapshots, self._ranks, self._members, self._on_change)
         self._snapshots.begin(self, self._ranks, KvFormat(text, block_size), self._on_change)
 
     def run_pending(self) -> None:
         """Must be called after steps were scheduled or answered, or the ranks have changed."""
+        assert self._fetching is not None
         self._fetching.run_pending()
         scheduler = self._scheduler
         now = self._epochs.current.number, scheduler.segments.placements.is_whole, scheduler.recovery.is_rebalancing
@@ -83,5 +85,6 @@ class SnapshotCoordinator:
         return self._snapshots.total_bytes
 
     async def close(self) -> None:
-        await self._fetching.close()
+        if self._fetching is not None:
+            await self._fetching.close()
         await self._snapshots.close()
