@@ -33,10 +33,11 @@ from tests.support.scheduler_machine import runs
 
 SIZE = 4
 RANKS = 3
+BLOCKS = 90
 MAX_REQUESTED = 4
 """Segments that are requested at the same time: a single rank has room for them."""
 MAX_TURNS = 200
-WINDOWS = WindowSpec(reaches=(AttentionSpan(window=4),), num_blocks=24)
+WINDOWS = WindowSpec(reaches=(AttentionSpan(window=4),), num_blocks=40)
 
 
 class RestoreMachine(RuleBasedStateMachine):
@@ -44,7 +45,7 @@ class RestoreMachine(RuleBasedStateMachine):
 
     @initialize(windows=st.sampled_from([None, None, WINDOWS]))
     def start(self, windows: WindowSpec | None) -> None:
-        self.placer = BlockPlacer([40] * RANKS, SIZE, windows)
+        self.placer = BlockPlacer([BLOCKS] * RANKS, SIZE, windows)
         self.segments = SegmentStore(self.placer)
         self.recovery = RecoveryManager(self.placer, self.segments, is_stored=lambda number: number in self.stored)
         self.restoring = self.recovery.restoring
@@ -66,19 +67,21 @@ class RestoreMachine(RuleBasedStateMachine):
 
     # --- segments ---
 
-    @rule(num_blocks=st.integers(1, 8), is_stored=st.booleans(), is_imported=st.booleans(), data=st.data())
+    @rule(
+        num_blocks=st.integers(1, 20), is_stored=st.integers(0, 3).map(bool), is_imported=st.booleans(), data=st.data()
+    )
     def add(self, num_blocks: int, is_stored: bool, is_imported: bool, data: st.DataObject) -> None:
         """Adds a segment, perhaps to storage, in pieces of different sizes, and requests it."""
         segment = Segment(len(self.library), EMPTY_PATH)
         segment.extend(range(num_blocks * SIZE - data.draw(st.integers(0, SIZE - 1), label="missing")))
         self.library[segment.id] = segment
         if is_stored:
-            self._store(segment, data.draw(st.integers(1, num_blocks), label="blocks per piece"))
+            self._store(segment, data.draw(st.integers(1, num_blocks) | st.just(1), label="blocks per piece"))
             self.archive |= {segment.id} if is_imported else set()
         self._request(segment)
 
     def _store(self, segment: Segment, blocks: int) -> None:
-        size = blocks * SIZE
+        size = blocks * SIZE - (segment.id % 5 == 4)  # such pieces end within a block, and are not used
         ranges = [(start, min(start + size, segment.end)) for start in range(0, segment.end, size)]
         self.stored[segment.id] = [PieceRef(f"{segment.id}/{i}", (one,), 1, "") for i, one in enumerate(ranges)]
 
@@ -105,6 +108,11 @@ class RestoreMachine(RuleBasedStateMachine):
     # --- actions ---
 
     @rule()
+    def resume(self) -> None:
+        """As the scheduler does in a step, before the engine executes the actions."""
+        self.recovery.reserve_lost([])
+
+    @rule()
     def turn(self) -> None:
         """As the engine does before it waits."""
         self.recovery.check_complete()
@@ -112,10 +120,14 @@ class RestoreMachine(RuleBasedStateMachine):
         self._execute_actions()
 
     def _execute_actions(self) -> None:
-        for action in self.restoring.pop_actions():
+        actions = self.restoring.pop_actions()
+        ordered = {action.ticket for action in actions if isinstance(action, FetchPiece)}
+        assert all(action.ticket not in ordered for action in actions if isinstance(action, DiscardPiece))
+        for action in actions:
             match action:
                 case ReadManifest(segment):
                     assert segment.id in self.stored
+                    assert self.restoring.needs(segment.id)
                     assert segment.id not in self.damaged, "it is not used until it has been removed"
                     self.reading.append(segment.id)
                 case FetchPiece(ticket):
@@ -143,6 +155,28 @@ class RestoreMachine(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(self.reading), label="segment")
         self.reading.remove(number)
         self._answer_manifest(number, answer)
+
+    @rule(are_popped=st.booleans())
+    def order_pieces(self, are_popped: bool) -> None:
+        """Storage answers at once."""
+        self.turn()
+        while self.reading:
+            self._answer_manifest(self.reading.pop(), "found")
+        self.turn() if are_popped else self.resume()
+
+    @rule(data=st.data(), last=st.sampled_from(["fetched", "unavailable", "damaged"]))
+    def end_fetches(self, data: st.DataObject, last: str) -> None:
+        """Some pieces are fetched, and a step begins to write them, before another one ends."""
+        self.order_pieces(True)
+        if len(self.fetching) < 2:
+            return
+        tickets = data.draw(st.permutations(sorted(self.fetching)), label="tickets")
+        for ticket in tickets[: data.draw(st.integers(1, len(tickets) - 1), label="fetched")]:
+            self._end_fetch(ticket, "fetched")
+        if self.work is None and data.draw(st.booleans(), label="plan"):
+            self.plan()
+        self._end_fetch(tickets[-1], last)
+        self.turn()
 
     def _answer_manifest(self, number: int, answer: str) -> None:
         if answer == "damaged" or number not in self.stored:
@@ -181,11 +215,9 @@ class RestoreMachine(RuleBasedStateMachine):
         imported_with = sorted(self.archive) if number in self.archive else []
         self.damaged |= {number, *imported_with}
         self.restoring.handle(SnapshotDamaged(number, "damaged", imported_with, ticket))
-        for other in imported_with:
-            assert not self._is_restored(other), "nothing of the archive is restored"
-
-    def _is_restored(self, number: int) -> bool:
-        return self.restoring.needs(number) and self.restoring.under_way is not self.library[number]
+        for placement in [self.requested[other] for other in imported_with if other in self.requested]:
+            is_written = self.restoring.under_way is placement.segment
+            assert is_written or not self.restoring.has(placement), "nothing of the archive is restored"
 
     @precondition(lambda self: self.suspected)
     @rule(is_damaged=st.booleans())
@@ -226,16 +258,18 @@ class RestoreMachine(RuleBasedStateMachine):
         self.work = None
         self.recovery.commit()
 
-    @rule(data=st.data(), has_broken=st.booleans())
-    def end_epoch(self, data: st.DataObject, has_broken: bool) -> None:
+    @rule(data=st.data(), has_broken=st.booleans(), is_rare=st.sampled_from([False, False, False, True]))
+    def end_epoch(self, data: st.DataObject, has_broken: bool, is_rare: bool) -> None:
         """Ends an epoch, perhaps in its step. Some ranks remain, in any order."""
+        if not is_rare:
+            return
         ended = [self.work] if self.work is not None and has_broken else []
         self.recovery.undo(ended, BREAK_SCORE if has_broken else LOSS_SCORE)
         self.work, self.epoch = None, self.epoch + 1
         assert not any(map(self.restoring.needs, self.library))
         order = data.draw(st.permutations(range(len(self.placer.pools))), label="ranks")
         survivors = tuple(order[: data.draw(st.integers(1, len(order)), label="survivors")])
-        self.recovery.change_ranks(RankMapping(self.epoch, survivors, (40,) * len(survivors)))
+        self.recovery.change_ranks(RankMapping(self.epoch, survivors, (BLOCKS,) * len(survivors)))
         self._execute_actions()
         assert not self.fetching
         assert not self.fetched, "pieces of an ended epoch are discarded"
@@ -287,7 +321,7 @@ class RestoreMachine(RuleBasedStateMachine):
 
 
 class TestRestoreMachine(RestoreMachine.TestCase):
-    settings = runs(150)
+    settings = runs(200)
 
 
 @pytest.mark.slow
