@@ -70,6 +70,7 @@ class Epochs:
         recoveries: RecoveryStatus,
         clock: Callable[[], float],
         note: Callable[[int], Awaitable[None]],
+        on_change: Callable[[], None],
     ) -> None:
         """`note` must record the number of an epoch durably before the epoch begins."""
         self._note = note
@@ -77,7 +78,7 @@ class Epochs:
         self._recoveries = recoveries
         self._clock = clock
         self._current: Epoch | None = None
-        self._on_change: Callable[[], None] = lambda: None
+        self._on_change = on_change
         self._ended: asyncio.Task[EpochEnd] | None = None
         self._joinable: asyncio.Task[None] | None = None
         self._confirmed: asyncio.Task[None] | None = None
@@ -101,12 +102,8 @@ class Epochs:
         self._current = Epoch.first(await self._ranks.start(number), block_size)
         return self._current
 
-    def watch(self, on_change: Callable[[], None]) -> None:
-        """Start to call `on_change`."""
-        self._on_change = on_change
-        self._watch()
-
-    def _watch(self) -> None:
+    def watch(self) -> None:
+        """Start to call `on_change` for the current epoch."""
         self.unwatch()
         self._ended = asyncio.create_task(self._wait_ended(self.current.formation))
         self._joinable = asyncio.create_task(self._ranks.wait_joinable())
@@ -172,7 +169,7 @@ class Epochs:
                 await formation.group.send_layout(KvLayout(formation.epoch, scheduler.segments.layout()))
                 break
             scheduler.job_recovery.roll_back()
-        self._watch()
+        self.watch()
         notify()
 
     def _check_progress(self, end: EpochEnd, scheduler: Scheduler) -> None:
