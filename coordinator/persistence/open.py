@@ -12,7 +12,7 @@ from coordinator.persistence.catalog.identity import read_identity
 from coordinator.persistence.catalog.records import CatalogContents
 from coordinator.persistence.catalog.stale_contexts import StaleContexts
 from coordinator.persistence.journal.journal import Journal
-from coordinator.persistence.snapshots.retention import RetentionPolicy
+from coordinator.persistence.snapshots.snapshot_index import RetentionPolicy
 from coordinator.persistence.snapshots.snapshots import Snapshots
 from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import CatalogError, DataLoss, StorageUnavailable

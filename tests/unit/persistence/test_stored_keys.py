@@ -9,8 +9,8 @@ from coordinator.engine.engine import Engine
 from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
 from coordinator.persistence.catalog.records import Change
 from coordinator.persistence.snapshots.ports import ContextUse, PlacedSegment
-from coordinator.persistence.snapshots.retention import RetentionPolicy
 from coordinator.persistence.snapshots.segments_on_ranks import SegmentsOnRanks
+from coordinator.persistence.snapshots.snapshot_index import RetentionPolicy
 from longleaf.errors import StorageUnavailable, Unavailable
 from longleaf.positions import EVERY_RANK, AttentionSpan, WindowSpec
 from longleaf.rank_protocol.step import Prefill, Restore
