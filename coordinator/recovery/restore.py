@@ -293,7 +293,7 @@ class RestorePlanner:
         for placement in dict.fromkeys([*needed, *self._placements.with_losses]):
             if (one := self._returns.get(placement.segment.id)) is None:
                 one = self._begin(placement)
-            if one is not None and one.left:
+            if one is not None and one.left and not one.is_stale:  # else the plan under way still uses it
                 try:
                     self._order(one)
                 except Exception as error:

@@ -101,7 +101,9 @@ class RestoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requested)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(sorted(self.requested)), label="segment")
+        self._release(data.draw(st.sampled_from(sorted(self.requested)), label="segment"))
+
+    def _release(self, number: int) -> None:
         del self.requested[number]
         self.segments.release(self.library[number].path)
 
@@ -318,6 +320,25 @@ class RestoreMachine(RuleBasedStateMachine):
         assert self.discarded == self.tickets
         assert self.recovery.is_over
         self.no_block_is_lost()
+
+
+def test_segment_that_is_requested_again_while_a_step_restores_it_is_restored_afresh() -> None:
+    machine = RestoreMachine()
+    machine.start(None)
+    machine.library[0] = segment = Segment(0, EMPTY_PATH)
+    segment.extend(range(15 * SIZE))
+    machine._store(segment, 1)
+    machine._request(segment)
+    machine.order_pieces(True)
+    assert len(machine.fetching) < 15, "pieces are left to order"
+    machine._end_fetch(0, "fetched")
+    machine.plan()
+    assert isinstance(machine.work, Restore)
+    machine._release(0)
+    machine._request(segment)
+    machine.resume()
+    assert not machine.restoring.pop_faults()
+    machine.teardown()
 
 
 class TestRestoreMachine(RestoreMachine.TestCase):
