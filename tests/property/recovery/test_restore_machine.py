@@ -333,6 +333,9 @@ def test_segment_that_is_requested_again_while_a_step_restores_it_is_restored_af
     assert len(machine.fetching) < 15, "pieces are left to order"
     machine._end_fetch(0, "fetched")
     machine.plan()
+    machine.commit()  # so that a rank may fetch more
+    machine._end_fetch(1, "fetched")
+    machine.plan()
     assert isinstance(machine.work, Restore)
     machine._release(0)
     machine._request(segment)
