@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class ContextStore:
-    """Keeps the contexts of a scheduler, of a catalog and of the snapshots on storage consistent.
+    """Keeps the contexts of a scheduler consistent with the catalog and with the snapshots on storage.
 
     Scheduler and catalog are changed in the same order. Each change is confirmed to the caller once the catalog has
     committed it, and is undone if it cannot be committed. A started change completes even if its caller is cancelled.

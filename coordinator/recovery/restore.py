@@ -97,7 +97,7 @@ class PieceFetched:
 
 @dataclass(frozen=True, slots=True)
 class SegmentUnavailable:
-    """Storage cannot be read now: what is left of a segment is recomputed."""
+    """Storage cannot be read now: the rest of a segment is recomputed."""
 
     segment_id: int
 
@@ -256,7 +256,7 @@ class RestorePlanner:
         return (low - segment.start) % size == 0 and (high == segment.end or (high - segment.start) % size == 0)
 
     def _abandon(self, segment_id: int) -> None:
-        """Restores nothing more of a segment, except what is being written into blocks."""
+        """Restores nothing more of a segment. Chunks in the plan under way are written."""
         if (one := self._returns.get(segment_id)) is None:
             return
         planned = self._under_way[1] if self._is_planned(one) and self._under_way else []

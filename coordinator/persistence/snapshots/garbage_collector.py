@@ -51,7 +51,7 @@ class GarbageCollector:
             log.warning("%d snapshots are missing from %s", len(lost), self._store.store.url)
         return lost
 
-    async def noted_contexts(self) -> set[str]:
+    async def recorded_contexts(self) -> set[str]:
         """Return the contexts with a note on storage. Raises StorageUnavailable."""
         entries = await self._store.list(notes_folder(self._retained.service_id))
         return {place.context for entry in entries if (place := place_of_note(entry.name)) is not None}

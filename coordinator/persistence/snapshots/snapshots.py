@@ -457,10 +457,10 @@ class Snapshots:
 
     async def _compare(self) -> None:
         """Write missing notes of contexts, and forget snapshots that are missing from the storage."""
-        noted, missing = await self._collector.noted_contexts(), await self._collector.find_missing()
+        recorded, missing = await self._collector.recorded_contexts(), await self._collector.find_missing()
         if missing:
             await self._lose(missing)
-        await self._rewrite_notes(noted)
+        await self._rewrite_notes(recorded)
 
     async def _enforce_limits(self, uses: Sequence[ContextUse]) -> None:
         """Delete snapshots that exceed the quota, and expired ones. Raises StorageUnavailable."""

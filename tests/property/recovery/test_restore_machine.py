@@ -41,7 +41,7 @@ WINDOWS = WindowSpec(reaches=(AttentionSpan(window=4),), num_blocks=40)
 
 
 class RestoreMachine(RuleBasedStateMachine):
-    """The machine under test, and a model of the storage and of the pieces in the memory of the ranks."""
+    """The machine under test, and a model of storage and rank memory."""
 
     @initialize(windows=st.sampled_from([None, None, WINDOWS]))
     def start(self, windows: WindowSpec | None) -> None:
