@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from coordinator.cluster.ports import Formation
 from coordinator.engine_messages import Prompt, Tokens
 from coordinator.handlers.transfer.imports import ImportSessions
-from coordinator.persistence.snapshots.retention import RetentionPolicy
+from coordinator.persistence.snapshots.snapshot_index import RetentionPolicy
 from longleaf.errors import DataLoss, GroupFailed, NotFound
 from longleaf.positions import AttentionSpan, WindowSpec
 from longleaf.rank_protocol.snapshots import Fetch

@@ -1,14 +1,16 @@
-"""Persistence of contexts: each change is confirmed to the caller once the catalog has committed it."""
+"""The persistence of an engine's contexts: their records in the catalog, and their keys on storage."""
 
 import asyncio
 import copy
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from coordinator.engine.record_mapping import context_of, context_record, renumbered, segment_of, segment_record
+from coordinator.auth.tenant_usage import Room
+from coordinator.cluster.ports import Ranks
 from coordinator.kv_cache.contexts import ContextTable, NamedContext
+from coordinator.kv_cache.positions import Positions
 from coordinator.kv_cache.token_paths import EMPTY_PATH, Segment, TokenPath
 from coordinator.kv_cache.totals import Totals
 from coordinator.persistence.catalog.records import (
@@ -18,13 +20,20 @@ from coordinator.persistence.catalog.records import (
     SegmentRecord,
     SnapshotRecord,
 )
+from coordinator.persistence.catalog.stale_contexts import StaleContext
+from coordinator.persistence.checkpoint_migration import CheckpointMigration, retokenized
 from coordinator.persistence.open import PersistentState
+from coordinator.persistence.record_mapping import context_of, context_record, renumbered, segment_of, segment_record
+from coordinator.persistence.snapshots.ports import KvFormat
+from coordinator.persistence.snapshots.segments_on_ranks import SegmentsOnRanks
+from coordinator.persistence.snapshots.snapshot_fetcher import SnapshotFetcher
+from coordinator.recovery.epochs import Epochs
 from coordinator.scheduling.jobs import IngestJob
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.task_set import TaskSet
-from longleaf.errors import AlreadyExists, DataLoss, LongleafError, Unavailable
+from longleaf.errors import AlreadyExists, DataLoss, LongleafError, NotFound, Unavailable
 from longleaf.tenants import tenant_of
-from longleaf.types import ContextSettings
+from longleaf.types import ContextSettings, Storage
 
 NO_OWNER = ""
 FLUSH_SECONDS = 30.0
@@ -35,28 +44,36 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class ContextPersistence:
-    """Keeps the contexts of a scheduler and of a catalog consistent.
+class ContextStore:
+    """Keeps the contexts of a scheduler consistent with the catalog and with the snapshots on storage.
 
-    Both are changed in the same order, and a change that cannot be committed is undone. A started change completes even
-    if its caller is cancelled. Without `persistence` nothing is stored.
+    Scheduler and catalog are changed in the same order. Each change is confirmed to the caller once the catalog has
+    committed it, and is undone if it cannot be committed. A started change completes even if its caller is cancelled.
+    Without a persistent state nothing is stored.
 
-    `delete` deletes a context of the scheduler, `on_change` is called when the scheduler has new outcomes, and
-    `wall_clock` dates contexts.
+    `delete` deletes a context of the scheduler, `on_change` is called when the engine has new work, and `wall_clock`
+    dates contexts.
     """
 
     def __init__(
         self,
-        persistence: PersistentState | None,
+        state: PersistentState | None,
+        ranks: Ranks,
         delete: Callable[[Scheduler, str], None],
         wall_clock: Callable[[], float],
         on_change: Callable[[], None],
     ) -> None:
-        self._store = persistence
+        self._state = state
+        self.snapshots = state.snapshots if state else None
+        self._ranks = ranks
         self._delete = delete
         self._wall_clock = wall_clock
         self._on_change = on_change
-        self._begun: Scheduler | None = None
+        self._migration = CheckpointMigration(state.stale, wall_clock) if state else None
+        self._loaded: Scheduler | None = None
+        self._on_ranks: SegmentsOnRanks | None = None
+        self._fetcher: SnapshotFetcher | None = None
+        self._last_generation: object = None
         self._tasks = TaskSet()
         self._turn = asyncio.Lock()
         """Held while a change of a whole context is committed, because each change builds on the previous one."""
@@ -70,17 +87,22 @@ class ContextPersistence:
 
     @property
     def is_durable(self) -> bool:
-        return self._store is not None
+        return self._state is not None
+
+    @property
+    def changed(self) -> Mapping[str, str]:
+        """Contexts of earlier checkpoints of the model, by name, and the differences from the served one."""
+        return self._state.stale.changed if self._state else {}
 
     @property
     def last_epoch(self) -> int:
         """The last epoch of earlier service runs; 0 if there was none."""
-        return self._store.contents.epoch if self._store else 0
+        return self._state.contents.epoch if self._state else 0
 
     @property
     def _scheduler(self) -> Scheduler:
-        assert self._begun is not None
-        return self._begun
+        assert self._loaded is not None
+        return self._loaded
 
     @property
     def _contexts(self) -> ContextTable:
@@ -88,13 +110,19 @@ class ContextPersistence:
 
     # --- the start and the end ---
 
-    async def begin(self, scheduler: Scheduler, epoch: int) -> None:
-        """Start the scheduler with the stored contexts, in an epoch of this number. Raises StorageUnavailable."""
-        self._begun = scheduler
-        if self._store is not None:
-            await self._store.catalog.note_epoch(epoch)
-            self._load(self._store.contents)
+    async def load(self, scheduler: Scheduler, epochs: Epochs, block_size: int) -> None:
+        """Start the scheduler with the stored contexts, once the ranks are ready. Raises StorageUnavailable."""
+        self._loaded = scheduler
+        if self._state is not None:
+            await self._state.catalog.note_epoch(epochs.current.number)
+            self._load(self._state.contents)
             self._flush = asyncio.create_task(self._flush_periodically())
+        if self.snapshots is not None:
+            self._on_ranks = on_ranks = SegmentsOnRanks(scheduler, epochs)
+            ready, restoring = epochs.current.formation.readies[0], scheduler.recovery.restoring
+            form = KvFormat("|".join([ready.form, ready.form_of_windows]) if ready.form else "", block_size)
+            self._fetcher = SnapshotFetcher(restoring, self.snapshots, self._ranks, on_ranks.members, self._on_change)
+            self.snapshots.begin(on_ranks, self._ranks, form, self._on_change)
 
     def _load(self, contents: CatalogContents) -> None:
         """Register all stored contexts with the scheduler. No keys are loaded."""
@@ -123,17 +151,22 @@ class ContextPersistence:
     async def note_epoch(self, epoch: int) -> None:
         """Record the number of the next epoch, so that later service runs use larger numbers. A failure is logged."""
         try:
-            if self._store is not None:
-                await self._store.catalog.note_epoch(epoch)
+            if self._state is not None:
+                await self._state.catalog.note_epoch(epoch)
         except LongleafError as error:
             log.warning("cannot record epoch %d: %s", epoch, error)
 
     async def close(self) -> None:
-        """Finish the running changes and commit the last uses."""
+        """Stop saving and restoring keys, finish the running changes, and commit the last uses."""
+        if self._fetcher is not None:
+            await self._fetcher.close()
+        if self.snapshots is not None:
+            await self.snapshots.close()
         if self._flush is not None:
             self._flush.cancel()
-        await self._tasks.wait()
-        await self._save_uses()
+        if self._loaded is not None:
+            await self._tasks.wait()
+            await self._save_uses()
 
     async def _flush_periodically(self) -> None:
         while True:
@@ -153,8 +186,8 @@ class ContextPersistence:
                 log.warning("cannot record when contexts were last used: %s", error)
 
     async def _commit(self, change: Change) -> None:
-        if self._store is not None:
-            await (self._store.snapshots or self._store.catalog).commit(change)
+        if self._state is not None:
+            await (self.snapshots or self._state.catalog).commit(change)
 
     def num_bytes(self, context: NamedContext) -> int:
         """Return the stored bytes of a context: those of its segments in the catalog, and those on storage."""
@@ -164,10 +197,35 @@ class ContextPersistence:
 
     def total_bytes(self, totals: Totals) -> int:
         """Return the stored bytes of all contexts of a tenant."""
-        if self._store is None:
+        if self._state is None:
             return 0
-        snapshots = self._store.snapshots
-        return totals.stored_bytes + (snapshots.num_bytes(totals.segments) if snapshots else 0)
+        return totals.stored_bytes + (self.snapshots.num_bytes(totals.segments) if self.snapshots else 0)
+
+    # --- keys on storage ---
+
+    def is_stored(self, segment_id: int) -> bool:
+        """Whether the keys of a segment can be restored. See RestorePlanner."""
+        return self.snapshots is not None and self.snapshots.is_usable(segment_id)
+
+    def run_pending(self) -> None:
+        """Start the fetches and saves that have become possible. Must be called after steps were scheduled or answered,
+        or the ranks have changed.
+        """
+        if self.snapshots is None or self._fetcher is None or self._on_ranks is None:
+            return
+        self._fetcher.run_pending()
+        if (now := self._on_ranks.generation) != self._last_generation:
+            self._last_generation = now
+            self.snapshots.notify()
+
+    def view(self) -> Storage | None:
+        """Return the state of the storage for clients."""
+        return self.snapshots.view() if self.snapshots else None
+
+    @property
+    def num_snapshot_bytes(self) -> int | None:
+        """Bytes of all keys and values on storage; None without storage."""
+        return self.snapshots.total_bytes if self.snapshots else None
 
     # --- changes ---
 
@@ -253,6 +311,49 @@ class ContextPersistence:
         """
         return await self.adopt_reserved(renumbered(record, path, snapshots, self.reserve_segment_ids(len(path))))
 
+    async def adopt_stale(
+        self, context_id: str, positions: Positions, vocabulary_size: int, room: Room
+    ) -> NamedContext:
+        """Adopt a context of an earlier checkpoint, with its tokens and settings; no keys are loaded. Raises
+        AlreadyExists, NotFound, CheckpointChanged if this checkpoint cannot use its tokens, DataLoss,
+        StorageUnavailable, and the errors of `room`.
+        """
+        self.check_free(context_id)
+        found = await self._migration.find({context_id}) if self._migration else {}
+        if context_id not in found:
+            raise NotFound(f"contexts/{context_id}")
+        return await self._adopt_stale(found[context_id], positions, vocabulary_size, room)
+
+    async def adopt_all_stale(
+        self, positions: Positions, vocabulary_size: int, tenant: str, room: Room
+    ) -> tuple[list[NamedContext], dict[str, LongleafError]]:
+        """Adopt all contexts of a tenant from earlier checkpoints. Returns the adopted contexts in the order of their
+        names, and the errors of the refused ones by name.
+        """
+        adopted, refused = list[NamedContext](), dict[str, LongleafError]()
+        if self._migration is None:
+            return adopted, refused
+        names = set[str]()
+        for name in self._migration.names(tenant):
+            try:
+                self.check_free(name)
+                names.add(name)
+            except LongleafError as error:
+                refused[name] = error
+        for name, found in sorted((await self._migration.find(names)).items()):
+            try:
+                adopted.append(await self._adopt_stale(found, positions, vocabulary_size, room))
+            except LongleafError as error:
+                refused[name] = error
+        return adopted, dict(sorted(refused.items()))
+
+    async def _adopt_stale(
+        self, found: StaleContext, positions: Positions, vocabulary_size: int, room: Room
+    ) -> NamedContext:
+        record, path = retokenized(found, positions, vocabulary_size)
+        with room(record.num_tokens):
+            return await self.adopt(record, path)
+
     def reserve_segment_ids(self, count: int) -> int:
         """Reserve `count` consecutive segment ids and return the first."""
         return self._scheduler.segments.reserve_ids(count)
@@ -337,8 +438,8 @@ class ContextPersistence:
         """Remove the journal entries of deleted contexts. Failures are retried later."""
         for context_id in list(self._journals_to_clear):
             try:
-                if self._store is not None and self._contexts.find(context_id) is None:
-                    self._store.journal.remove_of_context(context_id)
+                if self._state is not None and self._contexts.find(context_id) is None:
+                    self._state.journal.remove_of_context(context_id)
                 self._journals_to_clear.discard(context_id)
             except LongleafError as error:
                 log.warning("cannot remove the deleted context %s from the journal: %s", context_id, error)
@@ -367,7 +468,7 @@ class ContextPersistence:
 
     async def _end(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for the result of `work`. With a store, `work` completes even if the caller is cancelled."""
-        if self._store is None:
+        if self._state is None:
             return await work  # it never suspends
         return await asyncio.shield(self._tasks.start(work))
 

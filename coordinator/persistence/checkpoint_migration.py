@@ -1,86 +1,42 @@
-"""Migrates contexts that an earlier checkpoint ingested to the served checkpoint."""
+"""Contexts that an earlier checkpoint ingested: they are read from its folder, and cut for the served checkpoint."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence, Set
 
 from msgspec.structs import replace
 
-from coordinator.auth.tenant_usage import Room
-from coordinator.engine.context_persistence import ContextPersistence
-from coordinator.kv_cache.contexts import NamedContext
 from coordinator.kv_cache.positions import Positions
 from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord
-from coordinator.persistence.catalog.stale_contexts import StaleContext
-from coordinator.persistence.open import PersistentState
-from longleaf.errors import CheckpointChanged, LongleafError, NotFound
+from coordinator.persistence.catalog.stale_contexts import StaleContext, StaleContexts
+from longleaf.errors import CheckpointChanged
 from longleaf.tenants import tenant_of
 
 
 class CheckpointMigration:
-    """Adopts contexts from the folders of earlier checkpoints. These folders are never written. `wall_clock` decides
-    which contexts have expired.
+    """Finds contexts in the folders of earlier checkpoints. These folders are never written. `wall_clock` decides which
+    contexts have expired.
     """
 
-    def __init__(
-        self,
-        persistence: PersistentState | None,
-        context_persistence: ContextPersistence,
-        wall_clock: Callable[[], float],
-    ) -> None:
-        self._store = persistence
-        self._persistence = context_persistence
+    def __init__(self, stale: StaleContexts, wall_clock: Callable[[], float]) -> None:
+        self._stale = stale
         self._wall_clock = wall_clock
-        self._names = frozenset(persistence.changed) if persistence is not None else frozenset[str]()
+        self._names = frozenset(stale.changed)
         """The names of all contexts that existed when the service started."""
         self._running_read: asyncio.Task[Mapping[str, StaleContext]] | None = None
         """The running read. It reads all folders in full, is shared by all concurrent callers, and completes even if
         all of them are cancelled.
         """
 
-    async def adopt(self, context_id: str, positions: Positions, vocabulary_size: int, room: Room) -> NamedContext:
-        """Adopt a context with its tokens and settings; no keys are loaded. Raises AlreadyExists, NotFound,
-        CheckpointChanged if this checkpoint cannot use its tokens, DataLoss, StorageUnavailable, and the errors of
-        `room`.
-        """
-        self._persistence.check_free(context_id)
-        found = (await self._read({context_id})).get(context_id)
-        if found is None:
-            raise NotFound(f"contexts/{context_id}")
-        return await self._adopt(found, positions, vocabulary_size, room)
+    def names(self, tenant: str) -> list[str]:
+        """Return the sorted names of a tenant's contexts."""
+        return sorted(name for name in self._names if tenant_of(name) == tenant)
 
-    async def adopt_all(
-        self, positions: Positions, vocabulary_size: int, tenant: str, room: Room
-    ) -> tuple[list[NamedContext], dict[str, LongleafError]]:
-        """Adopt all contexts of a tenant. Returns the adopted contexts in the order of their names, and the
-        errors of the refused ones by name.
-        """
-        adopted, refused = list[NamedContext](), dict[str, LongleafError]()
-        names = set[str]()
-        for name in sorted(name for name in self._names if tenant_of(name) == tenant):
-            try:
-                self._persistence.check_free(name)
-            except LongleafError as error:
-                refused[name] = error
-            else:
-                names.add(name)
-        for name, found in sorted((await self._read(names)).items()):
-            try:
-                adopted.append(await self._adopt(found, positions, vocabulary_size, room))
-            except LongleafError as error:
-                refused[name] = error
-        return adopted, dict(sorted(refused.items()))
-
-    async def _adopt(self, found: StaleContext, positions: Positions, vocabulary_size: int, room: Room) -> NamedContext:
-        record, path = retokenized(found, positions, vocabulary_size)
-        with room(record.num_tokens):
-            return await self._persistence.adopt(record, path)
-
-    async def _read(self, names: Set[str]) -> Mapping[str, StaleContext]:
+    async def find(self, names: Set[str]) -> Mapping[str, StaleContext]:
         """Return the unexpired contexts of these names."""
-        if self._store is None or not names & self._names:
+        if not names & self._names:
             return {}
         if self._running_read is None:
-            self._running_read = asyncio.create_task(asyncio.to_thread(self._store.read_stale))
+            self._running_read = asyncio.create_task(asyncio.to_thread(self._stale.read))
             self._running_read.add_done_callback(self._clear_read)
         now, found = self._wall_clock(), await asyncio.shield(self._running_read)
         return {name: each for name, each in found.items() if name in names and not _is_past(each.record, now)}

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from coordinator.engine import snapshot_fetcher
 from coordinator.kv_cache.block_placer import BlockCount
 from coordinator.kv_cache.rank_mapping import RankMapping
 from coordinator.kv_cache.segment_placement import SegmentPlacement
+from coordinator.persistence.snapshots import snapshot_fetcher
 from coordinator.recovery.fault_score import BREAK_SCORE
 from longleaf.errors import DataLoss, LongleafError, NotFound, ResourceExhausted
 from longleaf.positions import AttentionSpan, WindowSpec
@@ -322,7 +322,7 @@ async def test_manifest_of_a_released_segment_is_ignored() -> None:
         await comes(lambda: bench.num_changes)
         bench.turn()
         assert not bench.ranks.orders
-        assert not bench.fetching._pieces
+        assert not bench.recovery.restoring.needs(3)
 
 
 async def test_fetch_of_a_released_segment_is_discarded() -> None:
@@ -363,17 +363,21 @@ async def test_segment_dropped_before_its_order_leaves_nothing_on_members() -> N
         await bench.until(lambda: not bench.ranks.fetched)
 
 
-@pytest.mark.parametrize("place", ["manifest", "set_pieces", "fetch"])
+@pytest.mark.parametrize("place", ["manifest", "_list", "fetch"])
 async def test_unexpected_error_recomputes_only_its_segment(
     place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened() as bench:
         placement, other = bench.lost(3), bench.lost(4)
-        owner = {"manifest": bench.archive, "set_pieces": bench.recovery.restoring, "fetch": bench.ranks}[place]
+        owner = {"manifest": bench.archive, "_list": bench.recovery.restoring, "fetch": bench.ranks}[place]
         call = getattr(owner, place)
 
         def fail(first: Any, *args: Any) -> Any:
-            number = args[0].name.split("/")[3] if place == "fetch" else getattr(first, "id", first)
+            number = (
+                args[0].name.split("/")[3]
+                if place == "fetch"
+                else getattr(first, "id", None) or getattr(first, "segment_id", first)
+            )
             if number in (3, "service-3"):
                 raise IndexError(7)
             return call(first, *args)

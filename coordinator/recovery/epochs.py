@@ -3,12 +3,15 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Self
 
 from coordinator.cluster.loss_history import is_replacing
 from coordinator.cluster.ports import EpochEnd, Formation, Ranks
-from coordinator.engine.epoch import Epoch
-from coordinator.engine.recovery_status import RecoveryStatus
+from coordinator.kv_cache.block_placer import BlockPlacer
+from coordinator.kv_cache.rank_mapping import RankMapping
 from coordinator.recovery.fault_score import BREAK_SCORE, LOSS_SCORE
+from coordinator.recovery.recovery_status import RecoveryStatus
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.errors import GroupFailed, RankLost, Unavailable
 from longleaf.rank_protocol.group_messages import KvLayout
@@ -16,6 +19,44 @@ from longleaf.rank_protocol.group_messages import KvLayout
 FIRST_EPOCH = 1
 MAX_IDLE = 8
 """Number of consecutive epochs that broke before their first step after which the engine fails."""
+MOVED_BYTES = 64 << 20
+"""Maximum bytes of keys that one step moves from a rank to another: streams wait for it."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The ranks and the block layout, from the time when the ranks are ready until one is lost or others join."""
+
+    formation: Formation
+    placer: BlockPlacer
+    """Identical in all epochs."""
+
+    @classmethod
+    def first(cls, formation: Formation, block_size: int) -> Self:
+        """The layout without any held keys."""
+        readies = formation.readies
+        return cls(formation, BlockPlacer([ready.num_blocks for ready in readies], block_size, readies[0].windows))
+
+    @property
+    def number(self) -> int:
+        return self.formation.epoch
+
+    @property
+    def num_tokens(self) -> int:
+        """Capacity of the pools of all ranks."""
+        return self.placer.num_blocks.sharded * self.placer.block_size
+
+    @property
+    def max_moved_blocks(self) -> int:
+        """Maximum blocks that one step moves."""
+        block_bytes = self.placer.block_size * self.formation.readies[0].bytes_per_token
+        return max(1, MOVED_BYTES // max(1, block_bytes))
+
+    def rank_mapping(self, formation: Formation) -> RankMapping:
+        """The ranks of `formation`, with their numbers in this epoch."""
+        old = {member: rank for rank, member in enumerate(self.formation.members)}
+        before = tuple(old.get(member) for member in formation.members)
+        return RankMapping(formation.epoch, before, tuple(ready.num_blocks for ready in formation.readies))
 
 
 class Epochs:
@@ -29,6 +70,7 @@ class Epochs:
         recoveries: RecoveryStatus,
         clock: Callable[[], float],
         note: Callable[[int], Awaitable[None]],
+        on_change: Callable[[], None],
     ) -> None:
         """`note` must record the number of an epoch durably before the epoch begins."""
         self._note = note
@@ -36,7 +78,7 @@ class Epochs:
         self._recoveries = recoveries
         self._clock = clock
         self._current: Epoch | None = None
-        self._on_change: Callable[[], None] = lambda: None
+        self._on_change = on_change
         self._ended: asyncio.Task[EpochEnd] | None = None
         self._joinable: asyncio.Task[None] | None = None
         self._confirmed: asyncio.Task[None] | None = None
@@ -60,12 +102,8 @@ class Epochs:
         self._current = Epoch.first(await self._ranks.start(number), block_size)
         return self._current
 
-    def watch(self, on_change: Callable[[], None]) -> None:
-        """Start to call `on_change`."""
-        self._on_change = on_change
-        self._watch()
-
-    def _watch(self) -> None:
+    def watch(self) -> None:
+        """Start to call `on_change` for the current epoch."""
         self.unwatch()
         self._ended = asyncio.create_task(self._wait_ended(self.current.formation))
         self._joinable = asyncio.create_task(self._ranks.wait_joinable())
@@ -95,8 +133,8 @@ class Epochs:
 
     def shrink_to_fit(self, scheduler: Scheduler) -> None:
         """Drop the contexts that the ranks cannot hold, once no replacement is pending."""
-        if self._confirmed is not None and self._confirmed.done() and not scheduler.is_confirmed:
-            scheduler.shrink_to_fit()
+        if self._confirmed is not None and self._confirmed.done() and not scheduler.job_recovery.is_confirmed:
+            scheduler.job_recovery.shrink_to_fit()
 
     async def ended(self) -> EpochEnd:
         """Return the reason why the current epoch ended, once it has."""
@@ -113,9 +151,9 @@ class Epochs:
         if is_loss:
             end = await self.ended()
             self._check_progress(end, scheduler)
-            scheduler.roll_back(end.steps, LOSS_SCORE if isinstance(end.error, RankLost) else BREAK_SCORE)
+            scheduler.job_recovery.roll_back(end.steps, LOSS_SCORE if isinstance(end.error, RankLost) else BREAK_SCORE)
         else:
-            scheduler.roll_back()
+            scheduler.job_recovery.roll_back()
         notify()
         while True:
             await self._note(number := self.current.number + 1)
@@ -124,14 +162,14 @@ class Epochs:
                 await self._note(formation.epoch)
             rank_mapping = self.current.rank_mapping(formation)
             self._current = Epoch(formation, self.current.placer)
-            scheduler.change_ranks(rank_mapping, may_grow=self.may_yet_grow)
-            if is_loss or scheduler.recovering is not None:  # ranks may have been lost while others joined
+            scheduler.job_recovery.change_ranks(rank_mapping, may_grow=self.may_yet_grow)
+            if is_loss or scheduler.recovery.total is not None:  # ranks may have been lost while others joined
                 self._recoveries.begin(formation.epoch, lost_at)
             with suppress(RankLost, GroupFailed):
-                await formation.group.send_layout(KvLayout(formation.epoch, scheduler.layout()))
+                await formation.group.send_layout(KvLayout(formation.epoch, scheduler.segments.layout()))
                 break
-            scheduler.roll_back()
-        self._watch()
+            scheduler.job_recovery.roll_back()
+        self.watch()
         notify()
 
     def _check_progress(self, end: EpochEnd, scheduler: Scheduler) -> None:

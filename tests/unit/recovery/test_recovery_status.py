@@ -2,8 +2,8 @@
 
 import pytest
 
-from coordinator.engine.recovery_status import RecoveryStatus
 from coordinator.engine_messages import ContextDropped
+from coordinator.recovery.recovery_status import RecoveryStatus
 from longleaf.types import Recovering
 
 

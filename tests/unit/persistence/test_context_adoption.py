@@ -9,9 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.engine.engine import Engine
-from coordinator.engine.record_mapping import renumbered
 from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
 from coordinator.persistence.catalog.records import SegmentRecord, SnapshotRecord
+from coordinator.persistence.record_mapping import renumbered
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, NotFound, StorageUnavailable
 from longleaf.positions import Rope
@@ -71,7 +71,7 @@ async def test_adopted_context_is_evicted_and_answers_like_an_ingested_one(is_du
     persistence = MemoryLasting() if is_durable else None
     async with running(persistence) as engine:
         await ingest(engine, "other", list(range(8)))
-        await engine._persistence.adopt(BOOK, PATH)
+        await engine._store.adopt(BOOK, PATH)
         view = engine.get_context("book")
         assert (view.tokens, view.state, view.display_name, view.hits) == (40, "evicted", "a book", 3)
         assert view.positions.capacity == 2_000
@@ -93,7 +93,7 @@ async def test_existing_name_is_refused_and_nothing_is_written() -> None:
         await ingest(engine, "book", [1, 2, 3])
         num_changes = len(persistence.catalog.changes)
         with pytest.raises(AlreadyExists, match="contexts/book"):
-            await engine._persistence.adopt(BOOK, PATH)
+            await engine._store.adopt(BOOK, PATH)
         assert len(persistence.catalog.changes) == num_changes
         assert engine.get_context("book").tokens == 3
 
@@ -103,12 +103,12 @@ async def test_context_is_absent_if_it_cannot_be_written() -> None:
     async with running(persistence) as engine:
         persistence.catalog.failures.append(StorageUnavailable("the disk is full"))
         with pytest.raises(StorageUnavailable):
-            await engine._persistence.adopt(BOOK, PATH)
+            await engine._store.adopt(BOOK, PATH)
         with pytest.raises(NotFound):
             engine.get_context("book")
         assert not persistence.contents.contexts
         engine.audit()
-        await engine._persistence.adopt(BOOK, PATH)
+        await engine._store.adopt(BOOK, PATH)
         assert persistence.contexts == {"book": 40}
 
 
@@ -118,7 +118,7 @@ async def test_name_taken_during_adoption_stays_with_its_owner(is_fork: bool) ->
     async with running(persistence) as engine:
         await ingest(engine, "source", [1, 2, 3])
         persistence.catalog.hold()
-        adopting = asyncio.create_task(engine._persistence.adopt(BOOK, PATH))
+        adopting = asyncio.create_task(engine._store.adopt(BOOK, PATH))
         await asyncio.sleep(0)  # it has begun
         await asyncio.sleep(0)
         taking = asyncio.create_task(_take(engine, is_fork))
@@ -150,7 +150,7 @@ async def _take(engine: Engine, is_fork: bool) -> None:
 
 def _is_taken(engine: Engine) -> bool:
     try:
-        engine._persistence.check_free("book")
+        engine._store.check_free("book")
     except AlreadyExists:
         return True
     return False
@@ -160,7 +160,7 @@ async def test_failed_ingest_of_the_same_name_leaves_nothing() -> None:
     persistence = MemoryLasting()
     async with running(persistence, GatedRanks()) as engine:  # they compute no step
         persistence.catalog.hold()
-        adopting = asyncio.create_task(engine._persistence.adopt(BOOK, PATH))
+        adopting = asyncio.create_task(engine._store.adopt(BOOK, PATH))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         stream = engine.ingest(DocumentPrompt(context="book", token_ids=[1, 2, 3]))
@@ -176,7 +176,7 @@ async def test_adoption_completes_after_a_disconnect() -> None:
     persistence = MemoryLasting()
     async with running(persistence) as engine:
         persistence.catalog.hold()
-        adopting = asyncio.create_task(engine._persistence.adopt(BOOK, PATH))
+        adopting = asyncio.create_task(engine._store.adopt(BOOK, PATH))
         await asyncio.sleep(0)
         adopting.cancel()
         with suppress(asyncio.CancelledError):
@@ -190,6 +190,6 @@ async def test_adoption_completes_after_a_disconnect() -> None:
 async def test_adopted_contexts_expire() -> None:
     persistence = MemoryLasting()
     async with running(persistence) as engine:
-        await engine._persistence.adopt(replace(BOOK, expires=11.0), PATH)
+        await engine._store.adopt(replace(BOOK, expires=11.0), PATH)
         assert not engine.list_contexts()
         await _soon(lambda: not persistence.contexts)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 import pytest
 
 from coordinator.engine.engine import Engine
-from coordinator.engine.snapshot_coordinator import SnapshotCoordinator
 from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
 from coordinator.persistence.catalog.records import Change
 from coordinator.persistence.snapshots.ports import ContextUse, PlacedSegment
-from coordinator.persistence.snapshots.retention import RetentionPolicy
+from coordinator.persistence.snapshots.segments_on_ranks import SegmentsOnRanks
+from coordinator.persistence.snapshots.snapshot_index import RetentionPolicy
 from longleaf.errors import StorageUnavailable, Unavailable
 from longleaf.positions import EVERY_RANK, AttentionSpan, WindowSpec
 from longleaf.rank_protocol.step import Prefill, Restore
@@ -39,13 +39,13 @@ async def ask(engine: Engine, name: str = "book") -> list[int]:
     return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
 
 
-def snapshot_coordinator(service: Service) -> SnapshotCoordinator:
-    assert service.engine._storing is not None
-    return service.engine._storing
+def on_ranks(service: Service) -> SegmentsOnRanks:
+    assert service.engine._store._on_ranks is not None
+    return service.engine._store._on_ranks
 
 
 def segment_on_ranks(service: Service, segment: int) -> PlacedSegment | None:
-    return snapshot_coordinator(service).placed(segment)
+    return on_ranks(service).placed(segment)
 
 
 def num_recomputed(service: Service) -> int:
@@ -162,7 +162,7 @@ async def test_context_uses_have_paths_and_times() -> None:
         await service.engine.update_context("fork", ContextSettings(is_pinned=True))
         path = service.engine.named("fork").path.ids
         assert len(path) == 2
-        assert snapshot_coordinator(service).uses() == [
+        assert on_ranks(service).uses() == [
             ContextUse("book", 12.0, False, (number,)),
             ContextUse("fork", 12.0, True, path),
         ]

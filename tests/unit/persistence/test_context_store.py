@@ -9,8 +9,8 @@ import pytest
 
 from coordinator.cluster.ports import Formation
 from coordinator.engine.engine import Engine
-from coordinator.engine.epochs import FIRST_EPOCH
 from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
+from coordinator.recovery.epochs import FIRST_EPOCH
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, NotFound, ResourceExhausted, StorageUnavailable
 from longleaf.sampling import SamplingParams
@@ -225,10 +225,10 @@ async def test_failed_write_of_a_use_is_retried() -> None:
         await ingest(engine, "book", 8)
         await ask(engine, "book")
         persistence.catalog.failures = [StorageUnavailable("the disk is full")]
-        await engine._persistence._save_uses()
+        await engine._store._save_uses()
         (record,) = persistence.contents.contexts
         assert record.num_hits == 0
-        await engine._persistence._save_uses()
+        await engine._store._save_uses()
         (record,) = persistence.contents.contexts
         assert record.num_hits == 1
 

@@ -54,7 +54,7 @@ def test_recomputation_that_breaks_two_epochs_drops_its_context() -> None:
         plan = group.schedule()
         assert plan is not None
         group.change(0, 1, 2, steps=(plan.step,))
-    assert [dropped.context for dropped in group.scheduler.pop_dropped()] == ["a"]
+    assert [dropped.context for dropped in group.scheduler.job_recovery.pop_dropped()] == ["a"]
     group.run()
     assert group.contexts() == ["b"]
     assert group.holds("b")
@@ -69,7 +69,7 @@ def test_recomputation_with_progress_survives_another_loss() -> None:
         assert plan is not None and isinstance(plan.work, Prefill)
         group.change(*before, steps=(plan.step,))
         group.step()
-    assert group.scheduler.pop_dropped() == []
+    assert group.scheduler.job_recovery.pop_dropped() == []
     group.run()
     assert group.holds("a")
 
@@ -108,7 +108,7 @@ def test_suspected_job_is_computed_in_isolation() -> None:
             num_alone += len(plans) == 1
             group.change(0, 1, 2, 3, steps=tuple(plan.step for plan in plans), suspicion=LOSS_SCORE)
     assert num_alone >= 2
-    assert group.scheduler.pop_dropped() == []
+    assert group.scheduler.job_recovery.pop_dropped() == []
     group.run()
     assert group.holds("a")
 

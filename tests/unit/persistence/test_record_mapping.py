@@ -5,12 +5,12 @@ from array import array
 import pytest
 from msgspec.structs import replace
 
-from coordinator.engine.record_mapping import context_of, segment_of
 from coordinator.kv_cache.block_placer import BlockPlacer
 from coordinator.kv_cache.contexts import LAST_ENDS, ContextTable
 from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import EMPTY_PATH
 from coordinator.persistence.catalog.records import SegmentRecord
+from coordinator.persistence.record_mapping import context_of, segment_of
 from tests.support.catalog import context
 
 

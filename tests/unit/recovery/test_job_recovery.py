@@ -70,12 +70,12 @@ def test_waiting_jobs_receive_the_progress() -> None:
     while not group.seen.get(job) or not group.tokens(job):
         group.step()
     group.change(0, 2, 3)
-    assert group.scheduler.recovering == Recovering(lost_tokens=32, recovered_tokens=0, total_tokens=32)
+    assert group.scheduler.recovery.total == Recovering(lost_tokens=32, recovered_tokens=0, total_tokens=32)
     group.run()
     reported = [event for event in group.seen[job] if isinstance(event, Recovering)]
     assert reported == [Recovering(32 - done, done, 32) for done in (0, 24)]
     assert group.tokens(job) == group.alone(20, 4)
-    assert group.scheduler.recovering is None
+    assert group.scheduler.recovery.total is None
 
 
 def test_ingest_continues_after_its_last_committed_chunk() -> None:
@@ -110,11 +110,11 @@ def test_contexts_that_do_not_fit_are_dropped_in_order() -> None:
     group.scheduler.contexts.change("b", ContextSettings(is_pinned=True), 0.0)
     requested = group.ask(4, max_tokens=2, context="a")
     group.change(0, 1)
-    assert [dropped.context for dropped in group.scheduler.pop_dropped()] == ["c"]
+    assert [dropped.context for dropped in group.scheduler.job_recovery.pop_dropped()] == ["c"]
     group.run()
     assert group.tokens(requested) == group.alone(4, 2)
     group.change(0)
-    assert [dropped.context for dropped in group.scheduler.pop_dropped()] == ["d", "a"]
+    assert [dropped.context for dropped in group.scheduler.job_recovery.pop_dropped()] == ["d", "a"]
     group.run()
     assert group.contexts() == ["b"]
 
@@ -126,7 +126,7 @@ def test_cached_prompts_are_dropped_before_contexts() -> None:
     group.document("a", 40)
     assert list(group.scheduler.segments.cached)
     group.change(0)
-    assert group.scheduler.pop_dropped() == []
+    assert group.scheduler.job_recovery.pop_dropped() == []
     group.run()
     assert group.holds("a")
 
@@ -153,7 +153,7 @@ def test_no_context_is_dropped_for_a_job_that_never_fits() -> None:
     group.change(0)
     error = group.seen[large][-1]
     assert isinstance(error, ResourceExhausted) and error.subject == "pool"
-    assert group.scheduler.pop_dropped() == []
+    assert group.scheduler.job_recovery.pop_dropped() == []
     group.run()
     assert group.holds("a")
 
@@ -170,7 +170,7 @@ def test_nothing_is_dropped_while_replacements_are_expected() -> None:
     group.run()
     assert all(map(group.holds, "abc"))
     assert group.tokens(job) == group.alone(4, 2)
-    assert group.scheduler.pop_dropped() == []
+    assert group.scheduler.job_recovery.pop_dropped() == []
 
 
 def test_answer_that_needs_all_ranks_waits_for_replacements() -> None:
@@ -194,7 +194,7 @@ def test_request_that_only_fits_all_ranks_is_retryable() -> None:
     ) as reported:
         group.ask(80)
     assert reported.value.retry_seconds == 5.0
-    group.scheduler.shrink_to_fit()
+    group.scheduler.job_recovery.shrink_to_fit()
     with pytest.raises(InvalidArgument):
         group.ask(80)
 
@@ -238,7 +238,7 @@ def test_run_stays_at_its_old_rank_until_the_move_completes() -> None:
     plan = group.schedule()
     assert plan is not None and isinstance(plan.work, Move)
     group.change(0)  # the new rank is lost again during the move
-    assert group.scheduler.recovering is None
+    assert group.scheduler.recovery.total is None
     assert group.holds("a")
 
 

@@ -8,15 +8,15 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 from msgspec.structs import replace
 
-from coordinator.engine.checkpoint_migration import retokenized
 from coordinator.kv_cache.positions import Positions
 from coordinator.persistence.catalog.records import CatalogContents, SegmentRecord
 from coordinator.persistence.catalog.stale_contexts import StaleContext
+from coordinator.persistence.checkpoint_migration import retokenized
 from longleaf.errors import AlreadyExists, CheckpointChanged, DataLoss, NotFound, ResourceExhausted
 from longleaf.positions import Rope, Rotary
 from tests.support.catalog import context
 from tests.support.lasting import MemoryLasting
-from tests.unit.engine.test_context_adoption import ask, ingest, running
+from tests.unit.persistence.test_context_adoption import ask, ingest, running
 
 VOCABULARY = 200
 SEGMENTS = (
@@ -163,14 +163,14 @@ def test_incompatible_contexts_are_refused() -> None:
 async def test_abandoned_recomputation_is_not_restarted() -> None:
     """All requests during a running recomputation share its result."""
     persistence, gate = persistence_with(stale()), threading.Event()
-    read = persistence.read_stale
+    read = persistence.read
 
     def read_slowly() -> dict[str, StaleContext]:
         found = read()
         assert gate.wait(30)
         return found
 
-    persistence.read_stale = read_slowly  # type: ignore[method-assign]
+    persistence.read = read_slowly  # type: ignore[method-assign]
     async with running(persistence) as engine:
         for _ in range(5):
             asking = asyncio.create_task(engine.recompute_contexts(VOCABULARY))

@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.engine.engine import Engine
-from coordinator.engine.epoch import Epoch
 from coordinator.engine.stream import Stream
 from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
+from coordinator.recovery.epochs import Epoch
 from longleaf.config import EngineConfig
 from longleaf.errors import ContextLost, NotFound, Unavailable
 from longleaf.rank_protocol.step import Move, Prefill

@@ -1,20 +1,18 @@
 """Recovery of jobs at a change of ranks: they wait for lost keys, then continue. Pure."""
 
 from collections.abc import Iterator
-from collections.abc import Sequence as Several
 
 from coordinator.engine_messages import ContextDropped
-from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
-from coordinator.kv_cache.contexts import ContextTable, NamedContext
-from coordinator.kv_cache.eviction import ContextEvictor
+from coordinator.kv_cache.block_placer import BlockCount
+from coordinator.kv_cache.contexts import NamedContext
+from coordinator.kv_cache.kv_cache import KvCache
 from coordinator.kv_cache.rank_mapping import RankMapping
-from coordinator.kv_cache.segment_placement import SegmentPlacement
-from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import Segment, TokenPath
-from coordinator.recovery.fault_score import DROP_SCORE
+from coordinator.recovery.capacity_shrink import CapacityShrink
+from coordinator.recovery.fault_score import BREAK_SCORE, DROP_SCORE
 from coordinator.recovery.recovery import RecoveryManager
 from coordinator.scheduling.admission import Admission
-from coordinator.scheduling.capacity_shrink import CapacityShrink, uses_context
+from coordinator.scheduling.deferral import Deferral
 from coordinator.scheduling.job_lifecycle import JobLifecycle
 from coordinator.scheduling.jobs import IngestJob, Job
 from coordinator.scheduling.limits import JobLimits
@@ -32,38 +30,44 @@ class JobRecovery:
 
     def __init__(
         self,
-        placer: BlockPlacer,
-        segments: SegmentStore,
-        contexts: ContextTable,
+        cache: KvCache,
         limits: JobLimits,
         recovery: RecoveryManager,
         lifecycle: JobLifecycle,
         admission: Admission,
-        evictor: ContextEvictor | None,
+        deferral: Deferral,
     ) -> None:
-        """Without an `evictor`, contexts that cannot be held are dropped."""
-        self._placer = placer
-        self._segments = segments
-        self._placements = segments.placements
-        self._contexts = contexts
+        """If contexts cannot be evicted, those that cannot be held are dropped."""
+        self._placer = cache.placer
+        self._segments = cache.segments
+        self._placements = cache.segments.placements
+        self._contexts = cache.contexts
+        self._evictor = cache.evictor
         self._limits = limits
         self._recovery = recovery
         self._lifecycle = lifecycle
-        self._evictor = evictor
-        self._shrink = CapacityShrink(
-            placer, segments, contexts, limits, recovery, admission if evictor is not None else None
-        )
+        self._deferral = deferral
+        self._shrink = CapacityShrink(cache, limits, recovery, admission)
         self._dropped: list[ContextDropped] = []
         self.is_between_epochs = False
         """Nothing may be planned."""
-        self.is_over = True
+        self._has_waiting_ingests = False
+
+    @property
+    def is_over(self) -> bool:
         """Everything is held, and all documents under way can continue."""
+        return self._recovery.is_over and not self._has_waiting_ingests
 
     # --- change of epoch ---
 
-    def roll_back(self, steps: tuple[int, ...], suspicion: int) -> None:
-        """Reverts plans under way. `steps` are those in which the epoch may have ended; empty if it ended outside a
-        step."""
+    def roll_back(self, steps: tuple[int, ...] = (), suspicion: int = BREAK_SCORE) -> None:
+        """Ends an epoch. Plans in flight are discarded and must not be committed. Nothing is scheduled until
+        `change_ranks`. Answers later continue at their next token, documents after the last committed chunk.
+
+        `steps` are those in which the epoch may have ended; empty if it ended outside a step. Their work gets the fault
+        score `suspicion`: a job that breaks a second epoch ends. See `Scheduler.pop_outcomes`.
+        """
+        self._deferral.end()
         self.is_between_epochs = True
         lifecycle = self._lifecycle
         works, guilty = lifecycle.planner.roll_back(steps, suspicion, set(lifecycle.requests.jobs()))
@@ -77,8 +81,13 @@ class JobRecovery:
         if recomputed and recomputed.loss and recomputed.loss.suspicion >= DROP_SCORE:
             self._give_up_all(recomputed.segment, "each attempt to recompute it made the ranks fail")
 
-    def change_ranks(self, rank_mapping: RankMapping, *, may_grow: bool) -> None:
-        """Moves the placements to other ranks. Documents under way wait until blocks are reserved for them again."""
+    def change_ranks(self, rank_mapping: RankMapping, *, may_grow: bool = False) -> None:
+        """Continues with the ranks of another epoch, after `roll_back`. The ranks must receive the layout of all
+        segments before any plan. Documents under way wait until blocks are reserved for them again.
+
+        Contexts and jobs that no longer fit are dropped. If more ranks are expected (`may_grow`), they are dropped
+        later by `shrink_to_fit`, or not at all if another epoch brings enough ranks. See `pop_dropped` and
+        `Scheduler.pop_outcomes`."""
         assert self.is_between_epochs
         for job in self._ingests():
             job.tail.is_ready = False
@@ -95,6 +104,7 @@ class JobRecovery:
     def shrink_to_fit(self) -> None:
         """Drops or evicts contexts that no longer fit, and fails jobs that no longer fit, because no more ranks are
         expected."""
+        self._deferral.end()
         if not self._recovery.is_reserved:
             for job in self._running_sequences():
                 self._lifecycle.preempt(job)
@@ -119,11 +129,6 @@ class JobRecovery:
 
     # --- recovery ---
 
-    def begin_reload(self, evicted: Several[SegmentPlacement]) -> None:
-        """Starts the reload of evicted segments. Each must come after the segments that it continues."""
-        self._recovery.begin_reload(evicted)
-        self.is_over = self.is_over and not evicted
-
     def resume(self) -> None:
         """Reserves free blocks for lost segments and for documents under way. Documents continue once nothing of their
         paths is lost."""
@@ -134,7 +139,7 @@ class JobRecovery:
         self._lifecycle.mark_changed()
         while (waiting := self._resume_ingests()) and self._is_full(waiting):
             self._lifecycle.fail(waiting[-1], ResourceExhausted("pool", NO_ROOM))
-        self.is_over = self._recovery.is_over and not waiting
+        self._has_waiting_ingests = bool(waiting)
 
     def _reserve_lost(self) -> None:
         """Reserves blocks to recompute the lost tokens, if any are still lost."""
@@ -164,15 +169,6 @@ class JobRecovery:
         needed = self._limits.num_blocks(job.prefill, 0, 0).sharded
         more = BlockCount(needed - left.sharded, max(0, windows - left.windows))
         return self._segments.make_room(more) and self._placer.add(tail.reservation, more)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether all active contexts, and the window blocks for recomputation, fit at the same time."""
-        retained = {
-            s: None for context in self._contexts.list() if not context.is_evicted for s in context.path.segments
-        }
-        wanted = self._limits.wanted(self._placements.for_segments(retained)) + self._limits.num_scratch
-        return wanted.fits(self._placer.num_blocks)
 
     def is_ready(self, job: Job) -> bool:
         """Whether a waiting job can begin during a recovery: nothing of its path is lost. Once recovery itself is over,
@@ -235,7 +231,7 @@ class JobRecovery:
 
     def _fail_jobs_of(self, context: NamedContext, error: LongleafError) -> None:
         for job in list(self._lifecycle.requests.jobs()):
-            if uses_context(job, context) and self._lifecycle.requests.get(job.request.id) is not None:
+            if job.uses(context) and self._lifecycle.requests.get(job.request.id) is not None:
                 self._lifecycle.fail(job, error)
 
     def _give_up_all(self, segment: Segment, reason: str) -> None:

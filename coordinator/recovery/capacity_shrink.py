@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterator
 
-from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
-from coordinator.kv_cache.contexts import ContextTable, NamedContext
+from coordinator.kv_cache.block_placer import BlockCount
+from coordinator.kv_cache.contexts import NamedContext
+from coordinator.kv_cache.kv_cache import KvCache
 from coordinator.kv_cache.segment_placement import SegmentPlacement
-from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import Segment
 from coordinator.recovery.recovery import RecoveryManager
 from coordinator.scheduling.admission import Admission
@@ -17,20 +17,12 @@ from coordinator.scheduling.sequences import Sequence
 class CapacityShrink:
     """Ensures that all held and lost keys fit, and that each job fits once nothing else runs, as at admission."""
 
-    def __init__(
-        self,
-        placer: BlockPlacer,
-        segments: SegmentStore,
-        contexts: ContextTable,
-        limits: JobLimits,
-        recovery: RecoveryManager,
-        admission: Admission | None,
-    ) -> None:
-        """With `admission`, contexts can be evicted, and the room of a job is that at its admission."""
-        self._placer = placer
+    def __init__(self, cache: KvCache, limits: JobLimits, recovery: RecoveryManager, admission: Admission) -> None:
+        self._placer = cache.placer
         self._limits = limits
-        self._segments = segments
-        self._contexts = contexts
+        self._placements = cache.segments.placements
+        self._contexts = cache.contexts
+        self._can_evict = cache.evictor is not None
         self._recovery = recovery
         self._admission = admission
 
@@ -56,7 +48,7 @@ class CapacityShrink:
         if victims is None:
             return None
         contexts = [context for context in self._contexts.list() if not context.is_evicted]
-        requested = {id(context) for context in contexts if any(uses_context(job, context) for job in jobs)}
+        requested = {id(context) for context in contexts if any(job.uses(context) for job in jobs)}
         spare = [context for context in contexts if not context.is_pinned and id(context) not in requested]
         if spare:
             return min(spare, key=lambda context: context.last_use)
@@ -69,7 +61,7 @@ class CapacityShrink:
         answers = [job for job in jobs if isinstance(job, Sequence)]
         retained = {placement.segment.id for placement in self._remaining()}
         path_segments = {s: None for job in answers for s in job.request.origin.segments if s.id not in retained}
-        needed += self._limits.wanted(self._segments.placements.for_segments(path_segments))
+        needed += self._limits.wanted(self._placements.for_segments(path_segments))
         for job in jobs:
             if isinstance(job, IngestJob):
                 needed += job.num_blocks
@@ -82,21 +74,15 @@ class CapacityShrink:
 
     def _may_defer_others(self, job: Job, jobs: list[Job]) -> bool:
         """Whether a job fits once the contexts of other answers are evicted for it. See `Deferral`."""
-        if self._admission is None:
+        if not self._can_evict:
             return False
         _, resident = self._admission.resident(job, [other for other in jobs if other is not job])
         return (resident + job.num_blocks).fits(self._placer.num_blocks)
 
     def _remaining(self) -> list[SegmentPlacement]:
         segments: dict[Segment, None] = {s: None for context in self._contexts.list() for s in context.path.segments}
-        return self._segments.placements.for_segments(segments)
+        return self._placements.for_segments(segments)
 
     def _wanted(self, placements: list[SegmentPlacement]) -> BlockCount:
         """Blocks of the segments once nothing of them is lost, plus those for recomputation."""
         return self._limits.wanted(placements) + self._recovery.num_scratch
-
-
-def uses_context(job: Job, context: NamedContext) -> bool:
-    """Whether a job queries a context, or ingests into it."""
-    origin = job.request.origin
-    return job.context == context.id and context.path.segments[: len(origin.segments)] == origin.segments
