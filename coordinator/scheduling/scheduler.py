@@ -331,7 +331,7 @@ class Scheduler:
         """Commits the result of a plan. `now`, in seconds since the epoch, is the time stamp of contexts."""
         assert (plan.epoch, plan.step) == (result.epoch, result.step)
         self.num_steps += 1
-        seconds = result.seconds - sum(found.seconds for found in result.comparisons.values())
+        seconds = result.seconds - sum(found.reference_seconds for found in result.comparisons.values())
         self.speeds.measure(plan, seconds)
         self._drafter.measure(plan, seconds)
         jobs = self._planner.complete(plan)

@@ -28,7 +28,7 @@ from longleaf.config import join_address
 from longleaf.document_text import DocumentText
 from longleaf.errors import AlreadyExists, LongleafError, NotFound
 from longleaf.positions import Rotary
-from longleaf.rank_protocol.step import ComparisonRow
+from longleaf.rank_protocol.verdict import Verification
 from longleaf.sampling import GREEDY, SamplingParams, Token
 from longleaf.tenants import DEFAULT_TENANT, tenant_of
 from longleaf.types import (
@@ -137,7 +137,7 @@ class FakeEngine:
         self.late_error: LongleafError | None = None
         """Raised by streams after their first events."""
         self.is_endless = False
-        self.comparison = ComparisonRow()
+        self.comparison = Verification()
         """Of prompts that are compared."""
         self.prompts: list[engine_messages.Prompt] = []
         self.schedulings: list[engine_messages.SchedulingParams] = []

@@ -15,17 +15,20 @@ from longleaf.rank_protocol.member_messages import Hello
 from longleaf.rank_protocol.rank_spec import ConnectInfo
 from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.snapshots import Fetch, Save, Saved
-from longleaf.rank_protocol.step import Attention, ComparisonRow, Decode, Prefill, Restore, Row, StepPlan, StepResult
+from longleaf.rank_protocol.step import Attention, Decode, Prefill, Restore, Row, StepPlan, StepResult
+from longleaf.rank_protocol.verdict import Verification
 from longleaf.runs import Run
 from longleaf.sampling import Logprobs, Token
 from longleaf.types import Loss
 from tests.support.fakes.echo_model import FULL_LAYER, VOCAB, echo_attention, echo_scores, echo_spans, echo_tokens
 
 
-def equal(row: Row) -> ComparisonRow:
+def equal(row: Row) -> Verification:
     """Return a comparison in which all tokens up to this row are equal."""
     num_tokens = row.token_index + 1
-    return ComparisonRow(max_logit=1.0, num_tokens=num_tokens, num_equal=num_tokens, num_ranks=1, dtype="float32")
+    return Verification(
+        max_logit=1.0, compared_tokens=num_tokens, equal_tokens=num_tokens, holding_ranks=1, dtype="float32"
+    )
 
 
 def positions_of(runs: Iterable[Run]) -> frozenset[int]:
