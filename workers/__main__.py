@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from longleaf.config import apply_environment, network_environment
 from longleaf.logs import Facts, Logs
@@ -16,7 +16,9 @@ from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.service_settings import TelemetryConfig
 from workers.control import serve
 from workers.imports import frozen_imports
-from workers.ports import RankRuntime
+
+if TYPE_CHECKING:
+    from workers.rank import Rank
 
 LOGGERS = ("workers", "longleaf")
 SILENT = TelemetryConfig()
@@ -62,7 +64,7 @@ def make_orphan_check() -> Callable[[], bool]:
     return lambda: os.getppid() != parent or (coordinator is not None and not coordinator.is_alive())
 
 
-def live(spec: RankSpec, make_rank: Callable[[RankSpec], RankRuntime]) -> NoReturn:
+def live(spec: RankSpec, make_rank: "Callable[[RankSpec], Rank]") -> NoReturn:
     """Runs the member until it is stopped, and exits with its exit code. The process also ends when
     the coordinator or the fork server ends.
     """

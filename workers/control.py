@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -17,7 +18,9 @@ from longleaf.rank_protocol.snapshots import Outcome
 from longleaf.resources import num_processors
 from workers.log_buffer import RankLogBuffer
 from workers.member_process import MemberProcess, MemberStatus, ending_in_time, reason_of
-from workers.ports import RankRuntime
+
+if TYPE_CHECKING:
+    from workers.rank import Rank
 
 LINGER_MILLISECONDS = 2000
 AWAKE_SECONDS = 2e-3
@@ -148,7 +151,7 @@ class HeartbeatThread(threading.Thread):
 
 
 def serve(
-    spec: RankSpec, make_rank: Callable[[RankSpec], RankRuntime], is_orphan: Callable[[], bool] = lambda: False
+    spec: RankSpec, make_rank: "Callable[[RankSpec], Rank]", is_orphan: Callable[[], bool] = lambda: False
 ) -> int:
     """Runs a member until it is stopped. Returns the exit code: 0 after a Stop message, 1 after an error.
 
@@ -168,13 +171,13 @@ def serve(
 
 def _live(
     spec: RankSpec,
-    make_rank: Callable[[RankSpec], RankRuntime],
+    make_rank: "Callable[[RankSpec], Rank]",
     channel: RankControlSocket,
     status: MemberStatus,
     records: RankLogBuffer,
     answer: Callable[[Outcome], None],
 ) -> int:
-    rank: RankRuntime | None = None
+    rank: Rank | None = None
     code = 0
     try:
         with records.listening():
@@ -198,7 +201,7 @@ def _live(
     return code
 
 
-def _is_closed(rank: RankRuntime) -> bool:
+def _is_closed(rank: "Rank") -> bool:
     """Closes the rank; whether that succeeded."""
     with ending_in_time():
         try:

@@ -39,7 +39,7 @@ from workers.sampling.device_sampler import DeviceChoice, DeviceSampler
 from workers.sampling.logprobs import logprobs_of
 from workers.sampling.sampler import Choice, CpuSampler
 from workers.step.attention_attribution import AttributionAccumulator, BlockAttention
-from workers.step.draft_rollback import DraftedBlocks, StoredKvRecorder, drafted_among
+from workers.step.draft_rollback import DraftedBlocks, RecordKv, drafted_among
 from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.step.gathered_prefill import PastBuilder
 from workers.step.inputs import InputBuilder, Inputs, RowNumbers
@@ -249,7 +249,7 @@ class GroupSession:
         """Launches a step of any shape, over newly allocated tensors."""
         inputs = self._inputs.tensors(rows, self._resources.last_ids)
         accumulator = self._accumulator(rows) if rows.attributed else None
-        logits_RV = self._logits(inputs, blocks, accumulator)
+        logits_RV = self._logits(inputs, blocks.record if blocks else None, accumulator)
         reports = accumulator.reports() if accumulator else None
         scores = None
         if logits_RV is not None and scored:
@@ -335,11 +335,11 @@ class GroupSession:
     def _logits(
         self,
         inputs: Inputs[RowLayer],
-        supervisor: StoredKvRecorder | None = None,
+        record: RecordKv | None = None,
         accumulator: AttributionAccumulator | None = None,
     ) -> Tensor | None:
         """Runs the model. Rank 0 returns the logits [R, V] of the R requested rows, other ranks None."""
-        step = DecodeStep(inputs, self._resources.pool, self._resources.backend, self.peers, accumulator, supervisor)
+        step = DecodeStep(inputs, self._resources.pool, self._resources.backend, self.peers, accumulator, record)
         if self._number != 0:
             self._forward(self._resources.model.decoder, inputs, step)
             return None
@@ -350,7 +350,7 @@ class GroupSession:
         self, module: torch.nn.Module, inputs: Inputs[Any], step: DecodeStep | PrefillStep, **options: Tensor
     ) -> tuple[Tensor, ...]:
         self._resources.model.ropes.rows = inputs.ropes
-        arguments = self._resources.model.arguments(step, inputs.token_ids_T, inputs.positions_T)
+        arguments = self._resources.model.arguments(step.attend, inputs.token_ids_T, inputs.positions_T)
         return module(**arguments, return_dict=False, **options)
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -19,7 +19,10 @@ from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.snapshots import Discard, Fetch, Outcome, Save
 from longleaf.rank_protocol.step import StepPlan
 from workers.pending import StepHandle
-from workers.ports import RankRuntime, Transport
+
+if TYPE_CHECKING:
+    from workers.control import RankControlSocket
+    from workers.rank import Rank
 
 CLOSE_SECONDS = 5.0
 """Seconds a member may take to leave an epoch before its process is ended. Longer than the time after which a fleet
@@ -41,7 +44,7 @@ class MemberStatus:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rank: RankRuntime | None = None
+        self._rank: Rank | None = None
         self._now = MemberProgress()
         """`num_exchanges` counts the exchanges that were entered before the step."""
         self.fenced = 0
@@ -52,14 +55,14 @@ class MemberStatus:
         rank, now = self._rank, self._now
         return MemberProgress(now.epoch, now.step, rank.num_exchanges - now.num_exchanges if rank else 0)
 
-    def enter_epoch(self, epoch: int, rank: RankRuntime) -> None:
+    def enter_epoch(self, epoch: int, rank: "Rank") -> None:
         """Records that the member joins an epoch. Raises ExchangeAborted if the epoch has ended."""
         with self._lock:
             if epoch <= self.fenced:
                 raise ExchangeAborted(f"epoch {epoch} has ended")
             self._rank, self._now = rank, MemberProgress(epoch)
 
-    def begin_step(self, epoch: int, step: int, rank: RankRuntime) -> None:
+    def begin_step(self, epoch: int, step: int, rank: "Rank") -> None:
         """Records that the member begins a step."""
         self._now = MemberProgress(epoch, step, rank.num_exchanges)
 
@@ -163,8 +166,8 @@ class MemberProcess:
     def __init__(
         self,
         spec: RankSpec,
-        rank: RankRuntime,
-        transport: Transport,
+        rank: "Rank",
+        transport: "RankControlSocket",
         status: MemberStatus,
         answer: Callable[[Outcome], None],
     ) -> None:

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from longleaf.rank_protocol.group_messages import Join, KvLayout, Ready
 from longleaf.rank_protocol.member_messages import Hello
@@ -16,7 +16,7 @@ from longleaf.rank_protocol.snapshots import Order, Outcome
 from longleaf.rank_protocol.step import StepPlan
 from workers.__main__ import live
 from workers.pending import StepHandle
-from workers.ports import RankRuntime
+from workers.rank import Rank
 
 
 class StepTime(NamedTuple):
@@ -33,7 +33,7 @@ Times = Mapping[int, StepTime]
 class TimedRank:
     """A rank that writes the times of its steps to a file when it leaves."""
 
-    def __init__(self, rank: RankRuntime, path: Path) -> None:
+    def __init__(self, rank: Rank, path: Path) -> None:
         self._rank = rank
         self._path = path
         self._times: dict[int, StepTime] = {}
@@ -88,7 +88,7 @@ class TimedMain:
     def __call__(self, spec: RankSpec) -> None:
         from workers.rank import Rank
 
-        live(spec, lambda spec: TimedRank(Rank(spec), _path(self._folder, spec.member)))
+        live(spec, cast(Any, lambda spec: TimedRank(Rank(spec), _path(self._folder, spec.member))))
 
 
 def read(folder: Path, world_size: int) -> list[Times]:

@@ -2,9 +2,8 @@
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from coordinator.handlers.engine_ports import ServedEngine
 from coordinator.handlers.size_limits import SizeLimit
 from coordinator.text.chat_template import ConversationRefused, TemplateMessage
 from coordinator.text.control_tokens import TemplatePiece
@@ -14,6 +13,9 @@ from coordinator.text.tokenizer_pool import TokenizerPool
 from coordinator.text.vocabulary import check_known
 from longleaf.errors import InvalidArgument, StartError, Unavailable
 from longleaf.types import Conversation, Generate
+
+if TYPE_CHECKING:
+    from coordinator.engine.engine import Engine
 
 SYSTEM = "prefaced_config.system"
 EMPTY_LINE = "\n\n"
@@ -35,7 +37,7 @@ class _PromptRequest(NamedTuple):
 class Prompts:
     """Encodes prompts in `threads`, in steps. A cancelled call stops between two steps."""
 
-    def __init__(self, engine: ServedEngine, tokenizer: Tokenizer, threads: TokenizerPool) -> None:
+    def __init__(self, engine: "Engine", tokenizer: Tokenizer, threads: TokenizerPool) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._threads = threads

@@ -9,11 +9,11 @@ import random
 import time
 from collections.abc import Callable, Generator
 from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from coordinator import engine_messages
-from coordinator.handlers.generation import ServedEngine
 from coordinator.handlers.prompt_encoder import check_ids
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
@@ -21,6 +21,9 @@ from longleaf.errors import InvalidArgument, NotFinite, ResourceExhausted, Unava
 from longleaf.rank_protocol.verdict import judge
 from longleaf.sampling import SamplingParams
 from longleaf.types import Cluster, Verification, Verify
+
+if TYPE_CHECKING:
+    from coordinator.engine.engine import Engine
 
 MAX_PROMPT = 1024
 MIN_DEFAULT_PROMPT = 256
@@ -35,7 +38,7 @@ class VerificationRunner:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: "Engine",
         tokenizer: Tokenizer,
         threads: TokenizerPool,
         cluster: Callable[[], Cluster],

@@ -9,7 +9,7 @@ from workers.step.draft_rollback import StoredKv
 
 
 class FixedTokens:
-    """Keys and values of steps of up to as many rows as the first recorded one. Implements StoredKvRecorder."""
+    """Keys and values of steps of up to as many rows as the first recorded one."""
 
     def __init__(self) -> None:
         self._there: dict[int, tuple[Tensor, Tensor]] = {}
@@ -18,7 +18,7 @@ class FixedTokens:
         """By the rows of a bucket, then by layer."""
 
     def record(self, layer: int, stored: StoredKv) -> None:
-        """See `StoredKvRecorder`. Steps with the same number of rows read their slots from the same address."""
+        """A RecordKv. Steps with the same number of rows read their slots from the same address."""
         slots_T, *parts = stored
         if layer not in self._there:
             k, v = (torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in parts)

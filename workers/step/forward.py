@@ -17,7 +17,7 @@ from longleaf.merge import Merge
 from workers.kv_cache.slots import KvPool
 from workers.model.hook import LayerCall
 from workers.step.attention_attribution import AttributionAccumulator
-from workers.step.draft_rollback import StoredKv, StoredKvRecorder
+from workers.step.draft_rollback import RecordKv, StoredKv
 from workers.step.inputs import Inputs
 from workers.step.layers import ChunkLayer, Gathered, Replicated, Replicating, RowLayer, Sharded
 
@@ -73,22 +73,22 @@ class DecodeStep:
         backend: Backend,
         peers: Peers | None,
         accumulator: AttributionAccumulator | None = None,
-        supervisor: StoredKvRecorder | None = None,
+        record: RecordKv | None = None,
     ) -> None:
-        """`accumulator` counts the attention of rows that request attribution, if any do; `supervisor` records the
+        """`accumulator` counts the attention of rows that request attribution, if any do; `record` records the
         stored keys and values, if they may have to be rolled back.
         """
         self._layers = inputs.layers
         self._local = LocalAttention(pool, backend, peers)
         self._peers = peers
         self._accumulator = accumulator
-        self._recorder = supervisor
+        self._record = record
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall) -> Tensor:
         work, local = self._layers[layer], self._local
         local.pool.store(local.backend, layer, work.slots_T, k_KTD, v_KTV)
-        if self._recorder is not None:
-            self._recorder.record(layer, StoredKv(work.slots_T, k_KTD, v_KTV))
+        if self._record is not None:
+            self._record(layer, StoredKv(work.slots_T, k_KTD, v_KTV))
         match work:
             case Sharded():
                 partial = local(layer, q_THD, work.reads, call)

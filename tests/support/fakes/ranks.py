@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any, cast
 
 from msgspec.structs import replace
 
@@ -111,7 +112,9 @@ class FakeRanks:
             form_of_windows="fake windows" if self.windows else "",
         )
         hellos = tuple(Hello(member, "fake", "127.0.0.1", 1000 + member) for member in self.members)
-        return Formation(epoch, hellos, tuple(replace(ready, member=member) for member in self.members), self)
+        return Formation(
+            epoch, hellos, tuple(replace(ready, member=member) for member in self.members), cast(Any, self)
+        )
 
     async def send_layout(self, layout: KvLayout) -> None:
         self.layouts.append(layout)

@@ -6,7 +6,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -238,7 +238,7 @@ def failure_of(error: LongleafError) -> Failure:
 
 
 class EchoRank:
-    """Implements workers.member_process.RankRuntime without torch."""
+    """Has the methods of workers.rank.Rank, without torch."""
 
     num_exchanges = 0
 
@@ -330,7 +330,7 @@ class EchoMain:
         self._fault = fault
 
     def __call__(self, spec: RankSpec) -> None:
-        live(spec, lambda spec: EchoRank(spec, self._fault))
+        live(spec, cast(Any, lambda spec: EchoRank(spec, self._fault)))
 
 
 class EchoActor(WorkerActor):
@@ -340,4 +340,4 @@ class EchoActor(WorkerActor):
         self._fault = fault
 
     def run(self, spec: RankSpec) -> int:
-        return serve(spec, lambda spec: EchoRank(spec, self._fault))
+        return serve(spec, cast(Any, lambda spec: EchoRank(spec, self._fault)))
