@@ -1,7 +1,6 @@
 """Recovery of jobs at a change of ranks: they wait for lost keys, then continue. Pure."""
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Several
+from collections.abc import Iterator, Sequence
 
 from coordinator.engine_messages import ContextDropped
 from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
@@ -18,7 +17,7 @@ from coordinator.scheduling.capacity_shrink import CapacityShrink, uses_context
 from coordinator.scheduling.job_lifecycle import JobLifecycle
 from coordinator.scheduling.jobs import IngestJob, Job
 from coordinator.scheduling.limits import JobLimits
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 from longleaf.errors import ContextLost, LongleafError, ResourceExhausted
 from longleaf.rank_protocol.step import StepResult
 from longleaf.types import Recovering
@@ -111,15 +110,15 @@ class JobRecovery:
         """No more ranks are expected, so that each job fits once nothing else runs."""
         return not self._limits.may_grow
 
-    def _running_sequences(self) -> list[Sequence]:
-        return [job for job in self._lifecycle.running.values() if isinstance(job, Sequence)]
+    def _running_sequences(self) -> list[SequenceJob]:
+        return [job for job in self._lifecycle.running.values() if isinstance(job, SequenceJob)]
 
     def _ingests(self) -> list[IngestJob]:
         return [job for job in self._lifecycle.running.values() if isinstance(job, IngestJob)]
 
     # --- recovery ---
 
-    def begin_reload(self, evicted: Several[SegmentPlacement]) -> None:
+    def begin_reload(self, evicted: Sequence[SegmentPlacement]) -> None:
         """Starts the reload of evicted segments. Each must come after the segments that it continues."""
         self._recovery.begin_reload(evicted)
         self.is_over = self.is_over and not evicted

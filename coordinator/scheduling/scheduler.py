@@ -45,7 +45,7 @@ from coordinator.scheduling.preemption import Preemption, RunningSet
 from coordinator.scheduling.prefill_cursor import GrowingSegment
 from coordinator.scheduling.prompt_sharing import Sharing
 from coordinator.scheduling.requests import Request, Requests
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 from coordinator.scheduling.speculation import Drafter
 from coordinator.scheduling.speculation_stats import DraftCounts
 from coordinator.scheduling.throughput import Speeds
@@ -170,7 +170,7 @@ class Scheduler:
         for job in self._queue.order():
             tenant = job.request.scheduling.tenant
             places[tenant] += 1
-            if isinstance(job, Sequence) and job.represents_all_samples:
+            if isinstance(job, SequenceJob) and job.represents_all_samples:
                 admitted[job.request.id] = job.admitted(places[tenant])
         return admitted
 
@@ -263,7 +263,7 @@ class Scheduler:
                     continue
                 self._lifecycle.mark_blocked()
                 return
-            if isinstance(job, Sequence):
+            if isinstance(job, SequenceJob):
                 self._start(job)
 
     def _is_ready(self, running_set: RunningSet, job: Job) -> bool:
@@ -300,7 +300,7 @@ class Scheduler:
             self._deferral.mark_preempted()  # once, so that no job begins and is preempted in turns
             self._preempt(victims)
 
-    def _preempt(self, victims: list[Sequence]) -> None:
+    def _preempt(self, victims: list[SequenceJob]) -> None:
         for victim in victims:
             self._lifecycle.preempt(victim)
         self.num_preempted += len(victims)
@@ -310,13 +310,13 @@ class Scheduler:
         job.begin(GrowingSegment(placement, reservation), self._planner.step)
         self._running[job.id] = job
 
-    def _start(self, job: Sequence) -> None:
+    def _start(self, job: SequenceJob) -> None:
         """Notifies the client that its job has begun. The job answers at once if it has no chunks to process."""
         if job.represents_all_samples or job.is_recomputed:
             self._outcomes.append((job.request.id, job.admitted()))
         self._answer(job)
 
-    def _answer(self, job: Sequence) -> None:
+    def _answer(self, job: SequenceJob) -> None:
         """Starts the answers of a job once its chunks are processed."""
         if job.prefill.is_over:
             others = self._sharing.share(job)
@@ -356,7 +356,7 @@ class Scheduler:
         elif isinstance(work, Prefill):
             job.record_prefilled(len(work.token_ids), result.seconds)
             self._commit_chunk(job, now)
-        elif isinstance(job, Sequence):
+        elif isinstance(job, SequenceJob):
             self._commit_tokens(job, result)
 
     def pop_outcomes(self) -> list[Outcome]:
@@ -374,7 +374,7 @@ class Scheduler:
                 self._outcomes.append((job.request.id, Sealed()))
             elif job.prefill.is_over:
                 self._acknowledge(job, now)
-        elif isinstance(job, Sequence):
+        elif isinstance(job, SequenceJob):
             if job.represents_all_samples:
                 start = job.request.start
                 self._outcomes.append((job.request.id, Progress(start + num_computed, start + total)))
@@ -385,7 +385,7 @@ class Scheduler:
         if (request := self._requests.get(request_id)) is not None:
             self._lifecycle.fail(request.jobs[0], error)
 
-    def _commit_tokens(self, job: Sequence, result: StepResult) -> None:
+    def _commit_tokens(self, job: SequenceJob, result: StepResult) -> None:
         request_id, reason = job.request.id, "length"
         if not job.prompt.is_probe:
             index, attention = job.num_generated, result.attention.get(job.id)
@@ -406,7 +406,7 @@ class Scheduler:
         elif job.has_outgrown_rope:
             self._recompute(job)
 
-    def _recompute(self, job: Sequence) -> None:
+    def _recompute(self, job: SequenceJob) -> None:
         """Recomputes the prompt and the answer so far with the rope for longer sequences: at once if there is room,
         because the job has its turn already, else when it is next in the queue."""
         self._lifecycle.preempt(job)
@@ -437,7 +437,7 @@ class Scheduler:
         ended."""
         request = self._requests.get(request_id)
         for job in request.jobs if request else ():
-            if isinstance(job, Sequence) and job.samples == range(sample, sample + 1):
+            if isinstance(job, SequenceJob) and job.samples == range(sample, sample + 1):
                 self._lifecycle.drop(job)
                 return True
         return False

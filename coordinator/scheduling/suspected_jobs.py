@@ -1,12 +1,11 @@
 """Jobs that are suspected of breaking epochs. Pure."""
 
-from collections.abc import Container, Iterable
-from collections.abc import Sequence as Several
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from coordinator.recovery.fault_score import BREAK_SCORE, DROP_SCORE, raise_score
 from coordinator.scheduling.jobs import Job
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 from longleaf.rank_protocol.step import Decode, Prefill, Work
 
 
@@ -63,7 +62,7 @@ class SuspectedJobs:
         """Removes all other jobs."""
         self._found = {job: found for job, found in self._found.items() if job in jobs}
 
-    def schedulable(self, jobs: Several[Sequence]) -> Several[Sequence]:
+    def schedulable(self, jobs: Sequence[SequenceJob]) -> Sequence[SequenceJob]:
         """The jobs that may have rows in the same step: one suspected job, or all of them if none is suspected."""
         apart = [job for job in jobs if self.runs_alone(job)]
         return apart[:1] or jobs

@@ -13,7 +13,7 @@ from coordinator.engine.engine import Engine
 from coordinator.engine.stream import MAX_UNREAD, Stream
 from coordinator.engine_messages import Admitted, DocumentPrompt, Ended, Prompt, SchedulingParams, Tokens
 from coordinator.kv_cache.block_placer import BlockPlacer
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, RankLost, Unavailable
 from longleaf.positions import AttentionSpan, WindowSpec
@@ -408,14 +408,14 @@ async def test_append_keeps_the_settings_and_past_expiry_is_refused() -> None:
 async def test_unexpected_error_of_a_job_ends_only_its_stream(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    next_row = Sequence.next_row
+    next_row = SequenceJob.next_row
 
-    def fail(self: Sequence, placer: BlockPlacer) -> Row:
+    def fail(self: SequenceJob, placer: BlockPlacer) -> Row:
         if self.prompt.max_tokens == 7:
             raise IndexError("a secret of the inside")
         return next_row(self, placer)
 
-    monkeypatch.setattr(Sequence, "next_row", fail)
+    monkeypatch.setattr(SequenceJob, "next_row", fail)
     async with running(FakeRanks(2, 100)) as (engine, loop):
         bad, good = engine.submit(prompt(3, 7)), engine.submit(prompt(3, 9))
         with pytest.raises(Unavailable, match="unexpected error ended this request") as caught:

@@ -1,6 +1,6 @@
 """The reported and counted drafts if every draft is right."""
 
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 
 from coordinator.engine_messages import Ended, Prompt, Tokens
 from coordinator.kv_cache.positions import Positions
@@ -24,10 +24,10 @@ class GreedyPolicy(DraftLengthPolicy):
     def has_room(self, num_sequences: int) -> bool:
         return True
 
-    def is_worth_waiting(self, expected: Several[Several[float]]) -> bool:
+    def is_worth_waiting(self, expected: Sequence[Sequence[float]]) -> bool:
         return True
 
-    def lengths(self, offered: Several[Several[float]]) -> list[int]:
+    def lengths(self, offered: Sequence[Sequence[float]]) -> list[int]:
         return list(map(len, offered))
 
 
