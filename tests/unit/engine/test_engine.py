@@ -161,8 +161,8 @@ async def test_logprobs_and_stop_tokens_reach_the_stream() -> None:
         sampling = SamplingParams(max_tokens=9, num_logprobs=0, stop_tokens=(second,))
         stream = engine.submit(msgspec.structs.replace(prompt(3, 9), sampling=sampling))
         events = [event async for event in stream]
-        reported = [token.logprobs for event in events if isinstance(event, Tokens) for token in event.tokens]
-        assert [entry.logprob for entry in reported] == [-float(echo_token(2, 0, 1000)), -float(second)]
+        received = [token.logprobs for event in events if isinstance(event, Tokens) for token in event.tokens]
+        assert [entry.logprob for entry in received] == [-float(echo_token(2, 0, 1000)), -float(second)]
         assert isinstance(events[-1], Ended)
         assert (events[-1].reason, events[-1].completion_tokens) == ("stop_token", 2)
 
@@ -181,9 +181,9 @@ async def test_queued_requests_report_their_position() -> None:
     config = msgspec.structs.replace(CONFIG, max_sequences=1)
     async with running(ranks, config=config) as (engine, _):
         streams = [engine.submit(prompt(3, 50)) for _ in range(3)]
-        reported = [[event async for event in stream if isinstance(event, Admitted)] for stream in streams]
-        assert [events[0].queue_position for events in reported[:1]] == [0]
-        assert [events[-1].queue_position for events in reported] == [0, 0, 0]
+        received = [[event async for event in stream if isinstance(event, Admitted)] for stream in streams]
+        assert [events[0].queue_position for events in received[:1]] == [0]
+        assert [events[-1].queue_position for events in received] == [0, 0, 0]
     async with running(FakeRanks(2, 1000), config=config) as (engine, _):
         running_now, *waiting = [engine.submit(prompt(3, 2000)) for _ in range(3)]
         await anext(running_now)

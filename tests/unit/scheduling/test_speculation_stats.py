@@ -64,9 +64,9 @@ class DraftingBench(Bench):
 
 def test_step_counts_drafted_and_accepted_tokens() -> None:
     bench = DraftingBench()
-    reported = bench.answer(max_tokens=20)
-    assert [token_id for step in reported for token_id in step.token_ids] == Bench.alone(8, 20)
-    assert [(len(step.tokens), step.num_drafted, step.num_accepted) for step in reported] == [
+    answer = bench.answer(max_tokens=20)
+    assert [token_id for step in answer for token_id in step.token_ids] == Bench.alone(8, 20)
+    assert [(len(step.tokens), step.num_drafted, step.num_accepted) for step in answer] == [
         (1, 0, 0),
         (8, 7, 7),
         (8, 7, 7),
