@@ -87,6 +87,13 @@ class CapacityShrink:
         _, resident = self._admission.resident(job, [other for other in jobs if other is not job])
         return (resident + job.num_blocks).fits(self._placer.num_blocks)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether all active contexts, and the window blocks for recomputation, fit at the same time."""
+        active = {s: None for context in self._contexts.list() if not context.is_evicted for s in context.path.segments}
+        wanted = self._limits.wanted(self._segments.placements.for_segments(active)) + self._limits.num_scratch
+        return wanted.fits(self._placer.num_blocks)
+
     def _remaining(self) -> list[SegmentPlacement]:
         segments: dict[Segment, None] = {s: None for context in self._contexts.list() for s in context.path.segments}
         return self._segments.placements.for_segments(segments)

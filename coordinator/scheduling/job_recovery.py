@@ -2,23 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 
-from coordinator.engine_messages import ContextDropped
 from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
-from coordinator.kv_cache.contexts import ContextTable, NamedContext
-from coordinator.kv_cache.eviction import ContextEvictor
 from coordinator.kv_cache.rank_mapping import RankMapping
 from coordinator.kv_cache.segment_placement import SegmentPlacement
 from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import Segment, TokenPath
 from coordinator.recovery.fault_score import DROP_SCORE
 from coordinator.recovery.recovery import RecoveryManager
-from coordinator.scheduling.admission import Admission
-from coordinator.scheduling.capacity_shrink import CapacityShrink, uses_context
+from coordinator.scheduling.capacity_shrink import CapacityShrink
+from coordinator.scheduling.context_dropper import ContextDropper
 from coordinator.scheduling.job_lifecycle import JobLifecycle
 from coordinator.scheduling.jobs import IngestJob, Job
 from coordinator.scheduling.limits import JobLimits
 from coordinator.scheduling.sequences import SequenceJob
-from longleaf.errors import ContextLost, LongleafError, ResourceExhausted
+from longleaf.errors import ResourceExhausted
 from longleaf.rank_protocol.step import StepResult
 from longleaf.types import Recovering
 
@@ -33,26 +30,20 @@ class JobRecovery:
         self,
         placer: BlockPlacer,
         segments: SegmentStore,
-        contexts: ContextTable,
         limits: JobLimits,
         recovery: RecoveryManager,
         lifecycle: JobLifecycle,
-        admission: Admission,
-        evictor: ContextEvictor | None,
+        shrink: CapacityShrink,
+        dropper: ContextDropper,
     ) -> None:
-        """Without an `evictor`, contexts that cannot be held are dropped."""
         self._placer = placer
         self._segments = segments
         self._placements = segments.placements
-        self._contexts = contexts
         self._limits = limits
         self._recovery = recovery
         self._lifecycle = lifecycle
-        self._evictor = evictor
-        self._shrink = CapacityShrink(
-            placer, segments, contexts, limits, recovery, admission if evictor is not None else None
-        )
-        self._dropped: list[ContextDropped] = []
+        self._shrink = shrink
+        self._dropper = dropper
         self.is_between_epochs = False
         """Nothing may be planned."""
         self.is_over = True
@@ -74,7 +65,7 @@ class JobRecovery:
         for job, work in guilty:
             lifecycle.fail(job, job.poisoned(work))
         if recomputed and recomputed.loss and recomputed.loss.suspicion >= DROP_SCORE:
-            self._give_up_all(recomputed.segment, "each attempt to recompute it made the ranks fail")
+            self._dropper.drop_segment(recomputed.segment, "each attempt to recompute it made the ranks fail")
 
     def change_ranks(self, rank_mapping: RankMapping, *, may_grow: bool) -> None:
         """Moves the placements to other ranks. Documents under way wait until blocks are reserved for them again."""
@@ -101,7 +92,7 @@ class JobRecovery:
             if isinstance(found, Job):
                 self._lifecycle.fail(found, ResourceExhausted("pool", NO_ROOM))
             else:
-                self._give_up(found, NO_ROOM)
+                self._dropper.drop(found, NO_ROOM)
         self._limits.confirm_ranks()
         self._lifecycle.mark_changed()
 
@@ -127,8 +118,8 @@ class JobRecovery:
         """Reserves free blocks for lost segments and for documents under way. Documents continue once nothing of their
         paths is lost."""
         self._reserve_lost()
-        if self._evictor is not None and self.is_confirmed and not self._recovery.is_reserved:
-            self._evictor.evict_unreserved()
+        is_lacking = self.is_confirmed and not self._recovery.is_reserved
+        if is_lacking and self._dropper.evict_unreserved():
             self._reserve_lost()  # recomputing the remaining segments may need fewer blocks
         self._lifecycle.mark_changed()
         while (waiting := self._resume_ingests()) and self._is_full(waiting):
@@ -164,15 +155,6 @@ class JobRecovery:
         more = BlockCount(needed - left.sharded, max(0, windows - left.windows))
         return self._segments.make_room(more) and self._placer.add(tail.reservation, more)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether all active contexts, and the window blocks for recomputation, fit at the same time."""
-        retained = {
-            s: None for context in self._contexts.list() if not context.is_evicted for s in context.path.segments
-        }
-        wanted = self._limits.wanted(self._placements.for_segments(retained)) + self._limits.num_scratch
-        return wanted.fits(self._placer.num_blocks)
-
     def is_ready(self, job: Job) -> bool:
         """Whether a waiting job can begin during a recovery: nothing of its path is lost. Once recovery itself is over,
         documents that still wait for room go first."""
@@ -196,7 +178,7 @@ class JobRecovery:
         if result.has_finite_keys:
             self._recovery.commit()
         elif (placement := self._recovery.fail()) is not None:
-            self._give_up_all(placement.segment, "the model computed values that are not finite")
+            self._dropper.drop_segment(placement.segment, "the model computed values that are not finite")
         self.resume()
         self.report_progress()
 
@@ -208,49 +190,10 @@ class JobRecovery:
                 progress_by_request[job.request.id] = progress
         self._lifecycle.outcomes.extend(progress_by_request.items())
 
-    # --- dropped contexts ---
-
-    def pop_dropped(self) -> list[ContextDropped]:
-        """Removes and returns the contexts that were dropped."""
-        dropped, self._dropped = self._dropped, []
-        return dropped
-
-    def _give_up(self, context: NamedContext, reason: str) -> None:
-        """Drops a context: evicts it if contexts can be evicted, else deletes it."""
-        if self._evictor is not None:
-            error = ResourceExhausted("pool", f"contexts/{context.id}: {reason}")
-            self._fail_jobs_of(context, error)
-            self._contexts.evict(context)
-            return
-        self._dropped.append(ContextDropped(context.id, context.num_tokens, reason))
-        self._fail_jobs_of(context, ContextLost(f"contexts/{context.id}", f"it was dropped: {reason}"))
-        self._contexts.delete(context.id)
-        self._lifecycle.mark_changed()
-
     def give_up(self, segment: Segment) -> None:
         """Drops everything that uses a segment that could not be recovered."""
-        self._give_up_all(segment, "its tokens could not be recomputed")
+        self._dropper.drop_segment(segment, "its tokens could not be recomputed")
         self.resume()
-
-    def _fail_jobs_of(self, context: NamedContext, error: LongleafError) -> None:
-        for job in list(self._lifecycle.requests.jobs()):
-            if uses_context(job, context) and self._lifecycle.requests.get(job.request.id) is not None:
-                self._lifecycle.fail(job, error)
-
-    def _give_up_all(self, segment: Segment, reason: str) -> None:
-        """Drops everything that uses a segment. The ranks then forget the segment."""
-        self._segments.drop_cached(lambda path: segment in path.segments)
-        for job in self._running_sequences():
-            if segment in job.prefill.path.segments:
-                self._lifecycle.preempt(job)
-        for context in self._contexts.list():
-            if segment in context.path.segments and not context.is_evicted:
-                self._give_up(context, reason)
-        for job in list(self._lifecycle.requests.jobs()):
-            tail = (job.tail.segment,) if job.is_running else ()
-            is_lost = segment in (*job.request.origin.segments, *tail)
-            if is_lost and self._lifecycle.requests.get(job.request.id) is not None:
-                self._lifecycle.fail(job, ContextLost(f"contexts/{job.context}", f"it was dropped: {reason}"))
 
     def audit(self) -> None:
         """Asserts that no document waits after the recovery."""

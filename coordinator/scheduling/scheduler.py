@@ -32,7 +32,9 @@ from coordinator.recovery.recovery import MOVED_BLOCKS, RecoveryManager
 from coordinator.recovery.remap import segment_layouts
 from coordinator.recovery.restore import RestorePlanner, none_stored
 from coordinator.scheduling.admission import Admission
+from coordinator.scheduling.capacity_shrink import CapacityShrink
 from coordinator.scheduling.context_activation import ContextActivation
+from coordinator.scheduling.context_dropper import ContextDropper
 from coordinator.scheduling.deferral import Deferral
 from coordinator.scheduling.fair_queue import Queue
 from coordinator.scheduling.invariants import audit_jobs, audit_placements
@@ -117,8 +119,12 @@ class Scheduler:
         self._faults: list[Exception] = []
         self._running = self._lifecycle.running
         self._outcomes = self._lifecycle.outcomes
+        self._shrink = CapacityShrink(
+            placer, self.segments, self.contexts, limits, self._recovery, self._admission if is_durable else None
+        )
+        self._dropper = ContextDropper(self.segments, self.contexts, self._lifecycle, evictor)
         self._job_recovery = JobRecovery(
-            placer, self.segments, self.contexts, limits, self._recovery, self._lifecycle, self._admission, evictor
+            placer, self.segments, limits, self._recovery, self._lifecycle, self._shrink, self._dropper
         )
         self._deferral = Deferral(
             placer, self.segments, self.contexts, limits, self._admission, self._lifecycle, self._job_recovery, evictor
@@ -483,7 +489,7 @@ class Scheduler:
 
     def preload(self) -> None:
         """Activates the most recently used contexts, as many as fit."""
-        self._faults += self._activation.preload(self._job_recovery.begin_reload, lambda: self._job_recovery.has_room)
+        self._faults += self._activation.preload(self._job_recovery.begin_reload, lambda: self._shrink.has_room)
 
     def _acknowledge(self, job: IngestJob, now: float) -> None:
         document = job.document
@@ -577,7 +583,7 @@ class Scheduler:
 
     def pop_dropped(self) -> list[ContextDropped]:
         """Removes and returns the contexts that were dropped."""
-        return self._job_recovery.pop_dropped()
+        return self._dropper.pop_dropped()
 
     def audit(self) -> None:
         """Asserts the invariants of blocks, segments, references, reservations and jobs."""
