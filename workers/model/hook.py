@@ -31,7 +31,7 @@ class LayerCall(NamedTuple):
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, LayerCall], Tensor]
 """Attention of a layer's new tokens: the layer, q_THD, k_KTD, v_KTV, and the layer's parameters; the result is [T, H,
-V]. Also stores the keys and values."""
+V]. It also stores the keys and values."""
 
 
 class PositionCache:
