@@ -91,7 +91,9 @@ class Reader:
         step = PrefillStep(inputs, self._pool, self._backend, self._peers, self._model.last_layer)
         ids, positions = inputs.token_ids_T[None], inputs.positions_T[None]
         with suppress(PrefillDone):
-            self._model.decoder(input_ids=ids, position_ids=positions, use_cache=False, return_dict=False, step=step)
+            self._model.decoder(
+                input_ids=ids, position_ids=positions, use_cache=False, return_dict=False, step=step.attend
+            )
         return sum(isinstance(work, Gathered) for i, work in inputs.layers.items() if i != self._model.last_layer)
 
 

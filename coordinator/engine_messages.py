@@ -8,7 +8,8 @@ import msgspec
 
 from longleaf.document_text import DocumentText
 from longleaf.errors import LongleafError
-from longleaf.rank_protocol.step import Attention, ComparisonRow
+from longleaf.rank_protocol.step import Attention
+from longleaf.rank_protocol.verdict import Verification
 from longleaf.sampling import SamplingParams, Token
 from longleaf.types import UNCHANGED, ContextSettings, Progress, Recovering, SchedulingOptions, TokenRange
 
@@ -242,7 +243,7 @@ class Ended(msgspec.Struct, frozen=True):
     first_token_seconds: float
     decode_seconds: float
     sample: int = 0
-    comparison: ComparisonRow | None = None
+    comparison: Verification | None = None
     """Present if the prompt requested it."""
     found: ProbeResult | None = None
     """The result of a probe."""

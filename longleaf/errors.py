@@ -31,7 +31,10 @@ Only `longleaf.codec.status` converts them to gRPC statuses and back.
 
 
 class LongleafError(Exception):
-    """Base class of all errors."""
+    """Base class of all errors. Constructors have a parameter `message`, or one for each attribute."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
 
 
 class InvalidArgument(LongleafError, ValueError):

@@ -26,8 +26,8 @@ from longleaf.fingerprint import Fingerprint
 from longleaf.formatting import human_rounded
 from longleaf.kernels import registry
 from longleaf.kernels.backend import Backend
-from longleaf.rank_protocol.step import ComparisonRow, Decode, Prefill, Row, SamplingTerms, StepPlan, Work
-from longleaf.rank_protocol.verdict import judge
+from longleaf.rank_protocol.step import Decode, Prefill, Row, SamplingTerms, StepPlan, Work
+from longleaf.rank_protocol.verdict import Verification, judge
 from longleaf.runs import Run, ceil_div
 from longleaf.sampling import SamplingParams
 from longleaf.storage.store import Store as Storage
@@ -110,11 +110,11 @@ def check_exact(model: Model, backend: Backend, config: EngineConfig) -> str:
     raise ModelRefused(
         f"{type(model.module).__name__} is not exact here: its logits in {found.dtype} differ from "
         f"those of transformers by up to {human_rounded(found.max_difference, 2)}, the largest is "
-        f"{human_rounded(found.max_logit, 2)}, and {found.num_equal} of {found.num_tokens} tokens are the same"
+        f"{human_rounded(found.max_logit, 2)}, and {found.equal_tokens} of {found.compared_tokens} tokens are the same"
     )
 
 
-def compare_in_float32(model: Model, config: EngineConfig) -> ComparisonRow | None:
+def compare_in_float32(model: Model, config: EngineConfig) -> Verification | None:
     """The comparison with all weights converted to float32 on use; None where that is not possible."""
     try:
         backend = registry.choose(config.kernels, model.device, torch.float32)
@@ -126,7 +126,7 @@ def compare_in_float32(model: Model, config: EngineConfig) -> ComparisonRow | No
     return None if found.failure else found
 
 
-def compare(model: Model, backend: Backend) -> ComparisonRow:
+def compare(model: Model, backend: Backend) -> Verification:
     """Compares the logits of the served path with those of plain attention, after each token of a short greedy answer.
     Raises ModelRefused if the model cannot run such steps.
     """
@@ -134,13 +134,13 @@ def compare(model: Model, backend: Backend) -> ComparisonRow:
     first, second, question, answer = (max(1, int(scale * size)) for size in (*CHUNKS, QUESTION, ANSWER))
     ids = random_ids(model, first + second + question)
     epoch = GroupSession(make_resources(model, backend), None)
-    comparisons = dict[int, ComparisonRow]()
+    comparisons = dict[int, Verification]()
     try:
         for step, work in enumerate(make_works(ids, (first, second), answer)):
             result = epoch.start(StepPlan(0, step, work)).result()
             assert result is not None
             if result.not_finite or not result.has_finite_keys:
-                return ComparisonRow(failure="its keys or logits for random tokens are not finite")
+                return Verification(failure="its keys or logits for random tokens are not finite")
             comparisons |= result.comparisons
     except Exception as error:
         raise ModelRefused(

@@ -2,19 +2,21 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from longleaf.config import EngineConfig
 from longleaf.errors import LongleafError
 from longleaf.formatting import human_seconds
-from longleaf.rank_protocol.group_messages import KvLayout, Ready
+from longleaf.rank_protocol.group_messages import Ready
 from longleaf.rank_protocol.member_messages import Hello
 from longleaf.rank_protocol.rank_spec import ConnectInfo
 from longleaf.rank_protocol.snapshots import Fetch, Save, Saved
-from longleaf.rank_protocol.step import StepPlan, StepResult
 from longleaf.types import Loss
+
+if TYPE_CHECKING:
+    from coordinator.cluster.groups.group import RankGroup
 
 OnDeath = Callable[[int, str], None]
 """Called with the member number and the reason when the process of a member ends, from any thread."""
@@ -46,26 +48,6 @@ class EpochEnd(msgspec.Struct, frozen=True):
     """Candidates for the step in which the epoch ended: one where it is known, none when no step was running."""
 
 
-class Group(Protocol):
-    """The ranks of one epoch. Implemented by coordinator.cluster.groups.group; faked by tests.support.fakes.ranks."""
-
-    async def send_layout(self, layout: KvLayout) -> None:
-        """Send the KV cache layout to the ranks, before the first plan. Raises the error that ended the epoch."""
-        ...
-
-    def step(self, plan: StepPlan) -> Awaitable[StepResult]:
-        """Send a step to the ranks; the awaitable returns its result. Steps may be sent before earlier ones are
-        answered; they run in the order of the calls.
-
-        Awaiting raises the error that ended the epoch: a rank raised, died or exceeded the deadline of the step.
-        """
-        ...
-
-    async def wait_ended(self) -> EpochEnd:
-        """Wait until the epoch ends, whether in a step or between steps. May be cancelled."""
-        ...
-
-
 @dataclass(frozen=True)
 class Formation:
     """The ranks of an epoch."""
@@ -75,7 +57,7 @@ class Formation:
     """In rank order."""
     readies: tuple[Ready, ...]
     """In rank order."""
-    group: Group
+    group: "RankGroup"
 
     @property
     def members(self) -> tuple[int, ...]:

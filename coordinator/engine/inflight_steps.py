@@ -4,10 +4,12 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from coordinator.cluster.ports import Group
 from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from coordinator.cluster.groups.group import RankGroup
 
 MAX_GAP = 0.01
 """Maximum seconds between two consecutive steps. After a longer gap, the engine is assumed to have been idle."""
@@ -55,7 +57,7 @@ class InflightSteps:
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def send(self, group: Group, plan: StepPlan) -> None:
+    def send(self, group: "RankGroup", plan: StepPlan) -> None:
         """Sends the plan to the ranks."""
         step = InflightStep(plan, asyncio.ensure_future(group.step(plan)), bool(self._under_way))
         step.result.add_done_callback(lambda _: self._end(step))

@@ -15,13 +15,12 @@ from coordinator.auth.permissions import check_role
 from coordinator.grpc_server.call_metadata import certified_names, plain_headers
 from coordinator.grpc_server.readiness_gate import SERVED, ReadinessGate
 from coordinator.grpc_server.request_limiter import Handler, RequestLimiter, RequestReader, StreamCall
-from coordinator.grpc_server.tenant_scoping import redact_error
+from coordinator.grpc_server.tenant_scoping import redact_error, unscope_error
 from coordinator.grpc_server.unauthenticated_limiter import UnauthenticatedCallLimiter
 from coordinator.telemetry.observers import CURRENT, CallRecord, Observers
 from longleaf.codec.status import DETAILS_KEY, encode_error, grpc_code
 from longleaf.errors import InvalidArgument, LongleafError, ResourceExhausted, Unauthenticated, Unavailable
 from longleaf.formatting import human_seconds
-from longleaf.tenants import unscoped
 
 logger = logging.getLogger(__name__)
 
@@ -155,14 +154,13 @@ async def _answer(record: CallRecord, work: Awaitable[None], call: StreamCall) -
         record.code = grpc.StatusCode.CANCELLED.name
         raise
     except LongleafError as error:
-        shown = redact_error(error)
-        is_hidden = str(shown) != str(error)  # details withheld from the caller are logged for the operator
+        redacted = redact_error(error)
+        is_hidden = str(redacted) != str(error)  # details withheld from the caller are logged for the operator
         if is_hidden or (isinstance(error, Unavailable) and error.retry_seconds is None):  # others may quote the client
             logger.warning("%s: %s", record.method, error)
         record.error = type(error).__name__
         record.field = error.field if isinstance(error, InvalidArgument) else ""
-        _readdress(shown, record.tenant)
-        refusal = _refusal(shown)
+        refusal = _refusal(unscope_error(redacted, record.tenant))
         _forget(error)
     except grpc.aio.AbortError as error:  # the library's own services abort calls directly
         _forget(error)
@@ -182,14 +180,6 @@ async def _answer(record: CallRecord, work: Awaitable[None], call: StreamCall) -
         _forget(error)
     except grpc.aio.InternalError:  # the client disconnected
         return
-
-
-def _readdress(error: LongleafError, tenant: str) -> None:
-    """Replaces ids in an error by the names that `tenant` uses."""
-    error.args = tuple(unscoped(each, tenant) if isinstance(each, str) else each for each in error.args)
-    for name, value in vars(error).items():
-        if isinstance(value, str):
-            setattr(error, name, unscoped(value, tenant))
 
 
 def _refusal(error: LongleafError) -> Refusal:

@@ -8,16 +8,16 @@ import binascii
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from contextlib import aclosing
-from typing import ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from google.protobuf.empty_pb2 import Empty
+from grpc.aio import ServicerContext
 
 from coordinator.auth.caller import CALLER, OWNER
 from coordinator.change_feed import CoalescingWatch
 from coordinator.grpc_server import tenant_scoping
 from coordinator.grpc_server.local_peers import is_here
 from coordinator.grpc_server.readiness_gate import ReadinessGate
-from coordinator.handlers.engine_ports import ServedEngine
 from coordinator.handlers.tokenization import MAX_TOKENS, Tokenization
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf import codec
@@ -33,26 +33,18 @@ from longleaf.v1.context_service_pb2_grpc import ContextServiceServicer
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceServicer
 from longleaf.v1.tokenizer_service_pb2_grpc import TokenizerServiceServicer
 
+if TYPE_CHECKING:
+    from coordinator.engine.engine import Engine
+
 Given = ParamSpec("Given")
 Decoded = TypeVar("Decoded")
+RpcContext = ServicerContext[Any, Any]
 Drain = Callable[[bool], Awaitable[Draining]]
 SlotReset = Callable[[], int]
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 MANY_ITEMS = 1 << 14
 """Number of token ids or files above which a message is decoded in a thread, so as not to block other calls."""
-
-
-class RpcContext(Protocol):
-    """The part of gRPC's call context that is used here."""
-
-    def peer(self) -> str:
-        """Address of the client, `ipv4:HOST:PORT` or `ipv6:[HOST]:PORT`."""
-        ...
-
-    def time_remaining(self) -> float | None:
-        """Seconds until the client's deadline; None if it set none."""
-        ...
 
 
 def caller(call: RpcContext) -> str:
@@ -116,7 +108,7 @@ class ContextServicer(ContextServiceServicer):
         self._readiness = readiness
 
     @property
-    def _contexts(self) -> ServedEngine:
+    def _contexts(self) -> "Engine":
         return self._readiness.application.contexts
 
     async def IngestContext(

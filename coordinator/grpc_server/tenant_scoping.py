@@ -2,6 +2,7 @@
 response before it is sent."""
 
 import re
+from inspect import signature
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -157,6 +158,12 @@ def redact_error(error: LongleafError) -> LongleafError:
             return CheckpointChanged(error.name, _without_folders(error.changes))
         case _:
             return error
+
+
+def unscope_error(error: LongleafError, tenant: str) -> LongleafError:
+    """The error with the names that `tenant` uses."""
+    given = (getattr(error, name, str(error)) for name in signature(type(error)).parameters)
+    return type(error)(*(unscoped(each, tenant) if isinstance(each, str) else each for each in given))
 
 
 def _without_folders(text: str) -> str:

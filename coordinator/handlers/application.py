@@ -2,18 +2,17 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from coordinator.auth.caller import CALLER, OWNER
 from coordinator.auth.quotas import QuotaEnforcer
 from coordinator.handlers.context_text import ContextTexts
 from coordinator.handlers.durable_uploads import DurableUploads
-from coordinator.handlers.engine_ports import ServedEngine
 from coordinator.handlers.generation import Generation
 from coordinator.handlers.ingest import Ingest
 from coordinator.handlers.tokenization import Tokenization
 from coordinator.handlers.transfer.exports import Exports
 from coordinator.handlers.transfer.imports import ImportSessions
-from coordinator.handlers.transfer.ports import TransferEngine
 from coordinator.handlers.uploads import Uploads
 from coordinator.handlers.verification import VerificationRunner
 from coordinator.persistence.journal.journal import Journal
@@ -23,6 +22,10 @@ from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import FailedPrecondition
 from longleaf.sampling import GREEDY, SamplingParams
 from longleaf.types import Cluster, Context, RecomputeResult
+
+if TYPE_CHECKING:
+    from coordinator.engine.context_transfer import ContextTransfer
+    from coordinator.engine.engine import Engine
 
 
 class Application:
@@ -34,12 +37,12 @@ class Application:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: "Engine",
         tokenizer: Tokenizer,
         cluster: Callable[[], Cluster],
         journal: Journal | None = None,
         durable_uploads: DurableUploads | None = None,
-        transfers: TransferEngine | None = None,
+        transfers: "ContextTransfer | None" = None,
         observers: Observers = NO_OBSERVERS,
         tenant_share: float = 1.0,
         sampling_defaults: SamplingParams = GREEDY,

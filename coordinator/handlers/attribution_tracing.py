@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from math import fsum, isfinite
+from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec.structs import replace
@@ -25,13 +26,16 @@ from coordinator.handlers.attribution import (
     spans_of,
     top,
 )
-from coordinator.handlers.engine_ports import EventStream, ServedEngine
 from coordinator.text.text_map import TextMap
 from longleaf.errors import InvalidArgument, NotFinite, ResourceExhausted, Unavailable
 from longleaf.rank_protocol.step import Attention
 from longleaf.runs import union
 from longleaf.sampling import SamplingParams
 from longleaf.types import Attribution, Finished, Generate, Provenance, TokenRange
+
+if TYPE_CHECKING:
+    from coordinator.engine.engine import Engine
+    from coordinator.engine.stream import Stream
 
 MAX_AT_ONCE = 8
 """Most concurrent probes."""
@@ -60,7 +64,7 @@ class AttributionTracer:
         self._reported = [AttentionTotals() for _ in range(request.num_samples)]
         self._num_open = 0
         """Samples that have not ended."""
-        self._engine: ServedEngine | None = None
+        self._engine: Engine | None = None
         self._spans: SpanTable | None = None
         self._text: TextMap | None = None
         self._hidden = request.hidden
@@ -71,7 +75,7 @@ class AttributionTracer:
         self._baseline: Shares | None = None
 
     def begin(
-        self, engine: ServedEngine, prompt: engine_messages.Prompt, texts: TextMaps, charge: Callable[[int], None]
+        self, engine: "Engine", prompt: engine_messages.Prompt, texts: TextMaps, charge: Callable[[int], None]
     ) -> engine_messages.Prompt:
         """Returns the prompt to submit. `charge` is called with the tokens of each probe. Raises InvalidArgument or
         NotFound."""
@@ -168,13 +172,13 @@ class AttributionTracer:
         found = list[engine_messages.ProbeResult]()
         for first in range(0, len(probes), most):
             async with AsyncExitStack() as stack:
-                streams = list[EventStream]()
+                streams = list["Stream"]()
                 for probe in probes[first : first + most]:
                     streams.append(await stack.enter_async_context(aclosing(await self._submit(probe))))
                 found += [await _found(stream) for stream in streams]
         return found
 
-    async def _submit(self, probe: engine_messages.Prompt) -> EventStream:
+    async def _submit(self, probe: engine_messages.Prompt) -> "Stream":
         """Submits a probe; waits while the engine rejects new requests."""
         assert self._engine is not None
         stream = await submit_patiently(self._engine, probe)
@@ -182,7 +186,7 @@ class AttributionTracer:
         return stream
 
 
-async def submit_patiently(engine: ServedEngine, prompt: engine_messages.Prompt) -> EventStream:
+async def submit_patiently(engine: "Engine", prompt: engine_messages.Prompt) -> "Stream":
     """Submits a prompt that belongs to an admitted request; retries while the engine is busy."""
     while True:
         try:
@@ -193,7 +197,7 @@ async def submit_patiently(engine: ServedEngine, prompt: engine_messages.Prompt)
             await asyncio.sleep(error.retry_seconds)
 
 
-async def _found(stream: EventStream) -> engine_messages.ProbeResult:
+async def _found(stream: "Stream") -> engine_messages.ProbeResult:
     async for event in stream:
         if isinstance(event, engine_messages.Ended) and event.found is not None:
             if not all(map(isfinite, event.found.scores)):

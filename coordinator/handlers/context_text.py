@@ -1,12 +1,16 @@
 """Text of a context or of a range of it, decoded from its token ids, because text is not stored."""
 
-from coordinator.handlers.engine_ports import ServedEngine
+from typing import TYPE_CHECKING
+
 from coordinator.text.text_map import TextMap, TextRange
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import FailedPrecondition, InvalidArgument
 from longleaf.tenants import name_of
 from longleaf.types import ContextText, GetContextText, TextUnit
+
+if TYPE_CHECKING:
+    from coordinator.engine.engine import Engine
 
 MAX_BYTES = 1 << 20
 MAX_TOKENS = 1 << 18
@@ -19,7 +23,7 @@ STEP_TOKENS = 1 << 15
 class ContextTexts:
     """Decodes in `threads`, in steps; a cancelled call ends between two steps."""
 
-    def __init__(self, engine: ServedEngine, tokenizer: Tokenizer, threads: TokenizerPool) -> None:
+    def __init__(self, engine: "Engine", tokenizer: Tokenizer, threads: TokenizerPool) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._threads = threads

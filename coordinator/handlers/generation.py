@@ -5,6 +5,7 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -12,7 +13,6 @@ from coordinator import engine_messages
 from coordinator.auth.caller import CALLER, OWNER
 from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
 from coordinator.handlers.attribution_tracing import AttributionTracer, TextMaps, no_text, submit_patiently
-from coordinator.handlers.engine_ports import EventStream, ServedEngine
 from coordinator.handlers.journal_replay import replay_journal
 from coordinator.handlers.prompt_encoder import Prompts
 from coordinator.handlers.response_assembler import ResponseAssembler
@@ -27,6 +27,10 @@ from longleaf.errors import AlreadyExists, InvalidArgument, LongleafError, Stora
 from longleaf.sampling import MAX_TOKENS
 from longleaf.tenants import scoped
 from longleaf.types import Event, Finished, Generate, Resume
+
+if TYPE_CHECKING:
+    from coordinator.engine.engine import Engine
+    from coordinator.engine.stream import Stream
 
 HIDDEN = "tokens of the context are hidden"
 """A reason for which an answer is not exact."""
@@ -43,7 +47,7 @@ class Generation:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: "Engine",
         tokenizer: Tokenizer,
         threads: TokenizerPool,
         clock: Callable[[], float] = time.monotonic,
@@ -163,7 +167,7 @@ class Generation:
 
     async def _client_events(
         self,
-        stream: EventStream,
+        stream: "Stream",
         record: JournalWriter | None,
         answer: ResponseAssembler,
         tracing: AttributionTracer | None,

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from typing import TYPE_CHECKING
 
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -13,7 +14,6 @@ from coordinator import engine_messages
 from coordinator.auth.caller import CALLER, OWNER
 from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
 from coordinator.handlers.document_tokenizer import STEP_BYTES, DocumentTokenizer
-from coordinator.handlers.engine_ports import EventStream, ServedEngine
 from coordinator.handlers.prompt_encoder import SYSTEM, Prompts
 from coordinator.handlers.size_limits import SizeLimit
 from coordinator.handlers.uploads import PrefillTask, Upload, UploadLease, Uploads
@@ -40,6 +40,10 @@ from longleaf.types import (
     expired,
 )
 
+if TYPE_CHECKING:
+    from coordinator.engine.engine import Engine
+    from coordinator.engine.stream import Stream
+
 IDLE_SECONDS = 120.0
 """Seconds for which an open stream may send nothing while a document arrives."""
 REPORT_BYTES = 1 << 18
@@ -53,7 +57,7 @@ class Ingest:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: "Engine",
         tokenizer: Tokenizer,
         threads: TokenizerPool,
         uploads: Uploads,
@@ -267,7 +271,7 @@ class Ingest:
         return PrefillTask(stream, self._reports(header, stream, begun))
 
     async def _reports(
-        self, header: IngestHeader, stream: EventStream, report: IngestProgress
+        self, header: IngestHeader, stream: "Stream", report: IngestProgress
     ) -> AsyncGenerator[IngestProgress, None]:
         began = self._clock()
         async for event in stream:

@@ -2,40 +2,30 @@
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from coordinator.handlers.engine_ports import ServedEngine
 from coordinator.handlers.size_limits import SizeLimit
-from coordinator.text.chat_template import ConversationRefused, TemplateMessage
+from coordinator.text.chat_template import ConversationRefused
 from coordinator.text.control_tokens import TemplatePiece
 from coordinator.text.encoder import Encoder
 from coordinator.text.tokenizer import Opening, Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
 from coordinator.text.vocabulary import check_known
 from longleaf.errors import InvalidArgument, StartError, Unavailable
-from longleaf.types import Conversation, Generate
+from longleaf.types import Conversation, Generate, Message
+
+if TYPE_CHECKING:
+    from coordinator.engine.engine import Engine
 
 SYSTEM = "prefaced_config.system"
 EMPTY_LINE = "\n\n"
 """Separates a system message from the question that it is prepended to."""
 
 
-class _PromptRequest(NamedTuple):
-    """The messages to render."""
-
-    messages: list[TemplateMessage]
-    first: int
-    """Index of the first rendered message in the conversation."""
-
-    def field(self, message: int | None) -> str:
-        """Path of a message in the request."""
-        return "conversation.messages" + (f"[{self.first + message}]" if message is not None else "")
-
-
 class Prompts:
     """Encodes prompts in `threads`, in steps. A cancelled call stops between two steps."""
 
-    def __init__(self, engine: ServedEngine, tokenizer: Tokenizer, threads: TokenizerPool) -> None:
+    def __init__(self, engine: "Engine", tokenizer: Tokenizer, threads: TokenizerPool) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._threads = threads
@@ -64,22 +54,22 @@ class Prompts:
         has_context = request.context is not None
         if has_context or self._tokenizer.uses_template(request.use_chat_template):
             variables = request.chat_template_kwargs
-            pieces = await self._pieces(
-                [TemplateMessage("user", text)], has_context, variables, "text", lambda _: "text"
-            )
+            pieces = await self._pieces([Message("user", text)], has_context, variables, "text", lambda _: "text")
             return await self._encode("text", await self._encoders(pieces, has_context), limit)
         return await self._encode("text", self._tokenizer.prompt_encoders(text), limit)
 
     async def _conversation_ids(self, request: Generate, conversation: Conversation, limit: SizeLimit) -> Sequence[int]:
         has_context = request.context is not None
         limit.check("conversation", sum(len(message.text.encode()) for message in conversation.messages))
-        requested = _lay_out(conversation, has_context, self._tokenizer.has_chat_template)
+        messages, first = _lay_out(conversation, has_context, self._tokenizer.has_chat_template)
         if not has_context and not self._tokenizer.has_chat_template:
-            return await self._encode(
-                "conversation", self._tokenizer.prompt_encoders(requested.messages[0].text), limit
-            )
+            return await self._encode("conversation", self._tokenizer.prompt_encoders(messages[0].text), limit)
+
+        def field_of(message: int | None) -> str:
+            return "conversation.messages" + ("" if message is None else f"[{first + message}]")
+
         variables = request.chat_template_kwargs
-        pieces = await self._pieces(requested.messages, has_context, variables, "conversation", requested.field)
+        pieces = await self._pieces(messages, has_context, variables, "conversation", field_of)
         return await self._encode("conversation", await self._encoders(pieces, has_context), limit)
 
     async def opening(self, system: str, limit: SizeLimit) -> Opening:
@@ -99,7 +89,7 @@ class Prompts:
 
     async def _pieces(
         self,
-        messages: Sequence[TemplateMessage],
+        messages: Sequence[Message],
         has_context: bool,
         variables: dict[str, Any],
         field: str,
@@ -152,9 +142,10 @@ class Prompts:
         return token_ids
 
 
-def _lay_out(conversation: Conversation, has_context: bool, has_template: bool) -> _PromptRequest:
-    """Prepends leading system messages to the first question if they are not rendered separately: after a context,
-    which has already begun, and for a model without a chat template."""
+def _lay_out(conversation: Conversation, has_context: bool, has_template: bool) -> tuple[list[Message], int]:
+    """The messages to render, and the index of the first of them in the conversation. Leading system messages are
+    prepended to the first question if they are not rendered separately: after a context, which has already begun, and
+    for a model without a chat template."""
     messages = conversation.messages
     first = 0
     if has_context or not has_template:
@@ -162,14 +153,14 @@ def _lay_out(conversation: Conversation, has_context: bool, has_template: bool) 
     if has_context and messages[first].role != "user":
         text = f"has the role {messages[first].role}; the first message after the context must have the role user"
         raise InvalidArgument(f"conversation.messages[{first}].role", text)
-    output = [TemplateMessage(message.role, message.text) for message in messages[first:]]
+    output = list(messages[first:])
     prefaces = [message.text for message in messages[:first] if message.text]
-    output[0] = TemplateMessage(output[0].role, EMPTY_LINE.join([*prefaces, output[0].text]))
+    output[0] = Message(output[0].role, EMPTY_LINE.join([*prefaces, output[0].text]))
     if not has_template and (len(output) > 1 or output[0].role != "user"):
         number = first + next((i for i, each in enumerate(output) if i or each.role != "user"), 0)
         text = "the model has no chat template, so a conversation is not supported: send one user message"
         raise InvalidArgument(f"conversation.messages[{number}]", text)
-    return _PromptRequest(output, first)
+    return output, first
 
 
 def check_ids(token_ids: Sequence[int], vocabulary_size: int, field: str = "token_ids") -> Sequence[int]:

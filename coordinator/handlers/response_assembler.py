@@ -2,10 +2,9 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from coordinator import engine_messages
-from coordinator.handlers.attribution import AttentionTotals
+from coordinator.handlers.attribution_tracing import AttributionTracer
 from coordinator.text.detokenizer import Alphabet, TextDelta, TextStream
 from coordinator.text.token_bytes import TokenByteDecoder
 from longleaf.rank_protocol.step import Attention
@@ -23,18 +22,6 @@ from longleaf.types import (
     Timings,
     Usage,
 )
-
-
-class AttributionSink(Protocol):
-    """Receives the attention of answers for attribution."""
-
-    def reported(self, sample: int) -> AttentionTotals:
-        """The totals of a sample."""
-        ...
-
-    def of_delta(self, attention: Sequence[Attention]) -> Attribution | None:
-        """Sources of the tokens of a Delta, if requested."""
-        ...
 
 
 class RequestTimes:
@@ -57,7 +44,7 @@ class ResponseAssembler:
         end_tokens: frozenset[int],
         clock: Callable[[], float],
         exactness_note: str,
-        tracing: AttributionSink | None = None,
+        tracing: AttributionTracer | None = None,
         before: Sequence[int] = (),
     ) -> None:
         """`before` are the prompt ids that the text of the answer continues, from `detokenizer.ids_before`. If logprobs
@@ -132,7 +119,7 @@ class SampleAssembler:
         times: RequestTimes,
         exactness_note: str,
         byte_decoder: TokenByteDecoder | None,
-        tracing: AttributionSink | None,
+        tracing: AttributionTracer | None,
     ) -> None:
         self._index = index
         self._tracing = tracing

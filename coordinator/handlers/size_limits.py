@@ -1,7 +1,11 @@
 """Size limits of texts before tokenization."""
 
-from coordinator.handlers.engine_ports import ServedEngine
+from typing import TYPE_CHECKING
+
 from longleaf.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from coordinator.engine.engine import Engine
 
 
 class SizeLimit:
@@ -10,7 +14,7 @@ class SizeLimit:
     Larger input is rejected before it is read or tokenized, because token ids take far more memory than the text.
     """
 
-    def __init__(self, engine: ServedEngine, max_bytes_per_token: int | None, num_buffered: int = 0) -> None:
+    def __init__(self, engine: "Engine", max_bytes_per_token: int | None, num_buffered: int = 0) -> None:
         positions, pool = engine.max_positions, engine.total_tokens
         self.num_tokens = max(0, min(positions, pool) - num_buffered)
         self.name = f"{min(positions, pool):,} tokens of "

@@ -6,16 +6,19 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING
 
 from coordinator.change_feed import ChangeCounter
 from coordinator.handlers.document_tokenizer import DocumentTokenizer, IncompleteDocument
 from coordinator.handlers.durable_uploads import DurableUploads, check_same
-from coordinator.handlers.engine_ports import EventStream
 from coordinator.handlers.fair_share import eviction_victim, shares_of
 from coordinator.handlers.resumable_generations import CallLater, call_later
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import Cancelled, DeadlineExceeded, LongleafError, ResourceExhausted, Unavailable
 from longleaf.types import Account, IngestHeader, IngestProgress
+
+if TYPE_CHECKING:
+    from coordinator.engine.stream import Stream
 
 KEEP_SECONDS = 600.0
 """Seconds for which an ingest without a stream is kept."""
@@ -30,7 +33,7 @@ RETRY_SECONDS = 5.0
 class PrefillTask:
     """The prefill of an ingest, as a separate task: it runs even when no stream follows it."""
 
-    def __init__(self, stream: EventStream, reports: AsyncGenerator[IngestProgress, None]) -> None:
+    def __init__(self, stream: "Stream", reports: AsyncGenerator[IngestProgress, None]) -> None:
         """`reports` are derived from the events of `stream`."""
         self._stream = stream
         self._reports = reports

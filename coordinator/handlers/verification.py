@@ -9,17 +9,21 @@ import random
 import time
 from collections.abc import Callable, Generator
 from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from coordinator import engine_messages
-from coordinator.handlers.generation import ServedEngine
 from coordinator.handlers.prompt_encoder import check_ids
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import InvalidArgument, NotFinite, ResourceExhausted, Unavailable
-from longleaf.rank_protocol.step import ComparisonRow
 from longleaf.rank_protocol.verdict import judge
 from longleaf.sampling import SamplingParams
 from longleaf.types import Cluster, Verification, Verify
+
+if TYPE_CHECKING:
+    from coordinator.engine.engine import Engine
 
 MAX_PROMPT = 1024
 MIN_DEFAULT_PROMPT = 256
@@ -34,7 +38,7 @@ class VerificationRunner:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: "Engine",
         tokenizer: Tokenizer,
         threads: TokenizerPool,
         cluster: Callable[[], Cluster],
@@ -63,8 +67,8 @@ class VerificationRunner:
                 is_compared=True,
                 max_draft_tokens=self._engine.max_draft_tokens,
             )
-            comparison = await self._compare(prompt)
-        return self._reports(comparison, len(prompt.token_ids))
+            comparison = judge(await self._compare(prompt))
+        return replace(comparison, prompt_tokens=len(prompt.token_ids), world_size=self._cluster().world_size)
 
     @contextmanager
     def _exclusive(self) -> Generator[None, None, None]:
@@ -102,34 +106,15 @@ class VerificationRunner:
         room = min(self._engine.max_positions, self._engine.total_tokens - cluster.block_size) - max_tokens
         return max(1, min(wanted, MAX_PROMPT, room))
 
-    async def _compare(self, prompt: engine_messages.Prompt) -> ComparisonRow:
+    async def _compare(self, prompt: engine_messages.Prompt) -> Verification:
         try:
             async with aclosing(self._engine.submit(prompt)) as stream:
                 async for event in stream:
                     if isinstance(event, engine_messages.Ended) and event.comparison is not None:
                         return event.comparison
         except NotFinite as error:
-            return ComparisonRow(failure=str(error))
+            return Verification(failure=str(error))
         raise Unavailable("the engine ended the stream before the ranks compared")
-
-    def _reports(self, found: ComparisonRow, num_prompt: int) -> Verification:
-        return Verification(
-            **judge(found)._asdict(),
-            max_difference=found.max_difference,
-            max_logit=found.max_logit,
-            dtype=found.dtype,
-            distance=found.distance,
-            reference_distance=found.reference_distance,
-            reference_dtype=found.reference_dtype,
-            worst_index=found.worst_index,
-            prompt_tokens=num_prompt,
-            compared_tokens=found.num_tokens,
-            equal_tokens=found.num_equal,
-            holding_ranks=found.num_ranks,
-            world_size=self._cluster().world_size,
-            reference_seconds=found.seconds,
-            failure=found.failure,
-        )
 
 
 def _within(field: str, given: int | None, default: int, most: int) -> int:

@@ -319,10 +319,10 @@ class ContextStore:
         StorageUnavailable, and the errors of `room`.
         """
         self.check_free(context_id)
-        found = await self._migration.find({context_id}) if self._migration else {}
-        if context_id not in found:
+        found = (await self._migration.find({context_id})).get(context_id) if self._migration else None
+        if found is None:
             raise NotFound(f"contexts/{context_id}")
-        return await self._adopt_stale(found[context_id], positions, vocabulary_size, room)
+        return await self._adopt_stale(found, positions, vocabulary_size, room)
 
     async def adopt_all_stale(
         self, positions: Positions, vocabulary_size: int, tenant: str, room: Room

@@ -11,7 +11,7 @@ from coordinator.recovery.recovery import RecoveryManager
 from coordinator.scheduling.admission import Admission
 from coordinator.scheduling.jobs import IngestJob, Job, as_victims
 from coordinator.scheduling.limits import JobLimits
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 
 
 class CapacityShrink:
@@ -58,7 +58,7 @@ class CapacityShrink:
 
     def _victims(self, jobs: list[Job], needed: BlockCount, total: BlockCount) -> list[Job] | None:
         """The jobs that do not fit beside the held keys; None when all fit."""
-        answers = [job for job in jobs if isinstance(job, Sequence)]
+        answers = [job for job in jobs if isinstance(job, SequenceJob)]
         retained = {placement.segment.id for placement in self._remaining()}
         path_segments = {s: None for job in answers for s in job.request.origin.segments if s.id not in retained}
         needed += self._limits.wanted(self._placements.for_segments(path_segments))

@@ -1,11 +1,10 @@
 """Fault scores: how strongly the work of a step is suspected of having ended an epoch. Pure."""
 
-from collections.abc import Container, Iterable
-from collections.abc import Sequence as Several
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from coordinator.scheduling.jobs import Job
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 from longleaf.rank_protocol.step import Decode, Prefill, Work
 
 LOSS_SCORE = 1
@@ -76,7 +75,7 @@ class SuspectedJobs:
         """Removes all other jobs."""
         self._found = {job: found for job, found in self._found.items() if job in jobs}
 
-    def schedulable(self, jobs: Several[Sequence]) -> Several[Sequence]:
+    def schedulable(self, jobs: Sequence[SequenceJob]) -> Sequence[SequenceJob]:
         """The jobs that may have rows in the same step: one suspected job, or all of them if none is suspected."""
         apart = [job for job in jobs if self.runs_alone(job)]
         return apart[:1] or jobs

@@ -16,7 +16,7 @@ from coordinator.scheduling.deferral import Deferral
 from coordinator.scheduling.job_lifecycle import JobLifecycle
 from coordinator.scheduling.jobs import IngestJob, Job
 from coordinator.scheduling.limits import JobLimits
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 from longleaf.errors import ContextLost, LongleafError, ResourceExhausted
 from longleaf.rank_protocol.step import StepResult
 from longleaf.types import Recovering
@@ -121,8 +121,8 @@ class JobRecovery:
         """No more ranks are expected, so that each job fits once nothing else runs."""
         return not self._limits.may_grow
 
-    def _running_sequences(self) -> list[Sequence]:
-        return [job for job in self._lifecycle.running.values() if isinstance(job, Sequence)]
+    def _running_sequences(self) -> list[SequenceJob]:
+        return [job for job in self._lifecycle.running.values() if isinstance(job, SequenceJob)]
 
     def _ingests(self) -> list[IngestJob]:
         return [job for job in self._lifecycle.running.values() if isinstance(job, IngestJob)]

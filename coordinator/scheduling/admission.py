@@ -1,8 +1,7 @@
 """Admission: converts requests to jobs, or refuses them with the reason."""
 
 from array import array
-from collections.abc import Callable
-from collections.abc import Sequence as TokenIds
+from collections.abc import Callable, Sequence
 
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -17,7 +16,7 @@ from coordinator.scheduling.jobs import IngestJob, Job, Request
 from coordinator.scheduling.limits import MAX_TOKENS, JobLimits, num_fed
 from coordinator.scheduling.prefill_cursor import PrefillCursor
 from coordinator.scheduling.requests import Requests
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 from coordinator.scheduling.throughput import Speeds
 from longleaf.config import EngineConfig
 from longleaf.errors import (
@@ -88,7 +87,7 @@ class Admission:
             return f"tenant {scheduling.tenant} has {share:,} waiting requests, its share of {most:,}"
         return ""
 
-    def _sequence(self, request_id: int, prompt: Prompt) -> Sequence:
+    def _sequence(self, request_id: int, prompt: Prompt) -> SequenceJob:
         prompt.sampling.check()
         if not 1 <= prompt.num_samples <= self._config.max_sequences:
             limit = f"between 1 and {self._config.max_sequences}, the limit of concurrent generations"
@@ -119,7 +118,7 @@ class Admission:
         self._limits.check(prefill, request.capacity, "input", 0)
         self._limits.check(prefill, request.capacity, MAX_TOKENS, max_tokens)
         blocks = self._limits.check(prefill, request.capacity, "sample_count", max_tokens, prompt.num_samples)
-        return Sequence(request, prompt, prefill, blocks, range(prompt.num_samples))
+        return SequenceJob(request, prompt, prefill, blocks, range(prompt.num_samples))
 
     def _other_ropes(self, prompt: Prompt, context: NamedContext, num_positions: int) -> RopeSwitch | None:
         """The ropes of a question that needs keys of another scaling than those of its context, now or once the answer
@@ -183,7 +182,7 @@ class Admission:
         loss of a rank. So a prompt that has no room beside contexts in use is refused with a retry delay.
         """
         retained, stays = self.resident(job, jobs)
-        answers = [other for other in jobs if isinstance(other, Sequence)]
+        answers = [other for other in jobs if isinstance(other, SequenceJob)]
         path_segments = {s.id: s for path in self._requested(answers) for s in path.segments if s.id not in retained}
         self._limits.check_room(job.num_blocks, stays, None)
         placements = self._segments.placements.for_segments(path_segments.values())
@@ -206,7 +205,7 @@ class Admission:
         resident = self._limits.wanted(self._segments.placements.for_segments(retained.values()))
         return retained, resident + coming + self._limits.num_scratch
 
-    def _requested(self, answers: list[Sequence]) -> list[TokenPath]:
+    def _requested(self, answers: list[SequenceJob]) -> list[TokenPath]:
         """The paths that are held while these answers run."""
         bound = self._contexts.bound({answer.context for answer in answers}) if self._can_evict else []
         return [*(answer.request.origin for answer in answers), *(context.path for context in bound)]
@@ -238,11 +237,11 @@ class Admission:
 
     def _num_resident(self, job: Job) -> int:
         """Number of tokens that the prefix cache has."""
-        if not (isinstance(job, Sequence) and job.is_sharing):
+        if not (isinstance(job, SequenceJob) and job.is_sharing):
             return 0
         return self._segments.match(job.prefill.token_ids[:-1], job.rope, job.request.scheduling.tenant).end
 
 
-def _array(token_ids: TokenIds[int]) -> "array[int]":
+def _array(token_ids: Sequence[int]) -> "array[int]":
     """Returns an array without a copy, because there may be many ids."""
     return token_ids if isinstance(token_ids, array) else array("I", token_ids)

@@ -13,7 +13,7 @@ from coordinator.scheduling.job_lifecycle import JobLifecycle
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.limits import JobLimits
 from coordinator.scheduling.preemption import RunningSet
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 
 GroupKey = str | Segment | None
 """The id of a context or, where contexts are evicted together, their first segment."""
@@ -144,7 +144,7 @@ class Deferral:
         groups = dict[GroupKey, _Group]()
         is_by_root = self._placer.windows is not None
         for job in self._lifecycle.requests.jobs():
-            if job is not oldest and isinstance(job, Sequence) and (origin := job.request.origin).segments:
+            if job is not oldest and isinstance(job, SequenceJob) and (origin := job.request.origin).segments:
                 key = origin.segments[0] if is_by_root else job.context
                 if not job.is_running or key in self._kept:
                     groups.setdefault(key, _Group()).jobs.append(job)
@@ -191,5 +191,5 @@ class Deferral:
         """Asserts that only waiting questions are deferred, and only for a job that waits."""
         deferred = [job for job in self._lifecycle.requests.jobs() if job.is_deferred]
         assert self._oldest is not None or not deferred
-        assert all(isinstance(job, Sequence) and job.context is not None for job in deferred)
+        assert all(isinstance(job, SequenceJob) and job.context is not None for job in deferred)
         assert self._oldest not in deferred

@@ -11,7 +11,7 @@ from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import TokenPath
 from coordinator.recovery.recovery import RecoveryManager
 from coordinator.scheduling.jobs import Job
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 
 
 def audit_placements(
@@ -80,7 +80,7 @@ def audit_jobs(waiting: tuple[Job, ...], running: tuple[Job, ...], under_way: se
     assert all(job.is_running for job in running)
     assert not any(job.is_running for job in waiting)
     for job in running:
-        has_rows = isinstance(job, Sequence) and (job.has_rows or job.request.is_paused)
-        if not isinstance(job, Sequence) and job.prefill.is_over:
+        has_rows = isinstance(job, SequenceJob) and (job.has_rows or job.request.is_paused)
+        if not isinstance(job, SequenceJob) and job.prefill.is_over:
             continue  # it waits until it is durable
         assert job.prefill.has_chunks or has_rows or job.id in under_way or not job.tail.is_ready

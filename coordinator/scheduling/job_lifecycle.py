@@ -7,7 +7,7 @@ from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.planner import Planner
 from coordinator.scheduling.prompt_sharing import Sharing
 from coordinator.scheduling.requests import Requests
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 from coordinator.scheduling.throughput import Speeds
 from longleaf.errors import LongleafError
 
@@ -62,7 +62,7 @@ class JobLifecycle:
         self.planner.turns.add_account(job.request.scheduling.account)
         self.may_begin = True
 
-    def preempt(self, job: Sequence) -> None:
+    def preempt(self, job: SequenceJob) -> None:
         """Returns a running job to the queue."""
         self._stop(job)
         self._sharing.preempt(job)
@@ -80,7 +80,7 @@ class JobLifecycle:
         self._sharing.free_tail(job.stop())
         self.queue.refund_unused(job)
         self.may_begin = True
-        if isinstance(job, Sequence):
+        if isinstance(job, SequenceJob):
             self.planner.forget(job.id)
 
     def _release_path(self, job: Job) -> None:

@@ -4,8 +4,7 @@ Steps alternate between one chunk of one job and one token of every sequence tha
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import NamedTuple
 
 from coordinator.kv_cache.block_placer import BlockPlacer
@@ -16,7 +15,7 @@ from coordinator.recovery.recovery import RecoveryManager
 from coordinator.scheduling.fair_queue import FairOrder
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.row_selection import RowSelector
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 from coordinator.scheduling.speculation import Drafter
 from coordinator.scheduling.throughput import Speeds
 from longleaf.config import EngineConfig
@@ -32,7 +31,7 @@ MAX_UNDER_WAY = 2
 class JobFailed(Exception):
     """A job cannot be planned; its cause is unexpected."""
 
-    def __init__(self, job: Job, others: Several[Sequence] = ()) -> None:
+    def __init__(self, job: Job, others: Sequence[SequenceJob] = ()) -> None:
         """`others` had rows in the same plan, which is discarded."""
         super().__init__(f"job {job.id}")
         self.job = job
@@ -143,7 +142,7 @@ class Planner:
         """The next step, or None when nothing is ready. `paths` returns the paths of jobs that wait for lost keys, the
         most urgent first. Raises JobFailed and RecoveryFailed."""
         prefilling = self._prefilling(running)
-        decoding = [job for job in running if isinstance(job, Sequence) and job.has_rows]
+        decoding = [job for job in running if isinstance(job, SequenceJob) and job.has_rows]
         if not self._recovery.is_over:
             return self._plan_amid_recovery(prefilling, decoding, paths())
         if not prefilling and not decoding:
@@ -160,7 +159,7 @@ class Planner:
         return [job for job in running if job.prefill.has_chunks and job.tail.is_ready]
 
     def _plan_amid_recovery(
-        self, prefilling: list[Job], decoding: Several[Sequence], paths: Iterable[TokenPath]
+        self, prefilling: list[Job], decoding: Sequence[SequenceJob], paths: Iterable[TokenPath]
     ) -> StepPlan | None:
         """Recovery plans alternate with chunks, and both with decode steps. Ranks that lack windows do nothing else
         before they receive them."""
@@ -193,7 +192,7 @@ class Planner:
         self.turns.record_turn(job.request.scheduling.account, len(work.token_ids))
         return self._plan(work, [job], is_apart=is_apart)
 
-    def _plan_rows(self, jobs: Several[Sequence]) -> StepPlan | None:
+    def _plan_rows(self, jobs: Sequence[SequenceJob]) -> StepPlan | None:
         is_apart = False
         if self._suspects:
             jobs = self._suspects.schedulable(jobs)
@@ -214,7 +213,7 @@ class Planner:
         work = Decode(tuple(rows) if under_way else self._drafter.draft(jobs, rows))
         return self._plan(work, jobs, is_apart=is_apart)
 
-    def _plan(self, work: Work, jobs: Several[Job], *, is_apart: bool) -> StepPlan:
+    def _plan(self, work: Work, jobs: Sequence[Job], *, is_apart: bool) -> StepPlan:
         self.step += 1
         self._was_prefill = not isinstance(work, Decode)
         forgotten, self._forgotten = tuple(self._forgotten), []

@@ -8,7 +8,7 @@ from coordinator.kv_cache.eviction import ContextEvictor
 from coordinator.kv_cache.segment_placement import SegmentPlacements
 from coordinator.kv_cache.segments import SegmentStore
 from coordinator.scheduling.jobs import Job, as_victims
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 
 
 class RunningSet:
@@ -16,7 +16,7 @@ class RunningSet:
 
     def __init__(self, running: Iterable[Job]) -> None:
         running = list(running)
-        self.sequences = [other for other in running if isinstance(other, Sequence)]
+        self.sequences = [other for other in running if isinstance(other, SequenceJob)]
         self.num_tails = sum(other.num_tails for other in running)
         limited = {other.request for other in running if other.request.scheduling.max_concurrent is not None}
         self._num_limited = Counter(request.scheduling.tenant for request in limited)
@@ -61,7 +61,9 @@ class Preemption:
     def _num_places_lacking(self, job: Job, running_set: RunningSet) -> int:
         return running_set.num_tails + job.num_tails - self._max_sequences if job.num_tails else 0
 
-    def victims(self, job: Job, running_set: RunningSet, reloaded: BlockCount | None = None) -> list[Sequence] | None:
+    def victims(
+        self, job: Job, running_set: RunningSet, reloaded: BlockCount | None = None
+    ) -> list[SequenceJob] | None:
         """Sequences to preempt so that a job without room can begin or, with `reloaded`, so that so many blocks can be
         reserved for the reload of its context; None when preemption cannot make enough room.
 
@@ -75,7 +77,7 @@ class Preemption:
         lacking = (reloaded or job.num_blocks) - self._placer.num_free - self._segments.num_reclaimable
         if self._evictor is not None:
             lacking -= self._evictor.num_spare
-        chosen: list[Sequence] = []
+        chosen: list[SequenceJob] = []
         dropped: Counter[int] = Counter()
         for other in as_victims(candidates):
             if lacking.fits(BlockCount()) and places <= 0:
@@ -86,7 +88,7 @@ class Preemption:
         return chosen if lacking.fits(BlockCount()) and places <= 0 else None
 
 
-def _num_freed(job: Sequence, dropped: Counter[int], placements: SegmentPlacements) -> BlockCount:
+def _num_freed(job: SequenceJob, dropped: Counter[int], placements: SegmentPlacements) -> BlockCount:
     """Blocks that become free or reclaimable when a running job is preempted after those that `dropped` counts."""
     num_blocks = job.tail.placement.num_blocks + job.tail.reservation.left
     for placement in placements.for_segments(job.prefill.path.segments[len(job.request.origin.segments) :]):

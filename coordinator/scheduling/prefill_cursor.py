@@ -2,7 +2,6 @@
 
 from array import array
 from collections.abc import Sequence
-from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -70,7 +69,7 @@ class GrowingSegment:
     def segment(self) -> Segment:
         return self.placement.segment
 
-    def add_chunk(self, token_ids: TokenIds[int], placer: BlockPlacer) -> tuple[Run, ...]:
+    def add_chunk(self, token_ids: Sequence[int], placer: BlockPlacer) -> tuple[Run, ...]:
         """Places a chunk, in pieces for the ranks."""
         start, end = self.segment.end, self.segment.end + len(token_ids)
         pieces = placer.place_chunk(start, end, self._num_chunks, self.reservation)
@@ -78,7 +77,7 @@ class GrowingSegment:
         self._num_chunks += 1
         return pieces
 
-    def add_rows(self, token_ids: TokenIds[int], placer: BlockPlacer) -> tuple[Run, ...]:
+    def add_rows(self, token_ids: Sequence[int], placer: BlockPlacer) -> tuple[Run, ...]:
         """Places tokens that are computed as rows of a decode step."""
         last = self.placement.runs[-1] if self.placement.runs else None
         runs = placer.grow(last, self.segment.end, len(token_ids), self.reservation)
@@ -90,7 +89,7 @@ class GrowingSegment:
         runs = [each[-1] for each in (self.placement.runs, self.placement.window_runs) if each]
         return min(len(run.blocks) * block_size - len(run) for run in runs)
 
-    def accept(self, token_ids: TokenIds[int]) -> None:
+    def accept(self, token_ids: Sequence[int]) -> None:
         """Adds accepted drafts, whose keys are in the last block already."""
         placement, count = self.placement, len(token_ids)
         placement.extend(token_ids, lengthened(placement.runs[-1:], count))
@@ -104,7 +103,7 @@ class GrowingSegment:
         self.segment.cut(end)
         self._num_chunks -= 1
 
-    def _extend(self, token_ids: TokenIds[int], runs: tuple[Run, ...], placer: BlockPlacer, *, is_chunk: bool) -> None:
+    def _extend(self, token_ids: Sequence[int], runs: tuple[Run, ...], placer: BlockPlacer, *, is_chunk: bool) -> None:
         placement, start = self.placement, self.segment.end
         end = start + len(token_ids)
         placement.window_runs = placer.advance_windows(

@@ -6,7 +6,7 @@ from coordinator.kv_cache.token_paths import EMPTY_PATH, TokenPath
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.limits import JobLimits
 from coordinator.scheduling.prefill_cursor import GrowingSegment, PrefillCursor
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 
 
 class Sharing:
@@ -23,7 +23,7 @@ class Sharing:
         A plain prompt reuses its cached prefix, unless that leaves too few blocks for the rest: segments are held as a
         whole, although the prompt may need only their first tokens.
         """
-        if isinstance(job, Sequence) and job.is_sharing:
+        if isinstance(job, SequenceJob) and job.is_sharing:
             rope, tenant = job.rope, job.request.scheduling.tenant
             self._reuse(job, self._segments.match(job.prefill.token_ids[:-1], rope, tenant))
             if job.prefill.path.end and (reservation := self._reserve(job)):
@@ -35,27 +35,27 @@ class Sharing:
         blocks = self._limits.num_blocks(job.prefill, job.num_answer_left, job.num_tails)
         return self._placer.reserve(blocks) if self._segments.make_room(blocks) else None
 
-    def _reuse(self, job: Sequence, path: TokenPath) -> None:
+    def _reuse(self, job: SequenceJob, path: TokenPath) -> None:
         self._set_path(job, path)
         job.reuse(path, path.end + self._num_prefill(job, len(job.prefill.token_ids) - path.end))
 
-    def _set_path(self, job: Sequence, path: TokenPath) -> None:
+    def _set_path(self, job: SequenceJob, path: TokenPath) -> None:
         """Replaces the path that a job references. The new path must continue its origin."""
         origin = job.request.origin
         self._segments.retain(path, origin)
         self._segments.release(job.prefill.path, origin)
 
-    def _num_prefill(self, job: Sequence, num_tokens: int) -> int:
+    def _num_prefill(self, job: SequenceJob, num_tokens: int) -> int:
         if job.generated:
             return self._limits.num_prefill_again(num_tokens, job.num_tails)
         return self._limits.num_prefill(num_tokens, job.num_tails, job.prompt.num_rows)
 
-    def preempt(self, job: Sequence) -> None:
+    def preempt(self, job: SequenceJob) -> None:
         """Resets a stopped job to the state before it began."""
         self._set_path(job, job.request.origin)
         self._restart(job)
 
-    def _restart(self, job: Sequence) -> None:
+    def _restart(self, job: SequenceJob) -> None:
         """Resets a job so that it recomputes its prompt and its answer so far."""
         token_ids = job.prompt_and_answer()
         prefill = PrefillCursor(job.request.origin, token_ids, self._num_prefill(job, len(token_ids)))
@@ -64,7 +64,7 @@ class Sharing:
     def parts(self, job: Job) -> list[Job]:
         """The jobs to queue for an admitted one: the job itself or, for a prompt with partial answers, each sample that
         continues, as if it had been preempted."""
-        if not isinstance(job, Sequence) or job.prompt.generated is None:
+        if not isinstance(job, SequenceJob) or job.prompt.generated is None:
             return [job]
         parts = [job.part(sample, generated) for sample, generated in job.prompt.generated.items()]
         for part in parts:
@@ -76,7 +76,7 @@ class Sharing:
         self._segments.drop(tail.segment)
         self._placer.release(tail.reservation)
 
-    def share(self, job: Sequence) -> list[Sequence]:
+    def share(self, job: SequenceJob) -> list[SequenceJob]:
         """Starts the answers of a job whose chunks are processed. Returns the jobs of the other samples. Each sample
         then has a separate segment."""
         read, reservation, rope = job.tail.segment, job.tail.reservation, job.rope

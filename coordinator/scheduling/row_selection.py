@@ -1,9 +1,9 @@
 """Selects the sequences that have rows in a step, where the rows of all would take too much memory or time. Pure."""
 
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from math import inf
 
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 from longleaf.rank_protocol.step import MAX_ATTRIBUTED_SPANS
 
 MAX_PROBED = 1024
@@ -18,7 +18,7 @@ class RowSelector:
         self._late = dict[int, int]()
         """Ids of the sequences left out of the last step, and their places in the next one."""
 
-    def next(self, jobs: Several[Sequence], most_probed: int) -> list[Sequence]:
+    def next(self, jobs: Sequence[SequenceJob], most_probed: int) -> list[SequenceJob]:
         """The ready sequences that have rows in the next step, at least one. They have at most `most_probed` probe
         rows, or a single probe, and at most MAX_TOLD_SPANS spans."""
         most_probed, num_probed, num_spans, chosen = min(MAX_PROBED, most_probed), 0, 0, set[int]()

@@ -41,7 +41,7 @@ from coordinator.scheduling.preemption import Preemption, RunningSet
 from coordinator.scheduling.prefill_cursor import GrowingSegment
 from coordinator.scheduling.prompt_sharing import Sharing
 from coordinator.scheduling.requests import Request, Requests
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 from coordinator.scheduling.speculation import Drafter
 from coordinator.scheduling.speculation_stats import DraftCounts
 from coordinator.scheduling.throughput import Speeds
@@ -164,7 +164,7 @@ class Scheduler:
         for job in self._queue.order():
             tenant = job.request.scheduling.tenant
             places[tenant] += 1
-            if isinstance(job, Sequence) and job.represents_all_samples:
+            if isinstance(job, SequenceJob) and job.represents_all_samples:
                 admitted[job.request.id] = job.admitted(places[tenant])
         return admitted
 
@@ -257,7 +257,7 @@ class Scheduler:
                     continue
                 self._lifecycle.mark_blocked()
                 return
-            if isinstance(job, Sequence):
+            if isinstance(job, SequenceJob):
                 self._start(job)
 
     def _is_ready(self, running_set: RunningSet, job: Job) -> bool:
@@ -294,7 +294,7 @@ class Scheduler:
             self._deferral.mark_preempted()  # once, so that no job begins and is preempted in turns
             self._preempt(victims)
 
-    def _preempt(self, victims: list[Sequence]) -> None:
+    def _preempt(self, victims: list[SequenceJob]) -> None:
         for victim in victims:
             self._lifecycle.preempt(victim)
         self.num_preempted += len(victims)
@@ -304,13 +304,13 @@ class Scheduler:
         job.begin(GrowingSegment(placement, reservation), self._planner.step)
         self._running[job.id] = job
 
-    def _start(self, job: Sequence) -> None:
+    def _start(self, job: SequenceJob) -> None:
         """Notifies the client that its job has begun. The job answers at once if it has no chunks to process."""
         if job.represents_all_samples or job.is_recomputed:
             self._outcomes.append((job.request.id, job.admitted()))
         self._answer(job)
 
-    def _answer(self, job: Sequence) -> None:
+    def _answer(self, job: SequenceJob) -> None:
         """Starts the answers of a job once its chunks are processed."""
         if job.prefill.is_over:
             others = self._sharing.share(job)
@@ -325,7 +325,7 @@ class Scheduler:
         """Commits the result of a plan. `now`, in seconds since the epoch, is the time stamp of contexts."""
         assert (plan.epoch, plan.step) == (result.epoch, result.step)
         self.num_steps += 1
-        seconds = result.seconds - sum(found.seconds for found in result.comparisons.values())
+        seconds = result.seconds - sum(found.reference_seconds for found in result.comparisons.values())
         self.speeds.measure(plan, seconds)
         self._drafter.measure(plan, seconds)
         jobs = self._planner.complete(plan)
@@ -350,7 +350,7 @@ class Scheduler:
         elif isinstance(work, Prefill):
             job.record_prefilled(len(work.token_ids), result.seconds)
             self._commit_chunk(job, now)
-        elif isinstance(job, Sequence):
+        elif isinstance(job, SequenceJob):
             self._commit_tokens(job, result)
 
     def pop_outcomes(self) -> list[Outcome]:
@@ -368,7 +368,7 @@ class Scheduler:
                 self._outcomes.append((job.request.id, Sealed()))
             elif job.prefill.is_over:
                 self._acknowledge(job, now)
-        elif isinstance(job, Sequence):
+        elif isinstance(job, SequenceJob):
             if job.represents_all_samples:
                 start = job.request.start
                 self._outcomes.append((job.request.id, Progress(start + num_computed, start + total)))
@@ -379,7 +379,7 @@ class Scheduler:
         if (request := self._requests.get(request_id)) is not None:
             self._lifecycle.fail(request.jobs[0], error)
 
-    def _commit_tokens(self, job: Sequence, result: StepResult) -> None:
+    def _commit_tokens(self, job: SequenceJob, result: StepResult) -> None:
         request_id, reason = job.request.id, "length"
         if not job.prompt.is_probe:
             index, attention = job.num_generated, result.attention.get(job.id)
@@ -400,7 +400,7 @@ class Scheduler:
         elif job.has_outgrown_rope:
             self._recompute(job)
 
-    def _recompute(self, job: Sequence) -> None:
+    def _recompute(self, job: SequenceJob) -> None:
         """Recomputes the prompt and the answer so far with the rope for longer sequences: at once if there is room,
         because the job has its turn already, else when it is next in the queue."""
         self._lifecycle.preempt(job)
@@ -431,7 +431,7 @@ class Scheduler:
         ended."""
         request = self._requests.get(request_id)
         for job in request.jobs if request else ():
-            if isinstance(job, Sequence) and job.samples == range(sample, sample + 1):
+            if isinstance(job, SequenceJob) and job.samples == range(sample, sample + 1):
                 self._lifecycle.drop(job)
                 return True
         return False

@@ -1,7 +1,7 @@
 """Sequences: jobs that generate answers."""
 
 from array import array
-from collections.abc import Sequence as TokenIds
+from collections.abc import Sequence
 from dataclasses import replace
 
 from msgspec import structs
@@ -19,7 +19,7 @@ from longleaf.rank_protocol.step import PenaltyHistory, Prefill, Row, SamplingTe
 from longleaf.types import TokenRange
 
 
-class Sequence(Job):
+class SequenceJob(Job):
     """A generation. It stands for all samples of a request until the prompt is processed, then for one of them.
 
     `num_requested` counts the tokens of the answer that plans have requested, `generated` holds those that were
@@ -152,24 +152,24 @@ class Sequence(Job):
         elif self.is_recomputed:
             self.request.num_cached = min(self.request.num_cached, path.end)
 
-    def answer(self) -> list["Sequence"]:
+    def answer(self) -> list["SequenceJob"]:
         """Starts the answer of one sample, once the prompt is processed. Returns the sequences of the others, which
         share the prompt and run once they have tails."""
         self.phase = Phase.ANSWERING
         others, self.samples = self.samples[1:], self.samples[:1]
         return [self._other(sample) for sample in others]
 
-    def _other(self, sample: int) -> "Sequence":
+    def _other(self, sample: int) -> "SequenceJob":
         one = range(sample, sample + 1)
-        other = Sequence(self.request, self.prompt, replace(self.prefill), self.num_blocks, one)
+        other = SequenceJob(self.request, self.prompt, replace(self.prefill), self.num_blocks, one)
         other.phase, other.num_begins = self.phase, 1
         other.passed, other.is_spared = self.passed, self.is_spared
         return other
 
-    def part(self, sample: int, generated: TokenIds[int]) -> "Sequence":
+    def part(self, sample: int, generated: Sequence[int]) -> "SequenceJob":
         """One sample of a prompt that was answered in part: it continues after the tokens that were sent."""
         assert len(generated) < self.sampling.max_tokens
-        part = Sequence(self.request, self.prompt, self.prefill, self.num_blocks, range(sample, sample + 1))
+        part = SequenceJob(self.request, self.prompt, self.prefill, self.num_blocks, range(sample, sample + 1))
         part.generated.extend(generated)
         part.num_begins = 1
         return part
@@ -245,7 +245,7 @@ class Sequence(Job):
         drafted = {"draft_ids": draft_ids, "num_reference": num_reference}
         return structs.replace(row, runs=runs, window_runs=window_runs, **drafted)
 
-    def accept(self, token_ids: TokenIds[int]) -> None:
+    def accept(self, token_ids: Sequence[int]) -> None:
         """Records that drafts of the last row were accepted; `append_token` adds their tokens to the answer."""
         self.tail.accept(token_ids)
         self.num_requested += len(token_ids)

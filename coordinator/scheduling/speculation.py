@@ -1,11 +1,11 @@
 """Speculative decoding: drafts for the sequences of a step, and the decision whether a step waits for them. Pure: its
 callers pass measured times."""
 
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from coordinator.kv_cache.token_paths import Segment
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 from coordinator.speculation.acceptance import CONTEXT_DECAY, Acceptance
 from coordinator.speculation.draft_length import DraftLengthPolicy
 from coordinator.speculation.ngram_drafter import NO_DRAFT, Draft, NgramIndexes
@@ -39,12 +39,12 @@ class Drafter:
         """Segments that have grown, and the end positions of their new tokens."""
         self._measured = list[tuple[StepPlan, float]]()
         """Steps, and their durations in seconds."""
-        self._recorded_tokens = list[tuple[Sequence, int, int]]()
+        self._recorded_tokens = list[tuple[SequenceJob, int, int]]()
         """Tokens sampled without drafts: the sequence, the token id, and the position after the token."""
         self._num_learned = 0
         """Number of times that such tokens were compared."""
 
-    def needs_previous_result(self, jobs: Several[Sequence]) -> bool:
+    def needs_previous_result(self, jobs: Sequence[SequenceJob]) -> bool:
         """Whether the next step of these jobs should have drafts, so that it must wait for the result of the previous
         step."""
         if not (self._max_drafts and self._policy.has_room(len(jobs))):
@@ -52,7 +52,7 @@ class Drafter:
         drafts = map(self._drafter_of, jobs)  # even for a new job: others may have queried its context
         return self._policy.is_worth_waiting([each.acceptance.expected() if each else [] for each in drafts])
 
-    def draft(self, jobs: Several[Sequence], rows: Several[Row]) -> tuple[Row, ...]:
+    def draft(self, jobs: Sequence[SequenceJob], rows: Sequence[Row]) -> tuple[Row, ...]:
         """The rows, with drafts where they pay off. No step of these sequences may be in flight."""
         if not (self._max_drafts and self._policy.has_room(len(jobs))):
             return tuple(rows)
@@ -60,13 +60,13 @@ class Drafter:
         lengths = self._policy.lengths([_chances(job, draft) for job, draft in zip(jobs, drafts, strict=True)])
         return tuple(map(_with_draft, jobs, rows, drafts, lengths))
 
-    def _draft_next(self, job: Sequence) -> Draft:
+    def _draft_next(self, job: SequenceJob) -> Draft:
         """The draft after the token that was placed just now."""
         most = min(self._max_drafts, job.most_drafts(self._block_size))
         drafts = self._drafter_of(job) if most > 0 else None
         return drafts.draft(job.tail.segment.end, most) if drafts else NO_DRAFT
 
-    def _drafter_of(self, job: Sequence) -> SequenceDrafter | None:
+    def _drafter_of(self, job: SequenceJob) -> SequenceDrafter | None:
         if not (self._max_drafts and job.may_draft):
             return None
         if job.drafter is None:
@@ -74,7 +74,7 @@ class Drafter:
         job.drafter.set_tail(job.tail.segment)
         return job.drafter
 
-    def _usual_of(self, job: Sequence) -> Acceptance | None:
+    def _usual_of(self, job: SequenceJob) -> Acceptance | None:
         """The acceptance rates shared by all sequences that query the same context, since questions are similar."""
         if not (segments := job.request.origin.segments):
             return None
@@ -96,7 +96,7 @@ class Drafter:
         if self._max_drafts:
             self._prefilled_ends[segment] = end
 
-    def record_tokens(self, job: Sequence, tokens: Several[Token]) -> int:
+    def record_tokens(self, job: SequenceJob, tokens: Sequence[Token]) -> int:
         """Records the tokens of a step, which the job has added to its answer. Returns the number of drafts in the
         step."""
         if (drafts := self._drafter_of(job)) is None:
@@ -130,11 +130,11 @@ class Drafter:
         self._recorded_tokens.clear()
 
 
-def _chances(job: Sequence, draft: Draft) -> list[float]:
+def _chances(job: SequenceJob, draft: Draft) -> list[float]:
     return job.drafter.acceptance.probabilities(draft) if job.drafter else []
 
 
-def _with_draft(job: Sequence, row: Row, draft: Draft, length: int) -> Row:
+def _with_draft(job: SequenceJob, row: Row, draft: Draft, length: int) -> Row:
     if not length or job.drafter is None:
         return row
     draft = draft.cut(length)

@@ -1,10 +1,9 @@
 """Recent speeds of the ranks, and estimates based on them. Pure: measured times are passed in. Times are in seconds."""
 
-from collections.abc import Collection
-from collections.abc import Sequence as Several
+from collections.abc import Collection, Sequence
 
 from coordinator.scheduling.jobs import Job
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 from longleaf.rank_protocol.step import Decode, Prefill, Row, StepPlan
 from longleaf.runs import ceil_div
 
@@ -55,7 +54,7 @@ class Speeds:
             else:
                 self.decode_step.add(seconds, 1)
 
-    def _measure_probes(self, probes: Several[Row], seconds: float, *, is_shared: bool) -> None:
+    def _measure_probes(self, probes: Sequence[Row], seconds: float, *, is_shared: bool) -> None:
         """`is_shared`: the step had other rows, which take as long as a step without probes."""
         others = (self.decode_step.value or 0.0) if is_shared else 0.0
         if seconds <= others:  # the value is outdated: it was measured with more rows, or with longer contexts
@@ -105,6 +104,6 @@ def _goes_first(other: Job, job: Job) -> bool:
 
 
 def _least_steps(job: Job) -> int:
-    if not isinstance(job, Sequence):
+    if not isinstance(job, SequenceJob):
         return 0
     return 1 if job.can_end_early else ceil_div(job.prompt.num_left, 1 + job.prompt.max_draft_tokens)

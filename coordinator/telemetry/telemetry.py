@@ -1,29 +1,18 @@
 """Starts and stops the observers of a service and its log."""
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from coordinator.telemetry import logs
 from coordinator.telemetry.access_log import AccessLog
 from coordinator.telemetry.metric_sources import MetricSources
-from coordinator.telemetry.observers import Observer, Observers
+from coordinator.telemetry.observers import Observers
 from longleaf.errors import InvalidArgument
 from longleaf.logs import Logs
 from longleaf.service_settings import TelemetryConfig
 
 if TYPE_CHECKING:
     from coordinator.telemetry.metrics import Metrics
-
-
-class ManagedObserver(Observer, Protocol):
-    """An observer that is started and stopped."""
-
-    async def start(self) -> None:
-        """Starts, before the first event. Raises InvalidArgument for invalid settings."""
-        ...
-
-    async def stop(self) -> None:
-        """Stops, after the last event. Called only after `start`, which may have raised."""
-        ...
+    from coordinator.telemetry.otlp_tracing import OtlpTraces
 
 
 class Telemetry:
@@ -33,7 +22,7 @@ class Telemetry:
     def __init__(self, config: TelemetryConfig, model: str, launcher: str, is_open: bool) -> None:
         self._config, self._model, self._launcher, self._is_open = config, model, launcher, is_open
         self._logs: Logs | None = None
-        self._watchers: list[ManagedObserver] = []
+        self._watchers: list[AccessLog | OtlpTraces] = []
         self._metrics: Metrics | None = None
 
     async def start(self) -> Observers:
@@ -59,9 +48,9 @@ class Telemetry:
             return ()
         return (f"metrics are at {await self._metrics.start(sources, self._config.metrics_host, port)}",)
 
-    def _wanted(self) -> list[ManagedObserver]:
+    def _wanted(self) -> list["AccessLog | OtlpTraces"]:
         """The configured observers. The first one is the last to be notified of an end."""
-        wanted: list[ManagedObserver] = []
+        wanted: list[AccessLog | OtlpTraces] = []
         if self._is_logging_calls:
             wanted.append(AccessLog())
         if self._config.traces:
@@ -85,7 +74,7 @@ class Telemetry:
             self._logs = None
 
 
-def _traces(model: str) -> ManagedObserver:
+def _traces(model: str) -> "OtlpTraces":
     """Raises InvalidArgument when a required package is not installed."""
     try:
         from coordinator.telemetry.otlp_tracing import OtlpTraces

@@ -14,16 +14,10 @@ from coordinator.text.control_tokens import ControlTokens, Marks, TemplatePiece
 from coordinator.text.renderer import TemplateRenderer
 from coordinator.text.template import Messages, Rendering
 from longleaf.errors import InvalidArgument, ModelRefused
+from longleaf.types import Message
 
 MAX_BYTES = 16 << 20
 """Maximum UTF-8 bytes of the texts of a conversation. Documents have no such limit."""
-
-
-class TemplateMessage(NamedTuple):
-    """A message."""
-
-    role: str
-    text: str
 
 
 class ConversationRefused(Exception):
@@ -60,26 +54,26 @@ class ChatTemplate:
         self._separator = separator
         self._has_parts = False
         try:
-            _, question = self._around_document([TemplateMessage("user", "")], {}, "")
+            _, question = self._around_document([Message("user", "")], {}, "")
         except ConversationRefused as error:
             # templates of multimodal models may accept contents only as lists of parts
             self._has_parts = True
             try:
-                _, question = self._around_document([TemplateMessage("user", "")], {}, "")
+                _, question = self._around_document([Message("user", "")], {}, "")
             except ConversationRefused:
                 raise ModelRefused(str(error)) from error
         self.before_document = question.before
         """The text before a document without a system message."""
         self._after_document = question.after
 
-    def conversation(self, messages: Sequence[TemplateMessage], variables: dict[str, Any]) -> list[TemplatePiece]:
+    def conversation(self, messages: Sequence[Message], variables: dict[str, Any]) -> list[TemplatePiece]:
         """Render a conversation. `variables` are further names that the template can use. Raises ConversationRefused,
         InvalidArgument, and the errors of the renderer.
         """
         marks = Marks.beside(output.text for output in messages)
         return self._control.split(self._render(messages, variables, marks, 0, ""), marks)
 
-    def question(self, messages: Sequence[TemplateMessage], variables: dict[str, Any]) -> list[TemplatePiece]:
+    def question(self, messages: Sequence[Message], variables: dict[str, Any]) -> list[TemplatePiece]:
         """Return the part of the prompt after a document: the conversation begins with the document, and its first
         message is the question. Raises as `conversation`, also where the prompt begins differently from the document.
         """
@@ -92,14 +86,14 @@ class ChatTemplate:
         """Return the part of the prompt before a document, with this system message. Raises as `conversation`, also
         where the template then ends a question differently.
         """
-        marks, around = self._around_document([TemplateMessage("system", system), TemplateMessage("user", "")], {}, "")
+        marks, around = self._around_document([Message("system", system), Message("user", "")], {}, "")
         if around.after != self._after_document:
             message = "it changes the prompt after a question, which is rendered without this message"
             raise ConversationRefused(message, None)
         return self._control.split(around.before, marks)
 
     def _around_document(
-        self, messages: Sequence[TemplateMessage], variables: dict[str, Any], separator: str
+        self, messages: Sequence[Message], variables: dict[str, Any], separator: str
     ) -> tuple[Marks, AroundDocument]:
         """Render with the document, and the separator, at the start of the first user message."""
         marks = Marks.beside(output.text for output in messages)
@@ -111,7 +105,7 @@ class ChatTemplate:
         return marks, AroundDocument(*parts)
 
     def _render(
-        self, messages: Sequence[TemplateMessage], variables: dict[str, Any], marks: Marks, number: int, before: str
+        self, messages: Sequence[Message], variables: dict[str, Any], marks: Marks, number: int, before: str
     ) -> str:
         """Render the prompt with marks; `before` precedes the text of message `number`."""
         size = sum(len(output.text.encode()) for output in messages)
@@ -131,7 +125,7 @@ class ChatTemplate:
         return found[-1 if counts[0] != counts[-1] else 0].text
 
     @staticmethod
-    def _check_system(messages: Sequence[TemplateMessage], texts: Sequence[str], rendered: str) -> None:
+    def _check_system(messages: Sequence[Message], texts: Sequence[str], rendered: str) -> None:
         """A template may drop earlier messages; a dropped system message is an error."""
         for number, (output, text) in enumerate(zip(messages, texts, strict=True)):
             shown = text.strip()
@@ -142,9 +136,7 @@ class ChatTemplate:
     def _render_all(self, conversations: Sequence[Messages], variables: dict[str, Any]) -> list[Rendering]:
         return self._renderer.render(self._source, {**self._special_tokens, **variables}, conversations)
 
-    def _messages(
-        self, messages: Sequence[TemplateMessage], texts: Sequence[str], number: int, before: str
-    ) -> Messages:
+    def _messages(self, messages: Sequence[Message], texts: Sequence[str], number: int, before: str) -> Messages:
         contents: list[Any] = [before + text if i == number else text for i, text in enumerate(texts)]
         if self._has_parts:
             contents = [[{"type": "text", "text": content}] for content in contents]

@@ -5,12 +5,12 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing, suppress
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, BinaryIO, Self, Unpack
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
 
 from longleaf import codec
-from longleaf.client.archives import ArchiveTarget, FileTarget, Writable, export, import_archive
+from longleaf.client.archives import ArchiveTarget, FileTarget, export, import_archive
 from longleaf.client.archives import header_of as archive_header
 from longleaf.client.callbacks import Callback, notify
 from longleaf.client.calls import Calls, nothing
@@ -339,7 +339,7 @@ class AsyncClient:
     async def export_context(
         self,
         context: str,
-        file: Path | Writable,
+        file: Path | BinaryIO,
         *,
         with_keys: bool = True,
         resume: bool = False,

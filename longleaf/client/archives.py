@@ -6,7 +6,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from msgspec.structs import replace
 
@@ -35,17 +35,10 @@ PART, DIGEST = ".part", ".part.digest"
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
-class Writable(Protocol):
-    """An open file for bytes."""
-
-    def write(self, data: bytes, /) -> object: ...
-    def flush(self) -> object: ...
-
-
 class ArchiveTarget:
     """Destination of an archive. `num_bytes` counts the bytes written so far; `digest` is that of the whole archive."""
 
-    def __init__(self, file: Writable) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.num_bytes = 0
         self.digest = ""

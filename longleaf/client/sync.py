@@ -4,10 +4,9 @@ import atexit
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, BinaryIO, Self, TypeVar, Unpack
 
 from longleaf.client.aio import AsyncClient
-from longleaf.client.archives import Writable
 from longleaf.client.callbacks import Callback, OnProgress
 from longleaf.client.channels import Access
 from longleaf.client.documents import Document, Readable, off_the_loop
@@ -166,7 +165,7 @@ class Client:
     def export_context(
         self,
         context: str,
-        file: Path | Writable,
+        file: Path | BinaryIO,
         *,
         with_keys: bool = True,
         resume: bool = False,

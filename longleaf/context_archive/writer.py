@@ -3,7 +3,7 @@
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from blake3 import blake3
 
@@ -17,30 +17,11 @@ from longleaf.context_archive.records import (
     SegmentHead,
     encode,
 )
-from longleaf.document_text import DocumentText
-from longleaf.positions import Rope
 from longleaf.storage.manifest import PieceRef, SegmentManifest
+from longleaf.storage.segment_record import SegmentRecord
 
 Content = memoryview | PieceRef
 """Bytes, or the storage object that contains them."""
-
-
-class ArchiveSegment(Protocol):
-    """A segment as recorded in the catalog."""
-
-    @property
-    def id(self) -> int: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def rope(self) -> Rope: ...
-    @property
-    def token_ids(self) -> "array[int]":
-        """Of type `I`."""
-        ...
-
-    @property
-    def text(self) -> DocumentText | None: ...
 
 
 class ByteRange(NamedTuple):
@@ -56,7 +37,7 @@ class ArchiveWriter:
     """The bytes of a context with this head and path; deterministic for the same arguments."""
 
     def __init__(
-        self, head: ContextHead, path: Sequence[ArchiveSegment], manifests: Mapping[int, SegmentManifest]
+        self, head: ContextHead, path: Sequence[SegmentRecord], manifests: Mapping[int, SegmentManifest]
     ) -> None:
         """`manifests` maps the ids of stored segments. Keys are included only for completely used segments: the rest of
         a segment may belong to contexts of others, and pieces are not split."""
@@ -84,7 +65,7 @@ class ArchiveWriter:
             if start + num_bytes > offset:
                 yield content, max(0, offset - start)
 
-    def _add_segment(self, segment: ArchiveSegment, num_used: int, manifest: SegmentManifest | None) -> None:
+    def _add_segment(self, segment: SegmentRecord, num_used: int, manifest: SegmentManifest | None) -> None:
         text = segment.text
         if num_used < len(segment.token_ids):
             manifest, text = None, text and text.cut(num_used)

@@ -6,7 +6,7 @@ value dim, N partials, C columns of a packed row.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor
 from longleaf.attention.block_attribution import AttributionColumns
 from longleaf.attention.masks import Read, Reads
 from longleaf.attention.partial import Partial
+
+if TYPE_CHECKING:
+    from longleaf.kernels.gpu.tables import DeviceLaunchTables
 
 Numbers: TypeAlias = "NDArray[np.int64]"
 """In host memory."""
@@ -125,32 +128,11 @@ class AttributionBackend(Backend, Protocol):
         ...
 
 
-class LaunchTables(Protocol):
-    """Tables in memory of fixed address, from which launches read the reads of a step. Sizes are int64 counts."""
-
-    @property
-    def num_numbers(self) -> int: ...
-
-    @property
-    def most_rows(self) -> int:
-        """Maximum number of rows that share reads of keys; further rows read the keys again."""
-        ...
-
-    def bind(self, reads: Reads, device_N: Tensor) -> None:
-        """Binds layers that read `reads`, which is empty, to the work in `device_N` on the device."""
-        ...
-
-    def fill(self, reads: Reads, host_N: Numbers) -> int | None:
-        """Writes the reads of a step to host memory, for copying to the device, and returns the count of numbers. None
-        if there is not enough space."""
-        ...
-
-
 @runtime_checkable
 class CapturableBackend(Backend, Protocol):
     """A backend whose launches can be captured once and replayed for any step with the same number of tokens."""
 
-    def tables(self, seen: Reads, *, is_shared: bool) -> LaunchTables:
+    def tables(self, seen: Reads, *, is_shared: bool) -> "DeviceLaunchTables":
         """Tables for the layers that have read `seen`, an empty step, before. If `is_shared` is false, only as many
         rows share reads of keys as fit into a tile."""
         ...

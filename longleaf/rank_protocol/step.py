@@ -8,6 +8,7 @@ order in which they were sent.
 import msgspec
 
 from longleaf.positions import OWN_ROPE, Rope
+from longleaf.rank_protocol.verdict import Verification
 from longleaf.runs import Run
 from longleaf.sampling import SamplingParams, Token
 
@@ -240,36 +241,6 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
         return sum(row.num_reference for row in self.work.rows) if isinstance(self.work, Decode) else 0
 
 
-class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Comparison of the logits of one answer from distributed attention with those of plain attention on rank 0."""
-
-    max_difference: float = 0.0
-    """Largest absolute difference between two logits, plain attention in float32; NaN if one of them is NaN."""
-    max_logit: float = 0.0
-    """Largest absolute logit of plain attention."""
-    distance: float = 0.0
-    """Distance of a token's logits from those of plain attention in float32, relative to the spread of the latter:
-    ratio of norms, median over the tokens."""
-    reference_distance: float = 0.0
-    """The same distance for plain attention in `reference_dtype`: the effect of rounding."""
-    reference_dtype: str = ""
-    """`dtype`, or bfloat16 if that is int8, which plain attention does not support."""
-    worst_index: int = 0
-    """Index in the answer of the token with the largest difference."""
-    num_tokens: int = 0
-    """Compared tokens of the answer."""
-    num_equal: int = 0
-    """Tokens for which both would choose the same token greedily."""
-    num_ranks: int = 0
-    """Ranks that hold keys of the prompt or the answer."""
-    dtype: str = ""
-    """Least precise numeric type among weights, keys and values, and transmitted partials."""
-    seconds: float = 0.0
-    """Duration of plain attention."""
-    failure: str = ""
-    """Reason why there is nothing to compare with; empty otherwise."""
-
-
 NUM_OTHER_SHARES = 3
 """Shares besides the spans: prompt, answer, sinks."""
 MAX_ATTRIBUTED_SPANS = 1 << 19
@@ -310,7 +281,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     """Sequences without a token, because their logits are NaN or infinite. They cannot continue."""
     has_finite_keys: bool = True
     """Whether all keys and values of a chunk are finite, on all ranks; otherwise the chunk must not be read."""
-    comparisons: dict[int, ComparisonRow] = msgspec.field(default_factory=dict[int, ComparisonRow])
+    comparisons: dict[int, Verification] = msgspec.field(default_factory=dict[int, Verification])
     """By sequence, for the compared answers that this step completed; their durations are part of `seconds`."""
     attention: dict[int, Attention] = msgspec.field(default_factory=dict[int, Attention])
     """By sequence, for rows with spans."""

@@ -4,6 +4,7 @@ Only `longleaf.codec` converts them to protobuf messages and back.
 """
 
 from longleaf.document_text import TextFile
+from longleaf.rank_protocol.verdict import Verification
 from longleaf.types.archives import (
     ArchiveChunk,
     ExportContext,
@@ -21,7 +22,6 @@ from longleaf.types.cluster import (
     Recovery,
     SlotState,
     Storage,
-    Verification,
     Verify,
     Worker,
 )

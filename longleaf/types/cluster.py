@@ -65,43 +65,6 @@ class Verify(msgspec.Struct, frozen=True, kw_only=True):
     """Client name for fair sharing."""
 
 
-class Verification(msgspec.Struct, frozen=True, kw_only=True):
-    """Comparison of the logits of an answer from distributed attention with those of plain attention on rank 0."""
-
-    passed: bool
-    """No failure, the judged difference is within the tolerance, and the result is conclusive."""
-    max_difference: float
-    """Largest absolute difference between a logit and that of plain attention in float32, over all compared tokens and
-    the vocabulary. Judged if `dtype` is float32."""
-    tolerance: float
-    max_logit: float
-    """Largest absolute logit of plain attention."""
-    dtype: str
-    """Least precise numeric type used."""
-    distance: float
-    """Distance of a token's logits from those of plain attention in float32, relative to the spread of the latter; the
-    median over the tokens. Judged if `dtype` is less precise than float32."""
-    reference_distance: float
-    """The same distance for plain attention in `reference_dtype`: the effect of rounding on this model."""
-    reference_dtype: str
-    is_conclusive: bool
-    """False if there is nothing to compare with, or if rounding is so large that wrong ranks might pass."""
-    worst_index: int
-    """Index in the answer of the token with the largest difference."""
-    prompt_tokens: int
-    compared_tokens: int
-    """Compared tokens of the answer; the first one follows the prompt."""
-    equal_tokens: int
-    """Tokens for which both attentions select the same token greedily. If `passed`, the others are near ties."""
-    holding_ranks: int
-    """Ranks that held keys of the prompt or the answer; other ranks were not tested."""
-    world_size: int
-    reference_seconds: float
-    """Duration of plain attention, during which all streams waited."""
-    failure: str = ""
-    """Reason why there was nothing to compare with."""
-
-
 class Draining(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of a shutdown."""
 

@@ -55,5 +55,5 @@ def test_text_survives_restart_and_export_with_its_context(tmp_path: Path) -> No
         check(client, "came", twig, str(notes), resident)
         given = ("contexts", "text", "came", "--bytes", f"{resident}-{resident + 12}", "--server", client.server)
         assert longleaf(*given) == NOTES[:12].decode() + "\n"
-        reported = json.loads(longleaf(*given, "--json"))
-        assert (reported["file"], reported["line"], reported["byte_start"]) == (str(notes), 1, resident)
+        answer = json.loads(longleaf(*given, "--json"))
+        assert (answer["file"], answer["line"], answer["byte_start"]) == (str(notes), 1, resident)

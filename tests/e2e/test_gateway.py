@@ -58,8 +58,8 @@ def test_gateway_answers_equal_those_of_ask(
     served: Served, url: str, options: dict[str, Any], is_streamed: bool
 ) -> None:
     with Client(served.address) as client:
-        reported = client.ask("book", QUESTION, max_tokens=24, **options)
-        requested = "".join(event.text for event in reported if isinstance(event, Delta))
+        events = client.ask("book", QUESTION, max_tokens=24, **options)
+        requested = "".join(event.text for event in events if isinstance(event, Delta))
     with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         messages: Any = [{"role": "user", "content": QUESTION}]
         create: Any = client.chat.completions.create
@@ -120,8 +120,8 @@ def test_gateway_reconnects_after_its_service_restarts() -> None:
             lines = stream.iter_lines()
             assert next(lines).startswith("data: ")
             behind.lose_service()
-            reported = [line for line in lines if line]
-        assert reported[-2] == "event: error" and '"code":"unavailable"' in reported[-1]
+            printed = [line for line in lines if line]
+        assert printed[-2] == "event: error" and '"code":"unavailable"' in printed[-1]
         for _ in range(3):
             gone, readiness = ask(), client.get("/readyz")
             assert (gone.status_code, readiness.status_code) == (503, 503)
@@ -136,8 +136,8 @@ def test_gateway_reconnects_after_its_service_restarts() -> None:
 def test_taken_port_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        reported = forked.run([*CLI, "serve", "--port", "0", "--launcher", "local", "--http", port])
-    assert reported.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in reported.stderr
+        result = forked.run([*CLI, "serve", "--port", "0", "--launcher", "local", "--http", port])
+    assert result.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in result.stderr
 
 
 def test_standalone_gateway_prints_its_address_and_exits_on_a_signal() -> None:

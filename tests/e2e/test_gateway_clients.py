@@ -35,8 +35,8 @@ def need(package: str) -> None:
 
 
 def text_of(client: Client, **options: Any) -> str:
-    reported = client.ask("book", QUESTION, max_tokens=16, **options)
-    return "".join(event.text for event in reported if isinstance(event, Delta))
+    events = client.ask("book", QUESTION, max_tokens=16, **options)
+    return "".join(event.text for event in events if isinstance(event, Delta))
 
 
 @pytest.fixture(scope="module")

@@ -164,9 +164,9 @@ def test_gateway_pod_serves_requests_and_drains_running_streams(running: Running
     began = time.monotonic()
     with ThreadPoolExecutor(1) as kubelet:
         stopped = kubelet.submit(running.gateway.stop, "gateway")
-        reported = uploader.stdout.read()
+        output = uploader.stdout.read()
         assert stopped.result() == (0, 0)
-    assert uploader.wait(timeout=60) == 0 and '"phase":"ready"' in reported, reported
+    assert uploader.wait(timeout=60) == 0 and '"phase":"ready"' in output, output
     drain = float(options(running.gateway.pod.container("gateway"))["drain-seconds"])
     assert time.monotonic() - began < drain  # it ended with its last stream, not at its time limit
 

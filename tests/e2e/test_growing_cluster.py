@@ -58,8 +58,8 @@ def test_service_waits_for_the_cluster_and_its_last_slot(
     node = [RAY, "start", "--num-cpus", "1", "--object-store-memory", "80000000", "--block"]
     node += ["--node-ip-address", HERE, "--include-dashboard=false"]
     start(started, [*node, "--head", f"--port={ray_port}", f"--temp-dir={folder}"], "Ray runtime started")
-    reported = read_to(service, '"waiting_for":"1 of 2 slots"')
-    assert '"num_missing":1,"world_size":2' in reported[-1]
+    output = read_to(service, '"waiting_for":"1 of 2 slots"')
+    assert '"num_missing":1,"world_size":2' in output[-1]
     with Client(f"{HERE}:{port}", retries=0) as client:
         assert (client.is_healthy(), client.is_healthy("liveness")) == (False, True)
         with pytest.raises(Unavailable, match="^loading, 0 of 2 ranks ready, 1 of their slots missing$"):

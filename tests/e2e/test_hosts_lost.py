@@ -75,8 +75,8 @@ def test_host_lost_while_its_ranks_start_is_named(hurt: RayNodes, checkpoint: Pa
     hurt.kill(1, "raylet")
     output, _ = service.communicate(timeout=200)
     assert service.returncode == 1
-    [reported] = output.splitlines()
-    check_named(hurt, reported)
+    [line] = output.splitlines()
+    check_named(hurt, line)
     assert psutil.wait_procs(processes, timeout=60)[1] == []
 
 

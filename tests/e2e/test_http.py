@@ -25,9 +25,9 @@ def test_examples_of_the_page_run(
                 exec(compile(code, "docs/http.md", "exec"), names)
             else:
                 tool("curl")
-                reported = subprocess.run(["bash", "-ec", code], capture_output=True, text=True, check=True)
-                events = [line for line in reported.stdout.splitlines() if line.startswith("data: ")]
-                assert '"phase":"ready"' in events[-1], reported.stdout
+                result = subprocess.run(["bash", "-ec", code], capture_output=True, text=True, check=True)
+                events = [line for line in result.stdout.splitlines() if line.startswith("data: ")]
+                assert '"phase":"ready"' in events[-1], result.stdout
         names["http"].close()  # type: ignore[attr-defined]
         names["client"].close()  # type: ignore[attr-defined]
     output = capsys.readouterr().out

@@ -147,8 +147,8 @@ def test_every_line_is_a_json_object_and_every_call_has_one(used: tuple[dict[str
 
 
 def test_recovery_of_a_lost_rank_is_logged_once(used: tuple[dict[str, str], Written]) -> None:
-    reported = [line["message"] for line in used[1].lines if line["message"].startswith("lost member ")]
-    assert len(reported) == 1, reported
+    lines = [line["message"] for line in used[1].lines if line["message"].startswith("lost member ")]
+    assert len(lines) == 1, lines
     assert [line["level"] for line in used[1].of("coordinator.notes")], "notes on the start"
 
 

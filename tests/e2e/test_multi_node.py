@@ -31,17 +31,17 @@ def refused(nodes: RayNodes, model: Path, *options: str, token: str = TOKEN) -> 
 
 
 def test_missing_slots_are_reported(nodes: RayNodes, checkpoint: Path) -> None:
-    reported = refused(nodes, checkpoint, "--world-size", "5", "--wait-for-ranks", "1")
-    assert reported == "world size 5 needs 5 slots, the cluster has 4, and --wait-for-ranks has passed"
+    message = refused(nodes, checkpoint, "--world-size", "5", "--wait-for-ranks", "1")
+    assert message == "world size 5 needs 5 slots, the cluster has 4, and --wait-for-ranks has passed"
 
 
 @pytest.mark.parametrize(("token", "why"), [("", "no token was found"), ("another", "it rejects the token")])
 def test_missing_or_wrong_token_is_reported(nodes: RayNodes, checkpoint: Path, token: str, why: str) -> None:
     """All token errors: test_ray_tokens."""
-    reported = refused(nodes, checkpoint, token=token)
-    assert reported.startswith(f"--ray-address: the Ray cluster at {nodes.address} cannot be joined: ")
-    assert why in reported
-    assert reported.endswith("RAY_AUTH_TOKEN, or in the file RAY_AUTH_TOKEN_PATH")
+    message = refused(nodes, checkpoint, token=token)
+    assert message.startswith(f"--ray-address: the Ray cluster at {nodes.address} cannot be joined: ")
+    assert why in message
+    assert message.endswith("RAY_AUTH_TOKEN, or in the file RAY_AUTH_TOKEN_PATH")
 
 
 def another(folder: Path) -> None:
@@ -64,9 +64,9 @@ def test_host_with_a_different_model_is_refused_by_name(
     for folder in folders:
         shutil.copytree(checkpoint, folder)
     change(folders[1])
-    reported = refused(nodes, folders[0], "--world-size", str(SLOTS + 1))
-    assert reported.startswith("model: node ")
-    assert f"({nodes.network.addresses[1]}){expected.format(folder=folders[0])}" in reported
+    message = refused(nodes, folders[0], "--world-size", str(SLOTS + 1))
+    assert message.startswith("model: node ")
+    assert f"({nodes.network.addresses[1]}){expected.format(folder=folders[0])}" in message
 
 
 def measure(nodes: RayNodes, name: str, *options: str) -> list[dict]:

@@ -146,8 +146,8 @@ def connect_to(service: Served, token: str, found: set[ListeningSocket]) -> dict
     """The response to a process in the service's network (stranger.py), with this token or without one."""
     enter = ["nsenter", "--target", str(service.process.pid), "--user", "--net", "--preserve-credentials"]
     command = [*enter, sys.executable, stranger.__file__, token, *map(str, found)]
-    reported = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    answers = json.loads(reported)
+    output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    answers = json.loads(output)
     return {listener: answers[str(listener)] for listener in found}
 
 

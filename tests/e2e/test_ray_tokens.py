@@ -88,11 +88,11 @@ def refused(cluster: Head, checkpoint: Path, **variables: str) -> str:
         check=False,
     )
     assert (found.returncode, found.stdout) == (2, "")
-    *others, reported = found.stderr.splitlines()
+    *others, output = found.stderr.splitlines()
     assert others == ["starting 1 rank (ray) …"], "neither a traceback nor output of Ray"
     prefix = f"error: --ray-address: the Ray cluster at {cluster.address} cannot be joined: "
-    assert reported.startswith(prefix)
-    return reported.removeprefix(prefix)
+    assert output.startswith(prefix)
+    return output.removeprefix(prefix)
 
 
 def check_serves(cluster: Head, checkpoint: Path, started: ExitStack, **variables: str) -> list[dict[str, str]]:
@@ -154,7 +154,7 @@ def test_cluster_without_a_token_is_joined_without_one(checkpoint: Path, started
     with short_folder() as home, head(home, RAY_AUTH_MODE="disabled") as cluster:
         unasked = "the cluster requires no token, but RAY_AUTH_MODE=token is set here"
         for token in ({}, {"RAY_AUTH_TOKEN": "another"}):
-            reported = refused(cluster, checkpoint, RAY_AUTH_MODE="token", **token)
-            assert reported == f"{unasked}: start the cluster with RAY_AUTH_MODE=token, or unset RAY_AUTH_MODE"
+            message = refused(cluster, checkpoint, RAY_AUTH_MODE="token", **token)
+            assert message == f"{unasked}: start the cluster with RAY_AUTH_MODE=token, or unset RAY_AUTH_MODE"
         for found in check_serves(cluster, checkpoint, started):
             assert found.get("RAY_AUTH_MODE") != "token"

@@ -55,10 +55,10 @@ def test_each_tenant_gets_answers_from_its_own_book(service: Tenanted, checkpoin
 def test_each_tenant_lists_its_own_contexts_and_an_admin_sees_no_more(service: Tenanted) -> None:
     service.ingest(BOLT, "play", "only for bolt")
     assert (service.names(ACME), service.names(BOLT), service.names(OPS)) == (["book"], ["book", "play"], [])
-    reported = service.run_as(ACME, "contexts", "show", "play")
+    result = service.run_as(ACME, "contexts", "show", "play")
     missing = service.run_as(ACME, "contexts", "show", "none")
-    assert (reported.returncode, missing.returncode) == (2, 2)
-    assert reported.stderr.replace("play", "none") == missing.stderr
+    assert (result.returncode, missing.returncode) == (2, 2)
+    assert result.stderr.replace("play", "none") == missing.stderr
     service.run_as(BOLT, "contexts", "delete", "play")
 
 

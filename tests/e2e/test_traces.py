@@ -103,6 +103,6 @@ def test_unreachable_collector_is_logged_once_and_stops_nothing(checkpoint: Path
     with collecting() as (_, address):
         pass
     errors = serve_and_ask(checkpoint, address)
-    reported = [line for line in errors.splitlines() if line.startswith("traces: ")]
-    assert len(reported) == 1, errors
-    assert "UNAVAILABLE" in reported[0]
+    lines = [line for line in errors.splitlines() if line.startswith("traces: ")]
+    assert len(lines) == 1, errors
+    assert "UNAVAILABLE" in lines[0]

@@ -29,11 +29,11 @@ def goldens(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Golden]:
 
     def find(family: Family, pad_token_id: int) -> Golden:
         name = family if pad_token_id == PAD_IDS[0] else f"{family}-pad{pad_token_id}"
-        reported = folder / f"{name}.pickle"
+        path = folder / f"{name}.pickle"
         with (folder / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not reported.exists():
-                reported.write_bytes(pickle.dumps(make_golden(folder / name, family, pad_token_id)))
-        return pickle.loads(reported.read_bytes())
+            if not path.exists():
+                path.write_bytes(pickle.dumps(make_golden(folder / name, family, pad_token_id)))
+        return pickle.loads(path.read_bytes())
 
     return get

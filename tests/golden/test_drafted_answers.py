@@ -121,6 +121,6 @@ async def test_answers_that_draft_are_compared_as_others(goldens, monkeypatch):
             [ended] = [event async for event in stream if isinstance(event, Ended)]
         comparison = ended.comparison
         assert not comparison.failure
-        assert comparison.num_tokens == comparison.num_equal == NEW_TOKENS
+        assert comparison.compared_tokens == comparison.equal_tokens == NEW_TOKENS
         assert comparison.max_difference <= 1e-3 * comparison.max_logit
         assert drafter.num_right > 0

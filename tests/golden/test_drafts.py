@@ -120,8 +120,8 @@ def test_what_was_accepted_is_compared_with_plain_attention(goldens, world_size,
         assert [len(result.comparisons) for result in drafting.results] == [0] * (drafting.num_steps - 1) + [1]
         found += drafting.results[-1].comparisons.values()
     for comparison in found:
-        assert (comparison.failure, comparison.num_tokens, comparison.num_equal) == ("", NEW, NEW)
-        assert comparison.num_ranks == world_size
+        assert (comparison.failure, comparison.compared_tokens, comparison.equal_tokens) == ("", NEW, NEW)
+        assert comparison.holding_ranks == world_size
         assert judge(comparison).passed
 
 

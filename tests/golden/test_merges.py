@@ -71,8 +71,8 @@ async def test_every_rank_gets_the_same_bits_where_one_has_no_compiler(goldens, 
     assert next(makes, None) is None
     for others in (found[1], found[2]):
         assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
-    [reported] = [message for message in caplog.messages if "fold" in message]
-    assert "compiled, torch, compiled" in reported
+    [line] = [message for message in caplog.messages if "fold" in message]
+    assert "compiled, torch, compiled" in line
 
 
 async def test_the_bytes_that_are_given_to_merges_are_counted(goldens):

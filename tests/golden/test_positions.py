@@ -184,7 +184,7 @@ async def test_what_is_behind_the_border_passes_verification(phi, before):
     async with running(config_for(phi, world_size=2, block_size=16)) as engine:
         found = await compare(engine, ids_of(BORDER - before))
     assert judge(found).passed
-    assert found.num_equal == found.num_tokens == (MAX_TOKENS if before > MAX_TOKENS else MAX_TOKENS - 2)
+    assert found.equal_tokens == found.compared_tokens == (MAX_TOKENS if before > MAX_TOKENS else MAX_TOKENS - 2)
 
 
 SHORT, LONG = None, 400

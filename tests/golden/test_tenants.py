@@ -81,15 +81,15 @@ class Reader:
             config = {"name": f"contexts/{name}", "append": append} | ({} if append else {"capacity_token_count": 4096})
             given = ({"config": config}, {"token_ids": {"ids": part}})
             requests = [request_of("IngestContext", **each) for each in given]
-            code, _, reported = await self._caller.call("IngestContext", requests)
-            assert code == StatusCode.OK, reported
+            code, _, details = await self._caller.call("IngestContext", requests)
+            assert code == StatusCode.OK, details
 
     async def ask(self, name: str, request_id: str) -> Ids:
         sampling = {"max_token_count": NUM_NEW, "ignore_end_token": True, "temperature": 0.0}
         fields: dict[str, Any] = {"context": f"contexts/{name}", "sampling": sampling, "request_id": request_id}
         fields |= {"token_ids": {"ids": self._goldens[name][0][-NUM_QUESTION:]}, "resume_duration": {"seconds": 60}}
-        code, responses, reported = await self._caller.call("Generate", [request_of("Generate", **fields)])
-        assert code == StatusCode.OK, reported
+        code, responses, details = await self._caller.call("Generate", [request_of("Generate", **fields)])
+        assert code == StatusCode.OK, details
         return tuple(token_id for each in responses for token_id in each.delta.token_ids)
 
     async def work(self) -> dict[str, Ids]:

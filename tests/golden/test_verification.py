@@ -23,7 +23,12 @@ async def test_right_ranks_pass(goldens, family):
     golden = goldens(family)
     async with running(config_for(golden.folder, world_size=3, chunk_size=200)) as engine:
         found = await compare(engine, golden.prompt[:500])
-    assert (found.failure, found.num_tokens, found.num_equal, found.num_ranks) == ("", MAX_TOKENS, MAX_TOKENS, 3)
+    assert (found.failure, found.compared_tokens, found.equal_tokens, found.holding_ranks) == (
+        "",
+        MAX_TOKENS,
+        MAX_TOKENS,
+        3,
+    )
     assert (found.dtype, found.reference_dtype, found.reference_distance) == ("float32", "float32", 0.0)
     assert judge(found).passed
 
@@ -183,7 +188,7 @@ async def test_a_preempted_answer_is_compared_from_where_it_goes_on(goldens):
                     )
                 )
         [_ async for _ in urgent[0]]
-    assert 0 < found.num_tokens < 40
-    assert found.num_equal == found.num_tokens
-    assert found.worst_index >= 40 - found.num_tokens
+    assert 0 < found.compared_tokens < 40
+    assert found.equal_tokens == found.compared_tokens
+    assert found.worst_index >= 40 - found.compared_tokens
     assert judge(found).passed

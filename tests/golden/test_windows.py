@@ -238,7 +238,7 @@ async def test_verification_passes(goldens):
     golden = goldens("gpt_oss")
     async with running(replicated(golden, world_size=3, chunk_size=200)) as engine:
         found = await compare(engine, golden.prompt[:500])
-    assert (found.failure, found.num_tokens, found.num_equal) == ("", MAX_TOKENS, MAX_TOKENS)
+    assert (found.failure, found.compared_tokens, found.equal_tokens) == ("", MAX_TOKENS, MAX_TOKENS)
     assert judge(found).passed
 
 

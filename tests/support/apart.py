@@ -69,11 +69,11 @@ async def play(address: str, tenant: str, script: Sequence[Step]) -> Responses:
     async with grpc.aio.insecure_channel(address) as channel:
         caller = Caller(channel, tenant)
         for name, requests in script:
-            code, responses, reported = await caller.call(name, [request_of(name, **fields) for fields in requests])
+            code, responses, details = await caller.call(name, [request_of(name, **fields) for fields in requests])
             found = [_plain(MessageToDict(response)) for response in responses]
             if name in ("Generate", "IngestContext"):
                 found = [*_joined(_steady(found)), {"totals": _totals(found)}]
-            output.append((name, code, found, reported))
+            output.append((name, code, found, details))
     return output
 
 

@@ -3,24 +3,24 @@
 from collections.abc import Sequence
 from itertools import chain
 
-from coordinator.text.chat_template import TemplateMessage
 from coordinator.text.control_tokens import TemplatePiece
 from coordinator.text.tokenizer import Tokenizer
+from longleaf.types import Message, Role
 from tests.support.service import encoded
 
 
-def conversation_ids(tokenizer: Tokenizer, turns: Sequence[tuple[str, str]]) -> list[int]:
+def conversation_ids(tokenizer: Tokenizer, turns: Sequence[tuple[Role, str]]) -> list[int]:
     """Those of a prompt."""
     assert tokenizer.chat_template is not None
-    return piece_ids(tokenizer, tokenizer.chat_template.conversation([TemplateMessage(*turn) for turn in turns], {}))
+    return piece_ids(tokenizer, tokenizer.chat_template.conversation([Message(*turn) for turn in turns], {}))
 
 
-def question_ids(tokenizer: Tokenizer, turns: Sequence[tuple[str, str]]) -> list[int]:
+def question_ids(tokenizer: Tokenizer, turns: Sequence[tuple[Role, str]]) -> list[int]:
     """The ids that follow a document."""
     if tokenizer.chat_template is None:
         pieces = tokenizer.plain_question(turns[0][1])
     else:
-        pieces = tokenizer.chat_template.question([TemplateMessage(*turn) for turn in turns], {})
+        pieces = tokenizer.chat_template.question([Message(*turn) for turn in turns], {})
     return piece_ids(tokenizer, pieces, is_continued=True)
 
 

@@ -1,9 +1,9 @@
 """A drafter whose drafts are right, wrong or random, at any cost."""
 
 import random
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 from coordinator.scheduling.speculation import Drafter
 from coordinator.speculation.draft_length import DraftLengthPolicy
 from coordinator.speculation.ngram_drafter import NO_DRAFT, Draft
@@ -23,7 +23,7 @@ class RandomDrafter(Drafter):
         self._random = random.Random(seed)
         self._policy = RandomPolicy(self._random)
 
-    def _draft_next(self, job: Sequence) -> Draft:
+    def _draft_next(self, job: SequenceJob) -> Draft:
         most = min(self._max_drafts, job.most_drafts(self._block_size))
         if most <= 0 or self._drafter_of(job) is None:
             return NO_DRAFT
@@ -43,11 +43,11 @@ class RandomPolicy(DraftLengthPolicy):
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def is_worth_waiting(self, expected: Several[Several[float]]) -> bool:
+    def is_worth_waiting(self, expected: Sequence[Sequence[float]]) -> bool:
         return self._rng.random() < 0.7
 
     def has_room(self, num_sequences: int) -> bool:
         return True
 
-    def lengths(self, offered: Several[Several[float]]) -> list[int]:
+    def lengths(self, offered: Sequence[Sequence[float]]) -> list[int]:
         return [self._rng.randint(0, len(chances)) for chances in offered]

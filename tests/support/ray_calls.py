@@ -1,7 +1,7 @@
 """Counts the calls of a process to Ray's core."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from longleaf.rank_protocol.rank_spec import RankSpec
 from tests.support.fakes.workers import EchoActor, EchoRank
@@ -47,7 +47,7 @@ class CountingActor(EchoActor):
 
     def run(self, spec: RankSpec) -> int:
         calls = count_calls()
-        code = serve(spec, EchoRank)
+        code = serve(spec, cast(Any, EchoRank))
         (self._folder / str(spec.member)).write_text(str(calls.num_calls))
         stop_counting(calls)
         return code

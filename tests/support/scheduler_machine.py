@@ -497,8 +497,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.answers[job + outcome.sample] == self.expected[job + outcome.sample]
                 self._ended(job, outcome.sample)
             if isinstance(outcome, Failed):
-                reported = self.answers[job + outcome.sample]
-                assert reported == self.expected[job + outcome.sample][: len(reported)]
+                answer = self.answers[job + outcome.sample]
+                assert answer == self.expected[job + outcome.sample][: len(answer)]
                 self._ended(job, outcome.sample)
             if isinstance(outcome, Admitted):
                 assert outcome.cached_tokens < outcome.prompt_tokens == len(self.prompts[job])

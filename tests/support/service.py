@@ -6,7 +6,7 @@ from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
@@ -17,7 +17,6 @@ from coordinator.auth.tenant_usage import Room, TenantUsage
 from coordinator.change_feed import ChangeCounter
 from coordinator.grpc_server.server import GrpcServer
 from coordinator.handlers.application import Application
-from coordinator.handlers.transfer.ports import TransferEngine
 from coordinator.kv_cache.positions import Positions
 from coordinator.telemetry.observers import NO_OBSERVERS
 from coordinator.text.encoder import Encoder
@@ -28,7 +27,7 @@ from longleaf.config import join_address
 from longleaf.document_text import DocumentText
 from longleaf.errors import AlreadyExists, LongleafError, NotFound
 from longleaf.positions import Rotary
-from longleaf.rank_protocol.step import ComparisonRow
+from longleaf.rank_protocol.verdict import Verification
 from longleaf.sampling import GREEDY, SamplingParams, Token
 from longleaf.tenants import DEFAULT_TENANT, tenant_of
 from longleaf.types import (
@@ -49,6 +48,7 @@ from longleaf.types import (
     Worker,
 )
 from tests.support.fakes.echo_model import FULL_LAYER, echo_attention, echo_scores, echo_spans
+from tests.support.fakes.transfer_engine import FakeTransferEngine
 
 END = "<|end|>"
 TEMPLATE = (
@@ -137,7 +137,7 @@ class FakeEngine:
         self.late_error: LongleafError | None = None
         """Raised by streams after their first events."""
         self.is_endless = False
-        self.comparison = ComparisonRow()
+        self.comparison = Verification()
         """Of prompts that are compared."""
         self.prompts: list[engine_messages.Prompt] = []
         self.schedulings: list[engine_messages.SchedulingParams] = []
@@ -364,7 +364,7 @@ async def serving(
     engine: FakeEngine,
     folder: Path,
     host: str = "127.0.0.1",
-    transfers: TransferEngine | None = None,
+    transfers: FakeTransferEngine | None = None,
     sampling_defaults: SamplingParams = GREEDY,
     template: str = TEMPLATE,
     **options: Any,
@@ -375,10 +375,10 @@ async def serving(
     tokenizer = Tokenizer.load(write_model(folder, template=template), DirectRenderer())
     observers = options.get("observers", NO_OBSERVERS)
     application = Application(
-        engine,
+        cast(Any, engine),
         tokenizer,
         engine.describe,
-        transfers=transfers,
+        transfers=cast(Any, transfers),
         observers=observers,
         sampling_defaults=sampling_defaults,
     )

@@ -59,8 +59,8 @@ class Tenanted(AbstractContextManager["Tenanted"]):
         """The --json output of a tenant's successful command; a list if it has several lines."""
         found = self.run_as(tenant, *arguments, "--json")
         assert found.returncode == 0, found.stderr
-        reported = [json.loads(line) for line in found.stdout.splitlines()]
-        return reported[0] if len(reported) == 1 else reported
+        output = [json.loads(line) for line in found.stdout.splitlines()]
+        return output[0] if len(output) == 1 else output
 
     def ingest(self, tenant: str, name: str, text: str) -> None:
         file = self._folder / f"{tenant}-{name}.txt"

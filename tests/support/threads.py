@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
+from typing import Any, cast
 
 from coordinator.cluster.ports import EpochEnd, Formation
 from coordinator.cluster.snapshot_requests import Key, error_of
@@ -66,7 +67,7 @@ class ThreadRanks:
             self._threads[index].start()
         readies = [await asyncio.to_thread(self._readies.get, timeout=120) for _ in self._ranks]
         hellos = tuple(Hello(rank, "here", "127.0.0.1", 0) for rank in range(len(self._ranks)))
-        return Formation(epoch, hellos, tuple(sorted(readies, key=lambda ready: ready.member)), self)
+        return Formation(epoch, hellos, tuple(sorted(readies, key=lambda ready: ready.member)), cast(Any, self))
 
     async def form(self, epoch: int) -> Formation:
         """Raises the error that ended the only epoch."""

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from longleaf.attention.masks import Reads
-from longleaf.kernels.backend import CapturableBackend, LaunchTables, Numbers
+from longleaf.kernels.backend import CapturableBackend, Numbers
+from longleaf.kernels.gpu.tables import DeviceLaunchTables
 from longleaf.positions import OWN_ROPE, AttentionSpan, Rope
 from workers.host_copies import pinned
 from workers.sampling.acceptance import NO_DRAFT
 from workers.sampling.device_sampler import NUM_PARAMETERS
-from workers.step.draft_rollback import StoredKvRecorder
+from workers.step.draft_rollback import RecordKv
 from workers.step.inputs import InputBuilder, Inputs, RowNumbers
 from workers.step.last_tokens import PADDING_ROW
 from workers.step.layers import RowLayer
@@ -23,7 +24,7 @@ from workers.step.layers import RowLayer
 ALIGNED = 16
 """Alignment of fields, in numbers (128 bytes): Triton compiles a separate kernel for unaligned addresses."""
 DOUBLE = Rope(is_double=True)
-Forward = Callable[[Inputs[RowLayer], StoredKvRecorder | None], Tensor | None]
+Forward = Callable[[Inputs[RowLayer], RecordKv | None], Tensor | None]
 """Runs the model on the device; on rank 0 it returns the logits [R, V] of the sampled rows."""
 
 
@@ -94,7 +95,7 @@ class Sampled(NamedTuple):
 class GraphVariant(NamedTuple):
     """The tables of a bucket. One variant is for steps whose rows share many reads, another for the other steps."""
 
-    tables: dict[AttentionSpan, LaunchTables]
+    tables: dict[AttentionSpan, DeviceLaunchTables]
     reads: dict[AttentionSpan, Reads]
     """Bound to the tables."""
 

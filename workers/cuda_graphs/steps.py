@@ -120,7 +120,8 @@ class FixedSteps:
         yield num_rows, self._broadcast.work(device_N, fields), True
 
     def _run_model(self, forward: Forward, inputs: Inputs[RowLayer]) -> None:
-        logits_TV = forward(with_token_ids(inputs, self._last_ids.resolve(inputs.token_ids_T)), self._tokens)
+        record = self._tokens.record if self._tokens else None
+        logits_TV = forward(with_token_ids(inputs, self._last_ids.resolve(inputs.token_ids_T)), record)
         if self._sampler is not None:
             assert logits_TV is not None
             self._sampler.logits_RV[: len(logits_TV)].copy_(logits_TV)

@@ -1,11 +1,12 @@
 """The attention function that transformers calls in every attention layer.
 
-It is registered as an ordinary attention implementation; models are not changed. The step's handle arrives as the
+It is registered as an ordinary attention implementation; models are not changed. The step's attention arrives as the
 forward argument `step`, or as an attribute of the tensor of positions, so this module holds no state. No mask function
 is registered: transformers then builds no masks, and `workers.step.inputs` decides the visible keys.
 """
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +15,6 @@ from transformers import AttentionInterface
 NAME = "longleaf"
 UNSUPPORTED = ("attention_mask", "position_bias", "indices", "block_indices", "sinks")
 """Arguments that some families pass to attention and that would change its result."""
-
-
-class Handle(Protocol):
-    """The object that a forward pass carries through the model to every attention layer."""
-
-    def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: "LayerCall") -> Tensor:
-        """Attention of this layer's new tokens, [T, H, V]; also stores their keys and values."""
-        ...
 
 
 class LayerCall(NamedTuple):
@@ -34,6 +27,11 @@ class LayerCall(NamedTuple):
     sink_H: Tensor | None
     """One additional score per head that takes part in the softmax and contributes no value."""
     unsupported: str | None
+
+
+Attend = Callable[[int, Tensor, Tensor, Tensor, LayerCall], Tensor]
+"""Attention of a layer's new tokens: the layer, q_THD, k_KTD, v_KTV, and the layer's parameters; the result is [T, H,
+V]. It also stores the keys and values."""
 
 
 class PositionCache:
@@ -53,7 +51,7 @@ class PositionCache:
         return key, value
 
 
-def arguments(step: Handle, token_ids_T: Tensor, positions_T: Tensor, *, has_offsets: bool) -> dict[str, Any]:
+def arguments(step: Attend, token_ids_T: Tensor, positions_T: Tensor, *, has_offsets: bool) -> dict[str, Any]:
     """The arguments of a forward pass over rows of any sequences, in any order, that lead back to this module's
     `attention` in every layer.
 
@@ -78,7 +76,7 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    step: Handle | None = None,
+    step: Attend | None = None,
     position_ids: Tensor | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -87,15 +85,15 @@ def attention(
     **features: Any,
 ) -> tuple[Tensor, None]:
     """Shapes as transformers calls it: query [1, H, T, D], key and value [1, K, T, D or V]; returns [1, T, H, V]."""
-    handle = step or getattr(position_ids, "step", None)
-    if handle is None:
+    attend = step or getattr(position_ids, "step", None)
+    if attend is None:
         raise TypeError("it passes neither the step nor the positions to its attention")
     features["attention_mask"] = attention_mask  # no mask is built for this function, so this one was made by the layer
     unsupported = next((name for name in UNSUPPORTED if features.get(name) is not None), None)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     call = LayerCall(scale, sliding_window, softcap, s_aux, unsupported)
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
-    out_THD = handle.attend(layer, query[0].transpose(0, 1), key[0], value[0], call)
+    out_THD = attend(layer, query[0].transpose(0, 1), key[0], value[0], call)
     return out_THD.unsqueeze(0).to(query.dtype), None
 
 

@@ -213,7 +213,7 @@ def _options(model: PreTrainedModel, latents: list[nn.Module]) -> dict[str, Any]
     ids, positions = torch.arange(3, 3 + len(POSITIONS), device=device), torch.tensor(POSITIONS, device=device)
     hooks = [layer.register_forward_pre_hook(stop, with_kwargs=True) for layer in latents]
     try:
-        model(**hook.arguments(_Reference(), ids, positions, has_offsets=False))
+        model(**hook.arguments(_Reference().attend, ids, positions, has_offsets=False))
     except _Reached as reached:
         return {name: _wide(value) for name, value in reached.options.items()}
     except Exception as error:  # the preflight reports the problem

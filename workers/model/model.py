@@ -103,12 +103,12 @@ class Model:
         """The model without its head."""
         return decoder_of(self.module)
 
-    def arguments(self, step: hook.Handle, token_ids_T: Tensor, positions_T: Tensor) -> dict[str, Any]:
+    def arguments(self, step: hook.Attend, token_ids_T: Tensor, positions_T: Tensor) -> dict[str, Any]:
         """The arguments of a forward pass over rows of any sequences, in any order."""
         return hook.arguments(step, token_ids_T, positions_T, has_offsets=asks_for_offsets(self.module))
 
     def run(
-        self, step: hook.Handle, token_ids_T: Tensor, positions_T: Tensor, ropes: Rows, rows_R: Tensor | None = None
+        self, step: hook.Attend, token_ids_T: Tensor, positions_T: Tensor, ropes: Rows, rows_R: Tensor | None = None
     ) -> Tensor | None:
         """Runs rows of any sequences, in any order, through the decoder. With `rows_R`, also runs the head, and returns
         the logits [R, V] of these rows.
@@ -131,7 +131,7 @@ class Model:
 
 
 class Probe:
-    """The preflight's handle: records the attention calls of each layer and returns zeros.
+    """The attention of the preflight: records the attention calls of each layer and returns zeros.
 
     All rows have the same position, so rows of the same token must be equal in every layer, regardless of the tokens
     between them. That proves something only if rows of different tokens differ: with `has_weights`, rows that are zero,
@@ -389,7 +389,7 @@ def preflight(module: PreTrainedModel, device: str, *, has_weights: bool = True)
         ids = [tokens[i % min(num_tokens, len(tokens))] for i in range(num_rows)]
         probe = Probe(config, ids, has_weights=has_weights)
         ids_T, positions_T = torch.tensor(ids, device=device), torch.ones(num_rows, dtype=torch.long, device=device)
-        inputs = hook.arguments(probe, ids_T, positions_T, has_offsets=asks_for_offsets(module))
+        inputs = hook.arguments(probe.attend, ids_T, positions_T, has_offsets=asks_for_offsets(module))
         part, options = (module, {"logits_to_keep": ids_T[:0]}) if is_whole else (decoder_of(module), {})
         forward_checked(part, {**inputs, **options})
         if sorted(probe.layers) != list(range(expected)):

@@ -105,7 +105,7 @@ class DecodeRunner:
         accumulator = None
         if rows.attributed:
             accumulator = AttributionAccumulator(rows.attributed, rows.blocks, runner.pool, runner.backend, peers.comm)
-        logits_RV = runner.logits(inputs, blocks, accumulator)
+        logits_RV = runner.logits(inputs, blocks.record if blocks else None, accumulator)
         reports = accumulator.reports() if accumulator else None
         scores = None
         if logits_RV is not None and rows.scored_rows:

@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 
 from longleaf.config import EngineConfig
 from longleaf.positions import Rope
-from longleaf.rank_protocol.step import ComparisonRow, Row
+from longleaf.rank_protocol.step import Row
+from longleaf.rank_protocol.verdict import Verification
 from longleaf.sampling import Token
 from workers.kv_cache.block_table import BlockTable
 from workers.model import hook
@@ -82,32 +83,32 @@ class Verifier:
             if (answer := self._answers.get(row.sequence)) is not None:
                 answer.add(row, [token.id for token in chosen], logits_NV[first : first + len(chosen)])
 
-    def compare(self, rows: Iterable[Row]) -> dict[int, ComparisonRow]:
+    def compare(self, rows: Iterable[Row]) -> dict[int, Verification]:
         """Compares answers that rows completed, by sequence. A failure of plain attention is reported, not raised."""
         complete = ((row, self._answers.pop(row.sequence)) for row in rows if row.is_compared)
         return {row.sequence: self._compare(row, answer) for row, answer in complete}
 
-    def _compare(self, row: Row, answer: ComparisonResult) -> ComparisonRow:
+    def _compare(self, row: Row, answer: ComparisonResult) -> Verification:
         began = time.monotonic()
         try:
             exact_NV = self._plain_logits(row, answer, "float32")
             plain_NV = self._plain_logits(row, answer, self._reference_dtype) if self._is_coarse else exact_NV
         except Exception as error:  # a family without eager attention, or no memory for its scores
-            return ComparisonRow(failure=f"plain attention failed: {type(error).__name__}: {error}")
+            return Verification(failure=f"plain attention failed: {type(error).__name__}: {error}")
         found_NV = torch.stack(answer.logits)
         difference_N = (found_NV - exact_NV).abs().amax(dim=-1)
-        return ComparisonRow(
+        return Verification(
             max_difference=float(difference_N.max()),
             max_logit=float(exact_NV.abs().max()),
             distance=distance(found_NV, exact_NV),
             reference_distance=distance(plain_NV, exact_NV),
             reference_dtype=self._reference_dtype,
             worst_index=answer.first_index + int(difference_N.argmax()),
-            num_tokens=len(answer.logits),
-            num_equal=int((found_NV.argmax(dim=-1) == exact_NV.argmax(dim=-1)).sum()),
-            num_ranks=sum(self._holds(rank, row) for rank in range(self._world_size)),
+            compared_tokens=len(answer.logits),
+            equal_tokens=int((found_NV.argmax(dim=-1) == exact_NV.argmax(dim=-1)).sum()),
+            holding_ranks=sum(self._holds(rank, row) for rank in range(self._world_size)),
             dtype=self._dtype,
-            seconds=time.monotonic() - began,
+            reference_seconds=time.monotonic() - began,
         )
 
     def _plain_logits(self, row: Row, answer: ComparisonResult, dtype: str) -> Tensor:

@@ -6,9 +6,9 @@ were rounded again. Then the block is restored and the accepted keys are stored 
 only on the tokens in it, so the result is that of steps of one token each.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,20 +49,13 @@ class StoredKv(NamedTuple):
     v_KTV: Tensor
 
 
-class StoredKvRecorder(Protocol):
-    """Records the stored keys and values of a step until its drafts are accepted or refused."""
-
-    def record(self, layer: int, stored: StoredKv) -> None:
-        """Called once per layer of a step."""
-        ...
+RecordKv = Callable[[int, StoredKv], None]
+"""Records the keys and values that a step stores in a layer, until its drafts are accepted or refused."""
 
 
 class FixedTokens:
     """Keeps the keys and values that a captured step stores until the next step. The first recorded step has the most
-    rows.
-
-    Implements StoredKvRecorder.
-    """
+    rows."""
 
     def __init__(self) -> None:
         self._there: dict[int, tuple[Tensor, Tensor]] = {}
@@ -71,7 +64,7 @@ class FixedTokens:
         """By the rows of a bucket, then by layer."""
 
     def record(self, layer: int, stored: StoredKv) -> None:
-        """See `StoredKvRecorder`. Steps with the same number of rows read their slots from the same address."""
+        """A RecordKv. Steps with the same number of rows read their slots from the same address."""
         slots_T, *parts = stored
         if layer not in self._there:
             k, v = (torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in parts)
@@ -99,8 +92,6 @@ class SavedBlocks(NamedTuple):
 class DraftedBlocks:
     """The blocks of an 8-bit pool that drafts are written to, with their previous content, and the keys and values that
     a step stores.
-
-    Implements StoredKvRecorder.
     """
 
     def __init__(
@@ -135,7 +126,7 @@ class DraftedBlocks:
         return {(row.sequence, slots[i] // size) for row, rows in self._drafted for i in rows if slots[i] != trash_slot}
 
     def record(self, layer: int, stored: StoredKv) -> None:
-        """See `StoredKvRecorder`."""
+        """Called once per layer of a step: a RecordKv."""
         self.stored[layer] = stored
 
     def restore(self, num_left: Mapping[int, int]) -> None:

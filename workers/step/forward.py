@@ -22,7 +22,7 @@ from workers.kv_cache.slots import KvPool
 from workers.model.hook import LayerCall
 from workers.model.model import Model
 from workers.step.attention_attribution import AttributionAccumulator
-from workers.step.draft_rollback import StoredKv, StoredKvRecorder
+from workers.step.draft_rollback import RecordKv, StoredKv
 from workers.step.inputs import Inputs
 from workers.step.layers import ChunkLayer, Gathered, Replicated, Replicating, RowLayer, Sharded
 
@@ -107,22 +107,22 @@ class DecodeStep:
         backend: Backend,
         peers: Peers,
         accumulator: AttributionAccumulator | None = None,
-        supervisor: StoredKvRecorder | None = None,
+        record: RecordKv | None = None,
     ) -> None:
-        """`accumulator` counts the attention of rows that request attribution, if any do; `supervisor` records the
+        """`accumulator` counts the attention of rows that request attribution, if any do; `record` records the
         stored keys and values, if they may have to be rolled back.
         """
         self._layers = inputs.layers
         self._local = LocalAttention(pool, backend, peers)
         self._peers = peers
         self._accumulator = accumulator
-        self._recorder = supervisor
+        self._record = record
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall) -> Tensor:
         work, local = self._layers[layer], self._local
         local.pool.store(local.backend, layer, work.slots_T, k_KTD, v_KTV)
-        if self._recorder is not None:
-            self._recorder.record(layer, StoredKv(work.slots_T, k_KTD, v_KTV))
+        if self._record is not None:
+            self._record(layer, StoredKv(work.slots_T, k_KTD, v_KTV))
         match work:
             case Sharded():
                 partial = local(layer, q_THD, work.reads, call)
@@ -234,16 +234,16 @@ class ModelRunner:
         """Stores the keys of a chunk. Returns whether they are finite, on all ranks."""
         step = PrefillStep(inputs, self.pool, self.backend, self._peers, self.model.last_layer)
         with contextlib.suppress(PrefillDone):
-            self.model.run(step, inputs.token_ids_T, inputs.positions_T, inputs.ropes)
+            self.model.run(step.attend, inputs.token_ids_T, inputs.positions_T, inputs.ropes)
         return step.has_finite_keys()
 
     def logits(
         self,
         inputs: Inputs[RowLayer],
-        recorder: StoredKvRecorder | None = None,
+        record: RecordKv | None = None,
         accumulator: AttributionAccumulator | None = None,
     ) -> Tensor | None:
         """Runs decode rows. Rank 0 returns the logits [R, V] of the R requested rows, other ranks None."""
-        step = DecodeStep(inputs, self.pool, self.backend, self._peers, accumulator, recorder)
+        step = DecodeStep(inputs, self.pool, self.backend, self._peers, accumulator, record)
         rows_R = inputs.sample_rows_R if self._peers.rank == 0 else None
-        return self.model.run(step, inputs.token_ids_T, inputs.positions_T, inputs.ropes, rows_R)
+        return self.model.run(step.attend, inputs.token_ids_T, inputs.positions_T, inputs.ropes, rows_R)

@@ -77,6 +77,7 @@ class RankGroup:
         return self._failures.is_suspected
 
     async def wait_ended(self) -> EpochEnd:
+        """Wait until the epoch ends, whether in a step or between steps. May be cancelled."""
         return await asyncio.shield(self.verdict)
 
     # --- rendezvous ---
@@ -114,13 +115,14 @@ class RankGroup:
     # --- steps ---
 
     async def send_layout(self, layout: KvLayout) -> None:
+        """Send the KV cache layout to the ranks, before the first plan. Raises the error that ended the epoch."""
         if self.is_suspected:
             raise (await self.wait_ended()).error
         self._channel.send(self.members, layout)
 
     def step(self, plan: StepPlan) -> asyncio.Future[StepResult]:
         """Send the plan to every rank immediately. The future holds the answer of rank 0, or the error that ended the
-        epoch.
+        epoch. Steps may be sent before earlier ones are answered; they run in the order of the calls.
 
         The deadline starts with the answer to the previous plan, because the ranks begin the step only then.
         """

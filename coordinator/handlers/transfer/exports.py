@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING
 
-from coordinator.handlers.transfer.ports import ExportHandle, TransferEngine
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.context_archive.records import MAX_NAME, ContextHead
 from longleaf.context_archive.writer import ArchiveWriter
@@ -14,6 +14,9 @@ from longleaf.storage.context_metadata import metadata_fields
 from longleaf.storage.manifest import PieceRef
 from longleaf.tenants import name_of, tenant_of
 from longleaf.types import Cluster, ExportContext, ExportedArchive
+
+if TYPE_CHECKING:
+    from coordinator.engine.context_transfer import ContextExport, ContextTransfer
 
 MAX_EXPORTS = 8
 """Maximum number of concurrent exports. Each holds a piece of about ten megabytes."""
@@ -26,7 +29,7 @@ class Exports:
 
     def __init__(
         self,
-        engine: TransferEngine,
+        engine: "ContextTransfer",
         threads: TokenizerPool,
         cluster: Callable[[], Cluster],
         max_exports: int = MAX_EXPORTS,
@@ -72,12 +75,12 @@ class Exports:
             self._num_open[tenant] -= 1
             self._num_open += Counter()  # removes tenants with a count of zero
 
-    async def _pack(self, exporting: ExportHandle) -> ArchiveWriter:
+    async def _pack(self, exporting: "ContextExport") -> ArchiveWriter:
         head = _head(exporting, await self._engine.fingerprint(), self._cluster().model.name)
         return await self._threads.run(ArchiveWriter, head, exporting.segments, exporting.manifests)
 
 
-def _head(exporting: ExportHandle, fingerprint: Fingerprint, model: str) -> ContextHead:
+def _head(exporting: "ContextExport", fingerprint: Fingerprint, model: str) -> ContextHead:
     context = exporting.context
     return ContextHead(fingerprint, model[:MAX_NAME], name_of(context.id), **metadata_fields(context))
 
@@ -90,7 +93,7 @@ def _check(wanted: ExportContext, packing: ArchiveWriter) -> None:
         raise InvalidArgument("offset", f"{wanted.offset:,} is past the end at {packing.num_bytes:,}")
 
 
-async def _bytes_of(exporting: ExportHandle, packing: ArchiveWriter, offset: int) -> AsyncGenerator[bytes, None]:
+async def _bytes_of(exporting: "ContextExport", packing: ArchiveWriter, offset: int) -> AsyncGenerator[bytes, None]:
     """Yields chunks of about CHUNK_BYTES. One piece is in memory at a time."""
     chunk = bytearray()
     for content, passed in packing.stretches(offset):

@@ -4,11 +4,11 @@ objects on storage."""
 import asyncio
 from array import array
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
-from coordinator.handlers.transfer.ports import ImportHandle, TransferEngine
 from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord, SnapshotRecord
 from longleaf.context_archive.frames import FIELD
 from longleaf.context_archive.reader import ArchiveReader, IdsSection, Section
@@ -23,6 +23,9 @@ from longleaf.storage.names import Attempt
 from longleaf.tenants import scoped
 from longleaf.types import CONTEXT_ID, MAX_TIME, ImportHeader, ImportProgress
 
+if TYPE_CHECKING:
+    from coordinator.engine.context_transfer import ContextImport, ContextTransfer
+
 MAX_LISTED = 3
 """Most file names to list in an error about differing checkpoints."""
 
@@ -33,7 +36,7 @@ class ContextImporter:
 
     def __init__(
         self,
-        engine: TransferEngine,
+        engine: "ContextTransfer",
         header: ImportHeader,
         vocabulary_size: int,
         wall_clock: Callable[[], float],
@@ -48,7 +51,7 @@ class ContextImporter:
         self._pending_item: Section | None = None
         """The last item from the archive reader, until it has been processed."""
         self._context: ContextRecord | None = None
-        self._import_handle: ImportHandle | None = None
+        self._import_handle: ContextImport | None = None
         self._segments: list[SegmentRecord] = []
         self._num_used = 0
         """Tokens of the path up to the end of the last segment."""

@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
 from coordinator.handlers.fair_share import eviction_victim
 from coordinator.handlers.resumable_generations import CallLater, call_later
 from coordinator.handlers.transfer.importer import ContextImporter
-from coordinator.handlers.transfer.ports import TransferEngine
 from coordinator.task_set import TaskSet
 from longleaf.errors import (
     DeadlineExceeded,
@@ -23,6 +22,9 @@ from longleaf.errors import (
 )
 from longleaf.formatting import human_seconds
 from longleaf.types import ArchiveChunk, ImportHeader, ImportProgress
+
+if TYPE_CHECKING:
+    from coordinator.engine.context_transfer import ContextTransfer
 
 IDLE_SECONDS = 120.0
 """Seconds for which an open stream may send nothing."""
@@ -92,7 +94,7 @@ class ImportSessions:
 
     def __init__(
         self,
-        engine: TransferEngine,
+        engine: "ContextTransfer",
         vocabulary_size: int,
         clock: Callable[[], float] = time.monotonic,
         later: CallLater = call_later,

@@ -1,34 +1,12 @@
 """The records of the catalog, one struct per kind, and the changes of one transaction."""
 
-from array import array
 from functools import cached_property
 
 import msgspec
 
-from longleaf.document_text import DocumentText
 from longleaf.errors import DataLoss
-from longleaf.positions import OWN_ROPE, Rope
 from longleaf.storage.context_metadata import ContextMetadata
-
-
-class SegmentRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A sealed segment. It continues the path of `parent`, cut at `start`."""
-
-    id: int
-    """Assigned by the caller; never reused within a catalog."""
-    parent: int | None = None
-    """The last segment of the path that it continues; None at position 0."""
-    start: int = 0
-    """The position of its first token."""
-    rope: Rope = OWN_ROPE
-    token_ids: "array[int]"
-    """Type code `I`."""
-    text: DocumentText | None = None
-    """The source text of the tokens, where known."""
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.token_ids)
+from longleaf.storage.segment_record import SegmentRecord
 
 
 class ContextRecord(ContextMetadata, frozen=True, kw_only=True):

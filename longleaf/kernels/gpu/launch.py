@@ -1,6 +1,7 @@
 """How kernels are launched."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -8,10 +9,8 @@ Kernel = Any
 """A function of the device, as `triton.jit` makes it."""
 
 
-class Launcher(Protocol):
-    """A launch counter may take the place of a kernel."""
-
-    def __call__(self, kernel: Kernel, grid: tuple[int, ...], *args: Any, **constants: Any) -> None: ...
+Launcher = Callable[..., None]
+"""Runs a kernel with a grid, arguments and constants, as `launch` does. Others count or simulate launches."""
 
 
 def launch(kernel: Kernel, grid: tuple[int, ...], *args: Any, num_warps: int, **constants: Any) -> None:

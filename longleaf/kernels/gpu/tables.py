@@ -75,7 +75,8 @@ class TableCapacity(NamedTuple):
 
 
 class DeviceLaunchTables:
-    """The tables of layers with the same attention pattern, one for each shape. Tiles have the rows of a single token
+    """The tables of layers with the same attention pattern, one for each shape, in memory of fixed address, from which
+    launches read the reads of a step. Sizes are int64 counts. Tiles have the rows of a single token
     or, if rows share reads (`is_shared`), those of all tokens."""
 
     def __init__(self, keys: Sequence[WorkKey], *, is_shared: bool) -> None:
@@ -90,16 +91,17 @@ class DeviceLaunchTables:
 
     @property
     def most_rows(self) -> int:
-        """See `longleaf.kernels.backend.LaunchTables`."""
+        """Maximum number of rows that share reads of keys; further rows read the keys again."""
         return min((room.tile_rows // room.key.shape.group for room in self._rooms), default=0)
 
     def bind(self, reads: Reads, device_N: Tensor) -> None:
-        """See `longleaf.kernels.backend.LaunchTables`."""
+        """Binds layers that read `reads`, which is empty, to the work in `device_N` on the device."""
         for key, start, num_numbers, num_part_rows, tile_rows in self._rooms:
             reads.cache[key] = DeviceWork(device_N[start : start + num_numbers], num_part_rows, tile_rows)
 
     def fill(self, reads: Reads, host_N: Numbers) -> int | None:
-        """See `longleaf.kernels.backend.LaunchTables`."""
+        """Writes the reads of a step to host memory, for copying to the device, and returns the count of numbers. None
+        if there is not enough space."""
         num_used = 0
         for room in self._rooms:
             work = work_of(reads, room.key.shape, room.key.num_programs, room.tile_rows)

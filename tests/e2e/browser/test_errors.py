@@ -161,8 +161,8 @@ def test_answer_that_fails_midway_keeps_its_text_and_shows_the_reason(reader: Re
     page.route("**/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
     page.locator("#question").fill(QUESTION)
     page.keyboard.press("Enter")
-    reported = page.get_by_role("alert").inner_text()
-    assert reported.startswith("The stored document is damaged: the ranks that held it are gone. Add the file again.")
+    output = page.get_by_role("alert").inner_text()
+    assert output.startswith("The stored document is damaged: the ranks that held it are gone. Add the file again.")
     assert page.locator(".answer").inner_text() == "amber-12 is"
     page.unroute("**/chat/completions")
     page.get_by_role("button", name="Ask again").click()

@@ -70,8 +70,8 @@ async def channel(transfers: FakeTransferEngine, tmp_path: Path) -> AsyncIterato
 async def code_of(channel: grpc.aio.Channel, tenant: str, name: str, *requests: dict[str, Any]) -> StatusCode:
     """The status code of a call. Its details must not contain anything of acme's that the caller did not send."""
     given = [request_of(name, **fields) for fields in requests]
-    code, responses, reported = await Caller(channel, tenant).call(name, given)
-    text = f"{texts_in(responses)}{reported}"
+    code, responses, details = await Caller(channel, tenant).call(name, given)
+    text = f"{texts_in(responses)}{details}"
     assert "of acme" not in text
     assert tenant == ACME or "acme" not in text or "acme" in texts_in(given)
     return code

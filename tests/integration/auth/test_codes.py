@@ -105,9 +105,9 @@ async def test_each_role_gets_its_expected_code(address: str, name: str) -> None
     wanted = {None: StatusCode.UNAUTHENTICATED, BOLT: row.bolt, OPS: row.ops, ACME: row.acme}
     async with grpc.aio.insecure_channel(address) as channel:
         for tenant, code in wanted.items():
-            found, responses, reported = await Caller(channel, tenant).call(name, requests_of(name))
-            assert found == code, (tenant, reported)
-            text = f"{texts_in(responses)}\n{reported}"
+            found, responses, details = await Caller(channel, tenant).call(name, requests_of(name))
+            assert found == code, (tenant, details)
+            text = f"{texts_in(responses)}\n{details}"
             assert "acme/" not in text, "ids have no tenant prefix"
             if tenant != ACME:
                 assert "acme" not in text
@@ -125,12 +125,12 @@ async def test_object_of_another_tenant_looks_like_a_missing_one(address: str, n
 
     async with grpc.aio.insecure_channel(address) as channel:
         bolt = Caller(channel, BOLT)
-        code, _, reported = await bolt.call(name, requests_of(name))
+        code, _, details = await bolt.call(name, requests_of(name))
         other_code, _, other_reported = await bolt.call(name, list(map(as_missing, requests_of(name))))
     assert code == other_code
     for known in ("book", "held", "old"):
-        reported = reported.replace(known, "x" * len(known))
-    assert reported == other_reported
+        details = details.replace(known, "x" * len(known))
+    assert details == other_reported
 
 
 @pytest.mark.parametrize("change", [lambda text: text.upper(), lambda text: text + "x", lambda _: ""])

@@ -208,12 +208,10 @@ async def test_rank_may_send_only_its_own_messages(context, control: RankManager
     ranks[1].send_multipart([b"two", encode(Hello(1, "node", "127.0.0.1", 1))])
     await until(lambda: control.num_ignored == len(LIES) + len(rubbish) + 1)
     await check_service(control, ranks)
-    reported = [
-        record.message for record in caplog.records if "ignored invalid messages from members" in record.message
-    ]
-    assert len(reported) == 5, "at 1, 2, 4, 8 and 16"
+    lines = [record.message for record in caplog.records if "ignored invalid messages from members" in record.message]
+    assert len(lines) == 5, "at 1, 2, 4, 8 and 16"
     assert (
-        reported[0]
+        lines[0]
         == "ignored invalid messages from members: 1 so far; latest reason: invalid message from member 1: Hello for 7"
     )
 

@@ -203,8 +203,8 @@ async def test_no_error_reveals_the_address_of_the_service(tmp_path: Path, monke
             answer = await client.get(path)
             assert answer.status_code == 503
             assert "the service" in answer.text and "hidden-name" not in answer.text and "unix:" not in answer.text
-        reported = await client.post("/v1/contexts/book", content=b"x", headers={"content-type": "text/plain"})
-        assert "unix:" not in reported.text
+        response = await client.post("/v1/contexts/book", content=b"x", headers={"content-type": "text/plain"})
+        assert "unix:" not in response.text
 
 
 async def test_unreachable_service_is_reported(tmp_path: Path) -> None:

@@ -31,13 +31,11 @@ async def test_document_becomes_a_context(service: Served, url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         parameters = {"display_name": "Moby", "pinned": "true"}
         answer = await client.post("/v1/contexts/book", params=parameters, content=TEXT.encode(), headers=PLAIN)
-        reported = events_of(answer)
+        events = events_of(answer)
         assert answer.headers["content-type"].startswith("text/event-stream")
-        assert [each["phase"] for each in reported][:2] == ["receiving", "tokenizing"] and reported[-1][
-            "phase"
-        ] == "ready"
+        assert [each["phase"] for each in events][:2] == ["receiving", "tokenizing"] and events[-1]["phase"] == "ready"
         context = (await client.get("/v1/contexts/book")).json()
-        assert reported[-1]["context"] == context and (context["id"], context["model"]) == ("book", "fake:book")
+        assert events[-1]["context"] == context and (context["id"], context["model"]) == ("book", "fake:book")
         assert (context["display_name"], context["pinned"], context["expires"]) == ("Moby", True, None)
         assert (await client.get("/v1/contexts")).json() == {"object": "list", "data": [context]}
         again = await client.post("/v1/contexts/book", content=b"x", headers=PLAIN)
@@ -242,9 +240,9 @@ async def test_cluster_state_is_sent_initially_and_after_each_change(service: Se
             service.engine.drafting = Drafting(drafted_tokens=9, accepted_tokens=6, tokens_per_step=1.5)
             service.engine.changes.record()
             assert await anext(lines) == ""
-            reported = json.loads((await anext(lines)).removeprefix("data: "))
-            assert reported["running"] == 4
-            assert reported["drafting"] == {"drafted_tokens": 9, "accepted_tokens": 6, "tokens_per_step": 1.5}
+            answer = json.loads((await anext(lines)).removeprefix("data: "))
+            assert answer["running"] == 4
+            assert answer["drafting"] == {"drafted_tokens": 9, "accepted_tokens": 6, "tokens_per_step": 1.5}
 
 
 async def test_head_request_for_the_cluster_returns_the_headers_and_ends(url: str) -> None:

@@ -39,8 +39,8 @@ class Clusters(cluster_service_pb2_grpc.ClusterServiceServicer):
     """Has a name."""
 
     async def GetCluster(self, request: cluster_pb.GetClusterRequest, context: Any) -> Any:
-        reported = Cluster(model=ModelInfo(name="m"), workers=(), world_size=1, epoch=1, launcher="local", merge="auto")
-        return codec.encode_cluster(reported)
+        cluster = Cluster(model=ModelInfo(name="m"), workers=(), world_size=1, epoch=1, launcher="local", merge="auto")
+        return codec.encode_cluster(cluster)
 
 
 @asynccontextmanager

@@ -31,9 +31,9 @@ async def test_models_list_the_model_and_its_contexts(service: Served, url: str)
     async with asking(url) as client:
         assert [model.id async for model in await client.models.list()] == ["fake", "fake:book"]
         assert (await client.models.retrieve("fake:book")).id == "fake:book"
-        with pytest.raises(openai.NotFoundError) as reported:
+        with pytest.raises(openai.NotFoundError) as raised:
             await client.models.retrieve("fake:none")
-    assert (reported.value.code, reported.value.param) == ("model_not_found", "model")
+    assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
 
 
 async def test_chat_completion_is_returned_whole(service: Served, url: str) -> None:
@@ -63,9 +63,9 @@ async def test_inexact_answer_gives_the_reason(service: Served, url: str, path: 
         )
         cluster = await client.get("cluster", params={"once": "true"})
     lines = [line.removeprefix("data: ") for line in stream.text.splitlines() if line.startswith("data: {")]
-    reported = [chunk for chunk in map(json.loads, lines) if "exact" in chunk]
-    assert len(reported) == 2
-    for found in (whole.json(), cluster.json(), *reported):
+    answer = [chunk for chunk in map(json.loads, lines) if "exact" in chunk]
+    assert len(answer) == 2
+    for found in (whole.json(), cluster.json(), *answer):
         assert (found["exact"], found["exactness_note"]) == (False, "not verified")
 
 
@@ -99,9 +99,9 @@ async def test_context_is_named_by_the_model_or_a_separate_field(service: Served
         for model, more in (("fake:book", {}), ("fake", {"context": "book"}), ("fake:book", {"context": "book"})):
             await client.chat.completions.create(model=model, messages=QUESTION, extra_body=more)
             assert service.engine.prompts[-1].context == "book"
-        with pytest.raises(openai.BadRequestError) as reported:
+        with pytest.raises(openai.BadRequestError) as raised:
             await client.chat.completions.create(model="fake:book", messages=QUESTION, extra_body={"context": "other"})
-        assert reported.value.param == "context"
+        assert raised.value.param == "context"
         for model, more in (("fake:other", {}), ("fake", {"context": "other"}), ("gpt", {})):
             with pytest.raises(openai.NotFoundError) as missing:
                 await client.chat.completions.create(model=model, messages=QUESTION, extra_body=more)
@@ -429,10 +429,10 @@ async def test_errors_match_the_openai_format(service: Served, url: str) -> None
     async with asking(url) as client:
         for error, kind, code, retry, should_retry in cases:
             service.engine.error = error
-            with pytest.raises(kind) as reported:
+            with pytest.raises(kind) as raised:
                 await client.chat.completions.create(model="fake", messages=QUESTION, stream=True)
-            headers = reported.value.response.headers
-            found = (reported.value.code, headers.get("retry-after"), headers.get("x-should-retry"))
+            headers = raised.value.response.headers
+            found = (raised.value.code, headers.get("retry-after"), headers.get("x-should-retry"))
             assert found == (code, retry, should_retry)
 
 

@@ -48,8 +48,8 @@ async def test_running_calls_finish_after_any_signal(service: Served, number: si
         async with httpx2.AsyncClient(base_url=url) as other:
             await until_refused(other)
         service.engine.streams[0].released.set()
-        reported = [line async for line in lines if line]  # an empty end would raise
-        assert reported[-2] == "event: error" and "ended the stream before the answer's end" in reported[-1]
+        printed = [line async for line in lines if line]  # an empty end would raise
+        assert printed[-2] == "event: error" and "ended the stream before the answer's end" in printed[-1]
         assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
@@ -76,9 +76,9 @@ async def test_interrupted_client_gets_an_error_event(service: Served, number: s
             lines = aiter(stream.aiter_lines())
             assert (await anext(lines)).startswith("data: ")
             process.send_signal(number)
-            reported = [line async for line in lines if line]
-        assert reported[-2] == "event: error"
-        error = json.loads(reported[-1].removeprefix("data: "))["error"]
+            printed = [line async for line in lines if line]
+        assert printed[-2] == "event: error"
+        error = json.loads(printed[-1].removeprefix("data: "))["error"]
         assert (error["code"], error["message"]) == ("unavailable", "the gateway is stopping")
         answer = await whole
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")

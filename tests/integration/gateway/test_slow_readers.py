@@ -43,8 +43,8 @@ class Clusters(cluster_service_pb2_grpc.ClusterServiceServicer):
     """Has a name."""
 
     async def GetCluster(self, request: Any, context: Any) -> Any:
-        reported = Cluster(model=ModelInfo(name="m"), workers=(), world_size=1, epoch=1, launcher="local", merge="auto")
-        return codec.encode_cluster(reported)
+        cluster = Cluster(model=ModelInfo(name="m"), workers=(), world_size=1, epoch=1, launcher="local", merge="auto")
+        return codec.encode_cluster(cluster)
 
 
 class GatewayMemory(NamedTuple):

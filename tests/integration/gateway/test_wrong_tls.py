@@ -114,8 +114,8 @@ async def test_operator_log_has_the_reason_once(tmp_path: Path) -> None:
             for _ in range(5):
                 assert (await client.get("/v1/models")).status_code == 503
         gateway.terminate()
-        _, reported = await gateway.communicate()
-    (line,) = reported.decode().splitlines()
+        _, output = await gateway.communicate()
+    (line,) = output.decode().splitlines()
     assert "not signed by an authority" in line and "the service cannot be reached" in line
 
 
@@ -133,6 +133,6 @@ async def test_unusable_files_prevent_the_start(tmp_path: Path) -> None:
         ({"tls_ca": cert, "server_tls_cert": str(empty), "server_tls_key": key}, "tls_cert"),
         ({"tls_ca": cert, "server_tls_cert": cert, "server_tls_key": cert}, "tls_key"),
     ):
-        with pytest.raises(InvalidArgument) as reported:
+        with pytest.raises(InvalidArgument) as raised:
             await serve(GatewayConfig(server="127.0.0.1:1", port=0, **settings), lambda *_: None)  # type: ignore[arg-type]
-        assert reported.value.field == field, settings
+        assert raised.value.field == field, settings

@@ -119,8 +119,8 @@ async def test_calls_during_start_report_the_number_of_ready_ranks(tmp_path: Pat
         while found.service.loading.num_ready < 1:
             assert await found.health() == (False, True)
             assert not found.starting.done()
-        reported = await found.refusal()
-        assert (str(reported), reported.retry_seconds) == ("loading, 1 of 2 ranks ready", 2.0)
+        refusal = await found.refusal()
+        assert (str(refusal), refusal.retry_seconds) == ("loading, 1 of 2 ranks ready", 2.0)
         await asyncio.to_thread(pipe.write_bytes, b"go on")
         await found.starting
         assert await found.health() == (True, True)
@@ -179,8 +179,8 @@ async def test_running_calls_finish_and_new_calls_are_refused(tmp_path: Path) ->
         ending = asyncio.create_task(found.service.wait())
         assert (await found.client.drain()).limit == 60
         assert await found.health() == (False, True)
-        reported = await found.refusal()
-        assert (str(reported), reported.retry_seconds) == ("the service is stopping and accepts no new calls", 1.0)
+        refusal = await found.refusal()
+        assert (str(refusal), refusal.retry_seconds) == ("the service is stopping and accepts no new calls", 1.0)
         events = [event async for event in answer]
         assert isinstance(events[-1], Finished)
         assert sum(len(event.token_ids) for event in events if isinstance(event, Delta)) == 200

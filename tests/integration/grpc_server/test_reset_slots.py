@@ -44,9 +44,9 @@ async def reset_slots(port: int) -> str:
     process = await asyncio.create_subprocess_exec(
         *CLI, "reset-slots", "--server", f"127.0.0.1:{port}", stdout=asyncio.subprocess.PIPE
     )
-    reported, _ = await process.communicate()
+    output, _ = await process.communicate()
     assert process.returncode == 0
-    return reported.decode()
+    return output.decode()
 
 
 async def test_abandoned_slot_is_filled_on_request(tmp_path: Path) -> None:

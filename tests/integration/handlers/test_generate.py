@@ -132,9 +132,9 @@ async def test_token_bytes_are_sent_on_request(service: Served) -> None:
     parts = [engine_messages.Tokens(i, (Token(token_ids[i], entries[i]),)) for i in range(len(token_ids))]
     service.engine.script = (*parts, engine_messages.Ended("length", 1, 0, len(token_ids), 0.0, 0.0, 0.0))
     answer = service.client.generate("x", num_logprobs=2, with_token_bytes=True)
-    reported = [entry for event in [e async for e in answer] if isinstance(event, Delta) for entry in event.logprobs]
-    assert [entry.token_bytes for entry in reported] == [b"\xc3", b"\xa9", b"!"]
-    assert [[one.token_bytes for one in entry.top] for entry in reported] == [
+    events = [entry for event in [e async for e in answer] if isinstance(event, Delta) for entry in event.logprobs]
+    assert [entry.token_bytes for entry in events] == [b"\xc3", b"\xa9", b"!"]
+    assert [[one.token_bytes for one in entry.top] for entry in events] == [
         [b"\xc3", b"a"],
         [b"\xa9", b"a"],
         [b"!", b"a"],

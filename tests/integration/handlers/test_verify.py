@@ -17,7 +17,7 @@ from longleaf.config import EngineConfig, embedded_model
 from longleaf.errors import InvalidArgument, LongleafError, RankLost, ResourceExhausted
 from longleaf.kernels.backend import Backend
 from longleaf.rank_protocol.rank_spec import RankSpec
-from longleaf.rank_protocol.step import ComparisonRow
+from longleaf.rank_protocol.verdict import Verification
 from longleaf.service_settings import ServiceConfig
 from longleaf.types import Delta
 from tests.support.service import Served, ids
@@ -25,17 +25,23 @@ from workers.__main__ import live, main
 from workers.kv_cache.slots import FloatKvPool
 from workers.rank import Rank
 
-GOOD = ComparisonRow(
-    max_difference=0.0009, max_logit=10.0, worst_index=3, num_tokens=8, num_equal=7, num_ranks=1, dtype="float32"
+GOOD = Verification(
+    max_difference=0.0009,
+    max_logit=10.0,
+    worst_index=3,
+    compared_tokens=8,
+    equal_tokens=7,
+    holding_ranks=1,
+    dtype="float32",
 )
 
 
-def struct(**changes: object) -> ComparisonRow:
-    return ComparisonRow(**{field: getattr(GOOD, field) for field in GOOD.__struct_fields__} | changes)
+def struct(**changes: object) -> Verification:
+    return Verification(**{field: getattr(GOOD, field) for field in GOOD.__struct_fields__} | changes)
 
 
 async def test_results_of_the_ranks_are_returned(service: Served) -> None:
-    service.engine.comparison = struct(seconds=0.25)
+    service.engine.comparison = struct(reference_seconds=0.25)
     found = await service.client.verify()
     assert found.passed
     assert found.tolerance == pytest.approx(0.001)

@@ -83,8 +83,8 @@ async def test_metrics_pass_the_checks_of_prometheus(tmp_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(
         program, "check", "metrics", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    reported, _ = await process.communicate(text.encode())
-    assert (process.returncode, reported) == (0, b"")
+    output, _ = await process.communicate(text.encode())
+    assert (process.returncode, output) == (0, b"")
 
 
 @pytest.mark.parametrize("check", [("check", "rules", "rules.yml"), ("test", "rules", "rules.test.yml")])

@@ -70,8 +70,8 @@ def by_name(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
     found = {span.name: span for span in spans}
     assert len(found) == len(spans)
     for span in spans:
-        reported = span.to_json()
-        assert SECRET not in reported and credential_of(ACME) not in reported
+        answer = span.to_json()
+        assert SECRET not in answer and credential_of(ACME) not in answer
     return found
 
 

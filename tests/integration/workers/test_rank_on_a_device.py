@@ -159,9 +159,9 @@ def test_pool_uses_the_device_memory_left_by_steps(llama, caplog):
         made = PretendedRank(llama, 4, kv_bytes=None, dtype="bfloat16", chunk_size=4096)
     pool = sum(tensor.nbytes for tensor in tensors_of(made.rank.pool.keys) + tensors_of(made.rank.pool.values))
     assert 0.9 * FREE < pool < FREE - (1 << 30)
-    [reported] = [text for text in caplog.messages if text.startswith("kv_bytes")]
-    assert f"of 70.0 GiB free on {DEVICE}" in reported
-    assert "for chunks" in reported and "for NCCL" in reported
+    [line] = [text for text in caplog.messages if text.startswith("kv_bytes")]
+    assert f"of 70.0 GiB free on {DEVICE}" in line
+    assert "for chunks" in line and "for NCCL" in line
 
 
 def test_pool_larger_than_the_device_is_refused(llama):
@@ -224,8 +224,8 @@ def test_host_memory_holds_at_most_one_weight_beyond_the_resident_ones(family, d
     (tmp_path / "first").mkdir()
     first = make_checkpoint(tmp_path / "first", family)
     command = [sys.executable, "-c", MEASURE, str(folder), str(first), "bfloat16", device]
-    reported = subprocess.run(command, env=rank_environment(1), check=True, capture_output=True, text=True).stdout
-    most, weights, largest = json.loads(reported.splitlines()[-1])
+    output = subprocess.run(command, env=rank_environment(1), check=True, capture_output=True, text=True).stdout
+    most, weights, largest = json.loads(output.splitlines()[-1])
     assert weights > 180 << 20
     assert most <= share * weights + 3 * largest + SLACK
 

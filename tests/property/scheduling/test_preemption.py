@@ -12,7 +12,7 @@ from coordinator.kv_cache.token_paths import TokenPath
 from coordinator.scheduling.jobs import IngestJob, Job, Request, as_victims
 from coordinator.scheduling.preemption import RunningSet
 from coordinator.scheduling.prefill_cursor import PrefillCursor
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 from longleaf.positions import OWN_ROPE
 from longleaf.sampling import SamplingParams
 
@@ -30,7 +30,7 @@ def jobs(draw: st.DrawFn, job_id: int) -> Job:
         )
     else:
         prompt = Prompt(context=None, token_ids=(1,), sampling=SamplingParams(max_tokens=1), scheduling=scheduling)
-        job = Sequence(request, prompt, prefill, BlockCount(), range(1))
+        job = SequenceJob(request, prompt, prefill, BlockCount(), range(1))
     passed = frozenset(draw(st.lists(st.integers(0, 9), max_size=2)))
     job.record_start(passed, is_spared=draw(st.booleans()))
     return job
@@ -40,7 +40,7 @@ def jobs(draw: st.DrawFn, job_id: int) -> Job:
 def test_a_group_yields_if_one_member_does(running: tuple[Job, ...], data: st.DataObject) -> None:
     running_set = RunningSet(running)
     assert running_set.num_tails == sum(other.num_tails for other in running)
-    assert running_set.sequences == [other for other in running if isinstance(other, Sequence)]
+    assert running_set.sequences == [other for other in running if isinstance(other, SequenceJob)]
     for job_id in range(10):
         job = data.draw(jobs(job_id))
         assert running_set.may_yield_to(job) == any(job.may_preempt(other) for other in running_set.sequences)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from coordinator.kv_cache.windows import WindowBlockPool
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 from longleaf.errors import LongleafError
 from longleaf.positions import OWN_ROPE, AttentionSpan, Rope, Rotary, WindowSpec
 from longleaf.rank_protocol.encoding import decode_to_rank, encode
@@ -50,7 +50,7 @@ class Watched(Bench):
 
     def _whole(self, row: Row) -> Row:
         job = self.scheduler._running[row.sequence]
-        assert isinstance(job, Sequence)
+        assert isinstance(job, SequenceJob)
         return replace(row, path=job.tail.path_ids, rope=job.rope, window_runs=job.tail.placement.window_runs)
 
     def land(self) -> None:

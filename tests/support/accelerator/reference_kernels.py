@@ -18,7 +18,7 @@ from longleaf.kernels.gpu.work_items import HEADER, ITEM, STRETCH, TOKEN
 
 
 class ReferenceLauncher:
-    """Implements longleaf.kernels.gpu.launch.Launcher on CPU tensors."""
+    """A longleaf.kernels.gpu.launch.Launcher on CPU tensors."""
 
     def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         KERNELS[kernel.fn.__name__](*args, constants)

@@ -255,7 +255,7 @@ class HostCalls(TorchFunctionMode):
 
 
 class RecordedLauncher:
-    """Implements longleaf.kernels.gpu.launch.Launcher."""
+    """A longleaf.kernels.gpu.launch.Launcher."""
 
     def __init__(self, graphs: RecordedGraphs, inner: Launcher) -> None:
         self._graphs = graphs

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any, cast
 
 from msgspec.structs import replace
 
@@ -15,17 +16,20 @@ from longleaf.rank_protocol.member_messages import Hello
 from longleaf.rank_protocol.rank_spec import ConnectInfo
 from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.snapshots import Fetch, Save, Saved
-from longleaf.rank_protocol.step import Attention, ComparisonRow, Decode, Prefill, Restore, Row, StepPlan, StepResult
+from longleaf.rank_protocol.step import Attention, Decode, Prefill, Restore, Row, StepPlan, StepResult
+from longleaf.rank_protocol.verdict import Verification
 from longleaf.runs import Run
 from longleaf.sampling import Logprobs, Token
 from longleaf.types import Loss
 from tests.support.fakes.echo_model import FULL_LAYER, VOCAB, echo_attention, echo_scores, echo_spans, echo_tokens
 
 
-def equal(row: Row) -> ComparisonRow:
+def equal(row: Row) -> Verification:
     """Return a comparison in which all tokens up to this row are equal."""
     num_tokens = row.token_index + 1
-    return ComparisonRow(max_logit=1.0, num_tokens=num_tokens, num_equal=num_tokens, num_ranks=1, dtype="float32")
+    return Verification(
+        max_logit=1.0, compared_tokens=num_tokens, equal_tokens=num_tokens, holding_ranks=1, dtype="float32"
+    )
 
 
 def positions_of(runs: Iterable[Run]) -> frozenset[int]:
@@ -108,7 +112,9 @@ class FakeRanks:
             form_of_windows="fake windows" if self.windows else "",
         )
         hellos = tuple(Hello(member, "fake", "127.0.0.1", 1000 + member) for member in self.members)
-        return Formation(epoch, hellos, tuple(replace(ready, member=member) for member in self.members), self)
+        return Formation(
+            epoch, hellos, tuple(replace(ready, member=member) for member in self.members), cast(Any, self)
+        )
 
     async def send_layout(self, layout: KvLayout) -> None:
         self.layouts.append(layout)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import msgspec
@@ -233,7 +233,7 @@ async def fuzzed(folder: Path) -> AsyncIterator[Target]:
     async with running(engine) as found:
         transfers = transfer_engine_of(packable(vocabulary=vocabulary, name=PINNED))
         application = Application(
-            engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"), transfers=transfers
+            engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"), transfers=cast(Any, transfers)
         )
         server = GrpcServer(application, drain=stay, reset_slots=int)
         port = await server.start("127.0.0.1", 0)

@@ -24,10 +24,8 @@ def two_hosts(version: Literal[4, 6]) -> Iterator[Network]:
             yield network
         finally:
             for namespace in network.namespaces:
-                reported = subprocess.run(
-                    ["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True
-                )
-                for pid in map(int, reported.stdout.split()):
+                result = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True)
+                for pid in map(int, result.stdout.split()):
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
 

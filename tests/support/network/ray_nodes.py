@@ -121,9 +121,9 @@ class RayNodes:
 
     def _processes(self, host: int) -> list[psutil.Process]:
         command = ["ip", "netns", "pids", self.network.namespaces[host]]
-        reported = subprocess.run(command, capture_output=True, text=True, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
         found = []
-        for pid in map(int, reported.stdout.split()):
+        for pid in map(int, result.stdout.split()):
             with suppress(psutil.NoSuchProcess):
                 found.append(psutil.Process(pid))
         return found

@@ -245,13 +245,13 @@ def test_failed_and_skipped_cases_are_one_line_each(monkeypatch, capsys):
 
     monkeypatch.setattr(command, "timed", timed)
     assert command.main([]) == 1
-    reported = capsys.readouterr()
+    output = capsys.readouterr()
     needs = "needs transformers >= 5.15 (here: 4.57.1), safetensors, tokenizers, jinja2, blake3"
-    assert f"- Left out: step, 1 row over 99 keys: {needs}\n" in reported.out
-    assert "- Failed: pack of 3 rows: RuntimeError: no kernel image\n" in reported.out
-    assert "- Left out: store of 5 rows: does not fit: so many bytes\n" in reported.out
-    assert "| attend, 1 row over 512 keys, bfloat16 | dense | 9.0 | 10.0 |" in reported.out
-    assert "  attend, 1 row over 512 keys, bfloat16: 9.0 us\n" in reported.err and "Traceback" in reported.err
+    assert f"- Left out: step, 1 row over 99 keys: {needs}\n" in output.out
+    assert "- Failed: pack of 3 rows: RuntimeError: no kernel image\n" in output.out
+    assert "- Left out: store of 5 rows: does not fit: so many bytes\n" in output.out
+    assert "| attend, 1 row over 512 keys, bfloat16 | dense | 9.0 | 10.0 |" in output.out
+    assert "  attend, 1 row over 512 keys, bfloat16: 9.0 us\n" in output.err and "Traceback" in output.err
     monkeypatch.setattr(command, "chosen", lambda text: [Step(99), Move("store", 5)])
     assert command.main([]) == 0
 

@@ -99,8 +99,8 @@ async def test_cluster_reports_draft_acceptance(terminal: Terminal) -> None:
     terminal.engine.drafting = Drafting(drafted_tokens=9, accepted_tokens=6, tokens_per_step=1.5)
     _, out, _ = await terminal.run("cluster")
     assert "6 of 9 drafted tokens accepted, 1.50 tokens a step" in out.splitlines()
-    [reported] = await terminal.json("cluster")
-    assert reported["drafting"] == {"drafted_tokens": 9, "accepted_tokens": 6, "tokens_per_step": 1.5}
+    [answer] = await terminal.json("cluster")
+    assert answer["drafting"] == {"drafted_tokens": 9, "accepted_tokens": 6, "tokens_per_step": 1.5}
 
 
 def test_cluster_reports_the_storage() -> None:
@@ -129,17 +129,13 @@ def test_values_hidden_from_users_are_marked_hidden() -> None:
     assert not any("running" in line for line in lines)
     cells = [list(column.cells) for column in workers_table(found).columns]
     assert cells[2] == cells[5] == cells[7] == ["hidden"]
-    reported = json.loads(msgspec.json.encode(to_json(found)))
+    answer = json.loads(msgspec.json.encode(to_json(found)))
     assert (
-        reported["running"]
-        is reported["waiting"]
-        is reported["storage"]["url"]
-        is reported["recovery"]["lost_tokens"]
-        is None
+        answer["running"] is answer["waiting"] is answer["storage"]["url"] is answer["recovery"]["lost_tokens"] is None
     )
-    [rank] = reported["workers"]
+    [rank] = answer["workers"]
     assert (rank["pid"], rank["tokens"], rank["kv_bytes"], rank["max_tokens"]) == (None, None, None, 4096)
-    assert to_json(replace(found, workers=(replace(worker, pid=1),))) != reported
+    assert to_json(replace(found, workers=(replace(worker, pid=1),))) != answer
 
 
 def test_number_of_ranks_of_a_context_is_shown_only_if_known() -> None:
@@ -478,8 +474,8 @@ def test_service_receives_absolute_paths(tmp_path: Path, monkeypatch: pytest.Mon
 def test_serve_names_the_invalid_option(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         app.main(["serve", *arguments])
-    reported = capsys.readouterr().err
-    assert (end.value.code, message in reported) == (2, True), reported
+    output = capsys.readouterr().err
+    assert (end.value.code, message in output) == (2, True), output
 
 
 @pytest.mark.parametrize(

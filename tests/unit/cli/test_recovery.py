@@ -52,9 +52,9 @@ def test_loss_is_reported_with_the_state_of_its_slot(changes: dict[str, Any], me
 def test_reason_for_an_empty_slot_is_printed_once_in_a_row() -> None:
     changes: list[dict[str, Any]] = [{}, {"slot": "abandoned", "slot_reason": "a"}, {"slot": "abandoned"}]
     losses = [msgspec.structs.replace(LOSS, **changes[number]) for number in (0, 1, 1, 2, 1, 1)]
-    reported = [line.partition("its slot ")[2] for line in loss_lines(losses, now=100.0)]
+    lines = [line.partition("its slot ")[2] for line in loss_lines(losses, now=100.0)]
     empty = "stays empty"
-    assert reported == ["is being filled", empty, f"{empty}: a", empty, empty, f"{empty}: a"]
+    assert lines == ["is being filled", empty, f"{empty}: a", empty, empty, f"{empty}: a"]
 
 
 def test_recovery_is_reported_during_and_after_it() -> None:

@@ -66,11 +66,11 @@ async def test_json_output_describes_export_and_import(
 ) -> None:
     path = tmp_path / "moby"
     file = str(path)
-    [reported] = await source_terminal.json("contexts", "export", "moby", file, "--without-keys")
-    assert (reported["context"], reported["file"], reported["num_bytes"]) == ("moby", file, len(path.read_bytes()))
-    assert (reported["num_bytes"] < len(WHOLE), len(reported["digest"])) == (True, 64)
-    [reported] = await target_terminal.json("contexts", "import", file)
-    assert (reported["context"]["id"], reported["context"]["tokens"], reported["key_tokens"]) == ("moby", 11, 0)
+    [answer] = await source_terminal.json("contexts", "export", "moby", file, "--without-keys")
+    assert (answer["context"], answer["file"], answer["num_bytes"]) == ("moby", file, len(path.read_bytes()))
+    assert (answer["num_bytes"] < len(WHOLE), len(answer["digest"])) == (True, 64)
+    [answer] = await target_terminal.json("contexts", "import", file)
+    assert (answer["context"]["id"], answer["context"]["tokens"], answer["key_tokens"]) == ("moby", 11, 0)
     assert new.objects == {}
 
 
@@ -83,8 +83,8 @@ async def test_pipe_carries_only_the_archive(
         assert (await source_terminal.run("contexts", "export", "moby", "-"))[0] == 0
         assert pipe.getvalue() == WHOLE
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(WHOLE)))
-    [reported] = await target_terminal.json("contexts", "import", "-")
-    assert (reported["key_tokens"], list(new.contexts)) == (11, ["moby"])
+    [answer] = await target_terminal.json("contexts", "import", "-")
+    assert (answer["key_tokens"], list(new.contexts)) == (11, ["moby"])
 
 
 async def test_export_is_resumed_from_a_partial_file(source_terminal: Terminal, tmp_path: Path) -> None:

@@ -2,11 +2,15 @@
 
 import json
 
-from longleaf.rank_protocol.step import ComparisonRow
+from longleaf.rank_protocol.verdict import Verification
 from tests.support.terminal import Terminal
 
-GOOD = ComparisonRow(max_difference=0.0005, max_logit=10.0, num_tokens=8, num_equal=8, num_ranks=1, dtype="float32")
-BAD = ComparisonRow(max_difference=0.5, max_logit=10.0, num_tokens=8, num_equal=3, num_ranks=1, dtype="float32")
+GOOD = Verification(
+    max_difference=0.0005, max_logit=10.0, compared_tokens=8, equal_tokens=8, holding_ranks=1, dtype="float32"
+)
+BAD = Verification(
+    max_difference=0.5, max_logit=10.0, compared_tokens=8, equal_tokens=3, holding_ranks=1, dtype="float32"
+)
 
 
 async def test_success_exits_with_0(terminal: Terminal) -> None:
@@ -19,8 +23,8 @@ async def test_success_exits_with_0(terminal: Terminal) -> None:
 
 
 async def test_small_differences_are_printed(terminal: Terminal) -> None:
-    found = {"max_difference": 7.629e-6, "max_logit": 0.04, "num_tokens": 8, "num_equal": 8, "num_ranks": 1}
-    terminal.engine.comparison = ComparisonRow(**found, dtype="float32")
+    found = {"max_difference": 7.629e-6, "max_logit": 0.04, "compared_tokens": 8, "equal_tokens": 8, "holding_ranks": 1}
+    terminal.engine.comparison = Verification(**found, dtype="float32")
     _, out, _ = await terminal.run("verify")
     assert out.splitlines()[0] == "FAILED: the logits differ by at most 0.00000763, 0.000004 is allowed"
     assert "0.00000763, token" in out
@@ -36,7 +40,7 @@ async def test_failure_exits_with_3(terminal: Terminal) -> None:
 
 async def test_inconclusive_result_exits_with_4(terminal: Terminal) -> None:
     rounded = {"distance": 0.1, "reference_distance": 0.125, "dtype": "int8", "reference_dtype": "bfloat16"}
-    terminal.engine.comparison = ComparisonRow(max_difference=0.5, max_logit=10.0, num_tokens=8, **rounded)
+    terminal.engine.comparison = Verification(max_difference=0.5, max_logit=10.0, compared_tokens=8, **rounded)
     code, out, _ = await terminal.run("verify")
     assert code == 4
     assert out.splitlines()[0] == (
@@ -47,7 +51,7 @@ async def test_inconclusive_result_exits_with_4(terminal: Terminal) -> None:
 
 
 async def test_failed_comparison_gives_the_reason(terminal: Terminal) -> None:
-    terminal.engine.comparison = ComparisonRow(failure="plain attention failed: no memory")
+    terminal.engine.comparison = Verification(failure="plain attention failed: no memory")
     code, out, _ = await terminal.run("verify", "--text", "hello")
     assert (code, out) == (3, "FAILED: plain attention failed: no memory\n")
 

@@ -13,7 +13,7 @@ from coordinator.engine.engine import Engine
 from coordinator.engine.stream import MAX_UNREAD, Stream
 from coordinator.engine_messages import Admitted, DocumentPrompt, Ended, Prompt, SchedulingParams, Tokens
 from coordinator.kv_cache.block_placer import BlockPlacer
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, RankLost, Unavailable
 from longleaf.positions import AttentionSpan, WindowSpec
@@ -161,8 +161,8 @@ async def test_logprobs_and_stop_tokens_reach_the_stream() -> None:
         sampling = SamplingParams(max_tokens=9, num_logprobs=0, stop_tokens=(second,))
         stream = engine.submit(msgspec.structs.replace(prompt(3, 9), sampling=sampling))
         events = [event async for event in stream]
-        reported = [token.logprobs for event in events if isinstance(event, Tokens) for token in event.tokens]
-        assert [entry.logprob for entry in reported] == [-float(echo_token(2, 0, 1000)), -float(second)]
+        received = [token.logprobs for event in events if isinstance(event, Tokens) for token in event.tokens]
+        assert [entry.logprob for entry in received] == [-float(echo_token(2, 0, 1000)), -float(second)]
         assert isinstance(events[-1], Ended)
         assert (events[-1].reason, events[-1].completion_tokens) == ("stop_token", 2)
 
@@ -181,9 +181,9 @@ async def test_queued_requests_report_their_position() -> None:
     config = msgspec.structs.replace(CONFIG, max_sequences=1)
     async with running(ranks, config=config) as (engine, _):
         streams = [engine.submit(prompt(3, 50)) for _ in range(3)]
-        reported = [[event async for event in stream if isinstance(event, Admitted)] for stream in streams]
-        assert [events[0].queue_position for events in reported[:1]] == [0]
-        assert [events[-1].queue_position for events in reported] == [0, 0, 0]
+        received = [[event async for event in stream if isinstance(event, Admitted)] for stream in streams]
+        assert [events[0].queue_position for events in received[:1]] == [0]
+        assert [events[-1].queue_position for events in received] == [0, 0, 0]
     async with running(FakeRanks(2, 1000), config=config) as (engine, _):
         running_now, *waiting = [engine.submit(prompt(3, 2000)) for _ in range(3)]
         await anext(running_now)
@@ -408,14 +408,14 @@ async def test_append_keeps_the_settings_and_past_expiry_is_refused() -> None:
 async def test_unexpected_error_of_a_job_ends_only_its_stream(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    next_row = Sequence.next_row
+    next_row = SequenceJob.next_row
 
-    def fail(self: Sequence, placer: BlockPlacer) -> Row:
+    def fail(self: SequenceJob, placer: BlockPlacer) -> Row:
         if self.prompt.max_tokens == 7:
             raise IndexError("a secret of the inside")
         return next_row(self, placer)
 
-    monkeypatch.setattr(Sequence, "next_row", fail)
+    monkeypatch.setattr(SequenceJob, "next_row", fail)
     async with running(FakeRanks(2, 100)) as (engine, loop):
         bad, good = engine.submit(prompt(3, 7)), engine.submit(prompt(3, 9))
         with pytest.raises(Unavailable, match="unexpected error ended this request") as caught:

@@ -117,6 +117,6 @@ async def test_failed_requests_are_counted(metrics):
 )
 def test_invalid_settings_are_named(setting):
     (name,) = setting
-    with pytest.raises(InvalidArgument) as reported:
+    with pytest.raises(InvalidArgument) as raised:
         GatewayConfig(**setting).check()
-    assert reported.value.field == name
+    assert raised.value.field == name

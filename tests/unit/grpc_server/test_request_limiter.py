@@ -60,8 +60,8 @@ async def refused(method: str, data: bytes) -> str:
 
 
 async def test_each_method_has_its_limit() -> None:
-    reported = await refused(GET, bytes(MAX_SMALL_BYTES + 1))
-    assert reported == f"has {MAX_SMALL_BYTES + 1:,} bytes; the limit of GetContext is {MAX_SMALL_BYTES:,}"
+    message = await refused(GET, bytes(MAX_SMALL_BYTES + 1))
+    assert message == f"has {MAX_SMALL_BYTES + 1:,} bytes; the limit of GetContext is {MAX_SMALL_BYTES:,}"
     assert f"Generate is {MAX_REQUEST_BYTES:,}" in await refused(GENERATE, bytes(MAX_REQUEST_BYTES + 1))
     assert f"IngestContext is {MAX_PIECE_BYTES:,}" in await refused(INGEST, bytes(MAX_PIECE_BYTES + 1))
 

@@ -5,8 +5,19 @@ from collections.abc import Iterator
 import pytest
 
 from coordinator.auth.caller import CALLER, Caller
-from coordinator.grpc_server.tenant_scoping import redact_cluster, redact_event, redact_report
+from coordinator.grpc_server.tenant_scoping import redact_cluster, redact_event, redact_report, unscope_error
 from longleaf.credentials import Role
+from longleaf.errors import (
+    CheckpointChanged,
+    InvalidArgument,
+    LongleafError,
+    NotFound,
+    RankLost,
+    ResourceExhausted,
+    StorageUnavailable,
+    Unauthenticated,
+    Unavailable,
+)
 from longleaf.types import Cluster, Drafting, IngestProgress, ModelInfo, Recovering, Started
 
 RECOVERING = Recovering(lost_tokens=8, recovered_tokens=12, total_tokens=64)
@@ -36,3 +47,28 @@ def test_total_draft_acceptance_is_only_for_admins(role: Role) -> None:
 
 def test_names_are_those_of_the_tenant(role: Role) -> None:
     assert redact_event(Started(1, 0, request_id="acme/one")) == Started(1, 0, request_id="one")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidArgument("acme/a", "acme/b"),
+        NotFound("contexts/acme/a"),
+        ResourceExhausted("acme/a", "is too small", 2.5),
+        CheckpointChanged("contexts/acme/a", "acme/b"),
+        RankLost(3, "acme/a"),
+        StorageUnavailable("acme/a", 1.5),
+        Unavailable("acme/a"),
+        Unauthenticated("acme/a"),
+        LongleafError("acme/a"),
+    ],
+    ids=repr,
+)
+def test_errors_have_the_names_of_their_tenant(error: LongleafError) -> None:
+    before, message = dict(vars(error)), str(error)
+    copy = unscope_error(error, "acme")
+    assert (type(copy), str(copy)) == (type(error), message.replace("acme/", ""))
+    assert vars(copy) == {
+        name: value.replace("acme/", "") if isinstance(value, str) else value for name, value in before.items()
+    }
+    assert (vars(error), str(error)) == (before, message), "others may hold the error"

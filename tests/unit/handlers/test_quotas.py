@@ -144,8 +144,8 @@ async def test_recomputed_contexts_count_towards_the_quota(application: tuple[Fa
     with pytest.raises(ResourceExhausted, match="quotas/tokens"):
         await calls.recompute_context("acme/two")
     engine.contexts.clear()
-    reported = await asyncio.gather(*map(calls.recompute_context, engine.earlier), return_exceptions=True)
-    assert sum(isinstance(each, ResourceExhausted) for each in reported) == 1
+    outcomes = await asyncio.gather(*map(calls.recompute_context, engine.earlier), return_exceptions=True)
+    assert sum(isinstance(each, ResourceExhausted) for each in outcomes) == 1
 
 
 @pytest.mark.parametrize("quotas", [{"generations": 0}, {"tokens_out_per_minute": 0}, {"tokens_in_per_minute": 0}])

@@ -582,8 +582,8 @@ async def test_concurrent_imports_respect_the_quota(make_imports: MakeImports) -
     for _ in range(100):
         await asyncio.sleep(0)
     engine.is_answering.set()
-    reported = await asyncio.gather(*coming, return_exceptions=True)
-    assert sorted(isinstance(each, ResourceExhausted) for each in reported) == [False, True]
+    outcomes = await asyncio.gather(*coming, return_exceptions=True)
+    assert sorted(isinstance(each, ResourceExhausted) for each in outcomes) == [False, True]
     assert len(engine.contexts) == 1
 
 

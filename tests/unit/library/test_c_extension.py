@@ -107,8 +107,8 @@ def test_folder_writable_by_others_is_not_used(source, prepare, reason, caplog, 
     before = sorted(cache_folder().glob("*"))
     with caplog.at_level(logging.WARNING, "longleaf"):
         assert answer(source) == 42
-    [reported] = caplog.messages
-    assert reason in reported and "compiled again at every start" in reported
+    [line] = caplog.messages
+    assert reason in line and "compiled again at every start" in line
     assert sorted(cache_folder().glob("*")) == before
 
 

@@ -41,9 +41,9 @@ def test_auto_selects_compiled_kernels_on_cpus_and_logs_it(caplog):
 def test_auto_falls_back_to_torch_without_a_compiler(no_compiler, caplog):
     with caplog.at_level(logging.WARNING, "longleaf"):
         assert registry.choose("auto", "cpu", FLOAT32).name == "torch"
-    [reported] = caplog.messages
-    assert reported.startswith("kernels: compiled is not available on cpu: ") and "'cc'" in reported
-    assert reported.endswith("; using torch instead (slower)")
+    [line] = caplog.messages
+    assert line.startswith("kernels: compiled is not available on cpu: ") and "'cc'" in line
+    assert line.endswith("; using torch instead (slower)")
 
 
 def test_requested_kernels_are_not_replaced(no_compiler):

@@ -86,9 +86,9 @@ def test_break_is_refused_with_its_location(
 ) -> None:
     for file, before, after in changes:
         change(protos, file, before, after)
-    reported = breaks(protos)
-    assert f"longleaf/v1/{changes[0][0]}:" in reported
-    assert [word for word in words if word.lower() not in reported.lower()] == []
+    errors = breaks(protos)
+    assert f"longleaf/v1/{changes[0][0]}:" in errors
+    assert [word for word in words if word.lower() not in errors.lower()] == []
 
 
 def test_additions_are_accepted(protos: Path) -> None:
@@ -109,7 +109,7 @@ def test_reserved_fields_stay_reserved(protos: Path, tmp_path: Path) -> None:
     assert breaks(protos, released) == ""
     change(protos, GENERATION, "reserved 50 to 59;", "reserved 51 to 59;")
     change(protos, GENERATION, 'reserved "mood";', "string mood = 50;")
-    reported = breaks(protos, released)
-    assert '"Delta"' in reported
-    assert "mood" in reported
-    assert "50" in reported
+    errors = breaks(protos, released)
+    assert '"Delta"' in errors
+    assert "mood" in errors
+    assert "50" in errors

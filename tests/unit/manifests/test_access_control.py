@@ -198,8 +198,8 @@ def test_readme_example_has_an_authority(tmp_path):
 
 
 def test_readme_shows_how_to_secure_the_smallest_overlay():
-    reported = (MANIFESTS / "README.md").read_text()
-    (block,) = [one for one in reported.split("```")[1::2] if one.startswith("\ncomponents:")]
+    output = (MANIFESTS / "README.md").read_text()
+    (block,) = [one for one in output.split("```")[1::2] if one.startswith("\ncomponents:")]
     settings = yaml.safe_load(block)
     assert [Path(one).name for one in settings["components"]] == ["certificates", "credentials", "authority"]
     for patch, expected in zip(settings["patches"], CLOSING, strict=True):
@@ -295,5 +295,5 @@ def test_typo_is_detected(typo, broken):
     document = of_kind(broken, kind)[0]
     assert list(all_errors([document])) == []
     plant(document["spec"])
-    (reported,) = all_errors([document])
-    assert typo in reported
+    (errors,) = all_errors([document])
+    assert typo in errors

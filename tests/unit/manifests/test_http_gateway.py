@@ -212,5 +212,5 @@ def test_typo_is_detected(typo, broken):
     (document,) = of_kind(broken, kind)
     assert list(all_errors([document])) == []
     plant(document["spec"])
-    (reported,) = all_errors([document])
-    assert typo in reported
+    (errors,) = all_errors([document])
+    assert typo in errors

@@ -46,10 +46,10 @@ def test_every_rule_holds(documents):
 
 
 def test_readme_names_the_versions_of_the_schemas():
-    reported = (ROOT / "k8s" / "README.md").read_text()
-    assert f"Kubernetes {KUBERNETES} or newer" in reported
+    output = (ROOT / "k8s" / "README.md").read_text()
+    assert f"Kubernetes {KUBERNETES} or newer" in output
     (kuberay,) = re.findall(r"kuberay v(\d+\.\d+)\.\d+", (SCHEMAS / "README.md").read_text())
-    assert f"[KubeRay](https://github.com/ray-project/kuberay) {kuberay}" in reported
+    assert f"[KubeRay](https://github.com/ray-project/kuberay) {kuberay}" in output
 
 
 @pytest.mark.parametrize("path", sorted(SCHEMAS.glob("*.json")), ids=lambda path: path.stem)
@@ -184,8 +184,8 @@ TYPOS = {
 @pytest.mark.parametrize("typo", TYPOS)
 def test_typo_is_detected(typo, broken):
     TYPOS[typo](broken)
-    (reported,) = all_errors(broken)
-    assert typo in reported
+    (errors,) = all_errors(broken)
+    assert typo in errors
 
 
 BREAKS = {

@@ -202,8 +202,8 @@ async def test_context_deleted_during_a_write_is_absent() -> None:
         calls += [asyncio.create_task(engine.delete_context(name)) for name in ("book", "twig")]
         await asyncio.sleep(0)
         persistence.catalog.release()
-        reported = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(one) for one in reported] == [NotFound, NotFound, type(None), type(None)]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(one) for one in outcomes] == [NotFound, NotFound, type(None), type(None)]
     assert not persistence.contexts
 
 

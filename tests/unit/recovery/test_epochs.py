@@ -194,9 +194,9 @@ async def test_job_that_breaks_several_epochs_fails_alone(is_deadly: bool, num_e
         await ingest(engine)
         others = [engine.submit(prompt(3, 300, "doc")), engine.submit(prompt(4, 300))]
         poison = engine.submit(Prompt(context=None, token_ids=(666,), sampling=SamplingParams(max_tokens=3)))
-        reported = await asyncio.gather(read(poison), *map(read, others), return_exceptions=True)
-        assert isinstance(reported[0], Unavailable)
-        assert [ids for ids, _ in reported[1:]] == [answer(2, 300), answer(3, 300)]
+        outcomes = await asyncio.gather(read(poison), *map(read, others), return_exceptions=True)
+        assert isinstance(outcomes[0], Unavailable)
+        assert [ids for ids, _ in outcomes[1:]] == [answer(2, 300), answer(3, 300)]
         assert ranks.num_ended == num_epochs
         engine.audit()
 
@@ -211,8 +211,8 @@ async def test_many_poison_jobs_do_not_end_the_service() -> None:
     async with running(make_engine(Poisoned(3, 100))) as found:
         engine = found.engine
         poison = Prompt(context=None, token_ids=(666,), sampling=SamplingParams(max_tokens=3))
-        reported = await asyncio.gather(*(read(engine.submit(poison)) for _ in range(12)), return_exceptions=True)
-        assert all(isinstance(one, Unavailable) for one in reported)
+        outcomes = await asyncio.gather(*(read(engine.submit(poison)) for _ in range(12)), return_exceptions=True)
+        assert all(isinstance(one, Unavailable) for one in outcomes)
         assert (await read(engine.submit(prompt(5, 9))))[0] == answer(4, 9)
 
 

@@ -72,8 +72,8 @@ def test_waiting_jobs_receive_the_progress() -> None:
     group.change(0, 2, 3)
     assert group.scheduler.recovery.total == Recovering(lost_tokens=32, recovered_tokens=0, total_tokens=32)
     group.run()
-    reported = [event for event in group.seen[job] if isinstance(event, Recovering)]
-    assert reported == [Recovering(32 - done, done, 32) for done in (0, 24)]
+    events = [event for event in group.seen[job] if isinstance(event, Recovering)]
+    assert events == [Recovering(32 - done, done, 32) for done in (0, 24)]
     assert group.tokens(job) == group.alone(20, 4)
     assert group.scheduler.recovery.total is None
 
@@ -191,9 +191,9 @@ def test_request_that_only_fits_all_ranks_is_retryable() -> None:
     group.change(0, may_grow=True)
     with pytest.raises(
         ResourceExhausted, match="the pool of all ranks has 64.* until a lost rank is replaced"
-    ) as reported:
+    ) as raised:
         group.ask(80)
-    assert reported.value.retry_seconds == 5.0
+    assert raised.value.retry_seconds == 5.0
     group.scheduler.job_recovery.shrink_to_fit()
     with pytest.raises(InvalidArgument):
         group.ask(80)
@@ -203,11 +203,9 @@ def test_request_displaced_by_contexts_is_retryable() -> None:
     group = Group(num_ranks=2, num_blocks=16)
     group.document("a", 48)
     group.change(0, may_grow=True)
-    with pytest.raises(
-        ResourceExhausted, match="contexts use too many of .* until a lost rank is replaced"
-    ) as reported:
+    with pytest.raises(ResourceExhausted, match="contexts use too many of .* until a lost rank is replaced") as raised:
         group.ask(40)
-    assert reported.value.retry_seconds == 5.0
+    assert raised.value.retry_seconds == 5.0
     group.change(0, None)
     group.ask(40)
     group.run()

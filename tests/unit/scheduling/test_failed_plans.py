@@ -9,7 +9,7 @@ from coordinator.engine_messages import Failed
 from coordinator.kv_cache.block_placer import BlockPlacer
 from coordinator.recovery.recompute import RecomputePlanner
 from coordinator.scheduling.jobs import IngestJob
-from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.sequences import SequenceJob
 from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
 from longleaf.positions import AttentionSpan, WindowSpec
 from tests.support.scheduling import Bench
@@ -51,7 +51,7 @@ def test_row_that_cannot_be_placed_fails_only_its_request(
     jobs = [bench.ask(5, max_tokens=9) for _ in range(3)]
     for _ in range(3):
         bench.step()
-    patch_failure(monkeypatch, Sequence, "next_row", error, lambda job: job.id == jobs[place])
+    patch_failure(monkeypatch, SequenceJob, "next_row", error, lambda job: job.id == jobs[place])
     bench.run()
     check_ended(bench, jobs.pop(place))
     assert [bench.tokens(job) for job in jobs] == [bench.alone(5, 9)] * 2
@@ -82,7 +82,7 @@ def test_result_that_cannot_be_committed_fails_only_its_request(
     jobs = [bench.ask(5, max_tokens=9) for _ in range(3)]
     for _ in range(2):
         bench.step()
-    patch_failure(monkeypatch, Sequence, "append_token", error, lambda job: job.id == jobs[1])
+    patch_failure(monkeypatch, SequenceJob, "append_token", error, lambda job: job.id == jobs[1])
     bench.run()
     check_ended(bench, jobs.pop(1))
     assert [bench.tokens(job) for job in jobs] == [bench.alone(5, 9)] * 2

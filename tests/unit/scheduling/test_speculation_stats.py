@@ -1,6 +1,6 @@
 """The reported and counted drafts if every draft is right."""
 
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 
 from coordinator.engine_messages import Ended, Prompt, Tokens
 from coordinator.kv_cache.positions import Positions
@@ -24,10 +24,10 @@ class GreedyPolicy(DraftLengthPolicy):
     def has_room(self, num_sequences: int) -> bool:
         return True
 
-    def is_worth_waiting(self, expected: Several[Several[float]]) -> bool:
+    def is_worth_waiting(self, expected: Sequence[Sequence[float]]) -> bool:
         return True
 
-    def lengths(self, offered: Several[Several[float]]) -> list[int]:
+    def lengths(self, offered: Sequence[Sequence[float]]) -> list[int]:
         return list(map(len, offered))
 
 
@@ -64,9 +64,9 @@ class DraftingBench(Bench):
 
 def test_step_counts_drafted_and_accepted_tokens() -> None:
     bench = DraftingBench()
-    reported = bench.answer(max_tokens=20)
-    assert [token_id for step in reported for token_id in step.token_ids] == Bench.alone(8, 20)
-    assert [(len(step.tokens), step.num_drafted, step.num_accepted) for step in reported] == [
+    answer = bench.answer(max_tokens=20)
+    assert [token_id for step in answer for token_id in step.token_ids] == Bench.alone(8, 20)
+    assert [(len(step.tokens), step.num_drafted, step.num_accepted) for step in answer] == [
         (1, 0, 0),
         (8, 7, 7),
         (8, 7, 7),

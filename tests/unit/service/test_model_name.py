@@ -41,5 +41,5 @@ def test_default_name_is_that_of_the_folder(folder: bytes, name: str, tmp_path: 
     for model in (path, link):
         assert ServiceConfig(engine=EngineConfig(model=str(model))).shown_name == name
         assert ServiceConfig(engine=EngineConfig(model=str(model)), model_name="other").shown_name == "other"
-    reported = Cluster(model=ModelInfo(name=name), workers=(), world_size=1, epoch=1, launcher="ray", merge="auto")
-    assert encode_cluster(reported).model.name == name
+    cluster = Cluster(model=ModelInfo(name=name), workers=(), world_size=1, epoch=1, launcher="ray", merge="auto")
+    assert encode_cluster(cluster).model.name == name

@@ -63,9 +63,9 @@ try:
 except Exception as error:
     print(error)
 """
-    reported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert reported.startswith("snapshot_url: s3://bucket needs a package")
-    assert "pip install 'longleaf[s3]'" in reported
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.startswith("snapshot_url: s3://bucket needs a package")
+    assert "pip install 'longleaf[s3]'" in output
 
 
 def test_folders_need_no_drivers(tmp_path):

@@ -108,10 +108,10 @@ async def test_flood_of_refused_calls_is_logged_per_host_then_counted(
             one(log, code="UNAUTHENTICATED")
         one(log, code="PERMISSION_DENIED")
         clock.move(1.0)
-        reported = [line.getMessage() for line in lines(caplog, "coordinator.audit")]
-        assert len(reported) == FIRST_PER_HOST + second + 1
+        printed = [line.getMessage() for line in lines(caplog, "coordinator.audit")]
+        assert len(printed) == FIRST_PER_HOST + second + 1
         count = 10_000 - (0 if second else FIRST_PER_HOST)
-        assert reported[-1] == f"further calls were refused: 1 with PERMISSION_DENIED, {count:,} with UNAUTHENTICATED"
+        assert printed[-1] == f"further calls were refused: 1 with PERMISSION_DENIED, {count:,} with UNAUTHENTICATED"
     assert len(lines(caplog, "coordinator.auth")) == FIRST_PER_HOST
     one(log, code="OK")
     assert len(lines(caplog, "coordinator.auth")) == FIRST_PER_HOST + 1, "accepted calls are not counted among them"

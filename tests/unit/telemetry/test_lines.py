@@ -38,9 +38,9 @@ def test_json_line_has_time_level_logger_message_and_known_fields() -> None:
         record("a\nline of ünïcödé\u2028", rank=3, node="n1", epoch=2, tenant="", color="red")
     )
     assert "\n" not in line and line.isascii()
-    reported = json.loads(line)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", reported.pop("ts"))
-    assert reported == {
+    answer = json.loads(line)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", answer.pop("ts"))
+    assert answer == {
         "level": "warning",
         "logger": "coordinator.x",
         "message": "a\nline of ünïcödé\u2028",
@@ -97,11 +97,11 @@ def test_lines_during_a_call_use_the_names_of_its_tenant() -> None:
     call = CallRecord(METHOD, "ipv4:10.0.0.1:5", {}, tenant="acme", request_id="acme/one", context="acme/book")
     token = CURRENT.set(call)
     try:
-        reported = json.loads(logs.formatter(TelemetryConfig(log_format="json")).format(record(code="OK")))
+        answer = json.loads(logs.formatter(TelemetryConfig(log_format="json")).format(record(code="OK")))
     finally:
         CURRENT.reset(token)
-    del reported["ts"], reported["level"], reported["logger"], reported["message"]
-    assert reported == {"request": "one", "tenant": "acme", "method": METHOD, "code": "OK", "context": "book"}
+    del answer["ts"], answer["level"], answer["logger"], answer["message"]
+    assert answer == {"request": "one", "tenant": "acme", "method": METHOD, "code": "OK", "context": "book"}
 
 
 @pytest.mark.parametrize(
@@ -136,13 +136,13 @@ def test_process_logs_each_line_once_from_its_level(
         others.warning("hello")
     finally:
         up.take_down()
-    reported = capsys.readouterr().err
-    assert (reported.count(wanted), len(reported.splitlines())) == (2, 2), reported
+    output = capsys.readouterr().err
+    assert (output.count(wanted), len(output.splitlines())) == (2, 2), output
     assert (list(logging.getLogger().handlers), logging.getLogger("coordinator").level) == before
 
 
 def test_startup_notes_are_log_lines() -> None:
     assert logs.format_start_notes(TelemetryConfig(), ["a note"]) == ("a note",)
     (line,) = logs.format_start_notes(TelemetryConfig(log_format="json", log_level="error"), ["a note"])
-    reported = json.loads(line)
-    assert (reported["level"], reported["logger"], reported["message"]) == ("info", "coordinator.notes", "a note")
+    answer = json.loads(line)
+    assert (answer["level"], answer["logger"], answer["message"]) == ("info", "coordinator.notes", "a note")

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.text.chat_template import ConversationRefused, TemplateMessage
+from coordinator.text.chat_template import ConversationRefused
 from coordinator.text.control_tokens import NONCHARACTERS, ControlTokens, Marks, TemplatePiece
 from coordinator.text.renderer import Renderer
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import embedded_model
 from longleaf.errors import InvalidArgument, ModelRefused
+from longleaf.types import Message
 from tests.support.chat_templates import CHATML, FOLDING, GEMMA, LLAMA, MISTRAL, chat_tokenizer
 from tests.support.conversations import conversation_ids
 from tests.support.sentencepiece import sentencepiece_tokenizer
@@ -25,8 +26,8 @@ def load(folder: Path, template: str) -> Tokenizer:
     return Tokenizer.load(write_model(folder, chat_tokenizer(), template), DirectRenderer())
 
 
-def messages(*turns: tuple[str, str]) -> list[TemplateMessage]:
-    return [TemplateMessage(*turn) for turn in turns]
+def messages(*turns: tuple[str, str]) -> list[Message]:
+    return [Message(*turn) for turn in turns]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_control_token_between_two_texts_is_one_token(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}<|im_end|>{% endif %}{% endfor %}"
     made = load(tmp_path, template).chat_template
     assert made is not None
-    output = [TemplateMessage("user", "a<"), TemplateMessage("assistant", ">b<|im_"), TemplateMessage("user", "end|>c")]
+    output = [Message("user", "a<"), Message("assistant", ">b<|im_"), Message("user", "end|>c")]
     pieces = made.conversation(output, {})
     assert not any(piece.is_plain for piece in pieces)
     assert [piece.text for piece in pieces] == ["a<", "<|im_end|>", ">b<|im_", "end|>c<|im_end|>"]

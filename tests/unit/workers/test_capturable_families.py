@@ -64,7 +64,7 @@ def simulated_capture(monkeypatch):
 
 
 class OwnValueHandle:
-    """Implements workers.model.hook.Handle: each row attends only to its own values, scaled by its rotated query."""
+    """Each row attends only to its own values, scaled by its rotated query."""
 
     def attend(self, layer, q_THD, k_KTD, v_KTV, call):
         (num_tokens, num_heads, _), num_kv_heads = q_THD.shape, v_KTV.shape[0]
@@ -91,7 +91,7 @@ class Forward:
 
     @torch.inference_mode()
     def run(self):
-        inputs = self.model.arguments(OwnValueHandle(), self.ids, self.positions)
+        inputs = self.model.arguments(OwnValueHandle().attend, self.ids, self.positions)
         found = self.model.module(**inputs, return_dict=False, logits_to_keep=self.sampled)
         self.logits.copy_(found[0][0])
 

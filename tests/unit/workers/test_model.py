@@ -75,13 +75,14 @@ def test_model_that_ignores_the_hook_is_refused(tmp_path):
     ids=lambda feature: next(iter(feature)),
 )
 def test_wrong_attention_is_refused(feature):
-    hook.attention(layer(), Q, K, K, None, step=probe(), softcap=3.0, s_aux=torch.zeros(2))
+    hook.attention(layer(), Q, K, K, None, step=probe().attend, softcap=3.0, s_aux=torch.zeros(2))
     with pytest.raises(ModelRefused, match="not supported"):
-        hook.attention(layer(), Q, K, K, None, step=probe(), **feature)
+        hook.attention(layer(), Q, K, K, None, step=probe().attend, **feature)
 
 
 def test_step_is_passed_with_the_positions():
-    positions = hook.arguments(seen := probe(), torch.zeros(3), torch.arange(3), has_offsets=False)["position_ids"]
+    seen = probe()
+    positions = hook.arguments(seen.attend, torch.zeros(3), torch.arange(3), has_offsets=False)["position_ids"]
     hook.attention(layer(4), Q, K, K, None, position_ids=positions)
     assert seen.layers.keys() == {4}
     with pytest.raises(TypeError, match="neither the step nor the positions"):
@@ -104,7 +105,7 @@ def test_inconclusive_or_mixed_rows_are_refused(spoiled, rows, words):
     tensors = {"query": Q, "key": K, "value": K}
     tensors[spoiled] = torch.tensor(rows)[None, None, :, None].expand(tensors[spoiled].shape)
     with pytest.raises(ModelRefused, match=f"attention layer 0 .*{words}"):
-        hook.attention(layer(), *tensors.values(), None, step=probe())
+        hook.attention(layer(), *tensors.values(), None, step=probe().attend)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, torch.nan])

@@ -269,18 +269,18 @@ asyncio.run(main())
 
 
 def test_acknowledged_changes_survive_kill_9(tmp_path: Path) -> None:
-    path, reported = tmp_path / DATABASE, list[int]()
+    path, printed = tmp_path / DATABASE, list[int]()
     for process in range(3):
         child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
-        reported += [int(child.stdout.readline()) for _ in range(5 + 3 * process)]
+        printed += [int(child.stdout.readline()) for _ in range(5 + 3 * process)]
         os.kill(child.pid, signal.SIGKILL)
-        reported += [int(line) for line in child.stdout.read().split("\n") if line]
+        printed += [int(line) for line in child.stdout.read().split("\n") if line]
         child.wait()
         child.stdout.close()
         retained = read_only_catalog(tmp_path)
-        assert retained.damaged == {} and set(reported) <= {each.id for each in retained.segments}
-        assert len(retained.segments) <= len(reported) + process + 1
+        assert retained.damaged == {} and set(printed) <= {each.id for each in retained.segments}
+        assert len(retained.segments) <= len(printed) + process + 1
         for each in retained.contexts:
             assert retained.path(each)[0].token_ids == ids(each.segment, 3000)
 

@@ -258,11 +258,11 @@ asyncio.run(main())
 
 
 def test_failing_disk_is_reported_and_survived(tmp_path: Path) -> None:
-    reported = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", QUOTA, tmp_path / DATABASE], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    assert "its disk failed, or a quota is exceeded (disk I/O error)" in reported[0]
-    assert reported[1] == "['a', 'c']"
+    assert "its disk failed, or a quota is exceeded (disk I/O error)" in output[0]
+    assert output[1] == "['a', 'c']"
 
 
 # --- damage ---

@@ -231,9 +231,9 @@ def test_only_service_is_selected_and_several_must_be_named(storage: StorageBuil
     storage.notes.append(note_of(context("book", 1, 5), 70, OTHER))
     with pytest.raises(
         InvalidArgument, match=rf"--service: .* {SERVICE} \(3 contexts\), {OTHER} \(1 context\)"
-    ) as reported:
+    ) as raised:
         choose_service(storage.stored, None)
-    assert reported.value.field == "--service"
+    assert raised.value.field == "--service"
     assert choose_service(storage.stored, OTHER) == OTHER
     with pytest.raises(InvalidArgument, match="no contexts of this checkpoint"):
         choose_service(StorageBuilder().stored, None)

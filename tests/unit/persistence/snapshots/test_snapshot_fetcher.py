@@ -241,8 +241,8 @@ async def test_pieces_that_cannot_be_fetched_are_recomputed_and_stay_on_storage(
         bench.turn()
         assert bench.archive.manifests.keys() == {3}
         assert not bench.archive.forgotten
-        reported = [record.message for record in caplog.records if record.name == snapshot_fetcher.__name__]
-        assert len(reported) == 1, "once for a segment, regardless of its number of pieces"
+        lines = [record.message for record in caplog.records if record.name == snapshot_fetcher.__name__]
+        assert len(lines) == 1, "once for a segment, regardless of its number of pieces"
 
 
 async def test_snapshot_that_cannot_be_removed_is_not_trusted() -> None:
