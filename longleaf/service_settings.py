@@ -37,6 +37,7 @@ from longleaf.options import (
     own_settings,
     seconds,
 )
+from longleaf.types import UNLIMITED_DRAIN_SECONDS
 
 Part = TypeVar("Part", bound=msgspec.Struct)
 LogFormat = Literal["text", "json"]
@@ -255,16 +256,27 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 0.0
     drain_seconds: Annotated[
-        float,
+        float | None,
         Option(
             REQUESTS,
             "How long running calls may continue after a shutdown request.",
             limit=seconds(0),
+            default="2 after a signal, no limit after `longleaf drain`",
             after="start_timeout",
         ),
-    ] = 2.0
+    ] = None
     as_json: bool = False
     """Print the address, and the components still missing, as JSON objects instead of text."""
+
+    @property
+    def signal_drain_seconds(self) -> float:
+        """How long running calls may continue after a signal."""
+        return 2.0 if self.drain_seconds is None else self.drain_seconds
+
+    @property
+    def call_drain_seconds(self) -> float:
+        """How long running calls may continue after `longleaf drain`."""
+        return UNLIMITED_DRAIN_SECONDS if self.drain_seconds is None else self.drain_seconds
 
     @property
     def shown_name(self) -> str:

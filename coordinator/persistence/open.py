@@ -11,6 +11,7 @@ from typing import Self
 from coordinator.persistence.catalog.catalog import Catalog
 from coordinator.persistence.catalog.data_folder import JOURNAL, DataFolder
 from coordinator.persistence.catalog.identity import read_identity
+from coordinator.persistence.catalog.other_models import describe_unusable
 from coordinator.persistence.catalog.records import CatalogContents
 from coordinator.persistence.catalog.stale_contexts import StaleContext, read_stale
 from coordinator.persistence.journal.journal import Journal
@@ -38,6 +39,7 @@ class PersistentState:
         snapshots: Snapshots,
         snapshot_url: str,
         read_stale: Callable[[], Mapping[str, StaleContext]],
+        unusable: tuple[str, ...],
     ) -> None:
         self._folder = folder
         self.snapshots = snapshots
@@ -49,6 +51,7 @@ class PersistentState:
         self.journal = journal
         self.changed = changed
         """Contexts of earlier checkpoints of the model, by name, and the differences from the served one."""
+        self._unusable = unusable
         self.read_stale = read_stale
         """Reads these contexts from their catalogs. Blocks on the disk."""
 
@@ -66,6 +69,7 @@ class PersistentState:
             journal = await asyncio.to_thread(Journal, folder.path / JOURNAL, model.digest)
             previous = partial(read_stale, folder, config.model, model.facts)
             changed = {name: each.changes for name, each in (await asyncio.to_thread(previous)).items()}
+            unusable = await asyncio.to_thread(describe_unusable, folder, config.model, changed)
             url = config.snapshot_url or str(folder.path / SNAPSHOTS)
             # a separate storage may be filled; the data folder must keep space for deletions
             rooms = () if config.snapshot_url else (folder.reserve.check,)
@@ -79,7 +83,7 @@ class PersistentState:
         snapshots = Snapshots(
             store, catalog, retained, model.digest, RetentionPolicy.from_config(data), time.time, *rooms
         )
-        return cls(folder, catalog, retained, journal, changed, snapshots, url, previous)
+        return cls(folder, catalog, retained, journal, changed, snapshots, url, previous, unusable)
 
     async def record_address(self, address: str) -> None:
         """Record the address of this service for other services that want the folder."""
@@ -90,11 +94,15 @@ class PersistentState:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The number of stored contexts, and the damaged ones, for the operator."""
+        """The number of stored contexts, the damaged ones, and those of other models, for the operator."""
         retained = self.contents
         num_tokens = sum(len(segment.token_ids) for segment in retained.segments)
         contexts = human_count(len(retained.contexts), "context")
-        return (f"{self._folder.path} has {contexts}, {num_tokens:,} tokens", *describe_damage(retained))
+        return (
+            f"{self._folder.path} has {contexts}, {num_tokens:,} tokens",
+            *describe_damage(retained),
+            *self._unusable,
+        )
 
     async def close(self) -> None:
         """Wait until everything is written, and release the folder."""

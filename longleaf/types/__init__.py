@@ -13,6 +13,7 @@ from longleaf.types.archives import (
     ImportProgress,
 )
 from longleaf.types.cluster import (
+    UNLIMITED_DRAIN_SECONDS,
     Cluster,
     Drafting,
     Draining,
@@ -76,6 +77,7 @@ __all__ = [
     "MAX_TIME",
     "MIN_SPAN_TOKENS",
     "UNCHANGED",
+    "UNLIMITED_DRAIN_SECONDS",
     "Account",
     "ArchiveChunk",
     "Attribution",
