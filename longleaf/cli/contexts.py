@@ -220,7 +220,9 @@ def describe_use(context: Context) -> str:
         "unspecified": "in a state that this version does not support",
     }
     retained = f", {human_bytes(context.storage_bytes)} in storage" if context.storage_bytes else ""
-    return f"{where[context.state]}{retained}; last used {_date(context.used)}, asked {human_count(context.hits, "time")}"
+    return (
+        f"{where[context.state]}{retained}; last used {_date(context.used)}, asked {human_count(context.hits, 'time')}"
+    )
 
 
 def positions(info: PositionInfo) -> str:
