@@ -37,7 +37,6 @@ from longleaf.options import (
     own_settings,
     seconds,
 )
-from longleaf.types import UNLIMITED_DRAIN_SECONDS
 
 Part = TypeVar("Part", bound=msgspec.Struct)
 LogFormat = Literal["text", "json"]
@@ -206,6 +205,10 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_limits(self)
         if self.metrics_port is None and self.metrics_host != LOOPBACK:
             raise InvalidArgument("metrics_host", "requires metrics_port")
+
+
+UNLIMITED_DRAIN_SECONDS = 1e6
+"""Limit of a drain that waits for all running calls."""
 
 
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from longleaf.reloading_files import ReloadingFiles
 from longleaf.tenants import DEFAULT_TENANT, name_of, tenant_of
 
 MAX_NAMED = 5
-"""Maximum number of tenants without credentials, and of their contexts, that start-up notes list by name."""
+"""Maximum number of tenants without credentials, and of contexts of each, that start-up notes list by name."""
 HEADER = "authorization"
 SCHEME = "bearer"
 
@@ -97,7 +97,7 @@ def unreachable(contexts: Iterable[str], tenants: AnySet[str]) -> tuple[str, ...
 
 def _describe_unreachable(tenant: str, contexts: list[str]) -> str:
     listed = human_list(contexts, MAX_NAMED)
-    origin = ", which owns what was created without credentials," if tenant == DEFAULT_TENANT else ""
+    origin = ", the owner of contexts that were created without credentials," if tenant == DEFAULT_TENANT else ""
     return (
         f"{human_count(len(contexts), 'context')} ({listed}) cannot be accessed: the tenant {tenant}{origin} has no "
         f"credential. `longleaf credentials new {tenant}` prints one, and a line for the file of --credentials"

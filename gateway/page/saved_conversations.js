@@ -4,7 +4,7 @@ import { credential } from "./credential.js";
 
 const PREFIX = "longleaf.conversation.";
 const MOST = 30;
-// Characters of one conversation, of which the oldest turns are dropped, and of all.
+// Limits in characters, for one conversation (the oldest turns are dropped) and for all.
 const LONGEST = 300_000;
 const ALL = 2_000_000;
 const TEXTS = ["question", "answer"];

@@ -42,7 +42,7 @@ const length = () => {
 
 /** The fields of a request. `room` is the number of tokens that the model has left for the answer, or less. */
 export function requestFields(room) {
-  const most = length() ?? (room >= MOST_TOKENS ? MOST_TOKENS : null); // null: what the service has left
+  const most = length() ?? (room >= MOST_TOKENS ? MOST_TOKENS : null); // null: the capacity that the service has left
   return {
     ...(temperature() === null ? {} : { temperature: temperature() }),
     ...(most === null ? {} : { max_tokens: most }),

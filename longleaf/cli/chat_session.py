@@ -45,7 +45,7 @@ class Turn:
 
 
 class ChatSession:
-    """Sends every question with the conversation before it, of which the service reuses what it has in memory."""
+    """Sends each question with the conversation before it. The service reuses the keys of its beginning."""
 
     def __init__(self, client: "Client", options: GenerateOptions, *, context: str | None, system: str) -> None:
         self._client = client
@@ -83,7 +83,7 @@ class ChatSession:
             self.turns.append(turn)
 
     def refuses_conversation(self, error: InvalidArgument) -> bool:
-        """Whether the error may come from the earlier turns, so that the question alone may be accepted."""
+        """Whether the error may come from the earlier turns, so that the question may be accepted without them."""
         return bool(self.turns) and not self.is_single and _OF_A_MESSAGE.match(error.field) is not None
 
     def ask_singly(self) -> None:

@@ -7,7 +7,8 @@ import typer
 from longleaf.cli.flags import takes_server
 from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
 from longleaf.formatting import human_seconds
-from longleaf.types import UNLIMITED_DRAIN_SECONDS, Draining
+from longleaf.service_settings import UNLIMITED_DRAIN_SECONDS
+from longleaf.types import Draining
 
 Wait = Annotated[bool, typer.Option("--wait", help="Return when all running calls have ended.")]
 

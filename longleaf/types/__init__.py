@@ -13,7 +13,6 @@ from longleaf.types.archives import (
     ImportProgress,
 )
 from longleaf.types.cluster import (
-    UNLIMITED_DRAIN_SECONDS,
     Cluster,
     Drafting,
     Draining,
@@ -77,7 +76,6 @@ __all__ = [
     "MAX_TIME",
     "MIN_SPAN_TOKENS",
     "UNCHANGED",
-    "UNLIMITED_DRAIN_SECONDS",
     "Account",
     "ArchiveChunk",
     "Attribution",

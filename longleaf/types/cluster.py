@@ -102,17 +102,13 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why there was nothing to compare with."""
 
 
-UNLIMITED_DRAIN_SECONDS = 1e6
-"""Limit of a drain that waits for all running calls."""
-
-
 class Draining(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of a shutdown."""
 
     open_calls: int
     """Running calls; with `wait`, the calls that had not finished in time."""
     limit: float
-    """Seconds that calls may run after the start of the drain; UNLIMITED_DRAIN_SECONDS: until they end."""
+    """Seconds that calls may run after the start of the drain; 1,000,000: until they end."""
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):

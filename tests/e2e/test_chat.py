@@ -42,13 +42,13 @@ def answers(served: Served, *turns: str, context: str | None = None, max_tokens:
 
 
 def test_each_line_of_a_pipe_continues_the_conversation(served: Served, book: str) -> None:
-    expected = answers(served, "Who wrote?", "And what?", context=book, max_tokens=12)
-    found = served.run("chat", book, "--max-tokens", "12", stdin="Who wrote?\n\nAnd what?\n")
+    expected = answers(served, "Which author wrote?", "And the date?", context=book, max_tokens=12)
+    found = served.run("chat", book, "--max-tokens", "12", stdin="Which author wrote?\n\nAnd the date?\n")
     assert found.returncode == 0
     assert found.stdout == "".join(f"{answer}\n" for answer in expected)
     note = "note: the answer was cut off after 12 tokens (--max-tokens)"
     assert found.stderr.splitlines() == [note, note]
-    assert answers(served, "And what?", context=book, max_tokens=12) != expected[1:]
+    assert answers(served, "And the date?", context=book, max_tokens=12) != expected[1:]
 
 
 def test_json_of_a_pipe_has_the_events_of_every_answer(served: Served) -> None:
@@ -67,7 +67,7 @@ def test_unknown_context_ends_the_command(served: Served) -> None:
 
 def test_plain_conversation_reuses_its_keys(served: Served) -> None:
     """The service holds the keys of earlier prompts."""
-    turns = ["Who wrote the long letter about the sea? " * 20, "And what?", "And when?"]
+    turns = ["Which author wrote the long letter about the sea? " * 20, "And the date?", "And when?"]
     found = served.run("chat", "--max-tokens", "8", "--json", stdin="\n".join(turns))
     ends = [json.loads(line) for line in found.stdout.splitlines() if "finish_reason" in line]
     usages = [end["usage"] for end in ends]
@@ -101,8 +101,8 @@ def test_interrupt_stops_the_answer_and_not_the_chat(served: Served, tmp_path: P
 
 
 def test_commands_change_the_conversation(served: Served, book: str, tmp_path: Path) -> None:
-    first, second = answers(served, "Who wrote?", "And what?", context=book, max_tokens=12)
-    [alone] = answers(served, "Who wrote?", max_tokens=12)
+    first, second = answers(served, "Which author wrote?", "And the date?", context=book, max_tokens=12)
+    [alone] = answers(served, "Which author wrote?", max_tokens=12)
     with chat(served, tmp_path, "--max-tokens", "12") as terminal:
         terminal.expect("> ")
         terminal.type("/help\n")
@@ -115,10 +115,10 @@ def test_commands_change_the_conversation(served: Served, book: str, tmp_path: P
         terminal.expect("error: there is no context named none-such")
         terminal.type("/context book\n")
         terminal.expect("[a new conversation about book]")
-        terminal.type("Who wrote?\n")
+        terminal.type("Which author wrote?\n")
         terminal.expect(shown(first))
         terminal.expect("[the answer was cut off after 12 tokens (--max-tokens); ask for the rest]")
-        terminal.type("And what?\n")
+        terminal.type("And the date?\n")
         terminal.expect(shown(second))
         terminal.expect("; ask for the rest]")
         terminal.type("/sources 2\n")
@@ -131,7 +131,7 @@ def test_commands_change_the_conversation(served: Served, book: str, tmp_path: P
         terminal.expect("\nBe brief.\n")
         terminal.type("/system none\n")
         terminal.expect("[applies")
-        terminal.type("Who wrote?\n")
+        terminal.type("Which author wrote?\n")
         terminal.expect(shown(alone))
         terminal.type("/reset\n")
         terminal.expect("[a new conversation]")
@@ -184,12 +184,12 @@ def test_lines_are_edited_completed_continued_and_remembered(served: Served, tmp
 
 def test_sources_are_those_of_ask(served: Served, book: str, tmp_path: Path) -> None:
     options = ("--max-tokens", "6", "--sources", "--source-count", "3")
-    expected = served.run("ask", book, "Who wrote?", *options).stdout
+    expected = served.run("ask", book, "Which author wrote?", *options).stdout
     places = [line for line in expected.splitlines() if line.startswith("book.txt:") or "book.txt:" in line[:200]]
     assert places
     with chat(served, tmp_path, book, "--max-tokens", "6") as terminal:
         terminal.expect("> ")
-        terminal.type("Who wrote?\n")
+        terminal.type("Which author wrote?\n")
         terminal.expect("; ask for the rest]")
         terminal.type("/sources 3\n")
         listed = terminal.expect("[attention: ")
@@ -197,8 +197,8 @@ def test_sources_are_those_of_ask(served: Served, book: str, tmp_path: Path) -> 
 
 
 def test_answers_of_chat_and_ask_are_equal(served: Served, book: str) -> None:
-    asked = served.run("ask", book, "Who wrote?", "--max-tokens", "9").stdout
-    assert served.run("chat", book, "--max-tokens", "9", stdin="Who wrote?\n").stdout == asked
+    expected = served.run("ask", book, "Which author wrote?", "--max-tokens", "9").stdout
+    assert served.run("chat", book, "--max-tokens", "9", stdin="Which author wrote?\n").stdout == expected
 
 
 def test_a_chat_without_a_limit_uses_the_capacity(served: Served) -> None:

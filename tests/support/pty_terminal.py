@@ -15,7 +15,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[78DM]|\r")
 
 
 class PtyTerminal:
-    """Runs a command in a pseudo-terminal of its own session; to be entered."""
+    """Runs a command in a pseudo-terminal and a new session; to be entered."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._command = list(command)

@@ -151,7 +151,7 @@ def test_settings_apply_to_requests_and_survive_a_reload(reader: Reader):
     reader.audit()
 
 
-def test_cut_answer_says_that_it_was_cut(reader: Reader):
+def test_cut_answer_is_marked(reader: Reader):
     open_chat(reader)
     answer_with(reader, "It is", "length")
     reader.ask("What is it?")

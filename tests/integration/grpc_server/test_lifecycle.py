@@ -25,8 +25,8 @@ from longleaf.client import AsyncClient, Retry
 from longleaf.config import EngineConfig
 from longleaf.errors import ModelRefused, PermissionDenied, RankLost, Unavailable
 from longleaf.rank_protocol.rank_spec import RankSpec
-from longleaf.service_settings import ServiceConfig
-from longleaf.types import UNLIMITED_DRAIN_SECONDS, Delta, Draining, Finished
+from longleaf.service_settings import UNLIMITED_DRAIN_SECONDS, ServiceConfig
+from longleaf.types import Delta, Draining, Finished
 from tests.support.fakes.ranks import FakeFleet
 from tests.support.fakes.workers import EchoMain, EchoRank
 from tests.support.network.deaf import Deaf

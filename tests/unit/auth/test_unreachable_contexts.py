@@ -12,8 +12,8 @@ def test_tenants_with_contexts_but_without_credentials_are_named() -> None:
         "`longleaf credentials new bolt` prints one, and a line for the file of --credentials"
     )
     assert default == (
-        "2 contexts (book, moby) cannot be accessed: the tenant default, which owns what was created without "
-        "credentials, has no credential. "
+        "2 contexts (book, moby) cannot be accessed: the tenant default, the owner of contexts that were "
+        "created without credentials, has no credential. "
         "`longleaf credentials new default` prints one, and a line for the file of --credentials"
     )
     assert unreachable(("acme/book",), {"bolt"})[0].startswith("1 context (book) cannot")

@@ -3,7 +3,8 @@
 import pytest
 
 from longleaf.cli.drain import described
-from longleaf.types import UNLIMITED_DRAIN_SECONDS, Draining
+from longleaf.service_settings import UNLIMITED_DRAIN_SECONDS
+from longleaf.types import Draining
 
 
 @pytest.mark.parametrize(
