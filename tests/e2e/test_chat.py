@@ -45,7 +45,7 @@ def test_each_line_of_a_pipe_continues_the_conversation(served: Served, book: st
     expected = answers(served, "Which author wrote?", "And the date?", context=book, max_tokens=12)
     found = served.run("chat", book, "--max-tokens", "12", stdin="Which author wrote?\n\nAnd the date?\n")
     assert found.returncode == 0
-    assert found.stdout == "".join(f"{answer}\n" for answer in expected)
+    assert found.stdout == "".join(f"{answer}\n" for answer in expected).replace("\r", "\n")  # as text from a pipe
     note = "note: the answer was cut off after 12 tokens (--max-tokens)"
     assert found.stderr.splitlines() == [note, note]
     assert answers(served, "And the date?", context=book, max_tokens=12) != expected[1:]
@@ -90,6 +90,7 @@ def test_interrupt_stops_the_answer_and_not_the_chat(served: Served, tmp_path: P
         terminal.expect("> ")
         terminal.type(f"/save {tmp_path}/saved.json\n")
         terminal.expect("[saved as ")
+        terminal.expect("> ")  # earlier, the terminal would take the key before the editor does
         terminal.type(CTRL_D)
         assert terminal.wait() == 0
     saved = json.loads((tmp_path / "saved.json").read_text())
@@ -160,6 +161,7 @@ def test_lines_are_edited_completed_continued_and_remembered(served: Served, tmp
         terminal.expect("[applies")
         terminal.type("/system\n")
         terminal.expect("\none\ntwo\n")
+        terminal.expect("> ")  # earlier, the terminal would take the key before the editor does
         terminal.type(CTRL_D)
         assert terminal.wait() == 0
     history = tmp_path / "state" / "longleaf" / "chat_history"
@@ -171,12 +173,14 @@ def test_lines_are_edited_completed_continued_and_remembered(served: Served, tmp
         terminal.expect("[applies")
         terminal.type("/system\n")
         terminal.expect("\nfirSt\n")
+        terminal.expect("> ")  # earlier, the terminal would take the key before the editor does
         terminal.type(CTRL_D)
         assert terminal.wait() == 0
     with chat(served, tmp_path, "--no-history") as terminal:
         terminal.expect("> ")
         terminal.type("/system secret\n")
         terminal.expect("[applies")
+        terminal.expect("> ")  # earlier, the terminal would take the key before the editor does
         terminal.type(CTRL_D)
         assert terminal.wait() == 0
     assert "secret" not in history.read_text()
