@@ -7,7 +7,7 @@ import msgspec
 from longleaf.cli.exec_process import exec_command
 from longleaf.cli.flags import takes_config
 from longleaf.cli.options import AsJson
-from longleaf.launch import coordinator_command
+from longleaf.launch import coordinator_command, ready_config
 from longleaf.service_settings import ServiceConfig
 from longleaf.topology import count_ranks
 
@@ -26,11 +26,11 @@ def serve(config: ServiceConfig, as_json: AsJson = False) -> None:
 
     Examples:
 
-      longleaf serve --launcher local --http 8000
+      longleaf serve --http 8000
       longleaf serve --model ./Qwen3-0.6B --world-size 4 --data-dir ~/.longleaf
     """
-    command = coordinator_command(msgspec.structs.replace(config, as_json=as_json))
+    config = ready_config(msgspec.structs.replace(config, as_json=as_json))
     if config.telemetry.log_format == "text":
         ranks = count_ranks(config.engine.world_size)
         print(f"starting {ranks} ({config.launcher}) …", file=sys.stderr, flush=True)
-    exec_command(command)
+    exec_command(coordinator_command(config))
