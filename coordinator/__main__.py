@@ -178,7 +178,7 @@ def serve_on_ray(config: ServiceConfig) -> StartResult:
 def _serve_actor(config: ServiceConfig, signals: ShutdownSignals, waiting: WaitReporter) -> StartResult:
     ray = ray_package()
     actor = _place(config)
-    follow = partial(_wait_for_reply, actor, signals, config.drain_seconds + STOP_SECONDS)
+    follow = partial(_wait_for_reply, actor, signals, config.signal_drain_seconds + STOP_SECONDS)
     reply = StartResult()
     try:
         reply = follow(actor.start.remote(), partial(_report_missing, actor, waiting))

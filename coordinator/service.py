@@ -268,11 +268,11 @@ class Service:
     # --- end ---
 
     def drain(self) -> None:
-        """Refuses new calls and gives running calls `drain_seconds` to finish; after that they end with the shutdown
-        reason. A second call ends them immediately."""
-        if self._end.is_ordered:
+        """Refuses new calls and gives running calls `signal_drain_seconds` to finish; after that they end with the
+        shutdown reason. A second call ends them immediately."""
+        if self._end.is_ordered.is_set():
             self._end.is_urgent.set()
-        self._end.is_ordered = True
+        self._end.is_ordered.set()
         self._begin_drain()
 
     def _begin_drain(self) -> None:
@@ -281,11 +281,24 @@ class Service:
     async def _drain(self) -> None:
         end = self._end
         if self._server is not None:
-            await first_completed(self._server.drain(self._config.drain_seconds), end.is_urgent.wait())
+            calls = self._server.drain(self._config.call_drain_seconds)
+            await first_completed(calls, self._end_of_signal(), end.is_urgent.wait())
             end.num_cut, end.has_ended_calls = self._server.num_open, True
-            waited = f"; waited {human_seconds(self._config.drain_seconds)} for calls to end"
+            waited = f"; waited {human_seconds(self._drain_limit)} for calls to end"
             await self._end_calls(self._server, STOPPING + ("" if end.is_urgent.is_set() else waited))
         end.drained.set()
+
+    async def _end_of_signal(self) -> None:
+        """Returns when the time for running calls after a signal is over, which also limits an unlimited drain call: a
+        container is killed soon after the signal."""
+        await self._end.is_ordered.wait()
+        await asyncio.sleep(self._config.signal_drain_seconds)
+
+    @property
+    def _drain_limit(self) -> float:
+        """Seconds that running calls may continue."""
+        is_ordered = self._end.is_ordered.is_set()
+        return self._config.signal_drain_seconds if is_ordered else self._config.call_drain_seconds
 
     async def _end_calls(self, server: GrpcServer, reason: str) -> None:
         """Ends all calls: first the engine's streams, which send the tokens computed so far, then calls that wait for
@@ -306,7 +319,7 @@ class Service:
             if not self._end.has_ended_calls:
                 raise Unavailable(f"the service did not drain: {self._failure or STOPPING}")
         num_open = self._end.num_cut if wait else self._server.num_open
-        return Draining(open_calls=num_open, limit=self._config.drain_seconds)
+        return Draining(open_calls=num_open, limit=self._drain_limit)
 
     def _reset_slots(self) -> int:
         assert self._supervisor is not None
@@ -348,8 +361,8 @@ class ShutdownState:
 
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
-        self.is_ordered = False
-        """The operator requested the shutdown, not only an RPC."""
+        self.is_ordered = asyncio.Event()
+        """Set when the operator requests the shutdown with a signal, not only with an RPC."""
         self.is_urgent = asyncio.Event()
         """Set when the operator requests the shutdown a second time: the drain ends immediately."""
         self.has_ended_calls = False

@@ -26,11 +26,18 @@ failures = logging.getLogger("gateway")
 class OriginGuardMiddleware:
     """Refuses cross-origin requests of browsers, adds security headers to every response, and logs every call."""
 
-    def __init__(self, app: ASGIApp, allowed: Iterable[str] = (), public_url: str | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        allowed: Iterable[str] = (),
+        public_url: str | None = None,
+        allowed_origins: Iterable[str] = (),
+    ) -> None:
         public = urlsplit(public_url) if public_url else None
         self._app = app
         self._origin = f"{public.scheme}://{public.netloc}".lower() if public else None
         names = {*allowed, *([public.hostname] if public and public.hostname else [])}
+        self._allowed_origins = frozenset(allowed_origins)
         self._names = {name.lower() for name in names} | {"localhost"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,11 +80,12 @@ class OriginGuardMiddleware:
             message = "is not an address of this gateway; --allow-host accepts further names"
             return HttpProblem(421, f"Host: {host[:100]} {message}", code="misdirected")
         origins = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"origin"]
+        if origins and self._allowed_origins.issuperset(origins):
+            return None
         own = (f"{scope['scheme']}://{host}", self._origin)
         if any(origin not in own for origin in origins):
-            return HttpProblem(
-                403, "pages of other origins may not use this gateway", kind="permission_error", code="origin"
-            )
+            message = "pages of other origins may not use this gateway (--allow-origin allows one)"
+            return HttpProblem(403, message, kind="permission_error", code="origin")
         sites = {value for name, value in scope["headers"] if name == b"sec-fetch-site"}
         if scope["path"].startswith("/v1/") and not sites <= OWN_SITES:
             return HttpProblem(403, "other sites may not call this gateway", kind="permission_error", code="origin")

@@ -1,6 +1,7 @@
 """Numbers for people: with units and thousands separators, without exponents. Machine-readable output has bare
 numbers."""
 
+from collections.abc import Sequence
 from decimal import Decimal
 from itertools import pairwise
 from math import isfinite
@@ -55,3 +56,9 @@ def human_number(value: float) -> str:
 def human_count(count: int, noun: str) -> str:
     """A count with its noun: 1 context, 1,200 contexts."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def human_list(names: Sequence[str], most: int) -> str:
+    """At most `most` names, and the number of the others."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest:,} more" if rest > 0 else "")

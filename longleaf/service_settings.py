@@ -2,6 +2,8 @@
 
 import ipaddress
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 
@@ -133,6 +135,16 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
             metavar="NAMES",
         ),
     ] = None
+    allow_origin: Annotated[
+        str | None,
+        Option(
+            HTTP,
+            "Origins of web pages that may call the gateway from a browser, such as https://chat.example, separated by "
+            "commas.",
+            default="only its own page",
+            metavar="ORIGINS",
+        ),
+    ] = None
     public_url: Annotated[
         str | None,
         Option(
@@ -146,14 +158,20 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def allowed(self) -> tuple[str, ...]:
         """The accepted host names."""
-        return tuple(name for name in (self.allow_host or "").split(",") if name)
+        return _split(self.allow_host)
+
+    @property
+    def allowed_origins(self) -> tuple[str, ...]:
+        """The accepted origins."""
+        return _split(self.allow_origin)
 
     def check(self, security: SecurityConfig) -> None:
         """Raises InvalidArgument naming the first invalid setting."""
         check_limits(self)
-        for name in ("allow_host", "public_url"):
+        for name in ("allow_host", "allow_origin", "public_url"):
             if getattr(self, name) is not None and self.http is None:
                 raise InvalidArgument(name, "requires http")
+        check_origins(self.allowed_origins)
         if self.public_url is not None:
             check_public_url(self.public_url)
         if self.http is not None and security.tls_client_ca is not None and security.credentials is None:
@@ -187,6 +205,10 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_limits(self)
         if self.metrics_port is None and self.metrics_host != LOOPBACK:
             raise InvalidArgument("metrics_host", "requires metrics_port")
+
+
+UNLIMITED_DRAIN_SECONDS = 1e6
+"""Limit of a drain that waits for all running calls."""
 
 
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,16 +259,27 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 0.0
     drain_seconds: Annotated[
-        float,
+        float | None,
         Option(
             REQUESTS,
             "How long running calls may continue after a shutdown request.",
             limit=seconds(0),
+            default="2 after a signal, no limit after `longleaf drain`",
             after="start_timeout",
         ),
-    ] = 2.0
+    ] = None
     as_json: bool = False
     """Print the address, and the components still missing, as JSON objects instead of text."""
+
+    @property
+    def signal_drain_seconds(self) -> float:
+        """How long running calls may continue after a signal."""
+        return 2.0 if self.drain_seconds is None else self.drain_seconds
+
+    @property
+    def call_drain_seconds(self) -> float:
+        """How long running calls may continue after `longleaf drain`."""
+        return UNLIMITED_DRAIN_SECONDS if self.drain_seconds is None else self.drain_seconds
 
     @property
     def shown_name(self) -> str:
@@ -322,6 +355,16 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
             metavar="NAME",
         ),
     ] = ()
+    allow_origin: Annotated[
+        tuple[str, ...],
+        Option(
+            ADDRESS,
+            "Origin of web pages that may call the gateway from a browser, such as https://chat.example; may be "
+            "repeated.",
+            default="only its own page",
+            metavar="ORIGIN",
+        ),
+    ] = ()
     public_url: Annotated[
         str | None,
         Option(
@@ -388,6 +431,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
             if getattr(self, name) is not None and getattr(self, other) is None:
                 raise InvalidArgument(name, f"requires {other}")
         check_limits(self)
+        check_origins(self.allow_origin)
         if self.public_url is not None:
             check_public_url(self.public_url)
         if not (is_loopback(self.host) or self.insecure or self.tls_cert is not None):
@@ -400,6 +444,25 @@ def check_public_url(url: str) -> None:
     scheme, _, host = url.partition("://")
     if scheme not in ("http", "https") or not host or "/" in host:
         raise InvalidArgument("public_url", f"{url} is not https://HOST without a path")
+
+
+_ORIGIN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?:\[[0-9a-f:]+\]|[a-z0-9._-]+)(?P<port>:[0-9]{1,5})?")
+USUAL_PORTS = {"http": ":80", "https": ":443"}
+
+
+def check_origins(origins: Iterable[str]) -> None:
+    """Raises InvalidArgument for anything but a scheme, a host and a port, as browsers send them."""
+    for origin in origins:
+        found = _ORIGIN.fullmatch(origin)
+        if found is None:
+            message = f"{origin} is not SCHEME://HOST or SCHEME://HOST:PORT in lower case, without a path or wildcards"
+            raise InvalidArgument("allow_origin", message)
+        if found["port"] is not None and USUAL_PORTS.get(found["scheme"]) == found["port"]:
+            raise InvalidArgument("allow_origin", f"{origin}: browsers omit the port {found['port'][1:]}")
+
+
+def _split(names: str | None) -> tuple[str, ...]:
+    return tuple(name for name in (names or "").split(",") if name)
 
 
 def is_loopback(host: str) -> bool:

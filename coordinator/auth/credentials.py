@@ -1,6 +1,5 @@
 """An Authenticator that uses a file of credentials."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AnySet
 from hmac import compare_digest
@@ -8,12 +7,12 @@ from hmac import compare_digest
 from coordinator.auth.caller import Caller
 from longleaf.credentials import CredentialEntry, digest_of, parse_credentials
 from longleaf.errors import Unauthenticated
-from longleaf.formatting import human_count
+from longleaf.formatting import human_count, human_list
 from longleaf.reloading_files import ReloadingFiles
-from longleaf.tenants import tenant_of
+from longleaf.tenants import DEFAULT_TENANT, name_of, tenant_of
 
 MAX_NAMED = 5
-"""Maximum number of tenants without credentials that start-up notes list by name."""
+"""Maximum number of tenants without credentials, and of contexts of each, that start-up notes list by name."""
 HEADER = "authorization"
 SCHEME = "bearer"
 
@@ -84,15 +83,22 @@ class Credentials:
 def unreachable(contexts: Iterable[str], tenants: AnySet[str]) -> tuple[str, ...]:
     """Start-up notes on contexts whose tenant has no credential, for instance after credentials were enabled for the
     first time."""
-    lost = Counter(tenant for each in contexts if (tenant := tenant_of(each)) not in tenants)
+    lost = dict[str, list[str]]()
+    for each in sorted(contexts):
+        if (tenant := tenant_of(each)) not in tenants:
+            lost.setdefault(tenant, []).append(name_of(each))
     names = sorted(lost)
-    messages = [
-        f"{human_count(lost[name], 'context')} of tenant {name} cannot be accessed: the tenant has no credential "
-        f"(longleaf credentials new {name})"
-        for name in names[:MAX_NAMED]
-    ]
+    messages = [_describe_unreachable(name, lost[name]) for name in names[:MAX_NAMED]]
     if rest := names[MAX_NAMED:]:
-        messages.append(
-            f"and {human_count(sum(lost[name] for name in rest), 'context')} of {len(rest):,} other tenants"
-        )
+        num_contexts = sum(len(lost[name]) for name in rest)
+        messages.append(f"and {human_count(num_contexts, 'context')} of {len(rest):,} other tenants")
     return tuple(messages)
+
+
+def _describe_unreachable(tenant: str, contexts: list[str]) -> str:
+    listed = human_list(contexts, MAX_NAMED)
+    origin = ", the owner of contexts that were created without credentials," if tenant == DEFAULT_TENANT else ""
+    return (
+        f"{human_count(len(contexts), 'context')} ({listed}) cannot be accessed: the tenant {tenant}{origin} has no "
+        f"credential. `longleaf credentials new {tenant}` prints one, and a line for the file of --credentials"
+    )

@@ -86,6 +86,7 @@ class GatewayProcess:
                 tls_key=security.tls_key,
                 insecure=security.insecure,
                 allow_host=config.gateway.allowed,
+                allow_origin=config.gateway.allowed_origins,
                 public_url=config.gateway.public_url,
                 log_format=config.telemetry.log_format,
                 log_level=config.telemetry.log_level,

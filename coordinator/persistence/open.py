@@ -9,6 +9,7 @@ from typing import Self
 from coordinator.persistence.catalog.catalog import Catalog
 from coordinator.persistence.catalog.data_folder import JOURNAL, DataFolder
 from coordinator.persistence.catalog.identity import read_identity
+from coordinator.persistence.catalog.other_models import describe_unusable
 from coordinator.persistence.catalog.records import CatalogContents
 from coordinator.persistence.catalog.stale_contexts import StaleContexts
 from coordinator.persistence.journal.journal import Journal
@@ -35,6 +36,7 @@ class PersistentState:
         stale: StaleContexts,
         snapshots: Snapshots,
         snapshot_url: str,
+        unusable: tuple[str, ...],
     ) -> None:
         self._folder = folder
         self.snapshots = snapshots
@@ -46,6 +48,7 @@ class PersistentState:
         self.journal = journal
         self.stale = stale
         """Contexts of earlier checkpoints of the model."""
+        self._unusable = unusable
 
     @classmethod
     async def open(cls, data: DataConfig, config: EngineConfig) -> Self:
@@ -60,6 +63,7 @@ class PersistentState:
             retained = await catalog.load()
             journal = await asyncio.to_thread(Journal, folder.path / JOURNAL, model.digest)
             stale = await asyncio.to_thread(StaleContexts, folder, config.model, model.facts)
+            unusable = await asyncio.to_thread(describe_unusable, folder, config.model, stale.changed)
             url = config.snapshot_url or str(folder.path / SNAPSHOTS)
             # a separate storage may be filled; the data folder must keep space for deletions
             rooms = () if config.snapshot_url else (folder.reserve.check,)
@@ -73,7 +77,7 @@ class PersistentState:
         snapshots = Snapshots(
             store, catalog, retained, model.digest, RetentionPolicy.from_config(data), time.time, *rooms
         )
-        return cls(folder, catalog, retained, journal, stale, snapshots, url)
+        return cls(folder, catalog, retained, journal, stale, snapshots, url, unusable)
 
     async def record_address(self, address: str) -> None:
         """Record the address of this service for other services that want the folder."""
@@ -84,11 +88,15 @@ class PersistentState:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The number of stored contexts, and the damaged ones, for the operator."""
+        """The number of stored contexts, the damaged ones, and those of other models, for the operator."""
         retained = self.contents
         num_tokens = sum(len(segment.token_ids) for segment in retained.segments)
         contexts = human_count(len(retained.contexts), "context")
-        return (f"{self._folder.path} has {contexts}, {num_tokens:,} tokens", *describe_damage(retained))
+        return (
+            f"{self._folder.path} has {contexts}, {num_tokens:,} tokens",
+            *describe_damage(retained),
+            *self._unusable,
+        )
 
     async def close(self) -> None:
         """Wait until everything is written, and release the folder."""

@@ -2,10 +2,23 @@
 import { contexts, titleOf } from "./contexts.js";
 import { Dialog } from "./dialog.js";
 import { complaint, filesOf, freeName, nameOf, objection } from "./files.js";
-import { bytes } from "./format.js";
+import { bytes, tokens, words } from "./format.js";
 import { html, useEffect, useRef, useState } from "./html.js";
+import { service } from "./service.js";
 import { Store, useStore } from "./store.js";
 import { uploads } from "./uploads.js";
+
+// Texts have about 4 bytes per token. A text with more bytes per token than this is rare.
+const MOST_BYTES_PER_TOKEN = 8;
+
+/** The longest document, as a sentence; "" if it is unknown. */
+export function longestDocument() {
+  const { longest } = service;
+  return Number.isFinite(longest) ? `It may have up to ${tokens(longest)}, which are about ${words(longest)}.` : "";
+}
+
+/** Whether a file almost certainly has too many tokens. */
+const isTooLong = ({ size }, held) => size > MOST_BYTES_PER_TOKEN * Math.max(0, service.longest - held);
 
 /** Files in the naming dialog: [{file, id, append, objection}]. */
 const chosen = new Store([]);
@@ -69,6 +82,7 @@ function wrong(row, rows) {
 export function NameForm() {
   const rows = useStore(chosen);
   useStore(contexts.store);
+  useStore(service.store);
   if (!rows.length) return null;
   const close = () => chosen.set([]);
   const change = (row, fields) => chosen.set(rows.map((each) => (each === row ? { ...each, ...fields } : each)));
@@ -84,7 +98,7 @@ export function NameForm() {
   return html`<${Dialog} title=${title} onClose=${close} onSubmit=${add}>
     <p class="quiet">${end
       ? "The file is appended to the document. This cannot be undone: fork the document first to keep the original."
-      : "Programs use the name to ask about the document. It is also in the address of its page."}</p>
+      : "Programs use the name to ask about the document. It is also in the address of its page."} ${longestDocument()}</p>
     <ul class="rows">
       ${rows.map((row, index) => html`<${NameRow} key=${row.file} ...${{ row, rows, index, change }} />`)}
     </ul>
@@ -108,6 +122,7 @@ function NameRow({ row, rows, index, change }) {
     </label>`}
     <div id=${note} aria-live="polite">
       ${problem && html`<p class="error">${problem}</p>`}
+      ${!problem && isTooLong(row.file, row.end?.tokens ?? 0) && html`<p class="error">The file is probably too long for this model.</p>`}
       ${other && !row.end && html`<p>${titleOf(other)} has this name.
         <span class="choices near">
           <button type="button" onClick=${() => change(row, { id: freeName(row.id, contexts.ids), append: false })}>

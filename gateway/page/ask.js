@@ -1,14 +1,17 @@
-// Questions about the open document: the conversation, and the field for the next question.
+// Questions about the open document, or without one: the conversation, and the field for the next question.
 import { useNow } from "./clock.js";
-import { conversationAbout, goingOn, MOST_TOKENS } from "./conversation.js";
-import { Refusal, sentence } from "./errors.js";
+import { conversationAbout, goingOn } from "./conversation.js";
+import { isFinal, Refusal, sentence } from "./errors.js";
 import { count, duration, tokens } from "./format.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./html.js";
+import { Markdown } from "./markdown.js";
+import { CHAT } from "./route.js";
 import { service } from "./service.js";
+import { Settings, settings } from "./settings.js";
 import { useStore } from "./store.js";
 
-export function Ask({ id }) {
-  const conversation = conversationAbout(id);
+export function Ask({ id, created }) {
+  const conversation = conversationAbout(id, created);
   const turns = useStore(conversation.store);
   return html`<section class="ask" aria-label="Questions and answers">
     ${turns.length > 0 && html`<ol class="turns">
@@ -23,13 +26,16 @@ function Turn({ turn, conversation, isLast }) {
   const isBusy = phase === "waiting" || phase === "writing";
   return html`<li>
     <p class="question">${question}</p>
-    ${answer && html`<div class="answer" aria-busy=${isBusy}>${answer}</div>`}
+    ${answer && html`<div class="answer" aria-busy=${isBusy}><${Markdown} text=${answer} /></div>`}
     ${phase === "waiting" && html`<p class="quiet pulse"><${Wait} note=${turn.note} /></p>`}
     ${phase === "stopped" && html`<p class="quiet">Stopped${answer ? "" : " before the answer began"}.</p>`}
     ${phase === "failed" && html`<${AnswerError} ...${{ error, conversation, isLast }} />`}
+    ${turn.reason === "length" && !isBusy && html`<p class="cut">The answer was cut off after ${cutAfter(turn)}. Ask for the rest.</p>`}
     ${!isBusy && answer && html`<${Foot} turn=${turn} />`}
   </li>`;
 }
+
+const cutAfter = ({ usage }) => (usage ? tokens(usage.completion_tokens) : "its longest length");
 
 /** The reason for waiting, from the comments of the stream and the state of the cluster. */
 function Wait({ note }) {
@@ -52,20 +58,22 @@ function AnswerError({ error, conversation, isLast }) {
   const now = useNow();
   const wait = (error instanceof Refusal && error.retryAfter) || 0;
   const left = wait && Math.ceil(failed + wait - now); // the clock may be a second behind
+  useStore(goingOn.store);
+  useStore(settings);
+  const mayHelp = isLast && (!isFinal(error) || conversation.wouldDiffer);
   return html`<div class="error" role="alert"><p>${sentence(error)}</p>
-    ${isLast && html`<button disabled=${left > 0} onClick=${() => conversation.again()}>
+    ${mayHelp && html`<button disabled=${left > 0} onClick=${() => conversation.again()}>
       ${left > 0 ? `Ask again in ${duration(left)}` : "Ask again"}
     </button>`}
   </div>`;
 }
 
-function Foot({ turn: { answer, usage, seconds, firstSeconds, reason } }) {
+function Foot({ turn: { answer, usage, seconds, firstSeconds } }) {
   const [note, setNote] = useState("");
   const cached = usage?.prompt_tokens_details?.cached_tokens;
   return html`<p class="foot numbers">
     <button class="plain" onClick=${async () => setNote((await copy(answer)) ? "Copied" : "The browser blocked copying")}>Copy</button>
     <span role="status">${note}</span>
-    ${reason === "length" && html`<span>cut off after ${tokens(usage?.completion_tokens ?? MOST_TOKENS)}; ask for the rest</span>`}
     ${seconds !== null && html`<span title=${firstSeconds === null ? null : `first token after ${firstSeconds.toFixed(2)} s`}>
       ${seconds.toFixed(1)} s</span>`}
     ${usage && html`<span>${tokens(usage.completion_tokens)} written</span>
@@ -82,6 +90,7 @@ function Field({ conversation, turns }) {
   useStore(goingOn.store);
   useStore(service.store);
   const isFirst = turns.length === 0;
+  const isChat = conversation.id === CHAT;
   useLayoutEffect(() => {
     const { current: area } = field;
     area.style.height = "auto";
@@ -111,9 +120,9 @@ function Field({ conversation, turns }) {
     event.preventDefault();
     ask();
   }}>
-    <label for="question">${isFirst || !goingOn.value ? "Ask this document" : "Ask a follow-up"}</label>
+    <label for="question">${isFirst || !goingOn.value ? (isChat ? "Ask the model" : "Ask this document") : "Ask a follow-up"}</label>
     <div class="composer">
-      <textarea id="question" ref=${field} rows="1" value=${text} onKeyDown=${keys} aria-describedby="question-keys question-note"
+      <textarea id="question" ref=${field} rows="1" value=${text} onKeyDown=${keys} aria-describedby=${`question-keys${service.looksUp ? " question-note" : ""}`}
         onInput=${(event) => setText(event.currentTarget.value)}></textarea>
       ${isBusy
         ? html`<button type="button" key="stop" onClick=${() => conversation.stop()}>Stop</button>`
@@ -126,8 +135,9 @@ function Field({ conversation, turns }) {
         conversation.clear();
         field.current.focus();
       }}>New conversation</button>`}</div>
-    ${service.looksUp && html`<p class="quiet" id="question-note">
-      This small model only looks up single facts: What is the value of KEY?</p>`}
+    ${service.looksUp
+      ? html`<p class="quiet" id="question-note">This small model only looks up single facts: What is the value of KEY?</p>`
+      : html`<${Settings} />`}
   </form>`;
 }
 

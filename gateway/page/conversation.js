@@ -1,15 +1,17 @@
-// The conversation about each document: kept in memory, and sent with each further question.
+// The conversation about each document, or without one: saved in the browser, and sent with each further question.
 import { say } from "./announcer.js";
 import { complete } from "./api.js";
 import { contexts } from "./contexts.js";
+import { credential } from "./credential.js";
 import { isAbort, refusalOf, Unreachable } from "./errors.js";
+import { CHAT } from "./route.js";
+import { load, save } from "./saved_conversations.js";
 import { service } from "./service.js";
+import { requestFields, systemMessages } from "./settings.js";
 import { eventsOf } from "./sse.js";
 import { Store } from "./store.js";
 
 const LONGEST_SAID = 400;
-// Limit of an answer, because a model may never generate its end token.
-export const MOST_TOKENS = 4096;
 
 /** Whether questions are sent with the previous conversation. */
 const wanted = new Store(true);
@@ -21,14 +23,16 @@ export const goingOn = {
   },
 };
 
-/** The turns about one context: [{question, answer, phase, note, error, usage, seconds, firstSeconds}], phase being
- * "waiting", "writing", "done", "stopped" or "failed". */
+/** The turns about one context, or without one (CHAT): [{question, answer, phase, note, error, body, reason, usage,
+ * seconds, firstSeconds}], phase being "waiting", "writing", "done", "stopped" or "failed". `body` is the request. */
 export class Conversation {
-  store = new Store([]);
+  store;
   #abort = null;
 
-  constructor(id) {
+  constructor(id, created) {
     this.id = id;
+    this.created = created;
+    this.store = new Store(load(id, created));
   }
 
   get isBusy() {
@@ -37,23 +41,24 @@ export class Conversation {
 
   async ask(question) {
     if (this.isBusy) return;
-    const messages = this.#messages(question);
+    const body = this.request(question, this.store.value);
     const started = performance.now();
     const since = () => (performance.now() - started) / 1000;
     this.#abort = new AbortController();
-    const turn = { question, answer: "", phase: "waiting", note: "", error: null, usage: null, seconds: null, firstSeconds: null };
+    const turn = { question, answer: "", phase: "waiting", note: "", error: null, body, usage: null, seconds: null, firstSeconds: null };
     this.store.set([...this.store.value, turn]);
     say("Asked.");
     try {
-      const body = { model: `${service.model}:${this.id}`, messages, max_tokens: MOST_TOKENS, stream_options: { include_usage: true } };
-      await this.#read(await complete(body, this.#abort.signal), since);
+      await this.#read(await complete({ ...body, stream_options: { include_usage: true } }, this.#abort.signal), since);
       this.#end({ phase: "done", seconds: since() });
-      say(`Answered: ${this.store.value.at(-1).answer.slice(0, LONGEST_SAID)}`);
+      const { answer, reason } = this.store.value.at(-1);
+      say(`Answered${reason === "length" ? ", but cut off" : ""}: ${answer.slice(0, LONGEST_SAID)}`);
     } catch (error) {
       this.#end({ seconds: since(), ...(isAbort(error) ? { phase: "stopped" } : { phase: "failed", error }) });
       if (isAbort(error)) say("Stopped.");
     }
-    contexts.refresh(); // its last use and its state have changed
+    this.save();
+    if (this.id !== CHAT) contexts.refresh(); // its last use and its state have changed
   }
 
   /** Asks the last question again, in its place. */
@@ -63,6 +68,12 @@ export class Conversation {
     return this.ask(question);
   }
 
+  /** Whether the last question would be sent differently now. */
+  get wouldDiffer() {
+    const { question, body } = this.store.value.at(-1);
+    return JSON.stringify(this.request(question, this.store.value.slice(0, -1))) !== JSON.stringify(body);
+  }
+
   stop() {
     this.#abort?.abort();
   }
@@ -70,17 +81,30 @@ export class Conversation {
   clear() {
     this.stop();
     this.store.set([]);
+    this.save();
   }
 
-  /** The question, after the previous complete or stopped turns. */
-  #messages(question) {
-    const before = (goingOn.value ? this.store.value : [])
+  save() {
+    if (all.get(this.id) === this) save(this.id, this.created, this.store.value);
+  }
+
+  /** The request for a question, after the previous complete or stopped turns. */
+  request(question, turns) {
+    const before = (goingOn.value ? turns : [])
       .filter(({ phase, answer }) => answer && (phase === "done" || phase === "stopped"))
       .flatMap((turn) => [
         { role: "user", content: turn.question },
         { role: "assistant", content: turn.answer },
       ]);
-    return [...before, { role: "user", content: question }];
+    const messages = [...(service.looksUp ? [] : systemMessages()), ...before, { role: "user", content: question }];
+    const model = this.id === CHAT ? service.model : `${service.model}:${this.id}`;
+    return { model, messages, ...requestFields(this.#room(messages)) };
+  }
+
+  /** A lower bound of the tokens that are left for an answer. A token has at least one byte of text. */
+  #room(messages) {
+    const used = messages.reduce((sum, { content }) => sum + new Blob([content]).size + 16, 0);
+    return service.longest - (contexts.find(this.id)?.tokens ?? 0) - used;
   }
 
   async #read(response, since) {
@@ -150,13 +174,28 @@ class Writer {
 
 const all = new Map();
 
-export function conversationAbout(id) {
-  if (!all.has(id)) all.set(id, new Conversation(id));
+/** The conversation about the context `id` that was created at this time; 0 for CHAT. */
+export function conversationAbout(id, created = 0) {
+  if (all.get(id)?.created !== created) {
+    all.get(id)?.stop();
+    all.set(id, new Conversation(id, created));
+  }
   return all.get(id);
 }
+
+// another credential has other conversations
+credential.given.follow(() => {
+  for (const conversation of all.values()) conversation.stop();
+  all.clear();
+});
+// an answer that is being written counts as stopped
+addEventListener("pagehide", () => {
+  for (const conversation of all.values()) if (conversation.isBusy) conversation.save();
+});
 
 /** Removes the conversation, because the name may be used for another context. */
 export function forget(id) {
   all.get(id)?.clear();
   all.delete(id);
+  save(id, 0, []);
 }

@@ -46,7 +46,7 @@ export function Document({ context }) {
       <button class="danger" onClick=${() => setAsked("delete")}>Delete…</button>
     </div>
     ${error && html`<p class="error" role="alert">${sentence(error)} <button onClick=${() => setError(null)}>Dismiss</button></p>`}
-    <${Ask} key=${id} id=${id} />
+    <${Ask} key=${`${id} ${context.created}`} id=${id} created=${context.created} />
     ${asked === "fork" && html`<${ForkForm} ...${{ context, close }} />`}
     ${asked === "delete" && html`<${DeleteForm} ...${{ context, close, attempt }} />`}
   </article>`;

@@ -6,7 +6,7 @@ import { sentence } from "./errors.js";
 import { nameOf } from "./files.js";
 import { ago, tokens, until, when } from "./format.js";
 import { html } from "./html.js";
-import { addressOf, opened } from "./route.js";
+import { addressOf, CHAT, opened } from "./route.js";
 import { service } from "./service.js";
 import { useStore } from "./store.js";
 import { UploadProgress } from "./upload_progress.js";
@@ -17,6 +17,7 @@ export function DocumentList() {
   return html`<aside class="shelf" aria-label="Documents">
     <div class="line"><h2 tabindex="-1">Documents</h2><${AddButton} isMain=${list?.length === 0} /></div>
     <${UploadProgress} />
+    <${ChatLink} />
     ${error && link === "live" && html`<p class="error" role="alert">${sentence(error)}
       <button onClick=${() => contexts.refresh()}>Try again</button></p>`}
     ${list?.length === 0 && html`<p class="quiet">There are no documents yet.</p>`}
@@ -25,6 +26,13 @@ export function DocumentList() {
       ${list.map((context) => html`<${Book} key=${context.id} context=${context} />`)}
     </ul>`}
   </aside>`;
+}
+
+function ChatLink() {
+  useStore(service.store);
+  const isOpen = useStore(opened) === CHAT;
+  return service.chats && html`<p class="books"><a href=${addressOf(CHAT)} aria-current=${isOpen ? "true" : null}>
+    <span class="title">Chat</span><span class="numbers">without a document</span></a></p>`;
 }
 
 const STATES = {

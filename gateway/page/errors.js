@@ -56,8 +56,12 @@ export function refusalOf(error) {
 /** Whether a retry after a delay may succeed. */
 export const passes = (error) => error instanceof Unreachable || (error instanceof Refusal && error.passes);
 
-/** Whether no retry can succeed, because the request is invalid. */
-export const isFinal = (error) => error instanceof Refusal && [400, 413, 415].includes(error.status);
+// these refuse the request itself, wherever and whenever it is sent again
+const FINAL = [400, 405, 413, 415, 421, 431];
+const FINAL_CODES = ["already_exists", "checkpoint_changed", "context_not_found", "model_not_found", "origin"];
+
+/** Whether no retry without changes can succeed. */
+export const isFinal = (error) => error instanceof Refusal && (FINAL.includes(error.status) || FINAL_CODES.includes(error.code));
 
 /** Whether the user cancelled it. */
 export const isAbort = (error) => error?.name === "AbortError";

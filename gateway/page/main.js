@@ -1,16 +1,17 @@
 // The page: layout and start.
-import { AddButton, DropZone, NameForm } from "./add_document.js";
+import { AddButton, DropZone, longestDocument, NameForm } from "./add_document.js";
 import { Announcer } from "./announcer.js";
+import { Chat } from "./chat.js";
 import { useNow } from "./clock.js";
 import { contexts } from "./contexts.js";
 import { CredentialButton, CredentialForm } from "./credential.js";
 import { Document } from "./document.js";
 import { DocumentList } from "./document_list.js";
 import { sentence } from "./errors.js";
-import { duration, tokens, words } from "./format.js";
+import { duration } from "./format.js";
 import { html, render } from "./html.js";
 import { PlacementMap } from "./placement_map.js";
-import { opened } from "./route.js";
+import { addressOf, CHAT, opened } from "./route.js";
 import { service } from "./service.js";
 import { useStore } from "./store.js";
 import { uploads } from "./uploads.js";
@@ -59,9 +60,11 @@ function Lost() {
 
 function Open({ id }) {
   const { list } = useStore(contexts.store);
+  const { cluster } = useStore(service.store);
   const context = contexts.find(id);
+  if (id === CHAT && cluster) return html`<${Chat} />`;
   if (context) return html`<${Document} key=${id} context=${context} />`;
-  if (id && list) return html`<${Missing} id=${id} />`;
+  if (id && id !== CHAT && list) return html`<${Missing} id=${id} />`;
   if (list?.length) return html`<div class="empty beside"><h1>Choose a document</h1>
     <p>It has been read already, so answers start at once.</p></div>`;
   if (list) return html`<${Empty} />`;
@@ -73,16 +76,16 @@ const Missing = ({ id }) => html`<div class="empty"><a class="back" href="#/">Ba
   <p>It was deleted, has expired, or is still being uploaded. Choose another document, or add its file again.</p></div>`;
 
 function Empty() {
-  const trained = useStore(service.store).cluster?.model.max_context_tokens;
-  const limit = trained ? ` The model was trained for ${tokens(trained)}, which are about ${words(trained)}.` : "";
+  useStore(service.store);
   return html`<div class="empty">
   <h1>Add your first document</h1>
   <ol>
-    <li><b>Add a plain text file</b> with the button, or drop it on this page.${limit}</li>
+    <li><b>Add a plain text file</b> with the button, or drop it on this page. ${longestDocument()}</li>
     <li><b>Wait until it is read.</b> This happens once.</li>
     <li><b>Ask questions.</b> Every answer uses the whole document.</li>
   </ol>
   <${AddButton} isMain />
+  ${service.chats && html`<p class="or">Or <a href=${addressOf(CHAT)}>chat without a document</a>.</p>`}
 </div>`;
 }
 

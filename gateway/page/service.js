@@ -30,6 +30,19 @@ class Service {
     return this.model === LOOKS_UP;
   }
 
+  /** Whether the model can answer without a document. */
+  get chats() {
+    return !!this.store.value.cluster?.model.has_chat_template && !this.looksUp;
+  }
+
+  /** The largest number of tokens of a document with a question and its answer; Infinity if unknown. */
+  get longest() {
+    const { model, workers } = this.store.value.cluster ?? { model: {}, workers: [] };
+    const trained = model.is_long_allowed ? 0 : model.max_context_tokens;
+    const room = workers.reduce((sum, { max_tokens }) => sum + max_tokens, 0);
+    return Math.min(trained || Infinity, room || Infinity);
+  }
+
   /** Follows the cluster until the page is closed. */
   async watch() {
     addEventListener("online", () => this.retry());

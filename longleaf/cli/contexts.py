@@ -16,7 +16,7 @@ from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
 from longleaf.cli.rebuild import rebuild
 from longleaf.cli.recompute import recompute
 from longleaf.errors import InvalidArgument
-from longleaf.formatting import human_angle, human_bytes
+from longleaf.formatting import human_angle, human_bytes, human_count
 from longleaf.types import Context, ContextOptions, ContextText, PositionInfo
 
 app = CommandGroup(help="List, show, fork, change, export, import and delete contexts.")
@@ -220,7 +220,9 @@ def describe_use(context: Context) -> str:
         "unspecified": "in a state that this version does not support",
     }
     retained = f", {human_bytes(context.storage_bytes)} in storage" if context.storage_bytes else ""
-    return f"{where[context.state]}{retained}; last used {_date(context.used)}, asked {context.hits:,} times"
+    return (
+        f"{where[context.state]}{retained}; last used {_date(context.used)}, asked {human_count(context.hits, 'time')}"
+    )
 
 
 def positions(info: PositionInfo) -> str:

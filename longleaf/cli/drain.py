@@ -7,6 +7,7 @@ import typer
 from longleaf.cli.flags import takes_server
 from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
 from longleaf.formatting import human_seconds
+from longleaf.service_settings import UNLIMITED_DRAIN_SECONDS
 from longleaf.types import Draining
 
 Wait = Annotated[bool, typer.Option("--wait", help="Return when all running calls have ended.")]
@@ -14,13 +15,12 @@ Wait = Annotated[bool, typer.Option("--wait", help="Return when all running call
 
 @takes_server
 def drain(server: ServerOptions, wait: Wait = False, as_json: AsJson = False) -> None:
-    """Stop a service after its running calls.
+    """Stop a service without breaking off its answers.
 
-    The service becomes unhealthy and refuses new calls. Running calls get the --drain-seconds of `longleaf serve`
-    (default 2) to finish; after that they end with UNAVAILABLE, and the service exits with code 0. A larger
-    --drain-seconds lets long answers finish. Without credentials, the call is allowed only from the machine or the pod
-    of the service; with credentials, to admins on any machine. With --wait, the command suits a container's preStop
-    hook.
+    The service becomes unhealthy and refuses new calls. It exits with code 0 when its running calls have ended. If it
+    was started with --drain-seconds, or gets a signal meanwhile, calls that take longer end with UNAVAILABLE. Without
+    credentials, the call is allowed only from the machine or the pod of the service; with credentials, to admins on any
+    machine. With --wait, the command suits a container's preStop hook.
 
     Example: longleaf drain --wait
     """
@@ -36,7 +36,8 @@ def described(found: Draining, has_waited: bool) -> str:
     """The number of calls that are running, or that were ended."""
     calls = "1 call" if found.open_calls == 1 else f"{found.open_calls:,} calls"
     if not has_waited:
-        return f"draining: {calls} running, with {human_seconds(found.limit)} to finish"
+        limit = "" if found.limit >= UNLIMITED_DRAIN_SECONDS else f", with {human_seconds(found.limit)} to finish"
+        return f"draining: {calls} running{limit}"
     if not found.open_calls:
         return "drained"
     was = "was" if found.open_calls == 1 else "were"

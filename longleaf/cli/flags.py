@@ -1,4 +1,4 @@
-"""Options as fields of a dataclass or a struct, and the options that `longleaf ask` and `longleaf generate` share."""
+"""Options as fields of a dataclass or a struct, and the options that the commands of generations share."""
 
 import inspect
 from collections.abc import Callable
@@ -21,10 +21,9 @@ SERVICE = "Scheduling and retries"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags:
-    """The parsed options."""
+class SamplingFlags:
+    """Sampling options that `longleaf chat` has as well."""
 
-    max_tokens: Annotated[int, option(ANSWER, "Maximum number of tokens to generate.")] = 128
     temperature: Annotated[
         float | None, option(CHOICE, "Sampling temperature; 0 is greedy.", default="set by the service, usually 0")
     ] = None
@@ -56,14 +55,6 @@ class Flags:
             default="set by the service, usually 1",
         ),
     ] = None
-    presence_penalty: Annotated[float, option(CHOICE, "Above 0: penalize tokens that are already in the answer.")] = 0.0
-    frequency_penalty: Annotated[
-        float, option(CHOICE, "Above 0: penalize tokens for each occurrence in the answer.")
-    ] = 0.0
-    logit_bias: Annotated[
-        list[str] | None,
-        option(CHOICE, "Add BIAS to the logit of token ID; may be repeated.", default=False, metavar="ID=BIAS"),
-    ] = None
     seed: Annotated[
         int | None,
         option(
@@ -71,6 +62,21 @@ class Flags:
             "Seed of sampling; the same seed gives the same answer, unless rounding differs under load.",
             default="random",
         ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(SamplingFlags):
+    """The parsed options."""
+
+    max_tokens: Annotated[int, option(ANSWER, "Maximum number of tokens to generate.")] = 128
+    presence_penalty: Annotated[float, option(CHOICE, "Above 0: penalize tokens that are already in the answer.")] = 0.0
+    frequency_penalty: Annotated[
+        float, option(CHOICE, "Above 0: penalize tokens for each occurrence in the answer.")
+    ] = 0.0
+    logit_bias: Annotated[
+        list[str] | None,
+        option(CHOICE, "Add BIAS to the logit of token ID; may be repeated.", default=False, metavar="ID=BIAS"),
     ] = None
     stop: Annotated[list[str] | None, option(ANSWER, "Text that ends the answer; may be repeated.", default=False)] = (
         None

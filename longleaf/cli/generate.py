@@ -82,16 +82,16 @@ def show(answer: Generator[Event, None, None], as_json: bool, num_samples: int =
     """Prints an answer while it streams: its text followed by the output of `under`, or one JSON object per delta and
     one at the end. The text of several samples is printed when each is complete."""
     with closing(answer):
-        events = _note_line(answer)
+        events = with_notes(answer)
         if as_json:
-            _print_json(events, num_samples)
+            print_events(events, num_samples)
         elif num_samples > 1:
             _print_samples(events, num_samples, under)
         else:
             _print_text(events, under)
 
 
-def _note_line(answer: Iterable[Event]) -> Generator[Event, None, None]:
+def with_notes(answer: Iterable[Event]) -> Generator[Event, None, None]:
     """The events. Prints to stderr a note if the answer may exceed the length that the model was trained for, and the
     progress of a recovery."""
     is_reported, line = False, RecoveryLine(sys.stderr)
@@ -139,7 +139,8 @@ class RecoveryLine:
         self._is_shown = False
 
 
-def _print_json(answer: Iterable[Event], num_samples: int) -> None:
+def print_events(answer: Iterable[Event], num_samples: int) -> None:
+    """Prints one JSON object per delta and one at the end. Raises Unavailable for an incomplete answer."""
     num_open = num_samples
     for event in answer:
         match event:

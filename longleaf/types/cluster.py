@@ -71,7 +71,7 @@ class Draining(msgspec.Struct, frozen=True, kw_only=True):
     open_calls: int
     """Running calls; with `wait`, the calls that had not finished in time."""
     limit: float
-    """Seconds that calls may run after the start of the drain."""
+    """Seconds that calls may run after the start of the drain; 1,000,000: until they end."""
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):

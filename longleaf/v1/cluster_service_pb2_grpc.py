@@ -91,9 +91,9 @@ class ClusterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Shuts the service down. It becomes unhealthy and rejects new calls (UNAVAILABLE with RetryInfo). Running calls get
-        --drain-seconds to finish; after that they end with UNAVAILABLE and the reason. A repeated call reports the
-        progress. Accepted only from the machine of the service, over the loopback address or another address of that
+        """Shuts the service down when its running calls have ended. It becomes unhealthy and rejects new calls (UNAVAILABLE
+        with RetryInfo). With --drain-seconds, or after a signal, calls that take longer end with UNAVAILABLE and the reason.
+        A repeated call reports the progress. Accepted only from the machine of the service, over the loopback address or another address of that
         machine; otherwise PERMISSION_DENIED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

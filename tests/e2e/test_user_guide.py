@@ -25,7 +25,7 @@ PAGES = ("README.md", "docs/user-guide.md")
 OUTPUTS = {
     "README.md": {"amber falcon is 4711": 3},
     "docs/user-guide.md": {
-        "amber falcon is 4711": 4,
+        "amber falcon is 4711": 5,
         '"finish_reason":"end_token"': 1,
         "jade-7 is 0815": 1,
         " tokens from the context": 1,

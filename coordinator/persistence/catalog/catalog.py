@@ -12,7 +12,7 @@ from sqlalchemy import Connection
 
 from coordinator.persistence.catalog import writer
 from coordinator.persistence.catalog.database import BUSY_SECONDS, Database
-from coordinator.persistence.catalog.reader import load
+from coordinator.persistence.catalog.reader import load, load_names
 from coordinator.persistence.catalog.records import (
     CatalogContents,
     Change,
@@ -203,5 +203,16 @@ def read_only_catalog(folder: Path) -> CatalogContents:
     try:
         with database.transaction(startup_error) as connection:
             return load(database.path, connection)
+    finally:
+        database.close()
+
+
+def read_only_names(folder: Path) -> tuple[str, ...]:
+    """Reads the ids of the contexts of another folder, as `read_only_catalog`. Raises CatalogError."""
+    database = Database(folder / DATABASE, is_read_only=True)
+    database.open()
+    try:
+        with database.transaction(startup_error) as connection:
+            return load_names(connection)
     finally:
         database.close()

@@ -28,6 +28,11 @@ T = TypeVar("T")
 DAMAGED_ROW = "its record is damaged"
 
 
+def load_names(connection: Connection) -> tuple[str, ...]:
+    """Reads the ids of all contexts, including damaged ones."""
+    return tuple(connection.execute(select(contexts.c.id).order_by(contexts.c.id)).scalars())
+
+
 def load(path: Path, connection: Connection) -> CatalogContents:
     """Reads all records. Raises CatalogError when the counters are damaged, because ids could be reused."""
     state = connection.execute(select(service)).mappings().one_or_none()

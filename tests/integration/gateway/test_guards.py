@@ -15,7 +15,7 @@ from gateway.server import listen
 from longleaf.credentials import CredentialEntry, digest_of, line_of, new_credential
 from longleaf.errors import InvalidArgument, StartError
 from longleaf.reloading_files import LOOK_SECONDS
-from longleaf.service_settings import GatewayConfig
+from longleaf.service_settings import GatewayConfig, HttpConfig, SecurityConfig
 from tests.support.authority import Authority
 from tests.support.gateways import opened
 from tests.support.service import FakeEngine, Served, serving
@@ -63,6 +63,91 @@ async def test_cross_site_browser_requests_get_only_the_page(url: str) -> None:
             ("/", "cross-site", 200),
         ):
             assert (await client.get(path, headers={"sec-fetch-site": site})).status_code == status, (path, site)
+
+
+CHAT = "https://chat.example"
+
+
+async def test_pages_of_allowed_origins_may_call_and_no_others(service: Served) -> None:
+    service.engine.answer = ((104,), (105,))
+    body = {"model": "model", "messages": [{"role": "user", "content": "Who?"}]}
+    gateway = opened(service.address, allow_origin=(CHAT, "http://localhost:3000"))
+    async with gateway as url, httpx2.AsyncClient(base_url=url) as client:
+        body["model"] = (await client.get("/v1/models")).json()["data"][0]["id"]
+        for origin in (CHAT, "http://localhost:3000"):
+            browser = {"origin": origin, "sec-fetch-site": "cross-site"}
+            for answer in (
+                await client.get("/v1/models", headers=browser),
+                await client.post("/v1/chat/completions", json=body, headers=browser),
+                await client.post("/v1/chat/completions", json=body | {"stream": True}, headers=browser),
+            ):
+                assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, origin)
+                assert "origin" in answer.headers["vary"].lower()
+                assert "access-control-allow-credentials" not in answer.headers
+                assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.text.endswith("data: [DONE]\n\n")
+        for origin in (f"{CHAT}:8443", "http://chat.example", "https://evil.chat.example", "null", "http://localhost"):
+            refused = await client.get("/v1/models", headers={"origin": origin, "sec-fetch-site": "cross-site"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "origin"), origin
+            assert "access-control-allow-origin" not in refused.headers
+        assert (await client.get("/v1/models", headers={"sec-fetch-site": "cross-site"})).status_code == 403
+
+
+async def test_pages_of_allowed_origins_can_read_errors(service: Served) -> None:
+    gateway = opened(service.address, allow_origin=(CHAT,))
+    async with gateway as url, httpx2.AsyncClient(base_url=url) as client:
+        for path, headers, status in (
+            ("/v1/nothing", {}, 404),
+            ("/v1/contexts/none", {}, 404),
+            ("/v1/models", {"host": "evil.example"}, 421),
+        ):
+            answer = await client.get(path, headers={"origin": CHAT, **headers})
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, CHAT)
+            assert "retry-after" in answer.headers["access-control-expose-headers"]
+            assert answer.json()["error"]["message"]
+
+
+async def test_preflight_requests_of_allowed_origins_are_answered(service: Served) -> None:
+    asked = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+        "access-control-request-private-network": "true",
+        "sec-fetch-site": "cross-site",
+    }
+    gateway = opened(service.address, allow_origin=(CHAT,))
+    async with gateway as url, httpx2.AsyncClient(base_url=url) as client:
+        found = await client.options("/v1/chat/completions", headers=asked | {"origin": CHAT})
+        assert (found.status_code, found.headers["access-control-allow-origin"]) == (200, CHAT)
+        assert found.headers["access-control-allow-headers"] == asked["access-control-request-headers"]
+        assert "PATCH" in found.headers["access-control-allow-methods"]
+        assert found.headers["access-control-max-age"] == "600"
+        refused = await client.options("/v1/chat/completions", headers=asked | {"origin": "https://evil.example"})
+        assert refused.status_code == 400
+        assert "access-control-allow-origin" not in refused.headers
+    async with opened(service.address) as url, httpx2.AsyncClient(base_url=url) as client:
+        refused = await client.options("/v1/chat/completions", headers=asked | {"origin": CHAT})
+        assert refused.status_code == 403
+        assert "access-control-allow-origin" not in refused.headers
+
+
+@pytest.mark.parametrize(
+    ("origin", "message"),
+    [
+        ("*", "lower case"),
+        ("null", "lower case"),
+        ("https://chat.example/", "without a path"),
+        ("https://*.example", "wildcards"),
+        ("https://Chat.example", "lower case"),
+        ("chat.example", "SCHEME://HOST"),
+        ("https://chat.example:443", "browsers omit the port 443"),
+    ],
+)
+def test_only_exact_origins_can_be_allowed(origin: str, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"allow_origin: .*{message}"):
+        GatewayConfig(allow_origin=(CHAT, origin)).check()
+    with pytest.raises(InvalidArgument, match=f"allow_origin: .*{message}"):
+        HttpConfig(http=0, allow_origin=f"{CHAT},{origin}").check(SecurityConfig())
+    GatewayConfig(allow_origin=(CHAT, "http://[::1]:3000", "app://obsidian.md")).check()
 
 
 async def test_no_page_path_causes_a_500(url: str) -> None:

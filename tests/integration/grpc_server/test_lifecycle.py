@@ -25,7 +25,7 @@ from longleaf.client import AsyncClient, Retry
 from longleaf.config import EngineConfig
 from longleaf.errors import ModelRefused, PermissionDenied, RankLost, Unavailable
 from longleaf.rank_protocol.rank_spec import RankSpec
-from longleaf.service_settings import ServiceConfig
+from longleaf.service_settings import UNLIMITED_DRAIN_SECONDS, ServiceConfig
 from longleaf.types import Delta, Draining, Finished
 from tests.support.fakes.ranks import FakeFleet
 from tests.support.fakes.workers import EchoMain, EchoRank
@@ -164,7 +164,7 @@ async def test_missing_slots_are_reported(tmp_path: Path) -> None:
 async def test_loading_service_can_be_drained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with begun(config_of(tmp_path), FakeFleet(num_missing=1)) as found:
         await found.refusal()
-        assert await found.client.drain() == Draining(open_calls=0, limit=2.0)
+        assert await found.client.drain() == Draining(open_calls=0, limit=UNLIMITED_DRAIN_SECONDS)
         await found.service.wait_drained()
         assert "accepts no new calls" in str(await found.refusal())
     assert caplog.messages == [], "refusals during a drain are not logged: there may be thousands"
@@ -228,6 +228,18 @@ async def test_signal_after_a_drain_call_counts_as_the_first(tmp_path: Path) -> 
         upload.finish()
         assert (await upload.task).tokens > 0
         await found.service.wait()
+
+
+async def test_drain_call_breaks_off_no_answer_unless_a_signal_follows(tmp_path: Path) -> None:
+    async with begun(config_of(tmp_path), LocalFleet(EchoMain())) as found:
+        await found.starting
+        upload = await Upload(found.client, "book").begin()
+        assert await found.client.drain() == Draining(open_calls=1, limit=UNLIMITED_DRAIN_SECONDS)
+        found.service.drain()
+        assert await found.client.drain() == Draining(open_calls=1, limit=2.0)
+        await found.service.wait()
+        with pytest.raises(Unavailable, match="^the service is stopping; waited 2 s for calls to end$"):
+            await upload.task
 
 
 async def test_rank_loss_during_drain_is_waited_for(tmp_path: Path) -> None:

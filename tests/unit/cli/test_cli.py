@@ -426,7 +426,7 @@ def test_service_receives_every_setting(tmp_path: Path) -> None:
         ray_address="auto",
         model_name="null",
         sampling_defaults="model",
-        gateway=HttpConfig(http=0, allow_host="a,b"),
+        gateway=HttpConfig(http=0, allow_host="a,b", allow_origin="https://a,https://b"),
         as_json=True,
     )
     *python, argument = coordinator_command(config)

@@ -3,6 +3,7 @@
 import pytest
 
 from longleaf.cli.drain import described
+from longleaf.service_settings import UNLIMITED_DRAIN_SECONDS
 from longleaf.types import Draining
 
 
@@ -17,3 +18,8 @@ from longleaf.types import Draining
 )
 def test_cancelled_calls_are_reported(open_calls: int, has_waited: bool, text: str) -> None:
     assert described(Draining(open_calls=open_calls, limit=2.0), has_waited) == text
+
+
+def test_drain_without_a_limit_names_none() -> None:
+    found = Draining(open_calls=1, limit=UNLIMITED_DRAIN_SECONDS)
+    assert described(found, has_waited=False) == "draining: 1 call running"

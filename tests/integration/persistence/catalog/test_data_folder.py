@@ -12,6 +12,7 @@ import pytest
 
 from coordinator.persistence.catalog.catalog import Catalog
 from coordinator.persistence.catalog.data_folder import DataFolder
+from coordinator.persistence.catalog.other_models import describe_unusable
 from longleaf.errors import CatalogError
 from tests.support.catalog import document
 
@@ -37,6 +38,29 @@ async def test_files_are_readable_only_by_their_owner(tmp_path: Path) -> None:
     names = {"catalog.db", "catalog.db-wal", "catalog.db-shm", "holder.json", "lock", "model.json"}
     assert modes == dict.fromkeys(names, 0o600)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder.path, folder.path.parent)] == [0o700, 0o700]
+
+
+async def test_contexts_of_other_models_are_named(tmp_path: Path) -> None:
+    for digest, model, names in (("e" * 64, "./old", "abcdefg"), ("f" * 64, "./older", "x"), ("d" * 64, "./empty", "")):
+        other = DataFolder.open(tmp_path, digest, model, {})
+        catalog = await Catalog.open(other.database)
+        for index, name in enumerate(names):
+            await catalog.commit(document(name, index))
+        await catalog.close()
+        other.close()
+    (tmp_path / ("b" * 32)).mkdir()
+    (tmp_path / ("b" * 32) / "model.json").write_text("{")
+    folder = DataFolder.open(tmp_path, DIGEST, "./new", {})
+    catalog = await Catalog.open(folder.database)
+    await catalog.commit(document("own", 0))
+    changed = {"m": "config.json changed", "n": "config.json changed"}
+    assert describe_unusable(folder, "./new", changed) == (
+        f"{tmp_path} also has 7 contexts (a, b, c, d, e and 2 more) of another model: serve ./old to use them",
+        f"{tmp_path} also has 1 context (x) of another model: serve ./older to use it",
+        f"{tmp_path} also has 2 contexts (m, n) of this model in an earlier state: config.json changed",
+    )
+    await catalog.close()
+    folder.close()
 
 
 def test_locked_folder_names_its_service(tmp_path: Path) -> None:
