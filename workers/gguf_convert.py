@@ -62,6 +62,8 @@ def main(file: str, folder: str, dtype: str, max_bytes: str) -> ConversionReport
     except MemoryError:
         return ConversionReport(reason="it needs more memory than its tensors explain")
     except Exception as error:  # any error in the file
+        if "ignore_mismatched_sizes" in str(error):  # the report of transformers is a table in the log
+            return ConversionReport(reason="the shapes of its tensors contradict its metadata")
         return ConversionReport(reason=describe(error), is_full=getattr(error, "errno", None) == 28)
     return ConversionReport()
 

@@ -79,6 +79,11 @@ def read_header(path: Path) -> GgufHeader:
         raise ModelRefused(f"{path} is not a usable GGUF file: {reason}") from error
 
 
+def _shown(name: str) -> str:
+    """A name of the file, on one line."""
+    return name[:100].encode("unicode_escape").decode()
+
+
 class _Invalid(Exception):
     """The file violates the format, or a limit; the message completes a sentence."""
 
@@ -153,7 +158,7 @@ def _read(content: mmap.mmap) -> GgufHeader:
     for _ in range(num_metadata):
         name = cursor.text()
         if name in metadata:
-            raise _Invalid(f"its metadata have {name[:100]} twice")
+            raise _Invalid(f"its metadata have {_shown(name)} twice")
         metadata[name] = cursor.value(cursor.numbers("I")[0])
     entries = [_read_entry(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
@@ -184,7 +189,7 @@ def _read_entry(cursor: _Cursor) -> _Entry:
     name = cursor.text()
     (num_dims,) = cursor.numbers("I")
     if num_dims > MAX_DIMS:
-        raise _Invalid(f"its tensor {name[:100]} has {num_dims:,} dims")
+        raise _Invalid(f"its tensor {_shown(name)} has {num_dims:,} dims")
     dims = cursor.numbers(f"{num_dims}Q")
     kind, offset = cursor.numbers("IQ")
     return _Entry(name, dims, kind, offset)
@@ -194,7 +199,7 @@ def _locate(entry: _Entry, start: int, alignment: int) -> GgufTensor:
     """The tensor of a row, whose bytes may lie beyond the end of the file. `start` is the begin of all tensors."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    name = entry.name[:100]
+    name = _shown(entry.name)
     try:
         kind = GGMLQuantizationType(entry.kind)
         block, block_bytes = GGML_QUANT_SIZES[kind]
@@ -225,9 +230,9 @@ def _check(metadata: dict[str, Any], tensors: tuple[GgufTensor, ...], size: int)
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: tensor.begin):
         if tensor.end > size:
-            raise _Invalid(f"its tensor {tensor.name[:100]} ends at byte {tensor.end:,}, and the file has {size:,}")
+            raise _Invalid(f"its tensor {_shown(tensor.name)} ends at byte {tensor.end:,}, and the file has {size:,}")
         if tensor.begin < end:
-            raise _Invalid(f"its tensor {tensor.name[:100]} overlaps another one")
+            raise _Invalid(f"its tensor {_shown(tensor.name)} overlaps another one")
         end = tensor.end
     if len({tensor.name for tensor in tensors}) < len(tensors):
         raise _Invalid("it has a tensor twice")

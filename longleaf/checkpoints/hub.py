@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from longleaf.checkpoints.interaction import Interaction
 from longleaf.checkpoints.source import HubModel
-from longleaf.errors import InvalidArgument, LongleafError, Unavailable
+from longleaf.errors import LongleafError, StartError, Unavailable
 from longleaf.fingerprint import CONFIG
 from longleaf.formatting import human_bytes, human_count, human_seconds
 
@@ -31,7 +31,7 @@ def fetch_to_cache(model: HubModel, interaction: Interaction) -> Path:
     """The folder of the model in the cache of huggingface_hub; downloads missing files.
 
     If the hub cannot be reached, a complete copy in the cache is used.
-    Raises InvalidArgument if the hub refuses the model or it has no safetensors, and Unavailable if a retry may help.
+    Raises StartError if the hub refuses the model or it has no safetensors, and Unavailable if a retry may help.
     """
     try:
         _check_files(model, interaction)
@@ -76,9 +76,9 @@ def _check_files(model: HubModel, interaction: Interaction) -> str:
     sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
     chosen = list(library.utils.filter_repo_objects(sizes, allow_patterns=DOWNLOADED, ignore_patterns=LEFT_OUT))
     if not any(name.endswith(".safetensors") for name in chosen):
-        raise InvalidArgument("model", f"{model} has no weights in safetensors{_other_weights(sizes)}")
+        raise StartError(f"{model} has no weights in safetensors{_other_weights(sizes)}")
     if CONFIG not in chosen:
-        raise InvalidArgument("model", f"{model} has no {CONFIG}, so it is not a checkpoint for transformers")
+        raise StartError(f"{model} has no {CONFIG}, so it is not a checkpoint for transformers")
     total = sum(sizes[name] for name in chosen)
     interaction.notify(f"{model} on {_host()}: {human_count(len(chosen), 'file')}, {human_bytes(total)}")
     return str(info.sha)
@@ -160,7 +160,7 @@ def describe(model: HubModel, error: Exception) -> LongleafError:
     if "OfflineModeIsEnabled" in names:
         return Unavailable(f"{model} is not in the cache, and HF_HUB_OFFLINE forbids downloads")
     if "HFValidationError" in names:
-        return InvalidArgument("model", f"{model.repository} is not a valid name on the hub")
+        return StartError(f"{model.repository} is not a valid name on the hub")
     if names.intersection(NETWORK_ERRORS):
         return Unavailable(
             f"{_host()} cannot be reached for {model} ({_first_line(causes[-1])}): check the network, HF_ENDPOINT and "
@@ -178,21 +178,17 @@ def _refusal(model: HubModel, error: BaseException, response: Any) -> LongleafEr
     status, code = int(response.status_code), response.headers.get("X-Error-Code")
     page = f"{_library().constants.ENDPOINT}/{model.repository}"
     if code == "GatedRepo":
-        return InvalidArgument(
-            "model", f"{model} is gated: accept its conditions at {page}, and set HF_TOKEN to its token"
-        )
+        return StartError(f"{model} is gated: accept its conditions at {page}, and set HF_TOKEN to its token")
     if code == "RevisionNotFound":
-        return InvalidArgument("model", f"{model.repository} has no revision {model.revision} on {_host()}")
+        return StartError(f"{model.repository} has no revision {model.revision} on {_host()}")
     has_token = _library().get_token() is not None
     if status == 401 and has_token and code != "RepoNotFound":
-        return InvalidArgument("model", f"{_host()} rejects the token for {model}: check HF_TOKEN")
+        return StartError(f"{_host()} rejects the token for {model}: check HF_TOKEN")
     if status in (401, 404):
         advice = "or the token in use cannot read it" if has_token else "or it is private: set HF_TOKEN"
-        return InvalidArgument(
-            "model", f"{model.repository} is neither a folder here nor a model on {_host()}, {advice}"
-        )
+        return StartError(f"{model.repository} is neither a folder here nor a model on {_host()}, {advice}")
     if status == 403:
-        return InvalidArgument("model", f"{_host()} denies access to {model}: the token in use lacks the permission")
+        return StartError(f"{_host()} denies access to {model}: the token in use lacks the permission")
     if status == 429:
         seconds = _retry_seconds(response)
         when = "later" if seconds is None else f"in {human_seconds(seconds)}"
@@ -200,7 +196,7 @@ def _refusal(model: HubModel, error: BaseException, response: Any) -> LongleafEr
         return Unavailable(f"{_host()} limits the rate of downloads: repeat the command {when}{advice}", seconds)
     if status >= 500:
         return Unavailable(f"{_host()} failed with HTTP status {status}: repeat the command later, which continues")
-    return InvalidArgument("model", f"{model} was refused by {_host()}: {_first_line(error)}")
+    return StartError(f"{model} was refused by {_host()}: {_first_line(error)}")
 
 
 def _retry_seconds(response: Any) -> float | None:

@@ -11,5 +11,5 @@ class Interaction:
     notify: Callable[[str], None]
     """Shows a line."""
     confirm: Callable[[str], bool]
-    """Asks a question, and returns whether the answer is yes. May raise InvalidArgument if there is no user to ask."""
+    """Asks a question, and returns whether the answer is yes. May raise StartError if there is no user to ask."""
     has_progress_bars: bool

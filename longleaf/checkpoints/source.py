@@ -6,7 +6,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from longleaf.errors import InvalidArgument
+from longleaf.errors import StartError
 
 PACKAGED = "lookup"
 """Name of the model that the package contains."""
@@ -59,10 +59,10 @@ Source = LocalFolder | PackagedModel | WheelModel | GgufFile | HubModel | Storag
 def parse_source(value: str) -> Source:
     """The source that `value` names. A folder or a file that exists precedes a model with the same name.
 
-    Raises InvalidArgument for a value that names none of them.
+    Raises StartError for a value that names none of them.
     """
     if not value or "\0" in value:
-        raise InvalidArgument("model", "is not a name: give a folder, ORG/NAME, FILE.gguf or smollm2")
+        raise StartError(f"{value!r} is not a model: give a folder, ORG/NAME, FILE.gguf or smollm2")
     if "://" in value:
         return _parse_url(value)
     path = Path(value).expanduser()
@@ -71,7 +71,7 @@ def parse_source(value: str) -> Source:
     if value.lower().endswith(GGUF_SUFFIX):
         return GgufFile(path)
     if path.is_file():
-        raise InvalidArgument("model", f"{value} is a file: give the folder of a checkpoint, or a GGUF file")
+        raise StartError(f"{value} is a file: give the folder of a checkpoint, or a GGUF file")
     if value == PACKAGED:
         return PackagedModel()
     if value == IN_WHEEL:

@@ -7,7 +7,7 @@ from typing import Any
 
 from longleaf.checkpoints.gguf_conversion import locked, models_cache
 from longleaf.checkpoints.interaction import Interaction
-from longleaf.errors import InvalidArgument, Unavailable
+from longleaf.errors import StartError, Unavailable
 from longleaf.storage.urls import redact_url
 
 PARTIAL = ".partial"
@@ -29,7 +29,7 @@ def copy_to_cache(url: str, interaction: Interaction) -> Path:
 def copy_to_partial(url: str, folder: Path) -> Path:
     """Copies the folder at `url` into a temporary folder beside `folder`, and returns that.
 
-    Raises InvalidArgument for an unsupported kind of storage, and Unavailable if the folder cannot be read.
+    Raises StartError for an unsupported kind of storage, and Unavailable if the folder cannot be read.
     """
     partial = folder.with_name(folder.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted copy
@@ -38,7 +38,7 @@ def copy_to_partial(url: str, folder: Path) -> Path:
         storage, path = storages.core.url_to_fs(url)
         storage.get(path.rstrip("/") + "/", f"{partial}/", recursive=True)
     except (ValueError, ImportError) as error:
-        raise InvalidArgument("url", str(error)) from error
+        raise StartError(str(error)) from error
     except Exception as error:  # each kind of storage has its own errors
         raise Unavailable(f"{url} cannot be read: {type(error).__name__}: {error}") from error
     return partial

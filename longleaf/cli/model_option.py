@@ -8,7 +8,7 @@ import typer
 
 from longleaf.checkpoints.interaction import Interaction
 from longleaf.checkpoints.resolve import LocalModel, resolve_model
-from longleaf.errors import InvalidArgument
+from longleaf.errors import StartError
 from longleaf.service_settings import ServiceConfig
 
 Yes = Annotated[bool, typer.Option("--yes", help="Download the model smollm2 without asking.")]
@@ -26,7 +26,7 @@ def interaction(*, yes: bool, is_quiet: bool = False) -> Interaction:
         if yes:
             return True
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise InvalidArgument("model", f"a download needs consent: give --yes. {question}")
+            raise StartError(f"a download needs consent: give --yes. {question}")
         return typer.confirm(question, default=True, err=True)
 
     return Interaction(notify, confirm, has_progress_bars=sys.stderr.isatty() and not is_quiet)

@@ -54,8 +54,8 @@ def commands(page: str) -> Iterator[list[str]]:
 
 
 def serve_options(page: str) -> list[str]:
-    """Options of the first `longleaf serve` of a page, with ports chosen by the system."""
-    options = next(words[1:] for words in commands(page) if words[0] == "serve")
+    """Options of the first `longleaf serve` of a page that downloads no model, with ports chosen by the system."""
+    options = next(words[1:] for words in commands(page) if words[0] == "serve" and "--model" not in words)
     options[options.index("--http") + 1] = "0"
     return options
 

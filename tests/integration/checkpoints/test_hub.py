@@ -96,7 +96,7 @@ def test_revision_is_the_wanted_one(hub: Hub, models: Command):
     assert f"api {NAME}/revision/v1" in hub.calls
     missing = models("fetch", f"{NAME}@v9")
     assert missing.returncode == 2
-    assert error_of(missing) == f"--model: {NAME} has no revision v9 on 127.0.0.1:{hub.port}"
+    assert error_of(missing) == f"{NAME} has no revision v9 on 127.0.0.1:{hub.port}"
 
 
 def weights(num_bytes: int) -> bytes:
@@ -151,10 +151,10 @@ def test_token_goes_to_the_hub_and_not_to_the_storage(hub: Hub, models: Command)
     private = models("fetch", NAME)
     assert private.returncode == 2
     assert error_of(private) == (
-        f"--model: {NAME} is neither a folder here nor a model on 127.0.0.1:{hub.port}, or it is private: set HF_TOKEN"
+        f"{NAME} is neither a folder here nor a model on 127.0.0.1:{hub.port}, or it is private: set HF_TOKEN"
     )
     wrong = models("fetch", NAME, HF_TOKEN="hf_wrong")
-    assert error_of(wrong) == f"--model: 127.0.0.1:{hub.port} rejects the token for {NAME}: check HF_TOKEN"
+    assert error_of(wrong) == f"127.0.0.1:{hub.port} rejects the token for {NAME}: check HF_TOKEN"
     done = models("fetch", NAME, HF_TOKEN="hf_right")
     assert done.returncode == 0, done.stderr
     assert hub.count("storage") == 1 and hub.leaked == []
@@ -164,13 +164,13 @@ REFUSALS = {
     "gated": (
         Refusal(403, {"X-Error-Code": "GatedRepo"}),
         2,
-        "--model: acme/lookup is gated: accept its conditions at http://HUB/acme/lookup, and set HF_TOKEN to its token",
+        "acme/lookup is gated: accept its conditions at http://HUB/acme/lookup, and set HF_TOKEN to its token",
     ),
-    "forbidden": (Refusal(403), 2, r"--model: HUB denies access to acme/lookup: the token in use lacks the permission"),
+    "forbidden": (Refusal(403), 2, r"HUB denies access to acme/lookup: the token in use lacks the permission"),
     "missing": (
         Refusal(404, {"X-Error-Code": "RepoNotFound"}),
         2,
-        r"--model: acme/lookup is neither a folder here nor a model on HUB, or it is private: set HF_TOKEN",
+        r"acme/lookup is neither a folder here nor a model on HUB, or it is private: set HF_TOKEN",
     ),
     "limited": (
         Refusal(429, {"Retry-After": "90"}),
@@ -206,7 +206,7 @@ def test_weights_in_other_formats_are_named_before_anything_is_downloaded(
 ):
     hub.models[NAME] = {"config.json": b"{}", **files}
     done = models("fetch", NAME)
-    assert error_of(done) == f"--model: {NAME} has no weights in safetensors {message}"
+    assert error_of(done) == f"{NAME} has no weights in safetensors {message}"
     assert hub.count("metadata") == 0
 
 
