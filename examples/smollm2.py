@@ -46,7 +46,7 @@ def main(*arguments: str) -> None:
     print(
         "\nThe answers come from a model of 135 million parameters: they may be wrong, even where the README is clear. "
         "They\nequal those of transformers, token for token. For better answers serve a larger model: "
-        "docs/user-guide.md#get-a-model.\n\nTo go on:\n"
+        "docs/user-guide.md#get-a-model.\n\nNext steps:\n"
         "  longleaf serve --model smollm2 --launcher local --http 8000     # and in another terminal:\n"
         "  longleaf ingest README.md --name readme\n"
         '  longleaf ask readme "What is a rank?"                           # or open http://localhost:8000'

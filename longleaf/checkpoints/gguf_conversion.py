@@ -27,7 +27,7 @@ SmolLM2-135M in float32, 1.7 were measured."""
 BASE_BYTES = 1 << 30
 """Memory of a process with torch and transformers."""
 SPARE_BYTES = 4 << 30
-"""What the process may allocate beyond the estimate, such as stacks of threads."""
+"""Memory that the process may allocate beyond the estimate, such as stacks of threads."""
 WeightDtype = Literal["float32", "bfloat16", "float16"]
 ITEM_BYTES: dict[WeightDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -20,14 +20,14 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_ENTRIES = 100_000
-"""Of the metadata, and of the tensor table."""
+"""Limit of entries in the metadata, and in the tensor table."""
 MAX_ELEMENTS = 8_000_000
-"""Of all arrays in the metadata: a vocabulary of 262,144 tokens with its scores, types and merges has about 1,500,000.
-Readers create an object for each."""
+"""Limit of elements in all arrays of the metadata. A vocabulary of 262,144 tokens with scores, types and merges has about
+1,500,000. Readers create an object per element."""
 MAX_STRING_BYTES = 1 << 24
 MAX_DIMS = 4
 FIXED = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Struct codes of the types of metadata that have a fixed size."""
+"""Struct codes of metadata types with a fixed size."""
 STRING, ARRAY = 8, 9
 COUNTS = ("block_count", "expert_count")
 """Metadata by which a model is built, and which the tensors limit."""
@@ -134,7 +134,7 @@ class _Cursor:
             for _ in range(count):
                 self.text()
         else:
-            raise _Invalid(f"its metadata have an array of the unsupported type {inner}")
+            raise _Invalid(f"its metadata contain an array of the unsupported type {inner}")
         return None
 
     def _require(self, count: int) -> None:

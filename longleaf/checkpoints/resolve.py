@@ -26,7 +26,7 @@ class LocalModel(msgspec.Struct, frozen=True):
     name: str | None = None
     """Name for clients; None: the name of the folder."""
     is_fetched: bool = False
-    """Whether the folder is in a cache, so that other machines do not have it unless they fetched it as well."""
+    """Whether the folder is in a cache of this machine. Other machines must fetch the model as well."""
 
 
 def resolve_model(value: str, interaction: Interaction) -> LocalModel:

@@ -27,7 +27,7 @@ DOCUMENT = "\n".join(README.read_text().split("\n## ")[1].splitlines()[1:]).stri
 CONVERSATIONS: list[list[str]] = [
     ["What is the capital of France?"],
     ["Name three fruits.", "Apples, pears and plums.", "And three vegetables?"],
-    ["Who are you?"],
+    ["What is your name?"],
     ["Write a haiku about the sea."],
     ["What is 12 times 12?"],
     ["Explain photosynthesis to a child."],
@@ -39,11 +39,11 @@ CONVERSATIONS: list[list[str]] = [
     ["Summarize the story of Romeo and Juliet."],
     ["Write a Python function that adds two numbers."],
     ["What does HTTP stand for?"],
-    ["Tell me a joke.", "Why did the chicken cross the road?", "I do not know. Why?", "To get away.", "Another one!"],
+    ["A joke, please!", "Why did the chicken cross the road?", "I do not know. Why?", "To get away.", "Another one!"],
     ["Is water wet?"],
     ["Qu'est-ce que c'est, 'l'été' ? 🌞"],
     ["   Spaces   and\n\nlines\t, please repeat them."],
-    ["Who wrote 'Faust'?", "Goethe.", "When was he born?"],
+    ["Name the author of 'Faust'.", "Goethe.", "When was he born?"],
     ["When should I not use it?"],
 ]
 NUMBERS = [

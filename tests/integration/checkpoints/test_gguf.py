@@ -1,5 +1,5 @@
-"""Converted GGUF files have the dequantized weights, and the tokenizer and the chat template of the file. Files whose
-metadata contradict their tensors are refused with one sentence."""
+"""Conversion of GGUF files: dequantized weights, tokenizer, chat template, and refusals of contradictory metadata in one
+sentence."""
 
 import re
 import subprocess

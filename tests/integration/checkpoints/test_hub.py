@@ -38,7 +38,7 @@ def hub() -> Iterator[Hub]:
 
 
 class Command:
-    """`longleaf models`, with a cache of its own."""
+    """`longleaf models`, with a new cache."""
 
     def __init__(self, hub: Hub, folder: Path) -> None:
         self.cache = folder / "cache"

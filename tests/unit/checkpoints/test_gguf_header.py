@@ -1,5 +1,4 @@
-"""Headers of GGUF files: what is read from valid ones, and hostile ones, each refused with one sentence and in the
-memory of the header."""
+"""Headers of GGUF files. Hostile ones are refused with one sentence, and in little memory."""
 
 import random
 import struct
@@ -82,7 +81,7 @@ def test_digest_covers_header_and_samples(tmp_path: Path) -> None:
 HOSTILE = {
     "another format": (gguf_bytes(magic=b"PK\3\4"), "it does not begin with GGUF"),
     "nothing": (b"", "it does not begin with GGUF"),
-    "the magic alone": (b"GGUF", "it ends within its header"),
+    "only the magic": (b"GGUF", "it ends within its header"),
     "version 1": (gguf_bytes(version=1), "its version is 1, and versions 2 and 3 are supported"),
     "big-endian": (gguf_bytes(version=3 << 24), "its version is 50,331,648, and versions 2 and 3 are supported"),
     "count of tensors": (gguf_bytes(num_tensors=HUGE), f"it states {HUGE:,} tensors, more than 100,000"),
@@ -102,7 +101,7 @@ HOSTILE = {
         gguf_bytes([array(BOOL, 5_000_000, bytes(5_000_000)).replace(b"list", b"lis%d" % i) for i in range(2)]),
         "its metadata have arrays of more than 8,000,000 values",
     ),
-    "array of arrays": (gguf_bytes([array(ARRAY, 3)]), "its metadata have an array of the unsupported type 9"),
+    "array of arrays": (gguf_bytes([array(ARRAY, 3)]), "its metadata contain an array of the unsupported type 9"),
     "metadata twice": (gguf_bytes([ARCHITECTURE, ARCHITECTURE]), "its metadata have general.architecture twice"),
     "no architecture": (gguf_bytes([number("a", 1)]), "it has no general.architecture"),
     "no tensors": (gguf_bytes(tensors=[]), "it has no tensors"),
