@@ -15,6 +15,7 @@ import click
 import pytest
 from typer.main import get_command
 
+from examples.smollm2 import QUESTIONS, first_section
 from longleaf.cli.app import app
 from tests.support.command_line import CLI, Served, url_of
 from tests.support.tools import tool
@@ -96,6 +97,11 @@ def test_commands_and_options_exist(page: str) -> None:
             assert name in command.commands, words
             command = command.commands[name]
         command.make_context(" ".join(words), arguments)
+
+
+def test_passages_of_make_chat_are_in_the_part_of_the_readme_that_it_reads() -> None:
+    text = " ".join(first_section(ROOT / "README.md").split())
+    assert all(passage in text for passage in QUESTIONS.values())
 
 
 def test_readme_is_short() -> None:
