@@ -208,7 +208,7 @@ async def _read(read: Callable[[int], bytes | str]) -> AsyncIterator[bytes]:
 
 async def in_thread(function: Callable[..., T], *arguments: object) -> T:
     """Like `asyncio.to_thread`, but in a daemon thread, because reading a pipe may block interpreter exit forever."""
-    return await asyncio.wrap_future(call_in_thread(partial(function, *arguments), "longleaf-read"))
+    return await asyncio.wrap_future(call_in_thread(partial(function, *arguments)))
 
 
 def off_the_loop(document: Document) -> Document:

@@ -37,12 +37,13 @@ class TimedCalls:
         self._hanging = [call for call in self._hanging if not call.done()]
         if len(self._hanging) >= MAX_HANGING:
             raise StorageTimeout(f"{len(self._hanging)} earlier calls still have no answer")
-        return TimedCall(call_in_thread(work, "storage"), time.monotonic() + self._timeout)
+        return TimedCall(call_in_thread(work), time.monotonic() + self._timeout)
 
     def end(self, call: TimedCall[Found]) -> Found:
         """The result or the exception of the call. Raises StorageTimeout."""
         wait([call.future], max(0.0, call.deadline - time.monotonic()))
         if not call.future.done():
-            self._hanging.append(call.future)
+            if not call.future.cancel():  # it runs; else its thread died before, for lack of memory
+                self._hanging.append(call.future)
             raise StorageTimeout(f"no answer within {human_seconds(self._timeout)}")
         return call.future.result()

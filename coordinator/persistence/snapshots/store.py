@@ -34,7 +34,7 @@ class AsyncStore:
             if self.num_threads >= MAX_THREADS:
                 raise StorageUnavailable(f"{self.store.url}: {self.num_threads} calls have not returned")
             try:
-                begun = call_in_thread(partial(call, *args, **kwargs), "storage")
+                begun = call_in_thread(partial(call, *args, **kwargs))
             except RuntimeError as error:  # no more threads can be started
                 raise StorageUnavailable(f"{self.store.url}: not called: {error}") from error
             self._count(1)
