@@ -50,8 +50,8 @@ def main(*arguments: str) -> None:
             ask(client, question)
             print(f'  README: "{passage}"')
     print(
-        "\nA model of 135 million parameters gave these answers. Expect wrong ones and repetitions, even where the text is\n"
-        "clear; transformers generates the same answers from this model. A larger model answers better:\n"
+        "\nA model of 135 million parameters gave these answers. Expect wrong ones and repetitions, even where the text\n"
+        "is clear; transformers generates the same answers from this model. A larger model answers better:\n"
         "docs/user-guide.md#get-a-model\n\nNext steps:\n"
         "  longleaf serve --model smollm2 --launcher local --http 8000     # and in another terminal:\n"
         "  longleaf ingest README.md --name readme\n"

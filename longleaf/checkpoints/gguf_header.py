@@ -22,8 +22,8 @@ DEFAULT_ALIGNMENT = 32
 MAX_ENTRIES = 100_000
 """Limit of entries in the metadata, and in the tensor table."""
 MAX_ELEMENTS = 8_000_000
-"""Limit of elements in all arrays of the metadata. A vocabulary of 262,144 tokens with scores, types and merges has about
-1,500,000. Readers create an object per element."""
+"""Limit of elements in all arrays of the metadata. A vocabulary of 262,144 tokens with scores, types and merges has
+about 1,500,000. Readers create an object per element."""
 MAX_STRING_BYTES = 1 << 24
 MAX_DIMS = 4
 FIXED = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

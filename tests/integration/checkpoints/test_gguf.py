@@ -1,5 +1,4 @@
-"""Conversion of GGUF files: dequantized weights, tokenizer, chat template, and refusals of contradictory metadata in one
-sentence."""
+"""Conversion of GGUF files: dequantized weights, tokenizer, chat template, and one sentence for contradictory files."""
 
 import re
 import subprocess
