@@ -153,7 +153,7 @@ class Service:
         self._loop = asyncio.create_task(self._engine.run())
         model = self._describe(self._engine, tokenizer, readies[0])
         describe = partial(self._engine.cluster, model, self._config.launcher)
-        self.summary = summarize(describe(), self._engine.positions.limit)
+        self.summary = summarize(describe(), self._engine.positions.limit, config.threads_per_rank)
         self._application = self._make_application(self._engine, tokenizer, describe)
         await self._application.generation.resume_all()
         if self._durability is not None:

@@ -5,12 +5,12 @@ from longleaf.positions import UNLIMITED_TOKENS
 from longleaf.types import Cluster, ModelInfo
 
 
-def summarize(cluster: Cluster, max_positions: int) -> tuple[tuple[str, str], ...]:
+def summarize(cluster: Cluster, max_positions: int, threads_per_rank: int) -> tuple[tuple[str, str], ...]:
     """Pairs of a label and a text, for the model, the ranks, the longest document and the capacity. `max_positions` is
     the limit of the model."""
     return (
         ("model", _model(cluster.model)),
-        ("ranks", _ranks(cluster)),
+        ("ranks", _ranks(cluster, threads_per_rank)),
         ("document", _longest(cluster, max_positions)),
         ("capacity", _tokens(_capacity(cluster)) + " in all contexts and answers"),
     )
@@ -21,9 +21,13 @@ def _model(model: ModelInfo) -> str:
     return f"{model.name} ({model.architecture}, {dtypes})"
 
 
-def _ranks(cluster: Cluster) -> str:
+def _ranks(cluster: Cluster, threads_per_rank: int) -> str:
     devices = sorted({worker.device.partition(":")[0] for worker in cluster.workers})
-    return f"{cluster.world_size:,} on {' and '.join(devices)}, launcher {cluster.launcher}"
+    threads = ""
+    if "cpu" in devices:
+        threads = " with 1 thread" if threads_per_rank == 1 else f" with {threads_per_rank:,} threads"
+        threads += " each" if cluster.world_size > 1 else ""
+    return f"{cluster.world_size:,} on {' and '.join(devices)}{threads}, launcher {cluster.launcher}"
 
 
 def _longest(cluster: Cluster, max_positions: int) -> str:

@@ -16,7 +16,6 @@ from longleaf.client import Client
 from longleaf.config import EngineConfig
 from longleaf.errors import LongleafError
 from longleaf.launch import ServiceProcess, coordinator_command
-from longleaf.resources import num_processors
 from longleaf.service_settings import ServiceConfig
 from longleaf.types import Delta, Finished
 
@@ -35,8 +34,8 @@ START_SECONDS = 300.0
 
 def main(*arguments: str) -> None:
     model = resolve("smollm2", yes="--yes" in arguments)
-    engine = EngineConfig(model=str(model.folder), threads_per_rank=num_processors())
-    command = coordinator_command(ServiceConfig(engine=engine, port=0, launcher="local"))
+    engine = EngineConfig(model=str(model.folder))
+    command = coordinator_command(ServiceConfig(engine=engine, port=0))
     print("starting the service …", flush=True)
     with (
         ServiceProcess(command) as service,
@@ -50,12 +49,12 @@ def main(*arguments: str) -> None:
             ask(client, question)
             print(f'  README: "{passage}"')
     print(
-        "\nA model of 135 million parameters gave these answers. Expect wrong ones and repetitions, even where the text\n"
-        "is clear; transformers generates the same answers from this model. A larger model answers better:\n"
+        "\nA model of 135 million parameters gave these answers. Expect wrong ones and repetitions, even where the\n"
+        "text is clear; transformers generates the same answers from this model. A larger model answers better:\n"
         "docs/user-guide.md#get-a-model\n\nNext steps:\n"
-        "  longleaf serve --model smollm2 --launcher local --http 8000     # and in another terminal:\n"
+        "  longleaf serve --model smollm2 --http 8000     # and in another terminal:\n"
         "  longleaf ingest README.md --name readme\n"
-        '  longleaf ask readme "What is a rank?"                           # or open http://localhost:8000'
+        '  longleaf ask readme "What is a rank?"          # or open http://localhost:8000'
     )
 
 

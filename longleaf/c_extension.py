@@ -12,11 +12,13 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import stat
 import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from longleaf.config import cache_folder
@@ -59,6 +61,19 @@ def load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory() as passing:
             return ctypes.CDLL(str(build(source, flags, Path(passing))))
     return ctypes.CDLL(str(build(source, flags, folder)))
+
+
+def find_openmp() -> int | None:
+    """The address of `GOMP_parallel` in the OpenMP library that torch has loaded, which starts a function on several
+    threads; None if torch uses none. The libraries of gcc, LLVM and Intel have it, whatever the compiler."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    for path in dict.fromkeys(re.findall(r"(/\S*/lib[gi]?omp\S*\.so\S*)$", maps, re.MULTILINE)):
+        with suppress(OSError, AttributeError):
+            return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, ctypes.c_void_p).value
+    return None
 
 
 def own_folder(folder: Path) -> Path:

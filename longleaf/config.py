@@ -27,6 +27,7 @@ from longleaf.options import (
 from longleaf.resources import num_processors
 
 Launcher = Literal["ray", "local"]
+LauncherChoice = Literal["auto", "ray", "local"]
 MergeName = Literal["paper", "packed", "gather", "exchange", "hierarchy", "butterfly"]
 MergeChoice = Literal["auto", MergeName]
 PartialDtype = Literal["float32", "bfloat16"]
@@ -58,6 +59,8 @@ MAX_DRAFT_TOKENS = 31
 """Together with the token before them, 31 drafts occupy 32 rows of a step."""
 MIN_ROWS = 16
 """Rows that a step with drafts may have regardless of `max_sequences`."""
+CHOSEN = 0
+"""A number of ranks or threads that `longleaf serve` chooses for this machine, before ranks start."""
 RANKS_PER_CPU = 8
 """Maximum number of ranks per CPU. More processes would only wait for each other."""
 
@@ -94,7 +97,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     allow_long: Annotated[
         bool, Option(SERVICE, "Accept more tokens than the model was trained for; answers may get worse.")
     ] = False
-    world_size: Annotated[int, Option(RANKS, "Number of ranks (worker processes).", limit=Limit(1, 4096))] = 1
+    world_size: Annotated[
+        int,
+        Option(
+            RANKS,
+            "Number of ranks (worker processes).",
+            default="one per GPU of this machine, or one without GPUs",
+            flag_default=CHOSEN,
+            limit=Limit(1, 4096),
+        ),
+    ] = 1
     device: Annotated[
         DeviceName,
         Option(
@@ -108,7 +120,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         GraphsChoice, Option(RANKS, "CUDA graphs for decode steps (generating tokens); auto: where possible.")
     ] = "auto"
     threads_per_rank: Annotated[
-        int, Option(RANKS, "CPU threads of each rank.", flag="--threads", limit=Limit(1, 1024))
+        int,
+        Option(
+            RANKS,
+            "CPU threads of each rank.",
+            flag="--threads",
+            default="OMP_NUM_THREADS, else the processors of this machine, divided among the ranks",
+            flag_default=CHOSEN,
+            limit=Limit(1, 1024),
+        ),
     ] = 1
     merge: Annotated[
         MergeChoice,

@@ -18,6 +18,7 @@ from longleaf.errors import LongleafError, StartError, Unavailable
 from longleaf.extras import require_extra
 from longleaf.formatting import human_seconds
 from longleaf.options import to_argument
+from longleaf.rank_choice import choose_ranks, this_machine
 from longleaf.service_settings import GatewayConfig, ServiceConfig
 
 LISTENING = "listening on "
@@ -40,9 +41,19 @@ def coordinator_command(config: ServiceConfig) -> list[str]:
 
     Raises InvalidArgument naming the first setting that is invalid, and StartError if the server is not installed.
     """
+    return _python("coordinator", ready_config(config))
+
+
+def ready_config(config: ServiceConfig) -> ServiceConfig:
+    """The settings as the service takes them: valid, complete and independent of the working directory, because ranks
+    may be in another folder.
+
+    Raises InvalidArgument naming the first setting that is invalid, and StartError if the server is not installed.
+    """
     require_extra("server", "longleaf serve")
+    config = choose_ranks(config, this_machine())
     config.check()
-    return _python("coordinator", config.with_absolute_paths())  # ranks may be in another folder
+    return config.with_absolute_paths()
 
 
 def gateway_command(config: GatewayConfig) -> list[str]:

@@ -76,6 +76,8 @@ class Option:
     _: KW_ONLY
     default: str | bool = True
     """Describes a default that is computed; False: no default is shown."""
+    flag_default: Any = None
+    """The value without the flag, unless it is the default of the field."""
     metavar: str | None = None
     """Name of the value on the help page; None: that of the limit."""
     limit: Limit | None = None
@@ -174,8 +176,15 @@ def check_limits(config: msgspec.Struct) -> None:
 
 
 def config_from_flags(struct: type[Struct], values: Mapping[str, Any]) -> Struct:
-    """A struct and its parts, from values of flags by the names of their fields. None gives the default."""
+    """A struct and its parts, from values of flags by the names of their fields. None gives the default. Raises
+    InvalidArgument naming a flag with a default of its own whose value is out of range."""
     given = {name: values[name] for name in struct.__struct_fields__ if values.get(name) is not None}
+    for setting in own_settings(struct):
+        option = setting.option
+        if option.flag_default is not None:  # which need not be in range
+            if option.limit is not None and setting.name in given:
+                option.limit.check(setting.name, given[setting.name])
+            given.setdefault(setting.name, option.flag_default)
     given |= {name: str(value) for name, value in given.items() if isinstance(value, Path)}
     parts = {name: config_from_flags(part, values) for name, part in parts_of(struct).items()}
     return struct(**given, **parts)

@@ -12,7 +12,7 @@ from longleaf.config import (
     LOOPBACK,
     DataConfig,
     EngineConfig,
-    Launcher,
+    LauncherChoice,
     SamplingDefaults,
     check_model_name,
 )
@@ -216,14 +216,14 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
     port: Annotated[int, Option(SERVICE, "gRPC port; 0: any free port.", limit=PORTS)] = DEFAULT_PORT
     launcher: Annotated[
-        Launcher,
+        LauncherChoice,
         Option(
             RANKS,
-            "How ranks are started; local: as plain processes, fastest on one machine; ray: on one or several "
-            "machines.",
+            "How ranks are started; local: as plain processes of this machine, which is fastest; ray: on the machines "
+            "of a Ray cluster; auto: local, or ray with --ray-address or --wait-for-ranks.",
             after="world_size",
         ),
-    ] = "ray"
+    ] = "auto"
     ray_address: Annotated[
         str | None,
         Option(RANKS, "Ray cluster to join, such as auto.", default="a new one on this machine", metavar="ADDRESS"),
@@ -269,8 +269,8 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_limits(self)
         if self.model_name is not None:
             check_model_name(self.model_name)
-        if self.ray_address is not None and self.launcher != "ray":
-            raise InvalidArgument("ray_address", f"requires the launcher ray, not {self.launcher}")
+        if self.ray_address is not None and self.launcher == "local":
+            raise InvalidArgument("ray_address", "requires the launcher ray, not local")
         self.data.check(self.engine.snapshot_url)
         self.security.check(self.host)
         self.telemetry.check()

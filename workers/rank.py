@@ -23,6 +23,8 @@ from longleaf.errors import ModelRefused, StartError
 from longleaf.fingerprint import Fingerprint, read_fingerprint
 from longleaf.kernels import registry
 from longleaf.kernels.backend import Backend
+from longleaf.kernels.cpu.compiled import NativeBackend
+from longleaf.kernels.cpu.linear import use_native_linear
 from longleaf.merge import tiers
 from longleaf.rank_protocol.group_messages import Join, KvLayout, MergeTiming, Ready
 from longleaf.rank_protocol.member_messages import Hello
@@ -114,6 +116,8 @@ class Rank:
         check_kv_bytes(config, self.device, num_ranks_here, self._ranks_per_gpu)
         model = models.load(config.model, config.dtype, self.device)
         backend = registry.choose(config.kernels, self.device, model.dtype)
+        if isinstance(backend, NativeBackend):
+            use_native_linear(model.module, backend.product)
         if self._verifies_model:
             self._exactness_note = verify_model(model, backend, config, self._fingerprint, self._records)
         self.allocate_pool(model, backend)

@@ -163,7 +163,9 @@ def takes_config(struct: type[msgspec.Struct]) -> Callable[[Callable[..., None]]
 def _parameter(setting: Setting) -> tuple[Any, Any]:
     """The annotation and the default of a setting's parameter."""
     given, kind, default = setting.option, setting.kind, setting.field.default
-    if default is NODEFAULT or default == ():
+    if given.flag_default is not None:
+        kind, default = kind | None, None
+    elif default is NODEFAULT or default == ():
         default = None
     if given.is_path:
         kind = Path | None

@@ -9,6 +9,7 @@ import typer
 from longleaf.checkpoints.interaction import Interaction
 from longleaf.checkpoints.resolve import LocalModel, resolve_model
 from longleaf.errors import StartError
+from longleaf.rank_choice import choose_ranks, this_machine
 from longleaf.service_settings import ServiceConfig
 
 Yes = Annotated[bool, typer.Option("--yes", help="Download the model smollm2 without asking.")]
@@ -40,6 +41,7 @@ def resolve(model: str, *, yes: bool = False, is_quiet: bool = False) -> LocalMo
 def with_local_model(config: ServiceConfig, *, yes: bool, is_quiet: bool) -> ServiceConfig:
     """The settings with a local folder as the model. Raises InvalidArgument for other invalid settings first, so that
     nothing is downloaded in vain."""
+    config = choose_ranks(config, this_machine())
     config.check_all_but_model()
     found = resolve(config.engine.model, yes=yes, is_quiet=is_quiet)
     if found.is_fetched and config.ray_address is not None and not is_quiet:

@@ -9,7 +9,7 @@ from longleaf.cli.flags import takes_config
 from longleaf.cli.model_option import Yes, with_local_model
 from longleaf.cli.options import AsJson
 from longleaf.extras import require_extra
-from longleaf.launch import coordinator_command
+from longleaf.launch import coordinator_command, ready_config
 from longleaf.service_settings import ServiceConfig
 from longleaf.topology import count_ranks
 
@@ -28,14 +28,14 @@ def serve(config: ServiceConfig, yes: Yes = False, as_json: AsJson = False) -> N
 
     Examples:
 
-      longleaf serve --launcher local --http 8000
-      longleaf serve --model smollm2 --launcher local
+      longleaf serve --http 8000
+      longleaf serve --model smollm2
       longleaf serve --model Qwen/Qwen3-0.6B --world-size 4 --data-dir ~/.longleaf
     """
     require_extra("server", "longleaf serve")
     config = with_local_model(config, yes=yes, is_quiet=as_json or config.telemetry.log_format == "json")
-    command = coordinator_command(msgspec.structs.replace(config, as_json=as_json))
+    config = ready_config(msgspec.structs.replace(config, as_json=as_json))
     if config.telemetry.log_format == "text":
         ranks = count_ranks(config.engine.world_size)
         print(f"starting {ranks} ({config.launcher}) …", file=sys.stderr, flush=True)
-    exec_command(command)
+    exec_command(coordinator_command(config))

@@ -178,7 +178,7 @@ def test_the_start_prints_a_summary(served: Served):
     lines = [line for line in served.output.splitlines() if line.startswith(labels)]
     assert [line.split()[0] for line in lines] == ["model", "ranks", "document", "capacity"]
     assert lines[1:3] == [
-        "ranks        2 on cpu, launcher local",
+        "ranks        2 on cpu with 1 thread each, launcher local",
         "document     up to 8,192 tokens, with its questions and answers",
     ]
 

@@ -261,7 +261,7 @@ def test_killed_service_leaves_no_processes(checkpoint: Path, started: ExitStack
     ],
 )
 def test_signal_during_ray_start_leaves_no_processes(checkpoint: Path, started: ExitStack, name: str, number: int):
-    command = [*CLI, "serve", "--port", "0", "--model", str(checkpoint), "--world-size", "2"]
+    command = [*CLI, "serve", "--port", "0", "--model", str(checkpoint), "--world-size", "2", "--launcher", "ray"]
     process = start([*command, "--kv-bytes", "8000000"], started)
     while not runs(process, name):
         time.sleep(0.01)

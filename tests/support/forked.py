@@ -38,8 +38,8 @@ def _starts_ray(command: Sequence[str]) -> bool:
     if list(command[:4]) == COORDINATOR:
         return json.loads(command[4])["launcher"] == "ray"
     words = [word for each in command for word in each.split("=", 1)]
-    is_local = ("--launcher", "local") in zip(words, words[1:], strict=False)
-    return "serve" in command[1:2] and not is_local
+    asks_for_ray = ("--launcher", "ray") in zip(words, words[1:], strict=False) or "--ray-address" in words
+    return "serve" in command[1:2] and (asks_for_ray or "--wait-for-ranks" in words)
 
 
 def run(

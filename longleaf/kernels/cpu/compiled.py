@@ -1,4 +1,5 @@
-"""CPU backend: compiled kernels for few rows and for the fold, torch's flash kernel for many rows."""
+"""CPU backend: compiled kernels for few rows, for their products with weights and for the fold, torch's flash kernel
+for many rows."""
 
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ from longleaf.kernels.cpu.block_attribution import NativeBlockAttribution
 from longleaf.kernels.cpu.decode import NativeDecode
 from longleaf.kernels.cpu.flash import TorchFlashBackend
 from longleaf.kernels.cpu.fold import NativeFold
+from longleaf.kernels.cpu.linear import NativeLinear
 
 
 class NativeBackend(TorchFlashBackend):
@@ -21,6 +23,8 @@ class NativeBackend(TorchFlashBackend):
 
     def __init__(self) -> None:
         super().__init__()
+        self.product = NativeLinear.load()
+        """Products with the weights of a model."""
         self._decode = NativeDecode.load()
         self._fold = NativeFold.load()
         self.add_shares = NativeBlockAttribution.load()

@@ -7,8 +7,11 @@
 
    Shapes: q [tokens, kv_heads * group, dim] with strides between tokens and heads; keys and values [kv_heads, slots,
    dim] with a stride between heads; out [tokens, kv_heads * group, dim] and lse [tokens, kv_heads * group] contiguous.
-   dim is a multiple of LANES. `scratch` has longleaf_scratch_size() floats. Scores s become cap * tanh(s / cap), unless
-   cap is 0. lse is the natural log of the sum of exponentials; a row that sees no key gives out 0, lse -inf.
+   dim is a multiple of LANES. `scratch` has longleaf_scratch_size() floats. Scores s become cap * tanh(s / cap),
+   unless cap is 0. lse is the natural log of the sum of exponentials; a row that sees no key gives out 0, lse -inf.
+
+   Several threads divide the key heads among them, and where these are few, also the keys; the results of the parts of
+   the keys are then merged in their order.
 
    On request the kernel also returns, for each read, the contribution of each block of BLOCK slots to each row: the
    share of a block in the row's attention is sum * exp(peak - lse). The bits of the result do not depend on the
@@ -62,6 +65,10 @@
 #define WIDE 128
 /* bytes of a cache line */
 #define LINE 64
+/* minimum number of keys in a part of several, and tasks per thread, so that a delayed thread leaves its tasks to
+   others */
+#define PART 256
+#define SPREAD 2
 /* Scores more than 60 below the peak, weights below 1e-26, are raised to this: a billion such weights do not change a
    float32 sum that contains a one. Otherwise they would become denormal numbers, which are a hundred times slower. */
 #define NEGLIGIBLE -60.0f
@@ -714,17 +721,18 @@ static void tell(const struct rows *rows, const struct block *block, unsigned lo
             note(entry, begins, rows->peak[row], rows->total[row]);
 }
 
-static void add_read(const struct rows *rows, const struct read *read, const struct store *store,
-                     const struct told_read *told_read, struct entry *told)
+/* Adds keys [first_key, end_key) of a read, counted from its first. */
+static void add_read(const struct rows *rows, const struct read *read, long first_key, long end_key,
+                     const struct store *store, const struct told_read *told_read, struct entry *told)
 {
-    const long num_keys = read->end_slot - read->first_slot, group = rows->group;
+    const long group = rows->group;
     const long num_rows = (read->end_row - read->first_row) * group;
     struct block block = {.read = read, .key_bytes = rows->dim * BYTES[store->kind]};
     const long bytes = store->kind == INT8 ? rows->dim * BYTES[FLOAT32] : block.key_bytes; /* as read by the loops */
     const long page = (PAGE + bytes - 1) / bytes;
     const long most = num_rows < MANY && page < BLOCK ? page : BLOCK;
-    for (long key = 0; key < num_keys; key += block.num_keys) {
-        const long slot = read->first_slot + key, rest = num_keys - key, room = BLOCK - slot % BLOCK;
+    for (long key = first_key; key < end_key; key += block.num_keys) {
+        const long slot = read->first_slot + key, rest = end_key - key, room = BLOCK - slot % BLOCK;
         block.key = key;
         block.num_keys = rest < most ? rest : most;
         block.num_keys = block.num_keys < room ? block.num_keys : room;
@@ -795,67 +803,218 @@ static long stride_of(long num_rows)
     return (num_rows + WIDTH - 1) / PAIRS * PAIRS;
 }
 
-long longleaf_scratch_size(long num_rows, long dim)
+static long state_size(long num_rows, long dim)
 {
-    return BLOCK * TILE + (2 * BLOCK + 1) * dim + stride_of(num_rows) * dim + 2 * num_rows * dim + 4 * num_rows;
+    return num_rows * (dim + 3);
 }
 
-static void go_to_next_head(struct store *store, long stride)
+static long worker_size(long num_rows, long dim)
 {
-    store->keys += stride * BYTES[store->kind];
-    store->values += stride * BYTES[store->kind];
-    if (store->kind == INT8) {
-        store->exponents += stride / store->block_size;
-        store->scales += stride / store->dim;
+    const long blocks = BLOCK * TILE + (2 * BLOCK + 1) * dim, queries = (stride_of(num_rows) + num_rows) * dim;
+    return (blocks + queries + num_rows + state_size(num_rows, dim) + WIDTH - 1) / WIDTH * WIDTH;
+}
+
+/* Starts work(job) on several threads, one of them the caller, and waits for all: the entry of libgomp, and of other
+   OpenMP libraries, which compilers call for `#pragma omp parallel`. Called by its address, it is the one that torch
+   uses, hence its threads. */
+typedef void parallel(void (*work)(void *), void *job, unsigned num_threads, unsigned flags);
+
+/* A call. Each task is a key head and a part of the keys, and the thread that ends the last part of a head merges
+   them. */
+struct job {
+    const float *q;
+    struct store store; /* of the first head */
+    float *out, *lse;
+    float *scratch; /* for each thread */
+    float *states;  /* [heads, parts, state_size], if there is more than one part */
+    int *num_ended; /* [heads], parts */
+    const struct read *reads;
+    const struct told_read *told_reads;
+    struct entry *told;
+    long num_reads, tokens, heads, group, parts;
+    long q_token_stride, q_head_stride, kv_head_stride, told_stride;
+    long num_workers, num_tasks; /* begun so far */
+    long cost;                   /* of all keys of a head */
+    float scale, cap;
+};
+
+/* Estimated cost of a key: it is read once, and computed with by each row. */
+static long cost_of_key(const struct read *read, long group)
+{
+    return FEW + (read->end_row - read->first_row) * group;
+}
+
+static long cost_of_keys(const struct read *reads, long num_reads, long group)
+{
+    long cost = 0;
+    for (long i = 0; i < num_reads; i++)
+        cost += (reads[i].end_slot - reads[i].first_slot) * cost_of_key(reads + i, group);
+    return cost;
+}
+
+/* The key of a read at which the next part begins, if that begins `cost` after the first key: at the start of a block
+   of slots, or at one end of the read. */
+static long cut(const struct read *read, long cost, long group)
+{
+    const long num_keys = read->end_slot - read->first_slot, key = cost / cost_of_key(read, group);
+    const long place = (read->first_slot + key + BLOCK - 1) / BLOCK * BLOCK - read->first_slot;
+    return key <= 0 ? 0 : place < num_keys ? place : num_keys;
+}
+
+static void add_part(const struct job *job, const struct rows *rows, const struct store *store, struct entry *told,
+                     long part)
+{
+    const long from = job->cost * part / job->parts, to = job->cost * (part + 1) / job->parts;
+    long passed = 0;
+    for (long i = 0; i < job->num_reads; i++) {
+        const struct read *read = job->reads + i;
+        const long num_keys = read->end_slot - read->first_slot;
+        const long first = cut(read, from - passed, job->group);
+        const long last = part == job->parts - 1 ? num_keys : cut(read, to - passed, job->group);
+        add_read(rows, read, first, last, store, job->told_reads ? job->told_reads + i : NULL, told);
+        passed += num_keys * cost_of_key(read, job->group);
     }
 }
 
-static void decode(const float *q, struct store store, float *out, float *lse, float *scratch, const struct read *reads,
-                   long num_reads, long tokens, long heads, long group, long q_token_stride, long q_head_stride,
-                   long kv_head_stride, float scale, float cap, const struct told_read *told_reads, struct entry *told,
-                   long told_stride)
+static void set_state(struct rows *rows, float *state, long num_rows)
 {
-    const long num_rows = tokens * group, dim = store.dim;
-    struct rows rows = {.weights = scratch, .dim = dim, .stride = stride_of(num_rows), .group = group, .cap = cap};
+    rows->out = state;
+    rows->peak = rows->out + num_rows * rows->dim;
+    rows->sum = rows->peak + num_rows;
+    rows->witness = rows->sum + num_rows;
+}
+
+/* Adds the state of a later part to `rows`. */
+static void merge(const struct rows *rows, const struct rows *later, long num_rows)
+{
+    for (long row = 0; row < num_rows; row++) {
+        const float top = rows->peak[row] > later->peak[row] ? rows->peak[row] : later->peak[row];
+        const float fade = expf(rows->peak[row] - top), share = expf(later->peak[row] - top);
+        float *out = rows->out + row * rows->dim;
+        const float *added = later->out + row * rows->dim;
+        for (long d = 0; d < rows->dim; d++)
+            out[d] = out[d] * fade + added[d] * share;
+        rows->sum[row] = rows->sum[row] * fade + later->sum[row] * share;
+        rows->witness[row] += later->witness[row];
+        rows->peak[row] = top;
+    }
+}
+
+static void do_task(struct job *job, struct rows *rows, struct store *store, long head, long part)
+{
+    const long num_rows = job->tokens * job->group, dim = store->dim, size = state_size(num_rows, dim);
+    const long offset = head * job->kv_head_stride;
+    float *states = job->states + head * job->parts * size;
+    store->keys = job->store.keys + offset * BYTES[store->kind];
+    store->values = job->store.values + offset * BYTES[store->kind];
+    if (store->kind == INT8) {
+        store->exponents = job->store.exponents + offset / store->block_size;
+        store->scales = job->store.scales + offset / dim;
+    }
+    if (job->parts > 1)
+        set_state(rows, states + part * size, num_rows);
+    begin(rows, job->q + head * job->group * job->q_head_stride, job->tokens, job->q_token_stride, job->q_head_stride,
+          job->scale);
+    add_part(job, rows, store, job->told + head * job->told_stride, part);
+    if (job->parts > 1) {
+        if (__atomic_add_fetch(job->num_ended + head, 1, __ATOMIC_ACQ_REL) < job->parts)
+            return;
+        struct rows later = *rows;
+        set_state(rows, states, num_rows);
+        for (long i = 1; i < job->parts; i++) {
+            set_state(&later, states + i * size, num_rows);
+            merge(rows, &later, num_rows);
+        }
+    }
+    finish(rows, job->out + head * job->group * dim, job->lse + head * job->group, job->tokens, job->heads);
+}
+
+static void work(void *begun)
+{
+    struct job *job = begun;
+    const long num_rows = job->tokens * job->group, dim = job->store.dim;
+    const long worker = __atomic_fetch_add(&job->num_workers, 1, __ATOMIC_RELAXED);
+    struct store store = job->store;
+    struct rows rows = {.weights = job->scratch + worker * worker_size(num_rows, dim), .dim = dim,
+                        .stride = stride_of(num_rows), .group = job->group, .cap = job->cap};
     store.room = rows.weights + BLOCK * TILE;
     rows.q_by_pair = store.room + (2 * BLOCK + 1) * dim;
     rows.q = rows.q_by_pair + rows.stride * dim;
-    rows.out = rows.q + num_rows * dim;
-    rows.peak = rows.out + num_rows * dim;
-    rows.sum = rows.peak + num_rows;
-    rows.witness = rows.sum + num_rows;
-    rows.total = rows.witness + num_rows;
+    rows.total = rows.q + num_rows * dim;
+    set_state(&rows, rows.total + num_rows, num_rows);
     memset(rows.q_by_pair, 0, sizeof(float) * rows.stride * dim);
-    for (long h = 0; h < heads; h++) {
-        begin(&rows, q + h * group * q_head_stride, tokens, q_token_stride, q_head_stride, scale);
-        for (long i = 0; i < num_reads; i++)
-            add_read(&rows, reads + i, &store, told_reads ? told_reads + i : NULL, told);
-        finish(&rows, out + h * group * dim, lse + h * group, tokens, heads);
-        go_to_next_head(&store, kv_head_stride);
-        told += told_stride;
+    for (;;) {
+        const long task = __atomic_fetch_add(&job->num_tasks, 1, __ATOMIC_RELAXED);
+        if (task >= job->heads * job->parts)
+            return;
+        do_task(job, &rows, &store, task / job->parts, task % job->parts);
     }
 }
 
+/* The number of parts into which several threads divide the keys of each head: enough to keep all busy, each of at
+   least PART keys; 0 if one thread is faster. */
+long longleaf_num_parts(const struct read *reads, long num_reads, long heads, long threads)
+{
+    long num_keys = 0;
+    for (long i = 0; i < num_reads; i++)
+        num_keys += reads[i].end_slot - reads[i].first_slot;
+    const long wanted = (threads * SPREAD + heads - 1) / heads, most = num_keys / PART;
+    if (threads == 1 || heads * num_keys < 2 * PART)
+        return 0;
+    return most < 1 ? 1 : wanted < most ? wanted : most;
+}
+
+/* In floats. */
+long longleaf_scratch_size(long num_rows, long dim, long heads, long threads, long parts)
+{
+    return threads * worker_size(num_rows, dim) + (parts > 1 ? heads * (parts * state_size(num_rows, dim) + 1) : 0);
+}
+
+static void decode(struct job *job, float *scratch, parallel *start, long threads)
+{
+    const long num_rows = job->tokens * job->group, dim = job->store.dim;
+    job->scratch = scratch;
+    job->states = scratch + threads * worker_size(num_rows, dim);
+    if (job->parts > 1) {
+        job->num_ended = (int *)(job->states + job->heads * job->parts * state_size(num_rows, dim));
+        memset(job->num_ended, 0, sizeof(int) * job->heads);
+        job->cost = cost_of_keys(job->reads, job->num_reads, job->group);
+    }
+    if (threads > 1)
+        start(work, job, threads, 0);
+    else
+        work(job);
+}
+
 /* `kind` is float32, bfloat16 or float16, for keys and values. `told_reads` has an element for each read, or is NULL;
-   contributions are written to `told` [kv_heads, entries * group], with a stride between heads. */
+   contributions are written to `told` [kv_heads, entries * group], with a stride between heads. `start` is needed for
+   more than one thread. */
 void longleaf_decode(const float *q, const char *keys, const char *values, float *out, float *lse, float *scratch,
                      const struct read *reads, long num_reads, long tokens, long heads, long group, long dim,
-                     long q_token_stride, long q_head_stride, long kv_head_stride, long kind, float scale, float cap,
-                     const struct told_read *told_reads, struct entry *told, long told_stride)
+                     long q_token_stride, long q_head_stride, long kv_head_stride, parallel *start, long threads,
+                     long parts, long kind, float scale, float cap, const struct told_read *told_reads,
+                     struct entry *told, long told_stride)
 {
-    const struct store store = {.keys = keys, .values = values, .dim = dim, .kind = kind};
-    decode(q, store, out, lse, scratch, reads, num_reads, tokens, heads, group, q_token_stride, q_head_stride,
-           kv_head_stride, scale, cap, told_reads, told, told_stride);
+    struct job job = {.q = q, .out = out, .lse = lse, .reads = reads, .num_reads = num_reads, .tokens = tokens,
+                      .heads = heads, .group = group, .parts = parts, .q_token_stride = q_token_stride,
+                      .q_head_stride = q_head_stride, .kv_head_stride = kv_head_stride, .scale = scale, .cap = cap,
+                      .told_reads = told_reads, .told = told, .told_stride = told_stride};
+    job.store = (struct store){.keys = keys, .values = values, .dim = dim, .kind = kind};
+    decode(&job, scratch, start, threads);
 }
 
 void longleaf_decode_int8(const float *q, const char *keys, const char *values, const signed char *exponents,
                           const float *scales, float *out, float *lse, float *scratch, const struct read *reads,
                           long num_reads, long tokens, long heads, long group, long dim, long q_token_stride,
-                          long q_head_stride, long kv_head_stride, long block_size, float scale, float cap,
-                          const struct told_read *told_reads, struct entry *told, long told_stride)
+                          long q_head_stride, long kv_head_stride, parallel *start, long threads, long parts,
+                          long block_size, float scale, float cap, const struct told_read *told_reads,
+                          struct entry *told, long told_stride)
 {
-    const struct store store = {.keys = keys, .values = values, .exponents = exponents, .scales = scales,
-                                .block_size = block_size, .dim = dim, .kind = INT8};
-    decode(q, store, out, lse, scratch, reads, num_reads, tokens, heads, group, q_token_stride, q_head_stride,
-           kv_head_stride, scale, cap, told_reads, told, told_stride);
+    struct job job = {.q = q, .out = out, .lse = lse, .reads = reads, .num_reads = num_reads, .tokens = tokens,
+                      .heads = heads, .group = group, .parts = parts, .q_token_stride = q_token_stride,
+                      .q_head_stride = q_head_stride, .kv_head_stride = kv_head_stride, .scale = scale, .cap = cap,
+                      .told_reads = told_reads, .told = told, .told_stride = told_stride};
+    job.store = (struct store){.keys = keys, .values = values, .exponents = exponents, .scales = scales,
+                               .block_size = block_size, .dim = dim, .kind = INT8};
+    decode(&job, scratch, start, threads);
 }

@@ -21,25 +21,30 @@ LANES = 8
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Types of keys and values, as numbered in decode.c."""
 INT8_TYPES = [torch.int8, torch.int8, torch.int8, torch.float32]
+SIZE_TYPES = [ctypes.c_long] * 8 + [ctypes.c_void_p] + [ctypes.c_long] * 3
 ATTRIBUTION_TYPES = [ctypes.c_void_p] * 2 + [ctypes.c_long]
 MAX_ROWS = 512
-"""Maximum rows per key head of a layer. With more rows, torch's matrix products are faster on one thread."""
+"""Maximum rows per key head of a layer. With more rows, torch's matrix products are faster."""
 
 
 class NativeDecode:
-    """Attention of a few query rows over keys of 32, 16 or 8 bits, on the calling thread. Arithmetic and results are
+    """Attention of a few query rows over keys of 32, 16 or 8 bits, on torch's threads. Arithmetic and results are
     float32 for any type of queries and keys."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = library.longleaf_decode
-        self._run.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_long] * 9 + [ctypes.c_float] * 2 + ATTRIBUTION_TYPES
+        self._run.argtypes = [ctypes.c_void_p] * 7 + SIZE_TYPES + [ctypes.c_float] * 2 + ATTRIBUTION_TYPES
         self._run.restype = None
         self._run_int8 = library.longleaf_decode_int8
-        self._run_int8.argtypes = [ctypes.c_void_p] * 9 + [ctypes.c_long] * 9 + [ctypes.c_float] * 2 + ATTRIBUTION_TYPES
+        self._run_int8.argtypes = [ctypes.c_void_p] * 9 + SIZE_TYPES + [ctypes.c_float] * 2 + ATTRIBUTION_TYPES
         self._run_int8.restype = None
         self._scratch_size = library.longleaf_scratch_size
-        self._scratch_size.argtypes = [ctypes.c_long] * 2
+        self._scratch_size.argtypes = [ctypes.c_long] * 5
         self._scratch_size.restype = ctypes.c_long
+        self._num_parts = library.longleaf_num_parts
+        self._num_parts.argtypes = [ctypes.c_void_p] + [ctypes.c_long] * 3
+        self._num_parts.restype = ctypes.c_long
+        self._start_threads = c_extension.find_openmp()
 
     @staticmethod
     def load() -> "NativeDecode":
@@ -62,7 +67,7 @@ class NativeDecode:
         num_tokens, num_heads, dim = q_THD.shape
         rows = num_tokens * (num_heads // k_KSD.shape[0])
         is_alike = q_THD.is_cpu and q_THD.is_floating_point() and q_THD.stride(2) == 1 and dim == k_KSD.shape[2]
-        return is_alike and dim % LANES == 0 and rows * torch.get_num_threads() <= MAX_ROWS
+        return is_alike and dim % LANES == 0 and rows <= MAX_ROWS
 
     def __call__(
         self,
@@ -108,19 +113,23 @@ class NativeDecode:
 
     def _prepare(
         self, q_THD: Tensor, k_KSD: Tensor, reads: Sequence[Read]
-    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], tuple[int, ...]]:
+    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], tuple[int | None, ...]]:
         """Out, lse, scratch memory and the table of reads; then the size arguments of the kernel."""
         (num_tokens, num_heads, dim), num_kv_heads = q_THD.shape, k_KSD.shape[0]
         group = num_heads // num_kv_heads
         table = reads.table if isinstance(reads, Reads) else Reads(reads).table
         out_THD = q_THD.new_empty(num_tokens, num_heads, dim)
         lse_TH = q_THD.new_empty(num_tokens, num_heads)
-        scratch = q_THD.new_empty(self._scratch_size(num_tokens * group, dim))
+        threads = torch.get_num_threads() if self._start_threads else 1
+        parts = self._num_parts(table.data_ptr(), len(table), num_kv_heads, threads)
+        if not parts:
+            threads = parts = 1
+        scratch = q_THD.new_empty(self._scratch_size(num_tokens * group, dim, num_kv_heads, threads, parts))
         sizes = (len(table), num_tokens, num_kv_heads, group, dim, *q_THD.stride()[:2], k_KSD.stride(0))
-        return (out_THD, lse_TH, scratch, table), sizes
+        return (out_THD, lse_TH, scratch, table), (*sizes, self._start_threads, threads, parts)
 
 
-def _attribution_arguments(reads: Sequence[Read], sizes: Sequence[int]) -> tuple[int | None, int | None, int]:
+def _attribution_arguments(reads: Sequence[Read], sizes: Sequence[int | None]) -> tuple[int | None, int | None, int]:
     """Arguments of block attribution: the table of reads, the output for entries, and the number of entries per key
     head."""
     sums = reads.attributed if isinstance(reads, Reads) else None

@@ -9,7 +9,7 @@ from longleaf.attention.masks import Reads
 from longleaf.kernels import int8
 from longleaf.kernels.cpu.block_attribution import NativeBlockAttribution
 from longleaf.kernels.cpu.decode import NativeDecode
-from tests.support.attention.partials import seeds
+from tests.support.attention.partials import seeds, torch_threads
 from tests.support.attention.told import Dense, check_sums, drawn_reads
 
 SCALE, KV_HEADS = 0.4, 2
@@ -24,8 +24,11 @@ SCALE, KV_HEADS = 0.4, 2
     dim=st.sampled_from([8, 64, 96]),
     cap=st.sampled_from([None, 3.0]),
     kind=st.sampled_from(["float32", "bfloat16", "int8"]),
+    num_threads=st.integers(1, 4),
 )
-def test_blocks_have_the_shares_of_dense_attention_and_change_no_bit(data, seed, num_rows, group, dim, cap, kind):
+def test_blocks_have_the_shares_of_dense_attention_and_change_no_bit(
+    data, seed, num_rows, group, dim, cap, kind, num_threads
+):
     reads, reported, num_slots = drawn_reads(data, num_rows)
     generator, decode = torch.Generator().manual_seed(seed), NativeDecode.load()
     q = torch.randn(num_rows, KV_HEADS * group, dim, generator=generator)
@@ -45,9 +48,10 @@ def test_blocks_have_the_shares_of_dense_attention_and_change_no_bit(data, seed,
             else decode(q, keys, values, found, SCALE, cap)
         )
 
-    plain, asking = run(Reads(reads)), Reads(reads)
+    asking = Reads(reads)
     asking.attributed = BlockSums(reported)
-    partial = run(asking)
+    with torch_threads(num_threads):
+        plain, partial = run(Reads(reads)), run(asking)
     assert torch.equal(partial.out_THD, plain.out_THD) and torch.equal(partial.lse_TH, plain.lse_TH)
     reported_KE2 = asking.attributed.take()
     assert asking.attributed.take() is None

@@ -14,7 +14,7 @@ from longleaf.kernels.backend import Int8Layer
 from longleaf.kernels.cpu.decode import FLAGS, SOURCE, NativeDecode
 from longleaf.positions import AttentionSpan
 from tests.support.attention.dense import visible
-from tests.support.attention.partials import assert_same, seeds
+from tests.support.attention.partials import assert_same, seeds, torch_threads
 
 
 def native_kernel():
@@ -36,15 +36,20 @@ def test_the_compiled_kernel_agrees_with_float64(dim, num_keys, num_rows, softca
     assert_same(found, reference.attend(q, keys, values, seen, 0.2, softcap=softcap))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
-    data=st.data(), seed=seeds, num_rows=st.integers(1, 40), group=st.integers(1, 5), cap=st.sampled_from([None, 3.0])
+    data=st.data(),
+    seed=seeds,
+    num_rows=st.integers(1, 40),
+    group=st.integers(1, 5),
+    cap=st.sampled_from([None, 3.0]),
+    num_threads=st.integers(1, 5),
 )
-def test_the_compiled_kernel_reads_any_rectangles(data, seed, num_rows, group, cap):
+def test_the_compiled_kernel_reads_any_rectangles(data, seed, num_rows, group, cap, num_threads):
     generator, reads, slot = torch.Generator().manual_seed(seed), [], 0
     for _ in range(data.draw(st.integers(0, 6))):
         rows = sorted(data.draw(st.lists(st.integers(0, num_rows), min_size=2, max_size=2)))
-        num_keys = data.draw(st.integers(0, 70))
+        num_keys = data.draw(st.one_of(st.integers(0, 70), st.integers(300, 900)))
         offset = data.draw(st.one_of(st.none(), st.integers(-40, 90)))
         window = None if offset is None else data.draw(st.one_of(st.none(), st.integers(1, 60)))
         reads.append(Read(*rows, slot, slot + num_keys, offset, window))
@@ -58,7 +63,24 @@ def test_the_compiled_kernel_reads_any_rectangles(data, seed, num_rows, group, c
     q = torch.randn(num_rows, 2 * group, 8, generator=generator)
     k, v = (torch.randn(2, slot, 8, generator=generator) for _ in range(2))
     expected = reference.attend(q, k.transpose(0, 1), v.transpose(0, 1), seen, 0.5, softcap=cap)
-    assert_same(native_kernel()(q, k, v, Reads(reads), 0.5, cap), expected)
+    with torch_threads(num_threads):
+        found, again = (native_kernel()(q, k, v, Reads(reads), 0.5, cap) for _ in range(2))
+    assert_same(found, expected)
+    assert torch.equal(found.out_THD, again.out_THD) and torch.equal(found.lse_TH, again.lse_TH), "whatever ends first"
+
+
+def test_non_finite_number_in_one_part_of_the_keys_reaches_the_result():
+    q, k = torch.randn(2, 2, 8), torch.randn(1, 5000, 8)
+    with torch_threads(4):
+        for place in (0, 1777, 4999):
+            for number in ("nan", "inf"):
+                keys, values = k.clone(), k.clone()
+                keys[0, place, 3] = float(number)
+                assert native_kernel()(q, keys, k, [Read(0, 2, 0, 5000)], 1.0).out_THD.isnan().all()
+                values[0, place] = float(number)
+                hidden = native_kernel()(q, k, values, [Read(0, 1, 0, 5000), Read(1, 2, 0, place)], 1.0)
+                assert not hidden.out_THD[0].isfinite().any()
+                assert hidden.out_THD[1].isfinite().all()
 
 
 def test_the_compiled_kernel_keeps_what_is_broken_in_one_row_out_of_the_others():

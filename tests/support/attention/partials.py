@@ -1,6 +1,7 @@
 """Partials that are compared."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
 
 import torch
 from hypothesis import strategies as st
@@ -28,3 +29,14 @@ def random_partials(
         for _ in range(world_size)
     ]
     return [Partial.identity(rows, heads, dim) if rank in empty else part for rank, part in enumerate(found)]
+
+
+@contextmanager
+def torch_threads(number: int) -> Generator[None, None, None]:
+    """Torch computes with this number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -18,7 +18,7 @@ def drawn_reads(data: Any, num_rows: int) -> tuple[list[Read], list[AttributedRe
     reads, reported, slot, start = list[Read](), list[AttributedRead](), data.draw(st.integers(0, 40)), 0
     for _ in range(data.draw(st.integers(1, 4))):
         rows = sorted(data.draw(st.lists(st.integers(0, num_rows), min_size=2, max_size=2, unique=True)))
-        end = slot + data.draw(st.integers(1, 140))
+        end = slot + data.draw(st.one_of(st.integers(1, 140), st.integers(500, 700)))
         offset = data.draw(st.one_of(st.none(), st.integers(-20, 150)))
         some = sorted(data.draw(st.lists(st.integers(*rows), min_size=2, max_size=2)))
         edge = data.draw(st.one_of(st.just(NO_EDGE), st.integers(slot, end)))

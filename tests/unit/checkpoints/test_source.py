@@ -118,7 +118,7 @@ def test_url_is_copied_once_into_the_cache(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_other_settings_are_checked_before_a_download() -> None:
-    config = ServiceConfig(engine=EngineConfig(model="acme/model", world_size=0))
+    config = ServiceConfig(engine=EngineConfig(model="acme/model", world_size=5000))
     with pytest.raises(InvalidArgument, match="world_size"):
         model_option.with_local_model(config, yes=True, is_quiet=True)
 

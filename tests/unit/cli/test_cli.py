@@ -414,7 +414,8 @@ def test_serve_executes_the_coordinator_with_the_same_options(tmp_path: Path, mo
         unread_timeout=7.0,
         max_draft_tokens=5,
     )
-    assert found == ServiceConfig(engine=engine, model_name="acme/small 1", sampling_defaults="model")
+    expected = ServiceConfig(engine=engine, model_name="acme/small 1", sampling_defaults="model", launcher="local")
+    assert found == expected
 
 
 def test_service_receives_every_setting(tmp_path: Path) -> None:
@@ -425,6 +426,7 @@ def test_service_receives_every_setting(tmp_path: Path) -> None:
         engine=EngineConfig(model=str(folder), world_size=2, kv_bytes=1 << 20, dtype="float32", chunk_size=64),
         host="::1",
         port=5,
+        launcher="ray",
         ray_address="auto",
         model_name="null",
         sampling_defaults="model",
@@ -540,7 +542,7 @@ def test_interrupt_while_serve_executes_the_coordinator_is_quiet(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     command = [str(Path(sys.executable).with_name("longleaf")), "serve", "--port", "0"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (found.returncode, found.stdout, found.stderr) == (0, "", "starting 1 rank (ray) …\n")
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "starting 1 rank (local) …\n")
 
 
 def command_paths(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

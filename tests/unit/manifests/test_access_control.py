@@ -14,6 +14,7 @@ from longleaf.config import embedded_model
 from longleaf.credentials import parse_credentials
 from longleaf.errors import InvalidArgument
 from longleaf.options import config_from_flags
+from longleaf.rank_choice import Machine, choose_ranks
 from longleaf.service_settings import ServiceConfig
 from tests.support.manifests.access_control import files_given, secret_file
 from tests.support.manifests.pods import Pod, cluster, environment, of_kind, options, pods, selects, serve_of
@@ -66,7 +67,7 @@ def taken(container):
         words = [word.replace(f"$({name})", value) for word in words]
     command = typer.main.get_command(app).commands["serve"]
     given = command.make_context("serve", words).params
-    return config_from_flags(ServiceConfig, given)
+    return choose_ranks(config_from_flags(ServiceConfig, given), Machine(8, 0))
 
 
 @pytest.mark.parametrize("overlay", ["cpu", *CLOSED])

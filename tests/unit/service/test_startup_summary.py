@@ -20,12 +20,27 @@ def cluster(max_tokens: int, *devices: str) -> Cluster:
 
 
 def test_the_model_the_ranks_and_the_limits_are_named() -> None:
-    assert summarize(cluster(8192, "cuda:0", "cuda:1"), 4096) == (
+    assert summarize(cluster(8192, "cuda:0", "cuda:1"), 4096, 1) == (
         ("model", "m (LlamaForCausalLM, float32, keys in int8)"),
         ("ranks", "2 on cuda, launcher ray"),
         ("document", "up to 4,096 tokens, with its questions and answers"),
         ("capacity", "16,384 tokens in all contexts and answers"),
     )
+
+
+@pytest.mark.parametrize(
+    ("devices", "threads", "text"),
+    [
+        (["cpu"], 1, "1 on cpu with 1 thread"),
+        (["cpu"], 16, "1 on cpu with 16 threads"),
+        (["cpu", "cpu"], 1, "2 on cpu with 1 thread each"),
+        (["cpu", "cuda:0"], 4, "2 on cpu and cuda with 4 threads each"),
+        (["cuda:0"], 4, "1 on cuda"),
+    ],
+)
+def test_threads_of_ranks_on_processors_are_named(devices: list[str], threads: int, text: str) -> None:
+    found = dict(summarize(cluster(64, *devices), 4096, threads))
+    assert found["ranks"] == f"{text}, launcher ray"
 
 
 @pytest.mark.parametrize(
@@ -39,7 +54,7 @@ def test_the_model_the_ranks_and_the_limits_are_named() -> None:
 def test_the_smaller_of_the_limits_is_that_of_a_document(
     max_tokens: int, max_positions: int, longest: str, capacity: str
 ) -> None:
-    found = dict(summarize(cluster(max_tokens, "cpu"), max_positions))
+    found = dict(summarize(cluster(max_tokens, "cpu"), max_positions, 1))
     assert (found["document"], found["capacity"]) == (longest, f"{capacity} in all contexts and answers")
 
 
