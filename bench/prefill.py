@@ -32,7 +32,7 @@ from longleaf.comm import Groups
 from longleaf.comm.process_group import ProcessGroups, TransportChoice, connect_store, open_store
 from longleaf.config import PrefillName, apply_environment, network_environment, rank_environment
 from longleaf.kernels import registry
-from longleaf.merge import PartialCodec, make_merge
+from longleaf.merge import CountedMerge, PartialCodec, make_merge
 from longleaf.network_interfaces import interface_of
 from longleaf.rank_protocol.step import Prefill
 from longleaf.runs import Run, ceil_div
@@ -74,8 +74,9 @@ class Reader:
             self._block_table.put(PAST, resident)
         self._backend = registry.choose("auto", model.device, model.dtype)
         self.comm = CountingComm(groups.world)
-        merge = make_merge("gather", Groups(groups.topology, self.comm, self.comm, None), PartialCodec(self._backend))
-        self._peers = Peers(self.comm, merge)
+        wire = PartialCodec(self._backend)
+        merge = make_merge("gather", Groups(groups.topology, self.comm, self.comm, None), wire)
+        self._peers = Peers(model.device, self.comm, CountedMerge(merge, wire))
 
     def _inputs(self, way: PrefillName) -> InputBuilder:
         block_table, pool, layers, size = self._block_table, self._pool, self._model.layers, self.comm.world_size

@@ -65,7 +65,7 @@ def load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
 
 def find_openmp() -> int | None:
     """The address of `GOMP_parallel` in the OpenMP library that torch has loaded, which starts a function on several
-    threads; None if torch uses none. The libraries of gcc, LLVM and Intel have it, whatever the compiler."""
+    threads; None if torch uses none. The libraries of gcc, LLVM and Intel have it, and any compiler can call it."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:

@@ -177,7 +177,7 @@ def check_limits(config: msgspec.Struct) -> None:
 
 def config_from_flags(struct: type[Struct], values: Mapping[str, Any]) -> Struct:
     """A struct and its parts, from values of flags by the names of their fields. None gives the default. Raises
-    InvalidArgument naming a flag with a default of its own whose value is out of range."""
+    InvalidArgument naming a flag that is out of range and has a `flag_default`."""
     given = {name: values[name] for name in struct.__struct_fields__ if values.get(name) is not None}
     for setting in own_settings(struct):
         option = setting.option

@@ -6,12 +6,12 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from longleaf.config import CHOSEN
-from longleaf.resources import has_gpu_driver, num_processors
+from longleaf.resources import num_gpus, num_processors
 from longleaf.service_settings import ServiceConfig
 
 
 class Machine(NamedTuple):
-    """What the choice depends on."""
+    """Properties of a machine that determine the choice."""
 
     num_processors: int
     num_gpus: int
@@ -21,7 +21,7 @@ class Machine(NamedTuple):
 
 def this_machine() -> Machine:
     """Counts the processors and GPUs that this process may use."""
-    return Machine(num_processors(), _num_gpus(), _omp_threads())
+    return Machine(num_processors(), num_gpus(), _omp_threads())
 
 
 def choose_ranks(config: ServiceConfig, machine: Machine) -> ServiceConfig:
@@ -36,22 +36,14 @@ def choose_ranks(config: ServiceConfig, machine: Machine) -> ServiceConfig:
     if launcher == "auto":
         launcher = "ray" if needs_ray else "local"
     engine, is_here = config.engine, config.ray_address is None
-    num_gpus = machine.num_gpus if is_here and engine.device != "cpu" else 0
+    num_devices = machine.num_gpus if is_here and engine.device != "cpu" else 0
     world_size, threads = engine.world_size, engine.threads_per_rank
     if world_size == CHOSEN:
-        world_size = max(1, num_gpus)
+        world_size = max(1, num_devices)
     if threads == CHOSEN:
-        threads = 1 if num_gpus or not is_here else machine.num_processors // world_size
+        threads = 1 if num_devices or not is_here else machine.num_processors // world_size
         threads = machine.omp_threads or max(1, threads)
     return replace(config, launcher=launcher, engine=replace(engine, world_size=world_size, threads_per_rank=threads))
-
-
-def _num_gpus() -> int:
-    if not has_gpu_driver():
-        return 0
-    import torch  # takes seconds, which a machine without GPUs need not wait for
-
-    return torch.cuda.device_count()
 
 
 def _omp_threads() -> int | None:

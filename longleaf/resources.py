@@ -6,10 +6,12 @@ A container sees the memory and processors of the whole machine. Its limits are 
 
 import ctypes
 import os
+import re
 import resource
 import signal
 import sys
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -51,6 +53,18 @@ def num_processors(root: Path = ROOT) -> int:
 def has_gpu_driver(root: Path = ROOT) -> bool:
     """Whether a GPU device file exists."""
     return any((root / name).exists() for name in GPU_DRIVERS)
+
+
+def num_gpus(root: Path = ROOT) -> int:
+    """GPUs that this process may use, without asking a driver. A driver without device files of NVIDIA counts as one
+    GPU."""
+    found = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in (root / "dev").iterdir())
+    found = found or int(has_gpu_driver(root))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return found
+    named = list(takewhile(lambda name: name and name != "-1", (name.strip() for name in visible.split(","))))
+    return min(found, len(named))
 
 
 def end_with_parent() -> None:

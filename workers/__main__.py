@@ -16,9 +16,9 @@ from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.service_settings import TelemetryConfig
 from workers.control import serve
 from workers.imports import frozen_imports
-from workers.ports import RankRuntime
+from workers.logs import LOGGERS
+from workers.rank_runtime import RankRuntime
 
-LOGGERS = ("workers", "longleaf")
 SILENT = TelemetryConfig()
 
 

@@ -15,9 +15,9 @@ from longleaf.rank_protocol.member_messages import HEARTBEAT_SECONDS, Died, Hear
 from longleaf.rank_protocol.rank_spec import ConnectInfo, RankSpec
 from longleaf.rank_protocol.snapshots import Outcome
 from longleaf.resources import num_processors
-from workers.log_buffer import RankLogBuffer
+from workers.logs import RankLogBuffer
 from workers.member_process import MemberProcess, MemberStatus, ending_in_time, reason_of
-from workers.ports import RankRuntime
+from workers.rank_runtime import RankRuntime
 
 LINGER_MILLISECONDS = 2000
 AWAKE_SECONDS = 2e-3

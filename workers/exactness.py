@@ -2,8 +2,8 @@
 
 Random tokens pass through an epoch of one rank: two chunks of prefill, a question of several rows, and decode steps,
 over keys in a small pool. The logits are compared with those of transformers' own attention over the same weights, as
-by `longleaf verify` (`workers.verification`). Models of every class are compared: some models mix rows only with
-certain configs or weights. If a dtype other than float32 does not pass, the comparison is repeated in float32.
+by `longleaf verify` (`workers.runners.verification`). Models of every class are compared: some models mix rows only
+with certain configs or weights. If a dtype other than float32 does not pass, the comparison is repeated in float32.
 
 A model that was found exact is recorded by its fingerprint, so a restart skips the comparison.
 """
@@ -12,7 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,16 +31,13 @@ from longleaf.rank_protocol.verdict import judge
 from longleaf.runs import Run, ceil_div
 from longleaf.sampling import SamplingParams
 from longleaf.storage.store import Store as Storage
-from workers.cuda_graphs.graphs import Graphs
-from workers.group_session import GroupSession
-from workers.kv_cache.quantized import QuantizedPool
+from workers.group_session import GroupSession, RankResources
 from workers.kv_cache.slots import FloatKvPool
 from workers.kv_io.kv_io import KvIo
 from workers.model.model import Model, describe_error, special_ids
-from workers.sampling.device_sampler import DeviceSampler, make_sampler
-from workers.sampling.sampler import CpuSampler
-from workers.step.last_tokens import DeviceIds, HostIds, LastTokens
-from workers.verification import computing_in
+from workers.runners.verification import computing_in
+from workers.sampling.device_sampler import make_sampler
+from workers.step.last_tokens import DeviceIds, HostIds
 
 CHUNKS, QUESTION, ANSWER = (24, 17), 5, 6
 """Numbers of tokens: per chunk, in the question, and in the answer, whose logits are compared."""
@@ -182,25 +179,10 @@ def make_works(ids: Sequence[int], chunks: Sequence[int], num_answer: int) -> It
         yield Decode((row,))
 
 
-@dataclass
-class SmallRankResources:
-    """The resources of one rank for short sequences. Implements workers.group_session.RankResources."""
-
-    config: EngineConfig
-    device: str
-    model: Model
-    pool: FloatKvPool | QuantizedPool
-    backend: Backend
-    sampler: CpuSampler | DeviceSampler
-    last_ids: LastTokens
-    kv_io: KvIo
-    graphs: Graphs | None = None
-
-
-def make_resources(model: Model, backend: Backend) -> SmallRankResources:
+def make_resources(model: Model, backend: Backend) -> RankResources:
     """Resources with a pool of as many blocks as the comparison needs."""
     num_blocks = sum(ceil_div(size, BLOCK_SIZE) for size in (*CHUNKS, QUESTION + ANSWER))
-    return SmallRankResources(
+    return RankResources(
         config=EngineConfig(model="", block_size=BLOCK_SIZE, max_sequences=1, max_draft_tokens=0),
         device=model.device,
         model=model,

@@ -1,5 +1,7 @@
 """Copies between the host and a device: to the device without waiting, to the host with a single wait."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,11 @@ def to_device(host: Tensor, device: str) -> Tensor:
     if device == "cpu":
         return host
     return (host.pin_memory() if device.startswith("cuda") else host).to(device, non_blocking=True)
+
+
+def numbers_on(device: str, numbers: Sequence[int]) -> Tensor:
+    """The numbers as int64 on the device, see `to_device`."""
+    return to_device(torch.tensor(numbers, dtype=torch.long), device)
 
 
 def pinned(*shape: int, dtype: torch.dtype, device: str) -> Tensor:

@@ -7,19 +7,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from longleaf.errors import ExchangeAborted, RankLost, StartError
-from longleaf.rank_protocol.encoding import ToRank
+from longleaf.rank_protocol.encoding import FromRank, ToRank
 from longleaf.rank_protocol.group_messages import GroupFailure, Join, KvLayout, OpenStore, StoreOpened
 from longleaf.rank_protocol.member_messages import Load, Loaded, MemberProgress, Stop
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.snapshots import Discard, Fetch, Outcome, Save
 from longleaf.rank_protocol.step import StepPlan
-from workers.pending import StepHandle
-from workers.ports import RankRuntime, Transport
+from workers.logs import LogCapture, capturing_logs
+from workers.rank_runtime import RankRuntime, StepHandle
 
 CLOSE_SECONDS = 5.0
 """Seconds a member may take to leave an epoch before its process is ended. Longer than the time after which a fleet
@@ -29,9 +29,20 @@ LOOK_SECONDS = 5e-5
 """Seconds between checks for a finished device or the next step."""
 MAX_REASON_CHARACTERS = 8192
 """Limit on the characters of a reported exception: the coordinator rejects messages longer than ranks should send."""
-LIBRARY = "longleaf"
-"""Name of the logger whose records are captured."""
 log = logging.getLogger(__name__)
+
+
+class Transport(Protocol):
+    """The connection on which a member receives messages and answers. It must be used by one thread only."""
+
+    def send(self, message: FromRank) -> None: ...
+
+    def receive(self) -> ToRank:
+        """Waits for the next message."""
+        ...
+
+    @property
+    def has_message(self) -> bool: ...
 
 
 class MemberStatus:
@@ -74,47 +85,6 @@ class MemberStatus:
             self.fenced = max(self.fenced, epoch)
             if self._rank is not None and self._now.epoch <= epoch:
                 self._rank.fence()
-
-
-@contextmanager
-def capturing_logs() -> Iterator["LogCapture"]:
-    """Captures the log messages of the library from INFO on.
-
-    Only the coordinator reports these messages. The local log of a rank is hard to find: under Ray it is a file of the
-    worker.
-    """
-    logger, notes = logging.getLogger(LIBRARY), LogCapture()
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(notes)
-    logger.propagate = False
-    try:
-        yield notes
-    finally:
-        logger.propagate = True
-        logger.removeHandler(notes)
-        logger.setLevel(level)
-
-
-class LogCapture(logging.Handler):
-    """Collects the formatted messages of log records."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.warnings: list[str] = []
-        """Messages of WARNING and above, such as performance hints."""
-        self.details: list[str] = []
-        """Messages below WARNING, such as the choice of the merge and its reason."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        texts = self.details if record.levelno < logging.WARNING else self.warnings
-        texts.append(record.getMessage())
-
-
-def is_captured(record: logging.LogRecord) -> bool:
-    """Whether a record is being captured."""
-    is_taking = any(isinstance(handler, LogCapture) for handler in logging.getLogger(LIBRARY).handlers)
-    return is_taking and record.name.split(".")[0] == LIBRARY
 
 
 def reason_of(error: Exception) -> str:

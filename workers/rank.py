@@ -36,7 +36,7 @@ from longleaf.storage.store import Store as Storage
 from longleaf.topology import Topology, too_few_gpus
 from workers.cuda_graphs.graphs import CudaGraphs, Graphs
 from workers.exactness import EXACT, ExactnessRecords, verify_model
-from workers.group_session import GroupSession
+from workers.group_session import GroupSession, RankResources
 from workers.kv_cache.pools import check_kv_bytes, kv_bytes_per_token, kv_dtype, make_pool, name_of, sharded_layers
 from workers.kv_cache.quantized import QuantizedPool
 from workers.kv_cache.slots import FloatKvPool
@@ -44,7 +44,7 @@ from workers.kv_cache.workspace_estimate import room_for_graphs
 from workers.kv_io.kv_io import ENDED, NOT_RESIDENT, KvIo, OpenStore
 from workers.kv_io.kv_piece import form_of
 from workers.model import model as models
-from workers.pending import StepHandle
+from workers.rank_runtime import StepHandle
 from workers.sampling.device_sampler import DeviceSampler, make_sampler
 from workers.sampling.sampler import CpuSampler
 from workers.step.last_tokens import DeviceIds, HostIds, LastTokens
@@ -189,21 +189,23 @@ class Rank:
         """Uses the groups of an epoch for the exchanges of steps. All ranks must connect at the same time. `merges` are
         timings that an earlier epoch measured.
         """
-        self.epoch = epoch = GroupSession(self, groups, merges)
+        loaded = (self.model, self.pool, self.backend, self.sampler, self.last_ids)
+        resources = RankResources(self.config, self.device, *loaded, self.kv_io, self.graphs)
+        self.epoch = epoch = GroupSession(resources, groups, merges)
         ready = self._ready
         if groups is not None:
-            chosen = [(timing.merge, timing.rows) for timing in epoch.merges] or [(self.config.merge, 0)]
+            chosen = [(timing.merge, timing.rows) for timing in epoch.peers.timings] or [(self.config.merge, 0)]
             ready = msgspec.structs.replace(
                 ready,
                 transport=groups.transport,
                 intra_node_transport=groups.intra_node_transport,
                 inter_node_transport=groups.inter_node_transport,
-                merges=epoch.merges,
+                merges=epoch.peers.timings,
                 tiers=tuple(tiers(name, groups.topology, rows) for name, rows in chosen),
             )
         if ready.windows:
             # these blocks have the same ids on every rank, so their number is the minimum over ranks
-            windows = msgspec.structs.replace(ready.windows, num_blocks=epoch.min_over_ranks(ready.windows.num_blocks))
+            windows = msgspec.structs.replace(ready.windows, num_blocks=epoch.peers.smallest(ready.windows.num_blocks))
             ready = msgspec.structs.replace(ready, windows=windows)
         epoch.prepare()
         return ready

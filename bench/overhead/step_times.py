@@ -15,8 +15,7 @@ from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.snapshots import Order, Outcome
 from longleaf.rank_protocol.step import StepPlan
 from workers.__main__ import live
-from workers.pending import StepHandle
-from workers.ports import RankRuntime
+from workers.rank_runtime import RankRuntime, StepHandle
 
 
 class StepTime(NamedTuple):

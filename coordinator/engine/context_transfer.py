@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coordinator.engine.context_persistence import ContextPersistence
-from coordinator.engine.record_mapping import context_record, segment_record
 from coordinator.kv_cache.token_paths import Segment
 from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord, SnapshotRecord
+from coordinator.persistence.context_store import ContextStore
+from coordinator.persistence.record_mapping import context_record, segment_record
 from coordinator.persistence.snapshots.snapshots import Snapshots
 from longleaf.errors import (
     DataLoss,
@@ -33,14 +33,12 @@ log = logging.getLogger(__name__)
 
 
 class ContextTransfer:
-    """Implements coordinator.handlers.transfer.ports.TransferEngine. Without `snapshots`, imports are rejected."""
+    """Implements coordinator.handlers.transfer.ports.TransferEngine. If nothing is stored, imports are rejected."""
 
-    def __init__(
-        self, engine: "Engine", persistence: ContextPersistence, snapshots: Snapshots | None, model: Path
-    ) -> None:
+    def __init__(self, engine: "Engine", store: ContextStore, model: Path) -> None:
         self._engine = engine
-        self._persistence = persistence
-        self._snapshots = snapshots
+        self._store = store
+        self._snapshots = store.snapshots
         self._model = model
         self._fingerprint: Fingerprint | None = None
 
@@ -85,13 +83,13 @@ class ContextTransfer:
         if self._snapshots is None:
             message = "this service stores no contexts: start it with --data-dir"
             raise FailedPrecondition(f"contexts/{context.id}", message)
-        self._persistence.check_free(context.id)
+        self._store.check_free(context.id)
         positions = self._engine.positions
         positions.check_capacity(context.capacity)
         if context.num_tokens > positions.limit:
             message = f"{context.num_tokens:,} exceeds {positions.limit:,} positions, {positions.limit_name}"
             raise InvalidArgument("num_tokens", message)
-        return ContextImport(self._engine, self._persistence, self._snapshots)
+        return ContextImport(self._engine, self._store, self._snapshots)
 
 
 class ContextExport:
@@ -136,9 +134,9 @@ class ContextExport:
 class ContextImport:
     """Implements coordinator.handlers.transfer.ports.ImportHandle."""
 
-    def __init__(self, engine: "Engine", persistence: ContextPersistence, snapshots: Snapshots) -> None:
+    def __init__(self, engine: "Engine", store: ContextStore, snapshots: Snapshots) -> None:
         self._engine = engine
-        self._persistence = persistence
+        self._store = store
         self._snapshots = snapshots
         self._archive = secrets.token_hex(8)
         """A name that is unique among the archives of this service."""
@@ -162,7 +160,7 @@ class ContextImport:
         self._snapshots.check(manifest)
 
     def new_segment(self) -> int:
-        self._last_segment = self._persistence.reserve_segment_ids(1)
+        self._last_segment = self._store.reserve_segment_ids(1)
         return self._last_segment
 
     def new_attempt(self, segment: int) -> Attempt:
@@ -170,7 +168,7 @@ class ContextImport:
         return attempt
 
     async def put(self, name: str, content: bytes | bytearray) -> None:
-        await self._persistence.persist_reserved_id(self._last_segment)
+        await self._store.persist_reserved_id(self._last_segment)
         await self._snapshots.write(name, content)
 
     async def adopt(
@@ -181,7 +179,7 @@ class ContextImport:
             message = f"this service rotates contexts of {context.capacity:,} positions differently from the exporter"
             raise InvalidArgument("rope", f"{message}: ingest the text again, or serve with the same --allow-long")
         change = Change(segments=tuple(segments), contexts=(context,), snapshots=tuple(snapshots))
-        adopted = await self._persistence.adopt_reserved(change)
+        adopted = await self._store.adopt_reserved(change)
         self._is_over = True
         for attempt in self._attempts:
             await self._snapshots.end_attempt(attempt, keep=True)

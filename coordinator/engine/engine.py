@@ -12,13 +12,8 @@ from msgspec.structs import replace
 from coordinator.auth.tenant_usage import Room, TenantUsage, unlimited_room
 from coordinator.change_feed import ChangeCounter
 from coordinator.cluster.ports import Ranks
-from coordinator.engine.checkpoint_migration import CheckpointMigration
-from coordinator.engine.context_persistence import ContextPersistence
 from coordinator.engine.context_transfer import ContextTransfer
-from coordinator.engine.epochs import FIRST_EPOCH, Epochs
 from coordinator.engine.inflight_steps import InflightSteps, StepCompletion
-from coordinator.engine.recovery_status import RecoveryStatus
-from coordinator.engine.snapshot_coordinator import SnapshotCoordinator
 from coordinator.engine.stream import Stream
 from coordinator.engine.stream_registry import StreamRegistry
 from coordinator.engine.views import count_scheduled, view_cluster, view_context
@@ -33,8 +28,10 @@ from coordinator.engine_messages import (
 )
 from coordinator.kv_cache.contexts import NamedContext
 from coordinator.kv_cache.positions import Positions, RopeSwitch
+from coordinator.persistence.context_store import ContextStore
 from coordinator.persistence.open import PersistentState
-from coordinator.recovery.restore import none_stored
+from coordinator.recovery.epochs import FIRST_EPOCH, Epochs
+from coordinator.recovery.recovery_status import RecoveryStatus
 from coordinator.scheduling.limits import num_fed
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.telemetry.counters import Counts
@@ -90,17 +87,12 @@ class Engine:
         """By rank of the first epoch, the reason why it could not compare the model with plain attention, or empty."""
         self._clock = clock
         self._wall_clock = wall_clock
-        self._recoveries = RecoveryStatus(clock, durability.changed if durability else None)
         self._observe = observe
         self._work_available = asyncio.Event()
-        self._persistence = ContextPersistence(durability, self._delete, wall_clock, self._work_available.set)
-        self._migration = CheckpointMigration(durability, self._persistence, wall_clock)
-        self._epochs = Epochs(ranks, self._recoveries, clock, self._persistence.note_epoch)
-        snapshots = durability.snapshots if durability else None
-        self._storing = (
-            SnapshotCoordinator(snapshots, ranks, self._epochs, self._work_available.set) if snapshots else None
-        )
-        self.transfers = ContextTransfer(self, self._persistence, snapshots, Path(config.model))
+        self._store = ContextStore(durability, ranks, self._delete, wall_clock, self._work_available.set)
+        self._recoveries = RecoveryStatus(clock, self._store.changed)
+        self._epochs = Epochs(ranks, self._recoveries, clock, self._store.note_epoch, self._work_available.set)
+        self.transfers = ContextTransfer(self, self._store, Path(config.model))
         """Export and import of contexts."""
         self._scheduler: Scheduler | None = None
         self._failure: LongleafError | None = Unavailable("the service is starting")
@@ -144,7 +136,7 @@ class Engine:
 
     async def start(self) -> tuple[Ready, ...]:
         """Wait until the ranks are ready. Raises StartError, ModelRefused or RankLost."""
-        first = FIRST_EPOCH + self._persistence.last_epoch
+        first = FIRST_EPOCH + self._store.last_epoch
         epoch = await self._epochs.start(self._config.block_size, first)
         readies = epoch.formation.readies
         self._notes = tuple(ready.exactness_note for ready in readies)
@@ -155,12 +147,10 @@ class Engine:
             self.positions,
             epoch.number,
             epoch.max_moved_blocks,
-            is_durable=self._persistence.is_durable,
-            is_stored=none_stored if self._storing is None else self._storing.is_stored,
+            is_durable=self._store.is_durable,
+            is_stored=self._store.is_stored,
         )
-        await self._persistence.begin(self._scheduler, epoch.number)
-        if self._storing is not None:
-            self._storing.begin(self._scheduler, self._config.block_size)
+        await self._store.load(self._scheduler, self._epochs, self._config.block_size)
         self._failure = None
         return readies
 
@@ -194,7 +184,7 @@ class Engine:
         if isinstance(prompt, DocumentPrompt):
             self._recoveries.forget(prompt.context)
         elif not prompt.is_probe:  # a probe belongs to an answer that has been counted
-            self._persistence.record_use(prompt.context)
+            self._store.record_use(prompt.context)
         request_id, self._next_id = self._next_id, self._next_id + num_samples
         stream = Stream(
             lambda: self._cancel(request_id),
@@ -217,7 +207,7 @@ class Engine:
         now = self._wall_clock()
         for context_id in scheduler.contexts.expired(now):
             self._delete(scheduler, context_id)
-            self._persistence.expire(context_id)
+            self._store.expire(context_id)
         for request_id in scheduler.expire_ingests(now):
             self._readers.close(request_id, expired())
             self._work_available.set()
@@ -228,8 +218,7 @@ class Engine:
         """Return the live ranks and the load. `model` and `launcher` are copied into the result."""
         scheduler, losses, latest = self._open(), self._ranks.losses, self._recoveries.latest
         found = view_cluster(scheduler, self._config, self._epochs.current, losses, self.exactness_note)
-        storage = self._storing.view() if self._storing is not None else None
-        return replace(found, model=model, launcher=launcher, recovery=latest, storage=storage)
+        return replace(found, model=model, launcher=launcher, recovery=latest, storage=self._store.view())
 
     @property
     def counts(self) -> Counts:
@@ -237,8 +226,7 @@ class Engine:
         counts, scheduler = self._counts, self._scheduler
         if scheduler is not None:
             count_scheduled(scheduler, counts)
-        if self._storing is not None:
-            counts.snapshot_bytes = self._storing.num_bytes
+        counts.snapshot_bytes = self._store.num_snapshot_bytes
         return counts
 
     def audit(self) -> None:
@@ -266,7 +254,7 @@ class Engine:
     def _view(self, context: NamedContext) -> types.Context:
         assert self._scheduler is not None
         placements, readies = self._scheduler.segments.placements, self._readies()
-        stored = self._persistence.num_bytes(context)
+        stored = self._store.num_bytes(context)
         return view_context(context, placements, readies, self.positions, self.exactness_note, stored)
 
     def _readies(self) -> Sequence[Ready]:
@@ -374,7 +362,7 @@ class Engine:
 
     def storage_bytes(self, tenant: str) -> int:
         """Return the stored bytes of the tenant's contexts, on storage and in the catalog."""
-        return self._persistence.total_bytes(self._open().contexts.totals(tenant))
+        return self._store.total_bytes(self._open().contexts.totals(tenant))
 
     async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> types.Context:
         """Create a context of the first `num_tokens` tokens of another, by default all. Copies nothing.
@@ -383,7 +371,7 @@ class Engine:
         """
         self._open()
         with self._recoveries.explaining():
-            forked = await self._persistence.fork(source, context_id, num_tokens)
+            forked = await self._store.fork(source, context_id, num_tokens)
         return self.on_context_added(forked)
 
     async def recompute_context(
@@ -396,7 +384,7 @@ class Engine:
         """
         self._open()
         with self._recoveries.explaining():
-            context = await self._migration.adopt(context_id, self.positions, vocabulary_size, room)
+            context = await self._store.adopt_stale(context_id, self.positions, vocabulary_size, room)
         return self.on_context_added(context)
 
     async def recompute_contexts(
@@ -404,7 +392,7 @@ class Engine:
     ) -> types.RecomputeResult:
         """Adopt all contexts of a tenant that earlier checkpoints have read."""
         self._open()
-        adopted, refused = await self._migration.adopt_all(self.positions, vocabulary_size, tenant, room)
+        adopted, refused = await self._store.adopt_all_stale(self.positions, vocabulary_size, tenant, room)
         skipped = tuple(SkippedContext(name, str(error)) for name, error in refused.items())
         return types.RecomputeResult(contexts=tuple(map(self.on_context_added, adopted)), skipped=skipped)
 
@@ -412,14 +400,14 @@ class Engine:
         """Raises NotFound, InvalidArgument for an expiry time in the past, and StorageUnavailable."""
         self._open()
         settings.check(self._wall_clock(), "context")
-        return self._view(await self._persistence.update(context_id, settings))
+        return self._view(await self._store.update(context_id, settings))
 
     async def delete_context(self, context_id: str) -> None:
         """Raises NotFound and StorageUnavailable. Running generations on the context continue; an ingest into it fails
         with NotFound.
         """
         self._open()
-        await self._persistence.delete(context_id)
+        await self._store.delete(context_id)
 
     # --- the loop ---
 
@@ -429,7 +417,7 @@ class Engine:
         """
         scheduler = self._current()
         self._loop_task = asyncio.current_task()
-        self._epochs.watch(self._work_available.set)
+        self._epochs.watch()
         try:
             while not self._is_closing:
                 self._run_once(scheduler)
@@ -482,17 +470,16 @@ class Engine:
         events = [*outcomes, *scheduler.pop_outcomes()]
         for request_id, outcome in events:
             if isinstance(outcome, Sealed):
-                self._persistence.seal(request_id)
+                self._store.seal(request_id)
         for request_id in self._readers.publish(events):
             self._pause(request_id, True)
         if scheduler.num_waiting:
             self._readers.publish_positions(scheduler.positions)
-        self._recoveries.update(scheduler.recovering, scheduler.pop_dropped())
-        if self._storing is not None:
-            try:
-                self._storing.run_pending()
-            except Exception as error:  # lost data is recomputed, or waits for the next turn
-                log.error("storage check failed: unexpected error", exc_info=error)
+        self._recoveries.update(scheduler.recovery.total, scheduler.job_recovery.pop_dropped())
+        try:
+            self._store.run_pending()
+        except Exception as error:  # lost data is recomputed, or waits for the next turn
+            log.error("storage check failed: unexpected error", exc_info=error)
 
     async def _wait(self, scheduler: Scheduler) -> None:
         """Wait for work, at most until the deadline of a request or the expiry of a context."""
@@ -524,8 +511,5 @@ class Engine:
             self._loop_task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await asyncio.wait([self._loop_task])
-        if self._storing is not None:
-            await self._storing.close()
-        if self._scheduler is not None:
-            await self._persistence.close()
+        await self._store.close()
         await self._ranks.close()

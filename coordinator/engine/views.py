@@ -3,10 +3,10 @@
 from collections.abc import Container, Sequence
 
 from coordinator.cluster.ports import Formation
-from coordinator.engine.epoch import Epoch
 from coordinator.kv_cache.contexts import NamedContext
 from coordinator.kv_cache.positions import Positions
 from coordinator.kv_cache.segment_placement import SegmentPlacements
+from coordinator.recovery.epochs import Epoch
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.speculation_stats import DraftCounts
 from coordinator.telemetry.counters import Counts

@@ -10,6 +10,7 @@ from coordinator.kv_cache.prefix_cache import PrefixIndex
 from coordinator.kv_cache.segment_placement import SegmentPlacement, SegmentPlacements
 from coordinator.kv_cache.token_paths import EMPTY_PATH, Segment, TokenPath
 from longleaf.positions import OWN_ROPE, Rope
+from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.tenants import DEFAULT_TENANT
 
 
@@ -288,6 +289,18 @@ class SegmentStore:
         """Removes and returns the segment ids for the next plan's release_segments."""
         forgotten, self._forgotten = tuple(self._forgotten), []
         return forgotten
+
+    def layout(self) -> tuple[SegmentLayout, ...]:
+        """The layout of all segments that are held or lost, for ranks that have no plan yet. It replaces the pending
+        release messages."""
+        self.pop_forgotten()
+        resident = [one for one in self.placements if one.segment.token_ids and not one.is_evicted]
+        for placement in resident:
+            placement.is_reported = True
+        return tuple(
+            SegmentLayout(placement.segment.id, placement.segment.start, tuple(placement.runs), placement.window_runs)
+            for placement in resident
+        )
 
     # --- cached prompts ---
 

@@ -3,8 +3,6 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -12,9 +10,9 @@ from coordinator.persistence.catalog.catalog import Catalog
 from coordinator.persistence.catalog.data_folder import JOURNAL, DataFolder
 from coordinator.persistence.catalog.identity import read_identity
 from coordinator.persistence.catalog.records import CatalogContents
-from coordinator.persistence.catalog.stale_contexts import StaleContext, read_stale
+from coordinator.persistence.catalog.stale_contexts import StaleContexts
 from coordinator.persistence.journal.journal import Journal
-from coordinator.persistence.snapshots.retention import RetentionPolicy
+from coordinator.persistence.snapshots.snapshot_index import RetentionPolicy
 from coordinator.persistence.snapshots.snapshots import Snapshots
 from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import CatalogError, DataLoss, StorageUnavailable
@@ -34,10 +32,9 @@ class PersistentState:
         catalog: Catalog,
         contents: CatalogContents,
         journal: Journal,
-        changed: dict[str, str],
+        stale: StaleContexts,
         snapshots: Snapshots,
         snapshot_url: str,
-        read_stale: Callable[[], Mapping[str, StaleContext]],
     ) -> None:
         self._folder = folder
         self.snapshots = snapshots
@@ -47,10 +44,8 @@ class PersistentState:
         self.contents = contents
         """The content of the catalog at the start."""
         self.journal = journal
-        self.changed = changed
-        """Contexts of earlier checkpoints of the model, by name, and the differences from the served one."""
-        self.read_stale = read_stale
-        """Reads these contexts from their catalogs. Blocks on the disk."""
+        self.stale = stale
+        """Contexts of earlier checkpoints of the model."""
 
     @classmethod
     async def open(cls, data: DataConfig, config: EngineConfig) -> Self:
@@ -64,8 +59,7 @@ class PersistentState:
             catalog = await Catalog.open(folder.database, reserve=folder.reserve)
             retained = await catalog.load()
             journal = await asyncio.to_thread(Journal, folder.path / JOURNAL, model.digest)
-            previous = partial(read_stale, folder, config.model, model.facts)
-            changed = {name: each.changes for name, each in (await asyncio.to_thread(previous)).items()}
+            stale = await asyncio.to_thread(StaleContexts, folder, config.model, model.facts)
             url = config.snapshot_url or str(folder.path / SNAPSHOTS)
             # a separate storage may be filled; the data folder must keep space for deletions
             rooms = () if config.snapshot_url else (folder.reserve.check,)
@@ -79,7 +73,7 @@ class PersistentState:
         snapshots = Snapshots(
             store, catalog, retained, model.digest, RetentionPolicy.from_config(data), time.time, *rooms
         )
-        return cls(folder, catalog, retained, journal, changed, snapshots, url, previous)
+        return cls(folder, catalog, retained, journal, stale, snapshots, url)
 
     async def record_address(self, address: str) -> None:
         """Record the address of this service for other services that want the folder."""

@@ -14,7 +14,6 @@ from coordinator.kv_cache.rank_mapping import RankMapping
 from coordinator.kv_cache.segment_placement import SegmentPlacement
 from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import TokenPath
-from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.runs import ceil_div
 
 
@@ -157,15 +156,3 @@ def begin_reload(placer: BlockPlacer, segments: SegmentStore, evicted: Iterable[
         segments.begin_reload(placement)
         if placer.windows is not None:
             _Rolled(placer, segments).count(placement)
-
-
-def segment_layouts(segments: SegmentStore) -> tuple[SegmentLayout, ...]:
-    """The layout of all segments that are held or lost. It replaces the pending release messages."""
-    segments.pop_forgotten()
-    resident = [one for one in segments.placements if one.segment.token_ids and not one.is_evicted]
-    for placement in resident:
-        placement.is_reported = True
-    return tuple(
-        SegmentLayout(placement.segment.id, placement.segment.start, tuple(placement.runs), placement.window_runs)
-        for placement in resident
-    )

@@ -5,7 +5,7 @@ lost and are recomputed. Where windows are replicated, a segment is restored com
 because recomputation cannot begin in the middle of a segment.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.kv_cache.block_placer import BlockPlacer
@@ -16,11 +16,10 @@ from coordinator.kv_cache.token_paths import Segment, TokenPath
 from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.step import Restore, RestorePortion
 from longleaf.runs import Run, ceil_div
+from longleaf.storage.manifest import PieceRef
 
 MAX_FETCHED = 4
 """Maximum number of pieces per rank that are being fetched, or fetched and not yet copied into blocks."""
-OF_WINDOWS = -1
-"""The piece index of the window piece."""
 
 
 def none_stored(segment: int) -> bool:
@@ -29,17 +28,111 @@ def none_stored(segment: int) -> bool:
     return False
 
 
-@dataclass(slots=True, eq=False)
-class RestoreChunk:
-    """The blocks of a piece that one rank restores, or the window piece, which all ranks restore."""
+# --- actions, which the caller executes ---
+
+
+@dataclass(frozen=True, slots=True)
+class ReadManifest:
+    """Read the manifest of a segment. The answer is ManifestFound, SnapshotDamaged or SegmentUnavailable."""
+
+    segment: Segment
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPiece:
+    """A rank must fetch a piece. The answer is PieceFetched, SnapshotDamaged or SegmentUnavailable; there is none if
+    the epoch ends first."""
 
     ticket: int
     rank: int
     """EVERY_RANK for all ranks."""
-    segment: int
-    piece: int
-    """Its index among the pieces of the segment, or OF_WINDOWS."""
-    runs: tuple[Run, ...] = ()
+    segment_id: int
+    piece: PieceRef
+    of_windows: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardPiece:
+    """The ranks that were ordered to fetch a piece must free it. Its fetch may not have ended."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckSnapshot:
+    """The restore of a segment broke an epoch. The answer is SnapshotDamaged if its snapshot is to blame."""
+
+    segment_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveDamaged:
+    """Remove damaged snapshots from the catalog; nothing uses them any more. The answer is DamagedRemoved."""
+
+    reasons: Mapping[int, str]
+    """By segment id."""
+
+
+RestoreAction = ReadManifest | FetchPiece | DiscardPiece | CheckSnapshot | RemoveDamaged
+
+
+# --- events, which the caller reports ---
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestFound:
+    """Storage has these pieces of a segment, and its window piece."""
+
+    segment_id: int
+    pieces: Sequence[PieceRef]
+    windows: PieceRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PieceFetched:
+    """A piece is in the memory of the ranks that were ordered to fetch it."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentUnavailable:
+    """Storage cannot be read now: the rest of a segment is recomputed."""
+
+    segment_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotDamaged:
+    """The manifest or a piece of a segment is missing or damaged on storage."""
+
+    segment_id: int
+    reason: str
+    imported_with: Sequence[int] = ()
+    """The segments of its archive, none of which is used from now on; empty if it was not imported."""
+    ticket: int | None = None
+    """The fetch of the damaged piece; None if the manifest is damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedRemoved:
+    """The catalog has no snapshots of these segments any more. Later ones are used again."""
+
+    segment_ids: Iterable[int]
+
+
+RestoreEvent = ManifestFound | PieceFetched | SegmentUnavailable | SnapshotDamaged | DamagedRemoved
+
+
+# --- the state machine ---
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """The blocks of a piece that one rank restores, or the window piece, which all ranks restore."""
+
+    fetch: FetchPiece
+    runs: tuple[Run, ...]
     is_there: bool = False
     """It has been fetched."""
 
@@ -50,11 +143,11 @@ class _SegmentRestore:
 
     placement: SegmentPlacement
     loss: LostRanges
-    left: list[tuple[int, list[Range]]] | None = None
+    left: list[tuple[PieceRef, list[Range]]] | None = None
     """Pieces and their ranges that are not ordered yet; None until storage has listed the pieces."""
-    windows: tuple[Range, ...] = ()
-    """The ranges of the window piece."""
-    parts: dict[int, RestoreChunk] = field(default_factory=dict[int, RestoreChunk])
+    windows: PieceRef | None = None
+    """The window piece."""
+    chunks: dict[int, _Chunk] = field(default_factory=dict[int, _Chunk])
     """Chunks that are ordered but not yet in blocks, by ticket."""
 
     @property
@@ -64,10 +157,12 @@ class _SegmentRestore:
 
 
 class RestorePlanner:
-    """Plans restores, one plan at a time, of segments with reserved blocks.
+    """The state machine of all restores, of segments with reserved blocks.
 
-    The fetcher polls `pop_wanted`, `pop_ordered` and `pop_discarded`, and reports results with `set_pieces`,
-    `mark_unavailable` and `on_fetched`."""
+    A restore reads the manifest of a segment, orders pieces from ranks, writes fetched pieces into blocks, one plan at
+    a time, and ends when nothing is left that storage has. Storage and ranks report with `handle`, and receive orders
+    from `pop_actions`. Each fetched piece is discarded once, after it was written or if nothing needs it any more.
+    """
 
     def __init__(
         self, placer: BlockPlacer, segments: SegmentStore, is_stored: Callable[[int], bool] = none_stored
@@ -79,12 +174,13 @@ class RestorePlanner:
         self._is_stored = is_stored
         self._returns: dict[int, _SegmentRestore] = {}
         self._next_ticket = 0
-        self._under_way: tuple[_SegmentRestore, list[RestoreChunk]] | None = None
-        self._wanted: list[Segment] = []
-        self._ordered: list[RestoreChunk] = []
-        self._discarded: list[int] = []
+        self._under_way: tuple[_SegmentRestore, list[_Chunk]] | None = None
+        self._actions: list[RestoreAction] = []
         self._faults: list[Exception] = []
-        self._broken: list[int] = []
+        self._damaged: dict[int, str] = {}
+        """The reasons for damaged segments, by segment id, until they are removed from the catalog. They are not
+        restored meanwhile."""
+        self._being_removed: set[int] = set()
 
     @property
     def is_under_way(self) -> bool:
@@ -109,73 +205,83 @@ class RestorePlanner:
         """Whether a fetch for a segment may still be needed."""
         return segment in self._returns
 
-    # --- interface of the fetcher ---
+    # --- events and actions ---
 
-    def pop_wanted(self) -> list[Segment]:
-        """Removes and returns the segments that the fetcher must look up in storage, and answer with `set_pieces` or
-        `mark_unavailable`."""
-        wanted, self._wanted = self._wanted, []
-        return wanted
+    def pop_actions(self) -> list[RestoreAction]:
+        """Removes and returns the actions that the caller must start now, in this order."""
+        removable = self._damaged.keys() - self._returns.keys() - self._being_removed
+        if removable:  # all fetches of these segments have ended, or their results are discarded
+            self._being_removed |= removable
+            self._actions.append(RemoveDamaged({one: why for one, why in self._damaged.items() if one in removable}))
+        actions, self._actions = self._actions, []
+        return actions
 
-    def pop_ordered(self) -> list[RestoreChunk]:
-        """Removes and returns the chunks to fetch. The fetcher reports each result with `on_fetched`."""
-        ordered, self._ordered = self._ordered, []
-        return ordered
+    def handle(self, event: RestoreEvent) -> None:
+        """Takes an answer to an action. Answers that nothing needs any more are ignored."""
+        match event:
+            case ManifestFound():
+                self._list(event)
+            case PieceFetched(ticket):
+                if (one := self._by_ticket(ticket)) is not None:
+                    one.chunks[ticket].is_there = True
+            case SegmentUnavailable(segment_id):
+                self._abandon(segment_id)
+            case SnapshotDamaged():
+                self._mark_damaged(event)
+            case DamagedRemoved(segment_ids):
+                for segment_id in segment_ids:
+                    self._being_removed.discard(segment_id)
+                    del self._damaged[segment_id]
 
-    def pop_discarded(self) -> list[int]:
-        """Removes and returns the tickets that are no longer needed."""
-        discarded, self._discarded = self._discarded, []
-        return discarded
+    def _by_ticket(self, ticket: int | None) -> _SegmentRestore | None:
+        return next((one for one in self._returns.values() if ticket in one.chunks), None)
 
-    def pop_broken(self) -> list[int]:
-        """Removes and returns the segments whose restore broke an epoch."""
-        broken, self._broken = self._broken, []
-        return broken
-
-    def set_pieces(self, segment: int, pieces: Sequence[Sequence[Range]], windows: Sequence[Range]) -> None:
-        """Takes the positions of each piece of a segment and of its window piece. Pieces that begin or end within a
-        block are not used: recomputing the adjacent tokens would take more blocks than are reserved."""
-        if (one := self._returns.get(segment)) is None or one.left is not None:
+    def _list(self, found: ManifestFound) -> None:
+        """Takes the pieces of a segment. Pieces that begin or end within a block are not used: recomputing the adjacent
+        tokens would take more blocks than are reserved."""
+        if (one := self._returns.get(found.segment_id)) is None or one.left is not None:
             return
-        one.windows, one.left = tuple(windows), []
-        for index, ranges in enumerate(pieces):
-            common = _common(ranges, one.loss.left)
-            if common and all(self._is_whole(one, low, high) for low, high in (*ranges, *common)):
-                one.left.append((index, common))
+        one.windows, one.left = found.windows, []
+        for piece in found.pieces:
+            common = _common(piece.runs, one.loss.left)
+            if common and all(self._is_whole(one, low, high) for low, high in (*piece.runs, *common)):
+                one.left.append((piece, common))
         if self._placer.windows is not None and not self._is_covered(one):
             one.left = []
-        self._commit(one)
+        self._end_if_over(one)
 
     def _is_whole(self, one: _SegmentRestore, low: int, high: int) -> bool:
         """Whether positions [low, high) are whole blocks of a segment; the last block of the segment may be partial."""
         segment, size = one.placement.segment, self._placer.block_size
         return (low - segment.start) % size == 0 and (high == segment.end or (high - segment.start) % size == 0)
 
-    def mark_unavailable(self, segment: int) -> None:
-        """Storage has no more usable pieces of a segment: the rest is recomputed."""
-        if (one := self._returns.get(segment)) is None:
+    def _abandon(self, segment_id: int) -> None:
+        """Restores nothing more of a segment. Chunks in the plan under way are written."""
+        if (one := self._returns.get(segment_id)) is None:
             return
         planned = self._under_way[1] if self._is_planned(one) and self._under_way else []
         one.left = []
-        for part in [part for part in one.parts.values() if part not in planned]:
-            self._drop(one, part)
-        self._commit(one)
+        for chunk in [chunk for chunk in one.chunks.values() if chunk not in planned]:
+            self._drop(one, chunk)
+        self._end_if_over(one)
 
-    def on_fetched(self, ticket: int, *, is_there: bool) -> None:
-        """Reports that a chunk has been fetched, or cannot be. Does nothing if the chunk is no longer needed."""
-        one = next((one for one in self._returns.values() if ticket in one.parts), None)
-        if one is None:
-            return
-        part = one.parts[ticket]
-        if is_there:
-            part.is_there = True
-        elif self._placer.windows is not None:
-            self.mark_unavailable(part.segment)
-        else:
+    def _mark_damaged(self, event: SnapshotDamaged) -> None:
+        """Of a segment of this service, only the damaged piece is recomputed; with replicated windows, all of it."""
+        self._damaged.setdefault(event.segment_id, event.reason)
+        for other in event.imported_with:
+            if other != event.segment_id:
+                reason = f"it was imported with segment {event.segment_id}, which is damaged"
+                self._damaged.setdefault(other, reason)
+            self._abandon(other)
+        one = self._by_ticket(event.ticket)
+        if event.ticket is None or (one is not None and self._placer.windows is not None):
+            self._abandon(event.segment_id)
+        elif one is not None:
             assert one.left is not None
-            one.left = [(index, ranges) for index, ranges in one.left if index != part.piece]
-            self._drop(one, part)
-            self._commit(one)
+            chunk = one.chunks[event.ticket]
+            one.left = [(piece, ranges) for piece, ranges in one.left if piece is not chunk.fetch.piece]
+            self._drop(one, chunk)
+            self._end_if_over(one)
 
     # --- fetch orders ---
 
@@ -187,7 +293,7 @@ class RestorePlanner:
         for placement in dict.fromkeys([*needed, *self._placements.with_losses]):
             if (one := self._returns.get(placement.segment.id)) is None:
                 one = self._begin(placement)
-            if one is not None and one.left:
+            if one is not None and one.left and not one.is_stale:  # else the plan under way still uses it
                 try:
                     self._order(one)
                 except Exception as error:
@@ -195,14 +301,16 @@ class RestorePlanner:
 
     def _begin(self, placement: SegmentPlacement) -> _SegmentRestore | None:
         segment, loss = placement.segment, placement.loss
-        if loss is None or loss.reservation is None or not loss.may_return or not self._is_stored(segment.id):
+        if loss is None or loss.reservation is None or not loss.may_return:
+            return None
+        if segment.id in self._damaged or not self._is_stored(segment.id):
             return None
         if placement.incoming:  # it is being recomputed
             return None
         if self._placer.windows is not None and (loss.left != [(segment.start, segment.end)] or placement.window_runs):
             return None
         one = self._returns[segment.id] = _SegmentRestore(placement, loss)
-        self._wanted.append(segment)
+        self._actions.append(ReadManifest(segment))
         return one
 
     def _order(self, one: _SegmentRestore) -> None:
@@ -213,30 +321,31 @@ class RestorePlanner:
         is_whole = placer.windows is not None
         share = ceil_div(one.loss.num_blocks(placer.block_size).sharded, len(placer.pools))
         while one.left and (rank := self._next_rank(is_whole=is_whole)) is not None:
-            index, ranges = one.left.pop(0)
+            piece, ranges = one.left.pop(0)
             runs, rest = placer.place_restored(rank, ranges, share, reservation)
             if rest:
-                one.left.insert(0, (index, rest))
+                one.left.insert(0, (piece, rest))
             one.placement.incoming += runs
-            self._add(one, rank, index, runs)
-        if is_whole and not one.left and self._window_ranges(one):
-            self._add(one, EVERY_RANK, OF_WINDOWS, ())
+            self._add(one, rank, piece, runs)
+        if is_whole and not one.left and one.windows is not None and self._window_ranges(one):
+            self._add(one, EVERY_RANK, one.windows, ())
 
     def _next_rank(self, *, is_whole: bool) -> int | None:
         """The rank with the most free blocks among those that may fetch more."""
         counts = [0] * len(self._placer.pools)
-        for part in (part for one in self._returns.values() for part in one.parts.values()):
-            if part.rank != EVERY_RANK:
-                counts[part.rank] += 1
+        for rank in (chunk.fetch.rank for one in self._returns.values() for chunk in one.chunks.values()):
+            if rank != EVERY_RANK:
+                counts[rank] += 1
         pools = self._placer.pools
         found = [rank for rank, n in enumerate(counts) if pools[rank].num_free and (is_whole or n < MAX_FETCHED)]
         return max(found, key=lambda rank: pools[rank].num_free, default=None)
 
-    def _add(self, one: _SegmentRestore, rank: int, piece: int, runs: tuple[Run, ...]) -> None:
-        part = RestoreChunk(self._next_ticket, rank, one.placement.segment.id, piece, runs)
+    def _add(self, one: _SegmentRestore, rank: int, piece: PieceRef, runs: tuple[Run, ...]) -> None:
+        segment_id, of_windows = one.placement.segment.id, rank == EVERY_RANK
+        fetch = FetchPiece(self._next_ticket, rank, segment_id, piece, of_windows)
         self._next_ticket += 1
-        one.parts[part.ticket] = part
-        self._ordered.append(part)
+        one.chunks[fetch.ticket] = _Chunk(fetch, runs)
+        self._actions.append(fetch)
 
     # --- plans ---
 
@@ -244,9 +353,9 @@ class RestorePlanner:
         """Copies fetched chunks of one segment into blocks: at most one per rank, or with windows all of them; None
         when nothing can be done now."""
         for one in list(self._returns.values()):
-            if not one.is_stale and (parts := self._ready(one)):
+            if not one.is_stale and (chunks := self._ready(one)):
                 try:
-                    return self._plan(one, parts)
+                    return self._plan(one, chunks)
                 except Exception as error:
                     self._give_up(one, error)
         return None
@@ -254,22 +363,22 @@ class RestorePlanner:
     def _give_up(self, one: _SegmentRestore, error: Exception) -> None:
         """Abandons the restore of a segment after an unexpected error."""
         self._faults.append(error)
-        self.mark_unavailable(one.placement.segment.id)
+        self._abandon(one.placement.segment.id)
 
-    def _ready(self, one: _SegmentRestore) -> list[RestoreChunk]:
-        there = [part for part in one.parts.values() if part.is_there]
+    def _ready(self, one: _SegmentRestore) -> list[_Chunk]:
+        there = [chunk for chunk in one.chunks.values() if chunk.is_there]
         if self._placer.windows is not None:
-            return there if not one.left and len(there) == len(one.parts) else []
-        return list({part.rank: part for part in reversed(there)}.values())
+            return there if not one.left and len(there) == len(one.chunks) else []
+        return list({chunk.fetch.rank: chunk for chunk in reversed(there)}.values())
 
-    def _plan(self, one: _SegmentRestore, parts: list[RestoreChunk]) -> Restore:
+    def _plan(self, one: _SegmentRestore, chunks: list[_Chunk]) -> Restore:
         placement = one.placement
-        portions = tuple(RestorePortion(part.ticket, part.runs) for part in parts if part.runs)
-        windows = next((part for part in parts if part.piece == OF_WINDOWS), None)
+        portions = tuple(RestorePortion(chunk.fetch.ticket, chunk.runs) for chunk in chunks if chunk.runs)
+        windows = next((chunk.fetch for chunk in chunks if chunk.fetch.of_windows), None)
         if windows is not None:
             assert one.loss.reservation is not None
             placement.window_runs = self._placer.place_windows(self._window_ranges(one), one.loss.reservation)
-        placement.is_reported, self._under_way = True, (one, parts)
+        placement.is_reported, self._under_way = True, (one, chunks)
         if windows is None:
             return Restore(placement.segment.id, placement.segment.start, portions)
         return Restore(placement.segment.id, placement.segment.start, portions, placement.window_runs, windows.ticket)
@@ -278,7 +387,7 @@ class RestorePlanner:
         """The window ranges to restore: whole blocks of the window piece, starting with the block that contains the
         first visible position."""
         size, found = self._placer.block_size, list[Range]()
-        for low, high in one.windows:
+        for low, high in one.windows.runs if one.windows else ():
             first = low + max(0, one.loss.windows_from - low) // size * size
             if first < high:
                 found.append((first, high))
@@ -300,24 +409,24 @@ class RestorePlanner:
     def commit(self) -> SegmentPlacement | None:
         """The plan under way is complete. Returns the restored segment, or None if nothing needs it any more."""
         assert self._under_way is not None
-        (one, parts), self._under_way = self._under_way, None
+        (one, chunks), self._under_way = self._under_way, None
         if one.is_stale:
             self._forget(one)
             return None
         placement, loss = one.placement, one.loss
-        for part in parts:
-            placement.incoming = _without(placement.incoming, part.runs)
-            placement.put(part.runs)
-            for run in part.runs:
+        for chunk in chunks:
+            placement.incoming = _without(placement.incoming, chunk.runs)
+            placement.put(chunk.runs)
+            for run in chunk.runs:
                 loss.fill(run.start, run.end)
-            del one.parts[part.ticket]
-            self._discarded.append(part.ticket)
+            del one.chunks[chunk.fetch.ticket]
+            self._discard(chunk)
         if not loss.left:
             self._segments.drop_frontier(placement)
             self._segments.end_loss(placement)
             del self._returns[placement.segment.id]
         else:
-            self._commit(one)
+            self._end_if_over(one)
         return placement
 
     def undo(self, *, has_broken: bool) -> None:
@@ -326,7 +435,8 @@ class RestorePlanner:
         if under_way is not None:
             one, _ = under_way
             one.loss.may_return &= not has_broken
-            self._broken += [one.placement.segment.id] if has_broken else []
+            if has_broken:
+                self._actions.append(CheckSnapshot(one.placement.segment.id))
             if not one.is_stale:
                 assert one.loss.reservation is not None
                 one.placement.window_runs = self._placer.roll_back(
@@ -334,8 +444,6 @@ class RestorePlanner:
                 )
         for one in list(self._returns.values()):
             self._forget(one)
-        self._ordered.clear()
-        self._wanted.clear()
 
     # --- end of a restore ---
 
@@ -343,24 +451,36 @@ class RestorePlanner:
         """The plan under way uses fetched chunks of this segment."""
         return self._under_way is not None and self._under_way[0] is one
 
-    def _commit(self, one: _SegmentRestore) -> None:
+    def _end_if_over(self, one: _SegmentRestore) -> None:
         """Ends a restore that has no more chunks; the tokens that are still lost are recomputed."""
-        if one.left == [] and not one.parts and not one.is_stale:
+        if one.left == [] and not one.chunks and not one.is_stale:
             one.loss.may_return = False
             self._forget(one)
 
     def _forget(self, one: _SegmentRestore) -> None:
-        for part in list(one.parts.values()):
-            self._drop(one, part)
+        for chunk in list(one.chunks.values()):
+            self._drop(one, chunk)
+        self._revoke(ReadManifest(one.placement.segment))
         del self._returns[one.placement.segment.id]
 
-    def _drop(self, one: _SegmentRestore, part: RestoreChunk) -> None:
-        del one.parts[part.ticket]
-        self._discarded.append(part.ticket)
+    def _drop(self, one: _SegmentRestore, chunk: _Chunk) -> None:
+        del one.chunks[chunk.fetch.ticket]
+        self._discard(chunk)
         if not one.is_stale:  # otherwise the blocks are free already
             assert one.loss.reservation is not None
-            one.placement.incoming = _without(one.placement.incoming, part.runs)
-            self._placer.return_unwritten(part.runs, one.loss.reservation)
+            one.placement.incoming = _without(one.placement.incoming, chunk.runs)
+            self._placer.return_unwritten(chunk.runs, one.loss.reservation)
+
+    def _discard(self, chunk: _Chunk) -> None:
+        if not self._revoke(chunk.fetch):
+            self._actions.append(DiscardPiece(chunk.fetch.ticket))
+
+    def _revoke(self, action: RestoreAction) -> bool:
+        """Removes an action that has not been popped. Returns whether there was one."""
+        if action not in self._actions:
+            return False
+        self._actions.remove(action)
+        return True
 
 
 def _without(runs: Sequence[Run], taken: Sequence[Run]) -> tuple[Run, ...]:

@@ -3,15 +3,13 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
-from coordinator.kv_cache.contexts import ContextTable, NamedContext
-from coordinator.kv_cache.eviction import ContextEvictor
-from coordinator.kv_cache.segments import SegmentStore
+from coordinator.kv_cache.block_placer import BlockCount
+from coordinator.kv_cache.contexts import NamedContext
+from coordinator.kv_cache.kv_cache import KvCache
 from coordinator.kv_cache.token_paths import Segment
+from coordinator.recovery.recovery import RecoveryManager
 from coordinator.scheduling.admission import Admission
-from coordinator.scheduling.capacity_shrink import uses_context
 from coordinator.scheduling.job_lifecycle import JobLifecycle
-from coordinator.scheduling.job_recovery import JobRecovery
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.limits import JobLimits
 from coordinator.scheduling.preemption import RunningSet
@@ -56,25 +54,22 @@ class Deferral:
 
     def __init__(
         self,
-        placer: BlockPlacer,
-        segments: SegmentStore,
-        contexts: ContextTable,
+        cache: KvCache,
         limits: JobLimits,
         admission: Admission,
         lifecycle: JobLifecycle,
-        job_recovery: JobRecovery,
-        evictor: ContextEvictor | None,
+        recovery: RecoveryManager,
     ) -> None:
-        """Without an `evictor`, nothing is deferred."""
-        self._placer = placer
-        self._segments = segments
-        self._placements = segments.placements
-        self._contexts = contexts
+        """If contexts cannot be evicted, nothing is deferred."""
+        self._placer = cache.placer
+        self._segments = cache.segments
+        self._placements = cache.segments.placements
+        self._contexts = cache.contexts
+        self._evictor = cache.evictor
         self._limits = limits
         self._admission = admission
         self._lifecycle = lifecycle
-        self._job_recovery = job_recovery
-        self._evictor = evictor
+        self._recovery = recovery
         self._oldest: Job | None = None
         """The job for which others are deferred, from its turn until it begins."""
         self._has_preempted = False
@@ -90,7 +85,7 @@ class Deferral:
             return False  # the usual case
         oldest = self._oldest_waiting()
         has_changed = oldest is not self._oldest and self.end()
-        if oldest is None or not self._job_recovery.is_confirmed:
+        if oldest is None or self._limits.may_grow:
             return has_changed
         if self._oldest is None:
             free = self._placer.num_free + self._segments.num_reclaimable
@@ -177,10 +172,10 @@ class Deferral:
             job.is_deferred, path = False, job.request.origin
             self._segments.activate(path)
             context = self._contexts.find(job.context)
-            if context is not None and uses_context(job, context):
+            if context is not None and job.uses(context):
                 self._contexts.activate(context)
                 path = context.path
-            self._job_recovery.begin_reload(self._placements.evicted(path))
+            self._recovery.begin_reload(self._placements.evicted(path))
         if deferred:
             self._lifecycle.mark_changed()
         return bool(deferred)

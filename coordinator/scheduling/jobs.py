@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from coordinator.engine_messages import DocumentPrompt, Failed, SchedulingParams
 from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
+from coordinator.kv_cache.contexts import NamedContext
 from coordinator.kv_cache.positions import RopeSwitch
 from coordinator.kv_cache.token_paths import TokenPath
 from coordinator.scheduling.prefill_cursor import GrowingSegment, PrefillCursor
@@ -117,6 +118,11 @@ class Job:
     def context(self) -> str | None:
         """Id of the context that it queries or ingests into."""
         return None
+
+    def uses(self, context: NamedContext) -> bool:
+        """Whether the job queries a context, or ingests into it."""
+        origin = self.request.origin
+        return self.context == context.id and context.path.segments[: len(origin.segments)] == origin.segments
 
     @property
     def hidden(self) -> tuple[TokenRange, ...]:

@@ -1,12 +1,12 @@
 """Limits on the size of a job, and the number of blocks that it takes."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
 from coordinator.kv_cache.positions import Positions
 from coordinator.kv_cache.segment_placement import SegmentPlacement, SegmentPlacements, count_all
-from coordinator.kv_cache.token_paths import TokenPath
+from coordinator.kv_cache.token_paths import Segment, TokenPath
 from coordinator.scheduling.prefill_cursor import PrefillCursor
 from longleaf.config import EngineConfig
 from longleaf.errors import InvalidArgument, ResourceExhausted
@@ -44,6 +44,11 @@ class JobLimits:
             size = self._placer.block_size
             blocks = sum((placement.num_wanted(size) for placement in placements), BlockCount())
         return blocks
+
+    def fit_together(self, segments: Iterable[Segment]) -> bool:
+        """Whether the segments, and the blocks that are needed during recomputation, fit at the same time."""
+        wanted = self.wanted(self._placements.for_segments(segments)) + self.num_scratch
+        return wanted.fits(self._placer.num_blocks)
 
     @property
     def num_scratch(self) -> BlockCount:

@@ -11,13 +11,13 @@ from typing import NamedTuple
 from coordinator.kv_cache.block_placer import BlockPlacer
 from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import TokenPath
+from coordinator.recovery.fault_score import SuspectedJobs
 from coordinator.recovery.recovery import RecoveryManager
 from coordinator.scheduling.fair_queue import FairOrder
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.row_selection import RowSelector
 from coordinator.scheduling.sequences import Sequence
 from coordinator.scheduling.speculation import Drafter
-from coordinator.scheduling.suspected_jobs import SuspectedJobs
 from coordinator.scheduling.throughput import Speeds
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.step import Decode, Row, StepPlan, Work

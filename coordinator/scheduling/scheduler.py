@@ -12,32 +12,28 @@ from coordinator.auth.tenant_usage import TenantUsage
 from coordinator.engine_messages import (
     Acknowledged,
     Admitted,
-    ContextDropped,
     DocumentPrompt,
     Outcome,
     Prompt,
-    Recovering,
     Sealed,
     Tokens,
 )
 from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer, Reservation
 from coordinator.kv_cache.contexts import ContextTable, NamedContext
 from coordinator.kv_cache.eviction import ContextEvictor
+from coordinator.kv_cache.kv_cache import KvCache
 from coordinator.kv_cache.positions import Positions
-from coordinator.kv_cache.rank_mapping import RankMapping
 from coordinator.kv_cache.segments import SegmentStore
-from coordinator.recovery.fault_score import BREAK_SCORE
+from coordinator.recovery.job_recovery import JobRecovery
 from coordinator.recovery.recompute import RecoveryFailed
 from coordinator.recovery.recovery import MOVED_BLOCKS, RecoveryManager
-from coordinator.recovery.remap import segment_layouts
-from coordinator.recovery.restore import RestorePlanner, none_stored
+from coordinator.recovery.restore import none_stored
 from coordinator.scheduling.admission import Admission
 from coordinator.scheduling.context_activation import ContextActivation
 from coordinator.scheduling.deferral import Deferral
 from coordinator.scheduling.fair_queue import Queue
 from coordinator.scheduling.invariants import audit_jobs, audit_placements
 from coordinator.scheduling.job_lifecycle import JobLifecycle
-from coordinator.scheduling.job_recovery import JobRecovery
 from coordinator.scheduling.jobs import IngestJob, Job
 from coordinator.scheduling.limits import JobLimits
 from coordinator.scheduling.planner import JobFailed, Planner
@@ -51,7 +47,6 @@ from coordinator.scheduling.speculation_stats import DraftCounts
 from coordinator.scheduling.throughput import Speeds
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, LongleafError, ResourceExhausted, Unavailable
-from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.rank_protocol.step import Prefill, StepPlan, StepResult, Work
 from longleaf.sampling import Token
 from longleaf.types import Progress
@@ -99,17 +94,19 @@ class Scheduler:
         self._requests = Requests(config.max_sequences + config.max_waiting)
         limits = JobLimits(config, placer, self.segments.placements, positions)
         self._is_durable = is_durable
-        self._activation = ContextActivation(self.contexts, self._requests)
+        self.recovery = RecoveryManager(placer, self.segments, max_moved_blocks, is_stored)
+        """Recovery of lost keys. A caller that reports a result of a restore to it must call `schedule` afterwards."""
+        self._activation = ContextActivation(self.contexts, self._requests, limits, self.recovery)
         evictor = ContextEvictor(placer, self.segments, self.contexts, self._activation.in_use) if is_durable else None
+        cache = KvCache(placer, self.segments, self.contexts, evictor)
         self._evictor = evictor
         self._sharing = Sharing(self.segments, placer, limits)
         self._preemption = Preemption(config.max_sequences, placer, self.segments, evictor)
         self._admission = Admission(
             config, limits, self.contexts, self.segments, self._requests, self.speeds, can_evict=is_durable
         )
-        self._recovery = RecoveryManager(placer, self.segments, max_moved_blocks, is_stored)
         self._drafter = drafter or Drafter(config.max_rows, config.max_draft_tokens, config.block_size)
-        self._planner = Planner(config, placer, self.segments, self.speeds, self._recovery, self._drafter, epoch)
+        self._planner = Planner(config, placer, self.segments, self.speeds, self.recovery, self._drafter, epoch)
         self._queue = Queue()
         self._lifecycle = JobLifecycle(
             self.segments, self._requests, self._queue, self._planner, self._sharing, self.speeds
@@ -117,12 +114,9 @@ class Scheduler:
         self._faults: list[Exception] = []
         self._running = self._lifecycle.running
         self._outcomes = self._lifecycle.outcomes
-        self._job_recovery = JobRecovery(
-            placer, self.segments, self.contexts, limits, self._recovery, self._lifecycle, self._admission, evictor
-        )
-        self._deferral = Deferral(
-            placer, self.segments, self.contexts, limits, self._admission, self._lifecycle, self._job_recovery, evictor
-        )
+        self._deferral = Deferral(cache, limits, self._admission, self._lifecycle, self.recovery)
+        self.job_recovery = JobRecovery(cache, limits, self.recovery, self._lifecycle, self._admission, self._deferral)
+        """Continues jobs after a change of ranks."""
 
     def _evict(self, lacking: BlockCount) -> bool:
         return self._evictor is not None and self._evictor.free_blocks(lacking)
@@ -184,7 +178,7 @@ class Scheduler:
         """
         context = self.contexts.find(prompt.context)
         try:
-            with self._activation.activate(context, self._job_recovery.begin_reload):
+            with self._activation.activate(context):
                 self._lifecycle.enqueue(self._admission.admit(request_id, prompt, now, self._begin_waiting))
         except Exception:
             if context is not None:  # it was protected from eviction meanwhile
@@ -192,8 +186,8 @@ class Scheduler:
             raise
         if context is not None:
             self.contexts.mark_used(context)
-        if not self._job_recovery.is_over:
-            self._job_recovery.report_progress()
+        if not self.job_recovery.is_over:
+            self.job_recovery.report_progress()
 
     # --- schedule ---
 
@@ -204,12 +198,12 @@ class Scheduler:
         for request_id in self._requests.deadlines.passed(now):
             self._outcomes.append((request_id, DeadlineExceeded("the deadline has passed")))
             self.cancel(request_id)
-        if self._planner.is_full or self._job_recovery.is_between_epochs:
+        if self._planner.is_full or self.job_recovery.is_between_epochs:
             return None
         for _ in range(MAX_FAULTS):
             self._begin_waiting()
             try:
-                return self._planner.plan(self._running.values(), self._job_recovery.paths)
+                return self._planner.plan(self._running.values(), self.job_recovery.paths)
             except JobFailed as failed:
                 for other in failed.others:
                     self._lifecycle.preempt(other)
@@ -226,30 +220,30 @@ class Scheduler:
 
     def _give_up(self, failed: RecoveryFailed) -> None:
         self._faults.append(failed)
-        self._job_recovery.give_up(failed.segment)
+        self.job_recovery.give_up(failed.segment)
 
     def pop_faults(self) -> list[Exception]:
         """Removes and returns unexpected errors, for the log. Each one ended only the job or the recovery in which it
         occurred."""
-        faults, self._faults = [*self._faults, *self._recovery.restoring.pop_faults()], []
+        faults, self._faults = [*self._faults, *self.recovery.restoring.pop_faults()], []
         return faults
 
     def _begin_waiting(self) -> None:
-        if self._job_recovery.is_between_epochs:
+        if self.job_recovery.is_between_epochs:
             return
-        if not self._job_recovery.is_over:
+        if not self.job_recovery.is_over:
             self._deferral.update()  # first, because deferred jobs need no blocks for lost keys
             self._preempt_for_reload()
-            self._job_recovery.resume()
+            self.job_recovery.resume()
         while self._lifecycle.may_begin:
             if self._deferral.update():
-                self._job_recovery.resume()
-                self._job_recovery.report_progress()
+                self.job_recovery.resume()
+                self.job_recovery.report_progress()
             running_set = RunningSet(self._running.values())
             if (
                 job := self._queue.pop_next(partial(self._reserve, running_set), partial(self._is_ready, running_set))
             ) is None:
-                is_recovering = not (self._job_recovery.is_over and self._job_recovery.is_confirmed)
+                is_recovering = not (self.job_recovery.is_over and self.job_recovery.is_confirmed)
                 may_wait = self._running or is_recovering or not self._queue.order()
                 if not may_wait and self._activation.is_blocked:
                     return  # the request that is being admitted may find room
@@ -270,7 +264,7 @@ class Scheduler:
         """Whether a job may begin, if there is room for it."""
         if job.is_deferred or not running_set.is_allowed(job):
             return False
-        is_recovered = self._job_recovery.is_over or self._job_recovery.is_ready(job)
+        is_recovered = self.job_recovery.is_over or self.job_recovery.is_ready(job)
         return is_recovered or self._deferral.is_reloading(job)
 
     def _reserve(self, running_set: RunningSet, job: Job) -> bool:
@@ -292,7 +286,7 @@ class Scheduler:
         """Preempts jobs that overtook the oldest one if that makes enough room for the reload of its context."""
         if (job := self._deferral.reloading) is None:
             return
-        needed = self._recovery.num_unreserved(job.request.origin)
+        needed = self.recovery.num_unreserved(job.request.origin)
         if needed.fits(BlockCount()):
             return
         victims = self._preemption.victims(job, RunningSet(self._running.values()), needed)
@@ -335,9 +329,9 @@ class Scheduler:
         self.speeds.measure(plan, seconds)
         self._drafter.measure(plan, seconds)
         jobs = self._planner.complete(plan)
-        if self._recovery.owns(plan.work):
+        if self.recovery.owns(plan.work):
             try:
-                self._job_recovery.commit(result)
+                self.job_recovery.commit(result)
             except RecoveryFailed as failed:
                 self._give_up(failed)
             if isinstance(plan.work, Prefill) and result.has_finite_keys:
@@ -410,7 +404,7 @@ class Scheduler:
         """Recomputes the prompt and the answer so far with the rope for longer sequences: at once if there is room,
         because the job has its turn already, else when it is next in the queue."""
         self._lifecycle.preempt(job)
-        may_begin = self._job_recovery.is_over and not job.request.is_paused
+        may_begin = self.job_recovery.is_over and not job.request.is_paused
         if may_begin and (reservation := self._sharing.reserve(job)) is not None:
             self._queue.resume(job)
             self._begin(job, reservation)
@@ -483,7 +477,7 @@ class Scheduler:
 
     def preload(self) -> None:
         """Activates the most recently used contexts, as many as fit."""
-        self._faults += self._activation.preload(self._job_recovery.begin_reload, lambda: self._job_recovery.has_room)
+        self._faults += self._activation.preload()
 
     def _acknowledge(self, job: IngestJob, now: float) -> None:
         document = job.document
@@ -524,66 +518,11 @@ class Scheduler:
         ids."""
         return [request_id for request_id in self._requests.expiries.passed(now) if self._lifecycle.cancel(request_id)]
 
-    # --- change of ranks, and the recovery that follows ---
-
-    def roll_back(self, steps: tuple[int, ...] = (), suspicion: int = BREAK_SCORE) -> None:
-        """Ends an epoch. Plans in flight are discarded and must not be committed. Nothing is scheduled until
-        `change_ranks`. Answers later continue at their next token, documents after the last committed chunk.
-
-        `steps` are those in which the epoch may have ended; empty if it ended outside a step. Their work gets the fault
-        score `suspicion`: a job that breaks a second epoch ends. See `pop_outcomes`.
-        """
-        self._deferral.end()
-        self._job_recovery.roll_back(steps, suspicion)
-
-    def change_ranks(self, rank_mapping: RankMapping, *, may_grow: bool = False) -> None:
-        """Continues with the ranks of another epoch, after `roll_back`. The ranks must receive `layout` before any
-        plan.
-
-        Contexts and jobs that no longer fit are dropped. If more ranks are expected (`may_grow`), they are dropped
-        later by `shrink_to_fit`, or not at all if another epoch brings enough ranks. See `pop_dropped` and
-        `pop_outcomes`."""
-        self._job_recovery.change_ranks(rank_mapping, may_grow=may_grow)
-
-    @property
-    def is_confirmed(self) -> bool:
-        """Whether no more ranks are expected."""
-        return self._job_recovery.is_confirmed
-
-    def shrink_to_fit(self) -> None:
-        """Drops contexts and jobs that no longer fit, because no more ranks are expected."""
-        self._deferral.end()
-        self._job_recovery.shrink_to_fit()
-
-    def layout(self) -> tuple[SegmentLayout, ...]:
-        """The layout of all held segments, for ranks that have no plan yet."""
-        return segment_layouts(self.segments)
-
-    @property
-    def is_rebalancing(self) -> bool:
-        """Whether runs may move between ranks."""
-        return self._recovery.is_rebalancing
-
-    @property
-    def restoring(self) -> RestorePlanner:
-        """The planner of restores from storage. A caller that reports a result to it must call `schedule`
-        afterwards."""
-        return self._recovery.restoring
-
-    @property
-    def recovering(self) -> Recovering | None:
-        """The progress of the recovery; None when nothing is lost."""
-        return self._recovery.total
-
-    def pop_dropped(self) -> list[ContextDropped]:
-        """Removes and returns the contexts that were dropped."""
-        return self._job_recovery.pop_dropped()
-
     def audit(self) -> None:
         """Asserts the invariants of blocks, segments, references, reservations and jobs."""
         waiting, running = tuple(self._queue), tuple(self._running.values())
-        audit_placements(self.segments, self.contexts, self._placer, self._recovery, (waiting, running))
-        self._job_recovery.audit()
+        audit_placements(self.segments, self.contexts, self._placer, self.recovery, (waiting, running))
+        self.job_recovery.audit()
         audit_jobs(waiting, running, self._planner.under_way)
         self._deferral.audit()
         self._requests.audit()

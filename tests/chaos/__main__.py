@@ -53,9 +53,8 @@ class ProbedEngine(Engine):
         super().__init__(*arguments, **options)
         self._folder = folder
         self._points = Points()
-        snapshots = options["durability"].snapshots
-        assert snapshots is not None
-        self._snapshots = SnapshotProbe(snapshots, self._points)
+        assert self._store.snapshots is not None
+        self._snapshots = SnapshotProbe(self._store.snapshots, self._points)
 
     async def start(self):
         readies = await super().start()
@@ -64,8 +63,8 @@ class ProbedEngine(Engine):
         segments = scheduler.segments
         segments._begin_eviction = partial(self._pass, EVICT, segments._begin_eviction)
         segments.begin_reload = partial(self._pass, CALL, segments.begin_reload)
-        persistence: Any = self._persistence
-        persistence._commit = partial(self._keep, persistence._commit)
+        store: Any = self._store
+        store._commit = partial(self._keep, store._commit)
         look = partial(self._wait_idle, asyncio.get_running_loop())
         Probe(self._folder, {"arm": self._points.arm, "look": look}).start()
         return readies
@@ -111,7 +110,7 @@ class ProbedEngine(Engine):
             "steps": len(self._steps),
             "waiting": scheduler.num_waiting,
             "running": scheduler.num_running,
-            "recovering": scheduler.recovering,
+            "recovering": scheduler.recovery.total,
             "is over": self._epochs.is_over,
             "may grow": self._epochs.may_grow,
             **self._snapshots.busy,

@@ -36,9 +36,9 @@ from tests.chaos.points import (
 from tests.chaos.reference import DEADLY, POISON
 from workers.kv_cache.pools import sharded_layers
 from workers.model.model import Model
-from workers.pending import StepHandle
 from workers.rank import Rank
-from workers.step import kv_transfer
+from workers.rank_runtime import StepHandle
+from workers.runners import kv_transfer
 
 
 class ChaosRank(Rank):
@@ -65,9 +65,9 @@ class ChaosRank(Rank):
         self._number = join.rank
         ready = super().join(join)
         assert self.epoch is not None
-        self.epoch._report = partial(
-            self._broadcast, WeakMethod(self.epoch._report)
-        )  # a strong reference would keep the epoch alive
+        peers = self.epoch.peers
+        # a strong reference would keep the epoch alive
+        peers.broadcast = partial(self._broadcast, WeakMethod(peers.broadcast))
         return ready
 
     def _broadcast(self, broadcast: Any, ids_T: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class SnapshotProbe:
         self._points = points
         self._is_sent = False
         inside = self._snapshots
-        inside._policy = replace(inside._policy, grace=GRACE_SECONDS)
+        inside._collector._policy = replace(inside._policy, grace=GRACE_SECONDS)
         inside._store.put = partial(self._put, inside._store.put)
         inside._store.delete = partial(self._delete, inside._store.delete)
         inside._catalog.commit = partial(self._commit, inside._catalog.commit)

@@ -40,7 +40,8 @@ class Logits:
         self._wanted, self._spoil, self._rows = (sequence, token_index), spoil, ()
 
     def watch(self, index, rank):
-        start, logits = rank.start, rank.epoch._logits
+        start, runner = rank.start, rank.epoch._decode._model_runner
+        logits = runner.logits
 
         def started(plan):
             self._rows = getattr(plan.work, "rows", ())
@@ -55,7 +56,7 @@ class Logits:
             return logits_RV
 
         if index == 0:
-            rank.start, rank.epoch._logits = started, spoilt
+            rank.start, runner.logits = started, spoilt
 
 
 def nan(logits_V):

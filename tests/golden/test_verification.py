@@ -14,7 +14,7 @@ from tests.support.golden.states import running
 from tests.support.thinned import thinned
 from tests.support.threads import config_for
 from workers.model import model
-from workers.verification import computing_in, distance, plain_attention, plain_logits
+from workers.runners.verification import computing_in, distance, plain_attention, plain_logits
 
 
 @pytest.mark.sampled(4)
@@ -145,7 +145,7 @@ def test_a_distance_is_a_share_of_the_spread_and_a_median():
 
 async def test_a_failed_comparison_is_reported_and_the_ranks_continue(goldens):
     def lame(index, rank):
-        rank.epoch._verifier._model = None
+        rank.epoch._decode._verifier._model = None
 
     golden = goldens("llama")
     async with running(config_for(golden.folder, world_size=2), lame) as engine:

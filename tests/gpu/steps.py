@@ -44,9 +44,9 @@ def answer(model: Path, place: Place, *, on_cpu: bool) -> list[tuple[int, float]
     where = {"host": "127.0.0.1", "node": "here", "num_ranks_here": 1, "gpu": 0}
     rank = Rank(RankSpec(member=0, config=config, invitation=unused, **where))
     rank.load()
-    rank.join(Join(1, 0, "", 0, ("here",)))
     if not on_cpu:
         rank.backend = place.kernels
+    rank.join(Join(1, 0, "", 0, ("here",)))
 
     def runs(end: int) -> tuple[Run, ...]:
         return (Run(0, 0, end, tuple(range(1, 1 + ceil_div(end, BLOCK_SIZE)))),)

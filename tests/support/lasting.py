@@ -33,10 +33,15 @@ class MemoryLasting:
         self.num_readings = 0
 
     @property
+    def stale(self) -> "MemoryLasting":
+        """A duck type of StaleContexts."""
+        return self
+
+    @property
     def changed(self) -> dict[str, str]:
         return {name: each.changes for name, each in self.earlier.items()}
 
-    def read_stale(self) -> dict[str, StaleContext]:
+    def read(self) -> dict[str, StaleContext]:
         self.num_readings += 1
         return self.earlier
 

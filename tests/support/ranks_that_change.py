@@ -33,12 +33,12 @@ class Group(Bench):
         may_grow: bool = False,
     ) -> None:
         """An epoch of these ranks of the one before; None is a new one. That one ended in one of `steps`."""
-        self.scheduler.roll_back(steps, suspicion)
+        self.scheduler.job_recovery.roll_back(steps, suspicion)
         self.epoch += 1
         self.keys.change_ranks(before)
         num_blocks = (self.placer.pools[0].num_blocks,) * len(before)
-        self.scheduler.change_ranks(RankMapping(self.epoch, before, num_blocks), may_grow=may_grow)
-        self.keys.set_layout(self.scheduler.layout())
+        self.scheduler.job_recovery.change_ranks(RankMapping(self.epoch, before, num_blocks), may_grow=may_grow)
+        self.keys.set_layout(self.scheduler.segments.layout())
         self.sequences = RowState(self.config.block_size)
         self._see(self.scheduler.pop_outcomes())
         self._check()

@@ -48,11 +48,11 @@ class RecoveringMachine(SchedulerMachine):
     @property
     def is_calm(self) -> bool:
         """The ranks and the coordinator agree on the stored keys."""
-        return not self.is_between and not self.plans and not self.scheduler._recovery.needs_windows
+        return not self.is_between and not self.plans and not self.scheduler.recovery.needs_windows
 
     @property
     def is_disturbed(self) -> bool:
-        return self.is_between or self.may_grow or not self.scheduler._job_recovery.is_over
+        return self.is_between or self.may_grow or not self.scheduler.job_recovery.is_over
 
     def _no_job_is_stuck(self) -> None:
         if not (self.is_between or self.may_grow):
@@ -77,7 +77,7 @@ class RecoveringMachine(SchedulerMachine):
             self._accuse(plan, suspicion)
         steps = tuple(plan.step for plan in ended)
         self.plans.clear()
-        self.scheduler.roll_back(steps, suspicion)
+        self.scheduler.job_recovery.roll_back(steps, suspicion)
         self.is_between = True
         self.waited.clear()
         self.ran.clear()
@@ -107,8 +107,10 @@ class RecoveringMachine(SchedulerMachine):
         self.num_blocks = [most if rank is None else self.num_blocks[rank] for rank in before]
         self.epoch += 1
         self.keys.change_ranks(before)
-        self.scheduler.change_ranks(RankMapping(self.epoch, tuple(before), tuple(self.num_blocks)), may_grow=may_grow)
-        self.keys.set_layout(self.scheduler.layout())
+        self.scheduler.job_recovery.change_ranks(
+            RankMapping(self.epoch, tuple(before), tuple(self.num_blocks)), may_grow=may_grow
+        )
+        self.keys.set_layout(self.scheduler.segments.layout())
         self.sequences = RowState(self.block_size)
         self.is_between, self.may_grow = False, may_grow
         self._look()
@@ -116,7 +118,7 @@ class RecoveringMachine(SchedulerMachine):
     @precondition(lambda self: self.may_grow and not self.is_between)
     @rule()
     def finish_growth(self) -> None:
-        self.scheduler.shrink_to_fit()
+        self.scheduler.job_recovery.shrink_to_fit()
         self.may_grow = False
         self.waited.clear()
         self._look()
@@ -169,13 +171,13 @@ class RecoveringMachine(SchedulerMachine):
 
     def _look(self) -> None:
         """Processes the losses and the outcomes of waiting or failing jobs."""
-        for dropped in self.scheduler.pop_dropped():
+        for dropped in self.scheduler.job_recovery.pop_dropped():
             assert dropped.num_tokens == len(self.texts[dropped.context])
             del self.texts[dropped.context], self.ends[dropped.context]
         self._see(self.scheduler.pop_outcomes())
 
     def _see(self, outcomes: list[Outcome]) -> None:
-        for dropped in self.scheduler.pop_dropped():
+        for dropped in self.scheduler.job_recovery.pop_dropped():
             del self.texts[dropped.context], self.ends[dropped.context]
         for _, outcome in outcomes:
             if isinstance(outcome, Recovering):
@@ -220,7 +222,7 @@ class RecoveringMachine(SchedulerMachine):
         """All lost keys are restored, whichever other jobs wait."""
         for job in sorted(self.paused):
             self._pause(job, False)
-        self._run_until(lambda: not (self.open or self.scheduler.recovering))
+        self._run_until(lambda: not (self.open or self.scheduler.recovery.total))
         contexts = [context for context in self.scheduler.contexts.list() if not context.is_evicted]
         assert all(self.scheduler.segments.placements.holds(context.path) for context in contexts)
         self.adds_up()

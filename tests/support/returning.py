@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from coordinator.engine.snapshot_fetcher import SnapshotFetcher
 from coordinator.kv_cache.block_placer import BlockPlacer
 from coordinator.kv_cache.rank_mapping import RankMapping
 from coordinator.kv_cache.segment_placement import SegmentPlacement
 from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import EMPTY_PATH, Segment
+from coordinator.persistence.snapshots.snapshot_fetcher import SnapshotFetcher
 from coordinator.recovery.fault_score import LOSS_SCORE
 from coordinator.recovery.recovery import RecoveryManager
 from longleaf.errors import LongleafError, StorageUnavailable
@@ -93,9 +93,10 @@ class Returning:
         self.ranks = Members()
         self.num_changes = 0
         snapshots: Any = self.archive  # a duck type of Snapshots
-        self.fetching = SnapshotFetcher(snapshots, self.ranks, lambda: tuple(self.ranks.members), self._note)
-        self.recovery = RecoveryManager(self.placer, self.segments, is_stored=self.fetching.is_stored)
-        self.fetching.begin(self.recovery.restoring)
+        self.recovery = RecoveryManager(self.placer, self.segments, is_stored=self.archive.is_usable)
+        self.fetching = SnapshotFetcher(
+            self.recovery.restoring, snapshots, self.ranks, lambda: tuple(self.ranks.members), self._note
+        )
 
     def _note(self) -> None:
         self.num_changes += 1

@@ -7,11 +7,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from coordinator.kv_cache.segment_placement import SegmentPlacement
-from coordinator.recovery.restore import OF_WINDOWS, RestoreChunk
+from coordinator.recovery.restore import (
+    DamagedRemoved,
+    DiscardPiece,
+    FetchPiece,
+    ManifestFound,
+    PieceFetched,
+    ReadManifest,
+    RemoveDamaged,
+    SegmentUnavailable,
+    SnapshotDamaged,
+)
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.positions import EVERY_RANK, WindowSpec
 from longleaf.rank_protocol.snapshots import Save
 from longleaf.runs import Run
+from longleaf.storage.manifest import PieceRef
 from tests.support.durable_machine import DurableMachine
 from tests.support.shadow_key_cache import Content
 
@@ -36,7 +47,7 @@ class SnapshotMachine(DurableMachine):
         numbers = self.keys.numbers if hasattr(self, "keys") else {}
         super()._start_ranks(blocks, block_size, windows)
         self.keys.numbers = numbers  # equal keys stay equal
-        self.fetching: list[RestoreChunk] = []
+        self.fetching: list[FetchPiece] = []
         if not hasattr(self, "storage"):
             self.storage: dict[int, Snapshot] = {}
             self.num_restored = 0
@@ -88,18 +99,37 @@ class SnapshotMachine(DurableMachine):
     # --- fetching ---
 
     def _take_orders(self) -> None:
-        restoring = self.scheduler.restoring
-        for segment in restoring.pop_wanted():
-            if (found := self.storage.get(segment.id)) is None:
-                restoring.mark_unavailable(segment.id)
-            else:
-                restoring.set_pieces(segment.id, found.ranges, found.window_ranges)
+        self._execute_actions()
         if not self.is_between:
-            self.scheduler._job_recovery.resume()
-        self.fetching += restoring.pop_ordered()
-        discarded = set(restoring.pop_discarded())
-        self.fetching = [part for part in self.fetching if part.ticket not in discarded]
-        self.keys.fetched = {key: resident for key, resident in self.keys.fetched.items() if key[1] not in discarded}
+            self.scheduler.job_recovery.resume()
+        self._execute_actions()
+
+    def _execute_actions(self) -> None:
+        restoring = self.scheduler.recovery.restoring
+        for action in restoring.pop_actions():
+            match action:
+                case ReadManifest(segment):
+                    self._read_manifest(segment.id)
+                case FetchPiece():
+                    self.fetching.append(action)
+                case DiscardPiece(ticket):
+                    self.fetching = [part for part in self.fetching if part.ticket != ticket]
+                    self.keys.fetched = {key: keys for key, keys in self.keys.fetched.items() if key[1] != ticket}
+                case RemoveDamaged(reasons):
+                    for segment_id in reasons:
+                        self.storage.pop(segment_id, None)
+                    restoring.handle(DamagedRemoved(reasons))
+                case _:
+                    pass
+
+    def _read_manifest(self, segment_id: int) -> None:
+        restoring = self.scheduler.recovery.restoring
+        if (found := self.storage.get(segment_id)) is None:
+            restoring.handle(SegmentUnavailable(segment_id))
+            return
+        pieces = [PieceRef(str(i), tuple(ranges), 0, "") for i, ranges in enumerate(found.ranges)]
+        windows = PieceRef("windows", tuple(found.window_ranges), 0, "") if found.window_ranges else None
+        restoring.handle(ManifestFound(segment_id, pieces, windows))
 
     @rule(data=st.data(), is_there=st.sampled_from([True, True, True, False]))
     def fetch(self, data: st.DataObject, is_there: bool) -> None:
@@ -113,17 +143,19 @@ class SnapshotMachine(DurableMachine):
         """Storage times out: later answers for the segment are ignored."""
         self._take_orders()
         if self.fetching:
-            self.scheduler.restoring.mark_unavailable(data.draw(st.sampled_from(self.fetching), label="part").segment)
+            part = data.draw(st.sampled_from(self.fetching), label="part")
+            self.scheduler.recovery.restoring.handle(SegmentUnavailable(part.segment_id))
 
-    def _fetch(self, part: RestoreChunk, is_there: bool) -> None:
+    def _fetch(self, part: FetchPiece, is_there: bool) -> None:
         self.fetching.remove(part)
-        found = self.storage.get(part.segment)
+        found = self.storage.get(part.segment_id)
         is_there &= found is not None
         if is_there and found is not None:
             members = self.keys.members if part.rank == EVERY_RANK else [self.keys.members[part.rank]]
-            content = found.windows if part.piece == OF_WINDOWS else found.pieces[part.piece]
+            content = found.windows if part.of_windows else found.pieces[int(part.piece.name)]
             self.keys.fetched |= {(member, part.ticket): content for member in members}
-        self.scheduler.restoring.on_fetched(part.ticket, is_there=is_there)
+        damaged = SnapshotDamaged(part.segment_id, "the piece is missing", ticket=part.ticket)
+        self.scheduler.recovery.restoring.handle(PieceFetched(part.ticket) if is_there else damaged)
 
     def _fetch_all(self) -> bool:
         """Whether there was something."""
@@ -137,7 +169,7 @@ class SnapshotMachine(DurableMachine):
         return super()._schedule() or (self._fetch_all() and super()._schedule())
 
     def _no_job_is_stuck(self) -> None:
-        if not any(map(self.scheduler.restoring.has, self.scheduler.segments.placements)):
+        if not any(map(self.scheduler.recovery.restoring.has, self.scheduler.segments.placements)):
             super()._no_job_is_stuck()
 
     @rule(data=st.data(), steps=st.integers(1, 9))

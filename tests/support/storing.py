@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from coordinator.cluster.ports import Formation
 from coordinator.engine.engine import Engine
 from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
-from coordinator.persistence.snapshots.retention import RetentionPolicy
+from coordinator.persistence.snapshots.snapshot_index import RetentionPolicy
 from coordinator.persistence.snapshots.snapshots import Snapshots, no_size_check
 from longleaf.config import EngineConfig
 from longleaf.positions import WindowSpec

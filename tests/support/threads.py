@@ -21,8 +21,8 @@ from longleaf.rank_protocol.step import StepPlan, StepResult
 from longleaf.topology import Topology
 from longleaf.types import Loss
 from tests.support.loopback import LoopbackComm, loopback_groups
-from workers.pending import StepHandle
 from workers.rank import Rank
+from workers.rank_runtime import StepHandle
 
 Spoil = Callable[[int, Rank], None]
 

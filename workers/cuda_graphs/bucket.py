@@ -1,4 +1,6 @@
-"""Decode steps of up to a fixed number of rows, with inputs at fixed addresses."""
+"""Decode steps of up to a fixed number of rows, with inputs at fixed addresses: the numbers of a step are copied to the
+device at once, always to the same address.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,7 +12,7 @@ from torch import Tensor
 from longleaf.attention.masks import Reads
 from longleaf.kernels.backend import CapturableBackend, LaunchTables, Numbers
 from longleaf.positions import OWN_ROPE, AttentionSpan, Rope
-from workers.cuda_graphs.memory import laid_out
+from workers.host_copies import pinned
 from workers.sampling.acceptance import NO_DRAFT
 from workers.sampling.device_sampler import NUM_PARAMETERS
 from workers.step.draft_rollback import StoredKvRecorder
@@ -18,9 +20,42 @@ from workers.step.inputs import InputBuilder, Inputs, RowNumbers
 from workers.step.last_tokens import PADDING_ROW
 from workers.step.layers import RowLayer
 
+ALIGNED = 16
+"""Alignment of fields, in numbers (128 bytes): Triton compiles a separate kernel for unaligned addresses."""
 DOUBLE = Rope(is_double=True)
 Forward = Callable[[Inputs[RowLayer], StoredKvRecorder | None], Tensor | None]
 """Runs the model on the device; on rank 0 it returns the logits [R, V] of the sampled rows."""
+
+
+def laid_out(sizes: Sequence[int]) -> list[slice]:
+    """The slices of consecutive aligned fields of these sizes."""
+    places: list[slice] = []
+    end = 0
+    for size in sizes:
+        start = end + -end % ALIGNED
+        end = start + size
+        places.append(slice(start, end))
+    return places
+
+
+class StepMemory:
+    """N int64 numbers on a device, and two buffers on the host: one is filled while the other is being copied."""
+
+    def __init__(self, num_numbers: int, device: str) -> None:
+        self.device_N = torch.zeros(num_numbers, dtype=torch.long, device=device)
+        self._hosts = [pinned(num_numbers, dtype=torch.long, device=device) for _ in range(2)]
+        self.turn = 0
+        """The index of the host buffer that is filled next."""
+
+    def host(self) -> Numbers:
+        """The host buffer to fill. The copy before the last, which used the same buffer, must have finished."""
+        return self._hosts[self.turn].numpy()
+
+    def send(self, num_numbers: int) -> None:
+        """Starts the copy of the first numbers of the filled buffer, after earlier work of the stream."""
+        host: Tensor = self._hosts[self.turn]
+        self.device_N[:num_numbers].copy_(host[:num_numbers], non_blocking=True)
+        self.turn = 1 - self.turn
 
 
 class Fields(NamedTuple):

@@ -98,7 +98,7 @@ class CudaGraphs:
 
 
 class CollectiveGraphs:
-    """Graphs of collective work: either all ranks capture it, or none does. Implements Graphs."""
+    """Captures collective work: either all ranks capture it, or none does."""
 
     def __init__(self, graphs: Graphs, agree: Agree) -> None:
         self._graphs = graphs
@@ -111,10 +111,6 @@ class CollectiveGraphs:
     def capture(self, work: Work) -> Work:
         """See `Graphs`."""
         return self._together(lambda: self._graphs.capture(work))
-
-    def release(self) -> None:
-        """See `Graphs`."""
-        self._graphs.release()
 
     def _together(self, act: Callable[[], T]) -> T:
         refusal, made = None, None

@@ -7,20 +7,17 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from longleaf.kernels.backend import CapturableBackend
 from longleaf.rank_protocol.step import Row
-from workers.cuda_graphs.bucket import BatchBucket, Forward, Sampled, with_token_ids
+from workers.cuda_graphs.bucket import BatchBucket, Forward, Sampled, StepMemory, with_token_ids
 from workers.cuda_graphs.graphs import Agree, CaptureRefused, CollectiveGraphs, Graphs, Work
-from workers.cuda_graphs.memory import StepMemory
 from workers.cuda_graphs.sampling_graph import GraphSampler, TokenBroadcast
-from workers.cuda_graphs.tokens import FixedTokens
 from workers.host_copies import AsyncHostCopy, DeviceEvent
 from workers.sampling.acceptance import drafts_of
 from workers.sampling.device_sampler import Batch
 from workers.sampling.fixed_shape import KINDS, kind_of
 from workers.sampling.sampler import Choice
 from workers.step.attention_attribution import SpanAttention
-from workers.step.draft_rollback import DraftedBlocks
+from workers.step.draft_rollback import DraftedBlocks, FixedTokens
 from workers.step.inputs import Inputs, RowNumbers
 from workers.step.last_tokens import DeviceIds
 from workers.step.layers import RowLayer
@@ -55,11 +52,6 @@ class Launched(NamedTuple):
     """On other ranks, if rows have drafts: the reported ids of all positions."""
     blocks: DraftedBlocks | None = None
     """The blocks that drafts are written to, where a refused draft leaves more than its keys."""
-
-
-def try_out(buckets: Sequence[BatchBucket], backend: CapturableBackend, forward: Forward) -> Tensor | None:
-    """Runs each bucket once. Returns the logits of the largest bucket, on rank 0."""
-    return [bucket.warm_up(backend, forward) for bucket in buckets][-1]
 
 
 class FixedSteps:

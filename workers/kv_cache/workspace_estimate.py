@@ -14,7 +14,6 @@ from longleaf.config import EngineConfig
 from longleaf.formatting import human_bytes
 from longleaf.runs import ceil_div
 from longleaf.sampling import MAX_BIASES
-from workers.batch_buckets import bucket_sizes
 from workers.kv_cache.quantized import QuantizedPool
 from workers.model.model import LayerSpec, Model
 from workers.sampling.device_sampler import MAX_LOGITS
@@ -24,6 +23,8 @@ MAX_GATHERED = 1 << 16
 of 128 in bfloat16 take 256 MiB. Above the limit, queries are gathered instead. An automatic choice never needs more
 memory than the gathered queries and their partials.
 """
+MAX_ROWS = 256
+"""Rows of the largest bucket. With more rows, the computation takes longer than the launches."""
 WIDE_TENSORS = 6
 """Number of tensors with the width of the widest layer that exist at once in a block of the model. For a gated layer:
 its input, two products, the activation of one of them, their product, and the residual.
@@ -163,3 +164,11 @@ def _exchange(world_size: int, num_ranks_here: int) -> int:
         return 0
     num_groups = 1 if num_ranks_here == world_size else 3
     return num_groups * COMMUNICATOR + (num_ranks_here - 1) * PEER
+
+
+def bucket_sizes(max_rows: int) -> list[int]:
+    """The numbers of rows to which decode steps of a GPU are padded: powers of two, up to the first one that holds
+    `max_rows` rows.
+    """
+    num_rows = min(MAX_ROWS, max_rows)
+    return [1 << i for i in range((num_rows - 1).bit_length() + 1)]

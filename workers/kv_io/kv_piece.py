@@ -18,7 +18,7 @@ from torch import Tensor
 from longleaf.errors import DataLoss
 from longleaf.rank_protocol.snapshots import MAX_PIECE_BYTES, Range, max_header_bytes
 from longleaf.runs import Run, ceil_div
-from workers.host_copies import AsyncHostCopy, to_device
+from workers.host_copies import AsyncHostCopy, numbers_on, to_device
 from workers.kv_cache.slots import KvPool
 
 VERSION = "1"
@@ -52,7 +52,7 @@ class HostCopy:
         size = sum(tensor[:, 0].numel() * tensor.itemsize for _, tensor, _ in found)
         if len(blocks) > 1 and len(blocks) * size > MAX_PIECE_BYTES and not of_windows:
             raise ValueError(f"{len(blocks)} blocks of {size} bytes are more than a piece may have")
-        index_N = to_device(torch.tensor(blocks, dtype=torch.long), pool.device)
+        index_N = numbers_on(pool.device, blocks)
         coming = [AsyncHostCopy(tensor.transpose(0, 1).index_select(0, index_N)) for _, tensor, _ in found]
         self._tensors = [(part.name, copy.wait()) for part, copy in zip(found, coming, strict=True)]
         for (_, copied), part in zip(self._tensors, found, strict=True):
@@ -142,7 +142,7 @@ class KvPiece:
 
     def restore(self, pool: KvPool, numbers: Sequence[int], blocks: Sequence[int]) -> None:
         """Copies blocks of the piece to blocks of a pool."""
-        index_N = to_device(torch.tensor(blocks, dtype=torch.long), pool.device)
+        index_N = numbers_on(pool.device, blocks)
         first, count = numbers[0], len(numbers)
         are_neighbours = list(numbers) == list(range(first, first + count))
         for name, tensor, _ in pool.blocks(of_windows=self.of_windows):

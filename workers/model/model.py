@@ -25,9 +25,8 @@ from longleaf.errors import ModelRefused
 from longleaf.kernels.backend import lies_in
 from longleaf.positions import AttentionSpan, Rotary
 from workers.model import hook, latent
-from workers.model.malloc_tuning import large_blocks_apart
-from workers.model.rotary import Ropes, replace_rotary
-from workers.model.weights import SAFE_WEIGHTS, check_weights, loading_to_device
+from workers.model.rotary import Ropes, Rows, replace_rotary
+from workers.model.weights import SAFE_WEIGHTS, check_weights, large_blocks_apart, loading_to_device
 
 PROBES = ((3, 5), (4, 11))
 """The forward passes of the preflight: the number of different tokens that each repeats in turn, and its number of
@@ -107,6 +106,19 @@ class Model:
     def arguments(self, step: hook.Handle, token_ids_T: Tensor, positions_T: Tensor) -> dict[str, Any]:
         """The arguments of a forward pass over rows of any sequences, in any order."""
         return hook.arguments(step, token_ids_T, positions_T, has_offsets=asks_for_offsets(self.module))
+
+    def run(
+        self, step: hook.Handle, token_ids_T: Tensor, positions_T: Tensor, ropes: Rows, rows_R: Tensor | None = None
+    ) -> Tensor | None:
+        """Runs rows of any sequences, in any order, through the decoder. With `rows_R`, also runs the head, and returns
+        the logits [R, V] of these rows.
+        """
+        self.ropes.rows = ropes
+        arguments = self.arguments(step, token_ids_T, positions_T)
+        if rows_R is None:
+            self.decoder(**arguments, return_dict=False)
+            return None
+        return self.module(**arguments, return_dict=False, logits_to_keep=rows_R)[0][0]
 
     @property
     def last_layer(self) -> int:

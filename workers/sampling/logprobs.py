@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longleaf.sampling import Logprobs, TokenLogprob
-from workers.host_copies import to_device
+from workers.host_copies import numbers_on
 from workers.sampling import draws
 
 MAX_LOGITS = 1 << 22
@@ -41,7 +41,7 @@ def top_logprobs(logits_RV: Tensor, chosen_R1: Tensor, num_top: int) -> tuple[Te
 
 def logprobs_of(logits_SV: Tensor, token_ids: Sequence[int]) -> Tensor:
     """The natural-log probability of one token per row, [S], float32; NaN where a logit is NaN."""
-    ids_S1 = to_device(torch.tensor(token_ids, dtype=torch.long)[:, None], str(logits_SV.device))
+    ids_S1 = numbers_on(str(logits_SV.device), token_ids)[:, None]
     step = max(1, MAX_LOGITS // logits_SV.shape[-1])
     parts = zip(logits_SV.split(step), ids_S1.split(step), strict=True)
     return torch.cat([torch.log_softmax(rows_RV.float(), dim=-1).gather(1, ids_R1)[:, 0] for rows_RV, ids_R1 in parts])

@@ -5,11 +5,10 @@ per block of keys do so; otherwise a separate pass over the keys computes the sa
 bit-identical either way, and rows that request no attribution cost nothing.
 
 Shape letters: T rows of the step, A sequences that are reported together, R their rows, K key heads, G queries per key
-head, H = K * G heads, M = R * G, D dim, S slots, N columns (`workers.step.attribution_rows`), W ranks.
+head, H = K * G heads, M = R * G, D dim, S slots, N columns (`workers.step.attribution_plan`), W ranks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +17,13 @@ from torch.nn import functional as F
 from longleaf.attention.block_attribution import AttributionColumns
 from longleaf.attention.masks import hidden
 from longleaf.comm import Comm
-from longleaf.kernels.backend import AttributionBackend
+from longleaf.kernels.backend import AttributionBackend, Backend
 from longleaf.rank_protocol.step import HEADS_PER_LAYER, Attention
 from longleaf.runs import ceil_div
-from workers.host_copies import AsyncHostCopy, to_device
+from workers.host_copies import AsyncHostCopy, numbers_on
 from workers.kv_cache.slots import KvPool
 from workers.model.hook import LayerCall
-from workers.step.attribution_rows import SINK, AttributionGroup, SpanKeys
-from workers.step.block_plan import BlockPlan
+from workers.step.attribution_plan import SINK, AttributionGroup, BlockPlan, SpanKeys
 
 TILE_KEYS = 4096
 """Keys per tile: the scores of a tile are materialized."""
@@ -37,7 +35,7 @@ class SpanSums:
     def __init__(self, group: AttributionGroup, device: str) -> None:
         self.group = group
         rows = [row for _, run, _ in group.rows for row in range(run.row, run.row + run.end - run.start)]
-        self.rows_R = to_device(torch.tensor(rows), device)
+        self.rows_R = numbers_on(device, rows)
         shape = (len(group.rows), group.num_columns)
         self.means_AN = torch.zeros(shape, device=device)
         """Sums over heads, float32, until all layers are counted."""
@@ -97,40 +95,38 @@ class SpanAttention:
         return found
 
 
-class BlockAttention(NamedTuple):
-    """The block sums that kernels report for a step, and the backend that adds them up."""
-
-    backend: AttributionBackend
-    plan: BlockPlan
-
-
 class AttributionAccumulator:
     """Accumulates, layer by layer of one step, the attention on the columns of all rows that request it."""
 
     def __init__(
-        self, groups: Sequence[AttributionGroup], pool: KvPool, comm: Comm | None, blocks: BlockAttention | None = None
+        self,
+        groups: Sequence[AttributionGroup],
+        plan: BlockPlan | None,
+        pool: KvPool,
+        backend: Backend,
+        comm: Comm | None,
     ) -> None:
-        """Sinks are counted on rank 0 only."""
+        """`plan` has the block sums that the backend reports, if it reports any. Sinks are counted on rank 0 only."""
         self._sums = [SpanSums(requested, pool.device) for requested in groups]
         self._pool = pool
         self._comm = comm
-        self._blocks = blocks
+        self._plan = plan
+        self._backend = backend if isinstance(backend, AttributionBackend) else None
         self._has_sink = comm is None or comm.rank == 0
 
     def add(self, layer: int, q_THD: Tensor, lse_TH: Tensor, call: LayerCall) -> None:
         """Adds a full-attention layer, if it is among the counted layers: queries as attention gets them, and the
         natural-log logsumexp [T, H] over all visible keys.
         """
-        reported_KE2 = self._blocks.plan.sums.take() if self._blocks else None
+        reported_KE2 = self._plan.sums.take() if self._plan else None
         for number, sums in enumerate(self._sums):
             if layer not in sums.group.view.layers:
                 continue
-            if self._blocks is None or reported_KE2 is None:
+            if self._plan is None or self._backend is None or reported_KE2 is None:
                 sums.add(layer, self._of_layer(layer, sums, q_THD, lse_TH, call))
                 continue
             sinks = call.sink_H if self._has_sink else None
-            columns = self._blocks.plan.columns[number]
-            sums.add_blocks(layer, self._blocks.backend, reported_KE2, lse_TH, sinks, columns)
+            sums.add_blocks(layer, self._backend, reported_KE2, lse_TH, sinks, self._plan.columns[number])
 
     def reports(self) -> SpanAttention | None:
         """Combines the sums of all ranks. A collective; only rank 0 returns the result."""

@@ -1,10 +1,13 @@
-"""The attention handles of one step: the meaning of attention in prefill and in decode.
+"""The forward pass of one step, and its attention handles: the meaning of attention in prefill and in decode.
 
 Every layer takes the same four steps: all ranks get the queries, each rank attends to the keys it owns, the partials
 are merged, and the model continues with the merged output. Where that moves fewer bytes, prefill gathers keys instead:
 see `workers.step.gathered_prefill`. Layers whose keys are replicated on every rank merge nothing: see
 `workers.step.windows`. The mode of a layer is given by its value of `workers.step.layers`.
 """
+
+import contextlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,9 +16,11 @@ from longleaf.attention import Partial, add_sink
 from longleaf.attention.masks import Reads
 from longleaf.comm import Comm
 from longleaf.kernels.backend import Backend
-from longleaf.merge import Merge
+from longleaf.merge import CountedMerge
+from longleaf.rank_protocol.group_messages import MergeTiming
 from workers.kv_cache.slots import KvPool
 from workers.model.hook import LayerCall
+from workers.model.model import Model
 from workers.step.attention_attribution import AttributionAccumulator
 from workers.step.draft_rollback import StoredKv, StoredKvRecorder
 from workers.step.inputs import Inputs
@@ -27,20 +32,49 @@ class PrefillDone(Exception):
 
 
 class Peers:
-    """The other ranks of a forward pass: the communicator, and the merge of partials."""
+    """The ranks of an epoch. At world size 1 `comm` and `merge` are None, and exchanges return their input."""
 
-    def __init__(self, comm: Comm, merge: Merge) -> None:
+    def __init__(
+        self,
+        device: str,
+        comm: Comm | None = None,
+        merge: CountedMerge | None = None,
+        timings: Sequence[MergeTiming] = (),
+    ) -> None:
+        """`timings` are those on which the choice of the merge is based, if it was chosen automatically."""
+        self.device = device
         self.comm = comm
         self.merge = merge
+        self.timings = tuple(timings)
+        self.rank, self.world_size = (comm.rank, comm.world_size) if comm else (0, 1)
+
+    def broadcast(self, ids_T: Tensor) -> Tensor:
+        """The ids that rank 0 passes. A collective: all ranks call it at the same time."""
+        return self.comm.broadcast(ids_T) if self.comm else ids_T
+
+    def smallest(self, number: int) -> int:
+        """The smallest of the numbers of all ranks. A collective."""
+        return int(self.comm.all_gather(torch.tensor([number], device=self.device)).min()) if self.comm else number
+
+    def agree(self, is_so: bool) -> bool:
+        """Whether `is_so` is true on all ranks. A collective."""
+        if self.comm is None:
+            return is_so
+        votes = self.comm.all_gather(torch.tensor([is_so], dtype=torch.long, device=self.device))
+        return is_so and bool(votes.min())
+
+    def pop_merge_bytes(self) -> int:
+        """Bytes merged since the last call. A replayed step counts nothing."""
+        return self.merge.pop_num_bytes() if self.merge else 0
 
 
 class LocalAttention:
     """Attention of queries over this rank's pool."""
 
-    def __init__(self, pool: KvPool, backend: Backend, peers: Peers | None) -> None:
+    def __init__(self, pool: KvPool, backend: Backend, peers: Peers) -> None:
         self.pool = pool
         self.backend = backend
-        self._has_sink = peers is None or peers.comm.rank == 0
+        self._has_sink = peers.rank == 0
 
     def __call__(self, layer: int, q_THD: Tensor, reads: Reads, call: LayerCall) -> Partial:
         """This rank's contribution to a merge; only rank 0 adds the sink."""
@@ -71,7 +105,7 @@ class DecodeStep:
         inputs: Inputs[RowLayer],
         pool: KvPool,
         backend: Backend,
-        peers: Peers | None,
+        peers: Peers,
         accumulator: AttributionAccumulator | None = None,
         supervisor: StoredKvRecorder | None = None,
     ) -> None:
@@ -92,7 +126,7 @@ class DecodeStep:
         match work:
             case Sharded():
                 partial = local(layer, q_THD, work.reads, call)
-                merged = self._peers.merge.to_all(partial) if self._peers else partial
+                merged = self._peers.merge.to_all(partial) if self._peers.merge else partial
                 if self._accumulator is not None:
                     self._accumulator.add(layer, q_THD, merged.lse_TH, call)
                 return merged.out_THD
@@ -106,7 +140,7 @@ class PrefillStep:
     """
 
     def __init__(
-        self, inputs: Inputs[ChunkLayer], pool: KvPool, backend: Backend, peers: Peers | None, last_layer: int
+        self, inputs: Inputs[ChunkLayer], pool: KvPool, backend: Backend, peers: Peers, last_layer: int
     ) -> None:
         self._inputs = inputs
         self._local = LocalAttention(pool, backend, peers)
@@ -131,11 +165,11 @@ class PrefillStep:
 
     def _over_shards(self, layer: int, work: Sharded, q_THD: Tensor, call: LayerCall) -> Tensor:
         """Gathers the queries and returns the merged rows to their owners."""
-        peers = self._peers
-        if peers is None:
+        comm, merge = self._peers.comm, self._peers.merge
+        if comm is None or merge is None:
             return self._local(layer, q_THD, work.reads, call).out_THD
-        rows_THD = peers.comm.all_gather(q_THD).flatten(0, 1)
-        return peers.merge.to_owner(self._local(layer, rows_THD, work.reads, call)).out_THD
+        rows_THD = comm.all_gather(q_THD).flatten(0, 1)
+        return merge.to_owner(self._local(layer, rows_THD, work.reads, call)).out_THD
 
     def _over_past(self, layer: int, work: Gathered, q_THD: Tensor, call: LayerCall) -> Partial | None:
         """The own rows over the gathered keys; None when no keys are before any piece."""
@@ -159,7 +193,7 @@ class PrefillStep:
 
     def _gather(self, layer: int, share_SKC: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all ranks' shares, concatenated by rank."""
-        if self._peers and len(share_SKC):
+        if self._peers.comm and len(share_SKC):
             share_SKC = self._peers.comm.all_gather(share_SKC).flatten(0, 1)
         return self._local.pool.split(layer, share_SKC)
 
@@ -182,6 +216,34 @@ class PrefillStep:
         """Whether the keys and values of the whole chunk are finite, on all ranks. A collective: all ranks call it at
         the same time, after the forward pass.
         """
-        if self._peers is None:
+        if self._peers.comm is None:
             return self._has_finite_keys
         return self._peers.comm.all_gather(self._has_finite_keys.long()[None]).all()
+
+
+class ModelRunner:
+    """Runs the model over the pool of this rank, together with the other ranks of an epoch."""
+
+    def __init__(self, model: Model, pool: KvPool, backend: Backend, peers: Peers) -> None:
+        self.model = model
+        self.pool = pool
+        self.backend = backend
+        self._peers = peers
+
+    def store_chunk(self, inputs: Inputs[ChunkLayer]) -> Tensor:
+        """Stores the keys of a chunk. Returns whether they are finite, on all ranks."""
+        step = PrefillStep(inputs, self.pool, self.backend, self._peers, self.model.last_layer)
+        with contextlib.suppress(PrefillDone):
+            self.model.run(step, inputs.token_ids_T, inputs.positions_T, inputs.ropes)
+        return step.has_finite_keys()
+
+    def logits(
+        self,
+        inputs: Inputs[RowLayer],
+        recorder: StoredKvRecorder | None = None,
+        accumulator: AttributionAccumulator | None = None,
+    ) -> Tensor | None:
+        """Runs decode rows. Rank 0 returns the logits [R, V] of the R requested rows, other ranks None."""
+        step = DecodeStep(inputs, self.pool, self.backend, self._peers, accumulator, recorder)
+        rows_R = inputs.sample_rows_R if self._peers.rank == 0 else None
+        return self.model.run(step, inputs.token_ids_T, inputs.positions_T, inputs.ropes, rows_R)

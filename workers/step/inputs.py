@@ -11,20 +11,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, reads_within
 from longleaf.positions import EVERY_RANK, OWN_ROPE, AttentionSpan, Rope
 from longleaf.rank_protocol.step import Decode, Prefill, Row
 from longleaf.runs import Run
-from workers.host_copies import to_device
+from workers.host_copies import numbers_on
 from workers.kv_cache.block_table import BlockTable, stretches
 from workers.kv_cache.slots import KvPool
 from workers.model.model import LayerSpec
 from workers.model.rotary import Rows, row_ropes
-from workers.step.attribution_rows import AttributionGroup, attribution_groups
-from workers.step.block_plan import BlockPlan, block_plan
+from workers.step.attribution_plan import AttributionGroup, BlockPlan, attribution_groups, block_plan
 from workers.step.gathered_prefill import PastBuilder
 from workers.step.last_tokens import LastTokens
 from workers.step.layers import ChunkLayer, Replicated, RowLayer, Sharded
@@ -123,7 +121,8 @@ class InputBuilder:
         padding = num_tokens - len(mine)
         slots = [*self._slots(mine, mine.start, mine.end), *[self.pool.trash_slot] * padding]
         positions = [*range(mine.start, mine.end), *[0] * padding]
-        slots_T, positions_T, token_ids_T = self._tensor([*slots, *positions, *ids, *[0] * padding]).split(num_tokens)
+        there = numbers_on(self.pool.device, [*slots, *positions, *ids, *[0] * padding])
+        slots_T, positions_T, token_ids_T = there.split(num_tokens)
         layers = self._pasts.build(work, slots_T)
         if self._windows:
             layers |= self._windows.chunk(work)
@@ -204,7 +203,7 @@ class InputBuilder:
         """The inputs of a step. All numbers go to the device in one copy."""
         wanted = (*rows.sample_rows, *rows.scored_rows)
         parts = (rows.token_ids, rows.positions, rows.slots, rows.window_slots, wanted)
-        there = self._tensor([number for part in parts for number in part])
+        there = numbers_on(self.pool.device, [number for part in parts for number in part])
         ids_T, positions_T, slots_T, window_slots_T, sample_rows_R = there.split([len(part) for part in parts])
         return Inputs(
             token_ids_T=last_ids.resolve(ids_T),
@@ -261,9 +260,6 @@ class InputBuilder:
     def _slots(self, run: Run, start: int, end: int) -> list[int]:
         size = self.pool.block_size
         return [run.blocks[i // size] * size + i % size for i in range(start - run.start, end - run.start)]
-
-    def _tensor(self, values: Sequence[int]) -> Tensor:
-        return to_device(torch.tensor(values, dtype=torch.long), self.pool.device)
 
 
 def check_drafts(row: Row) -> None:

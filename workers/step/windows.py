@@ -13,14 +13,11 @@ The gathered keys that later chunks need are stored in the pool. No results are 
 
 from collections.abc import Iterable
 
-import torch
-from torch import Tensor
-
 from longleaf.attention.masks import QueryRun, Read, Reads, reads_within
 from longleaf.positions import EVERY_RANK, AttentionSpan
 from longleaf.rank_protocol.step import Prefill, Row
 from longleaf.runs import Extent, Run, union
-from workers.host_copies import to_device
+from workers.host_copies import numbers_on
 from workers.kv_cache.block_table import BlockTable, slots_of
 from workers.model.model import LayerSpec
 from workers.step.gathered_prefill import before_pieces, num_tokens, past_reads
@@ -68,12 +65,12 @@ class WindowBuilder:
         rows = slots_of(shares[self._block_table.rank])
         pool_reads, gathered_reads, own_reads = self._reads(work, shares, longest, reach)
         return Replicating(
-            rows_L=self._tensor([*rows, *[0] * (longest - len(rows))]),
+            rows_L=numbers_on(self._device, [*rows, *[0] * (longest - len(rows))]),
             pool_reads=pool_reads,
             gathered_reads=gathered_reads,
             own_reads=own_reads,
-            index_S=self._tensor([gathered_at[position] for position in positions_of(retained)]),
-            slots_S=self._tensor(slots_of(retained)),
+            index_S=numbers_on(self._device, [gathered_at[position] for position in positions_of(retained)]),
+            slots_S=numbers_on(self._device, slots_of(retained)),
         )
 
     def _reads(
@@ -101,9 +98,6 @@ class WindowBuilder:
             for low, high in wanted
         ]
         return [Extent(low, high, low - start) for low, high, start in cut if low < high]
-
-    def _tensor(self, values: list[int]) -> Tensor:
-        return to_device(torch.tensor(values, dtype=torch.long), self._device)
 
 
 def positions_of(extents: list[Extent]) -> list[int]:

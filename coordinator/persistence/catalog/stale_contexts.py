@@ -44,25 +44,34 @@ class StaleContext(msgspec.Struct, frozen=True, kw_only=True):
         return any(name in self.differing for name in TOKENIZER_FILES)
 
 
-def read_stale(folder: DataFolder, model: str, facts: Mapping[str, str]) -> dict[str, StaleContext]:
-    """By name; of several, the one that was changed last. Unreadable folders are skipped, because they do not belong to
-    this service."""
-    found = dict[str, StaleContext]()
-    for context in _all(folder, model, facts):
-        name = context.record.id
-        if name not in found or found[name].record.updated < context.record.updated:
-            found[name] = context
-    return found
+class StaleContexts:
+    """The contexts of all earlier checkpoints of a model. Reading them blocks on the disk."""
 
+    def __init__(self, folder: DataFolder, model: str, facts: Mapping[str, str]) -> None:
+        """`facts` are the inputs of the served checkpoint's fingerprint."""
+        self._folder = folder
+        self._model = model
+        self._facts = facts
+        self.changed = {name: each.changes for name, each in self.read().items()}
+        """The contexts at the start, by name, and the differences from the served checkpoint."""
 
-def _all(folder: DataFolder, model: str, facts: Mapping[str, str]) -> Iterator[StaleContext]:
-    for path, model_file in folder.other_models():
-        if model_file.model != model:
-            continue
-        differing = tuple(
-            sorted(name for name in {*facts, *model_file.facts} if facts.get(name) != model_file.facts.get(name))
-        )
-        with suppress(CatalogError):
-            retained = read_only_catalog(path)
-            for record in retained.contexts:
-                yield StaleContext(record=record, contents=retained, model=model, differing=differing)
+    def read(self) -> dict[str, StaleContext]:
+        """By name; of several, the one that was changed last. Unreadable folders are skipped, because they do not
+        belong to this service."""
+        found = dict[str, StaleContext]()
+        for context in self._all():
+            name = context.record.id
+            if name not in found or found[name].record.updated < context.record.updated:
+                found[name] = context
+        return found
+
+    def _all(self) -> Iterator[StaleContext]:
+        for path, model_file in self._folder.other_models():
+            if model_file.model != self._model:
+                continue
+            names = {*self._facts, *model_file.facts}
+            differing = sorted(name for name in names if self._facts.get(name) != model_file.facts.get(name))
+            with suppress(CatalogError):
+                retained = read_only_catalog(path)
+                for record in retained.contexts:
+                    yield StaleContext(record=record, contents=retained, model=self._model, differing=tuple(differing))

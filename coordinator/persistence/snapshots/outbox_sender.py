@@ -23,7 +23,6 @@ class OutboxSender:
     def __init__(self, store: AsyncStore, outbox: Catalog) -> None:
         self._store = store
         self._outbox = outbox
-        self.health = StorageHealth("writing contexts to storage")
         self._there_is_more = asyncio.Event()
         self._pinned = Counter[str]()
         """Pinned manifests, with the number of pins."""
@@ -47,16 +46,17 @@ class OutboxSender:
         """Resume sending: the outbox may have new entries."""
         self._there_is_more.set()
 
-    async def run(self) -> None:
+    async def run(self, health: StorageHealth) -> None:
+        """Send until cancelled. `health` has the error that suspends it."""
         while True:
             self._there_is_more.clear()
             try:
                 if not await self._send_some():
-                    self.health.set_healthy()
+                    health.set_healthy()
                     await self._there_is_more.wait()
             except StorageUnavailable as error:
-                self.health.set_failed(str(error))
-                await self.health.wait()
+                health.set_failed(str(error))
+                await health.wait()
             except LongleafError as error:  # an error of the catalog, which reports it separately as well
                 log.warning("cannot read the outbox: %s", error)
                 await self._there_is_more.wait()

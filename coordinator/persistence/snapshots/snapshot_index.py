@@ -1,12 +1,32 @@
-"""Index of the snapshots on storage. Selects those to delete: expired ones, and the least recently used ones over the
-quota."""
+"""Index of the snapshots on storage, and their retention: expired snapshots are deleted, and the least recently used
+ones over the quota."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import inf
 
 from coordinator.persistence.catalog.records import SnapshotRecord
 from coordinator.persistence.snapshots.ports import ContextUse
-from coordinator.persistence.snapshots.retention import RetentionPolicy
+from longleaf.config import DataConfig, SnapshotsChoice
+
+GRACE_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """See the settings of the same names."""
+
+    mode: SnapshotsChoice = "seal"
+    quota: int | None = None
+    """Bytes."""
+    expiry: float | None = None
+    """Seconds without a use."""
+    grace: float = GRACE_SECONDS
+    """Seconds after which unreferenced objects are deleted: longer than any save takes."""
+
+    @classmethod
+    def from_config(cls, config: DataConfig) -> "RetentionPolicy":
+        return cls(config.snapshots, config.snapshot_quota, config.snapshot_expiry)
 
 
 class SnapshotIndex:

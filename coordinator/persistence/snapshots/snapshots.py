@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AnySet
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -13,7 +14,7 @@ from coordinator.persistence.catalog.catalog import Catalog
 from coordinator.persistence.catalog.records import CatalogContents, Change, CommitResult, SnapshotRecord
 from coordinator.persistence.catalog.row_codec import little_endian
 from coordinator.persistence.snapshots.context_notes import ContextNotes
-from coordinator.persistence.snapshots.garbage_collector import GarbageCollector
+from coordinator.persistence.snapshots.garbage_collector import SWEEP_SECONDS, GarbageCollector
 from coordinator.persistence.snapshots.outbox_sender import OutboxSender, delete_attempt
 from coordinator.persistence.snapshots.ports import (
     ContextUse,
@@ -21,10 +22,9 @@ from coordinator.persistence.snapshots.ports import (
     PlacedSegment,
     SegmentSource,
 )
-from coordinator.persistence.snapshots.retention import RetentionPolicy
 from coordinator.persistence.snapshots.segment_writer import SegmentWriter
-from coordinator.persistence.snapshots.snapshot_index import SnapshotIndex
-from coordinator.persistence.snapshots.storage_health import StorageHealth
+from coordinator.persistence.snapshots.snapshot_index import RetentionPolicy, SnapshotIndex
+from coordinator.persistence.snapshots.storage_health import MOST_SECONDS, StorageHealth
 from coordinator.persistence.snapshots.store import AsyncStore
 from coordinator.task_set import TaskSet
 from longleaf.errors import DataLoss, InvalidArgument, LongleafError, NotFound, StorageUnavailable, Unavailable
@@ -41,6 +41,16 @@ RETRY_SECONDS = 60.0
 """Seconds before segments that did not fit on the disk are retried. A change of the catalog retries them at once."""
 MAX_LISTED = 8
 """Maximum number of segments in a log line."""
+
+
+@dataclass(frozen=True)
+class _OnRanks:
+    """The parts that save segments, once the ranks are ready."""
+
+    placements: SegmentSource
+    writer: SegmentWriter
+    saving: StorageHealth
+    sending: StorageHealth
 
 
 def no_size_check(num_bytes: int) -> None:
@@ -78,16 +88,13 @@ class Snapshots:
         self._index = contents
         self._fingerprint = fingerprint
         self._policy = policy
-        self._wall_clock = wall_clock
         self._records = SnapshotIndex(contents.snapshots, policy)
         self._notes = ContextNotes(contents)
         self._turn = asyncio.Lock()
         """Held while a change with notes is committed: notes are numbered in the order of the commits."""
         self._sender = OutboxSender(self._store, catalog)
-        self._health = StorageHealth("writing snapshots")
-        self._placements: SegmentSource | None = None
-        self._saver: SegmentWriter | None = None
-        self._cleaner: GarbageCollector | None = None
+        self._collector = GarbageCollector(self._store, contents, self._records, policy, wall_clock)
+        self._on_ranks: _OnRanks | None = None
         self._form = KvFormat("", 1)
         self._wanted = dict.fromkeys(segment.id for segment in contents.segments) if policy.mode == "seal" else {}
         """Segments to save, in order."""
@@ -108,24 +115,24 @@ class Snapshots:
         """Start to save segments of ranks with this KV layout. `on_change` is called when the result of `view` may have
         changed.
         """
-        for outage in (self._health, self._sender.health):
-            outage.watch(on_change)
-        self._placements, self._form = placements, form
-        self._saver = SegmentWriter(self._store, self._index.service_id, self._fingerprint, form, placements, ranks)
-        self._cleaner = GarbageCollector(
-            self._store,
-            self._index,
-            self._records,
-            self._policy,
-            self._needed,
-            self._drop,
-            self._lose,
-            self._rewrite_notes,
-            placements.uses,
-            self._wall_clock,
+        self._form = form
+        self._on_ranks = _OnRanks(
+            placements,
+            SegmentWriter(self._store, self._index.service_id, self._fingerprint, form, placements, ranks),
+            StorageHealth("writing snapshots", on_change),
+            StorageHealth("writing contexts to storage", on_change),
         )
-        for work in (self._sender.run(), self._save_loop(), self._cleaner.run()):
+        for work in (
+            self._sender.run(self._on_ranks.sending),
+            self._save_loop(self._on_ranks),
+            self._collect_garbage(self._on_ranks),
+        ):
             self._tasks.start(work)
+
+    @property
+    def _begun(self) -> _OnRanks:
+        assert self._on_ranks is not None
+        return self._on_ranks
 
     async def close(self) -> None:
         """Cancel all operations, without waiting for the storage."""
@@ -163,7 +170,7 @@ class Snapshots:
 
     def view(self) -> Storage:
         """Return the state of the storage for clients."""
-        outage = self._health.reason or self._sender.health.reason
+        outage = (self._on_ranks.saving.reason or self._on_ranks.sending.reason) if self._on_ranks else ""
         return Storage(snapshots=self._policy.mode, url=self._store.store.url, error=outage)
 
     def is_usable(self, segment_id: int) -> bool:
@@ -327,41 +334,40 @@ class Snapshots:
             else:
                 waiting.set_exception(error)
 
-    async def _save_loop(self) -> None:
+    async def _save_loop(self, on_ranks: _OnRanks) -> None:
+        health = on_ranks.saving
         while True:
             await self._may_save.wait()
             self._may_save.clear()
-            assert self._placements is not None
-            uses, segment_id = self._placements.uses(), -1
+            uses, segment_id = on_ranks.placements.uses(), -1
             try:
                 were_too_large = bool(self._too_large)
                 self._too_large &= self._wanted.keys()
                 for segment_id in list(self._wanted):
-                    await self._save_one(segment_id, uses)
+                    await self._save_one(segment_id, uses, on_ranks)
                 self._cancel_retry()
                 if self._too_large:
                     self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self.notify)
                 elif were_too_large or not self._wanted:
-                    self._health.set_healthy()
+                    health.set_healthy()
             except StorageUnavailable as error:
                 if segment_id in self._wanted:  # else it has been deleted meanwhile
                     self._wanted[segment_id] = self._wanted.pop(segment_id)  # moved to the end of the queue
-                self._health.set_failed(str(error))
+                health.set_failed(str(error))
                 for segment_id in list(self._requested):
                     self._answer(segment_id, error)
-                await self._health.wait()
+                await health.wait()
                 self._may_save.set()
 
     def _cancel_retry(self) -> None:
         if self._retry is not None:
             self._retry.cancel()
 
-    async def _save_one(self, segment_id: int, uses: Sequence[ContextUse]) -> None:
+    async def _save_one(self, segment_id: int, uses: Sequence[ContextUse], on_ranks: _OnRanks) -> None:
         """Save a segment if it is resident. Raises StorageUnavailable; after other failures the segment is retried when
         the set of resident segments changes.
         """
-        assert self._placements is not None
-        is_requested, resident = segment_id in self._requested, self._placements.placed(segment_id)
+        is_requested, resident = segment_id in self._requested, on_ranks.placements.placed(segment_id)
         if resident is None and not is_requested and segment_id not in self._records:
             return  # the common case, because many segments may be evicted
         if self.is_usable(segment_id) or not (is_requested or self._records.may_be_saved(segment_id, uses)):
@@ -373,15 +379,15 @@ class Snapshots:
                 raise Unavailable(f"segment {segment_id} is not in memory: ask its context a question and retry")
             if (error := await self._check_segment(resident)) is not None:
                 self._too_large.add(segment_id)
-                self._health.set_failed(str(error))
+                on_ranks.saving.set_failed(str(error))
                 self._answer(segment_id, error)
                 return
-            await self._save(resident)
+            await self._save(resident, on_ranks)
         except StorageUnavailable:
             raise
         except Unavailable as error:
             self._answer(segment_id, error)
-            if self._placements.placed(segment_id) not in (None, resident):
+            if on_ranks.placements.placed(segment_id) not in (None, resident):
                 self.notify()  # it has already moved, so that no later event would trigger the retry
         except Exception as error:
             log.error("cannot save segment %d", segment_id, exc_info=error)
@@ -402,14 +408,12 @@ class Snapshots:
             return error
         return None
 
-    async def _save(self, segment: PlacedSegment) -> None:
-        assert self._saver is not None
-        assert self._cleaner is not None
-        attempt = self._saver.attempt(segment.segment.id)
+    async def _save(self, segment: PlacedSegment, on_ranks: _OnRanks) -> None:
+        attempt = on_ranks.writer.attempt(segment.segment.id)
         folder = attempt.manifest.rpartition("/")[0]
         self._attempts.add(folder)
         try:
-            manifest, num_bytes = await self._saver.save(attempt, segment)
+            manifest, num_bytes = await on_ranks.writer.save(attempt, segment)
             record = SnapshotRecord(
                 segment=segment.segment.id, manifest=attempt.manifest, form=manifest.form, num_bytes=num_bytes
             )
@@ -424,9 +428,9 @@ class Snapshots:
             self._records.put(record)
         self._too_large.discard(segment.segment.id)
         if not self._too_large:
-            self._health.set_healthy()
+            on_ranks.saving.set_healthy()
         self._sender.notify()
-        await self._cleaner.enforce_limits()
+        await self._enforce_limits(on_ranks.placements.uses())
 
     async def _abandon(self, attempt: Attempt) -> None:
         """Delete the objects of a failed attempt. If that fails, the sweep deletes them later."""
@@ -435,14 +439,41 @@ class Snapshots:
         except LongleafError as error:
             log.debug("cannot delete the rest of %s; garbage collection will: %s", attempt, error)
 
+    # --- garbage collection ---
+
+    async def _collect_garbage(self, on_ranks: _OnRanks) -> None:
+        """Check the storage at the start and every hour."""
+        is_compared = False
+        while True:
+            try:
+                if not is_compared:
+                    await self._compare()
+                    is_compared = True
+                await self._enforce_limits(on_ranks.placements.uses())
+                await self._collector.sweep(self._needed())
+            except LongleafError as error:
+                log.warning("garbage collection failed: %s", error)
+            await asyncio.sleep(SWEEP_SECONDS if is_compared else MOST_SECONDS)
+
+    async def _compare(self) -> None:
+        """Write missing notes of contexts, and forget snapshots that are missing from the storage."""
+        recorded, missing = await self._collector.recorded_contexts(), await self._collector.find_missing()
+        if missing:
+            await self._lose(missing)
+        await self._rewrite_notes(recorded)
+
+    async def _enforce_limits(self, uses: Sequence[ContextUse]) -> None:
+        """Delete snapshots that exceed the quota, and expired ones. Raises StorageUnavailable."""
+        if surplus := self._collector.surplus(uses):
+            await self._drop(surplus)
+
     def _needed(self) -> set[str]:
         """Return the folders that must be kept although no record names them."""
         return self._attempts | {name.rpartition("/")[0] for name in self._sender.pinned}
 
     def new_attempt(self, segment_id: int, archive: str) -> Attempt:
         """Return names for a segment of an imported archive. They are not swept until `end_attempt`."""
-        assert self._saver is not None
-        attempt = self._saver.attempt(segment_id, IMPORTED + archive)
+        attempt = self._begun.writer.attempt(segment_id, IMPORTED + archive)
         self._attempts.add(attempt.manifest.rpartition("/")[0])
         return attempt
 

@@ -13,18 +13,14 @@ log = logging.getLogger(__name__)
 class StorageHealth:
     """The current error of a storage."""
 
-    def __init__(self, what: str) -> None:
-        """`what` names the suspended work."""
+    def __init__(self, what: str, on_change: Callable[[], None]) -> None:
+        """`what` names the suspended work, and `on_change` is called when `reason` changes."""
         self._what = what
+        self._on_change = on_change
         self.reason = ""
         """The reason, for the operator; empty if there is no error."""
         self._num_waits = 0
         """Waits since the storage was healthy."""
-        self._on_change: Callable[[], None] = lambda: None
-
-    def watch(self, on_change: Callable[[], None]) -> None:
-        """From now on `on_change` is called when `reason` changes."""
-        self._on_change = on_change
 
     def set_failed(self, reason: str) -> None:
         if not self.reason:

@@ -44,7 +44,7 @@ class NativeDecode:
         self._num_parts = library.longleaf_num_parts
         self._num_parts.argtypes = [ctypes.c_void_p] + [ctypes.c_long] * 3
         self._num_parts.restype = ctypes.c_long
-        self._start_threads = c_extension.find_openmp()
+        self._start_threads = c_extension.find_openmp() or 0
 
     @staticmethod
     def load() -> "NativeDecode":
@@ -113,7 +113,7 @@ class NativeDecode:
 
     def _prepare(
         self, q_THD: Tensor, k_KSD: Tensor, reads: Sequence[Read]
-    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], tuple[int | None, ...]]:
+    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], tuple[int, ...]]:
         """Out, lse, scratch memory and the table of reads; then the size arguments of the kernel."""
         (num_tokens, num_heads, dim), num_kv_heads = q_THD.shape, k_KSD.shape[0]
         group = num_heads // num_kv_heads
@@ -129,7 +129,7 @@ class NativeDecode:
         return (out_THD, lse_TH, scratch, table), (*sizes, self._start_threads, threads, parts)
 
 
-def _attribution_arguments(reads: Sequence[Read], sizes: Sequence[int | None]) -> tuple[int | None, int | None, int]:
+def _attribution_arguments(reads: Sequence[Read], sizes: Sequence[int]) -> tuple[int | None, int | None, int]:
     """Arguments of block attribution: the table of reads, the output for entries, and the number of entries per key
     head."""
     sums = reads.attributed if isinstance(reads, Reads) else None

@@ -19,6 +19,7 @@ MAX_ROWS = {torch.float32: 8, torch.bfloat16: 4}
 """Rows up to which the kernel is faster than torch, at most 8."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Largest error of a product, relative to the sum of its absolute terms."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 MIN_WEIGHTS = 1 << 16
 """Weights from which several threads are faster than one; waking them takes some microseconds."""
 
@@ -31,7 +32,7 @@ class NativeLinear:
         self._run = library.longleaf_linear
         self._run.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 4 + [ctypes.c_void_p, ctypes.c_long]
         self._run.restype = None
-        self._start_threads = c_extension.find_openmp()
+        self._start_threads = c_extension.find_openmp() or 0
 
     @staticmethod
     def load() -> "NativeLinear":
@@ -57,7 +58,8 @@ class NativeLinear:
         for num_rows in (1, MAX_ROWS[layer.weight.dtype]):
             x = torch.randn(num_rows, layer.in_features, generator=generator).to(layer.weight.dtype)
             found, expected = self(x, layer.weight, layer.bias), functional.linear(x, layer.weight, layer.bias)
-            terms = functional.linear(x.abs(), layer.weight.abs(), None if layer.bias is None else layer.bias.abs())
+            bias = None if (given := bias_of(layer)) is None else given.abs()
+            terms = functional.linear(x.abs(), layer.weight.abs(), bias)
             is_off = (found - expected).abs() > TOLERANCE[layer.weight.dtype] * terms
             if (is_off | (found.isnan() != expected.isnan())).any():  # a layer may hold NaN
                 shape = f"{layer.out_features} x {layer.in_features}"
@@ -68,7 +70,8 @@ class FastLinear(nn.Linear):
     """A linear layer whose product with few rows is compiled. It has the parameters of the layer that it replaces."""
 
     def __init__(self, layer: nn.Linear, product: NativeLinear) -> None:
-        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta", dtype=layer.weight.dtype)
+        shape = (layer.in_features, layer.out_features)
+        super().__init__(*shape, bias=False, device="meta")  # pyright: ignore[reportUnknownMemberType]
         self.weight, self.bias = layer.weight, layer.bias
         self._product = product
 
@@ -83,13 +86,13 @@ class FastLinear(nn.Linear):
 
 def use_native_linear(module: nn.Module, product: NativeLinear) -> int:
     """Replaces the linear layers of a model in CPU memory by `FastLinear`; returns their number. Layers of other
-    classes, and those with hooks, are left alone. Raises StartError if the product is wrong for one of the shapes."""
+    classes, and those with hooks, stay. Raises StartError if the product is wrong for one of the shapes."""
     checked, found = set[tuple[int, int, torch.dtype, bool]](), 0
     for parent in list(module.modules()):
         for name, layer in list(parent.named_children()):
             if not isinstance(layer, nn.Linear) or not _can_replace(layer):
                 continue
-            kind = (layer.in_features, layer.out_features, layer.weight.dtype, layer.bias is not None)
+            kind = (layer.in_features, layer.out_features, layer.weight.dtype, bias_of(layer) is not None)
             if kind not in checked:
                 product.check(layer)
                 checked.add(kind)
@@ -98,8 +101,13 @@ def use_native_linear(module: nn.Module, product: NativeLinear) -> int:
     return found
 
 
+def bias_of(layer: nn.Linear) -> Tensor | None:
+    """The bias; torch's annotation does not say that it may be missing."""
+    return dict(layer.named_parameters(recurse=False)).get("bias")
+
+
 def _can_replace(layer: nn.Linear) -> bool:
-    if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
+    if type(layer) is not nn.Linear or any(vars(layer)[name] for name in HOOKS):
         return False
-    tensors = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+    tensors = [layer.weight] if (bias := bias_of(layer)) is None else [layer.weight, bias]
     return all(tensor.is_cpu and tensor.is_contiguous() and tensor.dtype in KINDS for tensor in tensors)

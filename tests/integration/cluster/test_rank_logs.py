@@ -24,8 +24,8 @@ from tests.support.members import ScriptedMember
 from tests.support.running import WatchedFleet, running_on
 from workers.__main__ import live
 from workers.control import serve
-from workers.log_buffer import MAX_BUFFERED_RECORDS
-from workers.pending import StepHandle
+from workers.logs import MAX_BUFFERED_RECORDS
+from workers.rank_runtime import StepHandle
 
 pytestmark = pytest.mark.timeout(60)
 CONFIG = EngineConfig(model="none", chunk_size=64, block_size=16, replicate_below=8)

@@ -32,7 +32,7 @@ from tests.support.gated import comes_to
 from tests.support.members import ScriptedMember
 from tests.support.running import WatchedFleet, running_on
 from workers.control import serve
-from workers.member_process import capturing_logs
+from workers.logs import capturing_logs
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -10,7 +10,9 @@ from longleaf.sampling import SamplingParams
 from tests.support.golden.plain import make_golden
 from tests.support.golden.states import running
 from tests.support.threads import config_for
+from workers import rank as ranks
 from workers.sampling.device_sampler import DeviceSampler
+from workers.sampling.sampler import CpuSampler
 
 SAMPLINGS = (
     SamplingParams(max_tokens=12, ignore_end_token=True),
@@ -56,13 +58,16 @@ def spoil(rank):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-async def test_device_sampler_answers_equal_those_of_the_cpu_sampler(world_size, tmp_path):
-    def on_device(index, rank):
-        rank.sampler = DeviceSampler("cpu", 512)
+async def test_device_sampler_answers_equal_those_of_the_cpu_sampler(world_size, tmp_path, monkeypatch):
+    golden, made = make_golden(tmp_path, "llama"), set()
+
+    def watch(index, rank):
+        made.add(type(rank.sampler))
         spoil(rank)
 
-    golden = make_golden(tmp_path, "llama")
-    wanted = await answers(golden, world_size, lambda index, rank: spoil(rank))
-    assert await answers(golden, world_size, on_device) == wanted
+    wanted = await answers(golden, world_size, watch)
+    monkeypatch.setattr(ranks, "make_sampler", lambda *_: DeviceSampler("cpu", 512))
+    assert await answers(golden, world_size, watch) == wanted
+    assert made == {CpuSampler, DeviceSampler}
     assert [len(tokens) for tokens, _ in wanted] == [12, 20, 3, 15, 12, 20, 7, 15]
     assert [error for _, error in wanted if error] == ["token 3 of the answer"]

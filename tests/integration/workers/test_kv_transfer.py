@@ -12,11 +12,10 @@ from longleaf.rank_protocol.step import Move, RunTransfer
 from longleaf.runs import Run
 from tests.support.nccl import Fleet
 from tests.support.processes import run_ranks
-from workers.kv_cache.block_bytes import Content
 from workers.kv_cache.block_table import BlockTable
 from workers.kv_cache.slots import FloatKvPool
 from workers.model.model import LayerSpec
-from workers.step.kv_transfer import move
+from workers.runners.kv_transfer import Content, move
 
 BLOCK, NUM_BLOCKS = 64, 24
 LAYERS = {0: LayerSpec(8, 4, 64, AttentionSpan()), 1: LayerSpec(8, 4, 64, AttentionSpan(100))}

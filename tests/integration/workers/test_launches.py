@@ -146,8 +146,8 @@ def test_chunk_copies_its_inputs_and_waits_once_at_its_end(folder_of):
     """The wait reads whether its keys are finite, after they are stored."""
     log = prefilled(Case(), folder_of, dense)
     assert by_file(log, "to device") == {("workers/step/inputs.py", "copy"): 1}
-    assert by_file(log, "to host") == {("workers/group_session.py", "copy"): 1}
-    assert by_file(log, "wait") == {("workers/group_session.py", "event"): 1}
+    assert by_file(log, "to host") == {("workers/runners/prefill.py", "copy"): 1}
+    assert by_file(log, "wait") == {("workers/runners/prefill.py", "event"): 1}
     assert log.events[-1] == log.of("wait")[0]
 
 

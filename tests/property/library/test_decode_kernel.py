@@ -66,7 +66,9 @@ def test_the_compiled_kernel_reads_any_rectangles(data, seed, num_rows, group, c
     with torch_threads(num_threads):
         found, again = (native_kernel()(q, k, v, Reads(reads), 0.5, cap) for _ in range(2))
     assert_same(found, expected)
-    assert torch.equal(found.out_THD, again.out_THD) and torch.equal(found.lse_TH, again.lse_TH), "whatever ends first"
+    assert torch.equal(found.out_THD, again.out_THD) and torch.equal(found.lse_TH, again.lse_TH), (
+        "in any order of the threads"
+    )
 
 
 def test_non_finite_number_in_one_part_of_the_keys_reaches_the_result():

@@ -15,10 +15,10 @@ from tests.support.counting_comm import CountingComm
 from tests.support.loopback import loopback
 from tests.support.on_threads import on_ends
 from tests.support.pools import BLOCK, NUM_BLOCKS, NUM_WINDOW_BLOCKS, POOLS, filled
-from workers.kv_cache.block_bytes import Content
 from workers.kv_cache.block_table import BlockTable
 from workers.kv_io.kv_piece import HostCopy, KvPiece
-from workers.step.kv_restore import restore
+from workers.runners.kv_restore import restore
+from workers.runners.kv_transfer import Content
 
 SEGMENT, START, BEFORE = 4, 7, 3
 WINDOWED = ("windows apart", "int8 windows apart", "windows alone")

@@ -10,10 +10,9 @@ from longleaf.kernels.cpu.compiled import NativeBackend
 from longleaf.kernels.cpu.flash import TorchFlashBackend
 from longleaf.positions import AttentionSpan
 from longleaf.rank_protocol.step import Row
-from workers.cuda_graphs.tokens import FixedTokens
 from workers.kv_cache.quantized import QuantizedPool
 from workers.model.model import LayerSpec
-from workers.step.draft_rollback import DraftedBlocks, StoredKv, drafted_among
+from workers.step.draft_rollback import DraftedBlocks, FixedTokens, StoredKv, drafted_among
 
 BLOCK, NUM_BLOCKS, HEADS, DIM = 8, 6, 2, 16
 LAYERS = {0: LayerSpec(4, HEADS, DIM, AttentionSpan()), 1: LayerSpec(4, HEADS, DIM, AttentionSpan(window=6))}

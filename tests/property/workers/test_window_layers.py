@@ -13,7 +13,7 @@ from coordinator.kv_cache.block_placer import BlockPlacer
 from longleaf.attention import reference
 from longleaf.kernels.backend import lies_in
 from longleaf.kernels.cpu.compiled import NativeBackend
-from longleaf.merge import PartialCodec, make_merge
+from longleaf.merge import CountedMerge, PartialCodec, make_merge
 from longleaf.positions import AttentionSpan, WindowSpec
 from longleaf.rank_protocol.step import Decode, Prefill, Row
 from longleaf.topology import Topology
@@ -89,9 +89,9 @@ class Rank:
         self.inputs = InputBuilder(block_table, self.pool, case.layers, world_size=size, pasts=pasts, windows=windows)
         self.comm = CountingComm(groups.world)
         counted = type(groups)(groups.topology, self.comm, self.comm, None)
-        self.peers = (
-            Peers(self.comm, make_merge("gather", counted, PartialCodec(BACKEND))) if case.world_size > 1 else None
-        )
+        wire = PartialCodec(BACKEND)
+        merge = CountedMerge(make_merge("gather", counted, wire), wire)
+        self.peers = Peers("cpu", self.comm, merge) if case.world_size > 1 else Peers("cpu")
 
     def execute(self, work, tokens):
         """Positions of the rows here, with the result of each layer for them and the bytes that it sent; `tokens` are

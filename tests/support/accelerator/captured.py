@@ -25,8 +25,8 @@ from tests.support.loopback import loopback_groups
 from tests.support.threads import config_for, make_spec
 from workers.cuda_graphs.steps import FixedSteps
 from workers.kv_cache.quantized import QuantizedPool
-from workers.pending import StepHandle
 from workers.rank import Rank
+from workers.rank_runtime import StepHandle
 from workers.sampling.device_sampler import DeviceSampler
 from workers.step.last_tokens import DeviceIds
 
@@ -67,7 +67,7 @@ class DeviceRank(Rank):
     @property
     def fixed(self) -> FixedSteps | None:
         """The captured and launched steps, once it has joined."""
-        return self.epoch and self.epoch._fixed
+        return self.epoch and self.epoch._decode._fixed
 
     def tensors(self) -> list[torch.Tensor]:
         """All memory of the pool."""

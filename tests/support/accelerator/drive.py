@@ -19,7 +19,7 @@ from tests.support.accelerator.captured import DeviceFleet
 from tests.support.fakes.echo_model import VOCAB
 from tests.support.golden.short import shorten
 from tests.support.scheduling import Bench
-from workers.pending import StepHandle
+from workers.rank_runtime import StepHandle
 from zoo.checkpoints import make_checkpoint
 from zoo.families import Family
 

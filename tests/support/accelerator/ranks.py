@@ -155,5 +155,5 @@ class PretendedRank:
         """Which blocks hold a chunk is noted where its inputs are built."""
         assert self.rank.epoch is not None
         with self.accelerator.running():
-            self.rank.epoch._inputs.prefill(work)
+            self.rank.epoch._prefill._inputs.prefill(work)
         self.accelerator.log.take()

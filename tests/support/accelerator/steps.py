@@ -140,11 +140,13 @@ def decoded(case: Case, folder_of: FolderOf, make_backend: MakeBackend) -> Log:
     made = rank_of(case, folder_of, make_backend)
     for (count, context), sampling in zip(case.prompts, cycle(case.samplings), strict=False):
         made.bench.ask(count, 8, context, sampling=sampling, cuts=case.cuts if context else None)
-    measured, made.rank.backend = made.rank.backend, Lone(made.accelerator.launcher)
+    assert made.rank.epoch is not None
+    runner = made.rank.epoch._decode._model_runner
+    measured, runner.backend = runner.backend, Lone(made.accelerator.launcher)
     steps = made.steps(computes_chunks=False)
     while next(steps).plan.num_tokens != len(case.prompts):
         pass
-    made.rank.backend = measured
+    runner.backend = measured
     if not case.num_drafts:
         return next(steps).log
     plan = made.bench.schedule()

@@ -11,7 +11,7 @@ from coordinator.kv_cache.block_placer import BlockPlacer
 from longleaf.attention import reference
 from longleaf.config import MergeName
 from longleaf.kernels.cpu.compiled import NativeBackend
-from longleaf.merge import PartialCodec, make_merge
+from longleaf.merge import CountedMerge, PartialCodec, make_merge
 from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.rank_protocol.step import Decode, Prefill, Row
 from longleaf.runs import Run
@@ -148,6 +148,16 @@ def builder(case, rank, resident, way, dtype=torch.float32, kind=FloatKvPool, nu
     return InputBuilder(block_table, pool, layers, world_size=size, pasts=pasts), pool
 
 
+def peers_of(case, merge, groups):
+    """The peers of a rank that merges in `groups`."""
+    wire = PartialCodec(BACKEND)
+    return (
+        Peers("cpu", groups.world, CountedMerge(make_merge(merge, groups, wire), wire))
+        if case.world_size > 1
+        else Peers("cpu")
+    )
+
+
 def on_ranks(case, work):
     groups = loopback_groups(Topology(("here",) * case.world_size))
     with ThreadPoolExecutor(case.world_size) as threads:
@@ -171,8 +181,7 @@ def read(case, resident, pieces, way, merge: MergeName, dtype=torch.float32, kin
         mine = inputs.num_own_tokens
         assert inputs.token_ids_T[:mine].tolist() == inputs.positions_T[:mine].tolist()
         counted = type(groups)(groups.topology, comm, comm, None)
-        peers = Peers(comm, make_merge(merge, counted, PartialCodec(BACKEND))) if case.world_size > 1 else None
-        step = PrefillStep(inputs, pool, BACKEND, peers, last_layer=1)
+        step = PrefillStep(inputs, pool, BACKEND, peers_of(case, merge, counted), last_layer=1)
         q, k, v = case.rows(inputs.positions_T, dtype)
         return step.attend(0, q, k, v, case.call()), comm.bytes_sent
 
@@ -189,8 +198,7 @@ def decode(case, merge, kind=FloatKvPool, dtype=torch.float32):
     def work(rank, groups):
         make, pool = builder(case, rank, layouts(runs[:-1]), "auto", dtype, kind)
         inputs = make.decode(rows, HostIds())
-        peers = Peers(groups.world, make_merge(merge, groups, PartialCodec(BACKEND))) if case.world_size > 1 else None
-        step = DecodeStep(inputs, pool, BACKEND, peers)
+        step = DecodeStep(inputs, pool, BACKEND, peers_of(case, merge, groups))
         q, k, v = case.rows(inputs.positions_T, dtype)
         return step.attend(0, q, k, v, case.call())
 

@@ -24,7 +24,7 @@ from tests.support.fakes.kv_store import FolderStore
 from workers.__main__ import live
 from workers.actor import WorkerActor
 from workers.control import serve
-from workers.pending import StepHandle, done
+from workers.rank_runtime import StepHandle, done
 
 FaultKind = Literal["raise", "kill", "hang", "grip", "freeze", "refuse"]
 
@@ -238,7 +238,7 @@ def failure_of(error: LongleafError) -> Failure:
 
 
 class EchoRank:
-    """Implements workers.member_process.RankRuntime without torch."""
+    """Implements workers.rank_runtime.RankRuntime without torch."""
 
     num_exchanges = 0
 

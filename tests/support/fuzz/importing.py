@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from coordinator.cluster.ports import Formation
 from coordinator.engine_messages import Prompt, Tokens
 from coordinator.handlers.transfer.imports import ImportSessions
-from coordinator.persistence.snapshots.retention import RetentionPolicy
+from coordinator.persistence.snapshots.snapshot_index import RetentionPolicy
 from longleaf.errors import DataLoss, GroupFailed, NotFound
 from longleaf.positions import AttentionSpan, WindowSpec
 from longleaf.rank_protocol.snapshots import Fetch
@@ -20,7 +20,7 @@ from tests.support.archives import FINGERPRINT
 from tests.support.fuzz.archives import BLOCK, NUM_WINDOW_BLOCKS, VOCABULARY, WINDOW, forge, pool
 from tests.support.storing import NOW, Service, Storage, StoringRanks, ingest, serving
 from workers.kv_io.kv_piece import KvPiece, form_of
-from workers.step.kv_restore import check, write_piece
+from workers.runners.kv_restore import check, write_piece
 
 WINDOWS = WindowSpec(reaches=(AttentionSpan(window=WINDOW),), num_blocks=NUM_WINDOW_BLOCKS)
 AT_ONCE = 500

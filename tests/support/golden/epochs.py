@@ -31,9 +31,9 @@ from tests.support.golden.states import Logits
 from tests.support.loopback import LoopbackComm, loopback_groups
 from tests.support.on_threads import on_ends
 from tests.support.threads import make_spec
-from workers.kv_cache.block_bytes import Content
 from workers.kv_cache.slots import KvPool
 from workers.rank import Rank
+from workers.runners.kv_transfer import Content
 
 Ids = tuple[int, ...]
 NUM_BLOCKS = 150

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.persistence.snapshots.retention import RetentionPolicy
+from coordinator.persistence.snapshots.snapshot_index import RetentionPolicy
 from longleaf.errors import DataLoss, NotFound, StorageUnavailable
 from longleaf.fingerprint import read_fingerprint
 from tests.support.coming import comes

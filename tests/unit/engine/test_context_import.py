@@ -10,7 +10,7 @@ from coordinator.engine.engine import Engine
 from coordinator.kv_cache.contexts import ContextTable, NamedContext
 from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord, SnapshotRecord
 from coordinator.persistence.snapshots.ports import KvFormat
-from coordinator.persistence.snapshots.retention import RetentionPolicy
+from coordinator.persistence.snapshots.snapshot_index import RetentionPolicy
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, StorageUnavailable
 from longleaf.positions import Rope

@@ -19,7 +19,7 @@ def test_call_runs_in_a_daemon_thread() -> None:
 
 
 def die_at_once(_function: Callable[[], object], _arguments: tuple[object, ...]) -> None:
-    """What starting a thread amounts to when memory suffices for the thread but not for its first call."""
+    """Starts a thread that has no memory for its first call."""
 
 
 def test_thread_without_memory_for_its_first_call_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

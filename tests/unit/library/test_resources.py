@@ -141,6 +141,27 @@ def test_affinity_counts_for_slots(monkeypatch):
         config.check_slots_here(config.RANKS_PER_CPU + 1)
 
 
+@pytest.mark.parametrize(
+    ("files", "visible", "number"),
+    [
+        (["null"], None, 0),
+        (["nvidiactl", "nvidia0", "nvidia1", "nvidia10", "nvidia-uvm"], None, 3),
+        (["nvidiactl", "nvidia0", "nvidia1", "nvidia2"], "0, 2", 2),
+        (["nvidiactl", "nvidia0", "nvidia1"], "GPU-ab,-1,1", 1),
+        (["nvidiactl", "nvidia0"], "", 0),
+        (["nvidiactl", "nvidia0"], "0,1,2", 1),
+        (["kfd"], None, 1),
+        (["null"], "0", 0),
+    ],
+)
+def test_visible_gpus_are_counted_by_their_files(system, monkeypatch, files, visible, number):
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert resources.num_gpus(system({f"dev/{name}": "" for name in files})) == number
+
+
 def test_gpu_driver_is_detected_by_its_file(system):
     assert not resources.has_gpu_driver(system({"dev/null": ""}))
     assert resources.has_gpu_driver(system({"dev/nvidiactl": ""}))

@@ -123,7 +123,7 @@ def test_context_of_later_questions_is_not_reloaded_meanwhile() -> None:
         crowd.scheduler._begin_waiting()
         crowd.scheduler.audit()
         assert (crowd.deferred, crowd.is_evicted()) == (jobs, True)
-        assert crowd.scheduler.recovering is None
+        assert crowd.scheduler.recovery.total is None
     assert running in crowd.scheduler._running
     crowd.check_answers(jobs)
     assert crowd.scheduler.num_recomputed_tokens == 20
@@ -243,8 +243,8 @@ def test_epoch_ends_while_questions_are_deferred(before: tuple[int | None, ...],
     crowd.change(*before, may_grow=before == (0, None))
     assert crowd.deferred == []
     crowd.run()
-    if not crowd.scheduler.is_confirmed:
-        crowd.scheduler.shrink_to_fit()
+    if not crowd.scheduler.job_recovery.is_confirmed:
+        crowd.scheduler.job_recovery.shrink_to_fit()
     crowd.run()
     assert len(crowd.tokens(crowd.long)) == 8
     crowd.check_answers(jobs)
@@ -281,7 +281,7 @@ def test_contexts_that_share_windows_are_deferred_together() -> None:
     while crowd.long not in crowd.scheduler._running:
         assert crowd.step()
     assert (crowd.is_evicted("doc"), crowd.is_evicted("fork")) == (False, False)  # they are being reloaded
-    assert crowd.scheduler.recovering
+    assert crowd.scheduler.recovery.total
     crowd.check_answers(jobs)
 
 

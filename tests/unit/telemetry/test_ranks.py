@@ -9,7 +9,7 @@ from longleaf.logs import Logs
 from longleaf.rank_protocol.group_messages import Join
 from longleaf.service_settings import TelemetryConfig
 from workers.__main__ import LOGGERS, ProcessContext
-from workers.member_process import capturing_logs
+from workers.logs import capturing_logs
 
 
 def test_lines_have_rank_and_epoch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,11 +13,12 @@ from longleaf.errors import ModelRefused
 from longleaf.fingerprint import read_fingerprint
 from longleaf.kernels import registry
 from tests.support.threads import config_for, make_spec
-from workers import exactness, rank, verification
+from workers import exactness, rank
 from workers.exactness import ExactnessRecords, check_exact, record_key, verify_model
 from workers.model import hook, model
 from workers.model.hook import LayerCall
 from workers.rank import Rank
+from workers.runners import verification
 from zoo.checkpoints import PAD_IDS, make_checkpoint
 from zoo.families import FAMILIES
 

@@ -11,10 +11,10 @@ from longleaf.rank_protocol.snapshots import Failure, Fetch, Fetched, Save, Save
 from longleaf.runs import Run
 from tests.support.fakes.kv_store import FolderStore, no_store
 from tests.support.pools import BLOCK, POOLS, filled
-from workers.kv_cache.block_bytes import Content
 from workers.kv_io import kv_io as desks
 from workers.kv_io.kv_io import BUSY_SECONDS, DISCARDED, ENDED, NUM_THREADS, REST, KvIo
 from workers.kv_io.kv_piece import HostCopy, KvPiece
+from workers.runners.kv_transfer import Content
 
 RUNS = (Run(0, 0, 6, (3, 1)),)
 RANGES = ((0, 6),)

@@ -17,11 +17,10 @@ from tests.support.counting_comm import CountingComm
 from tests.support.loopback import loopback
 from tests.support.on_threads import on_ends
 from tests.support.pools import BLOCK, FULL, NUM_BLOCKS, NUM_WINDOW_BLOCKS, POOLS, filled
-from workers.kv_cache.block_bytes import Content
 from workers.kv_cache.block_table import BlockTable
 from workers.kv_cache.quantized import QuantizedPool
-from workers.step import kv_transfer
-from workers.step.kv_transfer import DIGEST_BYTES, move, rounds
+from workers.runners import kv_transfer
+from workers.runners.kv_transfer import DIGEST_BYTES, Content, move, rounds
 
 
 class Rank:

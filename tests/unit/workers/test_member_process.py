@@ -14,7 +14,7 @@ from longleaf.rank_protocol.snapshots import Discard, Fetch, Fetched, Order, Out
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan, StepResult
 from tests.support.threads import make_spec
 from workers.member_process import MemberProcess, MemberStatus
-from workers.pending import StepHandle, done
+from workers.rank_runtime import StepHandle, done
 
 PLAN = Decode(())
 CHUNK = Prefill((0,), 0, (1,), ())

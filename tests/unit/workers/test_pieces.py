@@ -13,9 +13,9 @@ from longleaf.positions import EVERY_RANK
 from longleaf.runs import Run
 from tests.support.fakes.kv_store import FolderStore
 from tests.support.pools import BLOCK, NUM_BLOCKS, POOLS, filled
-from workers.kv_cache.block_bytes import Content
 from workers.kv_io import kv_piece as pieces
 from workers.kv_io.kv_piece import HostCopy, KvPiece, form_of
+from workers.runners.kv_transfer import Content
 
 WINDOWED = {"windows apart", "int8 windows apart", "windows alone"}
 KINDS = [(name, False) for name in POOLS if name != "windows alone"] + [(name, True) for name in sorted(WINDOWED)]

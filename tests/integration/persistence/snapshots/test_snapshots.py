@@ -14,7 +14,7 @@ import pytest
 from coordinator.kv_cache.token_paths import EMPTY_PATH, Segment
 from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord
 from coordinator.persistence.snapshots.ports import ContextUse, KvFormat
-from coordinator.persistence.snapshots.retention import RetentionPolicy
+from coordinator.persistence.snapshots.snapshot_index import RetentionPolicy
 from coordinator.persistence.snapshots.snapshots import Snapshots
 from longleaf.errors import DataLoss, InvalidArgument, NotFound, RankLost, StorageUnavailable, Unavailable
 from longleaf.runs import Run

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from coordinator.persistence.catalog.records import Change, OutboxEntry
 from coordinator.persistence.snapshots import storage_health
 from coordinator.persistence.snapshots.outbox_sender import MAX_BATCH, OutboxSender
+from coordinator.persistence.snapshots.storage_health import StorageHealth
 from coordinator.persistence.snapshots.store import AsyncStore
 from longleaf.errors import DataLoss, StorageUnavailable
 from longleaf.storage.context_note import ContextNote, encode_note
@@ -61,6 +62,7 @@ class SenderBench:
         self.catalog = FakeCatalog()
         self.store = AsyncStore(Store(self.files, "memory"))
         self.sender = OutboxSender(self.store, self.catalog)
+        self.health = StorageHealth("sending", lambda: None)
 
     async def put(self, *outgoing: OutboxEntry) -> None:
         await self.catalog.commit(Change(outgoing=outgoing))
@@ -80,7 +82,7 @@ class SenderBench:
 @asynccontextmanager
 async def running_sender() -> AsyncIterator[SenderBench]:
     found = SenderBench()
-    task = asyncio.create_task(found.sender.run())
+    task = asyncio.create_task(found.sender.run(found.health))
     try:
         yield found
     finally:
@@ -127,10 +129,10 @@ async def test_unreachable_storage_loses_nothing_and_is_reported() -> None:
     async with running_sender() as found:
         found.files.fail(3)
         await found.put(note(1), note(2))
-        await comes(lambda: found.sender.health.reason)
-        assert "input/output" in found.sender.health.reason
+        await comes(lambda: found.health.reason)
+        assert "input/output" in found.health.reason
         await found.all_sent()
-        await comes(lambda: not found.sender.health.reason)
+        await comes(lambda: not found.health.reason)
         assert found.memory.done == [f"+{note(1).name}", f"+{note(2).name}"]
 
 
@@ -156,7 +158,7 @@ async def test_unreadable_catalog_is_read_again_after_the_next_change() -> None:
     found = SenderBench()
     catalog = Damaged()
     sender = OutboxSender(found.store, catalog)
-    task = asyncio.create_task(sender.run())
+    task = asyncio.create_task(sender.run(found.health))
     await catalog.commit(Change(outgoing=(note(1),)))
     await comes(lambda: not catalog.is_damaged)
     sender.notify()

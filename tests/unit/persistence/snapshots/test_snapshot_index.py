@@ -2,8 +2,7 @@
 
 from coordinator.persistence.catalog.records import SnapshotRecord
 from coordinator.persistence.snapshots.ports import ContextUse
-from coordinator.persistence.snapshots.retention import RetentionPolicy
-from coordinator.persistence.snapshots.snapshot_index import SnapshotIndex
+from coordinator.persistence.snapshots.snapshot_index import RetentionPolicy, SnapshotIndex
 
 
 def records(policy: RetentionPolicy, *segments: int) -> SnapshotIndex:

@@ -11,8 +11,7 @@ from coordinator.persistence.snapshots.storage_health import MOST_SECONDS, Stora
 def test_only_changes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     reported = list[str]()
-    health = StorageHealth("writing")
-    health.watch(lambda: reported.append(health.reason))
+    health = StorageHealth("writing", lambda: reported.append(health.reason))
     health.set_healthy()
     for reason in ("it is full", "it is full", "it is away"):
         health.set_failed(reason)
@@ -36,7 +35,7 @@ async def test_delay_grows_until_the_error_ends(monkeypatch: pytest.MonkeyPatch)
         waits.append(seconds)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    health = StorageHealth("writing")
+    health = StorageHealth("writing", lambda: None)
     for _ in range(8):
         await health.wait()
     health.set_healthy()

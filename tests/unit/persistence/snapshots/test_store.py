@@ -1,5 +1,6 @@
 """The asynchronous store: its waiting threads are bounded, including those of abandoned calls."""
 
+import _thread
 import asyncio
 import threading
 from contextlib import suppress
@@ -16,14 +17,21 @@ pytestmark = pytest.mark.timeout(60)
 
 
 async def test_hanging_calls_are_bounded_and_further_calls_fail() -> None:
-    store, gate = AsyncStore(Store(MemoryFiles(), "memory")), threading.Event()
+    store, gate, begun = AsyncStore(Store(MemoryFiles(), "memory")), threading.Event(), threading.Semaphore(0)
+
+    def hang() -> None:
+        begun.release()
+        gate.wait()
+
     for _ in range(MAX_THREADS):
-        with suppress(TimeoutError):
-            await asyncio.wait_for(store.run(gate.wait), 0.001)
+        call = asyncio.create_task(store.run(hang))
+        await asyncio.to_thread(begun.acquire)
+        call.cancel()
+        with suppress(asyncio.CancelledError):
+            await call
     with pytest.raises(StorageUnavailable, match=f"{MAX_THREADS} calls have not returned"):
-        await store.run(gate.wait)
-    num_waiting = sum(thread.name == "storage" for thread in threading.enumerate())
-    assert num_waiting <= MAX_THREADS
+        await store.run(hang)
+    assert not begun.acquire(blocking=False)
     gate.set()
     await comes(lambda: store.num_threads == 0)
     await store.put("a", b"content")
@@ -41,11 +49,11 @@ async def test_failed_call_is_no_longer_counted() -> None:
 async def test_call_without_a_thread_is_no_longer_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     store = AsyncStore(Store(MemoryFiles(), "memory"))
 
-    def refuse(_: threading.Thread) -> None:
+    def refuse(_function: object, _arguments: object) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+        patch.setattr(_thread, "start_new_thread", refuse)
         for _ in range(MAX_THREADS):
             with pytest.raises(StorageUnavailable, match="can't start new thread"):
                 await store.put("a", b"x")

@@ -1,0 +1,1 @@
+"""The kinds of steps, one module each, and the verification of answers."""
