@@ -21,7 +21,7 @@ BUDGET ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python scripts/run_tests.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-extended test-triton test-gpu test-browser test-slow soak coverage check format proto reference release-wire bench clients lock clean
+.PHONY: help install demo chat test test-all test-extended test-triton test-gpu test-browser test-slow soak coverage check format proto reference release-wire bench clients lock clean
 
 help: ## Show this text
 	@echo "Longleaf: exact generation over contexts that no single GPU can hold."
@@ -40,6 +40,9 @@ demo: $(READY) ## Start a fleet, ingest a long document, ask it, check the answe
 
 # Tests start hundreds of processes: where no bytecode may be written, each of them compiles all modules again.
 test test-extended test-slow coverage: export PYTHONDONTWRITEBYTECODE :=
+
+chat: $(READY) ## Ask a small chat model about the README (ARGS=--yes: download it, 93 MB, without asking)
+	@$(BIN)/python examples/smollm2.py $(ARGS)
 
 test: $(READY) ## Run the tests (ARGS="-k merge" for some of them)
 	$(PYTEST) $(BUDGET) -- $(SPREAD) $(ARGS)

@@ -75,7 +75,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model: Annotated[
         str,
-        Option(SERVICE, "Folder of the checkpoint.", default="the packaged look-up model", metavar="DIR", is_path=True),
+        Option(
+            SERVICE,
+            "Folder of a checkpoint, ORG/NAME[@REVISION] on the Hugging Face hub, FILE.gguf, smollm2 (a small chat "
+            "model from the package index), or a URL. Models that are not on this machine are downloaded first.",
+            default="the packaged look-up model",
+            metavar="MODEL",
+        ),
     ] = msgspec.field(default_factory=lambda: str(embedded_model()))
     dtype: Annotated[DtypeName, Option(SERVICE, "Type of weights and activations; auto: that of the checkpoint.")] = (
         "auto"

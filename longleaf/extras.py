@@ -5,9 +5,10 @@ from typing import Literal
 
 from longleaf.errors import StartError
 
-Extra = Literal["server", "http"]
+Extra = Literal["server", "http", "gguf"]
 PARTS: dict[Extra, tuple[str, tuple[str, ...]]] = {
     "server": ("the server", ("ray", "torch", "transformers")),
+    "gguf": ("the reader of GGUF files", ("accelerate", "gguf")),
     "http": ("the HTTP gateway", ("starlette", "uvicorn")),
 }
 """Name of the part, and packages that only this part installs."""

@@ -94,6 +94,16 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     """For sharded keys, and for replicated windows if there are layers without full attention."""
 
 
+class Dequantized(msgspec.Struct, frozen=True):
+    """The GGUF file from which the weights of a checkpoint were dequantized."""
+
+    file: str
+    kinds: dict[str, int]
+    """Number of tensors by their quantization, such as Q4_K."""
+    dtype: str
+    """Type of the weights as they were saved."""
+
+
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a checkpoint is supported, and the resources for serving it."""
 
@@ -106,6 +116,8 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     """Fingerprint of its folder; None if a file, such as the weights, is missing or unreadable."""
     unread: str = ""
     """The missing or unreadable file; empty if there is a fingerprint."""
+    dequantized: Dequantized | None = None
+    """Set if the checkpoint was converted from a GGUF file."""
 
     @property
     def plans(self) -> tuple[CapacityPlan, ...]:

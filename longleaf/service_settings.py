@@ -289,13 +289,17 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raises InvalidArgument naming the first setting that is invalid."""
-        self.engine.check()
-        check_limits(self)
+        self.check_all_but_model()
         folder = Path(self.engine.model)
         if not folder.is_dir():
             raise InvalidArgument("model", f"{self.engine.model} is not a folder")
         if not (folder / "config.json").is_file():
             raise InvalidArgument("model", f"{self.engine.model} has no config.json")
+
+    def check_all_but_model(self) -> None:
+        """Raises InvalidArgument naming the first setting that is invalid, except the model."""
+        self.engine.check()
+        check_limits(self)
         if self.model_name is not None:
             check_model_name(self.model_name)
         if self.ray_address is not None and self.launcher == "local":
@@ -309,7 +313,8 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_absolute_paths(self) -> Self:
         """The same settings for a process in any folder."""
-        engine, url = _with_absolute_paths(self.engine), self.engine.snapshot_url
+        engine = msgspec.structs.replace(self.engine, model=os.path.abspath(self.engine.model))
+        url = engine.snapshot_url
         if url is not None and "://" not in url:
             engine = msgspec.structs.replace(engine, snapshot_url=os.path.abspath(url))
         parts = {"data": _with_absolute_paths(self.data), "security": _with_absolute_paths(self.security)}

@@ -18,7 +18,7 @@ from coordinator.cluster.ports import OnDeath, ignore_event
 from longleaf.config import LOOPBACK, EngineConfig, apply_environment, check_slots_here, rank_environment
 from longleaf.errors import StartError
 from longleaf.rank_protocol.rank_spec import ConnectInfo, RankSpec
-from longleaf.resources import end_with_parent
+from longleaf.resources import end_with_parent, has_gpu_driver
 
 LEAVE_SECONDS = 3.0
 END_SECONDS = 1.0
@@ -71,6 +71,8 @@ class LocalFleet:
 
     async def reserve(self, config: EngineConfig, patience: float = 0.0) -> str:
         check_slots_here(config.world_size)
+        if config.device == "cuda" and not has_gpu_driver():  # otherwise each rank would start, and report it
+            raise StartError("device: cuda is not available: this machine has no GPU driver")
         return LOOPBACK
 
     async def launch(self, config: EngineConfig, invitations: Sequence[ConnectInfo], on_death: OnDeath) -> None:

@@ -13,10 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from longleaf.cli.ingest import progress_bar
+from longleaf.cli.model_option import MODEL_HELP, Yes, resolve
 from longleaf.cli.options import AsJson, print_json
 from longleaf.cli.provenance_output import CONTROLS, Excerpt, excerpt, joined
 from longleaf.config import Launcher
 from longleaf.demo.haystack import DEFAULT_TOKENS
+from longleaf.extras import require_extra
 from longleaf.formatting import human_bytes
 from longleaf.types import IngestProgress, Source
 
@@ -43,8 +45,9 @@ def demo(
     ] = None,
     launcher: Annotated[Launcher, typer.Option(help="How ranks are started.")] = "ray",
     model: Annotated[
-        Path | None, typer.Option(help="Folder of a checkpoint.", show_default="the packaged model", metavar="DIR")
+        str | None, typer.Option(help=MODEL_HELP, show_default="the packaged model", metavar="MODEL")
     ] = None,
+    yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a demonstration on this machine.
@@ -57,7 +60,9 @@ def demo(
     """
     from longleaf.demo.run import DemoSettings, run
 
-    settings = DemoSettings(model=model, world_size=world_size, launcher=launcher, tokens=tokens, seed=seed, file=file)
+    require_extra("server", "longleaf demo")
+    folder = None if model is None else resolve(model, yes=yes, is_quiet=as_json).folder
+    settings = DemoSettings(model=folder, world_size=world_size, launcher=launcher, tokens=tokens, seed=seed, file=file)
     with _terminable():
         if as_json:
             report = run(settings, _Silent())

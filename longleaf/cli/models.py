@@ -10,15 +10,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from longleaf.cli.fetch import fetch
+from longleaf.checkpoints.gguf_conversion import read_note
+from longleaf.cli.fetch import convert, fetch
 from longleaf.cli.help import CommandGroup
+from longleaf.cli.model_option import MODEL_HELP, Yes, resolve
 from longleaf.cli.options import AsJson, ServerOptions, connect, dtype_names, print_json
 from longleaf.config import KV_DTYPE_HELP, DtypeName, EngineConfig, KvDtypeName
-from longleaf.errors import InvalidArgument, LongleafError, ModelRefused
+from longleaf.errors import LongleafError, ModelRefused
 from longleaf.extras import require_extra
 from longleaf.fingerprint import Fingerprint, read_fingerprint
 from longleaf.formatting import human_bytes
-from longleaf.model_report import AttentionKind, AttentionReport, CapacityPlan, ModelReport, TextReport
+from longleaf.model_report import AttentionKind, AttentionReport, CapacityPlan, Dequantized, ModelReport, TextReport
 from longleaf.runs import join
 from longleaf.topology import count_ranks
 from longleaf.types import Cluster
@@ -28,20 +30,21 @@ REFUSED = 2
 Report = TypeVar("Report", TextReport, AttentionReport)
 _DEFAULTS = EngineConfig(model="")
 
-app = CommandGroup(help="Fetch a checkpoint, and check whether it can be served.")
+app = CommandGroup(help="Download or convert a checkpoint, and check whether it can be served.")
 
 
 @app.callback()
 def options() -> None:
-    """Fetch a checkpoint, and check whether it can be served."""
+    """Download or convert a checkpoint, and check whether it can be served."""
 
 
 app.command("fetch")(fetch)
+app.command("convert")(convert)
 
 
 @app.command("check")
 def check(
-    folder: Annotated[Path, typer.Argument(help="Folder of the checkpoint.", metavar="DIR")],
+    model: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")],
     world_size: Annotated[int, typer.Option(help="Number of ranks to plan for.")] = 1,
     kv_bytes: Annotated[
         int | None,
@@ -74,6 +77,7 @@ def check(
         typer.Option(metavar="HOST:PORT", help="Plan for the pools of this running service.", show_default="none"),
     ] = None,
     load: Annotated[bool, typer.Option("--load", help="Load the weights, and compare with plain attention.")] = False,
+    yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Check whether a checkpoint can be served, and how many tokens fit.
@@ -90,11 +94,12 @@ def check(
     Examples:
 
       longleaf models check ./Qwen3-0.6B
-      longleaf models check ./Qwen3-0.6B --world-size 4 --kv-bytes 8000000000
+      longleaf models check Qwen/Qwen3-0.6B --world-size 4 --kv-bytes 8000000000
     """
     require_extra("server", "longleaf models check")
+    found = resolve(model, yes=yes, is_quiet=as_json)
     config = EngineConfig(
-        model=str(folder),
+        model=str(found.folder),
         world_size=world_size,
         kv_bytes=kv_bytes,
         window_keys="replicated" if window_bytes is not None else "sharded",
@@ -105,17 +110,15 @@ def check(
         kv_dtype=kv_dtype,
     )
     config.check()
-    if not folder.is_dir():
-        raise InvalidArgument("DIR", f"{folder} is not a folder")
     fleet = _fleet(server) if server is not None else None
     if fleet is not None:
         config = msgspec.structs.replace(config, block_size=fleet.block_size)
-    found = report(config, fleet, has_weights=load)
+    result = report(config, fleet, has_weights=load, name=found.name)
     if as_json:
-        print_json(found)
+        print_json(result)
     else:
-        show(found, is_running=fleet is not None)
-    if not found.is_supported:
+        show(result, is_running=fleet is not None)
+    if not result.is_supported:
         raise typer.Exit(REFUSED)
 
 
@@ -124,8 +127,10 @@ def _fleet(server: str) -> Cluster:
         return client.cluster()
 
 
-def report(config: EngineConfig, fleet: Cluster | None, *, has_weights: bool) -> ModelReport:
-    """Runs the checks of both roles as subprocesses, because the command imports neither tokenizers nor torch."""
+def report(config: EngineConfig, fleet: Cluster | None, *, has_weights: bool, name: str | None = None) -> ModelReport:
+    """Runs the checks of both roles as subprocesses, because the command imports neither tokenizers nor torch. `name`
+    replaces the name of the folder.
+    """
     text = _inspect("coordinator.text.compat_check", [config.model], TextReport)
     attention = AttentionReport()
     if not text.reason:
@@ -135,12 +140,13 @@ def report(config: EngineConfig, fleet: Cluster | None, *, has_weights: bool) ->
     is_supported = not text.reason and not attention.reason
     fingerprint, unread = _fingerprint(Path(config.model))
     return ModelReport(
-        model=Path(config.model).resolve().name,
+        model=name or Path(config.model).resolve().name,
         is_supported=is_supported,
         text=text,
         attention=attention,
         fingerprint=fingerprint,
         unread=unread,
+        dequantized=read_note(Path(config.model)),
     )
 
 
@@ -190,7 +196,18 @@ def show(found: ModelReport, *, is_running: bool) -> None:
         mode = f", with --window-keys {plan.window_keys}" if len(found.plans) > 1 else ""
         sizes.add_row("" if number else "fits", _plan_summary(plan, is_running) + mode)
     console.print(sizes)
+    if found.dequantized is not None:
+        print(describe_dequantized(found.dequantized))
     print("fingerprint:", found.fingerprint.digest if found.fingerprint else f"none: {found.unread}")
+
+
+def describe_dequantized(source: Dequantized) -> str:
+    """The origin of the weights, and the meaning of exactness."""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in source.kinds.items())
+    return (
+        f"weights: dequantized to {source.dtype} from {source.file} (tensors: {kinds}). Exact means equal to "
+        "transformers' `generate` on the dequantized weights."
+    )
 
 
 def exactness_of(attention: AttentionReport) -> str:

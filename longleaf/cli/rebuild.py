@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from longleaf.cli.model_option import resolve
 from longleaf.cli.options import AsJson, print_json
 from longleaf.config import DtypeName, embedded_model
 from longleaf.extras import require_extra
@@ -30,8 +31,8 @@ def rebuild(
     ],
     data_dir: Annotated[Path, typer.Option(help="The --data-dir of the service.", metavar="DIR")],
     model: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the checkpoint.", show_default="the packaged look-up model", metavar="DIR"),
+        str | None,
+        typer.Option(help="The --model of the service.", show_default="the packaged look-up model", metavar="MODEL"),
     ] = None,
     dtype: Annotated[DtypeName, typer.Option(help="The --dtype of the service.")] = "auto",
     service: Annotated[
@@ -61,7 +62,7 @@ def rebuild(
     requested = Rebuild(
         url=url,
         data_dir=os.path.abspath(data_dir),
-        model=os.path.abspath(model or embedded_model()),
+        model=os.path.abspath(resolve(model).folder if model else embedded_model()),
         dtype=dtype,
         service=service,
         may_replace=replace,

@@ -6,14 +6,16 @@ import msgspec
 
 from longleaf.cli.exec_process import exec_command
 from longleaf.cli.flags import takes_config
+from longleaf.cli.model_option import Yes, with_local_model
 from longleaf.cli.options import AsJson
+from longleaf.extras import require_extra
 from longleaf.launch import coordinator_command, ready_config
 from longleaf.service_settings import ServiceConfig
 from longleaf.topology import count_ranks
 
 
 @takes_config(ServiceConfig)
-def serve(config: ServiceConfig, as_json: AsJson = False) -> None:
+def serve(config: ServiceConfig, yes: Yes = False, as_json: AsJson = False) -> None:
     """Serve a model until interrupted.
 
     Once it is ready, the service prints a summary and `listening on HOST:PORT`; with --json, {"address": "HOST:PORT"}.
@@ -27,8 +29,11 @@ def serve(config: ServiceConfig, as_json: AsJson = False) -> None:
     Examples:
 
       longleaf serve --http 8000
-      longleaf serve --model ./Qwen3-0.6B --world-size 4 --data-dir ~/.longleaf
+      longleaf serve --model smollm2
+      longleaf serve --model Qwen/Qwen3-0.6B --world-size 4 --data-dir ~/.longleaf
     """
+    require_extra("server", "longleaf serve")
+    config = with_local_model(config, yes=yes, is_quiet=as_json or config.telemetry.log_format == "json")
     config = ready_config(msgspec.structs.replace(config, as_json=as_json))
     if config.telemetry.log_format == "text":
         ranks = count_ranks(config.engine.world_size)

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from longleaf.resources import has_gpu_driver
 from tests.support import forked
 from tests.support.command_line import CLI, Left, Served, end
 from zoo.checkpoints import make_checkpoint
@@ -48,6 +49,15 @@ def serve_fails(*options: str) -> str:
 def test_unsupported_models_are_refused_with_the_reason(tmp_path: Path):
     assert "is not a folder" in serve_fails("--model", str(tmp_path / "missing"), "--launcher", "local")
     assert "config.json" in serve_fails("--model", str(tmp_path), "--launcher", "local")
+
+
+@pytest.mark.skipif(has_gpu_driver(), reason="this machine has a GPU")
+def test_missing_gpu_is_one_sentence():
+    lines = serve_fails("--device", "cuda", "--launcher", "local").splitlines()
+    assert lines == [
+        "starting 1 rank (local) …",
+        "error: device: cuda is not available: this machine has no GPU driver",
+    ]
 
 
 @pytest.mark.extended

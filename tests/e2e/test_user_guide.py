@@ -15,6 +15,7 @@ import click
 import pytest
 from typer.main import get_command
 
+from examples.smollm2 import QUESTIONS, first_section
 from longleaf.cli.app import app
 from tests.support.command_line import CLI, Served, url_of
 from tests.support.tools import tool
@@ -54,8 +55,8 @@ def commands(page: str) -> Iterator[list[str]]:
 
 
 def serve_options(page: str) -> list[str]:
-    """Options of the first `longleaf serve` of a page, with ports chosen by the system."""
-    options = next(words[1:] for words in commands(page) if words[0] == "serve")
+    """Options of the first `longleaf serve` of a page that downloads no model, with ports chosen by the system."""
+    options = next(words[1:] for words in commands(page) if words[0] == "serve" and "--model" not in words)
     options[options.index("--http") + 1] = "0"
     return options
 
@@ -96,6 +97,11 @@ def test_commands_and_options_exist(page: str) -> None:
             assert name in command.commands, words
             command = command.commands[name]
         command.make_context(" ".join(words), arguments)
+
+
+def test_passages_of_make_chat_are_in_the_part_of_the_readme_that_it_reads() -> None:
+    text = " ".join(first_section(ROOT / "README.md").split())
+    assert all(passage in text for passage in QUESTIONS.values())
 
 
 def test_readme_is_short() -> None:

@@ -2,6 +2,8 @@
 
 import pytest
 
+from coordinator.cluster import local_fleet
+from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.cluster.ray_fleet import bundle_for
 from longleaf.comm.process_group import fastest_transport
 from longleaf.config import EngineConfig
@@ -62,6 +64,16 @@ def test_ranks_share_a_gpu_only_if_cuda_was_requested(gpu, num_gpus):
     with pytest.raises(StartError, match=rf"^device: 4 ranks, .* this machine has {num_gpus} GPUs?: .*{ways}"):
         choose_device("auto", gpu, num_gpus, num_ranks=4)
     assert choose_device("cuda", gpu, num_gpus, num_ranks=4) == f"cuda:{gpu % num_gpus}"
+
+
+async def test_local_launcher_starts_no_ranks_without_the_requested_gpu(monkeypatch):
+    fleet = LocalFleet(lambda spec: None)
+    monkeypatch.setattr(local_fleet, "has_gpu_driver", lambda: False)
+    with pytest.raises(StartError, match="^device: cuda is not available: this machine has no GPU driver$"):
+        await fleet.reserve(config("cuda", world_size=1))
+    await fleet.reserve(config("auto", world_size=1))
+    monkeypatch.setattr(local_fleet, "has_gpu_driver", lambda: True)
+    await fleet.reserve(config("cuda", world_size=1))
 
 
 def test_requested_gpu_must_exist_on_the_machine():

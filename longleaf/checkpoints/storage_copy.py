@@ -1,0 +1,51 @@
+"""Copies of checkpoint folders from storage that fsspec supports."""
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+from longleaf.checkpoints.gguf_conversion import locked, models_cache
+from longleaf.checkpoints.interaction import Interaction
+from longleaf.errors import StartError, Unavailable
+from longleaf.storage.urls import redact_url
+
+PARTIAL = ".partial"
+
+
+def copy_to_cache(url: str, interaction: Interaction) -> Path:
+    """The copy of the folder at `url` in the cache; copies it if there is none. A copy is not refreshed."""
+    digest = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
+    folder = models_cache() / f"url-{digest}" / (url.rstrip("/").rpartition("/")[2] or "model")
+    with locked(folder):
+        if folder.is_dir():
+            interaction.notify(f"using the copy of {redact_url(url)} in {folder}; delete it to copy again")
+        else:
+            interaction.notify(f"copying {redact_url(url)} to {folder} …")
+            copy_to_partial(url, folder).rename(folder)
+    return folder
+
+
+def copy_to_partial(url: str, folder: Path) -> Path:
+    """Copies the folder at `url` into a temporary folder beside `folder`, and returns that.
+
+    Raises StartError for an unsupported kind of storage, and Unavailable if the folder cannot be read.
+    """
+    partial = folder.with_name(folder.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted copy
+    storages = _storages()
+    try:
+        storage, path = storages.core.url_to_fs(url)
+        storage.get(path.rstrip("/") + "/", f"{partial}/", recursive=True)
+    except (ValueError, ImportError) as error:
+        raise StartError(str(error)) from error
+    except Exception as error:  # each kind of storage has its own errors
+        raise Unavailable(f"{url} cannot be read: {type(error).__name__}: {error}") from error
+    return partial
+
+
+def _storages() -> Any:
+    """The package fsspec, imported late because only this module needs it."""
+    import fsspec  # pyright: ignore[reportMissingTypeStubs]
+
+    return fsspec
