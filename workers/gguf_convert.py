@@ -10,8 +10,10 @@ config that contradicts the tensors could otherwise request any amount.
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
+
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 from transformers.utils import logging
@@ -25,7 +27,8 @@ from workers.model.model import describe_error as describe
 def convert(file: Path, folder: Path, dtype: str) -> None:
     """Writes the checkpoint. Raises ValueError for files that lack weights, and any error of transformers."""
     source, name = str(file.parent), file.name
-    model, loaded = AutoModelForCausalLM.from_pretrained(
+    loader: Any = AutoModelForCausalLM  # its annotations lack output_loading_info
+    model, loaded = loader.from_pretrained(
         source,
         gguf_file=name,
         dtype=getattr(torch, dtype),
@@ -51,7 +54,7 @@ def _make_dense(model: PreTrainedModel) -> None:
         if hasattr(model, name):
             delattr(model, name)
     if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+        delattr(model.config, "quantization_config")
 
 
 def main(file: str, folder: str, dtype: str, max_bytes: str) -> ConversionReport:

@@ -43,8 +43,9 @@ def write_llama(path: Path, seed: int = 0, **changed: int) -> Path:
     kinds = [gguf.TokenType.CONTROL if token.startswith("<|") else gguf.TokenType.NORMAL for token, _ in vocabulary]
     writer.add_token_types(kinds)
     writer.add_token_merges(["a b", "c d"])
-    writer.add_bos_token_id(tokenizer.token_to_id("<|begin|>"))
-    writer.add_eos_token_id(tokenizer.token_to_id("<|end|>"))
+    ids = tokenizer.get_vocab()
+    writer.add_bos_token_id(ids["<|begin|>"])
+    writer.add_eos_token_id(ids["<|end|>"])
     writer.add_chat_template(TEMPLATE)
     key_dim = DIM // HEADS * KV_HEADS
     q8, q4 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_0

@@ -102,7 +102,7 @@ def use_native_linear(module: nn.Module, product: NativeLinear) -> int:
 
 
 def bias_of(layer: nn.Linear) -> Tensor | None:
-    """The bias; torch's annotation does not say that it may be missing."""
+    """The bias, or None; torch's annotation lacks the latter."""
     return dict(layer.named_parameters(recurse=False)).get("bias")
 
 
