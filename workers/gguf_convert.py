@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 from transformers.utils import logging
