@@ -217,7 +217,7 @@ class Terminal(StringIO):
         return True
 
 
-def test_terminal_is_asked_and_scripts_must_consent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_gets_a_question_and_scripts_must_consent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model_option.interaction(yes=True).confirm("Sure?")
     monkeypatch.setattr("sys.stdin", StringIO())
     with pytest.raises(StartError, match=r"needs consent: give --yes\. Sure\?"):
