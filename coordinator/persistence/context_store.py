@@ -141,7 +141,7 @@ class ContextStore:
             try:
                 self._contexts.adopt(context_of(record, path))
             except Exception as error:  # it stays in the catalog; a single context must not prevent the start
-                log.error("cannot write context %s: unexpected error", record.id, exc_info=error)
+                log.error("cannot load context %s: unexpected error", record.id, exc_info=error)
         for number in sorted(needed, reverse=True):  # release the segments that only skipped contexts need
             placement = segments.placements.find(number)
             if placement is not None and not placement.num_references:

@@ -3,7 +3,7 @@
 import errno
 import time
 from collections.abc import Callable, Iterable, Sequence
-from threading import Event, Lock
+from threading import Event, Lock, Semaphore
 
 from longleaf.storage.files import ObjectInfo
 
@@ -57,6 +57,8 @@ class FlakyFiles:
         self.is_answering = Event()
         """Calls block until it is set."""
         self.is_answering.set()
+        self.begun = Semaphore(0)
+        """Released by each call before it blocks."""
         self.max_bytes: int | None = None
         """Total capacity."""
         self._failures: list[Exception] = []
@@ -97,6 +99,7 @@ class FlakyFiles:
         self.files.remove(name)
 
     def _begin(self) -> None:
+        self.begun.release()
         self.is_answering.wait()
         if self._failures:
             raise self._failures.pop()

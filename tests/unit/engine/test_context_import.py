@@ -218,7 +218,7 @@ async def test_persisted_context_that_cannot_be_loaded_does_not_prevent_a_start(
         service.engine.preload()
         assert [each.id for each in service.engine.list_contexts()] == ["other"]
         service.engine.audit()
-    assert "cannot write context book" in caplog.text
+    assert "cannot load context book" in caplog.text
     monkeypatch.undo()
     async with serving(storage, policy=DEMAND) as service:
         assert len(await ask(service.engine)) == 4, "it is still in the catalog"
