@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING
 
 from longleaf.errors import InvalidArgument
-from longleaf.types import Delta, Event, Finished, GenerateOptions, Message, Provenance, SamplingOptions
+from longleaf.types import Delta, Event, Finished, GenerateOptions, Message, Provenance
 
 if TYPE_CHECKING:
     from longleaf.client import Client
@@ -108,8 +108,8 @@ class ChatSession:
     def trace(self, turn: Turn, num_spans: int) -> Turn:
         """Generates the answer of a turn again, with the same seed and length and with the spans of the context that it
         attends to."""
-        length = SamplingOptions(max_tokens=max(1, turn.num_tokens))
-        options = turn.options | length | {"until_full": False, "provenance": Provenance(num_spans=num_spans)}
+        options = turn.options.copy()
+        options.update(max_tokens=max(1, turn.num_tokens), until_full=False, provenance=Provenance(num_spans=num_spans))
         again = Turn(turn.question, turn.messages, options)
         for _ in self.ask(again):
             pass
