@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 from longleaf.cli.model_option import resolve
+from longleaf.cli.provenance_output import CONTROLS
 from longleaf.client import Client
-from longleaf.config import EngineConfig
+from longleaf.config import CHOSEN, EngineConfig
 from longleaf.errors import LongleafError
 from longleaf.launch import ServiceProcess, coordinator_command
 from longleaf.service_settings import ServiceConfig
@@ -34,7 +35,7 @@ START_SECONDS = 300.0
 
 def main(*arguments: str) -> None:
     model = resolve("smollm2", yes="--yes" in arguments)
-    engine = EngineConfig(model=str(model.folder))
+    engine = EngineConfig(model=str(model.folder), world_size=CHOSEN, threads_per_rank=CHOSEN)
     command = coordinator_command(ServiceConfig(engine=engine, port=0))
     print("starting the service …", flush=True)
     with (
@@ -69,7 +70,7 @@ def ask(client: Client, question: str) -> None:
     print(f"\n? {question}\n  ", end="")
     for event in client.ask("readme", question, max_tokens=MAX_TOKENS):
         if isinstance(event, Delta):
-            print(event.text.replace("\n", "\n  "), end="", flush=True)
+            print(event.text.translate(CONTROLS).replace("\n", "\n  "), end="", flush=True)
         elif isinstance(event, Finished):
             cut = " … (cut off)" if event.reason == "length" else ""
             print(f"{cut}\n  [first token after {event.timings.first_token_seconds:.1f} s]")

@@ -61,6 +61,8 @@ MIN_ROWS = 16
 """Rows that a step with drafts may have regardless of `max_sequences`."""
 CHOSEN = 0
 """A number of ranks or threads that `longleaf serve` chooses for this machine, before ranks start."""
+MAX_THREADS = 1024
+"""Threads of a rank."""
 RANKS_PER_CPU = 8
 """Maximum number of ranks per CPU. More processes would only wait for each other."""
 
@@ -125,9 +127,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             RANKS,
             "CPU threads of each rank.",
             flag="--threads",
-            default="OMP_NUM_THREADS, else the processors of this machine, divided among the ranks",
+            default="OMP_NUM_THREADS, else the processors of this machine divided by the ranks; 1 on GPUs and on a Ray "
+            "cluster",
             flag_default=CHOSEN,
-            limit=Limit(1, 1024),
+            limit=Limit(1, MAX_THREADS),
         ),
     ] = 1
     merge: Annotated[

@@ -1,11 +1,14 @@
 """The launcher, the number of ranks and the threads of each, where the user leaves them to `longleaf serve`."""
 
 import os
+import re
+from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from longleaf.config import CHOSEN
+from longleaf.config import CHOSEN, MAX_THREADS
 from longleaf.resources import num_gpus, num_processors
 from longleaf.service_settings import ServiceConfig
 
@@ -16,12 +19,12 @@ class Machine(NamedTuple):
     num_processors: int
     num_gpus: int
     omp_threads: int | None = None
-    """Value of OMP_NUM_THREADS, the usual limit of the threads of a process."""
+    """Value of OMP_NUM_THREADS, the usual limit of the threads of a process, hence of a rank."""
 
 
 def this_machine() -> Machine:
     """Counts the processors and GPUs that this process may use."""
-    return Machine(num_processors(), num_gpus(), _omp_threads())
+    return Machine(num_processors(), num_gpus() if _torch_supports_gpus() else 0, _omp_threads())
 
 
 def choose_ranks(config: ServiceConfig, machine: Machine) -> ServiceConfig:
@@ -41,9 +44,19 @@ def choose_ranks(config: ServiceConfig, machine: Machine) -> ServiceConfig:
     if world_size == CHOSEN:
         world_size = max(1, num_devices)
     if threads == CHOSEN:
-        threads = 1 if num_devices or not is_here else machine.num_processors // world_size
-        threads = machine.omp_threads or max(1, threads)
+        is_alone = is_here and not num_devices  # else processors do little, or are shared with other programs
+        share = machine.omp_threads or machine.num_processors // world_size
+        threads = min(max(1, share), MAX_THREADS) if is_alone else 1
     return replace(config, launcher=launcher, engine=replace(engine, world_size=world_size, threads_per_rank=threads))
+
+
+def _torch_supports_gpus() -> bool:
+    """Whether torch was built for GPUs of any kind. Read from its files, because its import takes seconds."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    facts = Path(spec.origin).with_name("version.py").read_text()
+    return any(re.search(rf"^{kind}\b.*= (?!None)", facts, re.MULTILINE) for kind in ("cuda", "hip", "xpu"))
 
 
 def _omp_threads() -> int | None:

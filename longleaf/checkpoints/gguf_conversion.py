@@ -100,7 +100,8 @@ def _convert(file: Path, header: GgufHeader, folder: Path, dtype: WeightDtype, i
         if report.is_full:
             raise StartError(f"{folder.parent} has no space left for {human_bytes(result_bytes)} of weights")
         if report.reason:
-            raise ModelRefused(f"{file} cannot be converted: {report.reason}")
+            reason = "".join(char if char.isprintable() else "\ufffd" for char in report.reason)  # it quotes the file
+            raise ModelRefused(f"{file} cannot be converted: {reason}")
         (partial / NOTE).write_bytes(msgspec.json.encode(Dequantized(file.name, header.kinds, dtype)))
         partial.rename(folder)
     finally:

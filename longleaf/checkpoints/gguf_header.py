@@ -163,7 +163,7 @@ def _read(content: mmap.mmap) -> GgufHeader:
     entries = [_read_entry(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise _Invalid(f"its alignment is {alignment}, not a power of 2")
+        raise _Invalid(f"its alignment is {_shown(str(alignment))}, not a power of 2")
     start = -(-cursor.position // alignment) * alignment
     tensors = tuple(_locate(entry, start, alignment) for entry in entries)
     _check(metadata, tensors, len(content))
@@ -226,7 +226,9 @@ def _check(metadata: dict[str, Any], tensors: tuple[GgufTensor, ...], size: int)
     if not tensors:
         raise _Invalid("it has no tensors")
     if (parts := metadata.get("split.count")) and parts != 1:
-        raise _Invalid(f"it is one of {parts} parts: merge them, for example with llama-gguf-split --merge")
+        raise _Invalid(
+            f"it is one of {_shown(str(parts))} parts: merge them, for example with llama-gguf-split --merge"
+        )
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: tensor.begin):
         if tensor.end > size:
@@ -239,4 +241,4 @@ def _check(metadata: dict[str, Any], tensors: tuple[GgufTensor, ...], size: int)
     most = max(len(tensors), *(dim for tensor in tensors for dim in (0, *tensor.shape)))
     for name, value in metadata.items():
         if name.endswith(COUNTS) and not (isinstance(value, int) and 0 <= value <= most):
-            raise _Invalid(f"its {name} is {value}, more than its tensors allow")
+            raise _Invalid(f"its {_shown(name)} is {_shown(str(value))}, more than its tensors allow")

@@ -8,6 +8,7 @@ from typing import Any
 from longleaf.checkpoints.gguf_conversion import locked, models_cache
 from longleaf.checkpoints.interaction import Interaction
 from longleaf.errors import StartError, Unavailable
+from longleaf.fingerprint import CONFIG
 from longleaf.storage.urls import redact_url
 
 PARTIAL = ".partial"
@@ -22,7 +23,11 @@ def copy_to_cache(url: str, interaction: Interaction) -> Path:
             interaction.notify(f"using the copy of {redact_url(url)} in {folder}; delete it to copy again")
         else:
             interaction.notify(f"copying {redact_url(url)} to {folder} …")
-            copy_to_partial(url, folder).rename(folder)
+            partial = copy_to_partial(url, folder)
+            if not (partial / CONFIG).is_file():
+                shutil.rmtree(partial, ignore_errors=True)
+                raise StartError(f"{redact_url(url)} has no {CONFIG}: it is not the folder of a checkpoint")
+            partial.rename(folder)
     return folder
 
 
@@ -40,7 +45,9 @@ def copy_to_partial(url: str, folder: Path) -> Path:
     except (ValueError, ImportError) as error:
         raise StartError(str(error)) from error
     except Exception as error:  # each kind of storage has its own errors
-        raise Unavailable(f"{url} cannot be read: {type(error).__name__}: {error}") from error
+        shown = redact_url(url)
+        reason = str(error).replace(url.rstrip("/"), shown.rstrip("/"))
+        raise Unavailable(f"{shown} cannot be read: {type(error).__name__}: {reason}") from error
     return partial
 
 

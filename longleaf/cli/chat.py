@@ -28,6 +28,8 @@ PROMPT, CONTINUATION = "> ", ". "
 ERASE_LINE = "\r\x1b[K"
 NUM_SOURCES = 5
 NONE = "none"
+MAX_DIGITS = 10
+"""Digits of a number that a command takes."""
 """Argument of commands that removes the context or the system message."""
 
 
@@ -116,9 +118,9 @@ def answer(session: ChatSession, question: str, output: "PipeOutput | TerminalOu
     except InvalidArgument as error:
         if not session.refuses_conversation(error):
             raise
-        print(f"note: {error.description}; from now on, questions are sent without earlier ones", file=sys.stderr)
-        session.ask_singly()
-        _ask(session, question, output)
+        print(f"note: {error.description}; sending the question without earlier ones", file=sys.stderr)
+        with session.asking_singly():
+            _ask(session, question, output)
 
 
 def _ask(session: ChatSession, question: str, output: "PipeOutput | TerminalOutput") -> None:
@@ -158,9 +160,10 @@ class PipeOutput:
         if self._as_json:
             print_events(events, 1)
             return
+        is_terminal = sys.stdout.isatty()
         for event in events:
             if isinstance(event, Delta):
-                print(event.text, end="", flush=True)
+                print(event.text.translate(CONTROLS) if is_terminal else event.text, end="", flush=True)
         print(flush=True)
 
     def print_end(self, turn: Turn) -> None:
@@ -314,7 +317,7 @@ class ChatTerminal:
             raise InvalidArgument("/sources", "needs a context: /context NAME opens one")
         if not session.turns:
             raise InvalidArgument("/sources", "needs an answer: ask a question first")
-        if argument and not argument.isdecimal():
+        if argument and not (argument.isdecimal() and len(argument) < MAX_DIGITS):
             raise InvalidArgument("/sources", f"{argument} is not a number")
         turn = session.turns[-1]
         again = session.trace(turn, int(argument) if argument else NUM_SOURCES)
@@ -334,12 +337,14 @@ class ChatTerminal:
         context = self._session.context
         messages = [{"role": each.role, "content": each.text} for each in self._session.messages()]
         saved = {"model": model if context is None else f"{model}:{context}", "messages": messages}
-        path = Path(name).expanduser()
+        path = Path(name)
         try:
+            path = path.expanduser()
             with path.open("x", encoding="utf-8") as file:
                 file.write(msgspec.json.format(msgspec.json.encode(saved)).decode() + "\n")
-        except OSError as error:
-            raise InvalidArgument("/save", f"{path}: {error.strerror}") from None
+        except (OSError, RuntimeError, ValueError) as error:  # the latter for unknown users and odd names
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise InvalidArgument("/save", f"{path}: {reason}") from None
         print(f"[saved as {path}]")
 
     def _exit(self, _: str) -> None:

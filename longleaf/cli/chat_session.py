@@ -3,9 +3,10 @@
 import re
 import secrets
 from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from longleaf.errors import InvalidArgument
+from longleaf.errors import InvalidArgument, LongleafError
 from longleaf.types import Delta, Event, Finished, GenerateOptions, Message, Provenance
 
 if TYPE_CHECKING:
@@ -86,13 +87,20 @@ class ChatSession:
         """Whether the error may come from the earlier turns, so that the question may be accepted without them."""
         return bool(self.turns) and not self.is_single and _OF_A_MESSAGE.match(error.field) is not None
 
-    def ask_singly(self) -> None:
-        """Sends no earlier turns from now on."""
+    @contextmanager
+    def asking_singly(self) -> Generator[None, None, None]:
+        """Sends no earlier turns, and none later either, unless the body fails."""
         self.is_single = True
+        try:
+            yield
+        except LongleafError:
+            self.is_single = False
+            raise
 
     def reset(self) -> None:
         """Begins a new conversation."""
         self.turns = []
+        self.is_single = False
 
     def open(self, context: str | None) -> None:
         """Begins a new conversation about a context, or without one. Raises NotFound."""

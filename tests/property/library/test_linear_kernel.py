@@ -37,6 +37,14 @@ def test_products_of_all_shapes_are_those_of_float64(seed, num_rows, num_in, num
     assert ((found.double() - expected).abs() <= ROUNDING[dtype] * terms).all()
 
 
+@pytest.mark.parametrize("dtype", list(KINDS))
+def test_rows_may_lie_anywhere(dtype):
+    w, wide = torch.randn(5, 8).to(dtype), torch.randn(4, 24).to(dtype)
+    for x in (wide[:, 8:16], wide[:1, :8].expand(4, 8), torch.randn(8, 4).to(dtype).t()):
+        assert not x.is_contiguous()
+        torch.testing.assert_close(PRODUCT(x, w, None), PRODUCT(x.contiguous(), w, None), atol=0, rtol=0)
+
+
 @pytest.mark.parametrize("number", ["nan", "inf"])
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 8])
 def test_non_finite_weight_reaches_its_output_only(num_rows, number):

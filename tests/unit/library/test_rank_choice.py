@@ -1,7 +1,11 @@
 """The launcher, ranks and threads that `serve` chooses."""
 
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
 import pytest
 
+from longleaf import rank_choice
 from longleaf.config import CHOSEN, EngineConfig
 from longleaf.rank_choice import Machine, choose_ranks, this_machine
 from longleaf.resources import num_processors
@@ -24,6 +28,10 @@ def chosen(machine: Machine, *, ranks: int = CHOSEN, threads: int = CHOSEN, devi
         (Machine(2, 0), {"ranks": 4}, ("local", 4, 1)),
         (Machine(16, 0), {"threads": 3}, ("local", 1, 3)),
         (Machine(16, 0, 2), {}, ("local", 1, 2)),
+        (Machine(16, 0, 2), {"ranks": 4}, ("local", 4, 2)),
+        (Machine(16, 0, 5000), {}, ("local", 1, 1024)),
+        (Machine(16, 0, 8), {"ray_address": "auto"}, ("ray", 1, 1)),
+        (Machine(16, 2, 8), {}, ("local", 2, 1)),
         (Machine(16, 0, 2), {"threads": 3}, ("local", 1, 3)),
         (Machine(16, 0), {"launcher": "ray"}, ("ray", 1, 16)),
         (Machine(16, 0), {"ray_address": "auto"}, ("ray", 1, 1)),
@@ -54,3 +62,17 @@ def test_omp_num_threads_is_the_limit_of_this_machine(
     monkeypatch.setenv("OMP_NUM_THREADS", value)
     found = this_machine()
     assert (found.num_processors, found.omp_threads) == (num_processors(), threads)
+
+
+@pytest.mark.parametrize(
+    ("version", "number"), [("cuda: Optional[str] = None\nhip = None\n", 0), ("cuda = '12.8'\nhip = None\n", 3)]
+)
+def test_gpus_count_only_if_torch_was_built_for_them(
+    version: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "version.py").write_text(version)
+    spec = ModuleSpec("torch", None, origin=str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(rank_choice, "find_spec", {"torch": spec}.get)
+    monkeypatch.setattr(rank_choice, "num_gpus", lambda: 3)
+    assert this_machine().num_gpus == number
