@@ -42,7 +42,7 @@ class NativeLinear:
 
     def __call__(self, x_RI: Tensor, w_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         """x w^T + bias as [R, O], in the type of `x_RI`, for tensors in CPU memory of one type in `KINDS`, of which the
-        weights and the bias are contiguous. Within 1e-6 of the sum of the absolute products, and the rounding to the type.
+        weights and the bias are contiguous. Within 1e-6 of the sum of the absolute products, and the rounding.
         """
         (num_rows, num_in), num_out = x_RI.shape, w_OI.shape[0]
         x, bias = x_RI.float().contiguous(), None if bias_O is None else bias_O.float()
