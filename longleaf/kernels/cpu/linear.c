@@ -9,7 +9,7 @@
 #include <string.h>
 
 #define MAX_OUTS 4
-/* numbers in a vector, and vector accumulators, limited by the number of registers */
+/* numbers in a vector, and accumulators, limited by the number of registers */
 #ifdef __AVX512F__
 #define WIDTH 16
 #define SUMS 16
@@ -23,10 +23,16 @@
 /* outputs of a task: enough to amortize taking it, few enough to balance threads */
 #define TASK 64
 
+#ifdef __clang__
+#define MOVE(vector, ...) __builtin_shufflevector(vector, vector, __VA_ARGS__)
+#else
+#define MOVE(vector, ...) __builtin_shuffle(vector, (ints){__VA_ARGS__})
+#endif
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef float wide __attribute__((vector_size(4 * WIDTH)));
+typedef int ints __attribute__((vector_size(4 * WIDTH)));
 typedef unsigned words __attribute__((vector_size(4 * WIDTH)));
 typedef unsigned short halves __attribute__((vector_size(2 * WIDTH)));
 
@@ -42,61 +48,65 @@ INLINE wide load(const void *numbers, long i, const enum kind kind)
     return (wide)(__builtin_convertvector(half, words) << 16);
 }
 
-INLINE float load_one(const void *numbers, long i, const enum kind kind)
+/* The last `count` numbers of a row, fewer than WIDTH, followed by zeros. */
+INLINE wide load_rest(const void *numbers, long i, long count, const enum kind kind)
 {
-    float number;
+    float rest[WIDTH] = {0.0f};
+    unsigned short half[WIDTH] = {0};
     if (kind == FLOAT32)
-        return ((const float *)numbers)[i];
-    const unsigned bits = (unsigned)((const unsigned short *)numbers)[i] << 16;
-    memcpy(&number, &bits, sizeof number);
-    return number;
+        memcpy(rest, (const float *)numbers + i, sizeof(float) * count);
+    else
+        memcpy(half, (const unsigned short *)numbers + i, sizeof(short) * count);
+    return kind == FLOAT32 ? load(rest, 0, kind) : load(half, 0, kind);
+}
+
+/* The sum of all numbers, in an order that does not depend on the code around it. */
+INLINE float add_up(wide all)
+{
+#ifdef __AVX512F__
+    all += MOVE(all, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    all += MOVE(all, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    all += MOVE(all, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+#else
+    all += MOVE(all, 4, 5, 6, 7, 0, 1, 2, 3);
+    all += MOVE(all, 2, 3, 0, 1, 6, 7, 4, 5);
+#endif
+    return all[0] + all[1];
 }
 
 /* Products of `num_outs` rows of weights with `num_rows` rows of x, at [row * num_outs + out]. Several rows of weights
-   share the loads of x, which need not fit the L1 cache. `num_parts` accumulators for each product, so that additions
-   do not wait for each other. */
+   share the loads of x, which need not fit the L1 cache. Each product is summed in the same order, whatever the numbers
+   of rows: the bits of a row do not depend on the rows beside it. */
 INLINE void multiply(const char *w, const float *x, long in, float sum[], const enum kind kind, const int num_rows,
-                     const int num_outs, const int num_parts)
+                     const int num_outs)
 {
-    const int bytes = kind == FLOAT32 ? 4 : 2, step = num_parts * WIDTH;
+    const int bytes = kind == FLOAT32 ? 4 : 2;
     const long ahead = num_outs == 1 ? AHEAD : num_outs * in * bytes; /* the next rows */
     wide total[SUMS] = {{0}};
     long i = 0;
-    for (; i + step <= in; i += step)
+    for (; i + WIDTH <= in; i += WIDTH) {
+        wide weights[MAX_OUTS];
 #pragma GCC unroll 4
-        for (int p = 0; p < num_parts; p++) {
-            wide weights[MAX_OUTS];
-#pragma GCC unroll 4
-            for (int o = 0; o < num_outs; o++) {
-                if (p * WIDTH * bytes % LINE == 0)
-                    __builtin_prefetch(w + (o * in + i + p * WIDTH) * bytes + ahead);
-                weights[o] = load(w + o * in * bytes, i + p * WIDTH, kind);
-            }
-#pragma GCC unroll 8
-            for (int r = 0; r < num_rows; r++)
-#pragma GCC unroll 4
-                for (int o = 0; o < num_outs; o++)
-                    total[(r * num_outs + o) * num_parts + p] += weights[o] * *(const vec *)(x + r * in + i + p * WIDTH);
+        for (int o = 0; o < num_outs; o++) {
+            __builtin_prefetch(w + (o * in + i) * bytes + ahead);
+            weights[o] = load(w + o * in * bytes, i, kind);
         }
-    for (; i + WIDTH <= in; i += WIDTH)
 #pragma GCC unroll 8
         for (int r = 0; r < num_rows; r++)
 #pragma GCC unroll 4
             for (int o = 0; o < num_outs; o++)
-                total[(r * num_outs + o) * num_parts] += load(w + o * in * bytes, i, kind) * *(const vec *)(x + r * in + i);
-#pragma GCC unroll 16
-    for (int k = 0; k < num_rows * num_outs; k++) {
-        wide all = total[k * num_parts];
-#pragma GCC unroll 4
-        for (int p = 1; p < num_parts; p++)
-            all += total[k * num_parts + p];
-        sum[k] = 0.0f;
-        for (int j = 0; j < WIDTH; j++)
-            sum[k] += all[j];
+                total[r * num_outs + o] += weights[o] * *(const vec *)(x + r * in + i);
     }
-    for (; i < in; i++)
-        for (int k = 0; k < num_rows * num_outs; k++)
-            sum[k] += load_one(w, k % num_outs * in + i, kind) * x[k / num_outs * in + i];
+    if (i < in)
+#pragma GCC unroll 8
+        for (int r = 0; r < num_rows; r++)
+#pragma GCC unroll 4
+            for (int o = 0; o < num_outs; o++)
+                total[r * num_outs + o] += load_rest(w + o * in * bytes, i, in - i, kind)
+                                           * load_rest(x + r * in, i, in - i, FLOAT32);
+#pragma GCC unroll 16
+    for (int k = 0; k < num_rows * num_outs; k++)
+        sum[k] = add_up(total[k]);
 }
 
 struct job {
@@ -109,14 +119,14 @@ struct job {
     long num_tasks; /* begun so far */
 };
 
-#define CASE(ROWS, OUTS, PARTS) \
+#define CASE(ROWS, OUTS) \
     case ROWS: \
         for (; o + OUTS <= end; o += OUTS) { \
-            multiply(w + o * row_bytes, job->x, job->in, sum, kind, ROWS, OUTS, PARTS); \
+            multiply(w + o * row_bytes, job->x, job->in, sum, kind, ROWS, OUTS); \
             put(job, o, OUTS, sum); \
         } \
         for (; o < end; o++) { \
-            multiply(w + o * row_bytes, job->x, job->in, sum, kind, ROWS, 1, 1); \
+            multiply(w + o * row_bytes, job->x, job->in, sum, kind, ROWS, 1); \
             put(job, o, 1, sum); \
         } \
         break;
@@ -135,22 +145,22 @@ INLINE void compute(const struct job *job, long o, long end, const enum kind kin
     const long row_bytes = job->in * (kind == FLOAT32 ? 4 : 2);
     float sum[SUMS];
     switch (job->num_rows) {
-        CASE(1, 1, 4)
-        CASE(2, 1, 2)
+        CASE(1, 1)
+        CASE(2, 1)
 #ifdef __AVX512F__
-        CASE(3, 4, 1)
-        CASE(4, 4, 1)
-        CASE(5, 2, 1)
-        CASE(6, 2, 1)
-        CASE(7, 2, 1)
-        CASE(8, 2, 1)
+        CASE(3, 4)
+        CASE(4, 4)
+        CASE(5, 2)
+        CASE(6, 2)
+        CASE(7, 2)
+        CASE(8, 2)
 #else
-        CASE(3, 2, 1)
-        CASE(4, 2, 1)
-        CASE(5, 1, 1)
-        CASE(6, 1, 1)
-        CASE(7, 1, 1)
-        CASE(8, 1, 1)
+        CASE(3, 2)
+        CASE(4, 2)
+        CASE(5, 1)
+        CASE(6, 1)
+        CASE(7, 1)
+        CASE(8, 1)
 #endif
     }
 }

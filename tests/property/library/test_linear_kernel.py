@@ -38,6 +38,17 @@ def test_products_of_all_shapes_are_those_of_float64(seed, num_rows, num_in, num
 
 
 @pytest.mark.parametrize("dtype", list(KINDS))
+@pytest.mark.parametrize("num_in", [3, 64, 100, 576])
+def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it_nor_on_threads(dtype, num_in):
+    x, w, bias = (torch.randn(shape).to(dtype) for shape in ((8, num_in), (1027, num_in), (1027,)))
+    alone = torch.cat([PRODUCT(row[None], w, bias) for row in x])
+    for num_rows in range(1, 9):
+        for num_threads in (1, 3):
+            with torch_threads(num_threads):
+                assert torch.equal(PRODUCT(x[:num_rows], w, bias), alone[:num_rows])
+
+
+@pytest.mark.parametrize("dtype", list(KINDS))
 def test_rows_may_lie_anywhere(dtype):
     w, wide = torch.randn(5, 8).to(dtype), torch.randn(4, 24).to(dtype)
     for x in (wide[:, 8:16], wide[:1, :8].expand(4, 8), torch.randn(8, 4).to(dtype).t()):
