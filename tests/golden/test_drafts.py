@@ -21,8 +21,9 @@ CUT, START, NEW, MOST = 310, 460, 24, 7
 """Where the second segment branches off the first one, where questions begin, tokens of an answer, and drafts of a step
 at most.
 """
-KEY_TOLERANCE = 2e-5
-"""Largest difference of a stored number, as a share of the largest such number of its layer."""
+KEY_TOLERANCE = 4e-5
+"""Largest difference of a stored number, as a share of the largest such number of its layer. Drafts add rows to a step,
+and few and many rows are multiplied with the weights by different kernels; gpt_neox magnifies their rounding most."""
 SHARES = {"right": 1.0, "wrong": 0.0, "random": 0.7}
 FAMILIES = ("llama", "gemma3", "deepseek_v3", "llama4", "gpt_oss", "gemma2", "mistral", "gpt_neox", "cohere2")
 """Full reach, windows, latents, sections, sinks, soft caps, only windows."""
