@@ -75,7 +75,7 @@ INLINE float add_up(wide all)
 }
 
 /* Products of `num_outs` rows of weights with `num_rows` rows of x, at [row * num_outs + out]. Several rows of weights
-   share the loads of x, which need not fit the L1 cache. Each product is summed in the same order, whatever the numbers
+   share the loads of x, which need not fit the L1 cache. Each product is summed in the same order for all numbers
    of rows: the bits of a row do not depend on the rows beside it. */
 INLINE void multiply(const char *w, const float *x, long in, float sum[], const enum kind kind, const int num_rows,
                      const int num_outs)
