@@ -11,7 +11,7 @@ from longleaf.kernels.gpu.flash import FlashKernels
 from longleaf.kernels.gpu.work_items import MIN_PIECE
 from tests.support.attention.varlen import PretendedFlash
 from tests.support.golden.asking import ingest
-from tests.support.golden.interpreted import Launches, served_by
+from tests.support.golden.interpreted import Launches, served_by, use_kernels
 from tests.support.golden.plain import LOGIT_TOLERANCE, ask_plain, draw_ids
 from tests.support.golden.rounding import ALLOWED, Length, plain_logits, ratio, served_logits
 from tests.support.golden.short import DOCUMENT, NEW, QUESTION, SETTINGS, STATES, Sampled, parted, say
@@ -119,7 +119,7 @@ async def test_keys_that_are_split_say_the_same(shorts, family):
     config = config_for(golden.folder, block_size=64, kv_bytes=1 << 20)
     async with running(config, watch) as engine:
         await ingest(engine, "book", golden.prompt[:-QUESTION])
-        ranks[0].backend = triton(launches)
+        use_kernels(ranks[0], triton(launches))
         output = [await say(engine, golden, LONG - QUESTION, "book")]
     assert launches.names == ATTENDING
     assert output[0][1] == golden.tokens

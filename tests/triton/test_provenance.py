@@ -7,7 +7,7 @@ from longleaf.kernels.gpu.backend import TritonKernels
 from longleaf.rank_protocol.step import Decode, Spans
 from tests.support.golden.attended import Dense, expected, unpack_attention
 from tests.support.golden.epochs import Service
-from tests.support.golden.interpreted import Launches
+from tests.support.golden.interpreted import Launches, use_kernels
 from tests.support.golden.plain import draw_ids
 from tests.support.golden.short import HEADS, SIZES
 from tests.support.golden.states import Logits
@@ -38,7 +38,7 @@ def answered(folder, world_size, spans, **settings):
     service.ingest(0, (), PROMPT[:CUT] + draw_ids(20, seed=8), 0, 64)
     service.ingest(1, (0,), PROMPT[CUT:ASKED], CUT, 64)
     for member in service.members:
-        member.backend = TritonKernels(NUM_MULTIPROCESSORS, launches)
+        use_kernels(member, TritonKernels(NUM_MULTIPROCESSORS, launches))
     rows = [
         service.begin((0, 1), PROMPT[ASKED:], ASKED, 0, spans=spans),
         service.begin((0,), PROMPT[:3], CUT, 0),

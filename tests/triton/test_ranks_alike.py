@@ -72,13 +72,14 @@ def test_all_ranks_capture_the_same_exchanges(scarce, folder_of, caplog):
 def test_a_step_that_ends_at_once_ends_after_the_one_before(folder_of):
     made = Drive(*fleets(folder_of("llama"), {}, ReferenceLauncher(), ReferenceLauncher()), seed=0)
     rank, ended = made.captured.ranks[0], []
-    finish = rank.epoch._finish
-    rank.epoch._finish = lambda work, *others: ended.append(work) or finish(work, *others)
+    runner = rank.epoch._decode
+    finish = runner._finish
+    runner._finish = lambda work, *others: ended.append(work) or finish(work, *others)
     made.bench.ask(3, 6)
     first, second = made.bench.schedule(), made.bench.schedule()
     rank.start(first)
     assert not ended
-    rank.epoch._verifier.is_tracking = lambda rows: True
+    runner._verifier.is_tracking = lambda rows: True
     rank.start(second)
     assert [work.rows[0].start for work in ended] == [plan.work.rows[0].start for plan in (first, second)]
 

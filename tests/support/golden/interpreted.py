@@ -34,3 +34,9 @@ def served_by(make: Callable[[Launches], Backend]) -> Generator[Launches, None, 
     launches = Launches()
     with patch.object(registry, "choose", lambda *_: make(launches)):
         yield launches
+
+
+def use_kernels(rank: Any, kernels: Any) -> None:
+    """Lets a rank compute with other kernels in the rest of its epoch."""
+    rank.backend = kernels
+    rank.epoch._decode._model_runner.backend = kernels
