@@ -41,7 +41,12 @@ def coordinator_command(config: ServiceConfig) -> list[str]:
 
     Raises InvalidArgument naming the first setting that is invalid, and StartError if the server is not installed.
     """
-    return _python("coordinator", ready_config(config))
+    return ready_command(ready_config(config))
+
+
+def ready_command(config: ServiceConfig) -> list[str]:
+    """The command that serves with settings from `ready_config`."""
+    return _python("coordinator", config)
 
 
 def ready_config(config: ServiceConfig) -> ServiceConfig:

@@ -51,12 +51,12 @@ def choose_ranks(config: ServiceConfig, machine: Machine) -> ServiceConfig:
 
 
 def _torch_supports_gpus() -> bool:
-    """Whether torch was built for GPUs of any kind. Read from its files, because its import takes seconds."""
+    """Whether torch was built for NVIDIA or AMD GPUs. Read from its files, because its import takes seconds."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return False
     facts = Path(spec.origin).with_name("version.py").read_text()
-    return any(re.search(rf"^{kind}\b.*= (?!None)", facts, re.MULTILINE) for kind in ("cuda", "hip", "xpu"))
+    return any(re.search(rf"^{kind}\b.*= (?!None)", facts, re.MULTILINE) for kind in ("cuda", "hip"))
 
 
 def _omp_threads() -> int | None:

@@ -8,10 +8,10 @@ from typing import Literal
 
 import msgspec
 
+from longleaf.checkpoints.cache import empty_partial, locked, models_cache
 from longleaf.checkpoints.conversion_report import ConversionReport
 from longleaf.checkpoints.gguf_header import GgufHeader, read_header
 from longleaf.checkpoints.interaction import Interaction
-from longleaf.config import cache_folder
 from longleaf.errors import InvalidArgument, ModelRefused, StartError, Unavailable
 from longleaf.extras import require_extra
 from longleaf.formatting import human_bytes
@@ -20,7 +20,6 @@ from longleaf.resources import memory
 
 NOTE = "gguf.json"
 """File of a converted checkpoint that describes its GGUF file."""
-PARTIAL = ".partial"
 MEMORY_FACTOR = 2
 """Memory of a conversion, divided by the size of its result: the weights as they are read, and the model's. For
 SmolLM2-135M in float32, 1.7 were measured."""
@@ -30,11 +29,6 @@ SPARE_BYTES = 4 << 30
 """Memory that the process may allocate beyond the estimate, such as stacks of threads."""
 WeightDtype = Literal["float32", "bfloat16", "float16"]
 ITEM_BYTES: dict[WeightDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-def models_cache() -> Path:
-    """Folder of downloaded and converted checkpoints."""
-    return cache_folder() / "models"
 
 
 def convert(file: Path, folder: Path, dtype: WeightDtype, interaction: Interaction) -> None:
@@ -62,20 +56,6 @@ def convert_to_cache(file: Path, interaction: Interaction) -> Path:
     return folder
 
 
-def locked(folder: Path):
-    """A lock that processes hold while they write `folder`. Creates the parent folder.
-
-    Raises StartError if that cannot be written.
-    """
-    from filelock import FileLock  # installed with the server
-
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        return FileLock(folder.with_name(folder.name + ".lock"))
-    except OSError as error:
-        raise StartError(f"the cache {folder.parent} cannot be written: {error.strerror}") from error
-
-
 def read_note(folder: Path) -> Dequantized | None:
     """The GGUF file from which a checkpoint was converted, if it was."""
     try:
@@ -92,8 +72,7 @@ def _convert(file: Path, header: GgufHeader, folder: Path, dtype: WeightDtype, i
         f"converting {file.name} ({kinds}; {human_bytes(file.stat().st_size)}) to safetensors in {dtype} "
         f"({human_bytes(result_bytes)}), once, in {folder}"
     )
-    partial = folder.with_name(folder.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted conversion
+    partial = empty_partial(folder)
     try:
         max_bytes = MEMORY_FACTOR * result_bytes + BASE_BYTES + SPARE_BYTES
         report = _run([str(file.absolute()), str(partial.absolute()), dtype, str(max_bytes)], interaction)

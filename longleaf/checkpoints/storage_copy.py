@@ -5,13 +5,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from longleaf.checkpoints.gguf_conversion import locked, models_cache
+from longleaf.checkpoints.cache import empty_partial, locked, models_cache
 from longleaf.checkpoints.interaction import Interaction
 from longleaf.errors import StartError, Unavailable
 from longleaf.fingerprint import CONFIG
 from longleaf.storage.urls import redact_url
-
-PARTIAL = ".partial"
 
 
 def copy_to_cache(url: str, interaction: Interaction) -> Path:
@@ -36,8 +34,7 @@ def copy_to_partial(url: str, folder: Path) -> Path:
 
     Raises StartError for an unsupported kind of storage, and Unavailable if the folder cannot be read.
     """
-    partial = folder.with_name(folder.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted copy
+    partial = empty_partial(folder)
     storages = _storages()
     try:
         storage, path = storages.core.url_to_fs(url)

@@ -11,7 +11,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from longleaf.checkpoints.gguf_conversion import convert, locked, models_cache
+from longleaf.checkpoints.cache import locked, models_cache
+from longleaf.checkpoints.gguf_conversion import convert
 from longleaf.checkpoints.interaction import Interaction
 from longleaf.checkpoints.source import IN_WHEEL
 from longleaf.errors import StartError, Unavailable

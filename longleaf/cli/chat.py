@@ -12,7 +12,7 @@ import typer
 
 from longleaf.cli.chat_session import ChatSession, Turn
 from longleaf.cli.error_output import describe
-from longleaf.cli.flags import ANSWER, SERVICE, SamplingFlags, takes_flags, takes_server
+from longleaf.cli.flags import ANSWER, ClientId, SamplingFlags, takes_flags, takes_server
 from longleaf.cli.generate import footnote, print_events, with_notes
 from longleaf.cli.line_editor import LineEditor, default_history
 from longleaf.cli.options import AsJson, ServerOptions, connect, exactness_line, option
@@ -28,9 +28,9 @@ PROMPT, CONTINUATION = "> ", ". "
 ERASE_LINE = "\r\x1b[K"
 NUM_SOURCES = 5
 NONE = "none"
+"""Argument of commands that removes the context or the system message."""
 MAX_DIGITS = 10
 """Digits of a number that a command takes."""
-"""Argument of commands that removes the context or the system message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +45,7 @@ class ChatFlags(SamplingFlags):
     no_history: Annotated[
         bool, option(ANSWER, "Do not save the questions for the arrow keys of later chats.", "--no-history")
     ] = False
-    client: Annotated[
-        str,
-        option(
-            SERVICE,
-            "Id for fair scheduling: each id gets an equal share of the service.",
-            default="this machine",
-            metavar="ID",
-        ),
-    ] = ""
+    client: ClientId = ""
 
     def options(self) -> GenerateOptions:
         """Options for the client."""
@@ -118,7 +110,9 @@ def answer(session: ChatSession, question: str, output: "PipeOutput | TerminalOu
     except InvalidArgument as error:
         if not session.refuses_conversation(error):
             raise
-        print(f"note: {error.description}; sending the question without earlier ones", file=sys.stderr)
+        print(
+            f"note: {error.description}; questions of this conversation are sent without earlier ones", file=sys.stderr
+        )
         with session.asking_singly():
             _ask(session, question, output)
 

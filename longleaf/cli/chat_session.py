@@ -60,16 +60,17 @@ class ChatSession:
 
     def messages(self) -> list[Message]:
         """The system message, and all turns."""
+        return self._messages(self.turns)
+
+    def _messages(self, turns: Sequence[Turn]) -> list[Message]:
         found = [Message("system", self.system)] if self.system else []
-        for turn in self.turns:
+        for turn in turns:
             found += [Message("user", turn.question), Message("assistant", turn.text)]
         return found
 
     def begin(self, question: str) -> Turn:
         """A turn without an answer."""
-        before = [] if self.is_single else self.messages()
-        if self.is_single and self.system:
-            before = [Message("system", self.system)]
+        before = self._messages([] if self.is_single else self.turns)
         seed = self._options.get("seed")
         seed = secrets.randbelow(MAX_SEED) if seed is None else seed
         return Turn(question, [*before, Message("user", question)], self._options | {"seed": seed})

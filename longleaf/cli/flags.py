@@ -18,6 +18,15 @@ from longleaf.types import GenerateOptions
 CHOICE = "Sampling"
 ANSWER = "Answer"
 SERVICE = "Scheduling and retries"
+ClientId = Annotated[
+    str,
+    option(
+        SERVICE,
+        "Id for fair scheduling: each id gets an equal share of the service.",
+        default="this machine",
+        metavar="ID",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,15 +113,7 @@ class Flags(SamplingFlags):
         ),
     ] = None
     priority: Annotated[int, option(SERVICE, "Requests of higher priority run first.")] = 0
-    client: Annotated[
-        str,
-        option(
-            SERVICE,
-            "Id for fair scheduling: each id gets an equal share of the service.",
-            default="this machine",
-            metavar="ID",
-        ),
-    ] = ""
+    client: ClientId = ""
     resumable: Annotated[
         bool, option(SERVICE, "Continue the answer when a lost connection is restored.", "--resumable")
     ] = False

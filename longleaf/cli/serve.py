@@ -9,7 +9,7 @@ from longleaf.cli.flags import takes_config
 from longleaf.cli.model_option import Yes, with_local_model
 from longleaf.cli.options import AsJson
 from longleaf.extras import require_extra
-from longleaf.launch import coordinator_command, ready_config
+from longleaf.launch import ready_command, ready_config
 from longleaf.service_settings import ServiceConfig
 from longleaf.topology import count_ranks
 
@@ -38,4 +38,4 @@ def serve(config: ServiceConfig, yes: Yes = False, as_json: AsJson = False) -> N
     if config.telemetry.log_format == "text":
         ranks = count_ranks(config.engine.world_size)
         print(f"starting {ranks} ({config.launcher}) …", file=sys.stderr, flush=True)
-    exec_command(coordinator_command(config))
+    exec_command(ready_command(config))

