@@ -37,10 +37,10 @@ class NativeBlockAttribution:
         first_head: int,
     ) -> None:
         """Implements `AttributionBackend.add_shares`."""
-        (num_tellers, num_columns), num_kv_heads = found[0].shape, len(reported_KE2)
+        (num_averages, num_columns), num_kv_heads = found[0].shape, len(reported_KE2)
         lse_TH, sink_H = lse_TH.contiguous(), sink_H if sink_H is None else sink_H.float().contiguous()
         room_N = found[0].new_empty(num_columns)
         tensors = (reported_KE2, lse_TH, sink_H, columns.runs, columns.rows, *found, room_N)
-        sizes = (reported_KE2.shape[1], num_tellers, num_kv_heads, lse_TH.shape[1] // num_kv_heads)
+        sizes = (reported_KE2.shape[1], num_averages, num_kv_heads, lse_TH.shape[1] // num_kv_heads)
         places = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         self._run(*places, *sizes, num_columns, sink_column, first_head)

@@ -115,7 +115,7 @@ struct read {
 /* The contributions to return for a read: of rows [first_row, end_row), with the heads of a token's group consecutive,
    `num_entries` entries each, starting at entry `start * group`. Slots from `edge` on are counted separately: the block
    that contains it has two entries. Without a request there are no rows. */
-struct told_read {
+struct attributed_read {
     long start, first_row, end_row, edge, num_entries;
 };
 
@@ -701,17 +701,19 @@ static void note_parts(const struct rows *rows, const struct block *block, long 
     note(entry + 1, 1, peak, sums[1]);
 }
 
-/* Records the contribution of a block, whose first key is in `slot`, to its rows; `told` has the entries of this key
+/* Records the contribution of a block, whose first key is in `slot`, to its rows; `entries` has the entries of this key
    head. */
-static void tell(const struct rows *rows, const struct block *block, unsigned long slot, const struct told_read *read,
-                 struct entry *told)
+static void record(const struct rows *rows, const struct block *block, unsigned long slot,
+                   const struct attributed_read *read, struct entry *entries)
 {
-    const long group = rows->group, told_row = read->first_row * group, told_end = read->end_row * group;
+    const long group = rows->group;
+    const long first_attributed = read->first_row * group, end_attributed = read->end_row * group;
     const long block_row = block->read->first_row * group + block->row, block_end = block_row + block->num_rows;
-    const long first = told_row > block_row ? told_row : block_row, end = told_end < block_end ? told_end : block_end;
+    const long first = first_attributed > block_row ? first_attributed : block_row;
+    const long end = end_attributed < block_end ? end_attributed : block_end;
     const unsigned long edge = read->edge, first_slot = block->read->first_slot;
     const int begins = block->key == 0 || slot % BLOCK == 0 || slot == edge;
-    struct entry *entry = told + read->start * group + (first - told_row) * read->num_entries;
+    struct entry *entry = entries + read->start * group + (first - first_attributed) * read->num_entries;
     entry += slot / BLOCK - first_slot / BLOCK + (slot >= edge);
     const int is_cut = slot < edge && edge < slot + block->num_keys;
     for (long row = first; row < end; row++, entry += read->num_entries)
@@ -723,7 +725,7 @@ static void tell(const struct rows *rows, const struct block *block, unsigned lo
 
 /* Adds keys [first_key, end_key) of a read, counted from its first. */
 static void add_read(const struct rows *rows, const struct read *read, long first_key, long end_key,
-                     const struct store *store, const struct told_read *told_read, struct entry *told)
+                     const struct store *store, const struct attributed_read *attributed_read, struct entry *entries)
 {
     const long group = rows->group;
     const long num_rows = (read->end_row - read->first_row) * group;
@@ -751,8 +753,8 @@ static void add_read(const struct rows *rows, const struct read *read, long firs
                 add_few_of_kind(rows, &block);
             else
                 add_many(rows, &block);
-            if (told_read)
-                tell(rows, &block, slot, told_read, told);
+            if (attributed_read)
+                record(rows, &block, slot, attributed_read, entries);
         }
     }
 }
@@ -829,10 +831,10 @@ struct job {
     float *states;  /* [heads, parts, state_size], if there is more than one part */
     int *num_ended; /* [heads], parts */
     const struct read *reads;
-    const struct told_read *told_reads;
-    struct entry *told;
+    const struct attributed_read *attributed_reads;
+    struct entry *entries;
     long num_reads, tokens, heads, group, parts;
-    long q_token_stride, q_head_stride, kv_head_stride, told_stride;
+    long q_token_stride, q_head_stride, kv_head_stride, entry_stride;
     long num_workers, num_tasks; /* begun so far */
     long cost;                   /* of all keys of a head */
     float scale, cap;
@@ -861,7 +863,7 @@ static long cut(const struct read *read, long cost, long group)
     return key <= 0 ? 0 : place < num_keys ? place : num_keys;
 }
 
-static void add_part(const struct job *job, const struct rows *rows, const struct store *store, struct entry *told,
+static void add_part(const struct job *job, const struct rows *rows, const struct store *store, struct entry *entries,
                      long part)
 {
     const long from = job->cost * part / job->parts, to = job->cost * (part + 1) / job->parts;
@@ -871,7 +873,7 @@ static void add_part(const struct job *job, const struct rows *rows, const struc
         const long num_keys = read->end_slot - read->first_slot;
         const long first = cut(read, from - passed, job->group);
         const long last = part == job->parts - 1 ? num_keys : cut(read, to - passed, job->group);
-        add_read(rows, read, first, last, store, job->told_reads ? job->told_reads + i : NULL, told);
+        add_read(rows, read, first, last, store, job->attributed_reads ? job->attributed_reads + i : NULL, entries);
         passed += num_keys * cost_of_key(read, job->group);
     }
 }
@@ -915,7 +917,7 @@ static void do_task(struct job *job, struct rows *rows, struct store *store, lon
         set_state(rows, states + part * size, num_rows);
     begin(rows, job->q + head * job->group * job->q_head_stride, job->tokens, job->q_token_stride, job->q_head_stride,
           job->scale);
-    add_part(job, rows, store, job->told + head * job->told_stride, part);
+    add_part(job, rows, store, job->entries + head * job->entry_stride, part);
     if (job->parts > 1) {
         if (__atomic_add_fetch(job->num_ended + head, 1, __ATOMIC_ACQ_REL) < job->parts)
             return;
@@ -986,19 +988,19 @@ static void decode(struct job *job, float *scratch, parallel *start, long thread
         work(job);
 }
 
-/* `kind` is float32, bfloat16 or float16, for keys and values. `told_reads` has an element for each read, or is NULL;
-   contributions are written to `told` [kv_heads, entries * group], with a stride between heads. `start` is needed for
-   more than one thread. */
+/* `kind` is float32, bfloat16 or float16, for keys and values. `attributed_reads` has an element for each read, or is
+   NULL; contributions are written to `entries` [kv_heads, entries * group], with a stride between heads. `start` is
+   needed for more than one thread. */
 void longleaf_decode(const float *q, const char *keys, const char *values, float *out, float *lse, float *scratch,
                      const struct read *reads, long num_reads, long tokens, long heads, long group, long dim,
                      long q_token_stride, long q_head_stride, long kv_head_stride, parallel *start, long threads,
-                     long parts, long kind, float scale, float cap, const struct told_read *told_reads,
-                     struct entry *told, long told_stride)
+                     long parts, long kind, float scale, float cap, const struct attributed_read *attributed_reads,
+                     struct entry *entries, long entry_stride)
 {
     struct job job = {.q = q, .out = out, .lse = lse, .reads = reads, .num_reads = num_reads, .tokens = tokens,
                       .heads = heads, .group = group, .parts = parts, .q_token_stride = q_token_stride,
                       .q_head_stride = q_head_stride, .kv_head_stride = kv_head_stride, .scale = scale, .cap = cap,
-                      .told_reads = told_reads, .told = told, .told_stride = told_stride};
+                      .attributed_reads = attributed_reads, .entries = entries, .entry_stride = entry_stride};
     job.store = (struct store){.keys = keys, .values = values, .dim = dim, .kind = kind};
     decode(&job, scratch, start, threads);
 }
@@ -1007,13 +1009,13 @@ void longleaf_decode_int8(const float *q, const char *keys, const char *values, 
                           const float *scales, float *out, float *lse, float *scratch, const struct read *reads,
                           long num_reads, long tokens, long heads, long group, long dim, long q_token_stride,
                           long q_head_stride, long kv_head_stride, parallel *start, long threads, long parts,
-                          long block_size, float scale, float cap, const struct told_read *told_reads,
-                          struct entry *told, long told_stride)
+                          long block_size, float scale, float cap, const struct attributed_read *attributed_reads,
+                          struct entry *entries, long entry_stride)
 {
     struct job job = {.q = q, .out = out, .lse = lse, .reads = reads, .num_reads = num_reads, .tokens = tokens,
                       .heads = heads, .group = group, .parts = parts, .q_token_stride = q_token_stride,
                       .q_head_stride = q_head_stride, .kv_head_stride = kv_head_stride, .scale = scale, .cap = cap,
-                      .told_reads = told_reads, .told = told, .told_stride = told_stride};
+                      .attributed_reads = attributed_reads, .entries = entries, .entry_stride = entry_stride};
     job.store = (struct store){.keys = keys, .values = values, .exponents = exponents, .scales = scales,
                                .block_size = block_size, .dim = dim, .kind = INT8};
     decode(&job, scratch, start, threads);

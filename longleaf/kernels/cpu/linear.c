@@ -1,8 +1,8 @@
 /* y = x w^T + bias for few rows of x, as in decode steps: float32 arithmetic, weights of 32 or 16 bits.
 
-   With so few rows the time is that of reading the weights from memory. Matrix libraries divide them into tiles for many
-   rows, and read one row's weights with half of the bandwidth. This kernel reads them in the order of their addresses,
-   once for all rows.
+   With so few rows the time is that of reading the weights from memory. Matrix libraries divide them into tiles for
+   many rows, and read one row's weights with half of the bandwidth. This kernel reads them in the order of their
+   addresses, once for all rows.
 
    Shapes: w [out, in], x [rows, in] and y [rows, out], contiguous; bias [out] or NULL. */
 
