@@ -139,6 +139,20 @@ def test_wrong_product_ends_the_start():
         use_native_linear(nn.Sequential(nn.Linear(8, 5)), wrong)
 
 
+class WrongForThree(NativeLinear):
+    """A product that is wrong for one number of rows."""
+
+    def __call__(self, x_RI, w_OI, bias_O):
+        return super().__call__(x_RI, w_OI, bias_O) + (len(x_RI) == 3)
+
+
+@pytest.mark.parametrize("num_out", [5, 3000])
+def test_product_is_checked_for_each_number_of_rows(num_out):
+    wrong = WrongForThree(c_extension.load(SOURCE, FLAGS))
+    with pytest.raises(StartError, match=rf"3 rows times weights of {num_out} x 8$"):
+        use_native_linear(nn.Sequential(nn.Linear(8, num_out)), wrong)
+
+
 def test_weights_that_are_nan_are_no_fault_of_the_product():
     layer = nn.Linear(8, 5)
     nn.init.constant_(layer.weight, torch.nan)
