@@ -58,7 +58,7 @@ class NativeLinear:
         """Raises StartError if products with the weights of a layer differ from torch's by more than rounding."""
         generator, most = torch.Generator().manual_seed(0), MAX_ROWS[layer.weight.dtype]
         for num_rows in range(1, most + 1):
-            # each number of rows has code of its own; all outputs are compared for two of them
+            # each number of rows has separate code; all outputs are compared for two of them
             num_out = layer.out_features if num_rows in (1, most) else CHECKED_TOGETHER
             weight, bias = layer.weight[:num_out], bias_of(layer)
             bias = None if bias is None else bias[:num_out]
