@@ -20,7 +20,7 @@ from bench.pages.rendering import render
 
 BENCHES = (
     "decode ingest shared overhead fair scaling serve prefill windows sampling seeds key_types hostile bare recover "
-    "durable metrics production gateway draft"
+    "durable metrics production gateway draft threads"
 ).split()
 TARGETS = {
     ("decode", 8000, 1, 1): 1.5,
@@ -59,7 +59,9 @@ def run(name: str) -> None:
 def read_results() -> dict[str, Any]:
     """All measurements, new and earlier, and the notes on surprising ones."""
     found = {
-        name: json.loads(file(name).read_text()) for name in (*BENCHES, "needle", "provenance") if file(name).is_file()
+        name: json.loads(file(name).read_text())
+        for name in (*BENCHES, "needle", "provenance", "small")
+        if file(name).is_file()
     }
     surprises = RESULTS / "surprises.md"
     return found | ({"surprises": surprises.read_text()} if surprises.is_file() else {})

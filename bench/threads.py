@@ -4,7 +4,7 @@ All services hold the model at the same time; while one works the others wait in
 the shapes below, or a checkpoint. Usage:
 
     python -m bench.threads --json
-    python -m bench.threads --model thin --context 2000 --pairs 1x1 1x2 2x1
+    python -m bench.threads --model thin --context 2000 --pairs 1x1 1x2
 """
 
 import argparse
@@ -40,27 +40,35 @@ def main() -> None:
     unwind_on_terminate()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
-    parser.add_argument("--model", default="flat", help=f"{', '.join(SHAPES)}, or the folder of a checkpoint")
-    parser.add_argument("--context", type=int, default=8000, metavar="TOKENS")
+    shapes = ", ".join(SHAPES)
+    parser.add_argument(
+        "--model", dest="models", nargs="+", default=[*SHAPES], help=f"{shapes}, or a checkpoint's folder"
+    )
+    parser.add_argument("--context", type=int, default=4000, metavar="TOKENS")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of each generation, at least 2")
     parser.add_argument("--repeats", type=int, default=3, help="timed turns of each service")
     number = num_processors()
     pairs = ["1x1", f"1x{number}", f"{number}x1"]
     parser.add_argument("--pairs", nargs="+", default=pairs, metavar="RANKSxTHREADS", help="default: %(default)s")
     options = parser.parse_args()
-    with TemporaryDirectory(prefix="longleaf-bench-") as folder, ExitStack() as stack:
-        model = Path(options.model)
-        if options.model in SHAPES:
-            model = make_checkpoint(Path(folder, options.model), "llama", max_positions=131072, **SHAPES[options.model])
-        services = {pair: stack.enter_context(_service(model, pair)) for pair in options.pairs}
-        rows = measure({pair: Service(client) for pair, client in services.items()}, options)
-    for row in rows:
-        row |= {"bench": "threads", "model": options.model, "context": options.context, "machine": describe()}
+    rows = [row for name in options.models for row in measure_model(name, options)]
     if options.json:
         print(json.dumps(rows, indent=1))
     else:
         for row in rows:
             print({name: value for name, value in row.items() if name != "machine"})
+
+
+def measure_model(name: str, options: argparse.Namespace) -> list[dict[str, object]]:
+    """One row per service."""
+    with TemporaryDirectory(prefix="longleaf-bench-") as folder, ExitStack() as stack:
+        model = Path(name)
+        if name in SHAPES:
+            model = make_checkpoint(Path(folder, name), "llama", max_positions=131072, **SHAPES[name])
+        clients = {pair: stack.enter_context(_service(model, pair)) for pair in options.pairs}
+        rows = measure({pair: Service(client) for pair, client in clients.items()}, options)
+    about = {"bench": "threads", "model": name, "context_tokens": options.context, "machine": describe()}
+    return [about | row for row in rows]
 
 
 def _service(model: Path, pair: str) -> AbstractContextManager[Client]:

@@ -52,6 +52,11 @@ def checkpoint(named: str) -> Iterator[Path]:
         yield measured.folder
 
 
+def subject_of(folder: Path) -> Subject:
+    """The checkpoint in a folder, which is called by the name of the folder."""
+    return _read(folder.name, folder)
+
+
 def is_there(name: str) -> bool:
     """Whether the model can be measured; the embedded one may be missing from a checkout."""
     return name != EMBEDDED or (embedded_model() / "config.json").is_file()
