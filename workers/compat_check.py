@@ -3,24 +3,17 @@
 `python -m workers.compat_check '{"model": DIR, ...}'` prints an AttentionReport for this EngineConfig. `--load` reads
 the weights. Numbers that follow are the bytes of each rank's pool.
 
-Without `--load` no weights are read. The model is built as for serving, but each parameter is a single number, expanded
-to its shape: the same code runs the same preflight, data-dependent branches included, even where the weights would not
-fit. Three checks need the weights: that no weight is missing, that no operation outside of attention mixes rows, and
-that the logits are those of plain attention.
+Without `--load` no weights are read: see `workers.model.meta_model`. Three checks need the weights: that no weight is
+missing, that no operation outside of attention mixes rows, and that the logits are those of plain attention.
 """
 
 import sys
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import get_args
 
 import msgspec
-import torch
-import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
 
-from longleaf.config import DtypeName, EngineConfig, WindowKeys
+from longleaf.config import EngineConfig, WindowKeys
 from longleaf.errors import ModelRefused, StartError
 from longleaf.kernels import registry
 from longleaf.model_report import AttentionKind, AttentionReport, CapacityPlan, RankPlan, ReplicatedReport
@@ -38,14 +31,12 @@ from workers.kv_cache.pools import (
     windowed_layers,
     windows_of,
 )
-from workers.model import hook
 from workers.model import model as models
+from workers.model.meta_model import meta_model
 from workers.model.model import LayerSpec, Model
 from workers.rank import choose_device, count_gpus
 
 WINDOW_KEYS: tuple[WindowKeys, ...] = get_args(WindowKeys)
-WEIGHT = 2.0**-10
-"""Value of all weights. Not 0, so that operations outside of attention that mix rows may be detected."""
 UNKNOWN = "the weights were not read"
 """The reason why exactness is unknown."""
 
@@ -131,58 +122,6 @@ def replicated(model: Model, config: EngineConfig) -> ReplicatedReport | None:
         bytes_per_token=kv_bytes_per_token(sharded_layers(model, config), model.dtype, config),
         bytes_per_window=windows_of(windowed).span * kv_bytes_per_token(windowed, model.dtype, config),
     )
-
-
-def meta_model(folder: str, dtype: DtypeName) -> Model:
-    """The model of a checkpoint without its weights. Raises ModelRefused."""
-    config = models.read_config(folder)
-    if getattr(config, "quantization_config", None):
-        raise ModelRefused(f"{folder} has quantized weights: use --load to check whether they can be served")
-    try:
-        module = build(config, dtype)
-    except ModelRefused:
-        raise
-    except Exception as error:  # whatever the error, the model is refused
-        raise models.refusal(folder, error, config) from error
-    with StretchedProducts():
-        return models.prove(module, "cpu", has_weights=False)
-
-
-def build(config: PreTrainedConfig, wanted: DtypeName) -> PreTrainedModel:
-    """Builds the model with parameters of one number each, and buffers as after loading. If neither `wanted` nor the
-    config names a dtype, it is float32.
-    """
-    named = config.dtype if wanted == "auto" else wanted
-    dtype: torch.dtype = getattr(torch, str(named or torch.float32).removeprefix("torch."))
-    with torch.device("meta"), no_init_weights():
-        module = models.auto_classes(config)[0].from_config(
-            config, dtype=dtype, attn_implementation=hook.NAME, trust_remote_code=False
-        )
-    for part in module.modules():
-        for name, parameter in list(part.named_parameters(recurse=False)):
-            stretched = torch.tensor(WEIGHT, dtype=parameter.dtype).expand(parameter.shape)
-            part.register_parameter(name, torch.nn.Parameter(stretched, requires_grad=False))
-            setattr(getattr(part, name), "_is_hf_initialized", True)  # noqa: B010
-        for name, buffer in list(part.named_buffers(recurse=False)):
-            setattr(part, name, torch.zeros_like(buffer, device="cpu"))
-    module.tie_weights()
-    module.initialize_weights()
-    module.set_experts_implementation("eager")  # the grouped implementation refuses expanded weights
-    return module
-
-
-class StretchedProducts(TorchFunctionMode):
-    """Computes linear layers without materialized weights: where all elements are equal, a product is a sum."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not F.linear or len(args) < 2 or any(args[1].stride()):
-            return func(*args, **(kwargs or {}))
-        x, weight = args[:2]
-        bias = args[2] if len(args) > 2 else None
-        sums = x.sum(dim=-1, keepdim=True) * weight[0, 0]
-        return sums.repeat_interleave(len(weight), dim=-1) if bias is None else sums + bias
 
 
 def kinds(layers: dict[int, LayerSpec]) -> tuple[AttentionKind, ...]:

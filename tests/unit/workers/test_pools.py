@@ -9,8 +9,9 @@ from longleaf.errors import ModelRefused, StartError
 from longleaf.positions import AttentionSpan, WindowSpec
 from tests.support.scheduling import Asker
 from tests.support.threads import make_spec
-from workers.compat_check import kv_bytes_beside, meta_model
+from workers.compat_check import kv_bytes_beside
 from workers.kv_cache.pools import make_pool
+from workers.model.meta_model import meta_model
 from workers.rank import Rank
 from zoo.checkpoints import make_checkpoint
 from zoo.families import SECTION, WINDOW

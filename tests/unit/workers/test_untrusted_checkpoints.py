@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from longleaf.errors import LongleafError, ModelRefused
 from longleaf.model_report import TextReport
 from tests.support import forked
-from workers.compat_check import meta_model
 from workers.model import model as models
+from workers.model.meta_model import meta_model
 from zoo.checkpoints import make_checkpoint
 
 CODE = """

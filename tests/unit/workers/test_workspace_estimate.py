@@ -7,12 +7,13 @@ import pytest
 from longleaf import resources
 from longleaf.config import EngineConfig
 from longleaf.formatting import human_bytes
-from workers.compat_check import kv_bytes_beside, meta_model
+from workers.compat_check import kv_bytes_beside
 from workers.kv_cache import pools
 from workers.kv_cache import workspace_estimate as workspaces
 from workers.kv_cache.pools import CONTEXT, default_kv_bytes, kv_bytes_within
 from workers.kv_cache.quantized import QuantizedPool
 from workers.kv_cache.workspace_estimate import COMMUNICATOR, KERNELS, PEER, num_copies, widest, workspace
+from workers.model.meta_model import meta_model
 from zoo.checkpoints import make_checkpoint
 
 GIB = 1 << 30
