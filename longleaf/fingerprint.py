@@ -70,7 +70,7 @@ def read_fingerprint(folder: Path) -> Fingerprint:
     Raises ModelRefused, which names the file, if the folder or the config is missing, or a file cannot be read.
     """
     files = read_texts(folder)
-    names = _weights(folder)
+    names = weight_files(folder)
     with ThreadPoolExecutor(READERS) as executor:
         found = dict(zip(names, executor.map(_read_weights, [folder / name for name in names]), strict=True))
     # Of several tensors with the same name, the last one is used, so the order of the files must be kept.
@@ -122,9 +122,9 @@ def _read_whole(path: Path) -> str:
     return digest.hexdigest()[:FILE_DIGITS]
 
 
-def _weights(folder: Path) -> Sequence[str]:
+def weight_files(folder: Path) -> Sequence[str]:
     """Names of the weight files that transformers would load, in its order; empty if there are none in safetensors
-    format."""
+    format. Raises ModelRefused."""
     with _reading(folder / CONFIG):
         weights = msgspec.json.decode((folder / CONFIG).read_bytes(), type=_Config).transformers_weights
     first = weights or next((name for name in (SINGLE, INDEX) if (folder / name).is_file()), None)

@@ -16,6 +16,7 @@ from longleaf.runs import ceil_div
 from longleaf.sampling import MAX_BIASES
 from workers.kv_cache.quantized import QuantizedPool
 from workers.model.model import LayerSpec, Model
+from workers.model.sharded_layers import ShardedLinear
 from workers.sampling.device_sampler import MAX_LOGITS
 
 MAX_GATHERED = 1 << 16
@@ -90,7 +91,9 @@ def workspace(
     num_rows = max(min(longest, config.chunk_size), config.max_rows)
     num_logits = config.max_rows * text.vocab_size
     return Workspace(
-        chunk=_in_model(model, num_rows) + num_logits * torch.float32.itemsize,
+        chunk=_in_model(model, num_rows)
+        + _in_shares(model, num_rows, num_logits)
+        + num_logits * torch.float32.itemsize,
         sampling=_sampling(config, text.vocab_size),
         partials=max(_partials(spec, model, config, num_rows) for spec in set(model.layers.values())),
         kernels=KERNELS,
@@ -118,6 +121,13 @@ def _in_model(model: Model, num_rows: int) -> int:
     return num_rows * copies * WIDE_TENSORS * widest(model) * model.dtype.itemsize
 
 
+def _in_shares(model: Model, num_rows: int, num_logits: int) -> int:
+    """Further bytes with sharded weights: layers compute the rows of all ranks, and exchange their outputs."""
+    if model.exchange is None:
+        return 0
+    return _in_model(model, num_rows * model.exchange.share.count) + 2 * num_logits * model.dtype.itemsize
+
+
 def num_copies(text: PreTrainedConfig) -> int:
     """The number of copies of a row in the widest tensors: one for each expert that it is routed to."""
     counts = [getattr(text, name, None) for name in ("num_experts_per_tok", "moe_topk", "top_k_experts")]
@@ -128,7 +138,8 @@ def widest(model: Model) -> int:
     """Number of elements per row of the widest tensor between the layers of a model, except ids and logits."""
     parts = [part for part in model.decoder.modules() if not isinstance(part, nn.Embedding)]
     shapes = [parameter.shape for part in parts for parameter in part.parameters(recurse=False)]
-    return max(max(shape[-2:]) for shape in shapes if len(shape) > 1)
+    widths = [part.out_features for part in parts if isinstance(part, ShardedLinear)]
+    return max([*widths, *(max(shape[-2:]) for shape in shapes if len(shape) > 1)])
 
 
 def _partials(spec: LayerSpec, model: Model, config: EngineConfig, num_rows: int) -> int:

@@ -139,6 +139,15 @@ def absorb(model: PreTrainedModel) -> None:
         log.warning("%s store expanded keys and values; %s: %s", which, name, reason)
 
 
+def absorb_as(model: PreTrainedModel, proven: nn.Module) -> None:
+    """Replaces the layers of latent attention that were replaced in `proven`, a model of the same config, without a
+    comparison.
+    """
+    for name, plain in list(model.named_modules()):
+        if is_latent(plain) and isinstance(proven.get_submodule(name), LatentAttention):
+            model.set_submodule(name, absorbed(plain))
+
+
 def is_latent(part: nn.Module) -> bool:
     """Whether a module makes the keys and values of its heads from a latent, in the way and by the names of DeepSeek's
     layers in transformers.

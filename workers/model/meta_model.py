@@ -4,10 +4,12 @@ The model is built as for serving, but each parameter is a single number, expand
 same preflight, data-dependent branches included, even where the weights would not fit.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -22,35 +24,47 @@ WEIGHT = 2.0**-10
 """Value of all weights. Not 0, so that operations outside of attention that mix rows may be detected."""
 
 
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """The model of a checkpoint without its weights, and the names that its parts had before any was replaced."""
+
+    model: Model
+    modules: dict[nn.Module, str]
+    parameters: dict[str, nn.Parameter]
+    """Tied parameters under their first name only."""
+
+
 def meta_model(folder: str, dtype: DtypeName) -> Model:
     """The model of a checkpoint without its weights. Raises ModelRefused."""
+    return outline(folder, dtype).model
+
+
+def outline(folder: str, dtype: DtypeName, number: int = 0) -> Outline:
+    """The model of a checkpoint without its weights, with the original names. `number` selects one of its auto classes.
+    Raises ModelRefused.
+    """
     config = models.read_config(folder)
     if getattr(config, "quantization_config", None):
         raise ModelRefused(f"{folder} has quantized weights: use --load to check whether they can be served")
     try:
-        module = build(config, dtype)
+        module = build(config, dtype, number)
     except ModelRefused:
         raise
     except Exception as error:  # whatever the error, the model is refused
         raise models.refusal(folder, error, config) from error
+    modules: dict[nn.Module, str] = {part: name for name, part in module.named_modules()}
+    parameters = dict(module.named_parameters())
     with StretchedProducts():
-        return models.prove(module, "cpu", has_weights=False)
+        return Outline(models.prove(module, "cpu", has_weights=False), modules, parameters)
 
 
-def build(config: PreTrainedConfig, wanted: DtypeName) -> PreTrainedModel:
-    """Builds the model with parameters of one number each, and buffers as after loading. If neither `wanted` nor the
-    config names a dtype, it is float32.
-    """
-    named = config.dtype if wanted == "auto" else wanted
-    dtype: torch.dtype = getattr(torch, str(named or torch.float32).removeprefix("torch."))
-    with torch.device("meta"), no_init_weights():
-        module = models.auto_classes(config)[0].from_config(
-            config, dtype=dtype, attn_implementation=hook.NAME, trust_remote_code=False
-        )
+def build(config: PreTrainedConfig, wanted: DtypeName, number: int = 0) -> PreTrainedModel:
+    """Builds the model with parameters of one number each, and buffers as after loading."""
+    module = build_on_meta(config, wanted, number)
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             stretched = torch.tensor(WEIGHT, dtype=parameter.dtype).expand(parameter.shape)
-            part.register_parameter(name, torch.nn.Parameter(stretched, requires_grad=False))
+            part.register_parameter(name, nn.Parameter(stretched, requires_grad=False))
             setattr(getattr(part, name), "_is_hf_initialized", True)  # noqa: B010
         for name, buffer in list(part.named_buffers(recurse=False)):
             setattr(part, name, torch.zeros_like(buffer, device="cpu"))
@@ -58,6 +72,18 @@ def build(config: PreTrainedConfig, wanted: DtypeName) -> PreTrainedModel:
     module.initialize_weights()
     module.set_experts_implementation("eager")  # the grouped implementation refuses expanded weights
     return module
+
+
+def build_on_meta(config: PreTrainedConfig, wanted: DtypeName, number: int = 0) -> PreTrainedModel:
+    """Builds the model without numbers, on the meta device. If neither `wanted` nor the config names a dtype, it is
+    float32.
+    """
+    named = config.dtype if wanted == "auto" else wanted
+    dtype: torch.dtype = getattr(torch, str(named or torch.float32).removeprefix("torch."))
+    with torch.device("meta"), no_init_weights():
+        return models.auto_classes(config)[number].from_config(
+            config, dtype=dtype, attn_implementation=hook.NAME, trust_remote_code=False
+        )
 
 
 class StretchedProducts(TorchFunctionMode):

@@ -26,6 +26,7 @@ from longleaf.kernels.backend import lies_in
 from longleaf.positions import AttentionSpan, Rotary
 from workers.model import hook, latent
 from workers.model.rotary import Ropes, Rows, replace_rotary
+from workers.model.sharded_layers import RowExchange
 from workers.model.weights import SAFE_WEIGHTS, check_weights, large_blocks_apart, loading_to_device
 
 PROBES = ((3, 5), (4, 11))
@@ -97,6 +98,8 @@ class Model:
     ropes: Ropes
     """Set before each forward pass: the rope by which each row is rotated."""
     rotary: Rotary
+    exchange: RowExchange | None = None
+    """Exchanges of layers whose weights are divided over the ranks; None if this rank holds all weights."""
 
     @property
     def decoder(self) -> nn.Module:
@@ -108,12 +111,21 @@ class Model:
         return hook.arguments(step, token_ids_T, positions_T, has_offsets=asks_for_offsets(self.module))
 
     def run(
-        self, step: hook.Attend, token_ids_T: Tensor, positions_T: Tensor, ropes: Rows, rows_R: Tensor | None = None
+        self,
+        step: hook.Attend,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        ropes: Rows,
+        rows_R: Tensor | None = None,
+        *,
+        has_own_rows: bool = False,
     ) -> Tensor | None:
         """Runs rows of any sequences, in any order, through the decoder. With `rows_R`, also runs the head, and returns
-        the logits [R, V] of these rows.
+        the logits [R, V] of these rows. `has_own_rows`: the rows of other ranks are different ones.
         """
         self.ropes.rows = ropes
+        if self.exchange is not None:
+            self.exchange.set_rows(own=has_own_rows)
         arguments = self.arguments(step, token_ids_T, positions_T)
         if rows_R is None:
             self.decoder(**arguments, return_dict=False)
@@ -381,28 +393,37 @@ def preflight(module: PreTrainedModel, device: str, *, has_weights: bool = True)
     rows, or depend on their number, outside of attention. The decoder without its head must give the same result: the
     chunks of a prompt, and the steps of all ranks except rank 0, run only the decoder.
     """
-    config = module.config.get_text_config()
-    expected = config.num_hidden_layers
+    expected = module.config.get_text_config().num_hidden_layers
     tokens = probe_ids(module, max(count for count, _ in PROBES), has_weights=has_weights)
     found: dict[int, LayerSpec] = {}
     for (num_tokens, num_rows), is_whole in itertools.product(PROBES, (True, False)):
         ids = [tokens[i % min(num_tokens, len(tokens))] for i in range(num_rows)]
-        probe = Probe(config, ids, has_weights=has_weights)
-        ids_T, positions_T = torch.tensor(ids, device=device), torch.ones(num_rows, dtype=torch.long, device=device)
-        inputs = hook.arguments(probe.attend, ids_T, positions_T, has_offsets=asks_for_offsets(module))
-        part, options = (module, {"logits_to_keep": ids_T[:0]}) if is_whole else (decoder_of(module), {})
-        forward_checked(part, {**inputs, **options})
-        if sorted(probe.layers) != list(range(expected)):
-            name = type(part).__name__
+        layers = run_probe(module, ids, device, is_whole=is_whole, has_weights=has_weights)
+        if sorted(layers) != list(range(expected)):
+            name = type(module if is_whole else decoder_of(module)).__name__
             raise ModelRefused(
-                f"{name}: {len(probe.layers)} of {expected} layers call the attention function that is replaced"
+                f"{name}: {len(layers)} of {expected} layers call the attention function that is replaced"
             )
-        if found and probe.layers != found:
+        if found and layers != found:
             raise ModelRefused(
                 f"{type(module).__name__} computes different attention over {num_rows} tokens than over fewer"
             )
-        found = probe.layers
+        found = layers
     return found
+
+
+def run_probe(
+    module: PreTrainedModel, ids: Sequence[int], device: str, *, is_whole: bool, has_weights: bool
+) -> dict[int, LayerSpec]:
+    """One forward pass of the preflight, with the head or without it; returns the layers that call the hook. Raises
+    ModelRefused.
+    """
+    probe = Probe(module.config.get_text_config(), ids, has_weights=has_weights)
+    ids_T, positions_T = torch.tensor(ids, device=device), torch.ones(len(ids), dtype=torch.long, device=device)
+    inputs = hook.arguments(probe.attend, ids_T, positions_T, has_offsets=asks_for_offsets(module))
+    part, options = (module, {"logits_to_keep": ids_T[:0]}) if is_whole else (decoder_of(module), {})
+    forward_checked(part, {**inputs, **options})
+    return probe.layers
 
 
 def probe_ids(module: PreTrainedModel, count: int, *, has_weights: bool = True) -> list[int]:

@@ -234,7 +234,7 @@ class ModelRunner:
         """Stores the keys of a chunk. Returns whether they are finite, on all ranks."""
         step = PrefillStep(inputs, self.pool, self.backend, self._peers, self.model.last_layer)
         with contextlib.suppress(PrefillDone):
-            self.model.run(step.attend, inputs.token_ids_T, inputs.positions_T, inputs.ropes)
+            self.model.run(step.attend, inputs.token_ids_T, inputs.positions_T, inputs.ropes, has_own_rows=True)
         return step.has_finite_keys()
 
     def logits(
@@ -245,5 +245,7 @@ class ModelRunner:
     ) -> Tensor | None:
         """Runs decode rows. Rank 0 returns the logits [R, V] of the R requested rows, other ranks None."""
         step = DecodeStep(inputs, self.pool, self.backend, self._peers, accumulator, record)
-        rows_R = inputs.sample_rows_R if self._peers.rank == 0 else None
-        return self.model.run(step.attend, inputs.token_ids_T, inputs.positions_T, inputs.ropes, rows_R)
+        is_first = self._peers.rank == 0
+        rows_R = inputs.sample_rows_R if is_first or self.model.exchange is not None else None
+        logits_RV = self.model.run(step.attend, inputs.token_ids_T, inputs.positions_T, inputs.ropes, rows_R)
+        return logits_RV if is_first else None

@@ -1,0 +1,89 @@
+"""Shares of weights read from files: the bits of the whole parameters, and no more bytes than needed."""
+
+import json
+import struct
+
+import pytest
+import torch
+
+from longleaf.errors import ModelRefused
+from tests.support.golden.plain import load_plain
+from workers.model.meta_model import build_on_meta, outline
+from workers.model.model import read_config
+from workers.model.weight_parts import plan_weights, take
+from workers.model.weight_reader import open_weights, read_share
+from workers.model.weight_shares import Share
+from zoo.checkpoints import make_checkpoint
+
+FAMILIES = ["llama", "mixtral", "qwen3_moe", "gpt2", "phi3", "qwen2.5", "llama4", "mistral3", "deepseek_v3"]
+"""Plain, stacked and converted experts, transposed weights, tied ones, and renamed parts."""
+
+
+def read(folder, share, plan):
+    module = build_on_meta(read_config(str(folder)), "float32")
+    return module, read_share(module, folder, plan.cuts, share, torch.float32)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_share_has_the_bits_of_the_whole_parameters(tmp_path, family):
+    folder = make_checkpoint(tmp_path, family)
+    known = outline(str(folder), "float32")
+    plan, plain = plan_weights(known, 3), load_plain(folder).state_dict()
+    whole = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    for index in range(3):
+        share = Share(index, 3)
+        module, loaded = read(folder, share, plan)
+        assert not (loaded.missing or loaded.mismatched)
+        for name, parameter in module.state_dict().items():
+            wanted = take(plain[name], plan.cuts[name], share) if name in plan.cuts else plain[name]
+            assert torch.equal(parameter, wanted), name
+        held = sum(parameter.nbytes for parameter in module.parameters())
+        assert loaded.num_bytes <= held + 0.02 * whole
+        assert held < 0.6 * whole
+
+
+def test_a_share_of_several_files_is_the_same(tmp_path):
+    folder = make_checkpoint(tmp_path / "one", "llama")
+    plain = load_plain(folder)
+    plain.save_pretrained(tmp_path / "many", max_shard_size="100KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    plan, share = plan_weights(outline(str(folder), "float32"), 2), Share(1, 2)
+    (one, _), (many, _) = (read(path, share, plan) for path in (folder, tmp_path / "many"))
+    assert all(torch.equal(many.state_dict()[name], found) for name, found in one.state_dict().items())
+
+
+def test_dtypes_are_converted_as_they_are_read(tmp_path):
+    folder = make_checkpoint(tmp_path, "llama")
+    module = build_on_meta(read_config(str(folder)), "bfloat16")
+    plan = plan_weights(outline(str(folder), "bfloat16"), 2)
+    read_share(module, folder, plan.cuts, Share(0, 2), torch.bfloat16)
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+
+
+def write(path, header, data=b""):
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "not the size of its shape"),
+        ({"a": {"dtype": "F31", "shape": [2], "data_offsets": [0, 8]}}, "F31"),
+        ({"a": 1}, "Expected"),
+    ],
+)
+def test_a_wrong_header_is_refused(tmp_path, header, reason):
+    (tmp_path / "config.json").write_text("{}")
+    write(tmp_path / "model.safetensors", header, bytes(8))
+    with pytest.raises(ModelRefused, match=reason), open_weights(tmp_path):
+        pass
+
+
+def test_a_file_that_ends_early_is_refused(tmp_path):
+    folder = make_checkpoint(tmp_path, "llama")
+    [path] = folder.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-1000])
+    with open_weights(folder) as (tensors, _), pytest.raises(ValueError, match="ends before"):
+        _ = [tensor[...] for tensor in tensors.values()]

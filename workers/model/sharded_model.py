@@ -1,0 +1,163 @@
+"""Loads the share of a checkpoint's weights that one rank holds.
+
+The rules are derived from the model without weights, which also passes the preflight. Then the share is read, and
+layers are replaced by sharded ones.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from longleaf.config import DtypeName
+from longleaf.errors import ModelRefused
+from longleaf.formatting import human_bytes
+from workers.model import latent
+from workers.model import model as models
+from workers.model.meta_model import Outline, build_on_meta, outline
+from workers.model.model import Model
+from workers.model.rotary import replace_rotary
+from workers.model.sharded_layers import (
+    OutputGroup,
+    PairRows,
+    RowExchange,
+    ShardedEmbedding,
+    ShardedExperts,
+    ShardedLinear,
+    ShardedPairInput,
+    ShardedPairOutput,
+    replace_modules,
+)
+from workers.model.weight_parts import WeightPlan, plan_weights
+from workers.model.weight_reader import DTYPES, Loaded, open_weights, read_share
+from workers.model.weight_shares import Share
+from workers.model.weights import check_weights, large_blocks_apart, loading_to_device
+
+log = logging.getLogger("longleaf.weights")  # messages logged while a rank loads are shown to users
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedModel:
+    """A model of which this rank holds a share, and the bytes of weights that were read for it."""
+
+    model: Model
+    plan: WeightPlan
+    num_bytes_read: int
+
+
+def load_share(folder: str, dtype: DtypeName, device: str, share: Share) -> ShardedModel:
+    """Loads a share of the checkpoint in `folder`. Raises ModelRefused with the reason when it cannot be served."""
+    config = models.read_config(folder)
+    if getattr(config, "quantization_config", None):
+        raise ModelRefused(f"{folder} has quantized weights, which --weights sharded does not support")
+    check_weights(Path(folder), config)
+    dtype = _dtype_of(folder, config, dtype)
+    found = _attempt(folder, config, dtype, device, share, 0)
+    for number in range(1, len(models.auto_classes(config))):
+        if not found.loaded.missing:
+            break
+        found = _attempt(folder, config, dtype, device, share, number)
+    module, loaded = found.module, found.loaded
+    if loaded.missing:
+        raise ModelRefused(f"{folder} lacks weights of a causal language model: {list(loaded.missing)[:3]}")
+    for name, stored, wanted in loaded.mismatched:
+        raise ModelRefused(f"{folder}: {name} has shape {[*stored]}, but the config requires {[*wanted]}")
+    held = sum(parameter.nbytes for parameter in module.parameters())
+    numbers = f"{human_bytes(held)} on rank {share.index} of {share.count}, {human_bytes(loaded.num_bytes)} read"
+    log.info("weights: sharded, %s", numbers)
+    return ShardedModel(_assemble(found, device, share), found.plan, loaded.num_bytes)
+
+
+def _dtype_of(folder: str, config: PreTrainedConfig, wanted: DtypeName) -> DtypeName:
+    """The wanted dtype; like transformers, that of the first floating-point tensor if neither it nor the config names
+    one.
+    """
+    if wanted != "auto" or config.dtype is not None:
+        return wanted
+    with open_weights(Path(folder)) as (tensors, _):
+        dtypes = [DTYPES[tensor.get_dtype()] for tensor in tensors.values()]
+    first: Any = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
+    return str(first).removeprefix("torch.")  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """A module with the share of its weights, built by one of the auto classes of transformers."""
+
+    module: PreTrainedModel
+    loaded: Loaded
+    plan: WeightPlan
+    known: Outline
+
+
+def _attempt(
+    folder: str, config: PreTrainedConfig, dtype: DtypeName, device: str, share: Share, number: int
+) -> _Attempt:
+    """Reads the share into the module of an auto class. Raises ModelRefused."""
+    known = outline(folder, dtype, number)
+    plan = plan_weights(known, share.count)
+    module = build_on_meta(config, dtype, number)
+    try:
+        with large_blocks_apart(), loading_to_device(device):
+            loaded = read_share(module, Path(folder), plan.cuts, share, module.dtype)
+    except ModelRefused:
+        raise
+    except Exception as error:  # any error in the files refuses the folder
+        raise models.refusal(folder, error, config) from error
+    return _Attempt(module, loaded, plan, known)
+
+
+def _assemble(found: _Attempt, device: str, share: Share) -> Model:
+    """The model that computes with the ranks of the other shares."""
+    module, known = found.module, found.known.model
+    module.eval().requires_grad_(False)
+    module.to(torch.device(device))  # pyright: ignore[reportArgumentType]
+    parts: dict[str, Any] = dict(module.named_modules())
+    latent.absorb_as(module, known.module)
+    ropes, rotary = replace_rotary(models.decoder_of(module), module.config.get_text_config())
+    exchange = RowExchange(share)
+    replace_modules(module, sharded_layers(parts, found.plan, exchange))
+    return replace(known, module=module, device=device, ropes=ropes, rotary=rotary, exchange=exchange)
+
+
+@torch.no_grad()
+def sharded_layers(parts: dict[str, Any], plan: WeightPlan, exchange: RowExchange) -> dict[nn.Module, nn.Module]:
+    """The sharded layers that replace the modules of a plan, which hold a share of their weights. `parts`: the modules
+    by name.
+    """
+    found = dict[nn.Module, nn.Module]()
+    for names in plan.groups:
+        group = OutputGroup(exchange)
+        found |= {parts[name]: ShardedLinear(*_local(parts[name]), group) for name in names}
+    for pair in plan.pairs:
+        rows, output = PairRows(exchange), parts[pair.output]
+        found |= {parts[name]: ShardedPairInput(_local(parts[name])[0], rows) for name in pair.inputs}
+        found[output] = ShardedPairOutput(_linear(output.weight, None), output.bias, rows)
+    for name in plan.embeddings:
+        found[parts[name]] = ShardedEmbedding(parts[name], parts[name].num_embeddings, exchange)
+    for experts in plan.experts:
+        part = parts[experts.name]
+        if exchange.share.index:
+            for leaf in experts.added_once:
+                part.get_parameter(leaf).zero_()
+        found[part] = ShardedExperts(part, experts.num_experts, exchange)
+    return found
+
+
+def _local(layer: Any) -> tuple[nn.Linear, int]:
+    """The linear layer of this rank's outputs, and the number of all outputs."""
+    if isinstance(layer, Conv1D):
+        return _linear(nn.Parameter(layer.weight.T.contiguous(), requires_grad=False), layer.bias), layer.nf
+    return _linear(layer.weight, layer.bias), layer.out_features
+
+
+def _linear(weight_OI: Tensor, bias_O: Tensor | None) -> nn.Linear:
+    num_out, num_in = weight_OI.shape
+    layer: Any = nn.Linear(num_in, num_out, bias=False, device="meta")
+    layer.weight, layer.bias = weight_OI, bias_O
+    return layer
