@@ -39,7 +39,7 @@ from longleaf.config import (
     join_address,
 )
 from longleaf.errors import StartError, Unavailable
-from longleaf.formatting import human_seconds
+from longleaf.formatting import human_bytes, human_seconds
 from longleaf.rank_protocol.group_messages import Ready
 from longleaf.resources import allow_files, num_processors
 from longleaf.sampling import GREEDY
@@ -146,6 +146,9 @@ class Service:
         if self._config.launcher == "local":
             devices = [ready.device for ready in readies]
             notes += idle_processors(config.world_size, config.threads_per_rank, devices, num_processors())
+        if config.has_shares:
+            largest = human_bytes(max(ready.weight_bytes for ready in readies))
+            notes += (f"weights: at most {largest} on each rank; after a loss, answers wait for the replacement",)
         logged = [note for ready in readies for note in ready.notes]
         if self._config.telemetry.log_level in ("debug", "info"):
             logged = [detail for ready in readies for detail in ready.details] + logged

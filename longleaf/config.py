@@ -41,6 +41,7 @@ GraphsChoice = Literal["auto", "off"]
 SnapshotsChoice = Literal["seal", "demand", "off"]
 """When snapshots of keys and values are written: after a document is read, on request, or never."""
 WindowKeys = Literal["sharded", "replicated"]
+WeightsChoice = Literal["whole", "sharded"]
 SamplingDefaults = Literal["greedy", "model"]
 """Defaults for sampling parameters that a request omits: greedy decoding, or the values of generation_config.json."""
 
@@ -96,6 +97,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "the first time, and refuse a model that differs. Without the comparison, answers are not marked exact.",
         ),
     ] = True
+    weights: Annotated[
+        WeightsChoice,
+        Option(
+            SERVICE,
+            "Weights of the model on each rank; whole: all of them; sharded: an equal part, so that a model may be "
+            "larger than the memory of one rank. Sharded ranks exchange more in every layer, and after a loss they "
+            "wait for the replacement.",
+        ),
+    ] = "whole"
     allow_long: Annotated[
         bool, Option(SERVICE, "Accept more tokens than the model was trained for; answers may get worse.")
     ] = False
@@ -281,6 +291,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             after="snapshots",
         ),
     ] = None
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether each rank holds only a share of the weights."""
+        return self.weights == "sharded" and self.world_size > 1
 
     @property
     def longest_wait(self) -> float:

@@ -83,7 +83,11 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     replicated: ReplicatedReport | None = None
     """Set if there are layers without full attention."""
     weight_bytes: int = 0
-    """Bytes of the weights, which every rank holds completely."""
+    """Bytes of all weights, which every rank holds unless they are sharded."""
+    share_bytes: tuple[int, ...] = ()
+    """Bytes of the weights on each rank if they are sharded; empty for one rank."""
+    share_note: str = ""
+    """Reason why the weights cannot be sharded; empty if they can."""
     has_weights: bool = False
     """Whether the weights were loaded."""
     is_exact: bool | None = None

@@ -32,8 +32,10 @@ from workers.kv_cache.pools import (
     windows_of,
 )
 from workers.model import model as models
-from workers.model.meta_model import meta_model
+from workers.model.meta_model import meta_model, outline
 from workers.model.model import LayerSpec, Model
+from workers.model.weight_parts import plan_weights, share_bytes
+from workers.model.weight_shares import Share
 from workers.rank import choose_device, count_gpus
 
 WINDOW_KEYS: tuple[WindowKeys, ...] = get_args(WindowKeys)
@@ -51,12 +53,15 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
         )
         bytes_per_token = kv_bytes_per_token(model.layers, model.dtype, config)
         note = verify(model, config) if has_weights else UNKNOWN
+        shares, share_note = measure_shares(config)
     except ModelRefused as error:
         return AttentionReport(reason=str(error))
     weight_bytes = sum(p.numel() * p.itemsize for p in model.module.parameters())
     if config.kv_bytes:
         pools = pools or [config.kv_bytes] * config.world_size
-    pools = pools or kv_bytes_beside(weight_bytes, model, config)
+    if config.has_shares and share_note:
+        return AttentionReport(reason=share_note)
+    pools = pools or kv_bytes_beside(max(shares) if config.has_shares else weight_bytes, model, config)
     windowed = windowed_layers(model, msgspec.structs.replace(config, window_keys="replicated"))
     return AttentionReport(
         dtype=name_of(model.dtype),
@@ -66,11 +71,26 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
         bytes_per_token=bytes_per_token,
         replicated=replicated(model, msgspec.structs.replace(config, window_keys="replicated")),
         weight_bytes=weight_bytes,
+        share_bytes=shares,
+        share_note=share_note,
         has_weights=has_weights,
         is_exact=None if note else True,
         exactness_note=note,
         plans=tuple(plan(model, config, mode, pools) for mode in (WINDOW_KEYS if windowed else WINDOW_KEYS[:1])),
     )
+
+
+def measure_shares(config: EngineConfig) -> tuple[tuple[int, ...], str]:
+    """Bytes of the weights on each of several ranks if they are sharded, or the reason why they cannot be."""
+    count = config.world_size
+    if count == 1:
+        return (), ""
+    try:
+        known = outline(config.model, config.dtype)
+        weight_plan = plan_weights(known, count)
+    except ModelRefused as error:
+        return (), str(error)
+    return tuple(share_bytes(known, weight_plan, Share(index, count)) for index in range(count)), ""
 
 
 def verify(model: Model, config: EngineConfig) -> str:

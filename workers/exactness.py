@@ -2,8 +2,9 @@
 
 Random tokens pass through an epoch of one rank: two chunks of prefill, a question of several rows, and decode steps,
 over keys in a small pool. The logits are compared with those of transformers' own attention over the same weights, as
-by `longleaf verify` (`workers.runners.verification`). Models of every class are compared: some models mix rows only
-with certain configs or weights. If a dtype other than float32 does not pass, the comparison is repeated in float32.
+by `longleaf verify` (`workers.runners.verification`). If each rank holds a share of the weights, all ranks do so
+together when they join their first epoch. Models of every class are compared: some models mix rows only with certain
+configs or weights. If a dtype other than float32 does not pass, the comparison is repeated in float32.
 
 A model that was found exact is recorded by its fingerprint, so a restart skips the comparison.
 """
@@ -20,6 +21,7 @@ import msgspec
 import torch
 from blake3 import blake3
 
+from longleaf.comm import Groups
 from longleaf.config import NOT_VERIFIED, EngineConfig
 from longleaf.errors import ModelRefused
 from longleaf.fingerprint import Fingerprint
@@ -74,20 +76,31 @@ class ExactnessRecords:
 def record_key(fingerprint: Fingerprint, model: Model, backend: Backend) -> str:
     """The key of everything that the comparison depends on, in hexadecimal."""
     versions = [version(package) for package in PACKAGES]
+    if model.exchange is not None:
+        versions.append(f"{model.exchange.share.count} shares")
     facts = (fingerprint.digest, str(model.dtype), torch.device(model.device).type, backend.name, *versions)
     return blake3(msgspec.msgpack.encode(facts)).hexdigest()
 
 
 def verify_model(
-    model: Model, backend: Backend, config: EngineConfig, fingerprint: Fingerprint | None, records: ExactnessRecords
+    model: Model,
+    backend: Backend,
+    config: EngineConfig,
+    fingerprint: Fingerprint | None,
+    records: ExactnessRecords,
+    groups: Groups | None = None,
 ) -> str:
-    """Like `check_exact`, but skips models whose fingerprint is recorded, and records a model that is exact."""
-    key = record_key(fingerprint, model, backend) if fingerprint else ""
-    if key and records.holds(key):
+    """Like `check_exact`, but skips models whose fingerprint is recorded, and records a model that is exact. With
+    `groups`, rank 0 decides.
+    """
+    is_first = groups is None or groups.world.rank == 0
+    key = record_key(fingerprint, model, backend) if fingerprint and is_first else ""
+    if _of_first(groups, bool(key) and records.holds(key), model.device):
         return ""
     began = time.monotonic()
-    note = check_exact(model, backend, config)
-    log.info("exactness: %s", note or f"compared with plain attention in {time.monotonic() - began:.1f} s")
+    note = check_exact(model, backend, config, groups)
+    if is_first:
+        log.info("exactness: %s", note or f"compared with plain attention in {time.monotonic() - began:.1f} s")
     if key and not note:
         records.add(key)
     if model.device != "cpu":
@@ -95,13 +108,21 @@ def verify_model(
     return note
 
 
-def check_exact(model: Model, backend: Backend, config: EngineConfig) -> str:
+def _of_first(groups: Groups | None, is_so: bool, device: str) -> bool:
+    """The value of `is_so` on rank 0. A collective call."""
+    return is_so if groups is None else bool(groups.world.broadcast(torch.tensor([int(is_so)], device=device)))
+
+
+def check_exact(model: Model, backend: Backend, config: EngineConfig, groups: Groups | None = None) -> str:
     """Compares the served path of a model with plain attention. Returns an empty string if they agree, or the reason
-    why the comparison was not possible. Raises ModelRefused if they differ.
+    why the comparison was not possible. Raises ModelRefused if they differ. `groups`: the ranks of sharded weights,
+    which compute together; rank 0 judges.
     """
-    found = compare(model, backend)
-    if not judge(found).passed and model.dtype != torch.float32:
-        found = compare_in_float32(model, config) or found
+    found = compare(model, backend, groups)
+    if not _of_first(groups, judge(found).passed, model.device) and model.dtype != torch.float32:
+        found = compare_in_float32(model, config, groups) or found
+    if groups is not None and groups.world.rank:
+        return ""
     verdict = judge(found)
     if verdict.passed:
         return ""
@@ -114,31 +135,33 @@ def check_exact(model: Model, backend: Backend, config: EngineConfig) -> str:
     )
 
 
-def compare_in_float32(model: Model, config: EngineConfig) -> Verification | None:
+def compare_in_float32(model: Model, config: EngineConfig, groups: Groups | None = None) -> Verification | None:
     """The comparison with all weights converted to float32 on use; None where that is not possible."""
     try:
         backend = registry.choose(config.kernels, model.device, torch.float32)
         with computing_in(model.module, torch.float32):
-            found = compare(replace(model, dtype=torch.float32), backend)
+            found = compare(replace(model, dtype=torch.float32), backend, groups)
     except Exception as error:  # layers may use weights of other layers, and kernels may support a single dtype
         log.info("exactness: not compared in float32: %s", describe_error(error))
         return None
     return None if found.failure else found
 
 
-def compare(model: Model, backend: Backend) -> Verification:
+def compare(model: Model, backend: Backend, groups: Groups | None = None) -> Verification:
     """Compares the logits of the served path with those of plain attention, after each token of a short greedy answer.
-    Raises ModelRefused if the model cannot run such steps.
+    Only rank 0 has a result; the others return an empty one. Raises ModelRefused if the model cannot run such steps.
     """
     scale = min(1.0, (model.rotary.trained or NUM_TOKENS) / NUM_TOKENS)
     first, second, question, answer = (max(1, int(scale * size)) for size in (*CHUNKS, QUESTION, ANSWER))
     ids = random_ids(model, first + second + question)
-    epoch = GroupSession(make_resources(model, backend), None)
-    comparisons = dict[int, Verification]()
+    world_size = groups.world.world_size if groups is not None else 1
+    epoch = GroupSession(make_resources(model, backend, world_size), groups)
+    comparisons = {SEQUENCE: Verification()}
     try:
-        for step, work in enumerate(make_works(ids, (first, second), answer)):
+        for step, work in enumerate(make_works(ids, (first, second), answer, world_size)):
             result = epoch.start(StepPlan(0, step, work)).result()
-            assert result is not None
+            if result is None:
+                continue
             if result.not_finite or not result.has_finite_keys:
                 return Verification(failure="its keys or logits for random tokens are not finite")
             comparisons |= result.comparisons
@@ -159,13 +182,20 @@ def random_ids(model: Model, count: int) -> list[int]:
     return random.Random(0).choices(usable, k=count)
 
 
-def make_works(ids: Sequence[int], chunks: Sequence[int], num_answer: int) -> Iterator[Work]:
-    """Prefill in `chunks`, then decode: the rest of the ids as a question, and one step for each further token."""
+def make_works(ids: Sequence[int], chunks: Sequence[int], num_answer: int, world_size: int = 1) -> Iterator[Work]:
+    """Prefill in `chunks`, of which each rank has a piece, then decode: the rest of the ids as a question, and one step
+    for each further token.
+    """
     path, start, block = (0,), 0, 0
     for size in chunks:
+        edges = [start + size * rank // world_size for rank in range(world_size + 1)]
         blocks = tuple(range(block, block + ceil_div(size, BLOCK_SIZE)))
-        piece = Run(0, start, start + size, blocks)
-        yield Prefill(path, start, tuple(ids[start : start + size]), (piece,))
+        pieces = [
+            Run(rank, edges[rank], edges[rank + 1], blocks[: ceil_div(edges[rank + 1] - edges[rank], BLOCK_SIZE)])
+            for rank in range(world_size)
+            if edges[rank] < edges[rank + 1]
+        ]
+        yield Prefill(path, start, tuple(ids[start : start + size]), tuple(pieces))
         start, block = start + size, block + len(blocks)
     terms = SamplingTerms(SamplingParams(max_tokens=num_answer, ignore_end_token=True), reference_ids=tuple(ids))
     for index in range(num_answer):
@@ -179,11 +209,18 @@ def make_works(ids: Sequence[int], chunks: Sequence[int], num_answer: int) -> It
         yield Decode((row,))
 
 
-def make_resources(model: Model, backend: Backend) -> RankResources:
+def make_resources(model: Model, backend: Backend, world_size: int = 1) -> RankResources:
     """Resources with a pool of as many blocks as the comparison needs."""
     num_blocks = sum(ceil_div(size, BLOCK_SIZE) for size in (*CHUNKS, QUESTION + ANSWER))
     return RankResources(
-        config=EngineConfig(model="", block_size=BLOCK_SIZE, max_sequences=1, max_draft_tokens=0),
+        config=EngineConfig(
+            model="",
+            world_size=world_size,
+            merge="gather",  # the fastest one is chosen later, for steps of the usual size
+            block_size=BLOCK_SIZE,
+            max_sequences=1,
+            max_draft_tokens=0,
+        ),
         device=model.device,
         model=model,
         pool=FloatKvPool(model.layers, num_blocks, BLOCK_SIZE, model.dtype, model.device),

@@ -69,7 +69,7 @@ class GroupSession:
         self._sequences = RowState(config.block_size)
         inputs, model_runner = self._make_inputs(wire), ModelRunner(model, pool, backend, peers)
         drafts = DraftRollback(self._block_table, self._sequences, pool, backend)
-        verifier = Verifier(model, self._block_table, config, peers.world_size)
+        verifier = Verifier(model, self._block_table, config, peers)
         self._prefill = PrefillRunner(inputs, model_runner, peers)
         self._decode = DecodeRunner(inputs, model_runner, peers, means.sampler, means.last_ids, drafts, verifier)
         self._before = done(None)

@@ -165,9 +165,9 @@ class MemberProcess:
         """
         self._transport.send(self._rank.make_hello())
         match self._transport.receive():
-            case Load():
+            case Load(share):
                 with capturing_logs() as self._captured_logs:
-                    self._rank.load()
+                    self._rank.load(share)
                 self._transport.send(Loaded(self._member))
             case Stop():
                 return

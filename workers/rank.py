@@ -44,6 +44,9 @@ from workers.kv_cache.workspace_estimate import room_for_graphs
 from workers.kv_io.kv_io import ENDED, NOT_RESIDENT, KvIo, OpenStore
 from workers.kv_io.kv_piece import form_of
 from workers.model import model as models
+from workers.model.sharded_layers import RowExchange
+from workers.model.sharded_model import load_share
+from workers.model.weight_shares import Share
 from workers.rank_runtime import StepHandle
 from workers.sampling.device_sampler import DeviceSampler, make_sampler
 from workers.sampling.sampler import CpuSampler
@@ -86,6 +89,10 @@ class Rank:
         self._records = records or ExactnessRecords(cache_folder() / EXACT)
         self._exactness_note = ""
         """The reason why the model was not compared with plain attention; empty if it was."""
+        self._exchange: RowExchange | None = None
+        """The exchanges of sharded weights."""
+        self._must_verify = True
+        """Whether no epoch has compared a model with sharded weights."""
         self._fence = ExchangeAborter()
         self._next_store: Store | None = None
         """The store for the next epoch, if this rank will be its rank 0."""
@@ -106,21 +113,30 @@ class Rank:
         except ModelRefused as error:  # reported with those of other machines, which may have the model
             return msgspec.structs.replace(hello, missing=str(error))
 
-    def load(self) -> None:
-        """Loads the model and allocates the pool. Raises ModelRefused or StartError."""
+    def load(self, share: int = 0) -> None:
+        """Loads the model, or this share of its weights, and allocates the pool. Raises ModelRefused or StartError."""
         if self.device == "cpu":
             torch.set_num_threads(self.config.threads_per_rank)
         else:  # must come first: Triton launches kernels on the current device, which is initially GPU 0
             torch.cuda.set_device(self.device)
         config, num_ranks_here = self.config, self._spec.num_ranks_here
         check_kv_bytes(config, self.device, num_ranks_here, self._ranks_per_gpu)
-        model = models.load(config.model, config.dtype, self.device)
+        model = self._load_model(share)
         backend = registry.choose(config.kernels, self.device, model.dtype)
         if isinstance(backend, NativeBackend):
             use_native_linear(model.module, backend.product)
-        if self._verifies_model:
+        if self._verifies_model and model.exchange is None:
             self._exactness_note = verify_model(model, backend, config, self._fingerprint, self._records)
         self.allocate_pool(model, backend)
+
+    def _load_model(self, share: int) -> models.Model:
+        """The model with all weights or, if they are sharded, with this share."""
+        config = self.config
+        if not config.has_shares:
+            return models.load(config.model, config.dtype, self.device)
+        model = load_share(config.model, config.dtype, self.device, Share(share, config.world_size)).model
+        self._exchange = model.exchange
+        return model
 
     @property
     def _verifies_model(self) -> bool:
@@ -154,6 +170,7 @@ class Rank:
             kernels=self.backend.name,
             form=form_of(self.pool, of_windows=False),
             form_of_windows=form_of(self.pool, of_windows=True),
+            weight_bytes=sum(parameter.nbytes for parameter in model.module.parameters()),
             exactness_note=self._exactness_note,
         )
 
@@ -189,6 +206,9 @@ class Rank:
         """Uses the groups of an epoch for the exchanges of steps. All ranks must connect at the same time. `merges` are
         timings that an earlier epoch measured.
         """
+        if self._exchange is not None:
+            self._exchange.enter(groups.world if groups is not None else None, self.device)
+            self._verify_together(groups)
         loaded = (self.model, self.pool, self.backend, self.sampler, self.last_ids)
         resources = RankResources(self.config, self.device, *loaded, self.kv_io, self.graphs)
         self.epoch = epoch = GroupSession(resources, groups, merges)
@@ -209,6 +229,19 @@ class Rank:
             ready = msgspec.structs.replace(ready, windows=windows)
         epoch.prepare()
         return ready
+
+    def _verify_together(self, groups: Groups | None) -> None:
+        """Compares a model with sharded weights with plain attention, when the first epoch forms. A collective call."""
+        if groups is None:
+            return
+        is_pending = self._must_verify and self.config.verify_model
+        self._must_verify = False
+        if not groups.world.all_gather(torch.tensor([int(is_pending)], device=self.device)).min():
+            return  # some ranks have done so: replacements skip the check
+        self._exactness_note = verify_model(
+            self.model, self.backend, self.config, self._fingerprint, self._records, groups
+        )
+        self._ready = msgspec.structs.replace(self._ready, exactness_note=self._exactness_note)
 
     def set_layout(self, layout: KvLayout) -> None:
         """Replaces the block table of the current epoch by the layout."""
@@ -271,6 +304,8 @@ class Rank:
         if groups is not None:
             groups.abort()
             self._sockets.shut_down()  # an error may hold the last reference to a gloo group
+        if self._exchange is not None:
+            self._exchange.leave()
         self._store = None
         self._fence.reset()
         self.sampler.clear()

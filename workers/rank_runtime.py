@@ -43,8 +43,8 @@ class RankRuntime(Protocol):
         """The hello message of the member. The first member of a machine adds the fingerprint of the model."""
         ...
 
-    def load(self) -> None:
-        """Loads the model and allocates the pool. Raises ModelRefused."""
+    def load(self, share: int = 0) -> None:
+        """Loads the model, or this share of its weights, and allocates the pool. Raises ModelRefused."""
         ...
 
     def open_store(self) -> int:

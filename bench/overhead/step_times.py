@@ -40,8 +40,8 @@ class TimedRank:
     def make_hello(self) -> Hello:
         return self._rank.make_hello()
 
-    def load(self) -> None:
-        self._rank.load()
+    def load(self, share: int = 0) -> None:
+        self._rank.load(share)
 
     def open_store(self) -> int:
         return self._rank.open_store()

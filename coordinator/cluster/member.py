@@ -13,6 +13,8 @@ class Member:
     """One worker process."""
 
     number: int
+    share: int = 0
+    """The share of the weights that the member holds, if they are sharded."""
     hello: Hello | None = None
     is_loading: bool = False
     """The member was ordered to load the model."""

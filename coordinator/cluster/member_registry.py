@@ -107,10 +107,12 @@ class MemberRegistry:
 
     # --- beginning ---
 
-    def invite(self) -> tuple[int, ConnectInfo]:
-        """Return the number of a new member, and the information that it needs to connect."""
+    def invite(self, share: int = 0) -> tuple[int, ConnectInfo]:
+        """Return the number of a new member, which will hold `share` of the weights if they are sharded, and the
+        information that it needs to connect.
+        """
         number, self._next = self._next, self._next + 1
-        self._members[number] = Member(number)
+        self._members[number] = Member(number, share)
         return number, self._channel.invite(number)
 
     def withdraw(self, number: int) -> None:
@@ -125,7 +127,7 @@ class MemberRegistry:
     def load(self, members: Sequence[Member]) -> None:
         for member in members:
             member.is_loading = True
-        self._channel.send([member.number for member in members], Load())
+            self._channel.send([member.number], Load(member.share))
 
     async def admit(self, number: int) -> None:
         """Order a new member to load the model once its hello has arrived; the member can then join the next epoch.

@@ -87,7 +87,7 @@ class RankManager:
         self._channel = ControlSocket(config, host, self._on_message)
         self.registry = MemberRegistry(self._channel, kill, location_of, config.heartbeat_timeout)
         """The live members."""
-        self.invitations = tuple(self.registry.invite()[1] for _ in range(config.world_size))
+        self.invitations = tuple(self.registry.invite(share)[1] for share in range(config.world_size))
         """The connection information of the first members, in the order of their numbers."""
         self._group = self._begin(0, list(self.registry))
         self._form_seconds = config.rendezvous_timeout
@@ -218,15 +218,29 @@ class RankManager:
                 self.registry.kill(number, "every epoch with it failed to form")
 
     async def _wait_loaded(self, verdict: asyncio.Future[EpochEnd]) -> list[Member]:
-        """Wait until all pending kills have finished and at least one member has loaded the model. Return the members
-        that can join the next epoch. Raises the verdict of the previous epoch if none can.
+        """Wait until all pending kills have finished and at least one member has loaded the model; with sharded weights
+        one for each share. Return the members that can join the next epoch. Raises the verdict of the previous epoch if
+        there are none, or if a share has no replacement.
         """
         registry = self.registry
         await registry.wait_killed()
-        await registry.wait_until(lambda: registry.loaded() or not (list(registry) or self._history.is_replacing))
-        if not (loaded := registry.loaded()):
+        await registry.wait_until(lambda: self._is_complete or not (self._is_changing or self._history.is_replacing))
+        if not self._is_complete:
             raise (await asyncio.shield(verdict)).error
-        return loaded
+        return registry.loaded()
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether the loaded members hold all weights."""
+        loaded = self.registry.loaded()
+        if not self._config.has_shares:
+            return bool(loaded)
+        return {member.share for member in loaded} == set(range(self._config.world_size))
+
+    @property
+    def _is_changing(self) -> bool:
+        """Whether a member has not loaded the model yet, or is being killed."""
+        return any(not member.is_loaded or member.loss_reason for member in self.registry)
 
     def _begin(self, epoch: int, members: Sequence[Member]) -> RankGroup:
         self._group = RankGroup(epoch, members, self._config, self._channel, self.registry)

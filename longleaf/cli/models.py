@@ -15,7 +15,7 @@ from longleaf.cli.fetch import convert, fetch
 from longleaf.cli.help import CommandGroup
 from longleaf.cli.model_option import MODEL_HELP, Yes, resolve
 from longleaf.cli.options import AsJson, ServerOptions, connect, dtype_names, print_json
-from longleaf.config import KV_DTYPE_HELP, DtypeName, EngineConfig, KvDtypeName
+from longleaf.config import KV_DTYPE_HELP, DtypeName, EngineConfig, KvDtypeName, WeightsChoice
 from longleaf.errors import LongleafError, ModelRefused
 from longleaf.extras import require_extra
 from longleaf.fingerprint import Fingerprint, read_fingerprint
@@ -45,7 +45,10 @@ app.command("convert")(convert)
 @app.command("check")
 def check(
     model: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")],
-    world_size: Annotated[int, typer.Option(help="Number of ranks to plan for.")] = 1,
+    world_size: Annotated[int, typer.Option("--world-size", "--ranks", help="Number of ranks to plan for.")] = 1,
+    weights: Annotated[
+        WeightsChoice, typer.Option(help="Plan for all weights on each rank, or for an equal part.")
+    ] = _DEFAULTS.weights,
     kv_bytes: Annotated[
         int | None,
         typer.Option(
@@ -101,6 +104,7 @@ def check(
     config = EngineConfig(
         model=str(found.folder),
         world_size=world_size,
+        weights=weights,
         kv_bytes=kv_bytes,
         window_keys="replicated" if window_bytes is not None else "sharded",
         window_bytes=window_bytes,
@@ -192,6 +196,8 @@ def show(found: ModelReport, *, is_running: bool) -> None:
         sizes.add_row("", f"{message}, with --window-keys replicated")
     read = "" if attention.has_weights else "; not read without --load"
     sizes.add_row("weights", f"{human_bytes(attention.weight_bytes)} on each rank{read}")
+    if attention.share_bytes or attention.share_note:
+        sizes.add_row("", describe_shares(attention))
     for number, plan in enumerate(found.plans):
         mode = f", with --window-keys {plan.window_keys}" if len(found.plans) > 1 else ""
         sizes.add_row("" if number else "fits", _plan_summary(plan, is_running) + mode)
@@ -199,6 +205,14 @@ def show(found: ModelReport, *, is_running: bool) -> None:
     if found.dequantized is not None:
         print(describe_dequantized(found.dequantized))
     print("fingerprint:", found.fingerprint.digest if found.fingerprint else f"none: {found.unread}")
+
+
+def describe_shares(attention: AttentionReport) -> str:
+    """The weights of a rank if they are sharded."""
+    if attention.share_note:
+        return f"cannot be sharded: {attention.share_note}"
+    largest = human_bytes(max(attention.share_bytes))
+    return f"at most {largest} on each of {count_ranks(len(attention.share_bytes))}, with --weights sharded"
 
 
 def describe_dequantized(source: Dequantized) -> str:

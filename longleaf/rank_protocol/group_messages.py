@@ -106,6 +106,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """
     form_of_windows: str = ""
     """The same for the blocks of windows, if they are separate."""
+    weight_bytes: int = 0
+    """Bytes of the weights that the member holds."""
     exactness_note: str = ""
     """Reason why the member could not compare the model with plain attention; empty if it did, or was not asked to."""
 

@@ -12,6 +12,9 @@ HEARTBEAT_SECONDS = 1.0
 class Load(msgspec.Struct, frozen=True, tag="load"):
     """Coordinator to member: load the model. All machines have the same one."""
 
+    share: int = 0
+    """The share of the weights to hold, if they are sharded. There are as many shares as ranks."""
+
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Coordinator to member: exit."""

@@ -55,6 +55,7 @@ class ScriptedMember:
         self.merges: tuple[MergeTiming, ...] = ()
         self.progress = MemberProgress()
         self.joins: list[Join] = []
+        self.loads: list[Load] = []
         self.fences: list[AbortExchanges] = []
         self.num_fences = 0
         """With those that were sent again."""
@@ -74,6 +75,8 @@ class ScriptedMember:
             message = decode_to_rank(await self._socket.recv())
             if isinstance(message, Join):
                 self.joins.append(message)
+            if isinstance(message, Load):
+                self.loads.append(message)
             if isinstance(message, tuple(self.deaf_to)):
                 continue
             answer = self._answer(message)

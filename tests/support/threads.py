@@ -63,7 +63,7 @@ class ThreadRanks:
     async def start(self, epoch: int) -> Formation:
         self._join = Join(epoch, 0, "", 0, ("here",))
         for index, rank in enumerate(self._ranks):
-            rank.load()
+            rank.load(index)
             self._threads[index].start()
         readies = [await asyncio.to_thread(self._readies.get, timeout=120) for _ in self._ranks]
         hellos = tuple(Hello(rank, "here", "127.0.0.1", 0) for rank in range(len(self._ranks)))

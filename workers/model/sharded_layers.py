@@ -37,8 +37,10 @@ class RowExchange:
         if comm is not None:
             shares = comm.all_gather(torch.tensor(shares, device=device)).flatten().tolist()
         if sorted(shares) != list(range(self.share.count)):
-            held = ", ".join(map(str, shares))
-            raise StartError(f"weights: a group needs {self.share.count} ranks with one share each, not shares {held}")
+            present = ", ".join(map(str, shares))
+            raise StartError(
+                f"weights: a group needs {self.share.count} ranks with one share each, not shares {present}"
+            )
         order = sorted(range(len(shares)), key=shares.__getitem__)
         self._ranks = None if order == shares == sorted(shares) else torch.tensor(order, device=device)
         self._comm = comm
@@ -195,6 +197,11 @@ class ShardedEmbedding(nn.Module):
         self.local.padding_idx = None  # it may be a word of another rank, and matters in training only
         self._start, self._end = exchange.share.bounds(num_words)
         self._exchange = exchange
+
+    @property
+    def weight(self) -> Tensor:
+        """The words of this rank. Models read the device and the dtype of the weights of their embedding."""
+        return self.local.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         rows_R = self._exchange.all_rows(ids.reshape(-1))

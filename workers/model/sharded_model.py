@@ -67,8 +67,8 @@ def load_share(folder: str, dtype: DtypeName, device: str, share: Share) -> Shar
         raise ModelRefused(f"{folder} lacks weights of a causal language model: {list(loaded.missing)[:3]}")
     for name, stored, wanted in loaded.mismatched:
         raise ModelRefused(f"{folder}: {name} has shape {[*stored]}, but the config requires {[*wanted]}")
-    held = sum(parameter.nbytes for parameter in module.parameters())
-    numbers = f"{human_bytes(held)} on rank {share.index} of {share.count}, {human_bytes(loaded.num_bytes)} read"
+    local_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    numbers = f"{human_bytes(local_bytes)} on rank {share.index} of {share.count}, {human_bytes(loaded.num_bytes)} read"
     log.info("weights: sharded, %s", numbers)
     return ShardedModel(_assemble(found, device, share), found.plan, loaded.num_bytes)
 
@@ -102,6 +102,8 @@ def _attempt(
     known = outline(folder, dtype, number)
     plan = plan_weights(known, share.count)
     module = build_on_meta(config, dtype, number)
+    for name in plan.embeddings:
+        _shift_padding(module.get_submodule(name), share)
     try:
         with large_blocks_apart(), loading_to_device(device):
             loaded = read_share(module, Path(folder), plan.cuts, share, module.dtype)
@@ -110,6 +112,13 @@ def _attempt(
     except Exception as error:  # any error in the files refuses the folder
         raise models.refusal(folder, error, config) from error
     return _Attempt(module, loaded, plan, known)
+
+
+def _shift_padding(embedding: Any, share: Share) -> None:
+    """Sets the index of the padding word within the share: some families zero its row after loading."""
+    start, end = share.bounds(embedding.num_embeddings)
+    index = embedding.padding_idx
+    embedding.padding_idx = index - start if index is not None and start <= index < end else None
 
 
 def _assemble(found: _Attempt, device: str, share: Share) -> Model:

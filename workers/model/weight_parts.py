@@ -3,13 +3,13 @@
 - Linear layers are divided by outputs. Layers that receive the very same tensor share one exchange.
 - Two linear layers with only elementwise operations between them (an MLP) are divided by the width between them, and
   need one sum. `model.tp_plan` of transformers names them; a family without a plan is served by the first rule.
-- Experts are divided by the width of each expert, so that all ranks have the same work whatever the routing.
+- Experts are divided by the width of each expert, so that the work of all ranks is equal for any routing.
 - The embedding and the head are divided by words.
 - Norms, routers, sinks and narrow layers are on every rank.
 
-A layer is divided only if the preflight runs its `forward`, with all rows, in every pass: some families use the weights
-of a layer directly, and an expert in a module of its own may receive no rows on some ranks, which the others would wait
-for. Pairs, experts and embeddings are tried on random weights of a small width before they are divided.
+A layer must run its `forward` in every pass of the preflight, with all rows: some families use the weights of a layer
+directly, and a separate module of an expert may receive no rows on some ranks, for which the others would wait. Pairs,
+experts and embeddings are tried on random weights of a small width before they are divided.
 """
 
 import copy

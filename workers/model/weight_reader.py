@@ -109,7 +109,7 @@ class TensorSlice:
         return self._location.dtype
 
     def __getitem__(self, index: object) -> Tensor:
-        """Reads the slice, whatever the index."""
+        """Reads the slice for any index."""
         shape = self.get_shape()
         ranges = [(0, shape[self._dim])] if self._ranges is None and shape else self._ranges or [(0, 1)]
         if shape:

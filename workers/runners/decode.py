@@ -133,6 +133,7 @@ class DecodeRunner:
         if begun.logits_RV is None:
             if begun.ids is not None:
                 self._drafts.cut_back(sampled, accepted_ids(sampled, begun.ids.wait().tolist()), begun.blocks)
+            self._verifier.assist(sampled)
             return None
         tokens = begun.choice.tokens() if begun.choice else []
         self._drafts.cut_back(sampled, tokens, begun.blocks)
@@ -142,9 +143,7 @@ class DecodeRunner:
             result,
             tokens={row.sequence: found for row, found in zip(sampled, tokens, strict=True) if found},
             not_finite=tuple(row.sequence for row in sampled if row.sequence in broken),
-            comparisons=self._verifier.compare(
-                row for row, found in zip(sampled, tokens, strict=True) if len(found) > len(row.draft_ids)
-            ),
+            comparisons=self._verifier.compare(sampled, tokens),
             attention=begun.attention.attention() if begun.attention else {},
             scores=_by_sequence(work.rows, begun.scores.wait().tolist()) if begun.scores else {},
         )

@@ -3,7 +3,8 @@
 Rank 0 keeps the logits from which an answer's tokens were chosen. When the answer is complete, the same module computes
 them again over all its tokens at once, with transformers' eager attention and masks: the KV cache, the kernels, the
 merge, the reads and the hook take no part. Eager is the one implementation that every family has and that is complete
-(another one drops Gemma 2's soft cap).
+(another one drops Gemma 2's soft cap). Where each rank holds a share of the weights, all ranks compute plain attention
+together, over replicated rows.
 
 The comparison runs in float32. Where the ranks use a coarser type, plain attention also runs in that type: its distance
 from float32 measures the effect of rounding on this model and prompt. A rounding that selects another expert changes
@@ -12,7 +13,7 @@ the logits of single tokens a lot, so distances are medians over the tokens.
 
 import time
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from workers.kv_cache.block_table import BlockTable
 from workers.model import hook
 from workers.model.model import Model
 from workers.sampling.sampler import first_positions
+from workers.step.forward import Peers
 
 PLAIN = "eager"
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,10 +54,11 @@ class ComparisonResult:
 class Verifier:
     """Compares the answers of sequences that request it."""
 
-    def __init__(self, model: Model, block_table: BlockTable, config: EngineConfig, world_size: int) -> None:
+    def __init__(self, model: Model, block_table: BlockTable, config: EngineConfig, peers: Peers) -> None:
         self._model = model
         self._block_table = block_table
-        self._world_size = world_size
+        self._peers = peers
+        self._world_size = world_size = peers.world_size
         dtypes = [model.dtype, *([getattr(torch, config.merge_dtype)] if world_size > 1 else [])]
         coarsest = str(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
         self._dtype = coarsest if config.kv_dtype == "auto" else config.kv_dtype
@@ -83,16 +86,47 @@ class Verifier:
             if (answer := self._answers.get(row.sequence)) is not None:
                 answer.add(row, [token.id for token in chosen], logits_NV[first : first + len(chosen)])
 
-    def compare(self, rows: Iterable[Row]) -> dict[int, Verification]:
-        """Compares answers that rows completed, by sequence. A failure of plain attention is reported, not raised."""
-        complete = ((row, self._answers.pop(row.sequence)) for row in rows if row.is_compared)
-        return {row.sequence: self._compare(row, answer) for row, answer in complete}
+    def compare(self, rows: Sequence[Row], tokens: Sequence[Sequence[Token]]) -> dict[int, Verification]:
+        """Compares answers that rows completed with their tokens, by sequence. A failure of plain attention is
+        reported, not raised. With sharded weights, the other ranks call `assist` at the same time.
+        """
+        found = dict[int, Verification]()
+        for row, chosen in zip(rows, tokens, strict=True):
+            if not row.is_compared:
+                continue
+            is_complete = len(chosen) > len(row.draft_ids)
+            answer = self._answers.pop(row.sequence) if is_complete else None
+            if self._model.exchange is not None:
+                self._share_answer(answer)
+            if answer is not None:
+                found[row.sequence] = self._compare(row, answer)
+        return found
+
+    def assist(self, rows: Sequence[Row]) -> None:
+        """Takes part in the plain attention of rank 0 with the weights of this rank, if they are sharded."""
+        if self._model.exchange is None:
+            return
+        for row in rows:
+            if row.is_compared and (answer := self._share_answer(None)) is not None:
+                with suppress(Exception):  # as on rank 0, which reports it
+                    self._exact_and_plain(answer.token_ids, len(answer.logits), row.rope)
+
+    def _share_answer(self, answer: ComparisonResult | None) -> ComparisonResult | None:
+        """The answer of rank 0, whose logits other ranks do not have, only their number; None if rank 0 has none."""
+        device = self._peers.device
+        sizes = [len(answer.token_ids), len(answer.logits)] if answer is not None else [0, 0]
+        num_ids, num_logits = self._peers.broadcast(torch.tensor(sizes, device=device)).tolist()
+        if not num_ids:
+            return None
+        ids_T = torch.tensor(answer.token_ids if answer is not None else [0] * num_ids, device=device)
+        shared = ComparisonResult(self._peers.broadcast(ids_T).tolist())
+        shared.logits += [torch.empty(0)] * num_logits
+        return shared
 
     def _compare(self, row: Row, answer: ComparisonResult) -> Verification:
         began = time.monotonic()
         try:
-            exact_NV = self._plain_logits(row, answer, "float32")
-            plain_NV = self._plain_logits(row, answer, self._reference_dtype) if self._is_coarse else exact_NV
+            exact_NV, plain_NV = self._exact_and_plain(answer.token_ids, len(answer.logits), row.rope)
         except Exception as error:  # a family without eager attention, or no memory for its scores
             return Verification(failure=f"plain attention failed: {type(error).__name__}: {error}")
         found_NV = torch.stack(answer.logits)
@@ -111,9 +145,15 @@ class Verifier:
             reference_seconds=time.monotonic() - began,
         )
 
-    def _plain_logits(self, row: Row, answer: ComparisonResult, dtype: str) -> Tensor:
-        with computing_in(self._model.module, getattr(torch, dtype)):
-            return plain_logits(self._model, answer.token_ids[:-1], len(answer.logits), row.rope)
+    def _exact_and_plain(self, token_ids: Sequence[int], num_last: int, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Logits [num_last, V] of plain attention, in float32 and in the coarse type of the ranks."""
+
+        def computed_in(dtype: str) -> Tensor:
+            with computing_in(self._model.module, getattr(torch, dtype)):
+                return plain_logits(self._model, token_ids[:-1], num_last, rope)
+
+        exact_NV = computed_in("float32")
+        return exact_NV, computed_in(self._reference_dtype) if self._is_coarse else exact_NV
 
     def _holds(self, rank: int, row: Row) -> bool:
         """Whether a rank has keys that the row saw."""
@@ -137,6 +177,8 @@ def plain_logits(model: Model, token_ids: Sequence[int], num_last: int, rope: Ro
     """Logits [num_last, V], float32, after each of the last tokens, from transformers' own attention."""
     ids = torch.tensor([token_ids], dtype=torch.long, device=model.device)
     model.ropes.rows = {rope: None}
+    if model.exchange is not None:
+        model.exchange.set_rows(own=False)
     with plain_attention(model.module):
         logits_1TV = model.module(input_ids=ids, use_cache=False, logits_to_keep=num_last).logits
     return logits_1TV[0, -num_last:].float()

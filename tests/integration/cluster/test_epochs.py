@@ -22,7 +22,7 @@ from longleaf.rank_protocol.group_messages import (
     Ready,
     StoreOpened,
 )
-from longleaf.rank_protocol.member_messages import Died, MemberProgress
+from longleaf.rank_protocol.member_messages import Died, Load, MemberProgress
 from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
 from longleaf.sampling import Token
 from tests.support.members import ScriptedMember
@@ -49,9 +49,9 @@ class World:
     async def kill(self, member: int) -> None:
         self.killed.append(member)
 
-    async def add(self, node: str = "a", deaf_to: Collection[type[ToRank]] = ()) -> int:
-        """Adds a member that loads the model beside the epoch."""
-        number, invitation = self.control.registry.invite()
+    async def add(self, node: str = "a", deaf_to: Collection[type[ToRank]] = (), share: int = 0) -> int:
+        """Adds a member that loads the model, or this share of it, beside the epoch."""
+        number, invitation = self.control.registry.invite(share)
         self.members[number] = ScriptedMember(invitation, number, node, deaf_to)
         await self.control.registry.admit(number)
         return number
@@ -135,6 +135,30 @@ async def test_remaining_members_form_the_next_epoch(make_world: MakeWorld, lost
     assert [(loss.member, loss.rank, loss.epoch, loss.slot) for loss in world.control.losses] == [
         (member, member, 1, "abandoned") for member in lost
     ]
+
+
+async def test_a_group_with_sharded_weights_waits_for_the_replacement(make_world: MakeWorld) -> None:
+    world = await make_world(3, weights="sharded")
+    assert [world.members[member].loads for member in range(3)] == [[Load(0)], [Load(1)], [Load(2)]]
+    world.control.registry.attach_supervisor(lambda _: None)
+    world.control.on_process_exit(1, "was killed by signal 9")
+    await world.control.group.wait_ended()
+    forming = asyncio.ensure_future(world.control.form(2))
+    await world.add(share=0)  # it holds another share than the lost member
+    await world.control.registry.wait_until(lambda: world.control.num_ready == 3)
+    assert not forming.done()
+    world.control.registry.kill(3, "is not needed")
+    member = await world.add(share=1)
+    assert world.members[member].loads == [Load(1)]
+    assert (await forming).members == (0, 2, member)
+
+
+async def test_sharded_weights_without_a_replacement_end_the_service(make_world: MakeWorld) -> None:
+    world = await make_world(3, weights="sharded")
+    world.control.on_process_exit(1, "was killed by signal 9")
+    await world.control.group.wait_ended()
+    with pytest.raises(RankLost, match="was killed by signal 9"):
+        await world.control.form(2)
 
 
 async def test_abort_sent_before_the_heartbeat_connection_is_sent_again(make_world: MakeWorld) -> None:

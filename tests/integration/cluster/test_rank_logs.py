@@ -84,7 +84,7 @@ async def test_last_log_line_of_a_failing_member_is_forwarded(caplog: pytest.Log
 class Noisy(EchoRank):
     """Logs during its start."""
 
-    def load(self) -> None:
+    def load(self, share: int = 0) -> None:
         library.warning("shared memory is full (slower)")
 
     def join(self, join: Join) -> Ready:

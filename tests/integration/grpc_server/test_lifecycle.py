@@ -100,7 +100,7 @@ class LateRank(EchoRank):
         super().__init__(spec)
         self._rank, self._pipe = spec.member, pipe
 
-    def load(self) -> None:
+    def load(self, share: int = 0) -> None:
         if self._rank == 1:
             self._pipe.read_bytes()
 

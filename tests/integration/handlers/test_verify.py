@@ -146,8 +146,8 @@ class PerturbedRank(Rank):
     """Rank 1 stores its keys correctly, but the values of its first slot are wrong: a single key of all is
     perturbed."""
 
-    def load(self) -> None:
-        super().load()
+    def load(self, share: int = 0) -> None:
+        super().load(share)
         if self._spec.member == 1:
             self.pool.store = Perturbed(self.pool)
 

@@ -256,7 +256,7 @@ class EchoRank:
     def open_store(self) -> int:
         return 0
 
-    def load(self) -> None:
+    def load(self, share: int = 0) -> None:
         if self._fault and self._fault.step == 0:
             self._fault.trigger(self._fault.kind)
 

@@ -74,7 +74,7 @@ class ScriptedRank:
     def make_hello(self) -> Hello:
         return Hello(self._rank, "here", "127.0.0.1", 1)
 
-    def load(self) -> None:
+    def load(self, share: int = 0) -> None:
         pass
 
     def open_store(self) -> int:

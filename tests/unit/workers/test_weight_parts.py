@@ -1,4 +1,4 @@
-"""Rules that divide weights: what may be divided, and what must not."""
+"""Rules that divide weights: layers that may be divided, and layers that must not."""
 
 import pytest
 import torch
@@ -114,7 +114,7 @@ def test_a_family_without_a_plan_is_divided_by_outputs_alone(known):
     assert plan.cuts["transformer.h.0.mlp.c_proj.bias"] == Cut(0)
 
 
-def test_a_layer_whose_weights_are_used_directly_is_on_every_rank(known):
+def test_a_layer_is_on_every_rank_if_its_weights_are_used_directly(known):
     assert not any("kv_b_proj" in name for name in plan_weights(known("deepseek_v3"), 2).cuts)
 
 

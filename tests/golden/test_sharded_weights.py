@@ -1,0 +1,137 @@
+"""Weights divided over the ranks: tokens equal `generate`, and each rank holds and reads its part only."""
+
+import itertools
+import os
+import signal
+
+import pytest
+
+from coordinator.cluster.local_fleet import LocalFleet
+from coordinator.cluster.rank_manager import RankManager
+from coordinator.cluster.replacement_supervisor import ReplacementSupervisor
+from coordinator.engine_messages import Prompt, Tokens
+from longleaf.rank_protocol.verdict import judge
+from longleaf.sampling import SamplingParams
+from tests.support.golden.asking import MAX_TOKENS, answer, compare, ingest
+from tests.support.golden.plain import LOGIT_TOLERANCE, NEW_TOKENS, load_plain
+from tests.support.golden.states import CONTEXT_LEN, STATES, Logits, running
+from tests.support.running import running_on
+from tests.support.thinned import thinned
+from tests.support.threads import config_for, make_spec
+from workers.__main__ import main
+from workers.model.sharded_model import load_share
+from workers.model.weight_shares import Share
+from workers.rank import Rank
+from zoo.families import FAMILIES
+
+MERGES, CHUNKS, PREFILLS = ("gather", "exchange", "butterfly"), (64, 300, 4096), ("auto", "queries", "keys")
+WAYS = zip(*map(itertools.cycle, (MERGES, CHUNKS, STATES, PREFILLS)))  # noqa: B905
+COVER = [(family, world_size, *way) for (family, world_size), way in zip(itertools.product(FAMILIES, (2, 3)), WAYS)]  # noqa: B905
+SINGLE = ("llama", "qwen2.5", "mixtral", "gpt_oss", "gpt2")
+"""Families without a vision part or latents, which are on every rank."""
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(("family", "world_size", "merge", "chunk_size", "state", "prefill"), COVER)
+async def test_tokens_equal_generate(goldens, family, world_size, merge, chunk_size, state, prefill):
+    golden = goldens(family)
+    settings = {"merge": merge, "chunk_size": chunk_size, "prefill": prefill, "weights": "sharded"}
+    logits = Logits()
+    async with running(config_for(golden.folder, world_size=world_size, **settings), logits.watch) as engine:
+        answers = await STATES[state](engine, golden.prompt)
+    assert answers == [golden.tokens] * len(answers)
+    difference = (logits.first(NEW_TOKENS) - golden.logits_TV).abs().max()
+    assert difference <= LOGIT_TOLERANCE * golden.logits_TV.std()
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3", {"dtype": "bfloat16"}),
+        ("mixtral", {"dtype": "bfloat16"}),
+        ("gemma3", {"window_keys": "replicated"}),
+        ("qwen2", {"kv_dtype": "int8"}),
+        ("llama", {}),
+    ],
+)
+async def test_verification_passes(goldens, family, settings):
+    """All ranks compute plain attention together."""
+    golden = goldens(family)
+    async with running(config_for(golden.folder, world_size=3, weights="sharded", **settings)) as engine:
+        found = await compare(engine, golden.prompt[:300])
+        assert (found.failure, found.compared_tokens) == ("", MAX_TOKENS)
+        assert judge(found).passed
+        assert len(await answer(engine, golden.prompt[:70])) == NEW_TOKENS
+
+
+async def test_verification_notices_a_wrong_rank(goldens):
+    golden = goldens("llama")
+
+    def spoil(number, rank):
+        if number == 1:
+            store = rank.pool.store
+            rank.pool.store = lambda *given: store(*given[:-1], 2 * given[-1])
+
+    async with running(config_for(golden.folder, world_size=3, weights="sharded"), spoil) as engine:
+        assert not judge(await compare(engine, golden.prompt[:300])).passed
+
+
+async def test_a_lost_share_of_a_sum_is_noticed(goldens):
+    """The tests above can fail: when one rank's addends are lost, the text changes."""
+    golden = goldens("llama")
+
+    def spoil(number, rank):
+        if number == 1:
+            [*_, last] = (part for name, part in rank.model.module.named_modules() if name.endswith("down_proj.local"))
+            last.weight.data.zero_()
+
+    async with running(config_for(golden.folder, world_size=2, weights="sharded"), spoil) as engine:
+        assert await answer(engine, golden.prompt) != golden.tokens
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("family", thinned(SINGLE, len(SINGLE)))
+def test_a_rank_holds_and_reads_its_part(goldens, family, count):
+    folder = goldens(family).folder
+    whole = sum(parameter.nbytes for parameter in load_plain(folder).parameters())
+    for index in range(count):
+        found = load_share(str(folder), "float32", "cpu", Share(index, count))
+        local_bytes = sum(parameter.nbytes for parameter in found.model.module.parameters())
+        every = sum(
+            parameter.nbytes for name, parameter in load_plain(folder).named_parameters() if name not in found.plan.cuts
+        )
+        assert local_bytes - every <= 1.02 * whole / count
+        assert every < 0.02 * whole
+        assert found.num_bytes_read <= 1.02 * local_bytes
+
+
+def test_one_rank_holds_all_weights(goldens):
+    rank = Rank(make_spec(0, config_for(goldens("llama").folder, weights="sharded")))
+    rank.load()
+    assert rank.model.exchange is None
+    rank.close()
+
+
+@pytest.mark.timeout(240)
+async def test_an_answer_waits_for_the_replacement_of_a_lost_rank(goldens):
+    golden = goldens("llama")
+    config = config_for(golden.folder, world_size=3, chunk_size=300, weights="sharded", verify_model=False)
+    fleet = LocalFleet(main)
+    control = RankManager(config, await fleet.reserve(config), fleet.kill)
+    async with running_on(fleet, control, config, max_positions=8192) as found:
+        supervisor = ReplacementSupervisor(control.registry, fleet, config, found.readies)
+        await ingest(found.engine, "book", golden.prompt[:CONTEXT_LEN])
+        sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_end_token=True)
+        tokens = list[int]()
+        prompt = Prompt(context="book", token_ids=golden.prompt[CONTEXT_LEN:], sampling=sampling)
+        async for event in found.engine.submit(prompt):
+            if isinstance(event, Tokens):
+                if not tokens:
+                    os.kill(control.hellos[1].pid, signal.SIGKILL)
+                tokens += event.token_ids
+        assert tuple(tokens) == golden.tokens
+        assert control.num_lost == 1
+        assert len(control.group.members) == 3
+        await supervisor.close()
