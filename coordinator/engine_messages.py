@@ -49,14 +49,14 @@ class AttributionContext(msgspec.Struct, frozen=True, kw_only=True):
     """Ids of the segments on its path."""
     ends: tuple[int, ...]
     """Position up to which each segment is used."""
-    last_ids: Sequence[int]
-    """Its last token ids, at most LAST_IDS."""
+    num_opening: int
+    """Tokens at its start that are no source: the chat template before the first document, or attention sinks."""
+    owner: object
+    """Exists as long as any context that ends in the same segment, which never changes."""
     block_size: int
     """Tokens of a block; a multiple of the tokens of a span."""
     full_layers: tuple[int, ...]
     """Layers with full attention."""
-    can_cut: bool
-    """Whether a prompt may continue from any position of the context."""
 
     @property
     def end(self) -> int:
@@ -69,9 +69,6 @@ class AttributionContext(msgspec.Struct, frozen=True, kw_only=True):
         return ContinuationPoint(
             tuple(each for each, start in zip(self.segments, starts, strict=False) if start < end), end
         )
-
-
-LAST_IDS = 16
 
 
 class ContinuationPoint(msgspec.Struct, frozen=True):
@@ -91,6 +88,8 @@ class SpanLayout(msgspec.Struct, frozen=True):
     """Layers whose attention is reported; empty: all layers with full attention."""
     num_spans: int = 0
     """Number of spans in the context."""
+    num_opening: int = 0
+    """Tokens at the start of the context that belong to no span."""
 
 
 class ProbeResult(msgspec.Struct, frozen=True):

@@ -9,6 +9,8 @@ from longleaf.client import Client
 from longleaf.types import Delta, Finished, Provenance, Ranking, Source
 
 MAX_TOKENS = 96
+LINE_TOKENS = 32
+"""Most tokens of an answer of one line."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -40,11 +42,19 @@ class Attributed(msgspec.Struct, frozen=True):
 
 
 def ask(
-    client: Client, context: str, question: Question, place: Place | None, tokens: int, method: Ranking
+    client: Client,
+    context: str,
+    question: Question,
+    place: Place | None,
+    tokens: int,
+    method: Ranking,
+    *,
+    is_line: bool = False,
 ) -> Attributed:
-    """Asks with sources, which are confirmed."""
+    """Asks with sources, which are confirmed. `is_line`: the answer ends with its first line."""
     wanted = Provenance(ranking=method, confirm=True)
-    events = list(client.ask(context, question.text, max_tokens=MAX_TOKENS, provenance=wanted))
+    limits = {"max_tokens": LINE_TOKENS, "stop": ["\n"]} if is_line else {"max_tokens": MAX_TOKENS}
+    events = list(client.ask(context, question.text, provenance=wanted, **limits))
     last = events[-1]
     assert isinstance(last, Finished)
     assert last.attribution is not None

@@ -24,7 +24,7 @@ NOUNS = "Harbor Meadow Falcon River Summit Orchard Lantern Willow Canyon Bridge 
 PLACES = "depot library clinic hotel warehouse school museum laboratory station theater".split()
 STAFF = "Alice Turner,Robert Hayes,Maria Lopez,David Chen,Emma Brooks,James Porter,Nora Bennett,Peter Walsh".split(",")
 CITIES = "Lisbon,Denver,Oslo,Chicago,Madrid,Toronto,Vienna,Boston,Prague,Seattle,Dublin,Geneva".split(",")
-COLORS = "purple orange yellow crimson turquoise violet scarlet bronze".split()
+DISHES = "lasagna,pumpkin soup,apple pie,chicken curry,tomato salad,fish stew,onion rings,potato pancakes".split(",")
 ANIMALS = "penguin giraffe hedgehog dolphin kangaroo panther walrus beaver".split()
 KINDS = (
     ("The access code of the {name} is {value}.", "What is the access code of the {name}?", "number"),
@@ -33,23 +33,29 @@ KINDS = (
     ("The {name} was founded in the year {value}.", "In which year was the {name} founded?", "year"),
     ("The manager of the {name} is {value}.", "Who is the manager of the {name}?", "staff"),
     ("The {name} is located in {value}.", "In which city is the {name} located?", "city"),
-    ("The front door of the {name} is painted {value}.", "What color is the front door of the {name}?", "color"),
     ("The mascot of the {name} is a {value}.", "What is the mascot of the {name}?", "animal"),
-    ("The wireless password of the {name} is {value}.", "What is the wireless password of the {name}?", "password"),
+    ("A ticket for the {name} costs {value} dollars.", "How much does a ticket for the {name} cost?", "price"),
+    ("The favorite dish at the {name} is {value}.", "What is the favorite dish at the {name}?", "dish"),
     ("The {name} has {value} employees.", "How many employees does the {name} have?", "number"),
 )
 """Sentence, question and kind of value."""
-DOCUMENT_BYTES = {"development": (8_500,) * 4 + (17_000,) * 3 + (31_000,), "final": (8_500,) * 8 + (17_000,) * 8 + (31_000,) * 4}
-"""Size of each document by set: about 2,000, 4,000 and 7,500 tokens of SmolLM2."""
-DIGESTS: dict[str, str] = {}
+LENGTHS = {"development": (2000,) * 5 + (4000,) * 2 + (7000,), "final": (2000,) * 9 + (4000,) * 8 + (7000,) * 3}
+"""Tokens of each document by set, about."""
+BYTES_PER_TOKEN = 4.3
+"""Of SmolLM2."""
+DIGESTS = {
+    "development": "b3a945dd3d3520459bb54f2ceef263c186b89de2c3ae560a25a406c3b062ac1a",
+    "final": "cbbf672cb331449f94050dfdb700ae7f9527052aeb9dcbb97d23fc567216538a",
+}
+"""SHA-256 of each set on Debian 12 with Python 3.11."""
 
 
 def documents(name: str) -> list[Document]:
     """The documents of a set, `development` or `final`. Raises RuntimeError if this machine's prose is different."""
     rng = random.Random(f"planted facts: {name}")
     prose = paragraphs()
-    found = [_document(rng, prose, size) for size in DOCUMENT_BYTES[name]]
-    if (is_so := digest(found)) != DIGESTS.get(name, is_so):
+    found = [_document(rng, prose, int(tokens * BYTES_PER_TOKEN)) for tokens in LENGTHS[name]]
+    if (is_so := digest(found)) != DIGESTS[name]:
         raise RuntimeError(f"the prose on this machine differs: the hash of the {name} set is {is_so}")
     return found
 
@@ -106,6 +112,6 @@ def _value(rng: random.Random, kind: str) -> str:
         return str(rng.randrange(1000, 10000))
     if kind == "year":
         return str(rng.randrange(1850, 2000))
-    if kind == "password":
-        return f"{rng.choice(ANIMALS)}{rng.randrange(10, 100)}"
-    return rng.choice({"staff": STAFF, "city": CITIES, "color": COLORS, "animal": ANIMALS}[kind])
+    if kind == "price":
+        return str(rng.randrange(11, 99))
+    return rng.choice({"staff": STAFF, "city": CITIES, "dish": DISHES, "animal": ANIMALS}[kind])

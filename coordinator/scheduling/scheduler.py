@@ -382,7 +382,7 @@ class Scheduler:
     def _commit_tokens(self, job: SequenceJob, result: StepResult) -> None:
         request_id, reason = job.request.id, "length"
         if not job.prompt.is_probe:
-            index, attention = job.num_generated, result.attention.get(job.id)
+            index, attention = job.num_generated, result.attention.get(job.id, ())
             sampled, tokens = result.tokens[job.id], list[Token]()
             if len(sampled) > 1:
                 job.accept([token.id for token in sampled[:-1]])
@@ -390,10 +390,9 @@ class Scheduler:
                 tokens.append(token)
                 if (reason := job.append_token(token.id)) is not None:
                     break  # tokens sampled after the end of the answer are dropped
-            attentions = () if attention is None else (attention,)
             counts = (self._drafter.record_tokens(job, sampled), min(len(tokens), len(sampled) - 1))
             self.drafts.add(*counts, len(tokens))
-            self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, attentions, *counts)))
+            self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, attention[: len(tokens)], *counts)))
         if reason is not None:
             self._outcomes.append((request_id, job.ended(reason, result)))
             self._lifecycle.finish(job)

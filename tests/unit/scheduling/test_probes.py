@@ -30,7 +30,7 @@ class ProbeBench(Bench):
         return replace(
             result,
             seconds=result.seconds + self.seconds_per_probed_token * num_probed,
-            attention={row.sequence: attention_of(row) for row in rows if row.spans},
+            attention={row.sequence: (attention_of(row),) for row in rows if row.spans},
             scores={
                 row.sequence: tuple(map(float, row.token_ids[-row.num_scored :])) for row in rows if row.num_scored
             },
