@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from longleaf.rank_protocol.step import NUM_OTHER_SHARES, Decode, Spans
 from longleaf.runs import ceil_div
 from tests.support.golden.attended import Dense, expected, unpack_attention
+from tests.support.golden.drafted import SAMPLINGS, Drafting, guess, never
 from tests.support.golden.epochs import Service
 from tests.support.golden.plain import LOGIT_TOLERANCE, draw_ids
 from tests.support.golden.states import Logits
@@ -206,3 +207,38 @@ def test_what_is_hidden_from_a_chunk_is_read_by_no_layer(goldens, family, world_
     _, logits = steps(service, [row], 1)
     wanted, _ = dense_of(golden, service)(prompt, HIDDEN, START)
     assert (logits[0] - wanted[-1]).abs().max() <= LOGIT_TOLERANCE * wanted.std()
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize("settings", [{}, {"kv_dtype": "int8"}, {"kernels": "torch"}])
+@pytest.mark.parametrize(("family", "world_size"), [("llama", 1), ("gemma3", 3), ("gpt_oss", 2), ("deepseek_v3", 2)])
+def test_drafted_tokens_have_the_shares_that_they_have_without_drafts(goldens, family, world_size, settings, share):
+    golden, spans = goldens(family), Spans(SIZE, 2, len(goldens(family).prompt), num_lead=NUM_LEAD)
+    path, question = (0, 1), golden.prompt[START:]
+
+    def answer(draft):
+        drafting = Drafting(service_of(golden, world_size, **settings), draft)
+        rows = [drafting.ask(path, question, START, sampling, spans=spans) for sampling in SAMPLINGS[:2]]
+        rows.append(drafting.ask(path, question, START, SAMPLINGS[0]))
+        return drafting, drafting.answer(rows, 24)
+
+    wanted, answers = answer(never)
+    found, drafted_answers = answer(guess(answers, 5, share))
+    assert drafted_answers == answers
+    assert found.num_refused or share == 1.0
+    assert found.num_steps < wanted.num_steps or share == 0.0
+    tolerance = 10 * TOLERANCE if "kv_dtype" in settings else TOLERANCE  # keys on the border are rounded otherwise
+    for sequence in wanted.sequences[:2]:
+        pairs = zip(reported(found, sequence), reported(wanted, sequence), strict=True)
+        for mine, theirs in pairs:
+            assert (mine.means - theirs.means).abs().max() <= tolerance
+            assert (mine.largest - theirs.largest).abs().max() <= 10 * tolerance
+    assert not reported(found, found.sequences[2])
+
+
+def reported(drafting, sequence):
+    """The attention of each token of an answer."""
+    parts = [(result.tokens.get(sequence, ()), result.attention.get(sequence, ())) for result in drafting.results]
+    assert all(len(tokens) == len(attention) for tokens, attention in parts if attention)
+    return [unpack_attention(attention) for _, found in parts for attention in found]
