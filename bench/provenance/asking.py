@@ -1,17 +1,15 @@
 """One question with its sources, and whether these are where its fact stands."""
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import msgspec
 
 from bench.needle.documents import Question
 from longleaf.client import Client
-from longleaf.types import Delta, Finished, Provenance, Ranking, Source
+from longleaf.types import Delta, Finished, GenerateOptions, Provenance, Ranking, Source
 
 MAX_TOKENS = 96
-LINE_TOKENS = 32
-"""Most tokens of an answer of one line."""
-
 
 class Place(msgspec.Struct, frozen=True):
     """Tokens [start, end) of the context in which a fact stands, from its sentence's first to its value's last."""
@@ -48,13 +46,12 @@ def ask(
     place: Place | None,
     tokens: int,
     method: Ranking,
-    *,
-    is_line: bool = False,
+    wanted: Provenance | None = None,
+    **limits: Unpack[GenerateOptions],
 ) -> Attributed:
-    """Asks with sources, which are confirmed. `is_line`: the answer ends with its first line."""
-    wanted = Provenance(ranking=method, confirm=True)
-    limits = {"max_tokens": LINE_TOKENS, "stop": ["\n"]} if is_line else {"max_tokens": MAX_TOKENS}
-    events = list(client.ask(context, question.text, provenance=wanted, **limits))
+    """Asks with sources: as `wanted`, by default confirmed ones. `limits` are those of the answer."""
+    options = GenerateOptions(max_tokens=MAX_TOKENS, provenance=wanted or Provenance(ranking=method, confirm=True))
+    events = list(client.ask(context, question.text, **(options | limits)))
     last = events[-1]
     assert isinstance(last, Finished)
     assert last.attribution is not None
