@@ -129,10 +129,12 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     beginning: ContinuationPoint | None = None
     """Position to continue from, if not the current end of the context."""
     is_probe: bool = False
-    """Whether this is a probe. It scores its last `num_scored` tokens; if that is 0, it returns the mean attention of
-    all its tokens."""
+    """Whether this is a probe. It scores its last `num_scored` tokens, and returns the mean attention of its last
+    `num_reported` tokens."""
     num_scored: int = 0
     """Number of tokens, at the end of a probe, to score."""
+    num_reported: int = 0
+    """Number of tokens, at the end of a probe with `cuts`, whose attention is reported."""
 
     @property
     def is_whole(self) -> bool:
@@ -148,9 +150,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_rows(self) -> int:
         """Minimum number of tokens, at the end of the prompt, that are computed as rows with an output."""
-        if not self.is_probe:
-            return 1
-        return self.num_scored + 1 if self.num_scored else len(self.token_ids)
+        return max(1, self.num_scored + 1 if self.num_scored else 0, self.num_reported)
 
     @property
     def num_open(self) -> int:

@@ -24,7 +24,7 @@ from coordinator.handlers.attribution import (
     spans_of,
     top,
 )
-from coordinator.handlers.attribution_baseline import Baselines
+from coordinator.handlers.attribution_baseline import NUM_ROWS, Baselines
 from coordinator.text.text_map import TextMap
 from longleaf.errors import InvalidArgument, NotFinite, ResourceExhausted, Unavailable
 from longleaf.rank_protocol.step import Attention
@@ -125,7 +125,9 @@ class AttributionTracer:
             return stored
         token_ids = await self._baselines.token_ids()
         fitting = token_ids[: self._room]
-        [found] = await self._run([replace(self._probe(fitting, context.end), cuts=spans.cuts, hidden=hidden)])
+        probe = self._probe(fitting, context.end)
+        num_reported = min(len(fitting), NUM_ROWS)
+        [found] = await self._run([replace(probe, cuts=spans.cuts, hidden=hidden, num_reported=num_reported)])
         assert found.attention is not None, "ranks report the attention of a probe with spans"
         sums = AttentionAccumulator()
         sums.add(found.attention)

@@ -216,8 +216,8 @@ class SequenceJob(Job):
         """The spans for which its rows report attention."""
         if (cuts := self.prompt.cuts) is None:
             return None
-        num_segments, is_probe = len(self.request.origin.segments), self.prompt.is_probe
-        return Spans(cuts.size, num_segments, self.num_prompt, cuts.layers, is_probe, cuts.num_opening)
+        num_segments, num_rows = len(self.request.origin.segments), self.prompt.num_reported
+        return Spans(cuts.size, num_segments, self.num_prompt, cuts.layers, num_rows, cuts.num_opening)
 
     def _num_reference(self, num_requested: int) -> int:
         """Number of tokens to recompute for the comparison, once the plans have requested the complete answer; else

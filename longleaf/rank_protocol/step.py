@@ -30,8 +30,8 @@ class Spans(msgspec.Struct, frozen=True, omit_defaults=True):
     """End position of the prompt. Positions after the segments and before it are the prompt, later ones the answer."""
     layers: tuple[int, ...] = ()
     """Layers to include, all of them full-attention layers; empty: all full-attention layers."""
-    of_all_rows: bool = False
-    """Report the mean over all rows of a step; otherwise each row that is sampled from."""
+    num_rows: int = 0
+    """Report the mean over so many last rows of a step; 0: each row that is sampled from."""
     num_lead: int = 0
     """Tokens at the start of the first segment that belong to no span: the chat template before a document, and tokens
     that act as attention sinks. Their share is reported separately."""
@@ -287,7 +287,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     comparisons: dict[int, Verification] = msgspec.field(default_factory=dict[int, Verification])
     """By sequence, for the compared answers that this step completed; their durations are part of `seconds`."""
     attention: dict[int, tuple[Attention, ...]] = msgspec.field(default_factory=dict[int, tuple[Attention, ...]])
-    """By sequence with spans: for each of its tokens, that of the row which it was sampled from; or the mean over all
+    """By sequence with spans: for each of its tokens, that of the row which it was sampled from; or the mean over
     rows."""
     scores: dict[int, tuple[float, ...]] = msgspec.field(default_factory=dict[int, tuple[float, ...]])
     """By sequence, natural logarithms of the probabilities of scored tokens, from the model's unmodified distribution.

@@ -91,7 +91,7 @@ def test_shares_are_those_of_dense_attention(goldens, family, world_size, num_le
         service.begin((0, 1), question, START, 0, spans=spans),
         service.begin((0, 1), question, START, 0),
         service.begin((0, 1), question, START, 0, spans=one_layer),
-        service.begin((0, 1), last_ids, START - 8, -1, spans=replace(spans, of_all_rows=True)),
+        service.begin((0, 1), last_ids, START - 8, -1, spans=replace(spans, num_rows=5)),
     ]
     first, plain, other, before = (row.sequence for row in rows)
     results, _ = steps(service, rows)
@@ -103,7 +103,7 @@ def test_shares_are_those_of_dense_attention(goldens, family, world_size, num_le
         last = len(golden.prompt) - 1 + i
         check_only(result.attention[first], expected(weights, [last], (0, CUT), START, spans))
         check_only(result.attention[other], expected(weights, [last], (0, CUT), START, one_layer))
-    rows_before = range(START - 8, START)
+    rows_before = range(START - 5, START)
     check_only(results[0].attention[before], expected(weights, rows_before, (0, CUT), START - 8, spans))
 
 
@@ -132,7 +132,7 @@ def test_keys_are_looked_at_in_tiles_of_any_size(goldens, monkeypatch, world_siz
     for tile in (4096, SIZE * 3 - 1):
         monkeypatch.setattr("workers.step.attention_attribution.TILE_KEYS", tile)
         service = service_of(golden, world_size, kernels="torch")
-        spans = Spans(SIZE, 2, len(golden.prompt), of_all_rows=True, num_lead=NUM_LEAD)
+        spans = Spans(SIZE, 2, len(golden.prompt), num_rows=len(golden.prompt) - START, num_lead=NUM_LEAD)
         row = service.begin((0, 1), golden.prompt[START:], START, 0, spans=spans)
         [result], _ = steps(service, [row], 1)
         [attention] = result.attention[row.sequence]

@@ -105,7 +105,7 @@ def attribution_groups(
     """The attributions that rows request, in the same order on all ranks. Layers with a limited reach never count."""
     found: dict[SpanView, AttributionGroup] = {}
     for row, query in queries:
-        if row.spans is None or not (row.spans.of_all_rows or row.token_index >= 0):
+        if row.spans is None or not (row.spans.num_rows or row.token_index >= 0):
             continue
         layers = tuple(layer for layer in full_layers if not row.spans.layers or layer in row.spans.layers)
         if not layers:
@@ -129,9 +129,10 @@ def attribution_groups(
 
 
 def _counted(row: Row, run: QueryRun) -> Iterator[QueryRun]:
-    """The rows that count: all of them together, or each one that is sampled from."""
-    if row.spans is not None and row.spans.of_all_rows:
-        yield run
+    """The rows that count: the last ones together, or each one that is sampled from."""
+    if row.spans is not None and row.spans.num_rows:
+        start = max(run.start, run.end - row.spans.num_rows)
+        yield QueryRun(start, run.end, run.row + start - run.start)
         return
     for position in range(run.end - 1 - len(row.draft_ids), run.end):
         yield QueryRun(position, position + 1, run.row + position - run.start)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from coordinator.engine.engine import Engine
-from coordinator.handlers.attribution_baseline import NEUTRAL_QUESTION
+from coordinator.handlers.attribution_baseline import NEUTRAL_QUESTION, NUM_ROWS
 from longleaf.client import AsyncClient
 from longleaf.credentials import Quotas
 from longleaf.errors import InvalidArgument, NotFound
@@ -182,15 +182,18 @@ async def test_sources_are_confirmed_by_hiding_each(service: Service, hidden: tu
 
 def baselines(service: Service) -> list[Row]:
     """The rows that measured one."""
-    return [row for row in service.rows if row.spans is not None and row.spans.of_all_rows]
+    return [row for row in service.rows if row.spans is not None and row.spans.num_rows]
 
 
 async def test_sources_are_ranked_by_contrast_with_a_neutral_question(service: Service) -> None:
     found = attribution(finished(await service.ask(Provenance(span_tokens=SIZE, num_spans=64), max_tokens=4)))
     [probe] = baselines(service)
-    assert (probe.start, probe.token_index) == (END, -1)
-    assert NEUTRAL_QUESTION in byte_tokenizer().decode(list(probe.token_ids))
-    baseline = echo_attention(SPANS, (), END + len(probe.token_ids) - 1)
+    assert probe.token_index == -1
+    assert probe.spans == Spans(SIZE, 2, probe.start + probe.num_tokens, num_rows=NUM_ROWS, num_lead=4)
+    chunks = [plan.work for plan in service.ranks.plans if isinstance(plan.work, Prefill) and plan.work.start == END]
+    question = [token_id for chunk in chunks for token_id in chunk.token_ids] + [*probe.token_ids]
+    assert NEUTRAL_QUESTION in byte_tokenizer().decode(question)
+    baseline = echo_attention(SPANS, (), END + len(question) - 1)
     expected = mean(0, 4) - np.frombuffer(baseline.means, np.float32)
     spans = zip(SPANS, expected[:-NUM_OTHER_SHARES], strict=True)
     contrasts = {(source.token_start, source.token_end): source.contrast for source in found.sources}
@@ -213,7 +216,7 @@ async def test_baseline_is_measured_once_for_each_context(service: Service) -> N
     for name in ("part", "whole", "part", "whole", "moby"):
         await service.ask(requested, max_tokens=4, context=name)
         starts = [row.start for row in baselines(service)]
-    assert starts == [END, END - 1, END + 40]
+    assert [start - starts[0] for start in starts] == [0, -1, 40]
     await service.ask(Provenance(span_tokens=SIZE, layers=(3,)), max_tokens=4)
     await service.ask(requested, max_tokens=4, hidden=[(40, 50)])
     await service.ask(requested, max_tokens=4, hidden=[(40, 50)])
@@ -231,7 +234,7 @@ async def test_baseline_fits_after_a_context_without_room(tmp_path: Path) -> Non
         found = attribution(finished([event async for event in client.generate(QUESTION, **options)]))
     assert found.sources
     works = [plan.work for plan in ranks.plans if isinstance(plan.work, Decode)]
-    [probe] = [row for work in works for row in work.rows if row.spans is not None and row.spans.of_all_rows]
+    [probe] = [row for work in works for row in work.rows if row.spans is not None and row.spans.num_rows]
     assert len(probe.token_ids) == 4
 
 
