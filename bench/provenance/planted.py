@@ -39,13 +39,13 @@ KINDS = (
     ("The {name} has {value} employees.", "How many employees does the {name} have?", "number"),
 )
 """Sentence, question and kind of value."""
-LENGTHS = {"development": (2000,) * 5 + (4000,) * 2 + (7000,), "final": (2000,) * 9 + (4000,) * 8 + (7000,) * 3}
+LENGTHS = {"development": (2000,) * 5 + (4000,) * 2 + (7000,), "final": (2000,) * 13 + (4000,) * 6 + (7000,)}
 """Tokens of each document by set, about."""
 BYTES_PER_TOKEN = 4.3
 """Of SmolLM2."""
 DIGESTS = {
     "development": "b3a945dd3d3520459bb54f2ceef263c186b89de2c3ae560a25a406c3b062ac1a",
-    "final": "cbbf672cb331449f94050dfdb700ae7f9527052aeb9dcbb97d23fc567216538a",
+    "final": "80ff684c52cbc02e7f31b40f7466168c18bf0e7f77454718e15feb6e13b3521e",
 }
 """SHA-256 of each set on Debian 12 with Python 3.11."""
 
