@@ -11,6 +11,7 @@ from longleaf.types import Delta, Finished, GenerateOptions, Provenance, Ranking
 
 MAX_TOKENS = 96
 
+
 class Place(msgspec.Struct, frozen=True):
     """Tokens [start, end) of the context in which a fact stands, from its sentence's first to its value's last."""
 

@@ -20,7 +20,8 @@ LEAST_PARAGRAPH = 200
 PER_DOCUMENT = 5
 """Facts in each document, one in each fifth of it."""
 ADJECTIVES = "Blue Silver Northern Old Green Golden Quiet Western Crystal Red Upper Hidden Amber Royal Stone".split()
-NOUNS = "Harbor Meadow Falcon River Summit Orchard Lantern Willow Canyon Bridge Maple Anchor Forest Valley Eagle".split()
+NOUNS = "Harbor Meadow Falcon River Summit Orchard Lantern Willow Canyon".split()
+NOUNS += "Bridge Maple Anchor Forest Valley Eagle".split()
 PLACES = "depot library clinic hotel warehouse school museum laboratory station theater".split()
 STAFF = "Alice Turner,Robert Hayes,Maria Lopez,David Chen,Emma Brooks,James Porter,Nora Bennett,Peter Walsh".split(",")
 CITIES = "Lisbon,Denver,Oslo,Chicago,Madrid,Toronto,Vienna,Boston,Prague,Seattle,Dublin,Geneva".split(",")

@@ -392,7 +392,8 @@ class Scheduler:
                     break  # tokens sampled after the end of the answer are dropped
             counts = (self._drafter.record_tokens(job, sampled), min(len(tokens), len(sampled) - 1))
             self.drafts.add(*counts, len(tokens))
-            self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, attention[: len(tokens)], *counts)))
+            event = Tokens(index, tuple(tokens), job.sample, attention[: len(tokens)], *counts)
+            self._outcomes.append((request_id, event))
         if reason is not None:
             self._outcomes.append((request_id, job.ended(reason, result)))
             self._lifecycle.finish(job)

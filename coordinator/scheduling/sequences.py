@@ -15,7 +15,16 @@ from coordinator.speculation.sequence_drafter import SequenceDrafter
 from longleaf.errors import LongleafError
 from longleaf.positions import OWN_ROPE
 from longleaf.rank_protocol.row_delta import row_delta
-from longleaf.rank_protocol.step import MAX_ATTRIBUTED_SPANS, PenaltyHistory, Prefill, Row, SamplingTerms, Spans, StepResult, Work
+from longleaf.rank_protocol.step import (
+    MAX_ATTRIBUTED_SPANS,
+    PenaltyHistory,
+    Prefill,
+    Row,
+    SamplingTerms,
+    Spans,
+    StepResult,
+    Work,
+)
 from longleaf.types import TokenRange
 
 
