@@ -30,7 +30,7 @@ from bench.harness.parts import gathered
 from bench.harness.service import client_of
 from bench.harness.subjects import EMBEDDED, NAMES, checkpoint
 from bench.needle.documents import Question, prose, size_of
-from bench.provenance.asking import Attributed, ask, place_of
+from bench.provenance.asking import Attributed, ask, ask_by_line, place_of
 from bench.provenance.chart import draw
 from bench.provenance.cost import cost
 from bench.provenance.planted import LENGTHS as LENGTHS_OF_SETS
@@ -39,15 +39,11 @@ from bench.provenance.rows import Row, rows
 from longleaf.client import Client
 from longleaf.config import EngineConfig
 from longleaf.runs import ceil_div
-from longleaf.types import Provenance, Ranking
+from longleaf.types import Ranking
 
 METHODS: tuple[Ranking, ...] = ("raw", "contrast")
 TASKS = ("single_prose", "near_duplicate", "absent")
 LENGTHS = (4_000, 16_000, 64_000, 256_000, 1_000_000)
-PLANTED_METHODS = (Provenance(ranking="raw"), Provenance(ranking="contrast", num_spans=3, confirm=True))
-"""Methods of planted facts: to confirm three sources takes about as long as the answer."""
-LINE_TOKENS = 32
-"""Most tokens of an answer about a planted fact, which ends with its first line."""
 PER_DOCUMENT = 20
 """Questions of each task about one document, which is read once."""
 TOKENS_PER_QUESTION = 800
@@ -105,10 +101,8 @@ def examine_planted(client: Client, name: str) -> Iterator[Attributed]:
         resident, found = client.ingest(CONTEXT, document.text).tokens, list[Attributed]()
         for question in document.questions:
             place = place_of(client, CONTEXT, document.text, question)
-            for wanted in PLANTED_METHODS:
-                limits = {"max_tokens": LINE_TOKENS, "stop": ["\n"]}
-                found.append(ask(client, CONTEXT, question, place, tokens, wanted.ranking, wanted, **limits))
-            log(f"{question.text} right: {found[-1].is_right}, rank of its source: {found[-1].rank}")
+            found += ask_by_line(client, CONTEXT, question, place, tokens)
+            log(f"{question.text} right: {found[-2].is_right}; ranks: {found[-2].rank}, raw {found[-1].rank}")
         client.delete_context(CONTEXT)
         log(f"document {number + 1} has {resident:,} tokens")
         yield from found

@@ -18,8 +18,8 @@ from coordinator.engine_messages import AttributionContext, SpanLayout
 
 NEUTRAL_QUESTION = "Summarize the text."
 NUM_ROWS = 8
-"""Number of last tokens of the neutral question, and of the template behind it, whose mean attention is the baseline.
-Tokens before them look back at the end of the context, for its nearness alone; the rows of an answer do so less."""
+"""Number of tokens, at the end of the neutral question in its template, whose mean attention is the baseline. Earlier
+tokens attend to the end of the context because it is near; the rows of an answer do so less."""
 MAX_PER_SEGMENT = 4
 """Maximum number of baselines per segment: for different ends, span sizes and layers. The oldest one is dropped."""
 

@@ -44,7 +44,7 @@ class SourceFlags:
         bool,
         option(
             SOURCES,
-            "Rank the spans by their attention alone, without comparing it with that for a neutral question.",
+            "Rank the spans by their attention, without comparing it with that for a neutral question.",
             "--raw",
         ),
     ] = False

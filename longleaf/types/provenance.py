@@ -25,7 +25,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     """Each Delta also has the attribution of its tokens, ranked `raw`."""
     ranking: Ranking = "contrast"
     """`contrast`: by the share of attention minus the baseline, the share that the same span gets for a neutral
-    question; `raw`: by the share alone. Spans without a positive value are not returned."""
+    question; `raw`: only by the share. Spans without a positive value are not returned."""
     confirm: bool = False
     """After the answer, its first 256 tokens are evaluated again with each source hidden in turn."""
 

@@ -82,7 +82,7 @@ class SpanAttention:
         self._copy = AsyncHostCopy(numbers_3N)
 
     def attention(self) -> dict[int, tuple[Attention, ...]]:
-        """Attention by sequence, of its rows in order. Waits for the copy to the host."""
+        """Attention of the reported rows of each sequence, in order. Waits for the copy to the host."""
         rest_3N, found = self._copy.wait(), dict[int, tuple[Attention, ...]]()
         for requested in self._groups:
             for attribution_row in requested.rows:

@@ -5,8 +5,8 @@ per step, on integers. Columns are the spans of a context along its path, then p
 
 Kernels that report sums per block of keys get a `BlockPlan`. Spans are whole blocks, except for the last one of a
 segment. Behind the context, the prompt may end inside a block: there the kernel reports the two parts separately, split
-at the edge of the read. The lead of a context may end inside a block, too. The sums of that block's parts are computed
-separately, from its few keys (`CutEntries`), because a read has only one edge.
+at the edge of the read. The lead of a context may also end inside a block. The sums of that block's parts are computed
+separately, from its keys (`CutEntries`), because a read has only one edge.
 """
 
 import sys
