@@ -24,7 +24,7 @@ CONTROLS = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if ch
 
 
 SHARES = "share of attention"
-CONTRAST = ", in the order of how much larger it is than for a neutral question"
+CONTRAST = ", ranked by its excess over that for a neutral question"
 NATS = "; nats: how much less likely the answer is without it (2.3: ten times)"
 
 

@@ -54,7 +54,7 @@ async def test_sources_are_printed_under_the_answer(asking: Terminal) -> None:
     assert "%" in first and "nats" not in first
     assert any("of the book" in line for line in rest)
     assert rest[-2].startswith("[attention: ")
-    assert rest[-1].startswith("[percent: share of attention, in the order of how much larger")
+    assert rest[-1].startswith("[percent: share of attention, ranked by its excess")
     prompt, baseline = asking.engine.prompts
     assert prompt.cuts is not None
     assert prompt.cuts.size == 64
