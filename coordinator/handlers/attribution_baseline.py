@@ -50,7 +50,8 @@ class Baselines:
 
     def get(self, context: AttributionContext, layout: SpanLayout) -> Shares | None:
         """The baseline of a context, if it is stored."""
-        return self._found.get(context.owner, {}).get((context.end, layout))
+        stored = self._found.get(context.owner)
+        return None if stored is None else stored.get((context.end, layout))
 
     def put(self, context: AttributionContext, layout: SpanLayout, shares: Shares) -> None:
         """Stores the baseline of a context."""
