@@ -1,6 +1,8 @@
 """Attribution of answers over real sockets, on ranks whose attention is computed by arithmetic."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
@@ -221,6 +223,19 @@ async def test_baseline_is_measured_once_for_each_context(service: Service) -> N
     await service.ask(requested, max_tokens=4, hidden=[(40, 50)])
     await service.ask(requested, max_tokens=4, hidden=[(40, 50)])
     assert [row.hidden for row in baselines(service)[3:]] == [(), ((40, 50),), ((40, 50),)], "those are not stored"
+
+
+async def test_baseline_is_freed_with_the_last_context_of_its_segment(service: Service) -> None:
+    await service.ask(Provenance(span_tokens=SIZE), max_tokens=4)
+    await service.client.fork_context("moby", "fork")
+    owner = weakref.ref(service.engine.attribution_context("moby").owner)
+    await service.client.delete_context("moby")
+    gc.collect()
+    assert owner() is not None
+    await service.client.delete_context("fork")
+    await service.client.ingest("next", [3] * 40)  # the plan of a step names the released segments
+    gc.collect()
+    assert owner() is None
 
 
 async def test_baseline_fits_after_a_context_without_room(tmp_path: Path) -> None:
