@@ -1,9 +1,12 @@
 """`longleaf ask --sources`."""
 
+from typing import cast
+
 import pytest
 
-from longleaf.cli.provenance_output import joined
-from longleaf.types import Source
+from longleaf.cli.provenance_output import excerpt, joined
+from longleaf.client import Client
+from longleaf.types import ContextText, Source
 from tests.support.service import BYTES
 from tests.support.terminal import Terminal
 
@@ -43,6 +46,24 @@ def test_adjacent_sources_are_merged() -> None:
     assert (second.token_start, second.token_end, second.share, second.drop) == (0, 70, 0.375, 3.0)
     assert (second.contrast, second.bytes, second.largest_layer) == (0.375, (0, 70), 32)
     assert joined([]) == []
+
+
+class TemplatedText:
+    """A client of a context whose first 9 tokens are the chat template, and the others one letter each."""
+
+    def get_context_text(self, name: str, token_start: int, token_end: int) -> ContextText:
+        text = "<template>"[token_start:9] + TEXT[max(0, token_start - 9) : token_end - 9]
+        first, last = (max(0, position - 9) for position in (token_start, token_end))
+        places = {"token_start": token_start, "token_end": token_end, "byte_start": first, "byte_end": last}
+        return ContextText(text=text, file="a", line=1, **places)
+
+
+@pytest.mark.parametrize(("start", "before"), [(9, ""), (12, TEXT[:3]), (60, TEXT[27:51])])
+def test_excerpt_does_not_show_the_chat_template(start: int, before: str) -> None:
+    client = cast(Client, TemplatedText())
+    found = excerpt(client, "moby", source(start, start + 32, 0.5), 9 + len(TEXT))
+    assert found is not None
+    assert (found.before, found.text) == (before, TEXT[start - 9 : start + 23])
 
 
 async def test_sources_are_printed_under_the_answer(asking: Terminal) -> None:
