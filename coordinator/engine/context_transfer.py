@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from coordinator.kv_cache.token_paths import Segment
 from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord, SnapshotRecord
 from coordinator.persistence.context_store import ContextStore
-from coordinator.persistence.record_mapping import context_record, segment_record
+from coordinator.persistence.record_mapping import context_record
 from coordinator.persistence.snapshots.snapshots import Snapshots
 from longleaf.errors import (
     DataLoss,
@@ -68,7 +68,7 @@ class ContextTransfer:
         """
         context = self._engine.named(context_id)
         record, path = context_record(context), context.path
-        exporting = ContextExport(record, list(map(segment_record, path.segments)), self._snapshots)
+        exporting = ContextExport(record, [segment.record for segment in path.segments], self._snapshots)
         if with_keys and self._snapshots is not None:
             try:
                 for segment in path.segments:

@@ -23,7 +23,7 @@ from coordinator.persistence.catalog.records import (
 from coordinator.persistence.catalog.stale_contexts import StaleContext
 from coordinator.persistence.checkpoint_migration import CheckpointMigration, retokenized
 from coordinator.persistence.open import PersistentState
-from coordinator.persistence.record_mapping import context_of, context_record, renumbered, segment_of, segment_record
+from coordinator.persistence.record_mapping import context_of, context_record, renumbered
 from coordinator.persistence.snapshots.ports import KvFormat
 from coordinator.persistence.snapshots.segments_on_ranks import SegmentsOnRanks
 from coordinator.persistence.snapshots.snapshot_fetcher import SnapshotFetcher
@@ -134,7 +134,7 @@ class ContextStore:
         tenants = _tenants(contexts)
         for record in (needed[number] for number in sorted(needed)):
             before = found[record.parent].path if record.parent is not None else EMPTY_PATH
-            segment = found[record.id] = segment_of(record, before, tenants[record.id])
+            segment = found[record.id] = Segment.of(record, before, tenants[record.id])
             segments.adopt(segment)
         for record, _ in contexts:
             path = found[record.segment].path.cut(record.num_tokens)
@@ -249,7 +249,7 @@ class ContextStore:
         if job is None:
             return
         after = self._with_document(job, now)
-        segment = segment_record(job.tail.segment)
+        segment = job.tail.segment.record
         try:
             uploads = ((after.id, after.upload_id),) if after.upload_id else ()
             change = Change(segments=(segment,), contexts=(context_record(after),), dropped_uploads=uploads)
@@ -388,7 +388,7 @@ class ContextStore:
         """Register a context and its path with the scheduler. No keys are loaded."""
         before = EMPTY_PATH
         for each in path:
-            segment = segment_of(each, before, tenant_of(record.id))
+            segment = Segment.of(each, before, tenant_of(record.id))
             self._scheduler.segments.adopt(segment)
             before = segment.path
         context = context_of(record, before.cut(record.num_tokens))

@@ -5,31 +5,9 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from coordinator.kv_cache.contexts import LAST_ENDS, NamedContext
-from coordinator.kv_cache.token_paths import Segment, TokenPath
+from coordinator.kv_cache.token_paths import TokenPath
 from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord, SnapshotRecord
 from longleaf.storage.context_metadata import metadata_fields, sound_ends
-
-
-def segment_record(segment: Segment) -> SegmentRecord:
-    """The stored record of a segment."""
-    before = segment.before.segments
-    parent = before[-1].id if before else None
-    return SegmentRecord(
-        id=segment.id,
-        parent=parent,
-        start=segment.start,
-        rope=segment.rope,
-        token_ids=segment.token_ids,
-        text=segment.text,
-    )
-
-
-def segment_of(record: SegmentRecord, before: TokenPath, tenant: str) -> Segment:
-    """Restores a segment of a tenant from its record, after the path that it continues."""
-    segment = Segment(record.id, before.cut(record.start), record.rope, tenant)
-    segment.extend(record.token_ids)
-    segment.text = record.text
-    return segment
 
 
 def context_record(context: NamedContext) -> ContextRecord:

@@ -96,7 +96,9 @@ def _write_segment(store: Store, name: str) -> None:
 
 def _write_piece(store: Store, pool: KvPool, name: str, runs: tuple[Run, ...], *, of_windows: bool = False) -> PieceRef:
     written = store.put(name, HostCopy(pool, runs, of_windows=of_windows).parts())
-    return PieceRef(name, tuple((run.start, run.end) for run in runs), written.num_bytes, written.digest)
+    return PieceRef(
+        name=name, runs=tuple((run.start, run.end) for run in runs), num_bytes=written.num_bytes, digest=written.digest
+    )
 
 
 if __name__ == "__main__":

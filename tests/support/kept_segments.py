@@ -12,7 +12,10 @@ from longleaf.storage.store import Store
 def manifest_of(attempt: Attempt, num_pieces: int = 2, start: int = 0, tokens: int = 8) -> SegmentManifest:
     """A segment whose pieces hold `tokens` positions each, one after the other."""
     firsts = [start + tokens * number for number in range(num_pieces)]
-    pieces = [PieceRef(attempt.piece(i), ((first, first + tokens),), 4, "00") for i, first in enumerate(firsts)]
+    pieces = [
+        PieceRef(name=attempt.piece(i), runs=((first, first + tokens),), num_bytes=4, digest="00")
+        for i, first in enumerate(firsts)
+    ]
     return SegmentManifest(
         service=attempt.service,
         fingerprint="checkpoint",

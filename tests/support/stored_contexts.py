@@ -23,7 +23,9 @@ def manifest_of(
     place = Attempt(service, name_of(record.id, service), attempt)
     middle = (record.start + record.end) // 2
     runs = [(start, end) for start, end in ((record.start, middle), (middle, record.end)) if start < end]
-    pieces = [PieceRef(place.piece(i), (run,), PIECE_BYTES, "00") for i, run in enumerate(runs)]
+    pieces = [
+        PieceRef(name=place.piece(i), runs=(run,), num_bytes=PIECE_BYTES, digest="00") for i, run in enumerate(runs)
+    ]
     return SegmentManifest(
         service=service,
         fingerprint=fingerprint,

@@ -1,20 +1,19 @@
 """Rebuilds a catalog from the contents of a storage: notes contain the contexts, manifests the tokens. No I/O."""
 
-import sys
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from coordinator.persistence.catalog.records import CatalogContents, ContextRecord, SegmentRecord, SnapshotRecord
+from coordinator.persistence.catalog.records import CatalogContents, ContextRecord, SegmentRecord, snapshot_record
 from longleaf.errors import DataLoss, InvalidArgument
 from longleaf.formatting import human_count
+from longleaf.little_endian import unpack
 from longleaf.storage.context_metadata import metadata_fields, sound_ends
 from longleaf.storage.context_note import ContextNote
 from longleaf.storage.files import ObjectInfo
 from longleaf.storage.inventory import NoteListing
-from longleaf.storage.manifest import PieceRef, SegmentManifest
-from longleaf.storage.names import attempt_of_manifest, place_of_note, segments_folder
+from longleaf.storage.manifest import SegmentManifest
+from longleaf.storage.names import attempt_of_manifest, place_of_note, segment_number, segments_folder
 from longleaf.types import SkippedContext
 
 SERVICE = "--service"
@@ -92,7 +91,7 @@ def rebuild(stored: StorageContents, service: str) -> Rebuilt:
         service_id=service,
         contexts=tuple(contexts),
         segments=tuple(_segment(sources, used[numbers[number]]) for number in sorted(numbers)),
-        snapshots=tuple(_snapshot(number, numbers[number], used[numbers[number]]) for number in sorted(numbers)),
+        snapshots=tuple(snapshot_record(number, numbers[number], used[numbers[number]]) for number in sorted(numbers)),
         next_segment=1 + max(_numbers(stored, service), default=-1),
     )
     return Rebuilt(
@@ -150,7 +149,7 @@ class ManifestIndex:
 
     def number(self, segment: str) -> int:
         """Return the id of the segment in its catalog. Raises DataLoss if the name does not belong to this service."""
-        number = _number(self._service, segment)
+        number = segment_number(self._service, segment)
         if number is None:
             raise DataLoss(segment, f"it is not a segment of {self._service}")
         return number
@@ -162,17 +161,13 @@ def _lost(note: ContextNote, reason: str) -> DataLoss:
 
 def _fault(manifest: SegmentManifest, entries: Mapping[str, ObjectInfo]) -> str | None:
     """Describe the first missing or truncated object of a manifest; None if all are complete."""
-    for piece in _pieces(manifest):
+    for piece in manifest.all_pieces:
         entry = entries.get(piece.name)
         if entry is None:
             return f"{piece.name} is missing"
         if entry.num_bytes != piece.num_bytes:
             return f"{piece.name} has {entry.num_bytes:,} bytes, expected {piece.num_bytes:,}"
     return None
-
-
-def _pieces(manifest: SegmentManifest) -> Sequence[PieceRef]:
-    return manifest.pieces if manifest.windows is None else (*manifest.pieces, manifest.windows)
 
 
 def _place(error: DataLoss) -> tuple[str, str]:
@@ -182,18 +177,13 @@ def _place(error: DataLoss) -> tuple[str, str]:
     return place.service, place.context
 
 
-def _number(service: str, segment: str) -> int | None:
-    number = segment.removeprefix(f"{service}-")
-    return int(number) if segment != number and number.isdecimal() and number.isascii() else None
-
-
 def _numbers(stored: StorageContents, service: str) -> Iterator[int]:
     """Return the ids of all segments that any object refers to."""
     folder = segments_folder(service) + "/"
     named = [name.removeprefix(folder).split("/")[0] for name in stored.entries if name.startswith(folder)]
     named += [note.segment for note in stored.notes.newest.values() if note.segment is not None]
     named += [manifest.parent for manifest in stored.manifests.values() if manifest.parent is not None]
-    return (number for name in named if (number := _number(service, name)) is not None)
+    return (number for name in named if (number := segment_number(service, name)) is not None)
 
 
 def _note_numbers(stored: StorageContents, service: str) -> Iterator[int]:
@@ -211,15 +201,7 @@ def _context(note: ContextNote, segment: int) -> ContextRecord:
 
 
 def _segment(sources: ManifestIndex, manifest: SegmentManifest) -> SegmentRecord:
-    token_ids = array("I")
-    token_ids.frombytes(manifest.token_ids)
-    if sys.byteorder == "big":
-        token_ids.byteswap()
+    token_ids = unpack("I", manifest.token_ids)
     parent = None if manifest.parent is None else sources.number(manifest.parent)
     number = sources.number(manifest.segment)
     return SegmentRecord(id=number, parent=parent, start=manifest.start, rope=manifest.rope, token_ids=token_ids)
-
-
-def _snapshot(segment: int, name: str, manifest: SegmentManifest) -> SnapshotRecord:
-    num_bytes = sum(piece.num_bytes for piece in _pieces(manifest))
-    return SnapshotRecord(segment=segment, manifest=name, form=manifest.form, num_bytes=num_bytes)

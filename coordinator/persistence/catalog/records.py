@@ -6,6 +6,7 @@ import msgspec
 
 from longleaf.errors import DataLoss
 from longleaf.storage.context_metadata import ContextMetadata
+from longleaf.storage.manifest import SegmentManifest
 from longleaf.storage.segment_record import SegmentRecord
 
 
@@ -31,6 +32,12 @@ class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
     form: str
     """The layout of the stored keys and values; ranks with another layout cannot restore them."""
     num_bytes: int
+
+
+def snapshot_record(segment: int, name: str, manifest: SegmentManifest) -> SnapshotRecord:
+    """The record of a snapshot whose manifest is the object `name`."""
+    num_bytes = sum(piece.num_bytes for piece in manifest.all_pieces)
+    return SnapshotRecord(segment=segment, manifest=name, form=manifest.form, num_bytes=num_bytes)
 
 
 class UploadRecord(msgspec.Struct, frozen=True, kw_only=True):

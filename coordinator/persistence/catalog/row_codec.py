@@ -1,6 +1,5 @@
 """Conversion of records to table rows with a checksum, and back."""
 
-import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from coordinator.persistence.catalog.records import (
     UploadRecord,
 )
 from longleaf.document_text import DocumentText
+from longleaf.little_endian import pack, unpack
 from longleaf.positions import Rope
 
 PIECE_IDS = 1 << 16
@@ -118,7 +118,7 @@ def outgoing_of(row: Found) -> tuple[int, OutboxEntry]:
 def piece_rows(table: Table, key: Row, numbers: "array[int]", start: int = 0) -> Iterator[Row]:
     """Splits the ids of a segment or an upload, or the offsets of its tokens, into pieces from position `start` on."""
     for first in range(0, len(numbers), PIECE_IDS):
-        content = little_endian(numbers[first : first + PIECE_IDS]).tobytes()
+        content = pack(numbers[first : first + PIECE_IDS]).tobytes()
         yield with_checksum(table, {**key, "start": start + first, "padding": PADDING, "content": content})
 
 
@@ -140,14 +140,5 @@ def _joined(table: Table, rows: Iterable[Found], kind: Literal["I", "Q"], noun: 
     for row in rows:
         if not checksum_matches(table, row) or row["start"] != len(found):
             raise ValueError(f"its {noun} from {len(found):,} on are damaged")
-        piece = array(kind)
-        piece.frombytes(row["content"])
-        found += little_endian(piece)
+        found += unpack(kind, row["content"])
     return found
-
-
-def little_endian(ids: "array[int]") -> "array[int]":
-    """Converts between native and little-endian byte order in place: `ids` must be the caller's own array."""
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids

@@ -6,9 +6,9 @@ from collections.abc import Set as AnySet
 from msgspec.structs import replace
 
 from coordinator.persistence.catalog.records import CatalogContents, Change, ContextRecord, OutboxEntry
-from coordinator.persistence.snapshots.segment_writer import segment_name
 from longleaf.storage.context_metadata import metadata_fields
 from longleaf.storage.context_note import ContextNote, encode_note
+from longleaf.storage.names import segment_name
 
 
 class ContextNotes:

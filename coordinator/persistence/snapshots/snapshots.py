@@ -12,7 +12,6 @@ from coordinator.cluster.ports import Ranks
 from coordinator.kv_cache.token_paths import Segment
 from coordinator.persistence.catalog.catalog import Catalog
 from coordinator.persistence.catalog.records import CatalogContents, Change, CommitResult, SnapshotRecord
-from coordinator.persistence.catalog.row_codec import little_endian
 from coordinator.persistence.snapshots.context_notes import ContextNotes
 from coordinator.persistence.snapshots.garbage_collector import SWEEP_SECONDS, GarbageCollector
 from coordinator.persistence.snapshots.outbox_sender import OutboxSender, delete_attempt
@@ -28,6 +27,7 @@ from coordinator.persistence.snapshots.storage_health import MOST_SECONDS, Stora
 from coordinator.persistence.snapshots.store import AsyncStore
 from coordinator.task_set import TaskSet
 from longleaf.errors import DataLoss, InvalidArgument, LongleafError, NotFound, StorageUnavailable, Unavailable
+from longleaf.little_endian import pack
 from longleaf.storage.inventory import read_manifest
 from longleaf.storage.manifest import SegmentManifest
 from longleaf.storage.names import IMPORTED, Attempt, attempt_of_manifest
@@ -200,7 +200,7 @@ class Snapshots:
     def _read_manifest(self, record: SnapshotRecord, segment: Segment) -> SegmentManifest:
         found = read_manifest(self._store.store, record.manifest)
         identity = (found.fingerprint, found.form, found.start, found.rope, found.token_ids)
-        ids = little_endian(segment.token_ids).tobytes()
+        ids = pack(segment.token_ids).tobytes()
         if identity != (self._fingerprint, record.form, segment.start, segment.rope, ids):
             raise DataLoss(record.manifest, f"it does not match segment {segment.id} in the catalog")
         if record.form == self._form.text:  # other layouts are not restored here

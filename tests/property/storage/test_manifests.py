@@ -30,7 +30,10 @@ def manifests(draw) -> SegmentManifest:
         runs.setdefault(draw(st.integers(0, 3)), []).append(run)
     attempt = Attempt(draw(IDS), draw(IDS), draw(IDS))
     windows = PieceRef(
-        attempt.windows(0), ((draw(st.integers(start, start + num_tokens - 1)), start + num_tokens),), 1, "ff"
+        name=attempt.windows(0),
+        runs=((draw(st.integers(start, start + num_tokens - 1)), start + num_tokens),),
+        num_bytes=1,
+        digest="ff",
     )
     return SegmentManifest(
         service=attempt.service,
@@ -41,7 +44,9 @@ def manifests(draw) -> SegmentManifest:
         start=start,
         num_tokens=num_tokens,
         rope=Rope(draw(st.integers(0, 2**31)), draw(st.booleans())),
-        pieces=tuple(PieceRef(attempt.piece(i), tuple(some), 7, "aa") for i, some in runs.items()),
+        pieces=tuple(
+            PieceRef(name=attempt.piece(i), runs=tuple(some), num_bytes=7, digest="aa") for i, some in runs.items()
+        ),
         windows=draw(st.sampled_from([None, windows])),
         token_ids=draw(st.binary(min_size=4 * num_tokens, max_size=4 * num_tokens)),
     )
@@ -84,7 +89,11 @@ def test_what_contradicts_itself_is_refused(manifest):
         "start": {"parent": None if manifest.start else "before"},
         "token_ids": {"token_ids": manifest.token_ids[:-1]},
         "pieces": {"pieces": (intruder, *pieces[1:])},
-        "windows": {"windows": PieceRef(Attempt(manifest.service, manifest.segment, "1").windows(0), (), 1, "")},
+        "windows": {
+            "windows": PieceRef(
+                name=Attempt(manifest.service, manifest.segment, "1").windows(0), runs=(), num_bytes=1, digest=""
+            )
+        },
     }
     for field, change in wrong.items():
         with pytest.raises(InvalidArgument) as caught:
@@ -104,7 +113,7 @@ def test_windows_of_other_segments_are_refused(manifest, past):
     start, end = manifest.start, manifest.start + manifest.num_tokens
     for run in ((start - past, end), (start - past, start), (start, end + past)):
         with pytest.raises(InvalidArgument, match="windows: ") as caught:
-            replace(manifest, windows=PieceRef(name, (run,), 1, "")).check()
+            replace(manifest, windows=PieceRef(name=name, runs=(run,), num_bytes=1, digest="")).check()
         assert caught.value.field == "windows"
 
 

@@ -90,8 +90,8 @@ def test_pieces_that_no_rank_can_load_are_rejected() -> None:
         start=6,
         num_tokens=9,
         rope=Rope(),
-        pieces=(PieceRef(place.piece(0), ((6, 15),), most, ""),),
-        windows=PieceRef(place.windows(0), ((9, 15),), 2 * 64 + max_header_bytes(1, 1), ""),
+        pieces=(PieceRef(name=place.piece(0), runs=((6, 15),), num_bytes=most, digest=""),),
+        windows=PieceRef(name=place.windows(0), runs=((9, 15),), num_bytes=2 * 64 + max_header_bytes(1, 1), digest=""),
         token_ids=bytes(36),
     )
     assert manifest.windows is not None
@@ -115,7 +115,10 @@ async def test_context_with_pieces_ending_inside_a_block_is_recomputed() -> None
         importing = await arrive(service)
         reported = segment(number := importing.new_segment(), BOOK.num_tokens)
         attempt, runs = importing.new_attempt(number), [(0, 5), (5, 30)]
-        pieces = tuple(PieceRef(attempt.piece(i), (run,), run[1] - run[0], "00") for i, run in enumerate(runs))
+        pieces = tuple(
+            PieceRef(name=attempt.piece(i), runs=(run,), num_bytes=run[1] - run[0], digest="00")
+            for i, run in enumerate(runs)
+        )
         storage.pieces |= {piece.name: frozenset(range(*piece.runs[0])) for piece in pieces}
         manifest = SegmentManifest(
             service=attempt.service,
