@@ -24,7 +24,7 @@ from coordinator.persistence.catalog.stale_contexts import StaleContext
 from coordinator.persistence.checkpoint_migration import CheckpointMigration, retokenized
 from coordinator.persistence.open import PersistentState
 from coordinator.persistence.record_mapping import context_of, context_record, renumbered
-from coordinator.persistence.snapshots.ports import KvFormat
+from coordinator.persistence.snapshots.kv_format import KvFormat
 from coordinator.persistence.snapshots.segments_on_ranks import SegmentsOnRanks
 from coordinator.persistence.snapshots.snapshot_fetcher import SnapshotFetcher
 from coordinator.recovery.epochs import Epochs

@@ -9,7 +9,8 @@ from typing import Any
 
 from coordinator.cluster.ports import Ranks
 from coordinator.persistence.snapshots.chunking import cut_pieces
-from coordinator.persistence.snapshots.ports import KvFormat, PlacedSegment, SegmentSource
+from coordinator.persistence.snapshots.kv_format import KvFormat
+from coordinator.persistence.snapshots.segments_on_ranks import PlacedSegment, SegmentsOnRanks
 from coordinator.persistence.snapshots.store import AsyncStore
 from longleaf.errors import NotFound, StorageUnavailable, Unavailable
 from longleaf.rank_protocol.snapshots import Save, Saved
@@ -32,7 +33,7 @@ class SegmentWriter:
         service: str,
         fingerprint: str,
         form: KvFormat,
-        placements: SegmentSource,
+        placements: SegmentsOnRanks,
         ranks: Ranks,
     ) -> None:
         self._store = store

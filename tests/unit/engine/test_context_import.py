@@ -9,7 +9,7 @@ from coordinator.engine.context_transfer import ContextExport, ContextImport
 from coordinator.engine.engine import Engine
 from coordinator.kv_cache.contexts import ContextTable, NamedContext
 from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord, SnapshotRecord
-from coordinator.persistence.snapshots.ports import KvFormat
+from coordinator.persistence.snapshots.kv_format import KvFormat
 from coordinator.persistence.snapshots.snapshot_index import RetentionPolicy
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, StorageUnavailable

@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.kv_cache.token_paths import EMPTY_PATH, Segment
 from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord
-from coordinator.persistence.snapshots.ports import ContextUse, KvFormat
+from coordinator.persistence.snapshots.kv_format import KvFormat
 from coordinator.persistence.snapshots.snapshot_index import RetentionPolicy
 from coordinator.persistence.snapshots.snapshots import Snapshots
 from longleaf.errors import DataLoss, InvalidArgument, NotFound, RankLost, StorageUnavailable, Unavailable
@@ -67,7 +67,7 @@ class Bench:
     def hold(self, number: int, version: int = 0) -> None:
         runs = [Run(0, 0, 8, (0, 1)), Run(1, 8, 10, (0,))]
         self.ranks.hold(segment(number), runs, version=version)
-        self.ranks.contexts.append(ContextUse(f"context-{number}", 1.0, False, (number,)))
+        self.ranks.uses[number] = 1.0
 
     async def ingest(self, number: int, name: str = "book") -> None:
         self.hold(number)
