@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from msgspec.structs import replace
 
 from coordinator.kv_cache.positions import Positions
-from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord
 from coordinator.persistence.catalog.stale_contexts import StaleContext, StaleContexts
 from longleaf.errors import CheckpointChanged
+from longleaf.storage.context_record import ContextRecord
+from longleaf.storage.segment_record import SegmentRecord
 from longleaf.tenants import tenant_of
 
 

@@ -193,7 +193,7 @@ class Admission:
         retry_seconds, context = self._speeds.retry_seconds(len(jobs)), self._contexts.find(job.context)
         if isinstance(job, IngestJob):
             resident += most
-        elif self._can_evict and context is not None and context.is_pinned:
+        elif self._can_evict and context is not None and context.record.is_pinned:
             self._limits.check_room(most, stays, retry_seconds)
         self._limits.check_room(job.num_blocks, resident, retry_seconds)
 

@@ -14,7 +14,7 @@ from longleaf.document_text import OFFSET_BYTES, DocumentText, count_starts
 from longleaf.errors import InvalidArgument
 from longleaf.fingerprint import Fingerprint
 from longleaf.positions import Rope
-from longleaf.storage.context_metadata import MAX_ENDS, ContextMetadata, sound_ends
+from longleaf.storage.context_record import MAX_ENDS, ContextMetadata, sound_ends
 from longleaf.storage.manifest import PieceRef
 
 ID_BYTES = 4

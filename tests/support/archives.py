@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from blake3 import blake3
 
-from coordinator.persistence.catalog.records import SegmentRecord
 from longleaf.context_archive.frames import PREAMBLE, Frame, Kind
 from longleaf.context_archive.reader import ArchiveReader, Section
 from longleaf.context_archive.records import ContextHead, SegmentHead, encode
@@ -18,6 +17,7 @@ from longleaf.little_endian import pack
 from longleaf.positions import Rope
 from longleaf.storage.manifest import PieceRef, SegmentManifest
 from longleaf.storage.names import Attempt
+from longleaf.storage.segment_record import SegmentRecord
 
 FINGERPRINT = Fingerprint("ab" * 32, {"config.json": "01", "model.safetensors": "02"})
 FORM = "float32 2x4"

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
-from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord, SnapshotRecord, snapshot_record
+from coordinator.persistence.catalog.records import SnapshotRecord, snapshot_record
 from longleaf.context_archive.frames import FIELD
 from longleaf.context_archive.reader import ArchiveReader, IdsSection, Section
 from longleaf.context_archive.records import ID_BYTES, ContextHead, KvSection, SegmentHead
 from longleaf.errors import CheckpointChanged, ContextLost, InvalidArgument, NotFound
 from longleaf.fingerprint import TEXTS, Fingerprint
 from longleaf.formatting import human_seconds
-from longleaf.storage.context_metadata import metadata_fields, sound_ends
+from longleaf.storage.context_record import ContextRecord, metadata_fields, sound_ends
 from longleaf.storage.manifest import SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
+from longleaf.storage.segment_record import SegmentRecord
 from longleaf.tenants import scoped
 from longleaf.types import CONTEXT_ID, MAX_TIME, ImportHeader, ImportProgress
 

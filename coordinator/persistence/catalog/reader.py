@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Table, select
 
 from coordinator.persistence.catalog import row_codec
-from coordinator.persistence.catalog.records import CatalogContents, SegmentRecord
+from coordinator.persistence.catalog.records import CatalogContents
 from coordinator.persistence.catalog.row_codec import Found
 from coordinator.persistence.catalog.sqlite_errors import damaged
 from coordinator.persistence.catalog.tables import (
@@ -23,6 +23,7 @@ from coordinator.persistence.catalog.tables import (
     uploads,
 )
 from longleaf.document_text import DocumentText
+from longleaf.storage.segment_record import SegmentRecord
 
 T = TypeVar("T")
 DAMAGED_ROW = "its record is damaged"

@@ -3,17 +3,18 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
-from coordinator.persistence.catalog.records import CatalogContents, ContextRecord, SegmentRecord, snapshot_record
+from coordinator.persistence.catalog.records import CatalogContents, snapshot_record
 from longleaf.errors import DataLoss, InvalidArgument
 from longleaf.formatting import human_count
 from longleaf.little_endian import unpack
-from longleaf.storage.context_metadata import metadata_fields, sound_ends
-from longleaf.storage.context_note import ContextNote
+from longleaf.storage.context_record import ContextRecord, sound_ends
 from longleaf.storage.files import ObjectInfo
 from longleaf.storage.inventory import NoteListing
 from longleaf.storage.manifest import SegmentManifest
-from longleaf.storage.names import attempt_of_manifest, place_of_note, segment_number, segments_folder
+from longleaf.storage.names import attempt_of_manifest, place_of_note, segment_name, segment_number, segments_folder
+from longleaf.storage.segment_record import SegmentRecord
 from longleaf.types import SkippedContext
 
 SERVICE = "--service"
@@ -64,8 +65,7 @@ def choose_service(stored: StorageContents, requested: str | None) -> str:
 
 def _count(stored: StorageContents, service: str) -> str:
     segments = {manifest.segment for manifest in stored.manifests.values()}
-    notes = [note for (owner, _), note in stored.notes.newest.items() if owner == service]
-    count = sum(not note.is_deleted and note.segment in segments for note in notes)
+    count = sum(segment_name(service, record.segment) in segments for record in _records(stored, service))
     return human_count(count, "context")
 
 
@@ -76,14 +76,12 @@ def rebuild(stored: StorageContents, service: str) -> Rebuilt:
         SkippedContext(_place(error)[1], str(error)) for error in stored.notes.damaged if _place(error)[0] == service
     ]
     contexts, used = list[ContextRecord](), dict[str, SegmentManifest]()
-    for (owner, name), note in sorted(stored.notes.newest.items()):
-        if owner != service or note.is_deleted:
-            continue
+    for record in _records(stored, service):
         try:
-            path = sources.path(note)
-            contexts.append(_context(note, sources.number(path[-1][1].segment)))
+            path = sources.path(record)
+            contexts.append(_checked(record))
         except DataLoss as error:
-            skipped.append(SkippedContext(name, error.reason))
+            skipped.append(SkippedContext(record.id, error.reason))
         else:
             used |= path
     numbers = {sources.number(manifest.segment): name for name, manifest in used.items()}
@@ -100,6 +98,12 @@ def rebuild(stored: StorageContents, service: str) -> Rebuilt:
         skipped=sorted(skipped, key=lambda each: each.name),
         num_others=sum(name.startswith(segments_folder(service) + "/") for name in stored.others),
     )
+
+
+def _records(stored: StorageContents, service: str) -> list[ContextRecord]:
+    """The contexts of a service, by name."""
+    records = [note.record for (owner, _), note in sorted(stored.notes.newest.items()) if owner == service]
+    return [record for record in records if record is not None]
 
 
 class ManifestIndex:
@@ -128,23 +132,23 @@ class ManifestIndex:
         if attempt is not None and attempt.service == self._service:
             self._faults[attempt.segment] = fault
 
-    def path(self, note: ContextNote) -> list[tuple[str, SegmentManifest]]:
+    def path(self, context: ContextRecord) -> list[tuple[str, SegmentManifest]]:
         """Return the manifests of a context's path with their names, in order. Raises DataLoss if a manifest is
         missing, or if it does not continue its predecessor.
         """
         found: list[tuple[str, SegmentManifest]] = []
-        segment, end = note.segment, note.num_tokens
+        segment, end = segment_name(self._service, context.segment), context.num_tokens
         while segment is not None:
             entry = self._found.get(segment)
             if entry is None:
-                raise _lost(note, f"{segment}: {self._faults.get(segment, 'storage has no manifest of it')}")
+                raise _lost(context, f"{segment}: {self._faults.get(segment, 'storage has no manifest of it')}")
             if not entry[1].start < end <= entry[1].end or (found and entry[1].rope != found[0][1].rope):
-                raise _lost(note, f"{segment} is not the predecessor in its path")
+                raise _lost(context, f"{segment} is not the predecessor in its path")
             self.number(segment)
             found.append(entry)
             segment, end = entry[1].parent, entry[1].start
         if not found or end:
-            raise _lost(note, "its path does not begin at position 0")
+            raise _lost(context, "its path does not begin at position 0")
         return found[::-1]
 
     def number(self, segment: str) -> int:
@@ -155,8 +159,8 @@ class ManifestIndex:
         return number
 
 
-def _lost(note: ContextNote, reason: str) -> DataLoss:
-    return DataLoss(f"contexts/{note.context}", reason)
+def _lost(context: ContextRecord, reason: str) -> DataLoss:
+    return DataLoss(f"contexts/{context.id}", reason)
 
 
 def _fault(manifest: SegmentManifest, entries: Mapping[str, ObjectInfo]) -> str | None:
@@ -181,7 +185,7 @@ def _numbers(stored: StorageContents, service: str) -> Iterator[int]:
     """Return the ids of all segments that any object refers to."""
     folder = segments_folder(service) + "/"
     named = [name.removeprefix(folder).split("/")[0] for name in stored.entries if name.startswith(folder)]
-    named += [note.segment for note in stored.notes.newest.values() if note.segment is not None]
+    named += [segment_name(service, record.segment) for record in _records(stored, service)]
     named += [manifest.parent for manifest in stored.manifests.values() if manifest.parent is not None]
     return (number for name in named if (number := segment_number(service, name)) is not None)
 
@@ -191,13 +195,12 @@ def _note_numbers(stored: StorageContents, service: str) -> Iterator[int]:
     return (place.number for place in places if place is not None and place.service == service)
 
 
-def _context(note: ContextNote, segment: int) -> ContextRecord:
-    """Raises DataLoss if the note is inconsistent."""
-    ends = sound_ends(note.ends, note.num_tokens)
-    if ends is None or note.capacity < note.num_tokens:
-        raise _lost(note, "its note is inconsistent")
-    metadata = metadata_fields(note, ends=ends)
-    return ContextRecord(id=note.context, segment=segment, last_used=note.updated, **metadata)
+def _checked(record: ContextRecord) -> ContextRecord:
+    """Raises DataLoss if the note of a context was inconsistent."""
+    ends = sound_ends(record.ends, record.num_tokens)
+    if ends is None or record.capacity < record.num_tokens:
+        raise _lost(record, "its note is inconsistent")
+    return replace(record, ends=ends)
 
 
 def _segment(sources: ManifestIndex, manifest: SegmentManifest) -> SegmentRecord:

@@ -9,16 +9,12 @@ from blake3 import blake3
 from sqlalchemy import Table
 
 from coordinator.persistence.catalog import tables
-from coordinator.persistence.catalog.records import (
-    ContextRecord,
-    OutboxEntry,
-    SegmentRecord,
-    SnapshotRecord,
-    UploadRecord,
-)
+from coordinator.persistence.catalog.records import OutboxEntry, SnapshotRecord, UploadRecord
 from longleaf.document_text import DocumentText
 from longleaf.little_endian import pack, unpack
 from longleaf.positions import Rope
+from longleaf.storage.context_record import ContextRecord
+from longleaf.storage.segment_record import SegmentRecord
 
 PIECE_IDS = 1 << 16
 """Maximum number of token ids per piece. A piece is one blob with one checksum."""

@@ -12,7 +12,6 @@ from coordinator.persistence.catalog.records import (
     Change,
     CommitResult,
     OutboxEntry,
-    SegmentRecord,
     SnapshotRecord,
     UploadKey,
     UploadRecord,
@@ -31,6 +30,7 @@ from coordinator.persistence.catalog.tables import (
 )
 from longleaf.document_text import count_starts
 from longleaf.errors import DataLoss, NotFound
+from longleaf.storage.segment_record import SegmentRecord
 
 MAX_BATCH = 500
 """Maximum number of keys per statement."""

@@ -64,7 +64,7 @@ class SegmentsOnRanks:
         always in use."""
         found = dict[int, float]()
         for context in self._scheduler.contexts.list():
-            used = inf if context.is_pinned else context.used
+            used = inf if context.record.is_pinned else context.record.last_used
             for segment_id in context.path.ids:
                 found[segment_id] = max(used, found.get(segment_id, -inf))
         return found

@@ -21,7 +21,7 @@ from longleaf.context_archive.records import (
     max_segment_bytes,
 )
 from longleaf.errors import InvalidArgument
-from longleaf.storage.context_metadata import sound_ends
+from longleaf.storage.context_record import sound_ends
 from longleaf.storage.manifest import PieceRef
 from tests.support.archives import FORM, bytes_from, packable, unpack
 

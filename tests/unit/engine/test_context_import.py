@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from coordinator.engine.context_transfer import ContextExport, ContextImport
 from coordinator.engine.engine import Engine
 from coordinator.kv_cache.contexts import ContextTable, NamedContext
-from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord, SnapshotRecord
+from coordinator.persistence.catalog.records import SnapshotRecord
 from coordinator.persistence.snapshots.kv_format import KvFormat
 from coordinator.persistence.snapshots.snapshot_index import RetentionPolicy
 from longleaf.config import EngineConfig
@@ -16,8 +16,10 @@ from longleaf.errors import AlreadyExists, FailedPrecondition, InvalidArgument, 
 from longleaf.positions import Rope
 from longleaf.rank_protocol.snapshots import max_header_bytes
 from longleaf.rank_protocol.step import Prefill, Restore
+from longleaf.storage.context_record import ContextRecord
 from longleaf.storage.manifest import PieceRef, SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
+from longleaf.storage.segment_record import SegmentRecord
 from tests.support.catalog import context, segment
 from tests.support.coming import comes
 from tests.support.fakes.ranks import FakeRanks

@@ -17,9 +17,7 @@ from coordinator.persistence.catalog.records import (
     CatalogContents,
     Change,
     CommitResult,
-    ContextRecord,
     OutboxEntry,
-    SegmentRecord,
     SnapshotRecord,
     UploadRecord,
 )
@@ -27,6 +25,8 @@ from longleaf.document_text import DocumentText, TextFile, count_starts
 from longleaf.errors import DataLoss, NotFound
 from longleaf.little_endian import pack
 from longleaf.positions import Rope
+from longleaf.storage.context_record import ContextRecord
+from longleaf.storage.segment_record import SegmentRecord
 from tests.support.catalog import context, ids, remains
 from tests.support.fakes.catalog import FakeCatalog
 

@@ -54,8 +54,8 @@ class StorageBuilder:
     @property
     def stored(self) -> StorageContents:
         newest = dict[tuple[str, str], ContextNote]()
-        for note in sorted(self.notes, key=lambda note: note.number):
-            newest[note.service, note.context] = note
+        for note in sorted(self.notes, key=lambda note: note.place.number):
+            newest[note.place.service, note.place.context] = note
         pieces = [piece for manifest in self.manifests.values() for piece in manifest.pieces]
         entries = {piece.name: ObjectInfo(piece.name, PIECE_BYTES - (piece.name in self.cut), 0.0) for piece in pieces}
         named = [note.place.name for note in self.notes] + [damaged.name for damaged in self.damaged_notes]
@@ -125,7 +125,7 @@ def test_deleted_context_stays_deleted_and_numbers_continue(storage: StorageBuil
 
 
 def test_damaged_newest_note_is_reported_and_counted(storage: StorageBuilder) -> None:
-    storage.notes = [note for note in storage.notes if note.context != "poem"]
+    storage.notes = [note for note in storage.notes if note.place.context != "poem"]
     storage.damaged_notes.append(NotePlace(SERVICE, "poem", 20))
     storage.damaged_notes.append(NotePlace(OTHER, "else", 99))
     rebuilt = storage.rebuilt()
@@ -215,11 +215,9 @@ def test_invalid_notes_are_reported(storage: StorageBuilder, record, message: st
     assert message in reasons(rebuilt)["twig"]
 
 
-def test_note_without_a_segment_and_path_of_two_ropes_are_reported(storage: StorageBuilder) -> None:
-    storage.notes.append(replace(note_of(POEM, 30), segment=None))
+def test_path_of_two_ropes_is_reported(storage: StorageBuilder) -> None:
     storage.put(manifest_of(replace(LEAF, rope=Rope(4096, True))))
-    storage.notes.append(replace(note_of(BOOK, 31), segment="of-another-name"))
-    assert set(reasons(storage.rebuilt())) == {"poem", "twig", "book"}
+    assert set(reasons(storage.rebuilt())) == {"twig"}
 
 
 def test_only_service_is_selected_and_several_must_be_named(storage: StorageBuilder) -> None:
