@@ -114,7 +114,7 @@ class SegmentPlacement:
     def change_ranks(self, after: Mapping[int, int]) -> list[tuple[int, int]]:
         """Keeps the runs on remaining ranks, under their new rank numbers. Returns all lost ranges, with neighbours
         joined, including those lost before and those under way."""
-        gone = [(run.start, run.end) for run in self.runs if run.rank not in after]
+        gone = [run.range for run in self.runs if run.rank not in after]
         lost = sorted([*gone, *(self.loss.left if self.loss else ())])
         if gone or any(old != new for old, new in after.items()):
             runs = [run for run in self.runs if run.rank in after]
@@ -131,7 +131,7 @@ class SegmentPlacement:
             assert not (self.runs or self.num_sharded or self.window_runs or self.incoming or self.loss)
             return
         lost = self.loss.left if self.loss else []
-        stretches = sorted([*((run.start, run.end) for run in self.runs), *lost])
+        stretches = sorted([*(run.range for run in self.runs), *lost])
         ends = [self.segment.start, *(end for _, end in stretches)]
         assert [start for start, _ in stretches] == ends[:-1]
         assert ends[-1] == self.segment.end

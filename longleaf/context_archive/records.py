@@ -14,6 +14,7 @@ from longleaf.document_text import OFFSET_BYTES, DocumentText, count_starts
 from longleaf.errors import InvalidArgument
 from longleaf.fingerprint import Fingerprint
 from longleaf.positions import Rope
+from longleaf.runs import Range
 from longleaf.storage.context_record import MAX_ENDS, ContextMetadata, sound_ends
 from longleaf.storage.manifest import PieceRef
 
@@ -191,7 +192,7 @@ def _decode_keys(raw: _RawKeys, form: str | None, num_blocks: int) -> KvSection:
 
 
 def _decode_part(raw: _RawPart) -> PieceRef:
-    return PieceRef(runs=decode(raw.runs, tuple[tuple[int, int], ...]), num_bytes=raw.num_bytes, digest=raw.digest)
+    return PieceRef(runs=decode(raw.runs, tuple[Range, ...]), num_bytes=raw.num_bytes, digest=raw.digest)
 
 
 def _is_nil(raw: msgspec.Raw) -> bool:

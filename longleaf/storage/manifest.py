@@ -12,6 +12,7 @@ import msgspec
 from longleaf.errors import DataLoss, InvalidArgument
 from longleaf.little_endian import pack
 from longleaf.positions import Rope
+from longleaf.runs import Range
 from longleaf.storage.envelope import unwrap, wrap
 from longleaf.storage.names import Attempt, attempt_of_piece, is_id, segment_name
 from longleaf.storage.segment_record import SegmentRecord
@@ -26,7 +27,7 @@ class PieceRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     name: str = ""
     """Empty in an archive, whose pieces follow their description."""
-    runs: tuple[tuple[int, int], ...]
+    runs: tuple[Range, ...]
     """Positions [start, end), increasing; whole blocks from the segment's start, except the last one. Empty in an
     archive with another form of keys than the expected one."""
     num_bytes: int

@@ -148,32 +148,27 @@ uploads = Table(
 )
 """The header is stored as the padded content; early versions used its own column, which is empty now."""
 
-upload_ids = Table(
-    "upload_ids",
-    metadata,
-    Column("context", Text, primary_key=True),
-    Column("upload_id", Text, primary_key=True),
-    Column("start", Integer, primary_key=True),
-    _checksum(),
-    _padding(),
-    Column("content", LargeBinary, nullable=False),
-    ForeignKeyConstraint(["context", "upload_id"], ["uploads.context", "uploads.upload_id"], ondelete="CASCADE"),
-)
+
+def _of_upload(name: str) -> Table:
+    """Numbers of an upload, in pieces; `start` counts the numbers before a piece."""
+    return Table(
+        name,
+        metadata,
+        Column("context", Text, primary_key=True),
+        Column("upload_id", Text, primary_key=True),
+        Column("start", Integer, primary_key=True),
+        _checksum(),
+        _padding(),
+        Column("content", LargeBinary, nullable=False),
+        ForeignKeyConstraint(["context", "upload_id"], ["uploads.context", "uploads.upload_id"], ondelete="CASCADE"),
+    )
+
+
+upload_ids = _of_upload("upload_ids")
 """As `segment_ids`, in pieces of any size."""
 
-upload_starts = Table(
-    "upload_starts",
-    metadata,
-    Column("context", Text, primary_key=True),
-    Column("upload_id", Text, primary_key=True),
-    Column("start", Integer, primary_key=True),
-    _checksum(),
-    _padding(),
-    Column("content", LargeBinary, nullable=False),
-    ForeignKeyConstraint(["context", "upload_id"], ["uploads.context", "uploads.upload_id"], ondelete="CASCADE"),
-)
-"""Offsets of an upload's tokens in its text, in pieces of any size, little-endian with 8 bytes each; `start` counts
-them."""
+upload_starts = _of_upload("upload_starts")
+"""Offsets of an upload's tokens in its text, in pieces of any size, little-endian with 8 bytes each."""
 
 outbox = Table(
     "outbox",

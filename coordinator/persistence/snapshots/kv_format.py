@@ -7,7 +7,7 @@ from math import prod
 from coordinator.persistence.snapshots.segments_on_ranks import PlacedSegment
 from longleaf.errors import InvalidArgument
 from longleaf.rank_protocol.snapshots import max_header_bytes
-from longleaf.runs import ceil_div
+from longleaf.runs import Range, ceil_div
 from longleaf.storage.manifest import PieceRef, SegmentManifest
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
@@ -32,7 +32,7 @@ class KvFormat:
         sharded, _, windows = self.text.partition("|")
         found = 0
         for runs, text in ((segment.runs, sharded), (segment.window_runs, windows)):
-            found += _num_blocks([(run.start, run.end) for run in runs], self.block_size) * sum(_part_bytes(text))
+            found += _num_blocks([run.range for run in runs], self.block_size) * sum(_part_bytes(text))
         return found
 
     def check(self, manifest: SegmentManifest) -> None:
@@ -54,7 +54,7 @@ def _part_bytes(text: str) -> list[int]:
     return [ITEM_BYTES[dtype] * prod(map(int, sizes.split("x"))) for _, dtype, sizes in parts]
 
 
-def _num_blocks(ranges: Sequence[tuple[int, int]], block_size: int) -> int:
+def _num_blocks(ranges: Sequence[Range], block_size: int) -> int:
     return sum(ceil_div(end - start, block_size) for start, end in ranges)
 
 

@@ -78,7 +78,7 @@ class SegmentWriter:
             order = Save(next(self._tickets), name, resident.segment.id, runs, of_windows)
             saved: Saved = await self._ranks.save(resident.members[rank], order)
         return PieceRef(
-            name=name, runs=tuple((run.start, run.end) for run in runs), num_bytes=saved.num_bytes, digest=saved.digest
+            name=name, runs=tuple(run.range for run in runs), num_bytes=saved.num_bytes, digest=saved.digest
         )
 
     async def _check_seen(
