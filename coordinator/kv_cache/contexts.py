@@ -220,7 +220,7 @@ class ContextTable:
         """Raises NotFound."""
         context = self.get(context_id)
         context.change(settings, now)
-        self._expiries.add(context_id, None if context.record.is_pinned else context.record.expires)
+        self._expiries.add(context_id, context.record.expiry)
         return context
 
     def restore(self, context: NamedContext, settings: ContextSettings) -> None:
@@ -337,8 +337,8 @@ class ContextTable:
             tenant: each.state() for tenant, each in self._tenants.items()
         }
         self._expiries.audit()
-        contexts, records = self._by_id.values(), [context.record for context in self._by_id.values()]
-        assert set(self._expiries) == {r.id for r in records if r.expires is not None and not r.is_pinned}
+        contexts = self._by_id.values()
+        assert set(self._expiries) == {context.id for context in contexts if context.record.expiry is not None}
         for context in contexts:
             context.audit(self._segments.placements)
             assert context.is_evicted or not self._segments.placements[context.path.segments[-1]].is_idle

@@ -18,7 +18,7 @@ from longleaf.context_archive.records import (
 )
 from longleaf.little_endian import pack
 from longleaf.storage.manifest import PieceRef, SegmentManifest
-from longleaf.storage.segment_record import SegmentRecord
+from longleaf.storage.segment_record import SegmentRecord, with_ends
 
 Content = memoryview | PieceRef
 """Bytes, or the storage object that contains them."""
@@ -46,8 +46,7 @@ class ArchiveWriter:
         self._digest = blake3(PREAMBLE)
         self._add(memoryview(PREAMBLE))
         self._add_record(Frame.from_content("head", content := encode(head)), memoryview(content))
-        ends = [*(segment.start for segment in path[1:]), head.num_tokens]
-        for segment, end in zip(path, ends, strict=True):
+        for segment, end in with_ends(path, head.num_tokens):
             self._add_segment(segment, end - segment.start, manifests.get(segment.id))
         self.digest = self._digest.hexdigest()
         """BLAKE3 in hexadecimal, of PREAMBLE and all frames except the last; the frames contain the digests of the

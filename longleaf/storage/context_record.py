@@ -29,6 +29,11 @@ class ContextMetadata(msgspec.Struct, frozen=True, kw_only=True):
     expires: float | None = None
     """None: never."""
 
+    @property
+    def expiry(self) -> float | None:
+        """When it is deleted; None: never, as for pinned contexts."""
+        return None if self.is_pinned else self.expires
+
 
 class ContextRecord(ContextMetadata, frozen=True, kw_only=True):
     """A context without its segments. A context in memory refers to its record, and the catalog stores it."""

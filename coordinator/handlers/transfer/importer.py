@@ -19,7 +19,7 @@ from longleaf.formatting import human_seconds
 from longleaf.storage.context_record import ContextRecord, metadata_fields, sound_ends
 from longleaf.storage.manifest import SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
-from longleaf.storage.segment_record import SegmentRecord
+from longleaf.storage.segment_record import SegmentRecord, with_ends
 from longleaf.tenants import scoped
 from longleaf.types import CONTEXT_ID, MAX_TIME, ImportHeader, ImportProgress
 
@@ -224,9 +224,8 @@ class ContextImporter:
 
     def _num_key_tokens(self, num_tokens: int) -> int:
         """Tokens of the path whose keys and values were imported."""
-        ends = [*(segment.start for segment in self._segments[1:]), num_tokens]
-        paths = zip(self._segments, ends, strict=True)
-        return sum(end - segment.start for segment, end in paths if segment.id in self._snapshots)
+        path = with_ends(self._segments, num_tokens)
+        return sum(end - segment.start for segment, end in path if segment.id in self._snapshots)
 
 
 class _IncomingSegment:
@@ -254,8 +253,8 @@ def _record(name: str, head: ContextHead, upload_id: str, now: float) -> Context
     times = (head.created, head.updated, *([] if head.expires is None else [head.expires]))
     if not all(0 <= time <= MAX_TIME for time in times):
         raise InvalidArgument(FIELD, "it has an invalid time")
-    if head.expires is not None and head.expires <= now and not head.is_pinned:
-        raise InvalidArgument(FIELD, f"the context expired {human_seconds(now - head.expires)} ago")
+    if (expiry := head.expiry) is not None and expiry <= now:
+        raise InvalidArgument(FIELD, f"the context expired {human_seconds(now - expiry)} ago")
     metadata = metadata_fields(head, ends=sound_ends(head.ends, head.num_tokens) or (head.num_tokens,))
     return ContextRecord(id=name, segment=0, last_used=now, upload_id=upload_id, **metadata)
 

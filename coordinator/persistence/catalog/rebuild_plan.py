@@ -38,8 +38,7 @@ class Rebuilt(msgspec.Struct, frozen=True, kw_only=True):
     """The content of the new catalog."""
 
     contents: CatalogContents
-    next_outgoing: int
-    """Greater than the number of every note."""
+    """Its `next_outgoing` is greater than the number of every note."""
     skipped: Sequence[SkippedContext]
     """Contexts that cannot be restored, except deleted ones."""
     num_others: int
@@ -91,10 +90,10 @@ def rebuild(stored: StorageContents, service: str) -> Rebuilt:
         segments=tuple(_segment(sources, used[numbers[number]]) for number in sorted(numbers)),
         snapshots=tuple(snapshot_record(number, numbers[number], used[numbers[number]]) for number in sorted(numbers)),
         next_segment=1 + max(_numbers(stored, service), default=-1),
+        next_outgoing=1 + max(_note_numbers(stored, service), default=-1),
     )
     return Rebuilt(
         contents=retained,
-        next_outgoing=1 + max(_note_numbers(stored, service), default=-1),
         skipped=sorted(skipped, key=lambda each: each.name),
         num_others=sum(name.startswith(segments_folder(service) + "/") for name in stored.others),
     )

@@ -78,6 +78,8 @@ service = Table(
     _checksum(),
 )
 """One row, whose id is 0."""
+COUNTERS = ("service_id", "next_segment", "next_outgoing", "epoch")
+"""Columns of the row that are fields of CatalogContents."""
 
 segments = Table(
     "segments",

@@ -88,7 +88,7 @@ def test_the_catalog_is_what_it_was(steps: list[tuple[str, ...]]) -> None:
     assert made.contents.segments == history.contents.segments
     assert [each.segment for each in made.contents.snapshots] == [each.id for each in history.contents.segments]
     assert made.contents.next_segment == history.contents.next_segment
-    assert made.next_outgoing == len(history.notes)
+    assert made.contents.next_outgoing == len(history.notes)
 
 
 @given(steps=st.lists(INGESTS | FORKS, min_size=1, max_size=10), data=st.data())

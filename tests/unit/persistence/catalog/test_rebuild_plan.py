@@ -105,7 +105,11 @@ def test_contexts_segments_and_numbers_are_restored(storage: StorageBuilder) -> 
         segment=3, manifest=manifest_name(manifest_of(ROOT)), form="float32", num_bytes=2 * PIECE_BYTES
     )
     assert [each.segment for each in rebuilt.contents.snapshots] == [3, 5, 9]
-    assert (rebuilt.contents.service_id, rebuilt.contents.next_segment, rebuilt.next_outgoing) == (SERVICE, 10, 4)
+    assert (rebuilt.contents.service_id, rebuilt.contents.next_segment, rebuilt.contents.next_outgoing) == (
+        SERVICE,
+        10,
+        4,
+    )
     assert (rebuilt.skipped, rebuilt.num_others) == ([], 0)
 
 
@@ -121,7 +125,7 @@ def test_deleted_context_stays_deleted_and_numbers_continue(storage: StorageBuil
     assert names(rebuilt) == ["twig"]
     assert [each.id for each in rebuilt.contents.segments] == [3, 5]
     assert not rebuilt.skipped
-    assert (rebuilt.next_outgoing, rebuilt.contents.next_segment) == (13, 10)
+    assert (rebuilt.contents.next_outgoing, rebuilt.contents.next_segment) == (13, 10)
 
 
 def test_damaged_newest_note_is_reported_and_counted(storage: StorageBuilder) -> None:
@@ -132,7 +136,7 @@ def test_damaged_newest_note_is_reported_and_counted(storage: StorageBuilder) ->
     assert names(rebuilt) == ["book", "twig"]
     assert list(reasons(rebuilt)) == ["poem"]
     assert "checksum" in reasons(rebuilt)["poem"]
-    assert rebuilt.next_outgoing == 21
+    assert rebuilt.contents.next_outgoing == 21
 
 
 def test_missing_segment_skips_all_its_contexts(storage: StorageBuilder) -> None:
@@ -188,7 +192,7 @@ def test_other_services_are_ignored(storage: StorageBuilder) -> None:
     storage.put(manifest_of(segment(1, 5), OTHER))
     rebuilt = storage.rebuilt()
     assert names(rebuilt) == ["book", "poem", "twig"]
-    assert (rebuilt.contents.segments, rebuilt.next_outgoing) == ((ROOT, LEAF, ALONE), 4)
+    assert (rebuilt.contents.segments, rebuilt.contents.next_outgoing) == ((ROOT, LEAF, ALONE), 4)
 
 
 def test_numbers_of_pieces_without_a_manifest_are_not_reused(storage: StorageBuilder) -> None:
