@@ -1,4 +1,4 @@
-"""Arrays of integers as the little-endian bytes that are stored and sent, whatever the byte order of the machine."""
+"""Arrays of integers as the little-endian bytes that are stored and sent, independent of the machine."""
 
 import sys
 from array import array

@@ -31,7 +31,7 @@ class ContextMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def expiry(self) -> float | None:
-        """When it is deleted; None: never, as for pinned contexts."""
+        """Time of its deletion; None: never, as for pinned contexts."""
         return None if self.is_pinned else self.expires
 
 
