@@ -8,7 +8,6 @@ from coordinator.engine_messages import Ended
 from coordinator.kv_cache.block_placer import BlockCount
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from longleaf.rank_protocol.step import Decode
-from tests.support.fakes.echo_model import echo_token
 from tests.support.scheduler_machine import expected_answer
 from tests.support.scheduling import Asker, kinds
 
