@@ -76,7 +76,7 @@ def rewriting(model: Path, folder: Path) -> Path:
 
 
 def measure(model: Path, text: str, num_tokens: int, data: Path) -> list[dict[str, object]]:
-    """One row per turn: of the conversation, of the forks, and of the same conversation after a restart."""
+    """One row per turn: five turns, three forks, and the last turn after a restart with one more."""
     rows = list[dict[str, object]]()
     turns = list[Message]()
     with served(model, data) as client:

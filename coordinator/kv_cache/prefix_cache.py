@@ -136,7 +136,7 @@ class ContinuationIndex:
         """Adds a sealed segment whose path continues `origin`. Returns False if it is too short for a link."""
         root = _origin_link(origin, segment.rope, segment.tenant)
         links = _first_links(root, segment.path.token_ids(origin.end))
-        # also the last link before the segment, because prompts may differ before the first one in it
+        # the last link before the segment is added too, because prompts may differ before the first link in it
         num_before = (segment.start - origin.end) // TOKENS_PER_LINK
         links = links[max(0, min(num_before, MAX_LINKS) - 1) :]
         self._links[segment.id], self._origins[segment.id] = links, origin

@@ -109,10 +109,10 @@ class SegmentPlacement:
         removed, self.runs = self.runs[index:], self.runs[:index]
         if self.runs and self.runs[-1].end > end:
             last = self.runs.pop()
-            kept = until(last, end, block_size)
-            self.runs.append(kept)
-            if blocks := last.blocks[len(kept.blocks) :]:
-                removed.append(Run(last.rank, kept.start + len(kept.blocks) * block_size, last.end, blocks))
+            retained = until(last, end, block_size)
+            self.runs.append(retained)
+            if blocks := last.blocks[len(retained.blocks) :]:
+                removed.append(Run(last.rank, retained.start + len(retained.blocks) * block_size, last.end, blocks))
         self.num_sharded -= sum(len(run.blocks) for run in removed)
         return removed
 

@@ -278,7 +278,7 @@ def test_forks_of_a_context_share_its_conversations() -> None:
 
 
 def test_conversation_goes_with_its_context() -> None:
-    """Also where the answer ends after the context was deleted."""
+    """The same applies to an answer that ends after the context was deleted."""
     bench = Asker(blocks=(60, 60))
     for _ in range(2):
         bench.ingest("doc", 41)
