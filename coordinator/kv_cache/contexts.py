@@ -327,6 +327,7 @@ class ContextTable:
         for end in context.ends[:-1]:
             self._segments.unpin_windows(context.path, end)
         self._segments.release(context.path)
+        self._segments.drop_orphans(context.path)
         self._expiries.discard(context_id)
 
     def audit(self) -> None:

@@ -9,7 +9,7 @@ from coordinator.kv_cache.lost_ranges import LostRanges
 from coordinator.kv_cache.positions import UNLIMITED
 from coordinator.kv_cache.token_paths import Segment, TokenPath
 from longleaf.positions import WindowSpec
-from longleaf.runs import Run, join
+from longleaf.runs import Run, join, until
 
 
 class SegmentPlacement:
@@ -102,6 +102,19 @@ class SegmentPlacement:
         assert not self.runs or self.runs[-1].end <= end
         self.num_sharded -= sum(len(run.blocks) for run in taken)
         return taken
+
+    def truncate(self, end: int, block_size: int) -> list[Run]:
+        """Removes the positions from `end` on. Returns runs with the blocks that hold none of the others."""
+        index = bisect_left(self.runs, end, key=_start)
+        removed, self.runs = self.runs[index:], self.runs[:index]
+        if self.runs and self.runs[-1].end > end:
+            last = self.runs.pop()
+            retained = until(last, end, block_size)
+            self.runs.append(retained)
+            if blocks := last.blocks[len(retained.blocks) :]:
+                removed.append(Run(last.rank, retained.start + len(retained.blocks) * block_size, last.end, blocks))
+        self.num_sharded -= sum(len(run.blocks) for run in removed)
+        return removed
 
     def replace(self, old: Run, new: Run) -> None:
         """Replaces `old`, the first blocks of a run, with `new`."""

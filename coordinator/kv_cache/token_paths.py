@@ -62,13 +62,14 @@ class TokenPath:
             found += segment.token_ids[max(0, start - part_start) : part_end - part_start]
         return found
 
-    def num_common(self, token_ids: "array[int]") -> int:
-        """Length of the common prefix of the path and `token_ids`."""
+    def num_common(self, token_ids: "array[int]", position: int = 0) -> int:
+        """Number of tokens from `position` on, the start of a segment, that the path and `token_ids` have in common."""
         for segment, start, end in self.parts():
-            count = _num_common(segment.token_ids[: end - start], token_ids[start:end])
-            if count < end - start:
-                return start + count
-        return self.end
+            if start >= position:
+                count = _num_common(segment.token_ids[: end - start], token_ids[start - position : end - position])
+                if count < end - start:
+                    return start + count - position
+        return self.end - position
 
     def audit(self) -> None:
         """Asserts that no part is empty, and that each continues the path before it."""

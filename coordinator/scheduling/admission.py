@@ -239,7 +239,8 @@ class Admission:
         """Number of tokens that the prefix cache has."""
         if not (isinstance(job, SequenceJob) and job.is_sharing):
             return 0
-        return self._segments.match(job.prefill.token_ids[:-1], job.rope, job.request.scheduling.tenant).end
+        origin, tenant = job.request.origin, job.request.scheduling.tenant
+        return self._segments.match(job.prefill.token_ids[:-1], job.rope, tenant, origin).end - origin.end
 
 
 def _array(token_ids: Sequence[int]) -> "array[int]":

@@ -396,7 +396,7 @@ class Scheduler:
             self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, attentions, *counts)))
         if reason is not None:
             self._outcomes.append((request_id, job.ended(reason, result)))
-            self._lifecycle.finish(job)
+            self._lifecycle.end_answer(job)
         elif job.has_outgrown_rope:
             self._recompute(job)
 
@@ -424,7 +424,10 @@ class Scheduler:
     def cancel(self, request_id: int) -> bool:
         """Ends a request, whether it waits or runs. Its blocks are free at once, because any step that reuses them
         comes later."""
-        return self._lifecycle.cancel(request_id)
+        request = self._requests.get(request_id)
+        for job in tuple(request.jobs) if request else ():
+            self._lifecycle.end_early(job)
+        return request is not None
 
     def cancel_sample(self, request_id: int, sample: int) -> bool:
         """Ends one sample of a request; the others continue. Returns False when the sample does not answer yet or has
@@ -432,7 +435,7 @@ class Scheduler:
         request = self._requests.get(request_id)
         for job in request.jobs if request else ():
             if isinstance(job, SequenceJob) and job.samples == range(sample, sample + 1):
-                self._lifecycle.drop(job)
+                self._lifecycle.end_early(job)
                 return True
         return False
 

@@ -204,6 +204,8 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     work: Work
     release_segments: tuple[int, ...] = ()
     """Segments to forget before the work; this plan may already reuse their blocks."""
+    cut_segments: tuple[tuple[int, int], ...] = ()
+    """Segments, and the positions from which on they are to be forgotten before the work, as `release_segments`."""
     release_sequences: tuple[int, ...] = ()
     """Sequences whose last token, sampling terms and history may be forgotten."""
 

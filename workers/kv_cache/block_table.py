@@ -154,7 +154,8 @@ class BlockTable:
         return slots_of(there) == slots_of(extents(run, self._block_size))
 
     def cut_back(self, segment: int, end: int) -> None:
-        """Drops the positions of a segment from `end` on, on all ranks, after drafts were refused."""
+        """Drops the positions of a segment from `end` on, on all ranks: refused drafts, or tokens that were computed
+        after the end of an answer."""
         for resident in self._slots[segment].values():
             resident.drop(end, max(end, resident.end))
 
