@@ -118,7 +118,12 @@ def test_each_turn_about_a_context_equals_that_of_transformers(client: Client, p
     """Turns reuse the keys of earlier questions and answers."""
     turns, cached = list[Message](), list[int]()
     client.fork_context("readme", "turns")
-    for question in ("What is it for?", "And when should I not use it?", "Does it need a GPU?", "Say that in three words."):
+    for question in (
+        "What is it for?",
+        "And when should I not use it?",
+        "Does it need a GPU?",
+        "Say that in three words.",
+    ):
         turns.append(Message("user", question))
         text = prompt(plain, turns, f"{DOCUMENT}\n\n")
         end = text.index(DOCUMENT) + len(DOCUMENT)
