@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from gateway.bodies import converted
 from gateway.errors import HttpProblem
-from longleaf.types import MAX_MESSAGES, Conversation, GenerateOptions, Message
+from longleaf.types import Conversation, GenerateOptions, Message
 
 HARMLESS = frozenset("store metadata service_tier parallel_tool_calls safety_identifier prompt_cache_key".split())
 """Accepted fields without effect."""
@@ -139,9 +139,6 @@ def decode_chat(raw: dict[str, Any]) -> Chat:
     if not isinstance(messages, list) or not messages:
         raise HttpProblem(400, "messages: give at least one", param="messages", code="invalid_value")
     turns = cast(list[object], messages)
-    if len(turns) > MAX_MESSAGES:
-        message = f"messages: has {len(turns):,} messages; allowed are 1 to {MAX_MESSAGES}"
-        raise HttpProblem(400, message, param="messages", code="invalid_value")
     requested = converted(given, ChatCompletionRequest)
     if requested.top_logprobs is not None and not requested.logprobs:
         raise HttpProblem(400, "top_logprobs: needs logprobs", param="top_logprobs", code="invalid_value")

@@ -218,15 +218,11 @@ def _decode_input(message: service_pb.GenerateRequest) -> str | Sequence[int] | 
         case "token_ids":
             return decode_ids(message.token_ids)
         case "conversation":
-            return _decode_conversation(message)
+            if message.HasField("use_chat_template") and not message.use_chat_template:
+                raise InvalidArgument("use_chat_template", "must be on for a conversation")
+            return decode_conversation(message.conversation, has_context=bool(message.context))
         case _:
             raise InvalidArgument("input", "give text, token_ids or conversation")
-
-
-def _decode_conversation(message: service_pb.GenerateRequest) -> Conversation:
-    if message.HasField("use_chat_template") and not message.use_chat_template:
-        raise InvalidArgument("use_chat_template", "must be on for a conversation")
-    return decode_conversation(message.conversation)
 
 
 def _sample_count(message: service_pb.GenerateRequest) -> int:
