@@ -327,9 +327,10 @@ SAMPLING = SamplingParams(
 )
 def test_requests_survive(request_: Generate) -> None:
     sampling: Any = {name: getattr(request_.sampling, name) for name in SamplingParams.__struct_fields__}
-    values = msgspec.structs.asdict(request_) | {"sampling": sampling}
+    values = msgspec.structs.asdict(request_) | sampling
     assert values.pop("tenant") == DEFAULT_TENANT  # the service knows it; it does not travel
-    data = codec.encode_generate(**values).SerializeToString()
+    held = {name: values.pop(name) for name in ("request_id", "resume_seconds")}
+    data = codec.encode_generate(values.pop("input"), values.pop("context"), values, **held).SerializeToString()
     assert codec.decode_generate(service_pb.GenerateRequest.FromString(data), 42) == request_
 
 
@@ -347,7 +348,7 @@ def test_requests_survive(request_: Generate) -> None:
 )
 def test_values_outside_their_field_are_refused_before_sending(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match="provenance|hidden|max_draft_token_count"):
-        codec.encode_generate("x", context="moby", use_chat_template=None, sampling={}, **options)
+        codec.encode_generate("x", "moby", cast(Any, options))
 
 
 def conversation(*turns: tuple[str, str]) -> dict[str, Any]:
