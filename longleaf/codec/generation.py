@@ -81,8 +81,8 @@ def encode_generate(
     request_id: str = "",
     resume_seconds: float = 0.0,
 ) -> service_pb.GenerateRequest:
-    """Raises InvalidArgument when a value does not fit its field. The id and the resumption of the generation are not
-    taken from `options`, because the client may resume with an id of its own."""
+    """`request_id` and `resume_seconds` replace those of `options`, because a client generates an id to resume with.
+    Raises InvalidArgument when a value does not fit its field."""
     template_kwargs, provenance = options.get("chat_template_kwargs"), options.get("provenance")
     most_drafts = options.get("max_draft_tokens")
     resume_seconds = check_range("resume_duration", resume_seconds, 0.0, MAX_RESUME_SECONDS, " seconds")

@@ -18,8 +18,7 @@ _COLLECTIONS = ("stop", "stop_tokens", "logit_bias")
 
 
 def encode_sampling(options: SamplingOptions) -> generation_pb.SamplingParams:
-    """`options` may have other options of a generation, too. Raises InvalidArgument when a value does not fit its
-    field."""
+    """Encodes the sampling parameters among `options`. Raises InvalidArgument when a value does not fit its field."""
     message = generation_pb.SamplingParams()
     values: Mapping[str, object] = options
     for name, value in values.items():

@@ -329,8 +329,8 @@ def test_requests_survive(request_: Generate) -> None:
     sampling: Any = {name: getattr(request_.sampling, name) for name in SamplingParams.__struct_fields__}
     values = msgspec.structs.asdict(request_) | sampling
     assert values.pop("tenant") == DEFAULT_TENANT  # the service knows it; it does not travel
-    held = {name: values.pop(name) for name in ("request_id", "resume_seconds")}
-    data = codec.encode_generate(values.pop("input"), values.pop("context"), values, **held).SerializeToString()
+    resumption = {name: values.pop(name) for name in ("request_id", "resume_seconds")}
+    data = codec.encode_generate(values.pop("input"), values.pop("context"), values, **resumption).SerializeToString()
     assert codec.decode_generate(service_pb.GenerateRequest.FromString(data), 42) == request_
 
 
