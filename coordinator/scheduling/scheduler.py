@@ -48,7 +48,6 @@ from coordinator.scheduling.throughput import Speeds
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, LongleafError, ResourceExhausted, Unavailable
 from longleaf.rank_protocol.step import Prefill, StepPlan, StepResult, Work
-from longleaf.sampling import Token
 from longleaf.types import Progress
 
 MAX_FAULTS = 8
@@ -383,17 +382,18 @@ class Scheduler:
         request_id, reason = job.request.id, "length"
         if not job.prompt.is_probe:
             index, attention = job.num_generated, result.attention.get(job.id)
-            sampled, tokens = result.tokens[job.id], list[Token]()
+            sampled, num_appended = result.tokens[job.id], 0
             if len(sampled) > 1:
                 job.accept([token.id for token in sampled[:-1]])
             for token in sampled:
-                tokens.append(token)
+                num_appended += 1
                 if (reason := job.append_token(token.id)) is not None:
                     break  # tokens sampled after the end of the answer are dropped
             attentions = () if attention is None else (attention,)
-            counts = (self._drafter.record_tokens(job, sampled), min(len(tokens), len(sampled) - 1))
-            self.drafts.add(*counts, len(tokens))
-            self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, attentions, *counts)))
+            counts = (self._drafter.record_tokens(job, sampled), min(num_appended, len(sampled) - 1))
+            self.drafts.add(*counts, num_appended)
+            tokens = sampled[:num_appended]
+            self._outcomes.append((request_id, Tokens(index, tokens, job.sample, attentions, *counts)))
         if reason is not None:
             self._outcomes.append((request_id, job.ended(reason, result)))
             self._lifecycle.end_answer(job)

@@ -264,6 +264,10 @@ class Attention(msgspec.Struct, frozen=True, array_like=True):
     heads: bytes
     """int32, the head with that share: its layer times HEADS_PER_LAYER, plus its number in the layer."""
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self.means) + len(self.largest) + len(self.heads)
+
 
 class StepResult(msgspec.Struct, frozen=True, tag="result"):
     """Rank 0 to coordinator: sampled tokens by sequence, in the plan's order of rows. The result of a move or a restore
