@@ -38,7 +38,7 @@ class FailureCollector:
         self.verdict: asyncio.Future[EpochEnd] = self._loop.create_future()
 
     def record_exit(self, member: int, reason: str) -> None:
-        """The member's process has ended without a report of its own. Sets the verdict."""
+        """The member's process has ended, and the member sent no report. Sets the verdict."""
         if member in self.members:
             self._conclude_lost(member, reason)
 
