@@ -297,7 +297,7 @@ class ResumableSessions(Generic[T]):
         self._trim()
 
     def audit(self) -> None:
-        """Checks that a session has a stream or can be resumed. Raises AssertionError."""
+        """Checks that every session without a stream can be resumed. Raises AssertionError."""
         for state in self._states.values():
             assert state.idle_since is None or (state.lease is None and state.key is not None)
         keys = [state.key for state in self._states.values() if state.key is not None]
