@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from longleaf.cli.options import option
+from longleaf.document_text import is_place
 from longleaf.errors import InvalidArgument
 from longleaf.types import ContextText, Finished, GenerateOptions, Provenance, Source
 
@@ -165,6 +166,8 @@ class SourceList:
 
 def _place(source: Source, text: ContextText | None) -> str:
     """The file and line if known, otherwise the tokens."""
+    if text is not None and is_place(text.file):
+        return text.file.translate(CONTROLS)
     if text is not None and text.file and text.line is not None:
         return f"{text.file.translate(CONTROLS)}:{text.line}"
     return f"tokens {source.token_start:,}-{source.token_end:,}"
