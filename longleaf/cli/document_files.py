@@ -55,8 +55,8 @@ def collect(files: Sequence[str], *, encoding: str, as_text: bool, is_shown: boo
 
 
 def report_collection(collection: Collection, name: str) -> None:
-    """Prints on stderr what was left out and why, and, for folders and archives, how much was taken. Raises
-    InvalidArgument if no file has text."""
+    """Prints the files that were left out with the reasons, and for folders and archives the number of files with
+    text, on stderr. Raises InvalidArgument if no file has text."""
     by_reason = defaultdict[str, list[str]](list)
     for each in collection.left_out:
         by_reason[each.reason].append(each.file)

@@ -56,8 +56,8 @@ def ingest(
         bool | None,
         typer.Option(
             "--file-headers/--no-file-headers",
-            help="Begin the text of each file with a line with its name, so that the model can tell which file says "
-            "what. Without these lines, files are joined without a separator.",
+            help="Begin the text of each file with a line with its name, so that the model can attribute "
+            "statements to files. Without these lines, files are joined without a separator.",
             show_default="with several files",
         ),
     ] = None,

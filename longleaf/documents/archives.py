@@ -72,7 +72,7 @@ def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, budget: Archive
         refused = f"has {info.file_size:,} bytes; the limit is {budget.limits.member_bytes:,}"
     if refused:
         return Member(info.filename, refused=refused)
-    budget.add_bytes(info.file_size)  # no more is read, whatever the compressed data contains
+    budget.add_bytes(info.file_size)  # the declared size limits the read, not the compressed data
     try:
         with archive.open(info) as file:
             return Member(info.filename, file.read(info.file_size + 1))

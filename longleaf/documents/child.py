@@ -6,7 +6,6 @@
 import codecs
 import encodings.aliases
 import os
-import sys
 from contextlib import suppress
 from importlib import import_module
 
@@ -14,6 +13,7 @@ import msgspec
 
 from longleaf.documents.confinement import confine
 from longleaf.documents.extraction import Extraction, import_readers
+from longleaf.documents.limits import LIMITS
 from longleaf.documents.messages import LENGTH_BYTES, Confined, Ended, ExtractionRequest, Message, encode
 
 PIECE_BYTES = 1 << 20
@@ -59,5 +59,10 @@ def import_codecs() -> None:
     codecs.lookup("utf-8")
 
 
+def report() -> None:
+    """Confines this process, and prints the restrictions that this machine enforces."""
+    print(", ".join(confine(LIMITS, 0)))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    report()

@@ -194,7 +194,7 @@ class Collector:
         self._collection.files.append(SourceFile(name, sections=(FileSection(name, "", text),)))
 
     def _add_stream(self, stream: BinaryIO) -> None:
-        """Adds standard input, which is read to its end here only if it is not UTF-8 text."""
+        """Adds standard input, which is read to its end unless it is UTF-8 text."""
         peek = getattr(stream, "peek", None)
         head: bytes = peek(HEAD_BYTES)[:HEAD_BYTES] if peek is not None else b""
         try:

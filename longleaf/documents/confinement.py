@@ -77,7 +77,7 @@ def _limit_resources(limits: ExtractionLimits, file_bytes: int) -> None:
 
 
 def _leave_namespaces() -> bool:
-    """Whether the process now has namespaces of its own, in which there is no network."""
+    """Whether the process now has separate namespaces, without a network."""
     libc = ctypes.CDLL(None, use_errno=True)
     return libc.unshare(CLONE_NAMESPACES) == 0
 

@@ -1,4 +1,4 @@
-"""Extraction in a process of its own: its start, its limits of time and output, and its result."""
+"""Extraction in a separate process: start, limits of time and output, result."""
 
 import os
 import select
@@ -65,7 +65,7 @@ class ExtractedFile(msgspec.Struct, frozen=True):
     sections: tuple[FileSection, ...]
     left_out: tuple[LeftOut, ...] = ()
     remarks: tuple[LeftOut, ...] = ()
-    """Files with text about which there is something to say, such as pages without text."""
+    """Remarks about files with text, such as pages without text."""
     confined_by: tuple[Mechanism, ...] = ()
 
 

@@ -102,7 +102,7 @@ _REFUSED = (
     (b"wOF2", "is a font"),
     (b"\0\1\0\0\0", "is a font"),
 )
-"""First bytes of formats that are not read. A text may begin with a short one, so that needs a zero byte, too."""
+"""First bytes of formats that are not read. Texts may begin with a short one, which also needs a zero byte."""
 _BOMS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 
@@ -141,7 +141,7 @@ def suffix_of(name: str) -> str:
 
 
 def check_declared(declared: Kind, found: Kind) -> None:
-    """Raises Unreadable if a file is of another kind than its media type says. Archives and formats within zip
+    """Raises Unreadable if the media type of a file is that of another kind. Archives and formats within zip
     archives are distinguished by their readers."""
     is_same = found == declared or (found in IN_ZIP and declared in IN_ZIP)
     if not is_same and not (found == "text" and declared in ("html", "notebook")):

@@ -11,11 +11,11 @@ class ExtractionLimits(msgspec.Struct, frozen=True, kw_only=True):
     text_bytes: int = 64 << 20
     """Extracted text, in UTF-8."""
     expanded_bytes: int = 1 << 30
-    """Decompressed size of all members of an archive and of the archives in it."""
+    """Total decompressed size of an archive, including nested archives."""
     member_bytes: int = 128 << 20
     """Decompressed size of one member of an archive, or of one part of an Office file."""
     num_members: int = 10_000
-    """Members of an archive and of the archives in it, or parts of an Office file."""
+    """Number of members of an archive, including nested archives, or of parts of an Office file."""
     depth: int = 3
     """Levels of archives: an archive in an archive has level 2."""
     num_pages: int = 20_000

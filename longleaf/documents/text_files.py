@@ -25,10 +25,13 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 def check_encoding(name: str, field: str) -> str:
     """Python's name of a charset. Raises InvalidArgument naming `field` if it is unknown."""
+    found, is_charset = None, True
     try:
         found = codecs.lookup(name)
-        b" ".decode(name)  # a codec from bytes to bytes, such as hex, is a LookupError
         is_charset = found.name.replace("_", "-") not in _NOT_CHARSETS
+        b" ".decode(name)  # a codec from bytes to bytes, such as hex, is a LookupError
+    except UnicodeDecodeError:  # one byte is too little for UTF-16
+        pass
     except (LookupError, ValueError):
         is_charset, found = False, None
     if found is None or not is_charset:

@@ -28,7 +28,7 @@ def sections(data: bytes, limits: ExtractionLimits) -> Iterator[Section]:
 
 
 class _Book:
-    """The files of a book, with a limit on what is read."""
+    """The files of a book, with a limit on their size."""
 
     def __init__(self, book: zipfile.ZipFile, limits: ExtractionLimits) -> None:
         self._book, self._limits = book, limits

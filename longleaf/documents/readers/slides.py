@@ -37,7 +37,7 @@ def sections(data: bytes, limits: ExtractionLimits) -> Iterator[Section]:
 
 
 def _blocks(shape: Any) -> Iterator[str]:
-    """Texts of a shape, of the tables and of the shapes in it."""
+    """Texts of a shape with its tables and inner shapes."""
     tables = set(shape.iter(f"{DRAWING}tbl"))
     for each in shape.iter(f"{DRAWING}tbl", "{*}txBody"):
         if each in tables:

@@ -72,6 +72,7 @@ def test_invalid_byte_has_its_offset_in_the_file(tmp_path: Path) -> None:
 
 def test_charsets_are_checked() -> None:
     assert check_encoding("Latin1", "--encoding") == "iso8859-1"
+    assert check_encoding("UTF-16", "--encoding") == "utf-16"
     for name in ("hex", "rot13", "punycode", "unicode_escape", "klingon", "", "\0"):
         with pytest.raises(InvalidArgument, match="is not a known charset"):
             check_encoding(name, "--encoding")

@@ -45,8 +45,8 @@ def test_word_document_keeps_headings_lists_and_tables() -> None:
 
 
 def test_slides_are_numbered_and_have_their_notes() -> None:
-    found = read("pptx", samples.pptx([("Plan", "Ship it", "Say hello"), ("", "Second", "")]))
-    assert found == [("slide 1", "# Plan\n\nShip it\n\nNotes: Say hello"), ("slide 2", "Second")]
+    found = read("pptx", samples.pptx([("Plan", "Ship it", "Greet all"), ("", "Second", "")]))
+    assert found == [("slide 1", "# Plan\n\nShip it\n\nNotes: Greet all"), ("slide 2", "Second")]
 
 
 def test_html_is_read_without_markup_scripts_and_styles() -> None:
