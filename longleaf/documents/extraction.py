@@ -13,7 +13,7 @@ from longleaf.documents.messages import (
     MemberSkipped,
     MemberStarted,
     Message,
-    Noted,
+    Remark,
     TextFound,
 )
 from longleaf.documents.sections import Reader, ranges
@@ -104,7 +104,7 @@ class Extraction:
         self._num_texts += 1
         if empty and kind == "pdf":
             pages = "page" if len(empty) == 1 else "pages"
-            yield Noted(path, f"has no text on {pages} {ranges(empty)}, which may be scanned")
+            yield Remark(path, f"has no text on {pages} {ranges(empty)}, which may be scanned")
 
     def _text(self, path: str, text: str) -> Iterator[Message]:
         if not text:

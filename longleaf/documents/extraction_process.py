@@ -23,7 +23,7 @@ from longleaf.documents.messages import (
     MemberSkipped,
     MemberStarted,
     Message,
-    Noted,
+    Remark,
     TextFound,
     decode,
 )
@@ -221,7 +221,7 @@ class _Result:
                 return section
             case MemberSkipped(path, reason) if len(self._left_out) < MAX_LEFT_OUT:
                 self._left_out.append(LeftOut(self._file(printable(path)), printable(reason)))
-            case Noted(path, remark) if len(self._remarks) < MAX_LEFT_OUT:
+            case Remark(path, remark) if len(self._remarks) < MAX_LEFT_OUT:
                 self._remarks.append(LeftOut(self._file(printable(path)), printable(remark)))
             case _:
                 pass

@@ -53,7 +53,7 @@ class MemberSkipped(msgspec.Struct, frozen=True, tag="skipped"):
     reason: str
 
 
-class Noted(msgspec.Struct, frozen=True, tag="noted"):
+class Remark(msgspec.Struct, frozen=True, tag="remark"):
     """A remark about a file with text, which is a predicate of it."""
 
     path: str
@@ -66,6 +66,6 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     reason: str = ""
 
 
-Message = Confined | MemberStarted | TextFound | MemberSkipped | Noted | Ended
+Message = Confined | MemberStarted | TextFound | MemberSkipped | Remark | Ended
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Message).decode

@@ -9,6 +9,8 @@ from longleaf.documents.limits import ExtractionLimits
 from longleaf.documents.sections import Section
 
 pdfium: Any = import_module("pypdfium2")  # it has no types
+HYPHEN = "\ufffe"
+"""PDFium's character for a hyphen with which a line divides a word."""
 PASSWORD = 4
 """PDFium's error code for a missing password."""
 
@@ -35,6 +37,6 @@ def sections(data: bytes, limits: ExtractionLimits) -> Iterator[Section]:
         except pdfium.PdfiumError:
             num_damaged += 1
             text = ""
-        yield Section(f"page {number + 1}", text)
+        yield Section(f"page {number + 1}", text.replace(HYPHEN, ""))
     if num_pages == 0 or num_damaged == num_pages:
         raise Unreadable("is a damaged PDF: none of its pages can be read")

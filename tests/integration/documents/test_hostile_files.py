@@ -218,7 +218,7 @@ def pdf_of_many_pages() -> bytes:
 
 
 @hostile("loop.pdf", "damaged PDF")
-def pdf_whose_pages_contain_themselves() -> bytes:
+def pdf_pages_that_contain_each_other() -> bytes:
     return samples.pdf_of_objects(
         [b"<< /Type /Catalog /Pages 2 0 R >>", b"<< /Type /Pages /Kids [2 0 R 2 0 R] /Count 2 /Parent 2 0 R >>"]
     )
@@ -244,7 +244,7 @@ def pdf_with_a_form_that_draws_itself() -> bytes:
 
 
 @hostile("bomb.pdf", "no text|memory|damaged|processor time")
-def pdf_whose_page_is_a_decompression_bomb() -> bytes:
+def pdf_page_that_decompresses_without_end() -> bytes:
     bomb = zlib.compress(zlib.compress(b"q " * (150 * MIB), 9), 9)
     return samples.pdf_of_objects(
         [

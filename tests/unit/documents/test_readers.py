@@ -8,7 +8,7 @@ from longleaf.documents.errors import LimitExceeded, Unreadable
 from longleaf.documents.extraction import Extraction, reader_of
 from longleaf.documents.kinds import Kind
 from longleaf.documents.limits import LIMITS, ExtractionLimits
-from longleaf.documents.messages import Ended, ExtractionRequest, MemberSkipped, MemberStarted, Noted, TextFound
+from longleaf.documents.messages import Ended, ExtractionRequest, MemberSkipped, MemberStarted, Remark, TextFound
 from longleaf.documents.readers.html import text_of
 from tests.support import document_samples as samples
 
@@ -27,13 +27,18 @@ def test_pages_of_a_pdf_are_numbered() -> None:
         assert read("pdf", data) == [("page 1", "First page"), ("page 2", ""), ("page 3", "Third page")]
 
 
-def test_pages_without_text_are_noted() -> None:
+def test_divided_words_are_joined() -> None:
+    [(_, text)] = read("pdf", samples.pdf(["a long exam-) Tj 0 -14 Td (ple of text"]))
+    assert text == "a long example of text"
+
+
+def test_pages_without_text_get_a_remark() -> None:
     found = extracted("a.pdf", samples.pdf(["x", "", "", "y", ""]))
-    assert Noted("", "has no text on pages 2-3, 5, which may be scanned") in found
+    assert Remark("", "has no text on pages 2-3, 5, which may be scanned") in found
     assert found[-1] == Ended()
 
 
-def test_scanned_pdf_says_so() -> None:
+def test_scanned_pdf_is_reported() -> None:
     [ended] = extracted("scan.pdf", samples.pdf(["", ""]))
     assert ended == Ended("has 2 pages and no text: if it is a scan, recognize its text first (OCR)")
 
