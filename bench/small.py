@@ -1,6 +1,6 @@
 """A small chat model on one thread against transformers' `generate`: decode after a short prompt, and a longer ingest.
 
-What lies between two steps counts most there. Both sides use one thread and take turns; the service drafts nothing.
+The time between two steps matters most there. Both sides use one thread and take turns; the service drafts nothing.
 Usage, with the folder of a checkpoint such as that of `longleaf models fetch smollm2 DIR`:
 
     python -m bench.small DIR --json

@@ -231,6 +231,18 @@ class Tokens(msgspec.Struct, frozen=True):
     def token_ids(self) -> tuple[int, ...]:
         return tuple(token.id for token in self.tokens)
 
+    def joined(self, step: "Tokens") -> "Tokens":
+        """These tokens, and those of the step that follows."""
+        return Tokens(
+            self.index,
+            self.tokens + step.tokens,
+            self.sample,
+            self.attention + step.attention,
+            self.num_drafted + step.num_drafted,
+            self.num_accepted + step.num_accepted,
+            (*self.step_ends, len(self.tokens)),
+        )
+
 
 class Ended(msgspec.Struct, frozen=True):
     """The last event of a sample, and of the stream when all samples have ended. Times in seconds."""

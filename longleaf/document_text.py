@@ -1,8 +1,6 @@
 """Mapping from a document's tokens to its text: byte offsets, and the files that the text was assembled from."""
 
 import re
-import sys
-from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from longleaf.errors import InvalidArgument
+from longleaf.little_endian import unpack
 
 STRIDE = 64
 """Byte offsets are stored for every STRIDE-th token."""
@@ -92,7 +91,7 @@ class DocumentText(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidArgument(field, f"{len(self.starts):,} token offsets for {num_tokens:,} tokens")
         if not (0 <= self.num_lead <= num_tokens and 0 <= self.num_bytes <= MAX_TEXT):
             raise InvalidArgument(field, f"a text of {self.num_bytes} bytes has {self.num_lead} tokens before it")
-        if any(a > b for a, b in pairwise([*unpacked(self.starts), self.num_bytes])):
+        if any(a > b for a, b in pairwise([*unpack("Q", self.starts), self.num_bytes])):
             raise InvalidArgument(field, "tokens begin before those before them")
         check_files(self.files, field)
 
@@ -100,21 +99,6 @@ class DocumentText(msgspec.Struct, frozen=True, kw_only=True):
 def count_starts(num_tokens: int) -> int:
     """Number of stored offsets for so many tokens."""
     return -(-num_tokens // STRIDE)
-
-
-def packed(starts: "array[int]") -> bytes:
-    """Encodes an array of type `Q` for `DocumentText.starts`."""
-    if sys.byteorder == "big":
-        starts = starts[:]
-        starts.byteswap()
-    return starts.tobytes()
-
-
-def unpacked(starts: bytes) -> "array[int]":
-    found = array("Q", starts)
-    if sys.byteorder == "big":
-        found.byteswap()
-    return found
 
 
 def check_files(files: Sequence[TextFile], field: str) -> None:

@@ -324,7 +324,7 @@ class Engine:
 
     def last_upload_id(self, context_id: str) -> str:
         """Return the client's upload id of the last document of a context. Raises NotFound."""
-        return self.named(context_id).upload_id
+        return self.named(context_id).record.upload_id
 
     def named(self, context_id: str) -> NamedContext:
         """Raises NotFound, ContextLost or CheckpointChanged."""

@@ -3,8 +3,8 @@
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -92,9 +92,7 @@ class Generation:
         deadline = None if seconds is None else self._clock() + seconds + request.resume_seconds
         self._check_free(request_id)
         answer = self._events(request_id, request, deadline)
-        if request.resume_seconds:
-            return self._resumable.register(request_id, request, answer).read()
-        return self._run_unregistered(request_id, answer)
+        return self._resumable.register(request_id, request, answer).read() if request.resume_seconds else answer
 
     async def cancel(self, request_id: str) -> None:
         """Ends a held generation and removes it. Raises NotFound."""
@@ -119,26 +117,27 @@ class Generation:
             self._resumable.restore(request_id, request, resident.question, continued, past_events)
 
     async def _events(self, request_id: str, request: Generate, deadline: float | None) -> AsyncGenerator[Event, None]:
-        tracing = _make_tracer(request)
-        self._quotas.check_generation()  # before the work that a long prompt causes
-        token_ids = await self._prompts.ids_of(request)
-        if request.until_full:
-            request = self._with_longest_answer(request, len(token_ids))
-        answer = self._make_assembler(request_id, request, tracing, token_ids)
-        prompt = self._prompt(request, token_ids, deadline)
-        if tracing is not None:
-            prompt = tracing.begin(self._engine, prompt, self._text_maps, self._quotas.charge_input)
-        with self._observers.observe_generation(request_id, request.tenant) as emit:
-            with self._quotas.begin_generation(len(token_ids)):
-                begun = self._engine.submit(prompt)
-            async with aclosing(begun) as stream:
-                with self._begin_record(request_id, request, token_ids, deadline) as record:
-                    if request.context is not None:
-                        emit = _charge_cached_input(emit, len(token_ids), self._quotas.charge_input)
-                    del request, token_ids, prompt  # they may be large, and the answer may take long
-                    async with aclosing(self._client_events(stream, record, answer, tracing, emit)) as events:
-                        async for message in events:
-                            yield message
+        with nullcontext() if request.resume_seconds else self._run_unregistered(request_id):
+            tracing = _make_tracer(request)
+            self._quotas.check_generation()  # before the work that a long prompt causes
+            token_ids = await self._prompts.ids_of(request)
+            if request.until_full:
+                request = self._with_longest_answer(request, len(token_ids))
+            answer = self._make_assembler(request_id, request, tracing, token_ids)
+            prompt = self._prompt(request, token_ids, deadline)
+            if tracing is not None:
+                prompt = tracing.begin(self._engine, prompt, self._text_maps, self._quotas.charge_input)
+            with self._observers.observe_generation(request_id, request.tenant) as emit:
+                with self._quotas.begin_generation(len(token_ids)):
+                    begun = self._engine.submit(prompt)
+                async with aclosing(begun) as stream:
+                    with self._begin_record(request_id, request, token_ids, deadline) as record:
+                        if request.context is not None:
+                            emit = _charge_cached_input(emit, len(token_ids), self._quotas.charge_input)
+                        del request, token_ids, prompt  # they may be large, and the answer may take long
+                        async with aclosing(self._client_events(stream, record, answer, tracing, emit)) as events:
+                            async for message in events:
+                                yield message
 
     async def _resume(
         self,
@@ -203,17 +202,14 @@ class Generation:
         )
         return self._journal.begin(resident)
 
-    async def _run_unregistered(
-        self, request_id: str, answer: AsyncGenerator[Event, None]
-    ) -> AsyncGenerator[Event, None]:
-        """The events of a generation that is not held. Raises AlreadyExists if another generation with this id is
+    @contextmanager
+    def _run_unregistered(self, request_id: str) -> Generator[None, None, None]:
+        """Records that a generation runs that is not held. Raises AlreadyExists if another one with this id is
         running."""
         self._check_free(request_id)
         self._running.add(request_id)
         try:
-            async with aclosing(answer):
-                async for event in answer:
-                    yield event
+            yield
         finally:
             self._running.remove(request_id)
 

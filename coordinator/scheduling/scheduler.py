@@ -48,7 +48,6 @@ from coordinator.scheduling.throughput import Speeds
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, LongleafError, ResourceExhausted, Unavailable
 from longleaf.rank_protocol.step import Prefill, StepPlan, StepResult, Work
-from longleaf.sampling import Token
 from longleaf.types import Progress
 
 MAX_FAULTS = 8
@@ -383,20 +382,21 @@ class Scheduler:
         request_id, reason = job.request.id, "length"
         if not job.prompt.is_probe:
             index, attention = job.num_generated, result.attention.get(job.id)
-            sampled, tokens = result.tokens[job.id], list[Token]()
+            sampled, num_appended = result.tokens[job.id], 0
             if len(sampled) > 1:
                 job.accept([token.id for token in sampled[:-1]])
             for token in sampled:
-                tokens.append(token)
+                num_appended += 1
                 if (reason := job.append_token(token.id)) is not None:
                     break  # tokens sampled after the end of the answer are dropped
             attentions = () if attention is None else (attention,)
-            counts = (self._drafter.record_tokens(job, sampled), min(len(tokens), len(sampled) - 1))
-            self.drafts.add(*counts, len(tokens))
-            self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, attentions, *counts)))
+            counts = (self._drafter.record_tokens(job, sampled), min(num_appended, len(sampled) - 1))
+            self.drafts.add(*counts, num_appended)
+            tokens = sampled[:num_appended]
+            self._outcomes.append((request_id, Tokens(index, tokens, job.sample, attentions, *counts)))
         if reason is not None:
             self._outcomes.append((request_id, job.ended(reason, result)))
-            self._lifecycle.finish(job)
+            self._lifecycle.end_answer(job)
         elif job.has_outgrown_rope:
             self._recompute(job)
 
@@ -424,7 +424,10 @@ class Scheduler:
     def cancel(self, request_id: int) -> bool:
         """Ends a request, whether it waits or runs. Its blocks are free at once, because any step that reuses them
         comes later."""
-        return self._lifecycle.cancel(request_id)
+        request = self._requests.get(request_id)
+        for job in tuple(request.jobs) if request else ():
+            self._lifecycle.end_early(job)
+        return request is not None
 
     def cancel_sample(self, request_id: int, sample: int) -> bool:
         """Ends one sample of a request; the others continue. Returns False when the sample does not answer yet or has
@@ -432,7 +435,7 @@ class Scheduler:
         request = self._requests.get(request_id)
         for job in request.jobs if request else ():
             if isinstance(job, SequenceJob) and job.samples == range(sample, sample + 1):
-                self._lifecycle.drop(job)
+                self._lifecycle.end_early(job)
                 return True
         return False
 

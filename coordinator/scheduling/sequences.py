@@ -55,8 +55,9 @@ class SequenceJob(Job):
 
     @property
     def is_sharing(self) -> bool:
-        """Whether the prompt reuses cached prefixes, and is itself cached for others."""
-        return self.prompt.context is None and not self.prompt.is_compared and not self.prompt.hidden
+        """Whether the prompt reuses cached tokens, and is itself cached, with its answer, for others. Keys that were
+        computed with hidden tokens are of no use to others, and comparisons and probes compute all tokens."""
+        return not (self.prompt.is_compared or self.prompt.is_probe or self.prompt.hidden)
 
     @property
     def context(self) -> str | None:
@@ -144,9 +145,9 @@ class SequenceJob(Job):
     # --- prefill ---
 
     def reuse(self, path: TokenPath, num_prefill: int) -> None:
-        """Continues after `path`, a cached prefix of a plain prompt."""
-        assert self.request.start == 0
-        self.prefill = PrefillCursor(path, self.prefill.token_ids, num_prefill, path.end, path.end)
+        """Continues after `path`: the origin of the request and a cached prefix of the prompt."""
+        num_reused = path.end - self.request.start
+        self.prefill = PrefillCursor(path, self.prefill.token_ids, num_prefill, num_reused, num_reused)
         if not self.num_begins:
             self.request.num_cached = path.end
         elif self.is_recomputed:

@@ -204,6 +204,8 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     work: Work
     release_segments: tuple[int, ...] = ()
     """Segments to forget before the work; this plan may already reuse their blocks."""
+    cut_segments: tuple[tuple[int, int], ...] = ()
+    """Segments, and the positions from which on they are to be forgotten before the work, as `release_segments`."""
     release_sequences: tuple[int, ...] = ()
     """Sequences whose last token, sampling terms and history may be forgotten."""
 
@@ -261,6 +263,10 @@ class Attention(msgspec.Struct, frozen=True, array_like=True):
     """float32, the largest share of a single head per span; for a mean over rows, the largest in any of them."""
     heads: bytes
     """int32, the head with that share: its layer times HEADS_PER_LAYER, plus its number in the layer."""
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.means) + len(self.largest) + len(self.heads)
 
 
 class StepResult(msgspec.Struct, frozen=True, tag="result"):

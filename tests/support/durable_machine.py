@@ -174,6 +174,4 @@ def revive(old: Scheduler, new: Scheduler, next_segment: int) -> None:
         new.segments.adopt(found)
     for context in contexts:
         path = TokenPath(tuple(segments[part.id] for part in context.path.segments), context.path.end)
-        found_again = NamedContext(context.id, context.created, path, context.capacity)
-        found_again.ends, found_again.is_pinned = context.ends, context.is_pinned
-        new.contexts.adopt(found_again)
+        new.contexts.adopt(NamedContext(context.record, path))

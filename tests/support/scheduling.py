@@ -171,9 +171,19 @@ def kinds(plans: list[StepPlan]) -> str:
 class Asker(Bench):
     """A bench whose prompts are given token by token."""
 
-    def prompt(self, token_ids: range | list[int], max_tokens: int = 4, num_samples: int = 1, seed: int = 0) -> int:
+    def prompt(
+        self,
+        token_ids: range | list[int],
+        max_tokens: int = 4,
+        num_samples: int = 1,
+        seed: int = 0,
+        context: str | None = None,
+        **options: Any,
+    ) -> int:
         sampling = SamplingParams(max_tokens=max_tokens, seed=seed)
-        prompt = Prompt(context=None, token_ids=tuple(token_ids), sampling=sampling, num_samples=num_samples)
+        prompt = Prompt(
+            context=context, token_ids=tuple(token_ids), sampling=sampling, num_samples=num_samples, **options
+        )
         job = self._admitted(lambda job: self.scheduler.admit(job, prompt))
         self.num_jobs += num_samples - 1
         return job

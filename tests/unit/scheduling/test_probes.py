@@ -217,8 +217,8 @@ def test_prompt_continues_at_the_end_of_an_evicted_context(windows: WindowSpec |
         segment.extend(range(path.end, end))
         bench.scheduler.segments.adopt(segment)
         path = segment.path
-    context = NamedContext("doc", 1.0, path, 100)
-    context.ends = ends
+    record = replace(NamedContext.new("doc", 1.0, 100).record, segment=1, num_tokens=path.end, ends=ends)
+    context = NamedContext(record, path)
     bench.scheduler.contexts.adopt(context)
     assert bench.scheduler.segments.placements.evicted(context.path)
     for end in ends:
