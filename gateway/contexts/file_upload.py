@@ -61,8 +61,8 @@ class FileOptions:
 
 def is_file_upload(media_type: str, charset: str, plain_text: bool) -> bool:
     """Whether a body is extracted, and not forwarded as it is."""
-    is_kept = plain_text and MEDIA_TYPES.get(media_type) in ("html", "notebook")
-    return media_type == FORM or charset not in UTF8 or (media_type in MEDIA_TYPES and not is_kept)
+    is_unchanged = plain_text and MEDIA_TYPES.get(media_type) in ("html", "notebook")
+    return media_type == FORM or charset not in UTF8 or (media_type in MEDIA_TYPES and not is_unchanged)
 
 
 async def upload_files(

@@ -81,8 +81,8 @@ function Waiting({ state: { error, until } }) {
 function ChooseAgain({ upload, state: { received } }) {
   const input = useRef(null);
   const [isOther, setOther] = useState(false);
-  const { fileName, size } = upload.what;
-  const isFolderUpload = upload.what.type === "multipart/form-data";
+  const { fileName, size, type } = upload.what;
+  const isFolderUpload = type === "multipart/form-data";
   const take = async ({ currentTarget }) => {
     const [file] = chosenIn(currentTarget);
     currentTarget.value = "";

@@ -21,7 +21,7 @@ MAX_NAME = 512
 
 
 @dataclass(frozen=True)
-class Member:
+class ArchiveMember:
     """A file of an archive, or the reason why it is not read."""
 
     name: str
@@ -49,7 +49,7 @@ class ArchiveBudget:
             raise LimitExceeded(f"has more than {self.limits.expanded_bytes:,} decompressed bytes")
 
 
-def zip_members(data: bytes, budget: ArchiveBudget) -> Iterator[Member]:
+def zip_members(data: bytes, budget: ArchiveBudget) -> Iterator[ArchiveMember]:
     """The files of a zip archive. Raises LimitExceeded, and Unreadable for a damaged archive."""
     try:
         with zipfile.ZipFile(BytesIO(data)) as archive:
@@ -61,7 +61,7 @@ def zip_members(data: bytes, budget: ArchiveBudget) -> Iterator[Member]:
         raise Unreadable(f"is a damaged zip archive: {_reason(error)}") from None
 
 
-def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, budget: ArchiveBudget) -> Member:
+def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, budget: ArchiveBudget) -> ArchiveMember:
     mode = info.external_attr >> 16 if info.create_system == UNIX else 0
     refused = refused_name(info.filename)
     if info.flag_bits & ENCRYPTED:
@@ -71,16 +71,16 @@ def _zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, budget: Archive
     elif info.file_size > budget.limits.member_bytes:
         refused = f"has {info.file_size:,} bytes; the limit is {budget.limits.member_bytes:,}"
     if refused:
-        return Member(info.filename, refused=refused)
+        return ArchiveMember(info.filename, refused=refused)
     budget.add_bytes(info.file_size)  # the declared size limits the read, not the compressed data
     try:
         with archive.open(info) as file:
-            return Member(info.filename, file.read(info.file_size + 1))
+            return ArchiveMember(info.filename, file.read(info.file_size + 1))
     except (*DAMAGED, NotImplementedError, RuntimeError) as error:
-        return Member(info.filename, refused=f"is damaged: {_reason(error)}")
+        return ArchiveMember(info.filename, refused=f"is damaged: {_reason(error)}")
 
 
-def tar_members(data: bytes, budget: ArchiveBudget) -> Iterator[Member]:
+def tar_members(data: bytes, budget: ArchiveBudget) -> Iterator[ArchiveMember]:
     """The files of a tar archive, compressed or not. Raises LimitExceeded, and Unreadable for a damaged archive."""
     try:
         with tarfile.open(fileobj=BytesIO(data), mode="r|*") as archive:
@@ -93,7 +93,7 @@ def tar_members(data: bytes, budget: ArchiveBudget) -> Iterator[Member]:
         raise Unreadable(f"is not a tar archive, or a damaged one: {_reason(error)}") from None
 
 
-def _tar_member(archive: tarfile.TarFile, info: tarfile.TarInfo, limits: ExtractionLimits) -> Member:
+def _tar_member(archive: tarfile.TarFile, info: tarfile.TarInfo, limits: ExtractionLimits) -> ArchiveMember:
     refused = refused_name(info.name)
     if info.issym() or info.islnk():
         refused = "is a link"
@@ -102,7 +102,7 @@ def _tar_member(archive: tarfile.TarFile, info: tarfile.TarInfo, limits: Extract
     elif info.size > limits.member_bytes:
         refused = f"has {info.size:,} bytes; the limit is {limits.member_bytes:,}"
     file = None if refused else archive.extractfile(info)
-    return Member(info.name, refused=refused) if file is None else Member(info.name, file.read())
+    return ArchiveMember(info.name, refused=refused) if file is None else ArchiveMember(info.name, file.read())
 
 
 def refused_name(name: str) -> str:

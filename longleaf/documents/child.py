@@ -14,7 +14,7 @@ import msgspec
 from longleaf.documents.confinement import confine
 from longleaf.documents.extraction import Extraction, import_readers
 from longleaf.documents.limits import LIMITS
-from longleaf.documents.messages import LENGTH_BYTES, Confined, Ended, ExtractionRequest, Message, encode
+from longleaf.documents.messages import LENGTH_BYTES, Confined, ExtractionEnded, ExtractionRequest, Message, encode
 
 PIECE_BYTES = 1 << 20
 
@@ -31,7 +31,7 @@ def main(argument: str) -> None:
             send(message)
     except MemoryError:
         del data
-        send(Ended(f"needs more than {request.limits.memory_bytes:,} bytes of memory"))
+        send(ExtractionEnded(f"needs more than {request.limits.memory_bytes:,} bytes of memory"))
 
 
 def _read(max_bytes: int) -> bytes:

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator
 from importlib import import_module
 
-from longleaf.documents.archives import ArchiveBudget, Member, tar_members, zip_members
+from longleaf.documents.archives import ArchiveBudget, ArchiveMember, tar_members, zip_members
 from longleaf.documents.errors import LimitExceeded, Unreadable
 from longleaf.documents.kinds import HEAD_BYTES, MEDIA_TYPES, TITLES, Kind, check_declared, kind_of
 from longleaf.documents.messages import (
     MAX_TEXT,
-    Ended,
+    ExtractionEnded,
     ExtractionRequest,
     MemberSkipped,
     MemberStarted,
@@ -28,7 +28,10 @@ READERS: dict[Kind, str] = {
     "notebook": "notebook",
 }
 """Modules of `longleaf.documents.readers`."""
-ARCHIVES: dict[Kind, Callable[[bytes, ArchiveBudget], Iterator[Member]]] = {"zip": zip_members, "tar": tar_members}
+ARCHIVES: dict[Kind, Callable[[bytes, ArchiveBudget], Iterator[ArchiveMember]]] = {
+    "zip": zip_members,
+    "tar": tar_members,
+}
 
 
 def reader_of(kind: Kind) -> Reader:
@@ -55,7 +58,7 @@ class Extraction:
         self._num_texts = 0
 
     def messages(self, data: bytes) -> Iterator[Message]:
-        """All messages, the last of which is Ended."""
+        """All messages, the last of which is ExtractionEnded."""
         request = self._request
         try:
             if len(data) > self._limits.file_bytes:
@@ -67,11 +70,11 @@ class Extraction:
             yield from self._file(kind, data, "", 1)
             if self._num_texts == 0:
                 raise Unreadable("has no members that can be read" if kind in ARCHIVES else "has no text")
-            yield Ended()
+            yield ExtractionEnded()
         except (Unreadable, LimitExceeded) as error:
-            yield Ended(str(error))
+            yield ExtractionEnded(str(error))
         except MemoryError:
-            yield Ended(f"needs more than {self._limits.memory_bytes:,} bytes of memory")
+            yield ExtractionEnded(f"needs more than {self._limits.memory_bytes:,} bytes of memory")
 
     def _file(self, kind: Kind, data: bytes, path: str, depth: int) -> Iterator[Message]:
         """The texts of a file, or of a member with this path. Raises Unreadable and LimitExceeded."""
@@ -126,7 +129,7 @@ class Extraction:
         for member in ARCHIVES[kind](data, self._budget):
             yield from self._member(member, f"{path}/{member.name}" if path else member.name, depth)
 
-    def _member(self, member: Member, path: str, depth: int) -> Iterator[Message]:
+    def _member(self, member: ArchiveMember, path: str, depth: int) -> Iterator[Message]:
         if member.refused:
             yield MemberSkipped(path, member.refused)
             return

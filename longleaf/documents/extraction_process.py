@@ -17,7 +17,7 @@ from longleaf.documents.messages import (
     LENGTH_BYTES,
     MAX_MESSAGE,
     Confined,
-    Ended,
+    ExtractionEnded,
     ExtractionRequest,
     Mechanism,
     MemberSkipped,
@@ -95,26 +95,26 @@ class ExtractionProcess:
         self._process.kill()
 
     def messages(self) -> Iterator[Message]:
-        """The messages of the process, up to Ended. A process that ends otherwise gets an Ended with the reason. Raises
+        """The messages of the process, up to ExtractionEnded. A process that ends otherwise gets an ExtractionEnded with the reason. Raises
         Cancelled."""
         try:
             buffer = bytearray()
             while True:
                 piece = self._read()
                 if piece is None:
-                    yield Ended(f"took more than {self._limits.seconds:g} s")
+                    yield ExtractionEnded(f"took more than {self._limits.seconds:g} s")
                     return
                 buffer += piece
                 while (content := _take(buffer)) is not None:
                     message = decode(content)
                     yield message
-                    if isinstance(message, Ended):
+                    if isinstance(message, ExtractionEnded):
                         return
                 if not piece:
-                    yield Ended(self._describe_end())
+                    yield ExtractionEnded(self._describe_end())
                     return
         except (msgspec.DecodeError, ValueError):
-            yield Ended("cannot be read: its reader failed")
+            yield ExtractionEnded("cannot be read: its reader failed")
         finally:
             self.close()
             if self._is_cancelled.is_set():
@@ -182,7 +182,7 @@ def extract(
     result = _Result(shown, limits)
     reason = "cannot be read: its reader failed"
     for message in process.messages():
-        if isinstance(message, Ended):
+        if isinstance(message, ExtractionEnded):
             reason = message.reason
         elif (section := result.add(message)) is not None and on_section is not None:
             on_section(section)

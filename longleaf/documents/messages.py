@@ -60,12 +60,12 @@ class Remark(msgspec.Struct, frozen=True, tag="remark"):
     remark: str
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
+class ExtractionEnded(msgspec.Struct, frozen=True, tag="ended"):
     """The last message. With a reason, the file has no text or was not read to its end."""
 
     reason: str = ""
 
 
-Message = Confined | MemberStarted | TextFound | MemberSkipped | Remark | Ended
+Message = Confined | MemberStarted | TextFound | MemberSkipped | Remark | ExtractionEnded
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Message).decode

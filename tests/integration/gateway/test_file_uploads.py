@@ -1,4 +1,4 @@
-"""Files over HTTP that are not plain text: their extraction, its limits, and what is refused before it."""
+"""Files over HTTP that are not plain text: their extraction, its limits, and refusals before it."""
 
 import asyncio
 import json

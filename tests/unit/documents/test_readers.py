@@ -8,7 +8,14 @@ from longleaf.documents.errors import LimitExceeded, Unreadable
 from longleaf.documents.extraction import Extraction, reader_of
 from longleaf.documents.kinds import Kind
 from longleaf.documents.limits import LIMITS, ExtractionLimits
-from longleaf.documents.messages import Ended, ExtractionRequest, MemberSkipped, MemberStarted, Remark, TextFound
+from longleaf.documents.messages import (
+    ExtractionEnded,
+    ExtractionRequest,
+    MemberSkipped,
+    MemberStarted,
+    Remark,
+    TextFound,
+)
 from longleaf.documents.readers.html import text_of
 from tests.support import document_samples as samples
 
@@ -35,12 +42,12 @@ def test_divided_words_are_joined() -> None:
 def test_pages_without_text_get_a_remark() -> None:
     found = extracted("a.pdf", samples.pdf(["x", "", "", "y", ""]))
     assert Remark("", "has no text on pages 2-3, 5, which may be scanned") in found
-    assert found[-1] == Ended()
+    assert found[-1] == ExtractionEnded()
 
 
 def test_scanned_pdf_is_reported() -> None:
     [ended] = extracted("scan.pdf", samples.pdf(["", ""]))
-    assert ended == Ended("has 2 pages and no text: if it is a scan, recognize its text first (OCR)")
+    assert ended == ExtractionEnded("has 2 pages and no text: if it is a scan, recognize its text first (OCR)")
 
 
 def test_word_document_keeps_headings_lists_and_tables() -> None:
@@ -103,14 +110,14 @@ def test_members_of_archives_are_read_by_kind() -> None:
         assert found == [
             *(MemberStarted("a.md"), TextFound("", "# A"), MemberStarted("b/c.pdf"), TextFound("page 1", "Page\n\n")),
             *(MemberSkipped("logo.png", "is a PNG image"), MemberStarted("in.zip/deep.txt"), TextFound("", "deep")),
-            *(MemberSkipped("e", "is empty"), Ended()),
+            *(MemberSkipped("e", "is empty"), ExtractionEnded()),
         ]
 
 
 def test_text_limit_is_exact() -> None:
     for size, reason in ((10, ""), (11, "has more than 10 bytes of text")):
         found = extracted("a.txt", b"x" * size, ExtractionLimits(text_bytes=10))
-        assert found[-1] == Ended(reason)
+        assert found[-1] == ExtractionEnded(reason)
 
 
 def test_number_of_pages_is_limited() -> None:
@@ -126,8 +133,8 @@ def test_notebook_without_cells_is_refused() -> None:
 
 def test_declared_media_type_is_checked() -> None:
     [ended] = extracted("x", samples.pdf(["a"]), declared="text/html")
-    assert ended == Ended("is a PDF, but was declared as an HTML page")
+    assert ended == ExtractionEnded("is a PDF, but was declared as an HTML page")
     found = extracted("x", b"<p>Hi", declared="text/html")
-    assert found == [MemberStarted(""), TextFound("", "Hi\n\n"), Ended()]
+    assert found == [MemberStarted(""), TextFound("", "Hi\n\n"), ExtractionEnded()]
     [*_, ended] = extracted("x", samples.docx(), declared="application/zip")
-    assert ended == Ended()
+    assert ended == ExtractionEnded()
