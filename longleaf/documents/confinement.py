@@ -48,12 +48,22 @@ def confine(limits: ExtractionLimits, file_bytes: int) -> tuple[Mechanism, ...]:
     """Confines this process, as far as the system allows, and returns the mechanisms in force. `file_bytes` is the size
     of the file, which the process has in memory."""
     found: list[Mechanism] = ["limits"]
+    _be_killed_first()
     if sys.platform == "linux" and _leave_namespaces():
         found.append("namespaces")
     _limit_resources(limits, file_bytes)
     if sys.platform == "linux" and _filter_system_calls():
         found.append("filter")
     return tuple(found)
+
+
+def _be_killed_first() -> None:
+    """Where memory runs out, the kernel ends this process before others."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:
+        return
 
 
 def _limit_resources(limits: ExtractionLimits, file_bytes: int) -> None:

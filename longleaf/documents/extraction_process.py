@@ -95,8 +95,8 @@ class ExtractionProcess:
         self._process.kill()
 
     def messages(self) -> Iterator[Message]:
-        """The messages of the process, up to ExtractionEnded. A process that ends otherwise gets an ExtractionEnded with the reason. Raises
-        Cancelled."""
+        """The messages of the process, up to ExtractionEnded, added with the reason if the process ends without
+        it. Raises Cancelled."""
         try:
             buffer = bytearray()
             while True:
