@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
+from rich.text import Text
 
 from longleaf.document_text import NamedPart
 from longleaf.documents.collection import STANDARD_INPUT, Collection, Collector
@@ -47,7 +48,7 @@ def collect(files: Sequence[str], *, encoding: str, as_text: bool, is_shown: boo
 
         def show(section: "FileSection") -> None:
             place = f", {section.label}" if section.label else ""
-            status.update(f"extracting {printable(section.file)}{place}", spinner="dots")
+            status.update(Text(f"extracting {printable(section.file)}{place}"))  # names may contain markup
 
         collector = Collector(encoding=charset, as_text=as_text, on_section=show)
         stream = cast(BufferedReader, sys.stdin.buffer) if "-" in files else None

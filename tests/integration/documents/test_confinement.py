@@ -13,7 +13,7 @@ from longleaf.documents.extraction_process import extract
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
-import json, os, socket, subprocess, sys
+import fcntl, json, os, resource, socket, subprocess, sys
 import threading
 from longleaf.documents.confinement import confine
 from longleaf.documents.limits import ExtractionLimits
@@ -31,6 +31,8 @@ attempts = {
     "spawn": lambda: subprocess.run(["/bin/true"]),
     "thread": lambda: threading.Thread(target=print).start(),
     "kill": lambda: os.kill(os.getppid(), 0),
+    "prlimit": lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CPU),
+    "fcntl": lambda: fcntl.fcntl(1, fcntl.F_SETOWN, os.getppid()),
     "chdir": lambda: os.chdir("/tmp"),
     "memfd": lambda: os.memfd_create("x"),
     "pidfd": lambda: os.pidfd_open(os.getppid()),
