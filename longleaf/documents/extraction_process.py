@@ -29,6 +29,7 @@ from longleaf.documents.messages import (
 )
 from longleaf.documents.text_files import printable
 from longleaf.errors import Cancelled, InvalidArgument
+from longleaf.formatting import human_number
 
 READ_BYTES = 1 << 20
 MAX_LEFT_OUT = 20_000
@@ -102,7 +103,7 @@ class ExtractionProcess:
             while True:
                 piece = self._read()
                 if piece is None:
-                    yield ExtractionEnded(f"took more than {self._limits.seconds:g} s")
+                    yield ExtractionEnded(f"took more than {human_number(self._limits.seconds)} s")
                     return
                 buffer += piece
                 while (content := _take(buffer)) is not None:
