@@ -2,7 +2,7 @@
 
 import pytest
 
-from longleaf.citation import cite
+from longleaf.citation import Citation, cite
 from longleaf.types import ContextText, Source
 
 SOURCE = Source(token_start=4, token_end=9, share=0.25, largest_share=0.5, largest_layer=0, largest_head=0, drop=1.5)
@@ -29,3 +29,8 @@ def test_unknown_file_has_no_place() -> None:
     assert cite(SOURCE, ContextText(text="x", token_start=4, token_end=9, line=3)).place == ""
     found = cite(SOURCE, ContextText(text="x", token_start=4, token_end=9))
     assert (found.place, found.line_start, found.line_end) == ("", None, None)
+
+
+def test_place_of_extracted_text_is_its_page() -> None:
+    found = Citation(file="report.pdf, page 7", line_start=3, line_end=4, share=0.5, drop=None, text="x")
+    assert found.place == "report.pdf, page 7"
