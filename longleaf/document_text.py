@@ -1,14 +1,15 @@
 """Mapping from a document's tokens to its text: byte offsets, and the files that the text was assembled from."""
 
-import sys
-from array import array
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 
 from longleaf.errors import InvalidArgument
+from longleaf.little_endian import unpack
 
 STRIDE = 64
 """Byte offsets are stored for every STRIDE-th token."""
@@ -30,6 +31,15 @@ class TextFile(msgspec.Struct, frozen=True):
     name: str
     start: int
     """In bytes."""
+
+
+class NamedPart(msgspec.Struct, frozen=True):
+    """A part of a document that belongs to a file, or to a place in it, such as a page."""
+
+    name: str
+    """Name of the file, or of the place, such as "report.pdf, page 7"."""
+    content: str | Path
+    """The text, or the file with it, in UTF-8."""
 
 
 class DocumentText(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +91,7 @@ class DocumentText(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidArgument(field, f"{len(self.starts):,} token offsets for {num_tokens:,} tokens")
         if not (0 <= self.num_lead <= num_tokens and 0 <= self.num_bytes <= MAX_TEXT):
             raise InvalidArgument(field, f"a text of {self.num_bytes} bytes has {self.num_lead} tokens before it")
-        if any(a > b for a, b in pairwise([*unpacked(self.starts), self.num_bytes])):
+        if any(a > b for a, b in pairwise([*unpack("Q", self.starts), self.num_bytes])):
             raise InvalidArgument(field, "tokens begin before those before them")
         check_files(self.files, field)
 
@@ -89,21 +99,6 @@ class DocumentText(msgspec.Struct, frozen=True, kw_only=True):
 def count_starts(num_tokens: int) -> int:
     """Number of stored offsets for so many tokens."""
     return -(-num_tokens // STRIDE)
-
-
-def packed(starts: "array[int]") -> bytes:
-    """Encodes an array of type `Q` for `DocumentText.starts`."""
-    if sys.byteorder == "big":
-        starts = starts[:]
-        starts.byteswap()
-    return starts.tobytes()
-
-
-def unpacked(starts: bytes) -> "array[int]":
-    found = array("Q", starts)
-    if sys.byteorder == "big":
-        found.byteswap()
-    return found
 
 
 def check_files(files: Sequence[TextFile], field: str) -> None:
@@ -132,3 +127,16 @@ def file_at(files: Sequence[TextFile], byte: int) -> TextFile | None:
     """The file that contains a byte of the text; None before the first file."""
     index = bisect_right(files, byte, key=lambda file: file.start)
     return files[index - 1] if index else None
+
+
+_PLACE = re.compile(r", (?:page|slide|chapter|cell) [0-9]+$")
+
+
+def place_name(file: str, label: str) -> str:
+    """The name of a place in a file, for `TextFile`: "report.pdf, page 7". Without a label, the name of the file."""
+    return f"{file}, {label}" if label else file
+
+
+def is_place(name: str) -> bool:
+    """Whether a name is that of a place in a file, which is more useful than the line in its extracted text."""
+    return _PLACE.search(name) is not None

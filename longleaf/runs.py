@@ -8,6 +8,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+Range = tuple[int, int]
+"""Positions [start, end)."""
+
 
 class Run(msgspec.Struct, frozen=True, array_like=True):
     """Positions [start, end) of a segment, held by `rank` in `blocks` of its pool, in order.
@@ -22,6 +25,10 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
 
     def __len__(self) -> int:
         return self.end - self.start
+
+    @property
+    def range(self) -> Range:
+        return self.start, self.end
 
 
 class Extent(NamedTuple):

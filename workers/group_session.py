@@ -129,6 +129,8 @@ class GroupSession:
         """
         plan = self._sequences.complete(plan)
         self._block_table.release(plan.release_segments)
+        for segment, end in plan.cut_segments:
+            self._block_table.cut_back(segment, end)
         self._decode.forget(plan.release_sequences)
         result = StepResult(plan.epoch, plan.step, {})
         finished = done(result if self.peers.rank == 0 else None)

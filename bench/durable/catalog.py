@@ -12,7 +12,9 @@ from tempfile import TemporaryDirectory
 from bench.durable.options import Options, Row, latency, result
 from bench.harness.arguments import log
 from coordinator.persistence.catalog.catalog import Catalog
-from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord
+from coordinator.persistence.catalog.records import Change
+from longleaf.storage.context_record import ContextRecord
+from longleaf.storage.segment_record import SegmentRecord
 
 SMALL = 1000
 """Token ids of a small context."""

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coordinator.kv_cache.token_paths import Segment
-from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord, SnapshotRecord
+from coordinator.persistence.catalog.records import Change, SnapshotRecord
 from coordinator.persistence.context_store import ContextStore
-from coordinator.persistence.record_mapping import context_record, segment_record
 from coordinator.persistence.snapshots.snapshots import Snapshots
 from longleaf.errors import (
     DataLoss,
@@ -22,8 +21,10 @@ from longleaf.errors import (
     Unavailable,
 )
 from longleaf.fingerprint import Fingerprint, read_fingerprint
+from longleaf.storage.context_record import ContextRecord
 from longleaf.storage.manifest import PieceRef, SegmentManifest
 from longleaf.storage.names import Attempt
+from longleaf.storage.segment_record import SegmentRecord
 from longleaf.types import Context
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ class ContextTransfer:
         Raises NotFound, ContextLost, CheckpointChanged, StorageUnavailable or Unavailable.
         """
         context = self._engine.named(context_id)
-        record, path = context_record(context), context.path
-        exporting = ContextExport(record, list(map(segment_record, path.segments)), self._snapshots)
+        path = context.path
+        exporting = ContextExport(context.record, [segment.record for segment in path.segments], self._snapshots)
         if with_keys and self._snapshots is not None:
             try:
                 for segment in path.segments:

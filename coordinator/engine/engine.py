@@ -18,7 +18,6 @@ from coordinator.engine.stream import Stream
 from coordinator.engine.stream_registry import StreamRegistry
 from coordinator.engine.views import count_scheduled, view_cluster, view_context
 from coordinator.engine_messages import (
-    LAST_IDS,
     AttributionContext,
     DocumentPart,
     DocumentPrompt,
@@ -55,6 +54,9 @@ all ranks, so that other requests do not have to wait.
 """
 log = logging.getLogger(__name__)
 STOPPING = "the service is stopping"
+MIN_OPENING = 4
+"""Minimum number of tokens at the start of a context that are no source of an answer. Models use them as attention
+sinks (Xiao et al. 2024, arXiv 2309.17453)."""
 
 
 def unobserved(*_: object) -> None:
@@ -313,18 +315,19 @@ class Engine:
     def attribution_context(self, context_id: str) -> AttributionContext:
         """Return the data that attributes answers to the parts of a context. Raises NotFound."""
         path, readies = self.named(context_id).path, self._readies()
+        text = path.segments[0].text
         return AttributionContext(
             segments=path.ids,
             ends=tuple(end for _, _, end in path.parts()),
-            last_ids=path.token_ids(max(0, path.end - LAST_IDS)),
+            num_opening=min(path.end, max(MIN_OPENING, text.num_lead if text is not None else 0)),
+            owner=path.segments[-1],
             block_size=self._config.block_size,
             full_layers=readies[0].full_layers,
-            can_cut=readies[0].windows is None,
         )
 
     def last_upload_id(self, context_id: str) -> str:
         """Return the client's upload id of the last document of a context. Raises NotFound."""
-        return self.named(context_id).upload_id
+        return self.named(context_id).record.upload_id
 
     def named(self, context_id: str) -> NamedContext:
         """Raises NotFound, ContextLost or CheckpointChanged."""
@@ -468,9 +471,9 @@ class Engine:
         for fault in scheduler.pop_faults():
             log.error("unexpected error; only the request that caused it ends", exc_info=fault)
         events = [*outcomes, *scheduler.pop_outcomes()]
-        for request_id, outcome in events:
+        for _, outcome in events:
             if isinstance(outcome, Sealed):
-                self._store.seal(request_id)
+                self._store.seal(outcome.job)
         for request_id in self._readers.publish(events):
             self._pause(request_id, True)
         if scheduler.num_waiting:

@@ -6,8 +6,6 @@ from types import TracebackType
 from typing import Self
 
 from coordinator.engine_messages import Admitted, Ended, Event, Tokens
-from longleaf.rank_protocol.step import Attention
-from longleaf.sampling import Token
 from longleaf.types import Progress, Recovering
 
 MAX_UNREAD = 256
@@ -18,54 +16,14 @@ MAX_UNREAD_BYTES = 8 << 20
 """Maximum bytes of unread attention attribution; above this the stream is paused."""
 
 
-class SampleBuffer:
-    """Events of one sample since the last read."""
-
-    def __init__(self, sample: int) -> None:
-        self._sample = sample
-        self._index = 0
-        self._tokens: list[Token] = []
-        self._attention: list[Attention] = []
-        self._num_bytes = 0
-        self._num_drafted = self._num_accepted = 0
-        self._step_ends: list[int] = []
-        self.ended: Ended | None = None
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._tokens) >= MAX_UNREAD or self._num_bytes >= MAX_UNREAD_BYTES
-
-    def join(self, tokens: Tokens) -> None:
-        if self._tokens:
-            self._step_ends.append(len(self._tokens))
-        else:
-            self._index = tokens.index
-        self._tokens += tokens.tokens
-        self._attention += tokens.attention
-        self._num_drafted += tokens.num_drafted
-        self._num_accepted += tokens.num_accepted
-        self._num_bytes += sum(len(each.means) + len(each.largest) + len(each.heads) for each in tokens.attention)
-
-    def pop_event(self) -> Tokens | Ended | None:
-        if self._tokens:
-            tokens, self._tokens = self._tokens, []
-            attention, self._attention, self._num_bytes = self._attention, [], 0
-            drafted, self._num_drafted = self._num_drafted, 0
-            accepted, self._num_accepted = self._num_accepted, 0
-            ends, self._step_ends = self._step_ends, []
-            return Tokens(self._index, tuple(tokens), self._sample, tuple(attention), drafted, accepted, tuple(ends))
-        ended, self.ended = self.ended, None
-        return ended
-
-
 class Stream:
-    """Events of one request, read by one task: Admitted, Progress, then each sample's Tokens and Ended, then
-    Recovering, in this order.
+    """Events of one request, read by one task: Admitted, Progress, then the Tokens and Ended of all samples in order of
+    arrival, then Recovering.
 
-    The buffer holds at most one event of each kind and sample: progress is replaced, tokens are joined, and Recovering
-    is dropped when the request continues. With many joined tokens, `is_full` is set; `on_read` is called when the
-    reader has consumed them. An error is raised after earlier events; the error of a sample is raised after the events
-    of all samples.
+    A reader that keeps up gets the events unchanged. For another one, the stream holds at most one event of each kind
+    and sample: progress is replaced, tokens are joined, and Recovering is dropped when the request continues. With many
+    joined tokens, `is_full` is set; `on_read` is called when the reader has consumed them. An error is raised after
+    previous events; the error of a sample is raised after the events of all samples.
     """
 
     def __init__(
@@ -81,7 +39,8 @@ class Stream:
         self._admitted: Admitted | None = None
         self._progress: Progress | None = None
         self._recovering: Recovering | None = None
-        self._unread: dict[int, SampleBuffer] = {}
+        self._unread: dict[tuple[type[Tokens | Ended], int], Tokens | Ended] = {}
+        """Events of samples by type and sample, the oldest first."""
         self._error: Exception | None = None
         self._is_closed = False
         self._failure: Exception | None = None
@@ -94,7 +53,7 @@ class Stream:
     @property
     def is_full(self) -> bool:
         """The reader is behind: the request should pause."""
-        return any(unread.is_full for unread in self._unread.values())
+        return any(isinstance(unread, Tokens) and _is_large(unread) for unread in self._unread.values())
 
     def put(self, event: Event) -> None:
         if not isinstance(event, Admitted) or event.queue_position == 0:
@@ -106,14 +65,12 @@ class Stream:
                 self._recovering = event
             case Progress():
                 self._progress = event
-            case Tokens():
-                self._of(event.sample).join(event)
-            case Ended():
-                self._of(event.sample).ended = event
+            case Tokens(sample=sample):
+                previous = self._unread.get((Tokens, sample))
+                self._unread[Tokens, sample] = previous.joined(event) if isinstance(previous, Tokens) else event
+            case Ended(sample=sample):
+                self._unread[Ended, sample] = event
         self._changed.set()
-
-    def _of(self, sample: int) -> SampleBuffer:
-        return self._unread.setdefault(sample, SampleBuffer(sample))
 
     def fail(self, error: Exception) -> None:
         """End the stream with `error`, which belongs to one of its samples, unless it ends with another error."""
@@ -166,11 +123,15 @@ class Stream:
             event, self._admitted = self._admitted, None
         elif self._progress is not None:
             event, self._progress = self._progress, None
-        else:
+        elif self._unread:
             was_full = self.is_full
-            event = next((event for unread in self._unread.values() if (event := unread.pop_event()) is not None), None)
-            if event is None:
-                event, self._recovering = self._recovering, None
+            event = self._unread.pop(next(iter(self._unread)))
             if was_full and not self.is_full and not self._is_closed:
                 self._on_read()
+        else:
+            event, self._recovering = self._recovering, None
         return event
+
+
+def _is_large(unread: Tokens) -> bool:
+    return len(unread.tokens) >= MAX_UNREAD or sum(each.num_bytes for each in unread.attention) >= MAX_UNREAD_BYTES

@@ -28,23 +28,24 @@ def view_context(
     ready, num_windowed = readies[0], placements.num_window_tokens(context.path)
     resident = enumerate(placements.shares(context.path, len(readies)))
     shares = tuple(types.RankShare(rank, tokens, _kv_bytes(ready, tokens, num_windowed)) for rank, tokens in resident)
+    record = context.record
     return types.Context(
-        id=context.id,
-        tokens=context.num_tokens,
+        id=record.id,
+        tokens=record.num_tokens,
         kv_bytes=sum(share.kv_bytes for share in shares),
-        created=context.created,
-        updated=context.updated,
+        created=record.created,
+        updated=record.updated,
         shares=shares,
-        display_name=context.display_name,
-        expires=context.expires,
-        is_pinned=context.is_pinned,
+        display_name=record.display_name,
+        expires=record.expires,
+        is_pinned=record.is_pinned,
         positions=positions.describe(context.rope, context.capacity, context.num_tokens),
         is_exact=not exactness_note,
         exactness_note=exactness_note,
         state=_state_of(context, placements),
         storage_bytes=storage_bytes,
-        used=context.used,
-        hits=context.num_hits,
+        used=record.last_used,
+        hits=record.num_hits,
     )
 
 

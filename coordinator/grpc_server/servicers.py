@@ -22,7 +22,7 @@ from coordinator.handlers.tokenization import MAX_TOKENS, Tokenization
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf import codec
 from longleaf.errors import InvalidArgument, PermissionDenied
-from longleaf.types import ArchiveChunk, Cluster, Draining, Generate, ImportHeader, IngestHeader, IngestPiece
+from longleaf.types import ArchiveChunk, Cluster, Draining, ImportHeader, IngestHeader, IngestPiece
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import context_pb2 as context_pb
 from longleaf.v1 import context_service_pb2 as ingest_pb
@@ -85,10 +85,7 @@ class GenerationServicer(GenerationServiceServicer):
         num_ids = len(request.token_ids.ids)
         defaults = application.sampling_defaults
         decoded = await _decoded(application.threads, num_ids, codec.decode_generate, request, self._seed(), defaults)
-        if isinstance(decoded, Generate):
-            decoded = tenant_scoping.scope_generate(decoded, caller(context))
-        else:
-            decoded = tenant_scoping.scope_resume(decoded)
+        decoded = tenant_scoping.scope_request(decoded, caller(context))
         async with aclosing(application.generation.run(decoded, context.time_remaining())) as answer:
             del request, decoded  # they may be large, and the answer may take long
             async for event in answer:
@@ -132,7 +129,7 @@ class ContextServicer(ContextServiceServicer):
     async def GetContextText(
         self, request: ingest_pb.GetContextTextRequest, context: object
     ) -> ingest_pb.GetContextTextResponse:
-        wanted = tenant_scoping.scope_text(codec.decode_get_text(request))
+        wanted = tenant_scoping.scope_request(codec.decode_get_text(request))
         return codec.encode_context_text(await self._readiness.application.texts.read(wanted))
 
     async def ListContexts(
@@ -150,7 +147,7 @@ class ContextServicer(ContextServiceServicer):
         )
 
     async def ForkContext(self, request: ingest_pb.ForkContextRequest, context: object) -> context_pb.Context:
-        fork = tenant_scoping.scope_fork(codec.decode_fork(request))
+        fork = tenant_scoping.scope_request(codec.decode_fork(request))
         view = await self._readiness.application.fork_context(fork.source, fork.context, fork.tokens)
         return codec.encode_context(tenant_scoping.redact_context(view))
 
@@ -178,7 +175,7 @@ class ContextServicer(ContextServiceServicer):
     async def ExportContext(
         self, request: ingest_pb.ExportContextRequest, context: object
     ) -> AsyncGenerator[ingest_pb.ExportContextResponse, None]:
-        wanted = tenant_scoping.scope_export(codec.decode_export(request))
+        wanted = tenant_scoping.scope_request(codec.decode_export(request))
         async with aclosing(self._readiness.application.exports.run(wanted)) as archive:
             async for updates in archive:
                 yield codec.encode_exported(updates)
@@ -199,7 +196,7 @@ async def _pieces(
         num_items = len(request.token_ids.ids) + len(request.config.files) + len(request.prefaced_config.config.files)
         piece = await _decoded(threads, num_items, codec.decode_ingest_piece, request)
         if isinstance(piece, IngestHeader):
-            piece = tenant_scoping.scope_ingest(piece, client)
+            piece = tenant_scoping.scope_request(piece, client)
         yield piece
         del request, piece  # they may be large, and the next ones may take long to arrive
 
@@ -210,7 +207,7 @@ async def _archive(
     """Decodes the requests of an import."""
     async for request in requests:
         piece = codec.decode_import_piece(request)
-        yield tenant_scoping.scope_import(piece) if isinstance(piece, ImportHeader) else piece
+        yield tenant_scoping.scope_request(piece) if isinstance(piece, ImportHeader) else piece
 
 
 def _encode_page_token(last: str) -> str:
@@ -295,7 +292,7 @@ class ClusterServicer(ClusterServiceServicer):
     async def VerifyCluster(
         self, request: cluster_pb.VerifyClusterRequest, context: RpcContext
     ) -> cluster_pb.VerifyClusterResponse:
-        wanted = tenant_scoping.scope_verify(codec.decode_verify(request), caller(context))
+        wanted = tenant_scoping.scope_request(codec.decode_verify(request), caller(context))
         return codec.encode_verification(
             await self._readiness.application.verifications.run(wanted, context.time_remaining())
         )

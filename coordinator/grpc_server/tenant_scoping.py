@@ -5,6 +5,7 @@ import re
 from inspect import signature
 from typing import TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from coordinator.auth.caller import CALLER
@@ -15,25 +16,20 @@ from longleaf.types import (
     Cluster,
     Context,
     Event,
-    ExportContext,
-    ForkContext,
-    Generate,
-    GetContextText,
-    ImportHeader,
     ImportProgress,
-    IngestHeader,
     IngestProgress,
     RecomputeResult,
     Recovering,
-    Resume,
     SkippedContext,
     Started,
-    Verify,
 )
 
+NAMES = frozenset({"context", "source", "request_id"})
+"""Fields of requests that hold a name of the tenant."""
 OF_TENANTS = ("contexts/", "upload ", "generations/", "an upload")
 """Prefixes of the names of damaged objects that a tenant knows."""
 _PATH = re.compile(r"(?<![\w/.])(?:\w+:/)?/[^\s,;:]*[^\s,;:/]")
+Request = TypeVar("Request", bound=Struct)
 Reporting = TypeVar("Reporting", IngestProgress, ImportProgress)
 
 
@@ -68,44 +64,21 @@ def _note_context(context: str) -> None:
         call.context = context
 
 
-def scope_generate(request: Generate, client: str) -> Generate:
-    """The request with ids of the caller's tenant. `client` is the default client."""
-    return replace(
-        request,
-        tenant=tenant(),
-        client=request.client or client,
-        context=None if request.context is None else scope_context(request.context),
-        request_id=scope(request.request_id) if request.request_id else "",
-    )
-
-
-def scope_resume(request: Resume) -> Resume:
-    return replace(request, request_id=scope(request.request_id))
-
-
-def scope_ingest(header: IngestHeader, client: str) -> IngestHeader:
-    """The header with ids of the caller's tenant. `client` is the default client."""
-    return replace(header, tenant=tenant(), client=header.client or client, context=scope_context(header.context))
-
-
-def scope_import(header: ImportHeader) -> ImportHeader:
-    return replace(header, tenant=tenant(), context=None if header.context is None else scope_context(header.context))
-
-
-def scope_fork(fork: ForkContext) -> ForkContext:
-    return replace(fork, source=scope(fork.source), context=scope_context(fork.context))
-
-
-def scope_export(wanted: ExportContext) -> ExportContext:
-    return replace(wanted, context=scope_context(wanted.context))
-
-
-def scope_text(wanted: GetContextText) -> GetContextText:
-    return replace(wanted, context=scope_context(wanted.context))
-
-
-def scope_verify(wanted: Verify, client: str) -> Verify:
-    return replace(wanted, client=wanted.client or client)
+def scope_request(request: Request, client: str = "") -> Request:
+    """The request with ids of the caller's tenant, and with `client` if it names no client. Records its context as the
+    context of the call."""
+    changes: dict[str, str] = {}
+    for name in request.__struct_fields__:
+        given = getattr(request, name)
+        if name in NAMES and given:
+            changes[name] = scope(given)
+        elif name == "client" and not given:
+            changes[name] = client
+        elif name == "tenant":
+            changes[name] = tenant()
+    if "context" in changes:
+        _note_context(changes["context"])
+    return replace(request, **changes)
 
 
 def redact_context(context: Context) -> Context:

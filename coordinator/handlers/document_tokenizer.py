@@ -8,8 +8,9 @@ from coordinator.handlers.size_limits import SizeLimit
 from coordinator.text.encoder import Encoder, StablePrefix
 from coordinator.text.tokenizer_pool import STEP_CHARACTERS
 from coordinator.text.vocabulary import check_known
-from longleaf.document_text import DocumentText, TextFile, check_files, file_bytes, packed
+from longleaf.document_text import DocumentText, TextFile, check_files, file_bytes
 from longleaf.errors import InvalidArgument
+from longleaf.little_endian import pack
 
 STEP_BYTES = 1 << 16
 """Most bytes of text per call."""
@@ -82,7 +83,7 @@ class DocumentTokenizer:
         if self._ids or starts is None or not starts.is_whole(len(self.token_ids)):
             return None
         return DocumentText(
-            num_lead=starts.num_lead, starts=packed(starts.starts), num_bytes=self.num_bytes, files=self._files
+            num_lead=starts.num_lead, starts=pack(starts.starts).tobytes(), num_bytes=self.num_bytes, files=self._files
         )
 
     def resume(self, token_ids: "array[int]", stable: StablePrefix, starts: "array[int] | None" = None) -> None:

@@ -3,8 +3,8 @@
 import secrets
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,11 +12,13 @@ import msgspec
 from coordinator import engine_messages
 from coordinator.auth.caller import CALLER, OWNER
 from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
+from coordinator.handlers.attribution_baseline import NEUTRAL_QUESTION, Baselines
 from coordinator.handlers.attribution_tracing import AttributionTracer, TextMaps, no_text, submit_patiently
 from coordinator.handlers.journal_replay import replay_journal
 from coordinator.handlers.prompt_encoder import Prompts
 from coordinator.handlers.response_assembler import ResponseAssembler
-from coordinator.handlers.resumable_generations import CallLater, ResumableGenerations, call_later, request_digest
+from coordinator.handlers.resumable_generations import ResumableGenerations, request_digest
+from coordinator.handlers.resumable_sessions import CallLater, call_later
 from coordinator.persistence.journal.entries import GenerationEntry
 from coordinator.persistence.journal.journal import Journal, JournalWriter
 from coordinator.telemetry.observers import CURRENT, NO_OBSERVERS, EventSink, Observers
@@ -66,6 +68,7 @@ class Generation:
         self._clock = clock
         self._wall_clock = wall_clock
         self._prompts = Prompts(engine, tokenizer, threads)
+        self._baselines = Baselines(lambda: self._prompts.question_ids(NEUTRAL_QUESTION))
         self._journal = journal
         self._observers = observers
         self._quotas = quotas
@@ -92,9 +95,7 @@ class Generation:
         deadline = None if seconds is None else self._clock() + seconds + request.resume_seconds
         self._check_free(request_id)
         answer = self._events(request_id, request, deadline)
-        if request.resume_seconds:
-            return self._resumable.register(request_id, request, answer).read()
-        return self._run_unregistered(request_id, answer)
+        return self._resumable.register(request_id, request, answer).read() if request.resume_seconds else answer
 
     async def cancel(self, request_id: str) -> None:
         """Ends a held generation and removes it. Raises NotFound."""
@@ -110,7 +111,7 @@ class Generation:
         continues after its last token when a client reads it. Raises StorageUnavailable."""
         for resident, output in self._journal.load() if self._journal is not None else ():
             request, request_id = resident.request, resident.request_id
-            tracing = _make_tracer(request)
+            tracing = self._make_tracer(request)
             answer = self._make_assembler(request_id, request, tracing, resident.token_ids)
             past_events, generated = await self._threads.run(
                 replay_journal, output, self._prompt(request, resident.token_ids), answer
@@ -119,26 +120,27 @@ class Generation:
             self._resumable.restore(request_id, request, resident.question, continued, past_events)
 
     async def _events(self, request_id: str, request: Generate, deadline: float | None) -> AsyncGenerator[Event, None]:
-        tracing = _make_tracer(request)
-        self._quotas.check_generation()  # before the work that a long prompt causes
-        token_ids = await self._prompts.ids_of(request)
-        if request.until_full:
-            request = self._with_longest_answer(request, len(token_ids))
-        answer = self._make_assembler(request_id, request, tracing, token_ids)
-        prompt = self._prompt(request, token_ids, deadline)
-        if tracing is not None:
-            prompt = tracing.begin(self._engine, prompt, self._text_maps, self._quotas.charge_input)
-        with self._observers.observe_generation(request_id, request.tenant) as emit:
-            with self._quotas.begin_generation(len(token_ids)):
-                begun = self._engine.submit(prompt)
-            async with aclosing(begun) as stream:
-                with self._begin_record(request_id, request, token_ids, deadline) as record:
-                    if request.context is not None:
-                        emit = _charge_cached_input(emit, len(token_ids), self._quotas.charge_input)
-                    del request, token_ids, prompt  # they may be large, and the answer may take long
-                    async with aclosing(self._client_events(stream, record, answer, tracing, emit)) as events:
-                        async for message in events:
-                            yield message
+        with nullcontext() if request.resume_seconds else self._run_unregistered(request_id):
+            tracing = self._make_tracer(request)
+            self._quotas.check_generation()  # before the work that a long prompt causes
+            token_ids = await self._prompts.ids_of(request)
+            if request.until_full:
+                request = self._with_longest_answer(request, len(token_ids))
+            answer = self._make_assembler(request_id, request, tracing, token_ids)
+            prompt = self._prompt(request, token_ids, deadline)
+            if tracing is not None:
+                prompt = tracing.begin(self._engine, prompt, self._text_maps, self._quotas.charge_input)
+            with self._observers.observe_generation(request_id, request.tenant) as emit:
+                with self._quotas.begin_generation(len(token_ids)):
+                    begun = self._engine.submit(prompt)
+                async with aclosing(begun) as stream:
+                    with self._begin_record(request_id, request, token_ids, deadline) as record:
+                        if request.context is not None:
+                            emit = _charge_cached_input(emit, len(token_ids), self._quotas.charge_input)
+                        del request, token_ids, prompt  # they may be large, and the answer may take long
+                        async with aclosing(self._client_events(stream, record, answer, tracing, emit)) as events:
+                            async for message in events:
+                                yield message
 
     async def _resume(
         self,
@@ -203,17 +205,14 @@ class Generation:
         )
         return self._journal.begin(resident)
 
-    async def _run_unregistered(
-        self, request_id: str, answer: AsyncGenerator[Event, None]
-    ) -> AsyncGenerator[Event, None]:
-        """The events of a generation that is not held. Raises AlreadyExists if another generation with this id is
+    @contextmanager
+    def _run_unregistered(self, request_id: str) -> Generator[None, None, None]:
+        """Records that a generation runs that is not held. Raises AlreadyExists if another one with this id is
         running."""
         self._check_free(request_id)
         self._running.add(request_id)
         try:
-            async with aclosing(answer):
-                async for event in answer:
-                    yield event
+            yield
         finally:
             self._running.remove(request_id)
 
@@ -253,6 +252,12 @@ class Generation:
             max_draft_tokens=most if request.max_draft_tokens is None else min(most, request.max_draft_tokens),
         )
 
+    def _make_tracer(self, request: Generate) -> AttributionTracer | None:
+        """Raises InvalidArgument."""
+        if request.provenance is None:
+            return None
+        return AttributionTracer(request, request.provenance, self._baselines)
+
     def _make_assembler(
         self, request_id: str, request: Generate, tracing: AttributionTracer | None, token_ids: Sequence[int]
     ) -> ResponseAssembler:
@@ -266,11 +271,6 @@ class Generation:
         reasons = (self._engine.exactness_note, HIDDEN if request.hidden else "", scaling)
         note = "; ".join(filter(None, reasons))
         return ResponseAssembler(request_id, request, alphabet, ends, self._clock, note, tracing, before)
-
-
-def _make_tracer(request: Generate) -> AttributionTracer | None:
-    """Raises InvalidArgument."""
-    return AttributionTracer(request, request.provenance) if request.provenance is not None else None
 
 
 def _is_whole(request: Generate) -> bool:

@@ -47,6 +47,12 @@ class Prompts:
             return await self._conversation_ids(request, request.input, limit)
         return await self._text_ids(request, request.input, limit)
 
+    async def question_ids(self, text: str) -> Sequence[int]:
+        """The token ids of a question after a document. Raises InvalidArgument, or Unavailable during shutdown."""
+        pieces = await self._pieces([Message("user", text)], True, {}, "text", lambda _: "text")
+        limit = SizeLimit(self._engine, self._tokenizer.max_bytes_per_token, 0)
+        return await self._encode("text", await self._encoders(pieces, True), limit)
+
     async def _text_ids(self, request: Generate, text: str, limit: SizeLimit) -> Sequence[int]:
         if not text:
             raise InvalidArgument("text", "the question is empty" if request.context else "the prompt is empty")
@@ -147,12 +153,7 @@ def _lay_out(conversation: Conversation, has_context: bool, has_template: bool) 
     prepended to the first question if they are not rendered separately: after a context, which has already begun, and
     for a model without a chat template."""
     messages = conversation.messages
-    first = 0
-    if has_context or not has_template:
-        first = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages) - 1)
-    if has_context and messages[first].role != "user":
-        text = f"has the role {messages[first].role}; the first message after the context must have the role user"
-        raise InvalidArgument(f"conversation.messages[{first}].role", text)
+    first = conversation.first_turn if has_context or not has_template else 0
     output = list(messages[first:])
     prefaces = [message.text for message in messages[:first] if message.text]
     output[0] = Message(output[0].role, EMPTY_LINE.join([*prefaces, output[0].text]))

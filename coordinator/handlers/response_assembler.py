@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from coordinator import engine_messages
 from coordinator.handlers.attribution_tracing import AttributionTracer
-from coordinator.text.detokenizer import Alphabet, TextDelta, TextStream
+from coordinator.text.detokenizer import Alphabet, TextStream
 from coordinator.text.token_bytes import TokenByteDecoder
 from longleaf.rank_protocol.step import Attention
 from longleaf.sampling import Token
@@ -132,8 +132,11 @@ class SampleAssembler:
         self._byte_decoder = byte_decoder
         self._first_token_at: float | None = None
         self._num_tokens = self._num_drafted = self._num_accepted = 0
+        self._next_index = 0
+        """Index of the first of `_tokens` in the answer."""
         self._tokens: list[Token] = []
-        self._end_ids: tuple[int, ...] = ()
+        """Tokens whose text is pending."""
+        self._has_end_token = False
         self.usage = Usage()
         """Tokens of the prompt. Those of the answer are counted as they arrive."""
         self.is_finished = False
@@ -144,31 +147,31 @@ class SampleAssembler:
         self._tokens += map(self._byte_decoder.decode, event.tokens) if self._byte_decoder else event.tokens
         if self._tracing is not None:
             self._attention += event.attention or [None] * len(event.tokens)
-        num_before, pieces = self._num_tokens, self._push(event.tokens)
+        num_before, (num_released, text) = self._num_tokens, self._push(event.tokens)
         self._num_drafted += event.num_drafted
         # accepted tokens come first in their step; tokens after a stop string are not part of the answer
         num_reported = self._num_tokens - num_before
         num_steps_reported = bisect_right(event.step_ends, num_reported)
         self._num_accepted += min(event.num_accepted, num_reported - num_steps_reported)
-        return [*self._delta(pieces), *([self._stop()] if self._text.matched_stop else [])]
+        return [*self._delta(num_released, text), *([self._stop()] if self._text.matched_stop else [])]
 
-    def _push(self, tokens: Sequence[Token]) -> list[TextDelta]:
-        """The text that the tokens release, up to the one that ends the answer."""
-        pieces: list[TextDelta] = []
+    def _push(self, tokens: Sequence[Token]) -> tuple[int, str]:
+        """The number of tokens that are released, and their text, up to the token that ends the answer."""
+        num_released, text = 0, ""
         for token in tokens:
             self._num_tokens += 1
             if token.id in self._end_tokens:
-                self._end_ids = (token.id,)  # its text, if any, is not part of the answer
+                self._has_end_token = True  # its text, if any, is not part of the answer
                 break
-            if (piece := self._text.push(token.id)) is not None:
-                pieces.append(piece)
+            num_ids, piece = self._text.push(token.id)
+            num_released += num_ids
+            text += piece
             if self._text.matched_stop:
                 break
-        return pieces
+        return num_released, text
 
     def finish(self, event: engine_messages.Ended) -> list[Event]:
-        piece = self._text.finish(*self._end_ids)
-        delta = self._delta([piece] if piece else [])
+        delta = self._delta(*self._text.finish(int(self._has_end_token)))
         if self._text.matched_stop:
             return [*delta, self._stop()]
         self.is_finished = True
@@ -193,16 +196,15 @@ class SampleAssembler:
     def _usage_of(self, num_prompt: int, num_cached: int, num_generated: int) -> Usage:
         return Usage(num_prompt, num_cached, num_generated, self._num_drafted, self._num_accepted)
 
-    def _delta(self, pieces: list[TextDelta]) -> list[Event]:
-        """Merges the pieces into one delta with their tokens; empty if there are no pieces."""
-        if not pieces:
+    def _delta(self, count: int, text: str) -> list[Event]:
+        """A delta of the first `count` pending tokens; empty if there are none."""
+        if not count:
             return []
-        count = pieces[-1].index + len(pieces[-1].token_ids) - pieces[0].index
+        index, self._next_index = self._next_index, self._next_index + count
         tokens, self._tokens = self._tokens[:count], self._tokens[count:]
         token_ids = tuple([token.id for token in tokens])
         logprobs = tuple([token.logprobs for token in tokens if token.logprobs is not None])
-        text = "".join([piece.text for piece in pieces])
-        return [Delta(pieces[0].index, token_ids, text, logprobs, self._index, self._trace(token_ids))]
+        return [Delta(index, token_ids, text, logprobs, self._index, self._trace(token_ids))]
 
     def _trace(self, token_ids: tuple[int, ...]) -> Attribution | None:
         """Adds the tokens of a delta to the totals; returns their sources, if requested per token."""

@@ -3,8 +3,10 @@
 from collections import defaultdict
 from collections.abc import Container, Sequence
 from itertools import islice
+from typing import Any, Self
 
 from msgspec import UNSET
+from msgspec.structs import asdict, replace
 
 from coordinator.expiry_heap import ExpiryHeap
 from coordinator.kv_cache.positions import UNLIMITED
@@ -15,54 +17,79 @@ from coordinator.kv_cache.totals import Totals
 from longleaf.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
 from longleaf.formatting import human_number
 from longleaf.positions import Rope
+from longleaf.storage.context_record import ContextRecord, sound_ends
 from longleaf.tenants import tenant_of
 from longleaf.types import UNCHANGED, ContextSettings
 
 LAST_ENDS = 4
 """Number of document ends of a context at which windows are held. It bounds the blocks that repeated appends take."""
+NO_SEGMENT = -1
+"""The last segment of a context without tokens."""
 RETRY_SECONDS = 1.0
 """Retry delay for a request that waits for a recovery."""
 
 
 class NamedContext:
-    """A named path of sealed segments. Times are in seconds since the epoch.
+    """A context in memory: its record, and its path of sealed segments.
 
     Where every rank holds the last keys of windowed layers, the windows before `ends` are held. Only at these positions
     is a fork guaranteed to be possible.
     """
 
-    def __init__(self, context_id: str, now: float, path: TokenPath, capacity: int) -> None:
-        self.id = context_id
+    def __init__(self, record: ContextRecord, path: TokenPath) -> None:
+        self.record = record
+        """Its state, as it is stored. Times in seconds since the epoch."""
         self.path = path
-        self.ends: tuple[int, ...] = ()
-        """Positions at which the last documents ended and at which the context was forked. The last entry is the
-        context's end."""
-        self.capacity = capacity
-        """Maximum number of positions, for which the context's rope was chosen. It never changes."""
-        self.created = now
-        self.updated = now
         self.last_use = 0
         """Sequence number of its last use, counted over all contexts."""
-        self.used = now
-        """Time of the last use."""
-        self.num_hits = 0
-        """Number of queries."""
-        self.display_name = ""
-        self.is_pinned = False
-        self.expires: float | None = None
-        self.upload_id = ""
-        """The client's id of the ingest that made its last document."""
         self.is_evicted = False
         """The context is evicted: it needs no keys for now. Segments that nothing else needs are evicted as well."""
+
+    @classmethod
+    def of(cls, record: ContextRecord, path: TokenPath) -> Self:
+        """A stored context. Invalid ends, which early versions imported, are replaced by the end of the context."""
+        ends = sound_ends(record.ends, record.num_tokens) or (record.num_tokens,)
+        return cls(replace(record, ends=ends[-LAST_ENDS:]), path)
+
+    @classmethod
+    def new(cls, context_id: str, now: float, capacity: int) -> Self:
+        """A context without tokens."""
+        record = ContextRecord(
+            id=context_id,
+            segment=NO_SEGMENT,
+            num_tokens=0,
+            ends=(),
+            capacity=capacity,
+            created=now,
+            updated=now,
+            last_used=now,
+        )
+        return cls(record, TokenPath())
+
+    @property
+    def id(self) -> str:
+        return self.record.id
 
     @property
     def num_tokens(self) -> int:
         return self.path.end
 
     @property
+    def ends(self) -> tuple[int, ...]:
+        """Positions at which the last documents ended and at which the context was forked. The last entry is the
+        context's end."""
+        return self.record.ends
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of positions, for which the context's rope was chosen. It never changes."""
+        return self.record.capacity
+
+    @property
     def settings(self) -> ContextSettings:
         """The settings chosen by the client, except for the capacity."""
-        return ContextSettings(display_name=self.display_name, is_pinned=self.is_pinned, expires=self.expires)
+        record = self.record
+        return ContextSettings(display_name=record.display_name, is_pinned=record.is_pinned, expires=record.expires)
 
     @property
     def rope(self) -> Rope:
@@ -71,33 +98,41 @@ class NamedContext:
 
     def record_hit(self, now: float) -> None:
         """Record a query at `now`."""
-        self.used = now
-        self.num_hits += 1
+        self.record = replace(self.record, last_used=now, num_hits=self.record.num_hits + 1)
 
-    def grow(self, segment: Segment, now: float, upload_id: str) -> tuple[int, ...]:
-        """Appends a segment. Returns the ends whose windows are no longer held."""
-        self.upload_id = upload_id
-        self.path, ends = segment.path, (*self.ends, segment.end)
-        self.ends, self.updated = ends[-LAST_ENDS:], now
+    def cut(self, context_id: str, num_tokens: int, now: float) -> "NamedContext":
+        """A new context of its first tokens."""
+        path, ends = self.path.cut(num_tokens), (*(end for end in self.ends if end < num_tokens), num_tokens)
+        forked = NamedContext.new(context_id, now, self.capacity)
+        forked._move(path, ends[-LAST_ENDS:])
+        return forked
+
+    def append(self, segment: Segment, now: float, settings: ContextSettings, upload_id: str) -> tuple[int, ...]:
+        """Appends the segment of a document, and applies the settings of its ingest. Returns the ends whose windows are
+        no longer held."""
+        ends = (*self.ends, segment.end)
+        self._move(segment.path, ends[-LAST_ENDS:], updated=now, upload_id=upload_id)
+        self.change(settings, now)
         return ends[:-LAST_ENDS]
+
+    def _move(self, path: TokenPath, ends: tuple[int, ...], **changes: Any) -> None:
+        self.path, last = path, path.segments[-1].id
+        self.record = replace(self.record, segment=last, num_tokens=path.end, ends=ends, **changes)
 
     def change(self, settings: ContextSettings, now: float) -> None:
         """Applies the fields that are set, except for the capacity."""
-        if settings.display_name is not UNSET:
-            self.display_name = settings.display_name
-        if settings.is_pinned is not UNSET:
-            self.is_pinned = settings.is_pinned
-        if settings.expires is not UNSET:
-            self.expires = settings.expires
-        if settings.ttl is not UNSET:
-            self.expires = now + settings.ttl
+        changes = {name: value for name, value in asdict(settings).items() if value is not UNSET and name != "capacity"}
+        if "ttl" in changes:
+            changes["expires"] = now + changes.pop("ttl")
+        self.record = replace(self.record, **changes)
 
     def audit(self, placements: SegmentPlacements) -> None:
         """Asserts that there are tokens, that all of them are in sealed segments, and that the context can continue at
         its ends."""
         for end in self.ends:
             placements.audit(self.path.cut(end))
-        assert self.ends[-1] == self.num_tokens
+        assert self.ends[-1] == self.num_tokens == self.record.num_tokens
+        assert self.record.segment == self.path.segments[-1].id
         assert len(self.ends) <= LAST_ENDS
         assert self.path.segments
         assert self.num_tokens <= self.capacity
@@ -173,27 +208,30 @@ class ContextTable:
         windows of all but its last LAST_ENDS ends are released."""
         self._segments.seal(segment)
         if context_id not in self:
-            self._add(NamedContext(context_id, now, TokenPath(), capacity))
+            self._add(NamedContext.new(context_id, now, capacity))
         context = self._by_id[context_id]
         assert segment.before == context.path
         self._segments.retain(segment.path, context.path)
         self._tenants[tenant_of(context_id)].grow(segment.end - context.num_tokens, (segment,))
-        for end in context.grow(segment, now, upload_id):
+        for end in context.append(segment, now, settings, upload_id):
             self._segments.unpin_windows(context.path, end)
         self.mark_used(context)
-        self.change(context_id, settings, now)
+        self._update_expiry(context)
 
     def change(self, context_id: str, settings: ContextSettings, now: float) -> NamedContext:
         """Raises NotFound."""
         context = self.get(context_id)
         context.change(settings, now)
-        self._expiries.add(context_id, None if context.is_pinned else context.expires)
+        self._update_expiry(context)
         return context
+
+    def _update_expiry(self, context: NamedContext) -> None:
+        self._expiries.add(context.id, context.record.expiry)
 
     def restore(self, context: NamedContext, settings: ContextSettings) -> None:
         """Reverts a change, unless the context has been deleted since."""
         if self.find(context.id) is context:
-            self.change(context.id, settings, context.updated)
+            self.change(context.id, settings, context.record.updated)
 
     @property
     def next_expiry(self) -> float | None:
@@ -210,16 +248,14 @@ class ContextTable:
         Raises NotFound, AlreadyExists, InvalidArgument naming token_count, or Unavailable.
         """
         parent = self.get(source)
-        path = parent.path
         if context_id in self:
             raise AlreadyExists(f"contexts/{context_id}")
-        num_tokens = path.end if num_tokens is None else num_tokens
-        if not 1 <= num_tokens <= path.end:
-            limit = f"between 1 and {path.end:,}, the tokens of contexts/{source}"
+        num_tokens = parent.num_tokens if num_tokens is None else num_tokens
+        if not 1 <= num_tokens <= parent.num_tokens:
+            limit = f"between 1 and {parent.num_tokens:,}, the tokens of contexts/{source}"
             raise InvalidArgument("token_count", f"{num_tokens:,} is not {limit}")
         self._check_seam(parent, num_tokens)
-        context = NamedContext(context_id, now, path.cut(num_tokens), parent.capacity)
-        context.ends = (*(end for end in parent.ends if end < num_tokens), num_tokens)[-LAST_ENDS:]
+        context = parent.cut(context_id, num_tokens, now)
         self._register(context)
         if self._segments.placements.evicted(context.path):
             self.evict(context)
@@ -241,7 +277,7 @@ class ContextTable:
         self._register(context)
         self.evict(context)
         self.mark_used(context)
-        self.change(context.id, UNCHANGED, context.updated)
+        self._update_expiry(context)
 
     def evict(self, context: NamedContext) -> None:
         """Evicts a context: it needs no keys for now. Segments that nothing else needs are evicted."""
@@ -254,7 +290,7 @@ class ContextTable:
         windows are replicated, all contexts that begin with the same segment as one of them, because the segments
         before a segment must be held or be reloaded with it."""
         awake = [context for context in self._by_id.values() if not context.is_evicted]
-        found = [context for context in awake if context.is_pinned or context.id in in_use]
+        found = [context for context in awake if context.record.is_pinned or context.id in in_use]
         if self._segments.placements.windows is None:
             return found
         roots = {context.path.segments[0] for context in found}
@@ -296,6 +332,7 @@ class ContextTable:
         for end in context.ends[:-1]:
             self._segments.unpin_windows(context.path, end)
         self._segments.release(context.path)
+        self._segments.drop_orphans(context.path)
         self._expiries.discard(context_id)
 
     def audit(self) -> None:
@@ -307,7 +344,7 @@ class ContextTable:
         }
         self._expiries.audit()
         contexts = self._by_id.values()
-        assert set(self._expiries) == {c.id for c in contexts if c.expires is not None and not c.is_pinned}
+        assert set(self._expiries) == {context.id for context in contexts if context.record.expiry is not None}
         for context in contexts:
             context.audit(self._segments.placements)
             assert context.is_evicted or not self._segments.placements[context.path.segments[-1]].is_idle

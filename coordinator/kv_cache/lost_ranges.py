@@ -4,9 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 from coordinator.kv_cache.block_placer import BlockCount, Reservation
-from longleaf.runs import ceil_div
-
-Range = tuple[int, int]
+from longleaf.runs import Range, ceil_div
 
 
 class LostRanges:

@@ -1,7 +1,8 @@
-"""The prefix cache: finds the held segments that a prompt begins with. Pure."""
+"""The prefix cache: finds the held segments that a prompt begins with, or that continue its context. Pure."""
 
 from array import array
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from coordinator.kv_cache.segment_placement import SegmentPlacements
 from coordinator.kv_cache.token_paths import Segment, TokenPath
@@ -12,6 +13,12 @@ BLOCKS_AT_ONCE = 512
 """Maximum number of blocks whose ids are copied at once. A segment may be much longer."""
 ALL = "*"
 """The owner of entries that all tenants may find. No tenant has this name."""
+TOKENS_PER_LINK = 8
+"""Number of tokens that two prompts must have in common after their origin before one reuses the other."""
+MAX_LINKS = 1024
+"""Maximum number of links of a prompt, from its origin on. It bounds the time to hash a long prompt."""
+MAX_CANDIDATES = 64
+"""Maximum number of prompts to compare for one link, the most recent first."""
 
 
 class PrefixIndex:
@@ -46,7 +53,7 @@ class PrefixIndex:
         first, size = segment.start // self._block_size, self._block_size
         links, link, stride = list[int](), self._link(segment, first), self._blocks_at_once * size
         for start in range(first * size, segment.end - size + 1, stride):
-            links += self._chain(link, segment.path.token_ids(start, start + stride))
+            links += _chain(link, segment.path.token_ids(start, start + stride), size)
             link = links[-1]
         self._links[segment.id] = links
         for link in links:
@@ -67,7 +74,7 @@ class PrefixIndex:
 
     def _match(self, token_ids: "array[int]", rope: Rope, owner: str) -> TokenPath:
         found: list[list[Segment]] = []
-        for link in self._chain(hash((rope, owner)), token_ids):
+        for link in _chain(hash((rope, owner)), token_ids, self._block_size):
             if link not in self._segments:
                 break
             found.append(self._segments[link])
@@ -76,13 +83,8 @@ class PrefixIndex:
             for segment in found.pop():
                 if segment.id not in tried and segment.rope == rope and self._owner(segment) == owner:
                     tried.add(segment.id)
-                    best = max(best, self._beginning(segment.path, token_ids), key=lambda path: path.end)
+                    best = max(best, _common(self._placements, segment.path, token_ids), key=lambda path: path.end)
         return best if best.end >= size else TokenPath()
-
-    def _beginning(self, path: TokenPath, token_ids: "array[int]") -> TokenPath:
-        """The common prefix of `token_ids` and a path, up to a position at which the path can be continued."""
-        end, _ = self._placements.seams(path, min(path.num_common(token_ids), self._placements.whole_end(path)))
-        return path.cut(end)
 
     def _root(self, segment: Segment) -> int:
         """The link before the first block of the path to a segment."""
@@ -100,20 +102,111 @@ class PrefixIndex:
         segment = [s for s in continued.before.segments if s.start < num_blocks * self._block_size][-1]
         return self._links[segment.id][num_blocks - segment.start // self._block_size - 1]
 
-    def _chain(self, link: int, token_ids: "array[int]") -> Iterator[int]:
-        """The links after `link`, one for each whole block of `token_ids`."""
-        size = self._block_size
-        for start in range(0, len(token_ids) - size + 1, size):
-            link = hash((link, token_ids[start : start + size].tobytes()))
-            yield link
-
     def audit(self, segments: Iterable[Segment]) -> None:
         """Asserts that only existing segments are indexed, each under the links of its tokens."""
         alive = {segment.id: segment for segment in segments}
         for segment_id, links in self._links.items():
             segment = alive[segment_id]
             assert segment.is_sealed
-            whole = list(self._chain(self._root(segment), segment.path.token_ids()))
+            whole = list(_chain(self._root(segment), segment.path.token_ids(), self._block_size))
             assert links == whole[segment.start // self._block_size :]
             assert all(segment in self._segments[link] for link in links)
         assert sum(map(len, self._segments.values())) == sum(map(len, self._links.values()))
+
+
+class ContinuationIndex:
+    """An index of cached prompts and answers by the tokens with which they continue an origin: the path of a context,
+    or the empty path.
+
+    It finds the turns of a conversation, which are often shorter than a block. Each TOKENS_PER_LINK tokens after the
+    origin have a link, as in `PrefixIndex`; fewer tokens are not found. The first link hashes the origin, or the rope
+    and the tenant where the origin is empty, so contexts share no entries, and neither do tenants.
+    """
+
+    def __init__(self, placements: SegmentPlacements) -> None:
+        self._placements = placements
+        self._links: dict[int, list[int]] = {}
+        """By segment id, the links that end in the segment."""
+        self._origins: dict[int, TokenPath] = {}
+        """By segment id."""
+        self._segments: dict[int, dict[int, Segment]] = {}
+        """By link and segment id, the segments, the oldest first."""
+
+    def add(self, segment: Segment, origin: TokenPath) -> bool:
+        """Adds a sealed segment whose path continues `origin`. Returns False if it is too short for a link."""
+        root = _origin_link(origin, segment.rope, segment.tenant)
+        links = _first_links(root, segment.path.token_ids(origin.end))
+        # the last link before the segment is added too, because prompts may differ before the first link in it
+        num_before = (segment.start - origin.end) // TOKENS_PER_LINK
+        links = links[max(0, min(num_before, MAX_LINKS) - 1) :]
+        self._links[segment.id], self._origins[segment.id] = links, origin
+        for link in links:
+            self._segments.setdefault(link, {})[segment.id] = segment
+        return bool(links)
+
+    def origin(self, segment: Segment) -> TokenPath:
+        """The path that an indexed segment was added with."""
+        return self._origins[segment.id]
+
+    def remove(self, segment: Segment) -> None:
+        """Removes a segment, if it is indexed."""
+        self._origins.pop(segment.id, None)
+        for link in self._links.pop(segment.id, []):
+            del self._segments[link][segment.id]
+            if not self._segments[link]:
+                del self._segments[link]
+
+    def match(self, origin: TokenPath, token_ids: "array[int]", rope: Rope, tenant: str) -> TokenPath:
+        """The longest indexed path that consists of `origin` and a prefix of `token_ids`, and that can be continued;
+        `origin` if there is none."""
+        links = _first_links(_origin_link(origin, rope, tenant), token_ids)
+        best, end, tried = origin, origin.end + (len(links) + 1) * TOKENS_PER_LINK, set[int]()
+        for link in reversed(links):
+            if best.end >= end:  # fewer common links cannot give a longer path
+                break
+            end -= TOKENS_PER_LINK
+            for segment in islice(reversed(self._segments.get(link, {}).values()), MAX_CANDIDATES):
+                if segment.id not in tried and _continues(segment.path, origin):
+                    tried.add(segment.id)
+                    common = _common(self._placements, segment.path, token_ids, origin.end)
+                    best = max(best, common, key=lambda path: path.end)
+        return best if best.end >= origin.end + TOKENS_PER_LINK else origin
+
+    def audit(self, segments: Iterable[Segment]) -> None:
+        """Asserts that only existing segments are indexed, each under its links."""
+        alive = {segment.id for segment in segments}
+        assert self._links.keys() == self._origins.keys() <= alive
+        for segment_id, links in self._links.items():
+            assert all(segment_id in self._segments[link] for link in links)
+        assert sum(map(len, self._segments.values())) == sum(map(len, self._links.values()))
+
+
+def _origin_link(origin: TokenPath, rope: Rope, tenant: str) -> int:
+    """The link before the first tokens after an origin."""
+    return hash((origin.ids, origin.end)) if origin.segments else hash((rope, tenant))
+
+
+def _first_links(link: int, token_ids: "array[int]") -> list[int]:
+    return list(_chain(link, token_ids[: MAX_LINKS * TOKENS_PER_LINK], TOKENS_PER_LINK))
+
+
+def _continues(path: TokenPath, origin: TokenPath) -> bool:
+    """Whether the path leaves `origin` at its end."""
+    count = len(origin.segments)
+    is_longer = path.segments[:count] == origin.segments and len(path.segments) > count
+    return is_longer and path.segments[count].start == origin.end
+
+
+def _common(placements: SegmentPlacements, path: TokenPath, token_ids: "array[int]", start: int = 0) -> TokenPath:
+    """The common prefix of a path and of `token_ids`, which begin at position `start`, up to a position at which the
+    path can be continued."""
+    num_common = path.num_common(token_ids, start)
+    end, _ = placements.seams(path, min(start + num_common, placements.whole_end(path)))
+    return path.cut(end)
+
+
+def _chain(link: int, token_ids: "array[int]", size: int) -> Iterator[int]:
+    """The links after `link`, one for each `size` tokens of `token_ids`."""
+    for start in range(0, len(token_ids) - size + 1, size):
+        link = hash((link, token_ids[start : start + size].tobytes()))
+        yield link

@@ -9,7 +9,7 @@ from coordinator.kv_cache.lost_ranges import LostRanges
 from coordinator.kv_cache.positions import UNLIMITED
 from coordinator.kv_cache.token_paths import Segment, TokenPath
 from longleaf.positions import WindowSpec
-from longleaf.runs import Run, join
+from longleaf.runs import Run, join, until
 
 
 class SegmentPlacement:
@@ -103,6 +103,19 @@ class SegmentPlacement:
         self.num_sharded -= sum(len(run.blocks) for run in taken)
         return taken
 
+    def truncate(self, end: int, block_size: int) -> list[Run]:
+        """Removes the positions from `end` on. Returns runs with the blocks that hold none of the others."""
+        index = bisect_left(self.runs, end, key=_start)
+        removed, self.runs = self.runs[index:], self.runs[:index]
+        if self.runs and self.runs[-1].end > end:
+            last = self.runs.pop()
+            retained = until(last, end, block_size)
+            self.runs.append(retained)
+            if blocks := last.blocks[len(retained.blocks) :]:
+                removed.append(Run(last.rank, retained.start + len(retained.blocks) * block_size, last.end, blocks))
+        self.num_sharded -= sum(len(run.blocks) for run in removed)
+        return removed
+
     def replace(self, old: Run, new: Run) -> None:
         """Replaces `old`, the first blocks of a run, with `new`."""
         index = bisect_left(self.runs, old.start, key=_start)
@@ -114,7 +127,7 @@ class SegmentPlacement:
     def change_ranks(self, after: Mapping[int, int]) -> list[tuple[int, int]]:
         """Keeps the runs on remaining ranks, under their new rank numbers. Returns all lost ranges, with neighbours
         joined, including those lost before and those under way."""
-        gone = [(run.start, run.end) for run in self.runs if run.rank not in after]
+        gone = [run.range for run in self.runs if run.rank not in after]
         lost = sorted([*gone, *(self.loss.left if self.loss else ())])
         if gone or any(old != new for old, new in after.items()):
             runs = [run for run in self.runs if run.rank in after]
@@ -131,7 +144,7 @@ class SegmentPlacement:
             assert not (self.runs or self.num_sharded or self.window_runs or self.incoming or self.loss)
             return
         lost = self.loss.left if self.loss else []
-        stretches = sorted([*((run.start, run.end) for run in self.runs), *lost])
+        stretches = sorted([*(run.range for run in self.runs), *lost])
         ends = [self.segment.start, *(end for _, end in stretches)]
         assert [start for start, _ in stretches] == ends[:-1]
         assert ends[-1] == self.segment.end

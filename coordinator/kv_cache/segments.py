@@ -6,12 +6,16 @@ from collections.abc import Callable, Iterator
 
 from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer, count_blocks
 from coordinator.kv_cache.lost_ranges import LostRanges
-from coordinator.kv_cache.prefix_cache import PrefixIndex
+from coordinator.kv_cache.prefix_cache import ContinuationIndex, PrefixIndex
 from coordinator.kv_cache.segment_placement import SegmentPlacement, SegmentPlacements
 from coordinator.kv_cache.token_paths import EMPTY_PATH, Segment, TokenPath
 from longleaf.positions import OWN_ROPE, Rope
 from longleaf.rank_protocol.group_messages import SegmentLayout
+from longleaf.runs import Run
 from longleaf.tenants import DEFAULT_TENANT
+
+MIN_CACHED = 2
+"""Minimum number of tokens of a cached segment. One token is not worth a block."""
 
 
 def no_eviction(lacking: BlockCount) -> bool:
@@ -41,11 +45,13 @@ class SegmentStore:
         self._evict = evict
         self.placements = SegmentPlacements(placer.windows)
         self._prefixes = PrefixIndex(placer.block_size, self.placements, is_shared=share_prefixes)
+        self._continuations = ContinuationIndex(self.placements)
         self._cached: OrderedDict[int, SegmentPlacement] = OrderedDict()
         self._next_id = 0
         self._num_evicted = 0
         """Number of evictions so far."""
         self._forgotten: list[int] = []
+        self._cuts: dict[int, int] = {}
         self.num_reclaimable = BlockCount()
         """Blocks that `make_room` can free without evicting contexts."""
 
@@ -68,6 +74,15 @@ class SegmentStore:
         """Closes a segment and adds it to the prefix cache."""
         self.close(segment)
         self._prefixes.add(segment)
+
+    def truncate(self, placement: SegmentPlacement, end: int) -> list[Run]:
+        """Removes the last tokens of a segment, which may not have been computed yet. The next plan makes the ranks
+        forget them. Returns runs with the freed blocks."""
+        if placement.segment.end == end:
+            return []
+        placement.segment.cut(end)
+        self._cuts[placement.segment.id] = end
+        return placement.truncate(end, self._placer.block_size)
 
     def retain(self, path: TokenPath, origin: TokenPath = EMPTY_PATH) -> None:
         """Adds references to the segments of a path after its prefix `origin`, which the caller references already, and
@@ -133,6 +148,7 @@ class SegmentStore:
         self._end_eviction(placement)
         self.placements.remove(placement)
         self._prefixes.remove(placement.segment)
+        self._continuations.remove(placement.segment)
         self._placer.free((*placement.runs, *placement.window_runs, *placement.incoming))
         self._forget(placement)
         placement.incoming = ()
@@ -141,6 +157,7 @@ class SegmentStore:
         """Makes the ranks forget a segment. A segment without tokens was never in a plan, so no rank knows it."""
         if placement.is_reported and placement.segment.token_ids:
             self._forgotten.append(placement.segment.id)
+        self._cuts.pop(placement.segment.id, None)
         placement.is_reported = False
 
     # --- eviction ---
@@ -262,6 +279,16 @@ class SegmentStore:
             if segment.id in self._cached:  # dropping one may evict a segment, which drops others
                 self._forget_cached(segment)
 
+    def drop_orphans(self, origin: TokenPath) -> None:
+        """Drops the cached prompts that continue `origin` if nothing else refers to its last segment: its contexts are
+        deleted, and no request uses them."""
+        last = origin.segments[-1]
+        placement = self.placements.find(last.id)
+        if placement is not None and placement.num_references == placement.num_cache_references:
+            for segment in [*self.cached]:
+                if self._continuations.origin(segment).segments[-1:] == (last,):
+                    self._forget_cached(segment)
+
     # --- statistics ---
 
     def tokens_by_rank(self) -> list[int]:
@@ -290,10 +317,16 @@ class SegmentStore:
         forgotten, self._forgotten = tuple(self._forgotten), []
         return forgotten
 
+    def pop_cuts(self) -> tuple[tuple[int, int], ...]:
+        """Removes and returns the cuts for the next plan's cut_segments."""
+        cuts, self._cuts = tuple(self._cuts.items()), {}
+        return cuts
+
     def layout(self) -> tuple[SegmentLayout, ...]:
         """The layout of all segments that are held or lost, for ranks that have no plan yet. It replaces the pending
         release messages."""
         self.pop_forgotten()
+        self.pop_cuts()
         resident = [one for one in self.placements if one.segment.token_ids and not one.is_evicted]
         for placement in resident:
             placement.is_reported = True
@@ -304,24 +337,35 @@ class SegmentStore:
 
     # --- cached prompts ---
 
-    def match(self, token_ids: "array[int]", rope: Rope = OWN_ROPE, tenant: str = DEFAULT_TENANT) -> TokenPath:
-        """The longest cached path that is a prefix of `token_ids` with `rope`, that the tenant may find, and that can
-        be continued; empty if there is none. The path is marked as used."""
-        path = self._prefixes.match(token_ids, rope, tenant)
+    def match(
+        self,
+        token_ids: "array[int]",
+        rope: Rope = OWN_ROPE,
+        tenant: str = DEFAULT_TENANT,
+        origin: TokenPath = EMPTY_PATH,
+    ) -> TokenPath:
+        """The longest cached path that consists of `origin` and a prefix of `token_ids`, with `rope`, that the tenant
+        may find, and that can be continued; `origin` if there is none. The path is marked as used."""
+        path = self._match(token_ids, rope, tenant, origin)
         self._touch(path)
         return path
 
-    def cache(self, segment: Segment) -> None:
-        """Closes the segment of a prompt, and caches it unless it adds nothing to the prefix cache."""
-        self.close(segment)
-        size = self._placer.block_size
-        is_short = segment.start // size == segment.end // size
-        found = (
-            TokenPath() if is_short else self._prefixes.match(segment.path.token_ids(), segment.rope, segment.tenant)
-        )
-        if is_short or found.end == segment.end:
-            return
+    def _match(self, token_ids: "array[int]", rope: Rope, tenant: str, origin: TokenPath) -> TokenPath:
+        path = self._continuations.match(origin, token_ids, rope, tenant)
+        if origin != EMPTY_PATH:
+            return path
+        return max(path, self._prefixes.match(token_ids, rope, tenant), key=lambda path: path.end)
+
+    def cache(self, segment: Segment, origin: TokenPath = EMPTY_PATH) -> None:
+        """Seals a segment of a prompt or an answer that continues `origin`, and caches it unless it adds nothing to
+        the prefix cache."""
+        token_ids = segment.path.token_ids(origin.end)
+        is_known = self._match(token_ids, segment.rope, segment.tenant, origin).end == segment.end
         self.seal(segment)
+        size = self._placer.block_size
+        is_found = self._continuations.add(segment, origin) or segment.start // size < segment.end // size
+        if is_known or not is_found or len(segment.token_ids) < MIN_CACHED:
+            return
         self._cached[segment.id] = self.placements[segment]
         for part in self.placements.for_segments(segment.path.segments):
             self._add_references(part, 1, 1)
@@ -371,5 +415,6 @@ class SegmentStore:
             assert placement.num_cache_references == retained.count(segment.id)
         alive = [placement.segment for placement in self.placements]
         self._prefixes.audit(alive)
+        self._continuations.audit(alive)
         assert set(retained) <= {segment.id for segment in alive}
         assert self.num_reclaimable == sum((placement.num_reclaimable for placement in self.placements), BlockCount())

@@ -4,9 +4,11 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 from longleaf.document_text import DocumentText
 from longleaf.positions import OWN_ROPE, Rope, WindowSpec
+from longleaf.storage.segment_record import SegmentRecord
 from longleaf.tenants import DEFAULT_TENANT
 
 ID_BYTES = 4
@@ -60,13 +62,14 @@ class TokenPath:
             found += segment.token_ids[max(0, start - part_start) : part_end - part_start]
         return found
 
-    def num_common(self, token_ids: "array[int]") -> int:
-        """Length of the common prefix of the path and `token_ids`."""
+    def num_common(self, token_ids: "array[int]", position: int = 0) -> int:
+        """Number of tokens from `position` on, the start of a segment, that the path and `token_ids` have in common."""
         for segment, start, end in self.parts():
-            count = _num_common(segment.token_ids[: end - start], token_ids[start:end])
-            if count < end - start:
-                return start + count
-        return self.end
+            if start >= position:
+                count = _num_common(segment.token_ids[: end - start], token_ids[start - position : end - position])
+                if count < end - start:
+                    return start + count - position
+        return self.end - position
 
     def audit(self) -> None:
         """Asserts that no part is empty, and that each continues the path before it."""
@@ -110,6 +113,22 @@ class Segment:
         self.text: DocumentText | None = None
         """The text of its tokens, for a document that arrived as text."""
         self.is_sealed = False
+
+    @classmethod
+    def of(cls, record: SegmentRecord, before: TokenPath, tenant: str) -> Self:
+        """A stored segment of a tenant. It continues `before`, cut at its start."""
+        segment = cls(record.id, before.cut(record.start), record.rope, tenant)
+        segment.extend(record.token_ids)
+        segment.text = record.text
+        return segment
+
+    @property
+    def record(self) -> SegmentRecord:
+        """The record that is stored of it. It shares the array of token ids."""
+        parent = self.before.segments[-1].id if self.before.segments else None
+        return SegmentRecord(
+            id=self.id, parent=parent, start=self.start, rope=self.rope, token_ids=self.token_ids, text=self.text
+        )
 
     @property
     def start(self) -> int:

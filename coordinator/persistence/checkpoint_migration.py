@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from msgspec.structs import replace
 
 from coordinator.kv_cache.positions import Positions
-from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord
 from coordinator.persistence.catalog.stale_contexts import StaleContext, StaleContexts
 from longleaf.errors import CheckpointChanged
+from longleaf.storage.context_record import ContextRecord
+from longleaf.storage.segment_record import SegmentRecord, with_ends
 from longleaf.tenants import tenant_of
 
 
@@ -39,16 +40,13 @@ class CheckpointMigration:
             self._running_read = asyncio.create_task(asyncio.to_thread(self._stale.read))
             self._running_read.add_done_callback(self._clear_read)
         now, found = self._wall_clock(), await asyncio.shield(self._running_read)
-        return {name: each for name, each in found.items() if name in names and not _is_past(each.record, now)}
+        past = {name for name, each in found.items() if (expiry := each.record.expiry) is not None and expiry <= now}
+        return {name: each for name, each in found.items() if name in names - past}
 
     def _clear_read(self, task: asyncio.Task[Mapping[str, StaleContext]]) -> None:
         self._running_read = None
         if not task.cancelled():
             task.exception()  # retrieved here, because asyncio logs the error if all callers were cancelled
-
-
-def _is_past(record: ContextRecord, now: float) -> bool:
-    return record.expires is not None and not record.is_pinned and record.expires <= now
 
 
 def retokenized(
@@ -67,8 +65,8 @@ def retokenized(
     if capacity < record.num_tokens:
         message = f"it has {record.num_tokens:,} tokens; this checkpoint allows {capacity:,}, {positions.limit_name}"
         raise CheckpointChanged(name, message)
-    rope, ends = positions.rope(capacity), [*(segment.start for segment in path[1:]), record.num_tokens]
-    cut = [replace(_cut(each, end), rope=rope) for each, end in zip(path, ends, strict=True)]
+    rope = positions.rope(capacity)
+    cut = [replace(_cut(each, end), rope=rope) for each, end in with_ends(path, record.num_tokens)]
     if (largest := max(max(each.token_ids) for each in cut)) >= vocabulary_size:
         raise CheckpointChanged(name, f"it has token {largest:,}; this checkpoint has {vocabulary_size:,} tokens")
     return replace(record, capacity=capacity), cut

@@ -7,24 +7,19 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from coordinator.auth.tenant_usage import Room
 from coordinator.cluster.ports import Ranks
 from coordinator.kv_cache.contexts import ContextTable, NamedContext
 from coordinator.kv_cache.positions import Positions
-from coordinator.kv_cache.token_paths import EMPTY_PATH, Segment, TokenPath
+from coordinator.kv_cache.token_paths import EMPTY_PATH, Segment
 from coordinator.kv_cache.totals import Totals
-from coordinator.persistence.catalog.records import (
-    CatalogContents,
-    Change,
-    ContextRecord,
-    SegmentRecord,
-    SnapshotRecord,
-)
+from coordinator.persistence.catalog.records import CatalogContents, Change, SnapshotRecord
 from coordinator.persistence.catalog.stale_contexts import StaleContext
 from coordinator.persistence.checkpoint_migration import CheckpointMigration, retokenized
 from coordinator.persistence.open import PersistentState
-from coordinator.persistence.record_mapping import context_of, context_record, renumbered, segment_of, segment_record
-from coordinator.persistence.snapshots.ports import KvFormat
+from coordinator.persistence.snapshots.kv_format import KvFormat
 from coordinator.persistence.snapshots.segments_on_ranks import SegmentsOnRanks
 from coordinator.persistence.snapshots.snapshot_fetcher import SnapshotFetcher
 from coordinator.recovery.epochs import Epochs
@@ -32,6 +27,8 @@ from coordinator.scheduling.jobs import IngestJob
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.task_set import TaskSet
 from longleaf.errors import AlreadyExists, DataLoss, LongleafError, NotFound, Unavailable
+from longleaf.storage.context_record import ContextRecord
+from longleaf.storage.segment_record import SegmentRecord
 from longleaf.tenants import tenant_of
 from longleaf.types import ContextSettings, Storage
 
@@ -134,12 +131,12 @@ class ContextStore:
         tenants = _tenants(contexts)
         for record in (needed[number] for number in sorted(needed)):
             before = found[record.parent].path if record.parent is not None else EMPTY_PATH
-            segment = found[record.id] = segment_of(record, before, tenants[record.id])
+            segment = found[record.id] = Segment.of(record, before, tenants[record.id])
             segments.adopt(segment)
         for record, _ in contexts:
             path = found[record.segment].path.cut(record.num_tokens)
             try:
-                self._contexts.adopt(context_of(record, path))
+                self._contexts.adopt(NamedContext.of(record, path))
             except Exception as error:  # it stays in the catalog; a single context must not prevent the start
                 log.error("cannot load context %s: unexpected error", record.id, exc_info=error)
         for number in sorted(needed, reverse=True):  # release the segments that only skipped contexts need
@@ -180,7 +177,7 @@ class ContextStore:
             found = [context for name in used if (context := self._contexts.find(name)) is not None]
             try:
                 if found:
-                    await self._commit(Change(contexts=tuple(map(context_record, found))))
+                    await self._commit(Change(contexts=tuple(context.record for context in found)))
             except LongleafError as error:
                 self._used |= used
                 log.warning("cannot record when contexts were last used: %s", error)
@@ -235,48 +232,41 @@ class ContextStore:
             context.record_hit(self._wall_clock())
             self._used.add(context.id)
 
-    def seal(self, request_id: int) -> None:
+    def seal(self, job: IngestJob) -> None:
         """Commit the context of a document that has been prefilled, and then acknowledge the ingest."""
-        self._tasks.start(self._seal(request_id))
+        self._tasks.start(self._seal(job))
 
-    async def _seal(self, request_id: int) -> None:
+    async def _seal(self, job: IngestJob) -> None:
         async with self._turn:
-            await self._seal_next(request_id)
+            if job.is_running:  # else the ingest has ended meanwhile
+                await self._seal_next(job)
         self._on_change()
 
-    async def _seal_next(self, request_id: int) -> None:
-        job, now = self._scheduler.sealed(request_id), self._wall_clock()
-        if job is None:
-            return
-        after = self._with_document(job, now)
-        segment = segment_record(job.tail.segment)
+    async def _seal_next(self, job: IngestJob) -> None:
+        now, segment, document = self._wall_clock(), job.tail.segment, job.document
+        known = self._contexts.find(job.context)
+        after = copy.copy(known) if known else NamedContext.new(job.context, now, job.request.capacity)
+        after.append(segment, now, document.settings, document.upload_id)
         try:
-            uploads = ((after.id, after.upload_id),) if after.upload_id else ()
-            change = Change(segments=(segment,), contexts=(context_record(after),), dropped_uploads=uploads)
+            uploads = ((after.id, document.upload_id),) if document.upload_id else ()
+            change = Change(segments=(segment.record,), contexts=(after.record,), dropped_uploads=uploads)
             await self._commit(change)
         except LongleafError as error:
-            self._scheduler.fail(request_id, error)
+            self._scheduler.fail(job.request.id, error)
         except Exception as error:
             log.error("cannot save context %s: unexpected error", after.id, exc_info=error)
-            self._scheduler.fail(
-                request_id, Unavailable(f"contexts/{after.id} was not saved; see the log of the service")
-            )
+            message = f"contexts/{after.id} was not saved; see the log of the service"
+            self._scheduler.fail(job.request.id, Unavailable(message))
         else:
-            if not self._scheduler.acknowledge(request_id, now):
+            if job.is_running:
+                self._scheduler.acknowledge(job, now)
+            else:
                 await self._restore_dropped(after.id)
-
-    def _with_document(self, job: IngestJob, now: float) -> NamedContext:
-        """Return a copy of the context that includes the document."""
-        known = self._contexts.find(job.context)
-        after = copy.copy(known) if known else NamedContext(job.context, now, TokenPath(), job.request.capacity)
-        after.grow(job.tail.segment, now, job.document.upload_id)
-        after.change(job.document.settings, now)
-        return after
 
     async def _restore_dropped(self, context_id: str) -> None:
         """Restore the stored state of a context that was dropped while its change was being committed."""
         known = self._contexts.find(context_id)
-        change = Change(contexts=(context_record(known),)) if known else Change(dropped_contexts=(context_id,))
+        change = Change(contexts=(known.record,)) if known else Change(dropped_contexts=(context_id,))
         try:
             await self._commit(change)
         except LongleafError as error:
@@ -388,10 +378,10 @@ class ContextStore:
         """Register a context and its path with the scheduler. No keys are loaded."""
         before = EMPTY_PATH
         for each in path:
-            segment = segment_of(each, before, tenant_of(record.id))
+            segment = Segment.of(each, before, tenant_of(record.id))
             self._scheduler.segments.adopt(segment)
             before = segment.path
-        context = context_of(record, before.cut(record.num_tokens))
+        context = NamedContext.of(record, before.cut(record.num_tokens))
         self._contexts.adopt(context)
         return context
 
@@ -408,7 +398,7 @@ class ContextStore:
         try:
             async with self._turn:
                 if self._contexts.find(context.id) is context:  # else it has been deleted meanwhile
-                    await self._commit(Change(contexts=(context_record(context),)))
+                    await self._commit(Change(contexts=(context.record,)))
         except LongleafError:
             undo()
             self._on_change()
@@ -463,14 +453,27 @@ class ContextStore:
         for segment in context.path.segments:
             if segment not in known:
                 self._scheduler.segments.adopt(segment)
-        again = context_of(context_record(context), context.path)
-        self._contexts.adopt(again)
+        self._contexts.adopt(NamedContext(context.record, context.path))
 
     async def _end(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for the result of `work`. With a store, `work` completes even if the caller is cancelled."""
         if self._state is None:
             return await work  # it never suspends
         return await asyncio.shield(self._tasks.start(work))
+
+
+def renumbered(
+    record: ContextRecord, path: Sequence[SegmentRecord], snapshots: Sequence[SnapshotRecord], first_id: int
+) -> Change:
+    """Stored records of a context from another catalog: its segments get the ids from `first_id` on, in path order."""
+    ids = {segment.id: first_id + i for i, segment in enumerate(path)}
+    parents = [None, *ids.values()]
+    segments = [replace(each, id=ids[each.id], parent=parent) for each, parent in zip(path, parents, strict=False)]
+    return Change(
+        segments=tuple(segments),
+        contexts=(replace(record, segment=segments[-1].id),),
+        snapshots=tuple(replace(each, segment=ids[each.segment]) for each in snapshots),
+    )
 
 
 def _sound(contents: CatalogContents) -> Iterator[tuple[ContextRecord, tuple[SegmentRecord, ...]]]:

@@ -49,12 +49,12 @@ class CapacityShrink:
             return None
         contexts = [context for context in self._contexts.list() if not context.is_evicted]
         requested = {id(context) for context in contexts if any(job.uses(context) for job in jobs)}
-        spare = [context for context in contexts if not context.is_pinned and id(context) not in requested]
+        spare = [context for context in contexts if not context.record.is_pinned and id(context) not in requested]
         if spare:
             return min(spare, key=lambda context: context.last_use)
         if jobs and (not contexts or self._wanted(retained).fits(total)):
             return as_victims(victims or jobs)[0]
-        return min(contexts, key=lambda context: (context.is_pinned, id(context) in requested, context.last_use))
+        return min(contexts, key=lambda context: (context.record.is_pinned, id(context) in requested, context.last_use))
 
     def _victims(self, jobs: list[Job], needed: BlockCount, total: BlockCount) -> list[Job] | None:
         """The jobs that do not fit beside the held keys; None when all fit."""

@@ -9,12 +9,12 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 from coordinator.kv_cache.block_placer import BlockPlacer
-from coordinator.kv_cache.lost_ranges import LostRanges, Range
+from coordinator.kv_cache.lost_ranges import LostRanges
 from coordinator.kv_cache.rank_mapping import RankMapping
 from coordinator.kv_cache.segment_placement import SegmentPlacement
 from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import TokenPath
-from longleaf.runs import ceil_div
+from longleaf.runs import Range, ceil_div
 
 
 def remap(placer: BlockPlacer, segments: SegmentStore, rank_mapping: RankMapping, *, has_windows: bool) -> None:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.kv_cache.block_placer import BlockPlacer
-from coordinator.kv_cache.lost_ranges import LostRanges, Range
+from coordinator.kv_cache.lost_ranges import LostRanges
 from coordinator.kv_cache.segment_placement import SegmentPlacement
 from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import Segment, TokenPath
 from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.step import Restore, RestorePortion
-from longleaf.runs import Run, ceil_div
+from longleaf.runs import Range, Run, ceil_div
 from longleaf.storage.manifest import PieceRef
 
 MAX_FETCHED = 4

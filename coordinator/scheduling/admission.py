@@ -193,7 +193,7 @@ class Admission:
         retry_seconds, context = self._speeds.retry_seconds(len(jobs)), self._contexts.find(job.context)
         if isinstance(job, IngestJob):
             resident += most
-        elif self._can_evict and context is not None and context.is_pinned:
+        elif self._can_evict and context is not None and context.record.is_pinned:
             self._limits.check_room(most, stays, retry_seconds)
         self._limits.check_room(job.num_blocks, resident, retry_seconds)
 
@@ -239,7 +239,8 @@ class Admission:
         """Number of tokens that the prefix cache has."""
         if not (isinstance(job, SequenceJob) and job.is_sharing):
             return 0
-        return self._segments.match(job.prefill.token_ids[:-1], job.rope, job.request.scheduling.tenant).end
+        origin, tenant = job.request.origin, job.request.scheduling.tenant
+        return self._segments.match(job.prefill.token_ids[:-1], job.rope, tenant, origin).end - origin.end
 
 
 def _array(token_ids: Sequence[int]) -> "array[int]":

@@ -68,6 +68,11 @@ class JobLifecycle:
         self._sharing.preempt(job)
         self.queue.add(job)
 
+    def end_answer(self, job: SequenceJob) -> None:
+        """Ends a running answer, whose tokens stay cached."""
+        self._sharing.cache_answer(job)
+        self.finish(job)
+
     def finish(self, job: Job) -> None:
         """Ends a running job and frees all that it holds."""
         self._stop(job)
@@ -89,6 +94,8 @@ class JobLifecycle:
             self._segments.activate(origin)
         self._segments.release(job.prefill.path, origin)
         self._segments.release(origin)
+        if origin.segments:
+            self._segments.drop_orphans(origin)
         self.may_begin = True
         self.requests.remove(job)
         accounts = self.requests.accounts
@@ -102,6 +109,12 @@ class JobLifecycle:
         else:
             self.queue.remove(job.id)
             self._release_path(job)
+
+    def end_early(self, job: Job) -> None:
+        """Ends a waiting or running job that its client no longer needs. The tokens of an answer stay cached."""
+        if job.is_running:
+            self._sharing.cache_answer(job)
+        self.drop(job)
 
     def cancel(self, request_id: int) -> bool:
         """Ends a request, whether it waits or runs. Returns False if it has ended already."""

@@ -217,7 +217,8 @@ class Planner:
         self.step += 1
         self._was_prefill = not isinstance(work, Decode)
         forgotten, self._forgotten = tuple(self._forgotten), []
-        plan = StepPlan(self._epoch, self.step, work, self._segments.pop_forgotten(), forgotten)
+        released, cuts = self._segments.pop_forgotten(), self._segments.pop_cuts()
+        plan = StepPlan(self._epoch, self.step, work, released, cuts, forgotten)
         self._flights.append(InflightPlan(plan, tuple((job, job.num_begins) for job in jobs), is_apart))
         return plan
 

@@ -1,9 +1,9 @@
-"""Prompt sharing: a prompt reuses cached prefixes, and its samples share its segments."""
+"""Prompt sharing: a prompt reuses cached prompts and answers, and its samples share its segments."""
 
 from coordinator.kv_cache.block_placer import BlockPlacer, Reservation
 from coordinator.kv_cache.segments import SegmentStore
-from coordinator.kv_cache.token_paths import EMPTY_PATH, TokenPath
-from coordinator.scheduling.jobs import Job
+from coordinator.kv_cache.token_paths import TokenPath
+from coordinator.scheduling.jobs import Job, Phase
 from coordinator.scheduling.limits import JobLimits
 from coordinator.scheduling.prefill_cursor import GrowingSegment, PrefillCursor
 from coordinator.scheduling.sequences import SequenceJob
@@ -20,15 +20,15 @@ class Sharing:
     def reserve(self, job: Job) -> Reservation | None:
         """The blocks of a job that begins; None when there are too few.
 
-        A plain prompt reuses its cached prefix, unless that leaves too few blocks for the rest: segments are held as a
-        whole, although the prompt may need only their first tokens.
+        A prompt reuses its cached prefix, unless that leaves too few blocks for the rest: segments are held as a whole,
+        although the prompt may need only their first tokens.
         """
         if isinstance(job, SequenceJob) and job.is_sharing:
-            rope, tenant = job.rope, job.request.scheduling.tenant
-            self._reuse(job, self._segments.match(job.prefill.token_ids[:-1], rope, tenant))
-            if job.prefill.path.end and (reservation := self._reserve(job)):
+            origin, tenant = job.request.origin, job.request.scheduling.tenant
+            self._reuse(job, self._segments.match(job.prefill.token_ids[:-1], job.rope, tenant, origin))
+            if job.prefill.path.end > origin.end and (reservation := self._reserve(job)):
                 return reservation
-            self._reuse(job, EMPTY_PATH)
+            self._reuse(job, origin)
         return self._reserve(job)
 
     def _reserve(self, job: Job) -> Reservation | None:
@@ -37,7 +37,8 @@ class Sharing:
 
     def _reuse(self, job: SequenceJob, path: TokenPath) -> None:
         self._set_path(job, path)
-        job.reuse(path, path.end + self._num_prefill(job, len(job.prefill.token_ids) - path.end))
+        num_reused = path.end - job.request.start
+        job.reuse(path, num_reused + self._num_prefill(job, len(job.prefill.token_ids) - num_reused))
 
     def _set_path(self, job: SequenceJob, path: TokenPath) -> None:
         """Replaces the path that a job references. The new path must continue its origin."""
@@ -71,6 +72,18 @@ class Sharing:
             self._restart(part)
         return [*parts]
 
+    def cache_answer(self, job: Job) -> None:
+        """Caches the tokens of a running answer, which ends, for the next turn of its conversation. The token that was
+        sampled last is not included, because its keys do not exist yet."""
+        if not isinstance(job, SequenceJob) or not job.is_sharing or job.phase is not Phase.ANSWERING:
+            return
+        end, tail, prefill = job.num_prompt + job.num_generated - 1, job.tail, job.prefill
+        is_computed = prefill.num_computed == len(prefill.token_ids) and end > tail.segment.start
+        if not is_computed or not tail.is_ready or tail.placement.loss is not None or self._placer.windows is not None:
+            return  # the windows before `end` may have been freed already
+        self._placer.return_unwritten(self._segments.truncate(tail.placement, end), tail.reservation)
+        self._segments.cache(tail.segment, job.request.origin)
+
     def free_tail(self, tail: GrowingSegment) -> None:
         """Frees the segment and the blocks of a stopped job."""
         self._segments.drop(tail.segment)
@@ -82,7 +95,7 @@ class Sharing:
         read, reservation, rope = job.tail.segment, job.tail.reservation, job.rope
         if job.tail.placement.runs:
             if job.is_sharing:
-                self._segments.cache(read)
+                self._segments.cache(read, job.request.origin)
             else:
                 self._segments.close(read)
             self._set_path(job, read.path)

@@ -48,7 +48,6 @@ from coordinator.scheduling.throughput import Speeds
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, LongleafError, ResourceExhausted, Unavailable
 from longleaf.rank_protocol.step import Prefill, StepPlan, StepResult, Work
-from longleaf.sampling import Token
 from longleaf.types import Progress
 
 MAX_FAULTS = 8
@@ -365,9 +364,9 @@ class Scheduler:
         if isinstance(job, IngestJob):
             self._outcomes.append((job.request.id, Progress(num_computed, total)))
             if job.prefill.is_over and self._is_durable:
-                self._outcomes.append((job.request.id, Sealed()))
+                self._outcomes.append((job.request.id, Sealed(job)))
             elif job.prefill.is_over:
-                self._acknowledge(job, now)
+                self.acknowledge(job, now)
         elif isinstance(job, SequenceJob):
             if job.represents_all_samples:
                 start = job.request.start
@@ -382,21 +381,21 @@ class Scheduler:
     def _commit_tokens(self, job: SequenceJob, result: StepResult) -> None:
         request_id, reason = job.request.id, "length"
         if not job.prompt.is_probe:
-            index, attention = job.num_generated, result.attention.get(job.id)
-            sampled, tokens = result.tokens[job.id], list[Token]()
+            index, attention = job.num_generated, result.attention.get(job.id, ())
+            sampled, num_appended = result.tokens[job.id], 0
             if len(sampled) > 1:
                 job.accept([token.id for token in sampled[:-1]])
             for token in sampled:
-                tokens.append(token)
+                num_appended += 1
                 if (reason := job.append_token(token.id)) is not None:
                     break  # tokens sampled after the end of the answer are dropped
-            attentions = () if attention is None else (attention,)
-            counts = (self._drafter.record_tokens(job, sampled), min(len(tokens), len(sampled) - 1))
-            self.drafts.add(*counts, len(tokens))
-            self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, attentions, *counts)))
+            counts = (self._drafter.record_tokens(job, sampled), min(num_appended, len(sampled) - 1))
+            self.drafts.add(*counts, num_appended)
+            event = Tokens(index, sampled[:num_appended], job.sample, attention[:num_appended], *counts)
+            self._outcomes.append((request_id, event))
         if reason is not None:
             self._outcomes.append((request_id, job.ended(reason, result)))
-            self._lifecycle.finish(job)
+            self._lifecycle.end_answer(job)
         elif job.has_outgrown_rope:
             self._recompute(job)
 
@@ -424,7 +423,10 @@ class Scheduler:
     def cancel(self, request_id: int) -> bool:
         """Ends a request, whether it waits or runs. Its blocks are free at once, because any step that reuses them
         comes later."""
-        return self._lifecycle.cancel(request_id)
+        request = self._requests.get(request_id)
+        for job in tuple(request.jobs) if request else ():
+            self._lifecycle.end_early(job)
+        return request is not None
 
     def cancel_sample(self, request_id: int, sample: int) -> bool:
         """Ends one sample of a request; the others continue. Returns False when the sample does not answer yet or has
@@ -432,7 +434,7 @@ class Scheduler:
         request = self._requests.get(request_id)
         for job in request.jobs if request else ():
             if isinstance(job, SequenceJob) and job.samples == range(sample, sample + 1):
-                self._lifecycle.drop(job)
+                self._lifecycle.end_early(job)
                 return True
         return False
 
@@ -457,19 +459,14 @@ class Scheduler:
 
     # --- contexts ---
 
-    def sealed(self, request_id: int) -> IngestJob | None:
-        """The document that waits to be acknowledged; None if its ingest has ended since."""
-        request = self._requests.get(request_id)
-        job = request.jobs[0] if request else None
-        return job if isinstance(job, IngestJob) and job.prefill.is_over else None
-
-    def acknowledge(self, request_id: int, now: float) -> bool:
-        """Creates the context of a Sealed document once the document is durable; `now` is in seconds since the epoch.
-        Returns False if its ingest has ended since. See `pop_outcomes`."""
-        if (job := self.sealed(request_id)) is None:
-            return False
-        self._acknowledge(job, now)
-        return True
+    def acknowledge(self, job: IngestJob, now: float) -> None:
+        """Creates the context of a Sealed document once the document is durable, or appends to it. The job must be
+        running; `now` is in seconds since the epoch. See `pop_outcomes`."""
+        assert job.is_running and job.prefill.is_over
+        document, capacity = job.document, job.request.capacity
+        self.contexts.append(document.context, job.tail.segment, now, document.settings, capacity, document.upload_id)
+        self._outcomes.append((job.request.id, Acknowledged(document.context)))
+        self._lifecycle.finish(job)
 
     def is_ingesting_into(self, context_id: str) -> bool:
         """Whether a document is being ingested into a context, which may not exist yet."""
@@ -478,13 +475,6 @@ class Scheduler:
     def preload(self) -> None:
         """Activates the most recently used contexts, as many as fit."""
         self._faults += self._activation.preload()
-
-    def _acknowledge(self, job: IngestJob, now: float) -> None:
-        document = job.document
-        segment, capacity = job.tail.segment, job.request.capacity
-        self.contexts.append(document.context, segment, now, document.settings, capacity, document.upload_id)
-        self._outcomes.append((job.request.id, Acknowledged(document.context)))
-        self._lifecycle.finish(job)
 
     def fork_context(
         self, source: str, context_id: str, num_tokens: int | None = None, now: float = 0.0

@@ -1,6 +1,7 @@
 """Streaming detokenization: only whole characters are emitted, and no part of a stop string.
 
-The texts of the pieces, joined, equal the decoding of all ids; each piece carries exactly the ids of its text.
+The texts of the pieces, joined, equal the decoding of all ids; each piece has exactly the text of its ids. Ids are
+released in order, so a piece is the number of its ids and their text.
 """
 
 from collections import deque
@@ -8,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from coordinator.text.stop_strings import StopMatch, StopStrings
+from coordinator.text.stop_strings import StopStrings
 from coordinator.text.token_bytes import Spell
 
 REPLACEMENT = "\ufffd"
@@ -33,14 +34,6 @@ class Alphabet(msgspec.Struct, frozen=True, kw_only=True):
     """Returns the bytes of single ids; None where the tokenizer has no such bytes."""
 
 
-class TextDelta(msgspec.Struct, frozen=True):
-    """Ids and their text. `index` is that of the first id in the answer."""
-
-    index: int
-    token_ids: tuple[int, ...]
-    text: str
-
-
 class Detokenizer:
     """Decodes a sliding window: emitted ids as context, followed by the ids whose text is open.
 
@@ -55,35 +48,35 @@ class Detokenizer:
         """The ids of the last emitted text; they begin and end at character boundaries."""
         self._open: list[int] = []
 
-    def push(self, token_id: int) -> tuple[tuple[int, ...], str]:
-        """Return the ids that `token_id` completes and their text; both empty while the text is open."""
+    def push(self, token_id: int) -> tuple[int, str]:
+        """Return the number of ids that `token_id` completes, and their text; 0 and empty while the text is open."""
         self._open.append(token_id)
         is_silent = token_id in self._alphabet.silent
         if is_silent or token_id in self._alphabet.bytes:
             if len(self._open) < MAX_SILENT_TOKENS:
-                return (), ""
+                return 0, ""
             text = self._text(len(self._open))
             return self._take(len(self._open), text) if is_silent else self._commit(text)
         text = self._text(len(self._open))
         if text and not text.endswith(REPLACEMENT):
             return self._take(len(self._open), text)
-        return self._commit(text) if len(self._open) > MAX_OPEN_TOKENS else ((), "")
+        return self._commit(text) if len(self._open) > MAX_OPEN_TOKENS else (0, "")
 
-    def finish(self) -> tuple[tuple[int, ...], str]:
-        """Return the open ids and their text, even if it is incomplete."""
+    def finish(self) -> tuple[int, str]:
+        """Return the number of open ids and their text, even if it is incomplete."""
         return self._take(len(self._open), self._text(len(self._open)))
 
     def _text(self, num_open: int) -> str:
         decode = self._alphabet.decode
         return decode([*self._shown, *self._open[:num_open]])[len(decode(self._shown)) :]
 
-    def _take(self, num_open: int, text: str) -> tuple[tuple[int, ...], str]:
-        taken = tuple(self._open[:num_open])
+    def _take(self, num_open: int, text: str) -> tuple[int, str]:
+        if text:
+            self._shown = tuple(self._open[:num_open])
         del self._open[:num_open]
-        self._shown = taken if text else self._shown
-        return taken, text
+        return num_open, text
 
-    def _commit(self, text: str) -> tuple[tuple[int, ...], str]:
+    def _commit(self, text: str) -> tuple[int, str]:
         """Emit the longest prefix that no later id can change, so that a run of invalid bytes does not accumulate.
 
         A cut lies between characters if and only if the parts decode to the whole: a divided character would appear as
@@ -94,7 +87,7 @@ class Detokenizer:
             start, rest = self._text(cut), self._alphabet.decode(self._open[cut:])
             if start and rest and start + rest == text:
                 return self._take(cut, start)
-        return (), ""
+        return 0, ""
 
 
 def ids_before(alphabet: Alphabet, prompt: Sequence[int]) -> tuple[int, ...]:
@@ -111,55 +104,49 @@ class TextStream:
 
     def __init__(self, alphabet: Alphabet, stops: Sequence[str] = (), before: Sequence[int] = ()) -> None:
         self._detokenizer = Detokenizer(alphabet, before)
-        self._stops = StopStrings(stops)
-        self._buffered: deque[tuple[tuple[int, ...], str]] = deque()
-        """Completed ids and texts that may belong to a stop string."""
+        self._stops = StopStrings(stops) if stops else None
+        self._buffered: deque[tuple[int, str]] = deque()
+        """Numbers of completed ids, and their texts, which may belong to a stop string."""
         self._num_shown, self._num_buffered = 0, 0
         """Characters of emitted pieces, and of `_buffered`."""
-        self._index = 0
         self.matched_stop = ""
         """The stop string that was found: the answer ends, and later ids must not be pushed."""
 
-    def push(self, token_id: int) -> TextDelta | None:
-        """Return the text released by `token_id`. At a stop string: all ids so far, and the text before the string."""
-        token_ids, text = self._detokenizer.push(token_id)
-        if not token_ids:
-            return None
-        if (match := self._buffer_text(token_ids, text)) is not None:
-            return self._cut(match)
-        return self._release(self._num_buffered - self._stops.num_pending)
+    def push(self, token_id: int) -> tuple[int, str]:
+        """Return the number of ids that `token_id` releases, and their text. At a stop string: all ids so far, and the
+        text before the string."""
+        num_ids, text = self._detokenizer.push(token_id)
+        if not num_ids or self._stops is None:
+            return num_ids, text
+        return self._search(self._stops, num_ids, text)
 
-    def finish(self, *silent: int) -> TextDelta | None:
-        """Return everything that is held back. `silent` ids (the end token) join the last piece without text."""
-        if (match := self._buffer_text(*self._detokenizer.finish())) is not None:
-            return self._cut(match)
-        self._buffer_text(silent, "")
-        return self._release(self._num_buffered)
+    def finish(self, num_silent: int = 0) -> tuple[int, str]:
+        """Return everything that is held back. `num_silent` ids without text (the end token) follow it."""
+        num_ids, text = self._detokenizer.finish()
+        if self._stops is not None:
+            num_ids, text = self._search(self._stops, num_ids, text, is_last=True)
+        return num_ids + (0 if self.matched_stop else num_silent), text
 
-    def _buffer_text(self, token_ids: tuple[int, ...], text: str) -> StopMatch | None:
-        self._buffered.append((token_ids, text))
+    def _search(self, stops: StopStrings, num_ids: int, text: str, *, is_last: bool = False) -> tuple[int, str]:
+        """Return the pieces that cannot belong to a stop string, after the addition of the next piece."""
+        self._buffered.append((num_ids, text))
         self._num_buffered += len(text)
-        return self._stops.push(text)
+        if (match := stops.push(text)) is not None:
+            # The string that is completed first wins, as if the text arrived one character at a time.
+            self.matched_stop = match.stop
+            start = match.start - self._num_shown
+            num_ids, text = self._release(self._num_buffered)
+            return num_ids, text[:start]
+        return self._release(self._num_buffered - (0 if is_last else stops.num_pending))
 
-    def _cut(self, match: StopMatch) -> TextDelta | None:
-        # The string that is completed first wins, as if the text arrived one character at a time.
-        self.matched_stop = match.stop
-        start = match.start - self._num_shown
-        whole = self._release(self._num_buffered)
-        return TextDelta(whole.index, whole.token_ids, whole.text[:start]) if whole else None
-
-    def _release(self, num_characters: int) -> TextDelta | None:
-        """Return the parts that end within the first `num_characters` of the held text."""
-        token_ids, texts = list[int](), list[str]()
+    def _release(self, num_characters: int) -> tuple[int, str]:
+        """Return the pieces that end within the first `num_characters` of the held text."""
+        num_ids, texts = 0, list[str]()
         while self._buffered and len(self._buffered[0][1]) <= num_characters:
-            ids, text = self._buffered.popleft()
-            token_ids += ids
+            count, text = self._buffered.popleft()
+            num_ids += count
             texts.append(text)
             num_characters -= len(text)
             self._num_buffered -= len(text)
-        if not token_ids:
-            return None
-        piece = TextDelta(self._index, tuple(token_ids), "".join(texts))
-        self._num_shown += len(piece.text)
-        self._index += len(token_ids)
-        return piece
+            self._num_shown += len(text)
+        return num_ids, "".join(texts)

@@ -23,7 +23,7 @@ class ContextPatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Changeable fields of a context."""
 
     display_name: str | UnsetType = UNSET
-    pinned: bool | UnsetType = UNSET
+    is_pinned: bool | UnsetType = msgspec.field(default=UNSET, name="pinned")
     expires: Seconds | UnsetType | None = UNSET
     ttl: Seconds | UnsetType = UNSET
 
@@ -92,10 +92,8 @@ async def update_context(request: Request) -> Response:
     given: dict[str, Any] = {
         name: value for name, value in msgspec.structs.asdict(changes).items() if value is not UNSET
     }
-    if "pinned" in given:
-        given["is_pinned"] = given.pop("pinned")
     if not given:
-        raise HttpProblem(400, f"give at least one of {', '.join(ContextPatch.__struct_fields__)}")
+        raise HttpProblem(400, f"give at least one of {', '.join(ContextPatch.__struct_encode_fields__)}")
     return await _context_response(request, client, await _call_service(client.update_context(name, **given)))
 
 

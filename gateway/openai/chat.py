@@ -35,9 +35,9 @@ async def chat(request: Request) -> Response:
 async def _start_completion(request: Request, share: MemoryLease) -> PendingCompletion:
     """Only the return value references the conversation."""
     client = client_of(request)
-    await model_name(request, client)  # authenticates the caller before the body is read
+    served = await model_name(request, client)  # authenticates the caller before the body is read
     requested, conversation = await body_of(request, share, decode_chat)
-    target = await target_of(request, client, requested.model, requested.context)
+    target = target_of(served, requested.model, requested.context)
     given = requested.max_completion_tokens if requested.max_tokens is None else requested.max_tokens
     options = with_length(requested.options(peer_of(request)), given)
     if requested.chat_template_kwargs is not None:

@@ -43,9 +43,9 @@ async def completions(request: Request) -> Response:
 async def _start_completion(request: Request, share: MemoryLease) -> PendingCompletion:
     """Only the return value references the prompt."""
     client = client_of(request)
-    await model_name(request, client)  # authenticates the caller before the body is read
+    served = await model_name(request, client)  # authenticates the caller before the body is read
     requested, prompt = await body_of(request, share, decode_text)
-    target = await target_of(request, client, requested.model, requested.context)
+    target = target_of(served, requested.model, requested.context)
     options = with_length(requested.options(peer_of(request)), requested.max_tokens)
     if requested.logprobs is not None:
         options |= {"num_logprobs": requested.logprobs, "with_token_bytes": True}

@@ -9,7 +9,6 @@ from gateway.bodies import json_response
 from gateway.callers import client_of, with_deadline
 from gateway.errors import HttpProblem
 from gateway.models import model_name
-from longleaf.client import AsyncClient
 from longleaf.errors import NotFound
 from longleaf.types import CONTEXT_ID, Context
 
@@ -52,9 +51,10 @@ def _of_context(model: str, context: Context) -> dict[str, Any]:
     return _model(f"{model}:{context.id}", context.created) | more
 
 
-async def target_of(request: Request, client: AsyncClient, model: str, context: str | None) -> ModelTarget:
-    """The target of a request with this model and, optionally, this context. Raises HttpProblem."""
-    target = _split(model, await model_name(request, client))
+def target_of(served: str, model: str, context: str | None) -> ModelTarget:
+    """The target of a request with this model and, optionally, this context; `served` is the name of the served model.
+    Raises HttpProblem."""
+    target = _split(model, served)
     if context is None or target.context == context:
         return target
     if target.context is not None:

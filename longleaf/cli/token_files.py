@@ -10,9 +10,10 @@ from typing import BinaryIO, Literal
 import msgspec
 
 from longleaf.errors import InvalidArgument
+from longleaf.little_endian import IntegerType, unpack
 
 TokenFormat = Literal["json", "uint16", "uint32"]
-TYPE_CODES = {"uint16": "H", "uint32": "I"}
+TYPE_CODES: dict[str, IntegerType] = {"uint16": "H", "uint32": "I"}
 PIECE_BYTES = 1 << 18
 
 
@@ -50,9 +51,7 @@ def _from_numbers(file: BinaryIO, format: str) -> Iterator[Sequence[int]]:
     while data := file.read(PIECE_BYTES):
         data = resident + data
         whole = len(data) - len(data) % size
-        resident, numbers = data[whole:], array(type_code, data[:whole])
-        if sys.byteorder == "big":
-            numbers.byteswap()
-        yield numbers
+        resident = data[whole:]
+        yield unpack(type_code, data[:whole])
     if resident:
         raise ValueError(f"ends inside a token id: each {format} has {size} bytes")

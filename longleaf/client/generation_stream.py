@@ -2,12 +2,11 @@
 
 import uuid
 from collections.abc import Iterable
-from typing import cast
 
 from longleaf import codec
 from longleaf.codec import BytesLike
 from longleaf.errors import GroupFailed, LongleafError, RankLost, Unavailable
-from longleaf.types import Conversation, Delta, Event, Finished, GenerateOptions, Resume, SamplingOptions, Started
+from longleaf.types import Conversation, Delta, Event, Finished, GenerateOptions, Resume, Started
 from longleaf.v1 import generation_service_pb2 as service_pb
 
 RESUME_SECONDS = 60.0
@@ -29,23 +28,12 @@ class GenerationStream:
         self._id = given or (uuid.uuid4().hex if self.is_resumable else "")
         self._is_private = self.is_resumable and not given
         self._num_samples = options.get("num_samples", 1)
-        names = SamplingOptions.__annotations__
         self._first: service_pb.GenerateRequest | None = codec.encode_generate(
             input,
-            context=context,
-            use_chat_template=options.get("use_chat_template"),
-            chat_template_kwargs=options.get("chat_template_kwargs"),
-            sampling=cast(SamplingOptions, {name: value for name, value in options.items() if name in names}),
-            with_token_bytes=options.get("with_token_bytes", False),
-            until_full=options.get("until_full", False),
-            num_samples=self._num_samples,
-            provenance=options.get("provenance"),
-            hidden=options.get("hidden", ()),
-            max_draft_tokens=options.get("max_draft_tokens"),
+            context,
+            options,
             request_id=self._id,
             resume_seconds=RESUME_SECONDS if self.is_resumable else 0.0,
-            priority=options.get("priority", 0),
-            client=options.get("client", ""),
         )
         self._is_hiding = bool(options.get("hidden"))
         self._next_index: dict[int, int] = {}

@@ -31,14 +31,12 @@ from longleaf.types import (
     Delta,
     Finished,
     Generate,
+    GenerateOptions,
     Progress,
-    Provenance,
     Recovering,
     Resume,
-    SamplingOptions,
     Started,
     Timings,
-    TokenRange,
 )
 from longleaf.v1 import generation_pb2 as generation_pb
 from longleaf.v1 import generation_service_pb2 as service_pb
@@ -77,29 +75,31 @@ encode_event, decode_event = derive_union(
 
 def encode_generate(
     input: str | BytesLike | Iterable[int] | Conversation,
-    *,
     context: str | None,
-    use_chat_template: bool | None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    sampling: SamplingOptions,
-    with_token_bytes: bool = False,
-    until_full: bool = False,
-    num_samples: int = 1,
-    provenance: Provenance | None = None,
-    hidden: Sequence[TokenRange] = (),
-    max_draft_tokens: int | None = None,
+    options: GenerateOptions,
+    *,
     request_id: str = "",
     resume_seconds: float = 0.0,
-    priority: int = 0,
-    client: str = "",
 ) -> service_pb.GenerateRequest:
-    """Raises InvalidArgument when a value does not fit its field."""
-    message = service_pb.GenerateRequest(context=context_name(context) if context is not None else "")
-    message.sampling.CopyFrom(encode_sampling(sampling))
-    if use_chat_template is not None:
-        message.use_chat_template = use_chat_template
-    if chat_template_kwargs:
-        message.chat_template_kwargs.CopyFrom(_encode_template_kwargs(chat_template_kwargs))
+    """`request_id` and `resume_seconds` replace those of `options`, because a client generates an id to resume with.
+    Raises InvalidArgument when a value does not fit its field."""
+    template_kwargs, provenance = options.get("chat_template_kwargs"), options.get("provenance")
+    most_drafts = options.get("max_draft_tokens")
+    resume_seconds = check_range("resume_duration", resume_seconds, 0.0, MAX_RESUME_SECONDS, " seconds")
+    message = service_pb.GenerateRequest(
+        context=context_name(context) if context is not None else "",
+        sampling=encode_sampling(options),
+        use_chat_template=options.get("use_chat_template"),
+        chat_template_kwargs=_encode_template_kwargs(template_kwargs) if template_kwargs else None,
+        return_token_bytes=options.get("with_token_bytes", False),
+        until_full=options.get("until_full", False),
+        sample_count=check_range("sample_count", options.get("num_samples", 1), 1, MAX_SAMPLES),
+        provenance=None if provenance is None else encode_provenance(provenance),
+        hidden=encode_hidden(options.get("hidden", ())),
+        max_draft_token_count=None if most_drafts is None else _draft_count(most_drafts),
+        request_id=_request_id(request_id) if request_id else "",
+        resume_duration=encode_duration(resume_seconds) if resume_seconds else None,
+    )
     if isinstance(input, str | BytesLike):
         message.text = to_text(input, "text")
     elif isinstance(input, Conversation):
@@ -110,19 +110,7 @@ def encode_generate(
         raise InvalidArgument(
             "input", f"{type(input).__name__} is neither text, a sequence of token ids nor a conversation"
         )
-    message.return_token_bytes = with_token_bytes
-    message.until_full = until_full
-    message.sample_count = check_range("sample_count", num_samples, 1, MAX_SAMPLES)
-    if provenance is not None:
-        message.provenance.CopyFrom(encode_provenance(provenance))
-    message.hidden.extend(encode_hidden(hidden))
-    if max_draft_tokens is not None:
-        message.max_draft_token_count = _draft_count(max_draft_tokens)
-    message.request_id = _request_id(request_id) if request_id else ""
-    if resume_seconds:
-        seconds = check_range("resume_duration", resume_seconds, 0.0, MAX_RESUME_SECONDS, " seconds")
-        message.resume_duration.CopyFrom(encode_duration(seconds))
-    encode_scheduling(priority, client, message)
+    encode_scheduling(options.get("priority", 0), options.get("client", ""), message)
     return message
 
 
@@ -218,15 +206,11 @@ def _decode_input(message: service_pb.GenerateRequest) -> str | Sequence[int] | 
         case "token_ids":
             return decode_ids(message.token_ids)
         case "conversation":
-            return _decode_conversation(message)
+            if message.HasField("use_chat_template") and not message.use_chat_template:
+                raise InvalidArgument("use_chat_template", "must be on for a conversation")
+            return decode_conversation(message.conversation, has_context=bool(message.context))
         case _:
             raise InvalidArgument("input", "give text, token_ids or conversation")
-
-
-def _decode_conversation(message: service_pb.GenerateRequest) -> Conversation:
-    if message.HasField("use_chat_template") and not message.use_chat_template:
-        raise InvalidArgument("use_chat_template", "must be on for a conversation")
-    return decode_conversation(message.conversation)
 
 
 def _sample_count(message: service_pb.GenerateRequest) -> int:

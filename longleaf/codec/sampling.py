@@ -18,11 +18,11 @@ _COLLECTIONS = ("stop", "stop_tokens", "logit_bias")
 
 
 def encode_sampling(options: SamplingOptions) -> generation_pb.SamplingParams:
-    """Raises InvalidArgument when a value does not fit its field."""
+    """Encodes the sampling parameters among `options`. Raises InvalidArgument when a value does not fit its field."""
     message = generation_pb.SamplingParams()
     values: Mapping[str, object] = options
     for name, value in values.items():
-        if value is not None:
+        if value is not None and name in SamplingOptions.__annotations__:
             _set(message, name, value)
     return message
 

@@ -1,7 +1,6 @@
 """Incremental archive reader: accepts bytes in arbitrary pieces, and returns each record once it is complete and
 verified."""
 
-import sys
 from array import array
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,13 +13,14 @@ from longleaf.context_archive.records import (
     IDS_PER_RECORD,
     MAX_HEAD_BYTES,
     ContextHead,
-    KvPart,
     SegmentHead,
     decode,
     decode_segment,
     max_segment_bytes,
 )
 from longleaf.errors import InvalidArgument
+from longleaf.little_endian import unpack
+from longleaf.storage.manifest import PieceRef
 
 
 class IdsSection(NamedTuple):
@@ -56,8 +56,8 @@ class ArchiveReader:
         """Remaining ids of the current segment."""
         self._num_tokens_left = 0
         """Tokens of the path after the current segment."""
-        self._parts: Iterator[KvPart] = iter(())
-        self._part: KvPart | None = None
+        self._parts: Iterator[PieceRef] = iter(())
+        self._part: PieceRef | None = None
         self._form: str | None = None
         self._block_size = 1
 
@@ -156,7 +156,7 @@ class ArchiveReader:
                 return self._take_segment(segment)
             case "ids":
                 self._num_ids_left -= len(content) // ID_BYTES
-                return _ids_of(content)
+                return IdsSection(unpack("I", content))
             case "piece":
                 self._part = next(self._parts, None)
                 return content
@@ -186,10 +186,3 @@ class ArchiveReader:
     def _fail(self, message: str) -> InvalidArgument:
         self._error = InvalidArgument(FIELD, f"{message} (after {self.num_bytes:,} bytes)")
         return self._error
-
-
-def _ids_of(content: bytearray) -> IdsSection:
-    ids = array("I", bytes(content))
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return IdsSection(ids)

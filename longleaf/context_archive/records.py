@@ -14,7 +14,9 @@ from longleaf.document_text import OFFSET_BYTES, DocumentText, count_starts
 from longleaf.errors import InvalidArgument
 from longleaf.fingerprint import Fingerprint
 from longleaf.positions import Rope
-from longleaf.storage.context_metadata import MAX_ENDS, ContextMetadata, sound_ends
+from longleaf.runs import Range
+from longleaf.storage.context_record import MAX_ENDS, ContextMetadata, sound_ends
+from longleaf.storage.manifest import PieceRef
 
 ID_BYTES = 4
 IDS_PER_RECORD = 1 << 18
@@ -63,25 +65,15 @@ class ContextHead(ContextMetadata, frozen=True):
             raise InvalidArgument(FIELD, f"a name has more than {MAX_NAME} characters")
 
 
-class KvPart(msgspec.Struct, frozen=True):
-    """A piece, whose bytes follow."""
-
-    runs: tuple[tuple[int, int], ...]
-    """Runs of positions. Empty if the form of the keys is not accepted."""
-    num_bytes: int
-    digest: str
-    """BLAKE3 in hexadecimal."""
-
-
 class KvSection(msgspec.Struct, frozen=True):
-    """Keys and values of a whole segment."""
+    """Keys and values of a whole segment, whose pieces have no names and follow."""
 
     form: str
-    pieces: tuple[KvPart, ...]
-    windows: KvPart | None
+    pieces: tuple[PieceRef, ...]
+    windows: PieceRef | None
 
     @property
-    def parts(self) -> tuple[KvPart, ...]:
+    def parts(self) -> tuple[PieceRef, ...]:
         """All pieces, in the order of their contents."""
         return self.pieces if self.windows is None else (*self.pieces, self.windows)
 
@@ -124,7 +116,7 @@ class SegmentHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _RawPart(msgspec.Struct, frozen=True):
-    """A KvPart with undecoded runs. An undecoded run takes three bytes, a decoded one fifty times as many."""
+    """A PieceRef with undecoded runs. An undecoded run takes three bytes, a decoded one fifty times as many."""
 
     runs: msgspec.Raw
     num_bytes: int
@@ -187,8 +179,8 @@ def _decode_keys(raw: _RawKeys, form: str | None, num_blocks: int) -> KvSection:
         raise InvalidArgument(FIELD, f"a segment has {len(raw.pieces):,} pieces for {num_blocks:,} blocks")
     windows = None
     if raw.form != form:
-        pieces = [KvPart((), part.num_bytes, part.digest) for part in raw.pieces]
-        windows = raw.windows and KvPart((), raw.windows.num_bytes, raw.windows.digest)
+        pieces = [PieceRef(runs=(), num_bytes=part.num_bytes, digest=part.digest) for part in raw.pieces]
+        windows = raw.windows and PieceRef(runs=(), num_bytes=raw.windows.num_bytes, digest=raw.windows.digest)
         return KvSection(raw.form, tuple(pieces), windows)
     num_runs = sum(_count(part.runs) for part in raw.pieces)
     num_windows = 0 if raw.windows is None else _count(raw.windows.runs)
@@ -199,8 +191,8 @@ def _decode_keys(raw: _RawKeys, form: str | None, num_blocks: int) -> KvSection:
     return KvSection(raw.form, tuple(map(_decode_part, raw.pieces)), windows)
 
 
-def _decode_part(raw: _RawPart) -> KvPart:
-    return KvPart(decode(raw.runs, tuple[tuple[int, int], ...]), raw.num_bytes, raw.digest)
+def _decode_part(raw: _RawPart) -> PieceRef:
+    return PieceRef(runs=decode(raw.runs, tuple[Range, ...]), num_bytes=raw.num_bytes, digest=raw.digest)
 
 
 def _is_nil(raw: msgspec.Raw) -> bool:

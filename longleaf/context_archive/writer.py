@@ -1,24 +1,24 @@
 """Archive writer: the layout is computed before any piece is read, so sending can start at any offset."""
 
-import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from blake3 import blake3
+from msgspec.structs import replace
 
 from longleaf.context_archive.frames import PREAMBLE, Frame
 from longleaf.context_archive.records import (
     ID_BYTES,
     IDS_PER_RECORD,
     ContextHead,
-    KvPart,
     KvSection,
     SegmentHead,
     encode,
 )
+from longleaf.little_endian import pack
 from longleaf.storage.manifest import PieceRef, SegmentManifest
-from longleaf.storage.segment_record import SegmentRecord
+from longleaf.storage.segment_record import SegmentRecord, with_ends
 
 Content = memoryview | PieceRef
 """Bytes, or the storage object that contains them."""
@@ -46,8 +46,7 @@ class ArchiveWriter:
         self._digest = blake3(PREAMBLE)
         self._add(memoryview(PREAMBLE))
         self._add_record(Frame.from_content("head", content := encode(head)), memoryview(content))
-        ends = [*(segment.start for segment in path[1:]), head.num_tokens]
-        for segment, end in zip(path, ends, strict=True):
+        for segment, end in with_ends(path, head.num_tokens):
             self._add_segment(segment, end - segment.start, manifests.get(segment.id))
         self.digest = self._digest.hexdigest()
         """BLAKE3 in hexadecimal, of PREAMBLE and all frames except the last; the frames contain the digests of the
@@ -72,11 +71,12 @@ class ArchiveWriter:
         keys = None if manifest is None else keys_of(manifest)
         head = encode(SegmentHead(num_used=num_used, num_tokens=num_used, rope=segment.rope, keys=keys, text=text))
         self._add_record(Frame.from_content("segment", head), memoryview(head))
-        for first in range(0, num_used, IDS_PER_RECORD):
-            ids = little_endian(segment.token_ids, first, min(first + IDS_PER_RECORD, num_used))
+        packed = pack(segment.token_ids)[: ID_BYTES * num_used]
+        for first in range(0, len(packed), ID_BYTES * IDS_PER_RECORD):
+            ids = packed[first : first + ID_BYTES * IDS_PER_RECORD]
             self._add_record(Frame.from_content("ids", ids), ids)
         if manifest is not None:
-            for piece in (*manifest.pieces, *([manifest.windows] if manifest.windows else [])):
+            for piece in manifest.all_pieces:
                 self._add_record(Frame("piece", piece.num_bytes, piece.digest), piece)
 
     def _add_record(self, frame: Frame, content: Content) -> None:
@@ -93,21 +93,8 @@ class ArchiveWriter:
 
 def keys_of(manifest: SegmentManifest) -> KvSection:
     """Description of the keys of a segment."""
-    windows = None if manifest.windows is None else _part_of(manifest.windows)
-    return KvSection(manifest.form, tuple(map(_part_of, manifest.pieces)), windows)
-
-
-def _part_of(piece: PieceRef) -> KvPart:
-    return KvPart(piece.runs, piece.num_bytes, piece.digest)
-
-
-def little_endian(token_ids: "array[int]", start: int = 0, end: int | None = None) -> memoryview:
-    """The bytes of the ids from `start` to `end`; not copied on little-endian machines."""
-    if sys.byteorder == "little":
-        return memoryview(token_ids)[start:end].cast("B")
-    swapped = token_ids[start:end]
-    swapped.byteswap()
-    return memoryview(swapped).cast("B")
+    pieces = tuple(replace(piece, name="") for piece in manifest.pieces)
+    return KvSection(manifest.form, pieces, manifest.windows and replace(manifest.windows, name=""))
 
 
 assert array("I").itemsize == ID_BYTES

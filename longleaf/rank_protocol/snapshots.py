@@ -8,12 +8,10 @@ from typing import Literal
 
 import msgspec
 
-from longleaf.runs import Run
+from longleaf.runs import Range, Run
 
 MAX_PIECE_BYTES = 64 << 20
 """Limit of keys and values per piece, unless a single block is larger; windows are always one piece."""
-Range = tuple[int, int]
-"""Positions [start, end)."""
 FailureKind = Literal["unavailable", "damaged", "dropped"]
 
 

@@ -3,27 +3,33 @@
 It is written last. Pieces that no manifest references are ignored.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
+from typing import Self
 
 import msgspec
 
 from longleaf.errors import DataLoss, InvalidArgument
+from longleaf.little_endian import pack
 from longleaf.positions import Rope
+from longleaf.runs import Range
 from longleaf.storage.envelope import unwrap, wrap
-from longleaf.storage.names import attempt_of_piece, is_id
+from longleaf.storage.names import Attempt, attempt_of_piece, is_id, segment_name
+from longleaf.storage.segment_record import SegmentRecord
 
 KIND = b"manifest"
 VERSION = 1
 ID_BYTES = 4
 
 
-class PieceRef(msgspec.Struct, frozen=True):
+class PieceRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An object with the keys and values of some positions."""
 
-    name: str
-    runs: tuple[tuple[int, int], ...]
-    """Positions [start, end), increasing; whole blocks from the segment's start, except the last one."""
+    name: str = ""
+    """Empty in an archive, whose pieces follow their description."""
+    runs: tuple[Range, ...]
+    """Positions [start, end), increasing; whole blocks from the segment's start, except the last one. Empty in an
+    archive with another form of keys than the expected one."""
     num_bytes: int
     digest: str
     """BLAKE3 in hexadecimal."""
@@ -52,6 +58,31 @@ class SegmentManifest(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: bytes
     """4 bytes each, little endian."""
 
+    @classmethod
+    def of(
+        cls,
+        attempt: Attempt,
+        segment: SegmentRecord,
+        fingerprint: str,
+        form: str,
+        pieces: Iterable[PieceRef],
+        windows: PieceRef | None,
+    ) -> Self:
+        """The manifest of a segment of this service, written by an attempt."""
+        return cls(
+            service=attempt.service,
+            fingerprint=fingerprint,
+            form=form,
+            segment=attempt.segment,
+            parent=None if segment.parent is None else segment_name(attempt.service, segment.parent),
+            start=segment.start,
+            num_tokens=len(segment.token_ids),
+            rope=segment.rope,
+            pieces=tuple(pieces),
+            windows=windows,
+            token_ids=pack(segment.token_ids).tobytes(),
+        )
+
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
@@ -59,7 +90,7 @@ class SegmentManifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def objects(self) -> Iterator[str]:
         """Names of all referenced objects."""
-        return (piece.name for piece in self._all_pieces())
+        return (piece.name for piece in self.all_pieces)
 
     def check(self) -> None:
         """Raises InvalidArgument, naming the field, if it is inconsistent, or if a position is missing from its pieces
@@ -72,7 +103,7 @@ class SegmentManifest(msgspec.Struct, frozen=True, kw_only=True):
         if len(self.token_ids) != ID_BYTES * self.num_tokens:
             raise InvalidArgument("token_ids", f"{len(self.token_ids)} bytes for {self.num_tokens} tokens")
         self._check_runs()
-        for piece in self._all_pieces():
+        for piece in self.all_pieces:
             attempt = attempt_of_piece(piece.name)
             if attempt is None or (attempt.service, attempt.segment) != (self.service, self.segment):
                 raise InvalidArgument("pieces", f"{piece.name[:200]!r} is not an object of {self.segment}")
@@ -90,7 +121,9 @@ class SegmentManifest(msgspec.Struct, frozen=True, kw_only=True):
                 )
                 raise InvalidArgument("pieces", message)
 
-    def _all_pieces(self) -> Sequence[PieceRef]:
+    @property
+    def all_pieces(self) -> tuple[PieceRef, ...]:
+        """The pieces, and then that of the windows."""
         return self.pieces if self.windows is None else (*self.pieces, self.windows)
 
     def _check_runs(self) -> None:

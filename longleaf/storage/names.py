@@ -74,6 +74,17 @@ def segments_folder(service: str) -> str:
     return f"{SERVICES}/{service}/segments"
 
 
+def segment_name(service: str, number: int) -> str:
+    """The name of the segment with this id in the catalog of a service."""
+    return f"{service}-{number}"
+
+
+def segment_number(service: str, name: str) -> int | None:
+    """The id of a segment in the catalog of a service; None for segments of other services."""
+    number = name.removeprefix(f"{service}-")
+    return int(number) if name != number and number.isdecimal() and number.isascii() else None
+
+
 def notes_folder(service: str) -> str:
     return f"{SERVICES}/{service}/notes"
 

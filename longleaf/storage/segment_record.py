@@ -1,6 +1,7 @@
 """Records of segments, as the catalog stores them and archives contain them."""
 
 from array import array
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -26,3 +27,8 @@ class SegmentRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+
+def with_ends(path: Sequence[SegmentRecord], num_tokens: int) -> Iterator[tuple[SegmentRecord, int]]:
+    """The segments of a path of so many tokens, and the positions up to which each is used."""
+    return zip(path, [*(segment.start for segment in path[1:]), num_tokens], strict=True)

@@ -85,7 +85,7 @@ def check_snapshots(data: Path, look: Look) -> None:
     store = Store.open(str(folder_of(data)))
     for segment in needed:
         manifest = read_manifest(store, look.snapshots[segment])
-        for piece in (*manifest.pieces, *([manifest.windows] if manifest.windows else [])):
+        for piece in manifest.all_pieces:
             store.get(piece.name, piece.digest)
 
 

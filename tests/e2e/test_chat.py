@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,15 @@ def test_plain_conversation_reuses_its_keys(served: Served) -> None:
     usages = [end["usage"] for end in ends]
     assert usages[1]["cached_tokens"] >= usages[0]["prompt_tokens"] - 1
     assert usages[2]["cached_tokens"] >= usages[0]["prompt_tokens"] - 1
+
+
+def test_conversation_about_a_context_reuses_its_keys(served: Served, book: str) -> None:
+    turns = ["Which author wrote the long letter about the sea? " * 5, "And the date?", "And when?"]
+    found = served.run("chat", book, "--max-tokens", "20", "--json", stdin="\n".join(turns))
+    ends = [json.loads(line) for line in found.stdout.splitlines() if "finish_reason" in line]
+    usages = [end["usage"] for end in ends]
+    for before, after in pairwise(usages):
+        assert after["cached_tokens"] >= before["prompt_tokens"] - 1
 
 
 def test_interrupt_stops_the_answer_and_not_the_chat(served: Served, tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ async def test_contexts_of_both_scalings_answer_in_one_batch_like_generate(scale
             answers = await asyncio.gather(ask(engine, near), ask(engine, far))
             assert [tokens for tokens, _ in answers] == wanted
         assert [cached for _, cached in answers] == [len(near) - 1, len(far) - 1], "each found its resident prefix"
-        assert (await ask(engine, far[:400]))[1] == 299, "shorter prompts share the keys with the short scaling"
+        assert (await ask(engine, far[:400]))[1] == 300, "shorter prompts share the keys with the short scaling"
 
 
 async def test_a_context_keeps_its_rope_and_ends_at_its_capacity(scaled):
@@ -285,7 +285,9 @@ async def test_a_context_keeps_its_rope_and_ends_at_its_capacity(scaled):
             engine.ingest(DocumentPrompt(context="short", token_ids=prompt[400:1000], append=True))
         requested = [await ask(engine, prompt[400:450], name) for name in ("short", "long")]
         expected = generate(scaled("longrope"), prompt[:450])
-        assert requested == [(expected, 400), (expected, 400)], "the second finds the resident prefix of the first"
+        assert requested == [(expected, 400), (expected, 449)], (
+            "the second finds the context and the question of the first"
+        )
         await ingest(engine, "long", prompt[400:-20], append=True)
         assert (await ask(engine, prompt[-20:], "long"))[0] == generate(scaled("longrope"), prompt)
         assert (await engine.fork_context("long", "twig", 300)).positions.scaled_for == 513

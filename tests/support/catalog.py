@@ -11,15 +11,10 @@ from random import Random
 from typing import Any
 
 from coordinator.persistence.catalog.catalog import Catalog
-from coordinator.persistence.catalog.records import (
-    Change,
-    ContextRecord,
-    OutboxEntry,
-    SegmentRecord,
-    SnapshotRecord,
-    UploadRecord,
-)
+from coordinator.persistence.catalog.records import Change, OutboxEntry, SnapshotRecord, UploadRecord
 from longleaf.positions import OWN_ROPE, Rope
+from longleaf.storage.context_record import ContextRecord
+from longleaf.storage.segment_record import SegmentRecord
 
 
 def ids(seed: int, count: int) -> "array[int]":

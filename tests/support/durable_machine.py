@@ -32,7 +32,8 @@ class DurableMachine(RecoveringMachine):
     @property
     def sealed(self) -> list[int]:
         """Documents that wait to be kept."""
-        return [job for job in self.documents if job in self.open and self.scheduler.sealed(job) is not None]
+        jobs = self.scheduler._running
+        return [job for job in self.documents if job in self.open and job in jobs and jobs[job].prefill.is_over]
 
     @precondition(lambda self: self.sealed)
     @rule(data=st.data(), is_saved=st.booleans())
@@ -51,10 +52,10 @@ class DurableMachine(RecoveringMachine):
         self._look()
 
     def _acknowledge(self, job: int) -> None:
-        document = self.scheduler.sealed(job)
-        assert document is not None
+        document = self.scheduler._running[job]
+        assert isinstance(document, IngestJob)
         self.next_segment = max(self.next_segment, document.tail.segment.id + 1)
-        assert self.scheduler.acknowledge(job, 9.0)
+        self.scheduler.acknowledge(document, 9.0)
 
     def _schedule(self) -> bool:
         return super()._schedule() or (bool(self.sealed) and not self._keep_all() and super()._schedule())
@@ -174,6 +175,4 @@ def revive(old: Scheduler, new: Scheduler, next_segment: int) -> None:
         new.segments.adopt(found)
     for context in contexts:
         path = TokenPath(tuple(segments[part.id] for part in context.path.segments), context.path.end)
-        found_again = NamedContext(context.id, context.created, path, context.capacity)
-        found_again.ends, found_again.is_pinned = context.ends, context.is_pinned
-        new.contexts.adopt(found_again)
+        new.contexts.adopt(NamedContext(context.record, path))

@@ -13,8 +13,9 @@ import torch
 from longleaf.positions import EVERY_RANK, OWN_ROPE
 from longleaf.runs import Run
 from longleaf.storage.context_note import ContextNote, encode_note
+from longleaf.storage.context_record import ContextRecord
 from longleaf.storage.manifest import PieceRef, SegmentManifest, encode_manifest
-from longleaf.storage.names import Attempt
+from longleaf.storage.names import Attempt, NotePlace
 from longleaf.storage.store import Store
 from tests.support.pools import BLOCK, POOLS
 from workers.kv_cache.slots import KvPool
@@ -57,20 +58,21 @@ def write_first(folder: Path) -> None:
     store = Store.open(str(folder))
     for name in KINDS:
         _write_segment(store, name)
-        note = ContextNote(
-            service=SERVICE,
-            context=name,
-            number=KINDS.index(name),
-            segment=attempt(name).segment,
+        number = KINDS.index(name)
+        record = ContextRecord(
+            id=name,
+            segment=number,
             num_tokens=NUM_TOKENS,
             ends=(NUM_TOKENS,),
             capacity=4096,
             created=1.5,
             updated=2.5,
+            last_used=2.5,
             display_name=f"{name} — 白鯨",
         )
+        note = ContextNote(NotePlace(SERVICE, name, number), record)
         store.put(note.place.name, [encode_note(note)])
-    gone = ContextNote.of_deletion(SERVICE, "gone", 99)
+    gone = ContextNote(NotePlace(SERVICE, "gone", 99), None)
     store.put(gone.place.name, [encode_note(gone)])
 
 
@@ -96,7 +98,9 @@ def _write_segment(store: Store, name: str) -> None:
 
 def _write_piece(store: Store, pool: KvPool, name: str, runs: tuple[Run, ...], *, of_windows: bool = False) -> PieceRef:
     written = store.put(name, HostCopy(pool, runs, of_windows=of_windows).parts())
-    return PieceRef(name, tuple((run.start, run.end) for run in runs), written.num_bytes, written.digest)
+    return PieceRef(
+        name=name, runs=tuple((run.start, run.end) for run in runs), num_bytes=written.num_bytes, digest=written.digest
+    )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,20 @@
 """Segments and notes in the format of services, with arbitrary bytes."""
 
-from msgspec.structs import replace
-
 from longleaf.positions import Rope
 from longleaf.storage.context_note import ContextNote, encode_note
+from longleaf.storage.context_record import ContextRecord
 from longleaf.storage.manifest import PieceRef, SegmentManifest, encode_manifest
-from longleaf.storage.names import Attempt
+from longleaf.storage.names import Attempt, NotePlace
 from longleaf.storage.store import Store
 
 
 def manifest_of(attempt: Attempt, num_pieces: int = 2, start: int = 0, tokens: int = 8) -> SegmentManifest:
     """A segment whose pieces hold `tokens` positions each, one after the other."""
     firsts = [start + tokens * number for number in range(num_pieces)]
-    pieces = [PieceRef(attempt.piece(i), ((first, first + tokens),), 4, "00") for i, first in enumerate(firsts)]
+    pieces = [
+        PieceRef(name=attempt.piece(i), runs=((first, first + tokens),), num_bytes=4, digest="00")
+        for i, first in enumerate(firsts)
+    ]
     return SegmentManifest(
         service=attempt.service,
         fingerprint="checkpoint",
@@ -39,6 +41,9 @@ def keep(store: Store, attempt: Attempt, num_pieces: int = 2) -> set[str]:
 
 def put_note(store: Store, service: str, context: str, number: int, is_deleted: bool = False) -> str:
     """Puts a note; its name."""
-    note = replace(ContextNote.of_deletion(service, context, number), is_deleted=is_deleted)
+    record = ContextRecord(
+        id=context, segment=1, num_tokens=8, ends=(8,), capacity=8, created=0.0, updated=0.0, last_used=0.0
+    )
+    note = ContextNote(NotePlace(service, context, number), None if is_deleted else record)
     store.put(note.place.name, [encode_note(note)], is_new=True)
     return note.place.name

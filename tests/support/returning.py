@@ -107,10 +107,12 @@ class Returning:
         segment.extend(range(TOKENS))
         place, size = Attempt("service", f"service-{number}", "a"), TOKENS // num_pieces
         runs = [(start, start + size) for start in range(0, TOKENS, size)]
-        pieces = tuple(PieceRef(place.piece(i), (run,), size, "00") for i, run in enumerate(runs))
+        pieces = tuple(
+            PieceRef(name=place.piece(i), runs=(run,), num_bytes=size, digest="00") for i, run in enumerate(runs)
+        )
         windows = None
         if self.placer.windows is not None:
-            windows = PieceRef(place.windows(0), ((TOKENS - BLOCK, TOKENS),), BLOCK, "00")
+            windows = PieceRef(name=place.windows(0), runs=((TOKENS - BLOCK, TOKENS),), num_bytes=BLOCK, digest="00")
         self.archive.manifests[number] = manifest = SegmentManifest(
             service="service",
             fingerprint="checkpoint",

@@ -153,6 +153,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.prompts: dict[int, list[int]] = {}
         """The tokens of each sequence's prompt, including its context."""
         self.answers: dict[int, list[int]] = {}
+        self.turns: list[tuple[str | None, list[int]]] = []
+        """The context of each question, and its tokens with those of its answer."""
         self.expected: dict[int, list[int]] = {}
         self.ran: set[int] = set()
         """Jobs that ran when the last step was scheduled, and those that waited, with how often they had begun."""
@@ -212,6 +214,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_samples=SAMPLES,
         scheduling=SCHEDULING_PARAMS,
         ends=st.booleans(),
+        previous=st.none() | st.integers(0, 99),
     )
     def ask(
         self,
@@ -221,7 +224,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_samples: int,
         scheduling: SchedulingParams,
         ends: bool,
+        previous: int | None = None,
     ) -> None:
+        """Asks a question: the first one of a conversation, or one after the `previous` one and its answer."""
+        if previous is not None and self.turns:
+            context, turn = self.turns[previous % len(self.turns)]
+            tokens = [*turn, *tokens]
         scheduling = self._now(scheduling)
         answer = expected_answer(tokens[-1] if tokens else 0, max_tokens)
         end = answer[max_tokens // 2] if ends else -1
@@ -242,6 +250,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.prompts[sequence] = [*(self.texts[context] if context else []), *tokens]
             self.expected[sequence] = answer[: answer.index(end) + 1] if ends else answer
             self.answers[sequence] = []
+        self.turns.append((context, [*tokens, *self.expected[self.num_jobs]]))
         self._opened(num_samples, scheduling.deadline)
 
     @rule(

@@ -140,6 +140,11 @@ class Bench:
         for job, outcome in outcomes:
             self.seen.setdefault(job, []).append(outcome)
 
+    def acknowledge(self, document: int) -> None:
+        """The sealed document of an ingest is durable."""
+        [sealed] = [outcome for outcome in self.seen[document] if isinstance(outcome, Sealed)]
+        self.scheduler.acknowledge(sealed.job, 9.0)
+
     def step(self) -> StepPlan | None:
         """Plans and does one step, if there is something to do."""
         if (plan := self.schedule()) is not None:
@@ -171,9 +176,19 @@ def kinds(plans: list[StepPlan]) -> str:
 class Asker(Bench):
     """A bench whose prompts are given token by token."""
 
-    def prompt(self, token_ids: range | list[int], max_tokens: int = 4, num_samples: int = 1, seed: int = 0) -> int:
+    def prompt(
+        self,
+        token_ids: range | list[int],
+        max_tokens: int = 4,
+        num_samples: int = 1,
+        seed: int = 0,
+        context: str | None = None,
+        **options: Any,
+    ) -> int:
         sampling = SamplingParams(max_tokens=max_tokens, seed=seed)
-        prompt = Prompt(context=None, token_ids=tuple(token_ids), sampling=sampling, num_samples=num_samples)
+        prompt = Prompt(
+            context=context, token_ids=tuple(token_ids), sampling=sampling, num_samples=num_samples, **options
+        )
         job = self._admitted(lambda job: self.scheduler.admit(job, prompt))
         self.num_jobs += num_samples - 1
         return job

@@ -114,6 +114,8 @@ class ShadowKeyCache:
         """Does a whole plan; sampled tokens by sequence."""
         for segment in plan.release_segments:
             del self.books[segment]
+        for segment, end in plan.cut_segments:
+            self._cut(self.books[segment], end)
         for sequence in plan.release_sequences:
             self._last.pop(sequence, None)
         work = plan.work
@@ -149,6 +151,12 @@ class ShadowKeyCache:
                 self._keys[member, True, self._window_slot(book, position)] = None
         book.runs[book.runs.index(run)] = until(run, end, self._block_size)
         book.window_runs = tuple(until(run, end, self._block_size) for run in book.window_runs)
+
+    def _cut(self, book: Book, end: int) -> None:
+        """An answer ended at `end`: no plan may read the slots of later tokens."""
+        for position in range(end, book.runs[-1].end):
+            self._write(book, position, None)
+        book.runs = [until(run, end, self._block_size) for run in book.runs if run.start < end]
 
     def _store(self, work: Prefill | Row, token_ids: Sequence[int], runs: Sequence[Run]) -> None:
         book = self.books.setdefault(work.path[-1], Book(work.start))

@@ -127,8 +127,14 @@ class SnapshotMachine(DurableMachine):
         if (found := self.storage.get(segment_id)) is None:
             restoring.handle(SegmentUnavailable(segment_id))
             return
-        pieces = [PieceRef(str(i), tuple(ranges), 0, "") for i, ranges in enumerate(found.ranges)]
-        windows = PieceRef("windows", tuple(found.window_ranges), 0, "") if found.window_ranges else None
+        pieces = [
+            PieceRef(name=str(i), runs=tuple(ranges), num_bytes=0, digest="") for i, ranges in enumerate(found.ranges)
+        ]
+        windows = (
+            PieceRef(name="windows", runs=tuple(found.window_ranges), num_bytes=0, digest="")
+            if found.window_ranges
+            else None
+        )
         restoring.handle(ManifestFound(segment_id, pieces, windows))
 
     @rule(data=st.data(), is_there=st.sampled_from([True, True, True, False]))

@@ -1,10 +1,12 @@
 """Contexts as services write them to storage: a manifest for each segment, and a note for each change."""
 
-from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord
-from longleaf.storage.context_metadata import metadata_fields
+from msgspec.structs import replace
+
 from longleaf.storage.context_note import ContextNote, encode_note
+from longleaf.storage.context_record import ContextRecord
 from longleaf.storage.manifest import PieceRef, SegmentManifest, encode_manifest
-from longleaf.storage.names import Attempt
+from longleaf.storage.names import Attempt, NotePlace
+from longleaf.storage.segment_record import SegmentRecord
 from longleaf.storage.store import Store
 
 SERVICE = "5e" * 16
@@ -23,7 +25,9 @@ def manifest_of(
     place = Attempt(service, name_of(record.id, service), attempt)
     middle = (record.start + record.end) // 2
     runs = [(start, end) for start, end in ((record.start, middle), (middle, record.end)) if start < end]
-    pieces = [PieceRef(place.piece(i), (run,), PIECE_BYTES, "00") for i, run in enumerate(runs)]
+    pieces = [
+        PieceRef(name=place.piece(i), runs=(run,), num_bytes=PIECE_BYTES, digest="00") for i, run in enumerate(runs)
+    ]
     return SegmentManifest(
         service=service,
         fingerprint=fingerprint,
@@ -44,12 +48,12 @@ def manifest_name(manifest: SegmentManifest, attempt: str = "1") -> str:
 
 
 def note_of(record: ContextRecord, number: int, service: str = SERVICE) -> ContextNote:
-    segment = name_of(record.segment, service)
-    return ContextNote(service, record.id, number, segment=segment, **metadata_fields(record))
+    noted = replace(record, last_used=record.updated, num_hits=0, upload_id="")
+    return ContextNote(NotePlace(service, record.id, number), noted)
 
 
 def deletion(context: str, number: int, service: str = SERVICE) -> ContextNote:
-    return ContextNote.of_deletion(service, context, number)
+    return ContextNote(NotePlace(service, context, number), None)
 
 
 def put_manifest(store: Store, manifest: SegmentManifest, attempt: str = "1") -> str:

@@ -2,8 +2,7 @@
 
 from collections.abc import AsyncIterator
 
-from coordinator.persistence.catalog.records import ContextRecord
-from longleaf.storage.context_metadata import metadata_fields
+from longleaf.storage.context_record import ContextRecord, metadata_fields
 from longleaf.types import ArchiveChunk, ImportHeader
 from tests.support.archives import FINGERPRINT, FORM, Packable
 from tests.support.fakes.transfer_engine import FakeTransferEngine, StoredContext

@@ -145,7 +145,7 @@ class BlockTable:
             True for run in runs for rank in ranks for _ in self.resident_extents(segment, run.start, run.end, rank)
         ):
             raise ValueError(f"segment {segment} already has positions that are to be restored")
-        if sum(map(len, runs)) != sum(end - low for low, end in union((run.start, run.end) for run in runs)):
+        if sum(map(len, runs)) != sum(end - low for low, end in union(run.range for run in runs)):
             raise ValueError(f"positions of segment {segment} are restored twice")
 
     def holds(self, segment: int, run: Run) -> bool:
@@ -154,7 +154,8 @@ class BlockTable:
         return slots_of(there) == slots_of(extents(run, self._block_size))
 
     def cut_back(self, segment: int, end: int) -> None:
-        """Drops the positions of a segment from `end` on, on all ranks, after drafts were refused."""
+        """Drops the positions of a segment from `end` on, on all ranks: refused drafts, or tokens that were computed
+        after the end of an answer."""
         for resident in self._slots[segment].values():
             resident.drop(end, max(end, resident.end))
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from longleaf.errors import DataLoss
-from longleaf.rank_protocol.snapshots import MAX_PIECE_BYTES, Range, max_header_bytes
-from longleaf.runs import Run, ceil_div
+from longleaf.rank_protocol.snapshots import MAX_PIECE_BYTES, max_header_bytes
+from longleaf.runs import Range, Run, ceil_div
 from workers.host_copies import AsyncHostCopy, numbers_on, to_device
 from workers.kv_cache.slots import KvPool
 
@@ -70,7 +70,7 @@ class HostCopy:
     def parts(self) -> list[bytes | memoryview]:
         """The bytes of the file, without copying the tensors again."""
         views = [tensor.flatten().view(torch.uint8).numpy().data for _, tensor in self._tensors]
-        positions = _format_positions((run.start, run.end) for run in self._runs)
+        positions = _format_positions(run.range for run in self._runs)
         header: dict[str, object] = {"__metadata__": {"version": VERSION, "form": self._form, "positions": positions}}
         end = 0
         for (name, tensor), view in zip(self._tensors, views, strict=True):

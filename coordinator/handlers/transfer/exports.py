@@ -10,7 +10,7 @@ from longleaf.context_archive.records import MAX_NAME, ContextHead
 from longleaf.context_archive.writer import ArchiveWriter
 from longleaf.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from longleaf.fingerprint import Fingerprint
-from longleaf.storage.context_metadata import metadata_fields
+from longleaf.storage.context_record import metadata_fields
 from longleaf.storage.manifest import PieceRef
 from longleaf.tenants import name_of, tenant_of
 from longleaf.types import Cluster, ExportContext, ExportedArchive

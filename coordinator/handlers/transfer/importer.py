@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
-from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord, SnapshotRecord
+from coordinator.persistence.catalog.records import SnapshotRecord, snapshot_record
 from longleaf.context_archive.frames import FIELD
 from longleaf.context_archive.reader import ArchiveReader, IdsSection, Section
-from longleaf.context_archive.records import ID_BYTES, ContextHead, KvPart, KvSection, SegmentHead
-from longleaf.context_archive.writer import little_endian
+from longleaf.context_archive.records import ID_BYTES, ContextHead, KvSection, SegmentHead
 from longleaf.errors import CheckpointChanged, ContextLost, InvalidArgument, NotFound
 from longleaf.fingerprint import TEXTS, Fingerprint
 from longleaf.formatting import human_seconds
-from longleaf.storage.context_metadata import metadata_fields, sound_ends
-from longleaf.storage.manifest import PieceRef, SegmentManifest, encode_manifest
+from longleaf.storage.context_record import ContextRecord, metadata_fields, sound_ends
+from longleaf.storage.manifest import SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
+from longleaf.storage.segment_record import SegmentRecord, with_ends
 from longleaf.tenants import scoped
 from longleaf.types import CONTEXT_ID, MAX_TIME, ImportHeader, ImportProgress
 
@@ -111,7 +111,7 @@ class ContextImporter:
         for number, (attempt, manifest) in self._manifests.items():
             if number not in self._snapshots:
                 await self._import_handle.put(attempt.manifest, await asyncio.to_thread(encode_manifest, manifest))
-                self._snapshots[number] = _snapshot(number, attempt, manifest)
+                self._snapshots[number] = snapshot_record(number, attempt.manifest, manifest)
         now, snapshots = self._wall_clock(), tuple(self._snapshots.values())
         record = replace(self._context, segment=self._segments[-1].id, last_used=now)
         with self._quotas.begin_document(1, record.num_tokens):
@@ -197,29 +197,17 @@ class ContextImporter:
         )
         if keys is not None:
             attempt = self._import_handle.new_attempt(segment.id)
-            parent = before and self._import_handle.new_attempt(before.id).segment
-            manifest = await asyncio.to_thread(self._manifest, attempt, segment, keys, parent)
+            manifest = await asyncio.to_thread(self._manifest, attempt, segment, keys)
             self._manifests[segment.id], current.names = (attempt, manifest), [*manifest.objects]
         self._segments.append(segment)
         self._num_used += current.head.num_used
 
-    def _manifest(
-        self, attempt: Attempt, segment: SegmentRecord, keys: KvSection, parent: str | None
-    ) -> SegmentManifest:
+    def _manifest(self, attempt: Attempt, segment: SegmentRecord, keys: KvSection) -> SegmentManifest:
         assert self._import_handle is not None
-        manifest = SegmentManifest(
-            service=attempt.service,
-            fingerprint=self._import_handle.fingerprint,
-            form=keys.form,
-            segment=attempt.segment,
-            parent=parent,
-            start=segment.start,
-            num_tokens=len(segment.token_ids),
-            rope=segment.rope,
-            pieces=tuple(_piece(attempt.piece(number), part) for number, part in enumerate(keys.pieces)),
-            windows=None if keys.windows is None else _piece(attempt.windows(0), keys.windows),
-            token_ids=little_endian(segment.token_ids).tobytes(),
-        )
+        pieces = [replace(piece, name=attempt.piece(number)) for number, piece in enumerate(keys.pieces)]
+        windows = keys.windows and replace(keys.windows, name=attempt.windows(0))
+        fingerprint = self._import_handle.fingerprint
+        manifest = SegmentManifest.of(attempt, segment, fingerprint, keys.form, pieces, windows)
         try:
             manifest.check()
             self._import_handle.check(manifest)
@@ -236,9 +224,8 @@ class ContextImporter:
 
     def _num_key_tokens(self, num_tokens: int) -> int:
         """Tokens of the path whose keys and values were imported."""
-        ends = [*(segment.start for segment in self._segments[1:]), num_tokens]
-        paths = zip(self._segments, ends, strict=True)
-        return sum(end - segment.start for segment, end in paths if segment.id in self._snapshots)
+        path = with_ends(self._segments, num_tokens)
+        return sum(end - segment.start for segment, end in path if segment.id in self._snapshots)
 
 
 class _IncomingSegment:
@@ -250,16 +237,6 @@ class _IncomingSegment:
         self.token_ids = array("I")
         self.names: list[str] = []
         """Object names of the pieces still to be stored."""
-
-
-def _piece(name: str, part: KvPart) -> PieceRef:
-    return PieceRef(name, part.runs, part.num_bytes, part.digest)
-
-
-def _snapshot(number: int, attempt: Attempt, manifest: SegmentManifest) -> SnapshotRecord:
-    pieces = manifest.pieces if manifest.windows is None else (*manifest.pieces, manifest.windows)
-    num_bytes = sum(piece.num_bytes for piece in pieces)
-    return SnapshotRecord(segment=number, manifest=attempt.manifest, form=manifest.form, num_bytes=num_bytes)
 
 
 def _checked(name: str) -> str:
@@ -276,8 +253,8 @@ def _record(name: str, head: ContextHead, upload_id: str, now: float) -> Context
     times = (head.created, head.updated, *([] if head.expires is None else [head.expires]))
     if not all(0 <= time <= MAX_TIME for time in times):
         raise InvalidArgument(FIELD, "it has an invalid time")
-    if head.expires is not None and head.expires <= now and not head.is_pinned:
-        raise InvalidArgument(FIELD, f"the context expired {human_seconds(now - head.expires)} ago")
+    if (expiry := head.expiry) is not None and expiry <= now:
+        raise InvalidArgument(FIELD, f"the context expired {human_seconds(now - expiry)} ago")
     metadata = metadata_fields(head, ends=sound_ends(head.ends, head.num_tokens) or (head.num_tokens,))
     return ContextRecord(id=name, segment=0, last_used=now, upload_id=upload_id, **metadata)
 

@@ -198,21 +198,19 @@ class Catalog:
 def read_only_catalog(folder: Path) -> CatalogContents:
     """Reads the contents of another folder, whose service may be running. Takes no lock and changes nothing. Raises
     CatalogError."""
-    database = Database(folder / DATABASE, is_read_only=True)
-    database.open()
-    try:
-        with database.transaction(startup_error) as connection:
-            return load(database.path, connection)
-    finally:
-        database.close()
+    return _read_only(folder / DATABASE, partial(load, folder / DATABASE))
 
 
 def read_only_names(folder: Path) -> tuple[str, ...]:
     """Reads the ids of the contexts of another folder, as `read_only_catalog`. Raises CatalogError."""
-    database = Database(folder / DATABASE, is_read_only=True)
+    return _read_only(folder / DATABASE, load_names)
+
+
+def _read_only(path: Path, read: Callable[[Connection], Result]) -> Result:
+    database = Database(path, is_read_only=True)
     database.open()
     try:
         with database.transaction(startup_error) as connection:
-            return load_names(connection)
+            return read(connection)
     finally:
         database.close()

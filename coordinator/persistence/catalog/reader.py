@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Table, select
 
 from coordinator.persistence.catalog import row_codec
-from coordinator.persistence.catalog.records import CatalogContents, SegmentRecord
+from coordinator.persistence.catalog.records import CatalogContents
 from coordinator.persistence.catalog.row_codec import Found
 from coordinator.persistence.catalog.sqlite_errors import damaged
 from coordinator.persistence.catalog.tables import (
+    COUNTERS,
     contexts,
     outbox,
     segment_ids,
@@ -23,6 +24,7 @@ from coordinator.persistence.catalog.tables import (
     uploads,
 )
 from longleaf.document_text import DocumentText
+from longleaf.storage.segment_record import SegmentRecord
 
 T = TypeVar("T")
 DAMAGED_ROW = "its record is damaged"
@@ -54,10 +56,7 @@ def load(path: Path, connection: Connection) -> CatalogContents:
         contexts=tuple(kept_contexts),
         snapshots=tuple(kept_snapshots),
         uploads=tuple(kept_uploads),
-        next_segment=state["next_segment"],
-        next_outgoing=state["next_outgoing"],
-        epoch=state["epoch"],
-        service_id=state["service_id"],
+        **{name: state[name] for name in COUNTERS},
         damaged=lost_segments,
         damaged_contexts={str(row["id"]): DAMAGED_ROW for row in lost_contexts},
         other_damage=tuple(other),

@@ -133,7 +133,7 @@ def _install(folder: DataFolder, made: Rebuilt) -> list[Path]:
         try:
             database.open()
             with database.transaction(startup_error) as connection:
-                write_rebuilt(connection, made.contents, made.next_outgoing)
+                write_rebuilt(connection, made.contents)
         finally:
             database.close()  # SQLite has merged the WAL into the file
         moved = _move_aside(folder)

@@ -1,20 +1,20 @@
 """Rebuilds a catalog from the contents of a storage: notes contain the contexts, manifests the tokens. No I/O."""
 
-import sys
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
-from coordinator.persistence.catalog.records import CatalogContents, ContextRecord, SegmentRecord, SnapshotRecord
+from coordinator.persistence.catalog.records import CatalogContents, snapshot_record
 from longleaf.errors import DataLoss, InvalidArgument
 from longleaf.formatting import human_count
-from longleaf.storage.context_metadata import metadata_fields, sound_ends
-from longleaf.storage.context_note import ContextNote
+from longleaf.little_endian import unpack
+from longleaf.storage.context_record import ContextRecord, sound_ends
 from longleaf.storage.files import ObjectInfo
 from longleaf.storage.inventory import NoteListing
-from longleaf.storage.manifest import PieceRef, SegmentManifest
-from longleaf.storage.names import attempt_of_manifest, place_of_note, segments_folder
+from longleaf.storage.manifest import SegmentManifest
+from longleaf.storage.names import attempt_of_manifest, place_of_note, segment_name, segment_number, segments_folder
+from longleaf.storage.segment_record import SegmentRecord
 from longleaf.types import SkippedContext
 
 SERVICE = "--service"
@@ -38,8 +38,7 @@ class Rebuilt(msgspec.Struct, frozen=True, kw_only=True):
     """The content of the new catalog."""
 
     contents: CatalogContents
-    next_outgoing: int
-    """Greater than the number of every note."""
+    """Its `next_outgoing` is greater than the number of every note."""
     skipped: Sequence[SkippedContext]
     """Contexts that cannot be restored, except deleted ones."""
     num_others: int
@@ -65,8 +64,7 @@ def choose_service(stored: StorageContents, requested: str | None) -> str:
 
 def _count(stored: StorageContents, service: str) -> str:
     segments = {manifest.segment for manifest in stored.manifests.values()}
-    notes = [note for (owner, _), note in stored.notes.newest.items() if owner == service]
-    count = sum(not note.is_deleted and note.segment in segments for note in notes)
+    count = sum(segment_name(service, record.segment) in segments for record in _records(stored, service))
     return human_count(count, "context")
 
 
@@ -77,14 +75,12 @@ def rebuild(stored: StorageContents, service: str) -> Rebuilt:
         SkippedContext(_place(error)[1], str(error)) for error in stored.notes.damaged if _place(error)[0] == service
     ]
     contexts, used = list[ContextRecord](), dict[str, SegmentManifest]()
-    for (owner, name), note in sorted(stored.notes.newest.items()):
-        if owner != service or note.is_deleted:
-            continue
+    for record in _records(stored, service):
         try:
-            path = sources.path(note)
-            contexts.append(_context(note, sources.number(path[-1][1].segment)))
+            path = sources.path(record)
+            contexts.append(_checked(record))
         except DataLoss as error:
-            skipped.append(SkippedContext(name, error.reason))
+            skipped.append(SkippedContext(record.id, error.reason))
         else:
             used |= path
     numbers = {sources.number(manifest.segment): name for name, manifest in used.items()}
@@ -92,15 +88,21 @@ def rebuild(stored: StorageContents, service: str) -> Rebuilt:
         service_id=service,
         contexts=tuple(contexts),
         segments=tuple(_segment(sources, used[numbers[number]]) for number in sorted(numbers)),
-        snapshots=tuple(_snapshot(number, numbers[number], used[numbers[number]]) for number in sorted(numbers)),
+        snapshots=tuple(snapshot_record(number, numbers[number], used[numbers[number]]) for number in sorted(numbers)),
         next_segment=1 + max(_numbers(stored, service), default=-1),
+        next_outgoing=1 + max(_note_numbers(stored, service), default=-1),
     )
     return Rebuilt(
         contents=retained,
-        next_outgoing=1 + max(_note_numbers(stored, service), default=-1),
         skipped=sorted(skipped, key=lambda each: each.name),
         num_others=sum(name.startswith(segments_folder(service) + "/") for name in stored.others),
     )
+
+
+def _records(stored: StorageContents, service: str) -> list[ContextRecord]:
+    """The contexts of a service, by name."""
+    records = [note.record for (owner, _), note in sorted(stored.notes.newest.items()) if owner == service]
+    return [record for record in records if record is not None]
 
 
 class ManifestIndex:
@@ -129,50 +131,46 @@ class ManifestIndex:
         if attempt is not None and attempt.service == self._service:
             self._faults[attempt.segment] = fault
 
-    def path(self, note: ContextNote) -> list[tuple[str, SegmentManifest]]:
+    def path(self, context: ContextRecord) -> list[tuple[str, SegmentManifest]]:
         """Return the manifests of a context's path with their names, in order. Raises DataLoss if a manifest is
         missing, or if it does not continue its predecessor.
         """
         found: list[tuple[str, SegmentManifest]] = []
-        segment, end = note.segment, note.num_tokens
+        segment, end = segment_name(self._service, context.segment), context.num_tokens
         while segment is not None:
             entry = self._found.get(segment)
             if entry is None:
-                raise _lost(note, f"{segment}: {self._faults.get(segment, 'storage has no manifest of it')}")
+                raise _lost(context, f"{segment}: {self._faults.get(segment, 'storage has no manifest of it')}")
             if not entry[1].start < end <= entry[1].end or (found and entry[1].rope != found[0][1].rope):
-                raise _lost(note, f"{segment} is not the predecessor in its path")
+                raise _lost(context, f"{segment} is not the predecessor in its path")
             self.number(segment)
             found.append(entry)
             segment, end = entry[1].parent, entry[1].start
         if not found or end:
-            raise _lost(note, "its path does not begin at position 0")
+            raise _lost(context, "its path does not begin at position 0")
         return found[::-1]
 
     def number(self, segment: str) -> int:
         """Return the id of the segment in its catalog. Raises DataLoss if the name does not belong to this service."""
-        number = _number(self._service, segment)
+        number = segment_number(self._service, segment)
         if number is None:
             raise DataLoss(segment, f"it is not a segment of {self._service}")
         return number
 
 
-def _lost(note: ContextNote, reason: str) -> DataLoss:
-    return DataLoss(f"contexts/{note.context}", reason)
+def _lost(context: ContextRecord, reason: str) -> DataLoss:
+    return DataLoss(f"contexts/{context.id}", reason)
 
 
 def _fault(manifest: SegmentManifest, entries: Mapping[str, ObjectInfo]) -> str | None:
     """Describe the first missing or truncated object of a manifest; None if all are complete."""
-    for piece in _pieces(manifest):
+    for piece in manifest.all_pieces:
         entry = entries.get(piece.name)
         if entry is None:
             return f"{piece.name} is missing"
         if entry.num_bytes != piece.num_bytes:
             return f"{piece.name} has {entry.num_bytes:,} bytes, expected {piece.num_bytes:,}"
     return None
-
-
-def _pieces(manifest: SegmentManifest) -> Sequence[PieceRef]:
-    return manifest.pieces if manifest.windows is None else (*manifest.pieces, manifest.windows)
 
 
 def _place(error: DataLoss) -> tuple[str, str]:
@@ -182,18 +180,13 @@ def _place(error: DataLoss) -> tuple[str, str]:
     return place.service, place.context
 
 
-def _number(service: str, segment: str) -> int | None:
-    number = segment.removeprefix(f"{service}-")
-    return int(number) if segment != number and number.isdecimal() and number.isascii() else None
-
-
 def _numbers(stored: StorageContents, service: str) -> Iterator[int]:
     """Return the ids of all segments that any object refers to."""
     folder = segments_folder(service) + "/"
     named = [name.removeprefix(folder).split("/")[0] for name in stored.entries if name.startswith(folder)]
-    named += [note.segment for note in stored.notes.newest.values() if note.segment is not None]
+    named += [segment_name(service, record.segment) for record in _records(stored, service)]
     named += [manifest.parent for manifest in stored.manifests.values() if manifest.parent is not None]
-    return (number for name in named if (number := _number(service, name)) is not None)
+    return (number for name in named if (number := segment_number(service, name)) is not None)
 
 
 def _note_numbers(stored: StorageContents, service: str) -> Iterator[int]:
@@ -201,25 +194,16 @@ def _note_numbers(stored: StorageContents, service: str) -> Iterator[int]:
     return (place.number for place in places if place is not None and place.service == service)
 
 
-def _context(note: ContextNote, segment: int) -> ContextRecord:
-    """Raises DataLoss if the note is inconsistent."""
-    ends = sound_ends(note.ends, note.num_tokens)
-    if ends is None or note.capacity < note.num_tokens:
-        raise _lost(note, "its note is inconsistent")
-    metadata = metadata_fields(note, ends=ends)
-    return ContextRecord(id=note.context, segment=segment, last_used=note.updated, **metadata)
+def _checked(record: ContextRecord) -> ContextRecord:
+    """Raises DataLoss if the note of a context was inconsistent."""
+    ends = sound_ends(record.ends, record.num_tokens)
+    if ends is None or record.capacity < record.num_tokens:
+        raise _lost(record, "its note is inconsistent")
+    return replace(record, ends=ends)
 
 
 def _segment(sources: ManifestIndex, manifest: SegmentManifest) -> SegmentRecord:
-    token_ids = array("I")
-    token_ids.frombytes(manifest.token_ids)
-    if sys.byteorder == "big":
-        token_ids.byteswap()
+    token_ids = unpack("I", manifest.token_ids)
     parent = None if manifest.parent is None else sources.number(manifest.parent)
     number = sources.number(manifest.segment)
     return SegmentRecord(id=number, parent=parent, start=manifest.start, rope=manifest.rope, token_ids=token_ids)
-
-
-def _snapshot(segment: int, name: str, manifest: SegmentManifest) -> SnapshotRecord:
-    num_bytes = sum(piece.num_bytes for piece in _pieces(manifest))
-    return SnapshotRecord(segment=segment, manifest=name, form=manifest.form, num_bytes=num_bytes)

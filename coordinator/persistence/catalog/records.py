@@ -5,21 +5,9 @@ from functools import cached_property
 import msgspec
 
 from longleaf.errors import DataLoss
-from longleaf.storage.context_metadata import ContextMetadata
+from longleaf.storage.context_record import ContextRecord
+from longleaf.storage.manifest import SegmentManifest
 from longleaf.storage.segment_record import SegmentRecord
-
-
-class ContextRecord(ContextMetadata, frozen=True, kw_only=True):
-    """A context. Times in seconds since the epoch."""
-
-    id: str
-    segment: int
-    """The last segment of its path, which is cut at `num_tokens`."""
-    last_used: float
-    num_hits: int = 0
-    """The number of requests on it."""
-    upload_id: str = ""
-    """The client's upload id of its last document; empty if the client gave none."""
 
 
 class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +19,12 @@ class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
     form: str
     """The layout of the stored keys and values; ranks with another layout cannot restore them."""
     num_bytes: int
+
+
+def snapshot_record(segment: int, name: str, manifest: SegmentManifest) -> SnapshotRecord:
+    """The record of a snapshot whose manifest is the object `name`."""
+    num_bytes = sum(piece.num_bytes for piece in manifest.all_pieces)
+    return SnapshotRecord(segment=segment, manifest=name, form=manifest.form, num_bytes=num_bytes)
 
 
 class UploadRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,29 +1,26 @@
 """Conversion of records to table rows with a checksum, and back."""
 
-import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from blake3 import blake3
-from sqlalchemy import Table
+from sqlalchemy import Float, Integer, Table
 
 from coordinator.persistence.catalog import tables
-from coordinator.persistence.catalog.records import (
-    ContextRecord,
-    OutboxEntry,
-    SegmentRecord,
-    SnapshotRecord,
-    UploadRecord,
-)
+from coordinator.persistence.catalog.records import OutboxEntry, SnapshotRecord, UploadRecord
 from longleaf.document_text import DocumentText
+from longleaf.little_endian import pack, unpack
 from longleaf.positions import Rope
+from longleaf.storage.context_record import ContextRecord
+from longleaf.storage.segment_record import SegmentRecord
 
 PIECE_IDS = 1 << 16
 """Maximum number of token ids per piece. A piece is one blob with one checksum."""
 CHECKSUM_BYTES = 16
 PADDING = bytes(tables.PAGE_BYTES)
+RecordT = TypeVar("RecordT", bound=msgspec.Struct)
 Row = dict[str, Any]
 Found = Mapping[Any, Any]
 """A row as read."""
@@ -44,10 +41,28 @@ def _checksum(table: Table, row: Found) -> bytes:
     return blake3(msgspec.msgpack.encode((str(table.name), *values))).digest(length=CHECKSUM_BYTES)
 
 
+def _row(table: Table, record: msgspec.Struct, **others: Any) -> Row:
+    """The row of a record, whose fields are in the columns of their names, with `others` in addition or instead."""
+    values = {**msgspec.structs.asdict(record), **others}
+    # SQLite returns numbers in the types of their columns, and the checksum must be that of the returned ones
+    types = {column.name: column.type for column in table.columns if column.name != "checksum"}
+    return with_checksum(table, {name: _stored(values[name], kind) for name, kind in types.items()})
+
+
+def _stored(value: Any, kind: object) -> Any:
+    if value is None:
+        return None
+    return float(value) if isinstance(kind, Float) else int(value) if isinstance(kind, Integer) else value
+
+
+def _record(struct: type[RecordT], row: Found, **others: Any) -> RecordT:
+    """The record of a row, with `others` instead of its columns."""
+    return msgspec.convert({**{name: row[name] for name in struct.__struct_fields__}, **others}, struct, strict=False)
+
+
 def segment_row(record: SegmentRecord) -> Row:
-    row: Row = {"id": record.id, "parent": record.parent, "start": record.start, "num_tokens": len(record.token_ids)}
-    row |= {"scaled_for": record.rope.scaled_for, "is_double": int(record.rope.is_double)}
-    return with_checksum(tables.segments, row)
+    num_tokens = len(record.token_ids)
+    return _row(tables.segments, record, num_tokens=num_tokens, **msgspec.structs.asdict(record.rope))
 
 
 def segment_of(row: Found, token_ids: "array[int]", text: DocumentText | None) -> SegmentRecord:
@@ -67,19 +82,12 @@ def text_of(row: Found) -> tuple[int, DocumentText]:
 
 
 def context_row(record: ContextRecord) -> Row:
-    row: Row = msgspec.structs.asdict(record)
-    row |= {"ends": " ".join(map(str, record.ends)), "is_pinned": int(record.is_pinned)}
-    # SQLite returns real numbers as floats: the checksum must be that of a float
-    row |= {name: float(row[name]) for name in ("created", "updated", "last_used")}
-    row["expires"] = None if record.expires is None else float(record.expires)
-    row |= _private(record.display_name.encode()) | {"display_name": ""}
-    return with_checksum(tables.contexts, row)
+    ends, private = " ".join(map(str, record.ends)), _private(record.display_name.encode())
+    return _row(tables.contexts, record, ends=ends, display_name="", **private)
 
 
 def context_of(row: Found) -> ContextRecord:
-    fields: Row = {name: row[name] for name in ContextRecord.__struct_fields__}
-    fields |= {"ends": tuple(map(int, row["ends"].split())), "is_pinned": bool(row["is_pinned"])}
-    return ContextRecord(**fields | {"display_name": row["content"].decode()})
+    return _record(ContextRecord, row, ends=row["ends"].split(), display_name=row["content"].decode())
 
 
 def _private(content: bytes) -> Row:
@@ -87,38 +95,34 @@ def _private(content: bytes) -> Row:
 
 
 def snapshot_row(record: SnapshotRecord) -> Row:
-    return with_checksum(tables.snapshots, msgspec.structs.asdict(record))
+    return _row(tables.snapshots, record)
 
 
 def snapshot_of(row: Found) -> SnapshotRecord:
-    return SnapshotRecord(**{name: row[name] for name in SnapshotRecord.__struct_fields__})
+    return _record(SnapshotRecord, row)
 
 
 def upload_row(record: UploadRecord, num_tokens: int) -> Row:
-    row = {**msgspec.structs.asdict(record), "updated": float(record.updated), "num_tokens": num_tokens}
-    return with_checksum(tables.uploads, row | _private(record.header) | {"header": b""})
+    return _row(tables.uploads, record, num_tokens=num_tokens, header=b"", **_private(record.header))
 
 
 def upload_of(row: Found) -> UploadRecord:
-    fields = {name: row[name] for name in UploadRecord.__struct_fields__}
-    return UploadRecord(**fields | {"header": row["content"]})
+    return _record(UploadRecord, row, header=row["content"])
 
 
 def outgoing_row(key: int, outgoing: OutboxEntry) -> Row:
-    return with_checksum(
-        tables.outbox, {"key": key, "name": outgoing.name, "padding": PADDING, "content": outgoing.content}
-    )
+    return _row(tables.outbox, outgoing, key=key, padding=PADDING)
 
 
 def outgoing_of(row: Found) -> tuple[int, OutboxEntry]:
     """The key and the entry."""
-    return row["key"], OutboxEntry(row["name"], row["content"])
+    return row["key"], _record(OutboxEntry, row)
 
 
 def piece_rows(table: Table, key: Row, numbers: "array[int]", start: int = 0) -> Iterator[Row]:
     """Splits the ids of a segment or an upload, or the offsets of its tokens, into pieces from position `start` on."""
     for first in range(0, len(numbers), PIECE_IDS):
-        content = little_endian(numbers[first : first + PIECE_IDS]).tobytes()
+        content = pack(numbers[first : first + PIECE_IDS]).tobytes()
         yield with_checksum(table, {**key, "start": start + first, "padding": PADDING, "content": content})
 
 
@@ -140,14 +144,5 @@ def _joined(table: Table, rows: Iterable[Found], kind: Literal["I", "Q"], noun: 
     for row in rows:
         if not checksum_matches(table, row) or row["start"] != len(found):
             raise ValueError(f"its {noun} from {len(found):,} on are damaged")
-        piece = array(kind)
-        piece.frombytes(row["content"])
-        found += little_endian(piece)
+        found += unpack(kind, row["content"])
     return found
-
-
-def little_endian(ids: "array[int]") -> "array[int]":
-    """Converts between native and little-endian byte order in place: `ids` must be the caller's own array."""
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids

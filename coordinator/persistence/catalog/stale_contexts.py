@@ -7,8 +7,10 @@ import msgspec
 
 from coordinator.persistence.catalog.catalog import read_only_catalog
 from coordinator.persistence.catalog.data_folder import DataFolder
-from coordinator.persistence.catalog.records import CatalogContents, ContextRecord, SegmentRecord
+from coordinator.persistence.catalog.records import CatalogContents
 from longleaf.errors import CatalogError
+from longleaf.storage.context_record import ContextRecord
+from longleaf.storage.segment_record import SegmentRecord
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 """Files that define the meaning of token ids."""

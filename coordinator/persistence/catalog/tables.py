@@ -1,9 +1,14 @@
 """Tables of the catalog after the last migration.
 
 Each row has a checksum over its other columns (coordinator.persistence.catalog.row_codec), because SQLite does not
-detect a flipped bit. A change of this file needs a migration, which signs the rows of changed tables again.
+detect a flipped bit. A change of this file, or of a
+record, needs a migration, which signs the rows of changed tables again.
 """
 
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import msgspec
 from sqlalchemy import (
     Column,
     Float,
@@ -18,6 +23,9 @@ from sqlalchemy import (
     text,
 )
 
+from coordinator.persistence.catalog.records import SnapshotRecord, UploadRecord
+from longleaf.storage.context_record import ContextRecord
+
 HEAD = "0003"
 """The revision of the last migration."""
 
@@ -25,6 +33,8 @@ metadata = MetaData()
 
 
 PAGE_BYTES = 4096
+TYPES = {str: Text, int: Integer, bool: Integer, float: Float, bytes: LargeBinary, tuple[int, ...]: Text}
+"""Column types of the fields of records."""
 
 
 def _checksum() -> Column[bytes]:
@@ -48,6 +58,15 @@ def _private() -> tuple[Column[bytes], Column[bytes]]:
     return padding, content
 
 
+def _columns(record: type[msgspec.Struct], *others: str) -> Iterator[Column[Any]]:
+    """A column for each field of a record except `others`, in their order."""
+    for field in msgspec.structs.fields(record):
+        if field.name not in others:
+            is_optional = type(None) in get_args(field.type)
+            kind = get_args(field.type)[0] if is_optional else field.type
+            yield Column(field.name, TYPES[kind], nullable=is_optional)
+
+
 service = Table(
     "service",
     metadata,
@@ -59,6 +78,8 @@ service = Table(
     _checksum(),
 )
 """One row, whose id is 0."""
+COUNTERS = ("service_id", "next_segment", "next_outgoing", "epoch")
+"""Columns of the row that are fields of CatalogContents."""
 
 segments = Table(
     "segments",
@@ -99,17 +120,7 @@ contexts = Table(
     metadata,
     Column("id", Text, primary_key=True),
     Column("segment", Integer, ForeignKey("segments.id", deferrable=True, initially="DEFERRED"), nullable=False),
-    Column("num_tokens", Integer, nullable=False),
-    Column("ends", Text, nullable=False),
-    Column("capacity", Integer, nullable=False),
-    Column("created", Float, nullable=False),
-    Column("updated", Float, nullable=False),
-    Column("display_name", Text, nullable=False),
-    Column("is_pinned", Integer, nullable=False),
-    Column("expires", Float),
-    Column("last_used", Float, nullable=False),
-    Column("num_hits", Integer, nullable=False),
-    Column("upload_id", Text, nullable=False),
+    *_columns(ContextRecord, "id", "segment"),
     _checksum(),
     *_private(),
     Index("contexts_segment", "segment"),
@@ -122,9 +133,7 @@ snapshots = Table(
     "snapshots",
     metadata,
     Column("segment", Integer, ForeignKey("segments.id", ondelete="CASCADE"), primary_key=True),
-    Column("manifest", Text, nullable=False),
-    Column("form", Text, nullable=False),
-    Column("num_bytes", Integer, nullable=False),
+    *_columns(SnapshotRecord, "segment"),
     _checksum(),
 )
 
@@ -133,9 +142,7 @@ uploads = Table(
     metadata,
     Column("context", Text, primary_key=True),
     Column("upload_id", Text, primary_key=True),
-    Column("header", LargeBinary, nullable=False),
-    Column("settled_bytes", Integer, nullable=False),
-    Column("updated", Float, nullable=False),
+    *_columns(UploadRecord, "context", "upload_id"),
     Column("num_tokens", Integer, nullable=False),
     _checksum(),
     *_private(),
@@ -143,32 +150,27 @@ uploads = Table(
 )
 """The header is stored as the padded content; early versions used its own column, which is empty now."""
 
-upload_ids = Table(
-    "upload_ids",
-    metadata,
-    Column("context", Text, primary_key=True),
-    Column("upload_id", Text, primary_key=True),
-    Column("start", Integer, primary_key=True),
-    _checksum(),
-    _padding(),
-    Column("content", LargeBinary, nullable=False),
-    ForeignKeyConstraint(["context", "upload_id"], ["uploads.context", "uploads.upload_id"], ondelete="CASCADE"),
-)
+
+def _of_upload(name: str) -> Table:
+    """Numbers of an upload, in pieces; `start` counts the numbers before a piece."""
+    return Table(
+        name,
+        metadata,
+        Column("context", Text, primary_key=True),
+        Column("upload_id", Text, primary_key=True),
+        Column("start", Integer, primary_key=True),
+        _checksum(),
+        _padding(),
+        Column("content", LargeBinary, nullable=False),
+        ForeignKeyConstraint(["context", "upload_id"], ["uploads.context", "uploads.upload_id"], ondelete="CASCADE"),
+    )
+
+
+upload_ids = _of_upload("upload_ids")
 """As `segment_ids`, in pieces of any size."""
 
-upload_starts = Table(
-    "upload_starts",
-    metadata,
-    Column("context", Text, primary_key=True),
-    Column("upload_id", Text, primary_key=True),
-    Column("start", Integer, primary_key=True),
-    _checksum(),
-    _padding(),
-    Column("content", LargeBinary, nullable=False),
-    ForeignKeyConstraint(["context", "upload_id"], ["uploads.context", "uploads.upload_id"], ondelete="CASCADE"),
-)
-"""Offsets of an upload's tokens in its text, in pieces of any size, little-endian with 8 bytes each; `start` counts
-them."""
+upload_starts = _of_upload("upload_starts")
+"""Offsets of an upload's tokens in its text, in pieces of any size, little-endian with 8 bytes each."""
 
 outbox = Table(
     "outbox",

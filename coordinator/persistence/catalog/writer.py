@@ -12,12 +12,12 @@ from coordinator.persistence.catalog.records import (
     Change,
     CommitResult,
     OutboxEntry,
-    SegmentRecord,
     SnapshotRecord,
     UploadKey,
     UploadRecord,
 )
 from coordinator.persistence.catalog.tables import (
+    COUNTERS,
     contexts,
     outbox,
     segment_ids,
@@ -31,6 +31,7 @@ from coordinator.persistence.catalog.tables import (
 )
 from longleaf.document_text import count_starts
 from longleaf.errors import DataLoss, NotFound
+from longleaf.storage.segment_record import SegmentRecord
 
 MAX_BATCH = 500
 """Maximum number of keys per statement."""
@@ -137,13 +138,12 @@ def _set_state(connection: Connection, row: row_codec.Row) -> None:
     connection.execute(update(service), row_codec.with_checksum(service, row))
 
 
-def write_rebuilt(connection: Connection, contents: CatalogContents, next_outgoing: int) -> None:
+def write_rebuilt(connection: Connection, contents: CatalogContents) -> None:
     """Writes all records of a rebuilt catalog into a new database."""
     write_change(
         connection, Change(segments=contents.segments, contexts=contents.contexts, snapshots=contents.snapshots)
     )
-    counters = {"next_segment": contents.next_segment, "next_outgoing": next_outgoing, "epoch": contents.epoch}
-    _set_state(connection, {**_state(connection), "service_id": contents.service_id, **counters})
+    _set_state(connection, _state(connection) | {name: getattr(contents, name) for name in COUNTERS})
 
 
 def write_epoch(connection: Connection, epoch: int) -> None:

@@ -5,10 +5,10 @@ from collections.abc import Set as AnySet
 
 from msgspec.structs import replace
 
-from coordinator.persistence.catalog.records import CatalogContents, Change, ContextRecord, OutboxEntry
-from coordinator.persistence.snapshots.segment_writer import segment_name
-from longleaf.storage.context_metadata import metadata_fields
+from coordinator.persistence.catalog.records import CatalogContents, Change, OutboxEntry
 from longleaf.storage.context_note import ContextNote, encode_note
+from longleaf.storage.context_record import ContextRecord
+from longleaf.storage.names import NotePlace
 
 
 class ContextNotes:
@@ -27,13 +27,13 @@ class ContextNotes:
 
     def notes_for(self, change: Change) -> tuple[OutboxEntry, ...]:
         """The notes of a change that is to be stored. A change that only records uses has none."""
-        dropped = [self._deletion(name) for name in change.dropped_contexts if name in self._written]
-        changed = [self._note(one) for one in change.contexts if self._written.get(one.id) != _of_note(one)]
+        dropped = [(name, None) for name in change.dropped_contexts if name in self._written]
+        changed = [(one.id, one) for one in change.contexts if self._written.get(one.id) != _of_note(one)]
         return self._numbered([*dropped, *changed])
 
     def again(self, recorded: AnySet[str]) -> tuple[OutboxEntry, ...]:
         """Notes of all contexts except those with a note on storage."""
-        return self._numbered(self._note(record) for name, record in self._written.items() if name not in recorded)
+        return self._numbered(one for one in self._written.items() if one[0] not in recorded)
 
     def record_change(self, change: Change) -> None:
         """Records a stored change with its notes."""
@@ -42,19 +42,12 @@ class ContextNotes:
             self._written.pop(name, None)
         self._written |= {one.id: _of_note(one) for one in change.contexts}
 
-    def _numbered(self, notes: Iterable[ContextNote]) -> tuple[OutboxEntry, ...]:
-        return tuple(_outgoing(replace(note, number=number)) for number, note in enumerate(notes, self._next_number))
+    def _numbered(self, notes: Iterable[tuple[str, ContextRecord | None]]) -> tuple[OutboxEntry, ...]:
+        return tuple(self._note(number, *note) for number, note in enumerate(notes, self._next_number))
 
-    def _deletion(self, context: str) -> ContextNote:
-        return ContextNote.of_deletion(self._service, context, 0)
-
-    def _note(self, record: ContextRecord) -> ContextNote:
-        segment = segment_name(self._service, record.segment)
-        return ContextNote(self._service, record.id, 0, segment=segment, **metadata_fields(record))
-
-
-def _outgoing(note: ContextNote) -> OutboxEntry:
-    return OutboxEntry(note.place.name, encode_note(note))
+    def _note(self, number: int, context_id: str, record: ContextRecord | None) -> OutboxEntry:
+        place = NotePlace(self._service, context_id, number)
+        return OutboxEntry(place.name, encode_note(ContextNote(place, record)))
 
 
 def _of_note(record: ContextRecord) -> ContextRecord:

@@ -2,11 +2,10 @@
 objects."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AnySet
 
 from coordinator.persistence.catalog.records import CatalogContents
-from coordinator.persistence.snapshots.ports import ContextUse
 from coordinator.persistence.snapshots.snapshot_index import RetentionPolicy, SnapshotIndex
 from coordinator.persistence.snapshots.store import AsyncStore
 from longleaf.storage.gc import sweep
@@ -33,9 +32,9 @@ class GarbageCollector:
         self._policy = policy
         self._wall_clock = wall_clock
 
-    def surplus(self, uses: Sequence[ContextUse]) -> list[int]:
+    def surplus(self, last_uses: Mapping[int, float]) -> list[int]:
         """Select the segments whose snapshots exceed the quota or have expired. The caller must delete them."""
-        surplus = self._records.surplus(uses, self._wall_clock())
+        surplus = self._records.surplus(last_uses, self._wall_clock())
         if surplus:
             log.info("deleting snapshots of %d segments: over the quota, or unused", len(surplus))
         return surplus

@@ -115,7 +115,7 @@ def _deletion(name: str, content: bytes) -> NotePlace | None:
     """Return the place of a note that records a deletion; None for other objects."""
     place = place_of_note(name)
     with suppress(DataLoss):
-        if place is not None and decode_note(content, place).is_deleted:
+        if place is not None and decode_note(content, place).record is None:
             return place
     return None
 

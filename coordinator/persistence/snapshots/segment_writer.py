@@ -8,25 +8,20 @@ from itertools import count
 from typing import Any
 
 from coordinator.cluster.ports import Ranks
-from coordinator.persistence.catalog.row_codec import little_endian
 from coordinator.persistence.snapshots.chunking import cut_pieces
-from coordinator.persistence.snapshots.ports import KvFormat, PlacedSegment, SegmentSource
+from coordinator.persistence.snapshots.kv_format import KvFormat
+from coordinator.persistence.snapshots.segments_on_ranks import PlacedSegment, SegmentsOnRanks
 from coordinator.persistence.snapshots.store import AsyncStore
 from longleaf.errors import NotFound, StorageUnavailable, Unavailable
 from longleaf.rank_protocol.snapshots import Save, Saved
 from longleaf.runs import Run
 from longleaf.storage.manifest import PieceRef, SegmentManifest, encode_manifest
-from longleaf.storage.names import Attempt
+from longleaf.storage.names import Attempt, segment_name
 
 MAX_ORDERS = 2
 """Maximum number of concurrent pieces per member; equal to the number of its I/O threads."""
 WINDOWS_RANK = 0
 """The rank that saves the window runs, which all ranks hold."""
-
-
-def segment_name(service: str, segment_id: int) -> str:
-    """The name of a segment on storage."""
-    return f"{service}-{segment_id}"
 
 
 class SegmentWriter:
@@ -38,7 +33,7 @@ class SegmentWriter:
         service: str,
         fingerprint: str,
         form: KvFormat,
-        placements: SegmentSource,
+        placements: SegmentsOnRanks,
         ranks: Ranks,
     ) -> None:
         self._store = store
@@ -69,17 +64,22 @@ class SegmentWriter:
         if self._placements.placed(segment.segment.id) != segment:
             raise Unavailable(f"segment {segment.segment.id} was moved or evicted while it was saved")
         await self._check_seen(segment, pieces, found)
-        manifest = self._manifest(attempt, segment, found)
+        windows = found.pop() if segment.window_runs else None
+        manifest = SegmentManifest.of(
+            attempt, segment.segment.record, self._fingerprint, self._form.text, found, windows
+        )
         content = encode_manifest(manifest)
         await self._store.put(attempt.manifest, content, is_new=True)
-        return manifest, len(content) + sum(piece.num_bytes for piece in found)
+        return manifest, len(content) + sum(piece.num_bytes for piece in manifest.all_pieces)
 
     async def _save(self, saving: "_Saving", name: str, runs: tuple[Run, ...], of_windows: bool = False) -> PieceRef:
         rank, resident = WINDOWS_RANK if of_windows else runs[0].rank, saving.placed
         async with saving.slot(rank):
             order = Save(next(self._tickets), name, resident.segment.id, runs, of_windows)
             saved: Saved = await self._ranks.save(resident.members[rank], order)
-        return PieceRef(name, tuple((run.start, run.end) for run in runs), saved.num_bytes, saved.digest)
+        return PieceRef(
+            name=name, runs=tuple(run.range for run in runs), num_bytes=saved.num_bytes, digest=saved.digest
+        )
 
     async def _check_seen(
         self, segment: PlacedSegment, pieces: Sequence[tuple[Run, ...]], found: Sequence[PieceRef]
@@ -95,23 +95,6 @@ class SegmentWriter:
                 message = f"{piece.name}, written by rank {rank}, member {segment.members[rank]}, is missing"
                 remedy = "--snapshot-url must be storage that all machines share"
                 raise StorageUnavailable(f"{self._store.store.url}: {message}; {remedy}")
-
-    def _manifest(self, attempt: Attempt, placed: PlacedSegment, found: Sequence[PieceRef]) -> SegmentManifest:
-        segment, before = placed.segment, placed.segment.before.segments
-        num_pieces = len(found) - bool(placed.window_runs)
-        return SegmentManifest(
-            service=attempt.service,
-            fingerprint=self._fingerprint,
-            form=self._form.text,
-            segment=attempt.segment,
-            parent=segment_name(self._service, before[-1].id) if before else None,
-            start=segment.start,
-            num_tokens=len(segment.token_ids),
-            rope=segment.rope,
-            pieces=tuple(found[:num_pieces]),
-            windows=found[-1] if placed.window_runs else None,
-            token_ids=little_endian(segment.token_ids).tobytes(),
-        )
 
 
 class _Saving:

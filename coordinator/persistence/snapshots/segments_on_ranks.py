@@ -1,14 +1,33 @@
 """The segments that are on the ranks now, and can be saved."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 
-from coordinator.persistence.snapshots.ports import ContextUse, PlacedSegment
+from coordinator.kv_cache.token_paths import Segment
 from coordinator.recovery.epochs import Epochs
 from coordinator.scheduling.scheduler import Scheduler
+from longleaf.runs import Run
+
+
+@dataclass(frozen=True)
+class PlacedSegment:
+    """A sealed segment that is completely on the ranks. Two equal objects mean that it stayed there in between."""
+
+    segment: Segment
+    runs: tuple[Run, ...]
+    """In order of position."""
+    window_runs: tuple[Run, ...]
+    """Runs of EVERY_RANK, if every rank holds windows."""
+    members: tuple[int, ...]
+    """Member numbers, by rank."""
+    epoch: int
+    version: int
+    """Changes whenever the segment is evicted."""
 
 
 class SegmentsOnRanks:
-    """Implements coordinator.persistence.snapshots.ports.SegmentSource."""
+    """The segments of a scheduler."""
 
     def __init__(self, scheduler: Scheduler, epochs: Epochs) -> None:
         self._scheduler = scheduler
@@ -25,6 +44,7 @@ class SegmentsOnRanks:
         return self._epochs.current.formation.members
 
     def placed(self, segment_id: int) -> PlacedSegment | None:
+        """None if the segment is evicted, partly lost or moving, or unused."""
         epoch, placement = self._epochs.current, self._scheduler.segments.placements.find(segment_id)
         if placement is None or placement.is_evicted or placement.loss is not None or not placement.segment.is_sealed:
             return None
@@ -39,6 +59,12 @@ class SegmentsOnRanks:
             version=placement.version,
         )
 
-    def uses(self) -> Sequence[ContextUse]:
-        contexts = self._scheduler.contexts.list()
-        return [ContextUse(one.id, one.used, one.is_pinned, tuple(one.path.ids)) for one in contexts]
+    def last_uses(self) -> Mapping[int, float]:
+        """The last use of each segment by id, in seconds since the Unix epoch. Segments of pinned contexts count as
+        always in use."""
+        found = dict[int, float]()
+        for context in self._scheduler.contexts.list():
+            used = inf if context.record.is_pinned else context.record.last_used
+            for segment_id in context.path.ids:
+                found[segment_id] = max(used, found.get(segment_id, -inf))
+        return found

@@ -1,12 +1,11 @@
 """Index of the snapshots on storage, and their retention: expired snapshots are deleted, and the least recently used
 ones over the quota."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
 from coordinator.persistence.catalog.records import SnapshotRecord
-from coordinator.persistence.snapshots.ports import ContextUse
 from longleaf.config import DataConfig, SnapshotsChoice
 
 GRACE_SECONDS = 3600.0
@@ -68,35 +67,25 @@ class SnapshotIndex:
             self.drop(segment_id)
             self._dropped.pop(segment_id, None)
 
-    def may_be_saved(self, segment_id: int, uses: Sequence[ContextUse]) -> bool:
+    def may_be_saved(self, segment_id: int, last_uses: Mapping[int, float]) -> bool:
         """Whether a segment needs a snapshot: it has none, and none was dropped since the last use of the segment."""
         if segment_id in self._by_segment:
             return False
         before = self._dropped.get(segment_id)
-        return before is None or last_uses(uses).get(segment_id, -inf) > before
+        return before is None or last_uses.get(segment_id, -inf) > before
 
-    def surplus(self, uses: Sequence[ContextUse], now: float) -> list[int]:
+    def surplus(self, last_uses: Mapping[int, float], now: float) -> list[int]:
         """Selects the segments whose snapshots must be deleted, and records these snapshots as dropped. Snapshots of
-        the least recently used contexts are selected first, those of pinned contexts last."""
-        by_segment = last_uses(uses)
-        order = sorted(self._by_segment, key=lambda segment: (by_segment.get(segment, -inf), segment))
+        the least recently used contexts are selected first, those of pinned contexts last. `last_uses` are those of
+        SegmentsOnRanks."""
+        order = sorted(self._by_segment, key=lambda segment: (last_uses.get(segment, -inf), segment))
         left, gone = self.num_bytes, list[int]()
         for segment in order:
-            used = by_segment.get(segment, -inf)
+            used = last_uses.get(segment, -inf)
             is_old = self._policy.expiry is not None and used < now - self._policy.expiry
             is_too_much = self._policy.quota is not None and left > self._policy.quota
             if is_old or is_too_much:
                 gone.append(segment)
                 left -= self._by_segment[segment].num_bytes
-        self._dropped |= {segment: by_segment.get(segment, -inf) for segment in gone}
+        self._dropped |= {segment: last_uses.get(segment, -inf) for segment in gone}
         return gone
-
-
-def last_uses(uses: Iterable[ContextUse]) -> dict[int, float]:
-    """The last use of each segment by id. Segments of pinned contexts count as always in use."""
-    found = dict[int, float]()
-    for use in uses:
-        used = inf if use.is_pinned else use.last_used
-        for segment in use.segments:
-            found[segment] = max(used, found.get(segment, -inf))
-    return found

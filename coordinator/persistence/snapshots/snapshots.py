@@ -12,22 +12,18 @@ from coordinator.cluster.ports import Ranks
 from coordinator.kv_cache.token_paths import Segment
 from coordinator.persistence.catalog.catalog import Catalog
 from coordinator.persistence.catalog.records import CatalogContents, Change, CommitResult, SnapshotRecord
-from coordinator.persistence.catalog.row_codec import little_endian
 from coordinator.persistence.snapshots.context_notes import ContextNotes
 from coordinator.persistence.snapshots.garbage_collector import SWEEP_SECONDS, GarbageCollector
+from coordinator.persistence.snapshots.kv_format import KvFormat
 from coordinator.persistence.snapshots.outbox_sender import OutboxSender, delete_attempt
-from coordinator.persistence.snapshots.ports import (
-    ContextUse,
-    KvFormat,
-    PlacedSegment,
-    SegmentSource,
-)
 from coordinator.persistence.snapshots.segment_writer import SegmentWriter
+from coordinator.persistence.snapshots.segments_on_ranks import PlacedSegment, SegmentsOnRanks
 from coordinator.persistence.snapshots.snapshot_index import RetentionPolicy, SnapshotIndex
 from coordinator.persistence.snapshots.storage_health import MOST_SECONDS, StorageHealth
 from coordinator.persistence.snapshots.store import AsyncStore
 from coordinator.task_set import TaskSet
 from longleaf.errors import DataLoss, InvalidArgument, LongleafError, NotFound, StorageUnavailable, Unavailable
+from longleaf.little_endian import pack
 from longleaf.storage.inventory import read_manifest
 from longleaf.storage.manifest import SegmentManifest
 from longleaf.storage.names import IMPORTED, Attempt, attempt_of_manifest
@@ -47,7 +43,7 @@ MAX_LISTED = 8
 class _OnRanks:
     """The parts that save segments, once the ranks are ready."""
 
-    placements: SegmentSource
+    placements: SegmentsOnRanks
     writer: SegmentWriter
     saving: StorageHealth
     sending: StorageHealth
@@ -111,7 +107,7 @@ class Snapshots:
 
     # --- the start and the end ---
 
-    def begin(self, placements: SegmentSource, ranks: Ranks, form: KvFormat, on_change: Callable[[], None]) -> None:
+    def begin(self, placements: SegmentsOnRanks, ranks: Ranks, form: KvFormat, on_change: Callable[[], None]) -> None:
         """Start to save segments of ranks with this KV layout. `on_change` is called when the result of `view` may have
         changed.
         """
@@ -200,7 +196,7 @@ class Snapshots:
     def _read_manifest(self, record: SnapshotRecord, segment: Segment) -> SegmentManifest:
         found = read_manifest(self._store.store, record.manifest)
         identity = (found.fingerprint, found.form, found.start, found.rope, found.token_ids)
-        ids = little_endian(segment.token_ids).tobytes()
+        ids = pack(segment.token_ids).tobytes()
         if identity != (self._fingerprint, record.form, segment.start, segment.rope, ids):
             raise DataLoss(record.manifest, f"it does not match segment {segment.id} in the catalog")
         if record.form == self._form.text:  # other layouts are not restored here
@@ -339,12 +335,12 @@ class Snapshots:
         while True:
             await self._may_save.wait()
             self._may_save.clear()
-            uses, segment_id = on_ranks.placements.uses(), -1
+            last_uses, segment_id = on_ranks.placements.last_uses(), -1
             try:
                 were_too_large = bool(self._too_large)
                 self._too_large &= self._wanted.keys()
                 for segment_id in list(self._wanted):
-                    await self._save_one(segment_id, uses, on_ranks)
+                    await self._save_one(segment_id, last_uses, on_ranks)
                 self._cancel_retry()
                 if self._too_large:
                     self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self.notify)
@@ -363,14 +359,14 @@ class Snapshots:
         if self._retry is not None:
             self._retry.cancel()
 
-    async def _save_one(self, segment_id: int, uses: Sequence[ContextUse], on_ranks: _OnRanks) -> None:
+    async def _save_one(self, segment_id: int, last_uses: Mapping[int, float], on_ranks: _OnRanks) -> None:
         """Save a segment if it is resident. Raises StorageUnavailable; after other failures the segment is retried when
         the set of resident segments changes.
         """
         is_requested, resident = segment_id in self._requested, on_ranks.placements.placed(segment_id)
         if resident is None and not is_requested and segment_id not in self._records:
             return  # the common case, because many segments may be evicted
-        if self.is_usable(segment_id) or not (is_requested or self._records.may_be_saved(segment_id, uses)):
+        if self.is_usable(segment_id) or not (is_requested or self._records.may_be_saved(segment_id, last_uses)):
             self._wanted.pop(segment_id, None)
             self._answer(segment_id)
             return
@@ -430,7 +426,7 @@ class Snapshots:
         if not self._too_large:
             on_ranks.saving.set_healthy()
         self._sender.notify()
-        await self._enforce_limits(on_ranks.placements.uses())
+        await self._enforce_limits(on_ranks.placements.last_uses())
 
     async def _abandon(self, attempt: Attempt) -> None:
         """Delete the objects of a failed attempt. If that fails, the sweep deletes them later."""
@@ -449,7 +445,7 @@ class Snapshots:
                 if not is_compared:
                     await self._compare()
                     is_compared = True
-                await self._enforce_limits(on_ranks.placements.uses())
+                await self._enforce_limits(on_ranks.placements.last_uses())
                 await self._collector.sweep(self._needed())
             except LongleafError as error:
                 log.warning("garbage collection failed: %s", error)
@@ -462,9 +458,9 @@ class Snapshots:
             await self._lose(missing)
         await self._rewrite_notes(recorded)
 
-    async def _enforce_limits(self, uses: Sequence[ContextUse]) -> None:
+    async def _enforce_limits(self, last_uses: Mapping[int, float]) -> None:
         """Delete snapshots that exceed the quota, and expired ones. Raises StorageUnavailable."""
-        if surplus := self._collector.surplus(uses):
+        if surplus := self._collector.surplus(last_uses):
             await self._drop(surplus)
 
     def _needed(self) -> set[str]:

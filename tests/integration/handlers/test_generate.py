@@ -95,9 +95,7 @@ async def test_samples_are_interleaved_and_a_stop_string_ends_only_its_sample(
     output = [(0, 0, "one "), (1, 0, "two"), (1, 3, "END"), (0, 4, "more"), (1, 6, "lost")]
     parts = (engine_messages.Tokens(index, tokens(ids(text)), sample) for sample, index, text in output)
     service.engine.script = (*parts, engine_messages.Ended("length", 9, 0, 8, 0.5, 1.5, 2.0, 0))
-    request = codec.encode_generate(
-        "x", context=None, use_chat_template=None, sampling={"stop": ["END"]}, num_samples=2
-    )
+    request = codec.encode_generate("x", None, {"stop": ["END"], "num_samples": 2})
     responses = [codec.decode_event(r) async for r in GenerationServiceStub(channel).Generate(request)]
     texts = {0: "", 1: ""}
     for delta in (event for event in responses if isinstance(event, Delta)):

@@ -159,7 +159,7 @@ async def test_prompts_share_only_prefixes_with_the_same_rope(tmp_path: Path) ->
     async with serving(tmp_path) as service:
         await service.client.ingest("long", (1,) * 40, capacity=100)
         cached = [(await generate(service.client, 40 + i, 8)).cached_tokens for i in (1, 2, 40)]
-        assert cached == [0, 40, 40], "the first one is short: only the second finds a prefix with its rope"
+        assert cached == [0, 41, 40], "the first one is short: only the second finds a prefix with its rope"
 
 
 async def test_model_reports_the_exactness_of_its_positions(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from longleaf.client import AsyncClient, Client, Retries
 from longleaf.codec.status import decode_error
 from longleaf.errors import AlreadyExists, Cancelled, DeadlineExceeded, InvalidArgument, NotFound, Unavailable
 from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
-from longleaf.types import Delta, Event, Finished, GenerateOptions, Resume, SamplingOptions, Started
+from longleaf.types import Delta, Event, Finished, GenerateOptions, Resume, Started
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tests.support.fakes.echo_model import echo_token
@@ -90,9 +90,8 @@ def ids_of(found: list[Event]) -> list[int]:
 
 
 def request(request_id: str = "one", seconds: float = 60.0, text: str = "x") -> service_pb.GenerateRequest:
-    sampling: SamplingOptions = {"max_tokens": NUM_TOKENS, "ignore_end_token": True}
-    options = {"context": None, "use_chat_template": False, "sampling": sampling}
-    return codec.encode_generate(text, request_id=request_id, resume_seconds=seconds, **options)  # type: ignore[arg-type]
+    options: GenerateOptions = {"max_tokens": NUM_TOKENS, "ignore_end_token": True, "use_chat_template": False}
+    return codec.encode_generate(text, None, options, request_id=request_id, resume_seconds=seconds)
 
 
 def resume(token_index: int, request_id: str = "one") -> service_pb.GenerateRequest:

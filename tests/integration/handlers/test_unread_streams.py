@@ -44,10 +44,10 @@ class Unread:
         return cluster.running + cluster.waiting
 
     def open(self, seconds: float = 0.0, request_id: str = "", client: str = "") -> grpc.aio.UnaryStreamCall:
-        sampling = {"max_tokens": NUM_TOKENS, "ignore_end_token": True}
-        options = {"context": None, "use_chat_template": False, "sampling": sampling, "client": client}
+        options: GenerateOptions = {"max_tokens": NUM_TOKENS, "ignore_end_token": True}
+        options |= {"use_chat_template": False, "client": client}
         return self._stub.Generate(
-            codec.encode_generate("x", request_id=request_id, resume_seconds=seconds, **options)  # type: ignore[arg-type]
+            codec.encode_generate("x", None, options, request_id=request_id, resume_seconds=seconds)
         )
 
     def resume(self, request_id: str) -> grpc.aio.UnaryStreamCall:

@@ -27,7 +27,7 @@ from longleaf.context_archive.records import ContextHead, SegmentHead
 from longleaf.errors import InvalidArgument
 from longleaf.launch import ServiceProcess, coordinator_command
 from longleaf.service_settings import ServiceConfig, TelemetryConfig
-from longleaf.storage.context_note import ContextNote, decode_note
+from longleaf.storage.context_note import decode_note, encode_note
 from longleaf.storage.manifest import SegmentManifest
 from longleaf.storage.names import place_of_note
 from longleaf.types import Delta, ImportProgress, IngestProgress
@@ -167,7 +167,9 @@ def test_outbox_is_sent(copied: Path, opened: Served) -> None:
         time.sleep(0.05)
     place = place_of_note(name)
     assert place is not None
-    assert decode_note(path.read_bytes(), place).num_tokens == num_tokens
+    record = decode_note(path.read_bytes(), place).record
+    assert record is not None
+    assert record.num_tokens == num_tokens
     assert opened.client.get_context("later").tokens == num_tokens
 
 
@@ -199,10 +201,8 @@ def persisted_records() -> Iterator[Any]:
             (size,) = struct.unpack_from("<I", content)
             entry, content = content[8 : 8 + size], content[8 + size :]
             yield pytest.param(entry[1:], JOURNAL_TYPES[entry[0]], id=f"journal-{JOURNAL_TYPES[entry[0]].__name__}")
-    envelopes = [("manifest", SegmentManifest), ("0" * 17 + "*", ContextNote)]
-    for pattern, kind in envelopes:
-        for path in sorted(FIXTURE.glob(f"snapshots/**/{pattern}")):
-            yield pytest.param(path.read_bytes()[ENVELOPE_BYTES:], kind, id=kind.__name__)
+    for path in sorted(FIXTURE.glob("snapshots/**/manifest")):
+        yield pytest.param(path.read_bytes()[ENVELOPE_BYTES:], SegmentManifest, id="SegmentManifest")
     for path in sorted(FIXTURE.glob("*.context")):
         content = path.read_bytes()[len(PREAMBLE) :]
         while content:
@@ -221,6 +221,13 @@ def distinct(records: Iterable[Any]) -> list[Any]:
 def test_every_field_of_a_persisted_record_is_read(content: bytes, kind: Any) -> None:
     """A field under a new name would be read as its default."""
     check_fields(msgspec.msgpack.decode(content), kind)
+
+
+@pytest.mark.parametrize("path", sorted(FIXTURE.glob("snapshots/**/" + "0" * 17 + "*")), ids=lambda path: path.name)
+def test_notes_are_written_as_they_were(path: Path) -> None:
+    place = place_of_note(str(path.relative_to(FIXTURE / "snapshots")))
+    assert place is not None
+    assert encode_note(decode_note(path.read_bytes(), place)) == path.read_bytes()
 
 
 def test_every_field_of_a_half_sent_upload_is_read(tmp_path: Path) -> None:

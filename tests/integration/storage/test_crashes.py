@@ -48,12 +48,12 @@ def test_note_is_replaced_atomically(tmp_path):
     for number in killed_at_each_call(delete):
         found = read_notes(store)
         assert not found.damaged
-        newest = found.newest[SERVICE, "moby"]
-        assert newest.number in (last, number + 1)
-        assert newest.is_deleted == (newest.number > 0)
-        last = newest.number
+        note = found.newest[SERVICE, "moby"]
+        assert note.place.number in (last, number + 1)
+        assert (note.record is None) == (note.place.number > 0)
+        last = note.place.number
     assert last > 0  # some were killed after they had written
-    assert read_notes(store).newest[SERVICE, "moby"].number > last
+    assert read_notes(store).newest[SERVICE, "moby"].place.number > last
 
 
 def test_killed_deletion_can_be_repeated(tmp_path):

@@ -72,7 +72,7 @@ def test_segments_and_notes_are_stored_and_collected(server):
     assert sweep(store, "a", time.time(), 3600, live).num_objects == 0
     assert sweep(store, "a", time.time() + 7200, 3600, live).num_objects == 4
     assert {entry.name for entry in store.list()} == live | {notes[1]}
-    assert [note.number for note in read_notes(store).newest.values()] == [10]
+    assert [note.place.number for note in read_notes(store).newest.values()] == [10]
     assert [name for name, _ in read_manifests(store)] == [Attempt("a", "a-1", "1f").manifest]
 
 

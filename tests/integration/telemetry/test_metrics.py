@@ -49,7 +49,8 @@ async def test_client_activity_is_counted_by_tenant(tmp_path: Path) -> None:
                 "e2e_request_latency_seconds",
             ):
                 assert seen.value(f"longleaf_{name}_count", tenant=tenant) == answers, name
-            assert seen.value("longleaf_cached_prompt_tokens_total", tenant=tenant) == answers * (len(TEXT) + 2)
+            # the context, and questions that were asked before
+            assert seen.value("longleaf_cached_prompt_tokens_total", tenant=tenant) >= answers * (len(TEXT) + 2)
             assert seen.value("longleaf_prompt_tokens_total", tenant=tenant) >= 2 * answers * len(TEXT)
             calls = {"tenant": tenant, "kind": "Generate", "outcome": "ok", "code": "OK"}
             assert seen.value("longleaf_requests_total", **calls) == answers

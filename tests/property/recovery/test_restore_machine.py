@@ -83,7 +83,9 @@ class RestoreMachine(RuleBasedStateMachine):
     def _store(self, segment: Segment, blocks: int) -> None:
         size = blocks * SIZE - (segment.id % 5 == 4)  # such pieces end within a block, and are not used
         ranges = [(start, min(start + size, segment.end)) for start in range(0, segment.end, size)]
-        self.stored[segment.id] = [PieceRef(f"{segment.id}/{i}", (one,), 1, "") for i, one in enumerate(ranges)]
+        self.stored[segment.id] = [
+            PieceRef(name=f"{segment.id}/{i}", runs=(one,), num_bytes=1, digest="") for i, one in enumerate(ranges)
+        ]
 
     @rule(data=st.data())
     def request_again(self, data: st.DataObject) -> None:
@@ -189,7 +191,9 @@ class RestoreMachine(RuleBasedStateMachine):
             segment, windows = self.library[number], None
             if self.placer.windows is not None:
                 first = (segment.end - 1) // SIZE * SIZE
-                windows = PieceRef(f"{number}/windows", ((max(0, first - SIZE), segment.end),), 1, "")
+                windows = PieceRef(
+                    name=f"{number}/windows", runs=((max(0, first - SIZE), segment.end),), num_bytes=1, digest=""
+                )
             self.restoring.handle(ManifestFound(number, self.stored[number], windows))
 
     @precondition(lambda self: self.fetching)

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from longleaf.errors import DataLoss, InvalidArgument
 from longleaf.positions import Rope
 from longleaf.storage.context_note import ContextNote, decode_note, encode_note
+from longleaf.storage.context_record import ContextRecord
 from longleaf.storage.envelope import unwrap, wrap
 from longleaf.storage.manifest import KIND, VERSION, PieceRef, SegmentManifest, decode_manifest, encode_manifest
 from longleaf.storage.names import Attempt, NotePlace, attempt_of_manifest, attempt_of_piece, place_of_note
@@ -30,7 +31,10 @@ def manifests(draw) -> SegmentManifest:
         runs.setdefault(draw(st.integers(0, 3)), []).append(run)
     attempt = Attempt(draw(IDS), draw(IDS), draw(IDS))
     windows = PieceRef(
-        attempt.windows(0), ((draw(st.integers(start, start + num_tokens - 1)), start + num_tokens),), 1, "ff"
+        name=attempt.windows(0),
+        runs=((draw(st.integers(start, start + num_tokens - 1)), start + num_tokens),),
+        num_bytes=1,
+        digest="ff",
     )
     return SegmentManifest(
         service=attempt.service,
@@ -41,7 +45,9 @@ def manifests(draw) -> SegmentManifest:
         start=start,
         num_tokens=num_tokens,
         rope=Rope(draw(st.integers(0, 2**31)), draw(st.booleans())),
-        pieces=tuple(PieceRef(attempt.piece(i), tuple(some), 7, "aa") for i, some in runs.items()),
+        pieces=tuple(
+            PieceRef(name=attempt.piece(i), runs=tuple(some), num_bytes=7, digest="aa") for i, some in runs.items()
+        ),
         windows=draw(st.sampled_from([None, windows])),
         token_ids=draw(st.binary(min_size=4 * num_tokens, max_size=4 * num_tokens)),
     )
@@ -84,7 +90,11 @@ def test_what_contradicts_itself_is_refused(manifest):
         "start": {"parent": None if manifest.start else "before"},
         "token_ids": {"token_ids": manifest.token_ids[:-1]},
         "pieces": {"pieces": (intruder, *pieces[1:])},
-        "windows": {"windows": PieceRef(Attempt(manifest.service, manifest.segment, "1").windows(0), (), 1, "")},
+        "windows": {
+            "windows": PieceRef(
+                name=Attempt(manifest.service, manifest.segment, "1").windows(0), runs=(), num_bytes=1, digest=""
+            )
+        },
     }
     for field, change in wrong.items():
         with pytest.raises(InvalidArgument) as caught:
@@ -104,7 +114,7 @@ def test_windows_of_other_segments_are_refused(manifest, past):
     start, end = manifest.start, manifest.start + manifest.num_tokens
     for run in ((start - past, end), (start - past, start), (start, end + past)):
         with pytest.raises(InvalidArgument, match="windows: ") as caught:
-            replace(manifest, windows=PieceRef(name, (run,), 1, "")).check()
+            replace(manifest, windows=PieceRef(name=name, runs=(run,), num_bytes=1, digest="")).check()
         assert caught.value.field == "windows"
 
 
@@ -143,18 +153,18 @@ def test_every_flipped_bit_and_every_truncation_is_noticed():
 
 
 COUNTS = st.integers(0, 2**63)
-NOTE = ContextNote(
-    service="service-1",
-    context="moby.dick",
-    number=12,
-    segment="service-1-7",
+RECORD = ContextRecord(
+    id="moby.dick",
+    segment=7,
     num_tokens=8,
     ends=(4, 8),
     capacity=9,
     created=1.5,
     updated=2.5,
     expires=3.5,
+    last_used=2.5,
 )
+NOTE = ContextNote(NotePlace("service-1", RECORD.id, 12), RECORD)
 
 
 @given(st.binary(max_size=200))
@@ -201,17 +211,33 @@ def test_later_notes_have_later_names(context, numbers):
 
 
 @given(
+    IDS,
+    st.integers(0, 2**63),
+    st.booleans(),
     st.builds(
-        ContextNote,
-        service=IDS,
-        context=CONTEXTS,
-        number=st.integers(0, 2**63),
+        ContextRecord,
+        id=CONTEXTS,
+        segment=COUNTS,
         num_tokens=COUNTS,
         ends=st.lists(COUNTS, max_size=3).map(tuple),
         capacity=COUNTS,
         created=st.floats(0, 2e9),
         updated=st.floats(0, 2e9),
-    )
+        last_used=st.just(0.0),
+        display_name=st.text(),
+        is_pinned=st.booleans(),
+        expires=st.none() | st.floats(0, 2e9),
+    ),
 )
-def test_a_note_comes_back(note):
+def test_a_note_comes_back(service, number, is_deleted, record):
+    record = None if is_deleted else replace(record, last_used=record.updated)
+    note = ContextNote(NotePlace(service, record.id if record else "gone", number), record)
     assert decode_note(encode_note(note), note.place) == note
+
+
+@pytest.mark.parametrize("segment", [None, "service-1", "service-1-", "service-1-x", "service-12-7", "other-7"])
+def test_a_note_without_a_segment_of_its_service_is_damaged(segment):
+    content = msgspec.msgpack.decode(unwrap(encode_note(NOTE), b"note", 1, "name"))
+    data = wrap(b"note", 1, msgspec.msgpack.encode({**content, "segment": segment}))
+    with pytest.raises(DataLoss, match="does not belong to the service"):
+        decode_note(data, NOTE.place)

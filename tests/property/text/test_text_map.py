@@ -19,7 +19,8 @@ from coordinator.text.text_map import TextMap
 from coordinator.text.token_offsets import TokenOffsets
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import embedded_model
-from longleaf.document_text import DocumentText, packed
+from longleaf.document_text import DocumentText
+from longleaf.little_endian import pack
 from tests.support.service import byte_tokenizer
 from tests.support.tokenizers import MERGES, metaspace_tokenizer
 
@@ -62,7 +63,7 @@ def document(name: str, text: str, cuts: list[int], lead: int) -> DocumentPart:
         encoder.push(text[start:end])
     encoder.finish()
     assert encoder.starts is not None and encoder.starts.is_whole(len(encoder.token_ids))
-    retained = DocumentText(num_lead=lead, starts=packed(encoder.starts.starts), num_bytes=len(text.encode()))
+    retained = DocumentText(num_lead=lead, starts=pack(encoder.starts.starts).tobytes(), num_bytes=len(text.encode()))
     retained.check(len(encoder.token_ids), "text")
     return DocumentPart(token_ids=encoder.token_ids, num_tokens=len(encoder.token_ids), text=retained)
 
@@ -173,4 +174,4 @@ def test_another_tokenizer_resumes(text: str, cut: int) -> None:
     second.starts.resume(first.starts.starts[:], len(first.token_ids))
     second.push(text.encode()[first.stable.num_bytes :].decode())
     second.finish()
-    assert whole.text is not None and packed(second.starts.starts) == whole.text.starts
+    assert whole.text is not None and pack(second.starts.starts).tobytes() == whole.text.starts

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 
-from coordinator.text.detokenizer import MAX_OPEN_TOKENS, MAX_SILENT_TOKENS, Alphabet, TextDelta, TextStream
+from coordinator.text.detokenizer import MAX_OPEN_TOKENS, MAX_SILENT_TOKENS, Alphabet, TextStream
 from coordinator.text.stop_strings import StopMatch, StopStrings
 from tests.support.service import byte_tokenizer
 from tests.support.tokenizers import MERGES, metaspace_tokenizer
@@ -34,17 +34,23 @@ IDS = {
 cases = st.sampled_from(sorted(TOKENIZERS)).flatmap(lambda name: st.tuples(st.just(name), IDS[name]))
 
 
-def stream(alphabet: Alphabet, token_ids: list[int], stops: tuple[str, ...] = ()) -> tuple[list[TextDelta], str]:
+Piece = tuple[int, str]
+"""A number of ids and their text."""
+
+
+def stream(alphabet: Alphabet, token_ids: list[int], stops: tuple[str, ...] = ()) -> tuple[list[Piece], str]:
     text = TextStream(alphabet, stops)
-    pieces: list[TextDelta] = []
+    pieces: list[Piece] = []
     for token_id in token_ids:
-        if (piece := text.push(token_id)) is not None:
-            pieces.append(piece)
+        pieces.append(text.push(token_id))
         if text.matched_stop:
             return pieces, text.matched_stop
-    if (piece := text.finish()) is not None:
-        pieces.append(piece)
+    pieces.append(text.finish())
     return pieces, text.matched_stop
+
+
+def text_of(pieces: list[Piece]) -> str:
+    return "".join(text for _, text in pieces)
 
 
 @given(cases)
@@ -52,11 +58,9 @@ def stream(alphabet: Alphabet, token_ids: list[int], stops: tuple[str, ...] = ()
 def test_pieces_join_to_the_whole_text_and_to_all_ids(case: tuple[str, list[int]]) -> None:
     name, token_ids = case
     pieces, _ = stream(alphabet_of(TOKENIZERS[name]), token_ids)
-    assert "".join(piece.text for piece in pieces) == TOKENIZERS[name].decode(token_ids)
-    assert [i for piece in pieces for i in piece.token_ids] == token_ids
-    assert [piece.index for piece in pieces] == [
-        sum(len(other.token_ids) for other in pieces[:n]) for n in range(len(pieces))
-    ]
+    assert text_of(pieces) == TOKENIZERS[name].decode(token_ids)
+    assert sum(num_ids for num_ids, _ in pieces) == len(token_ids)
+    assert all(num_ids for num_ids, text in pieces if text)
 
 
 @pytest.mark.parametrize("begin", ["", "é", "\N{SNOWMAN}"])
@@ -66,17 +70,17 @@ def test_tokens_without_text_do_not_pile_up(begin: str) -> None:
     [silent, *_] = alphabet_of(tokenizer).silent
     text = TextStream(alphabet_of(tokenizer), ("stop",))
     token_ids = [*tokenizer.encode(begin).ids[:1], *[silent] * 3000]
-    pieces = [piece for token_id in token_ids if (piece := text.push(token_id)) is not None]
-    assert max(len(piece.token_ids) for piece in pieces) <= MAX_SILENT_TOKENS
-    assert sum(len(piece.token_ids) for piece in pieces) >= 3000 - MAX_SILENT_TOKENS
+    sizes = [text.push(token_id)[0] for token_id in token_ids]
+    assert max(sizes) <= MAX_SILENT_TOKENS
+    assert sum(sizes) >= 3000 - MAX_SILENT_TOKENS
 
 
 def test_a_long_run_of_bytes_does_not_pile_up() -> None:
     tokenizer = TOKENIZERS["fallback"]
     token_ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "🦙é".encode() * 300]
     pieces, _ = stream(alphabet_of(tokenizer), token_ids)
-    assert "".join(piece.text for piece in pieces) == "🦙é" * 300
-    assert max(len(piece.token_ids) for piece in pieces) <= MAX_SILENT_TOKENS
+    assert text_of(pieces) == "🦙é" * 300
+    assert max(num_ids for num_ids, _ in pieces) <= MAX_SILENT_TOKENS
 
 
 @given(st.text(max_size=40), st.randoms(use_true_random=False))
@@ -84,9 +88,9 @@ def test_a_long_run_of_bytes_does_not_pile_up() -> None:
 def test_valid_text_is_never_split_inside_a_character(text: str, rng: random.Random) -> None:
     alphabet = alphabet_of(TOKENIZERS["bytes"])
     pieces, _ = stream(alphabet, TOKENIZERS["bytes"].encode(text).ids)
-    assert "".join(piece.text for piece in pieces) == text
+    assert text_of(pieces) == text
     if "\ufffd" not in text:
-        assert not any("\ufffd" in piece.text for piece in pieces)
+        assert not any("\ufffd" in text for _, text in pieces)
 
 
 @given(cases, st.lists(st.text("ab é世\ufffd", min_size=1, max_size=3), min_size=1, max_size=3))
@@ -95,15 +99,14 @@ def test_the_stop_string_that_is_complete_first_ends_the_text(case: tuple[str, l
     name, token_ids = case
     whole = TOKENIZERS[name].decode(token_ids)
     pieces, matched = stream(alphabet_of(TOKENIZERS[name]), token_ids, tuple(stops))
-    text = "".join(piece.text for piece in pieces)
+    text = text_of(pieces)
     ends = [(whole.find(stop) + len(stop), whole.find(stop), stop) for stop in stops if stop in whole]
     if not ends:
         assert (text, matched) == (whole, "")
     else:
         _, start, stop = min(ends)
         assert (text, matched) == (whole[:start], stop)
-    joined = [i for piece in pieces for i in piece.token_ids]
-    assert joined == token_ids[: len(joined)]
+    assert sum(num_ids for num_ids, _ in pieces) <= len(token_ids)
 
 
 @given(st.lists(st.text("ab", max_size=3), max_size=8), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3))
@@ -159,7 +162,7 @@ def test_a_run_of_broken_bytes_does_not_pile_up(byte: int) -> None:
 
     alphabet = Alphabet(decode=decode)
     pieces, _ = stream(alphabet, [token_id] * 500)
-    assert "".join(piece.text for piece in pieces) == tokenizer.decode([token_id] * 500)
+    assert text_of(pieces) == tokenizer.decode([token_id] * 500)
     assert longest <= 3 * MAX_OPEN_TOKENS
 
 
@@ -167,5 +170,5 @@ def test_text_comes_as_soon_as_it_is_certain() -> None:
     tokenizer = TOKENIZERS["bytes"]
     text = TextStream(alphabet_of(tokenizer), ("stop",))
     reported = [text.push(token_id) for token_id in tokenizer.encode("é, st").ids]
-    assert [piece.text if piece else None for piece in reported] == ["é", ",", " ", None, None]
-    assert text.finish() == TextDelta(3, tuple(tokenizer.encode("st").ids), "st")
+    assert reported == [(1, "é"), (1, ","), (1, " "), (0, ""), (0, "")]
+    assert text.finish() == (2, "st")

@@ -13,11 +13,11 @@ from coordinator.persistence.catalog.records import (
     Change,
     CommitResult,
     OutboxEntry,
-    SegmentRecord,
     UploadKey,
     UploadRecord,
 )
 from longleaf.errors import DataLoss, LongleafError, NotFound, Unavailable
+from longleaf.storage.segment_record import SegmentRecord
 
 T = TypeVar("T")
 

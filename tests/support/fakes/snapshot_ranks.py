@@ -1,10 +1,10 @@
 """Ranks with segments that write a fake object for each requested piece."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from coordinator.kv_cache.token_paths import Segment
-from coordinator.persistence.snapshots.ports import ContextUse, PlacedSegment
+from coordinator.persistence.snapshots.segments_on_ranks import PlacedSegment
 from longleaf.errors import LongleafError
 from longleaf.rank_protocol.snapshots import Save, Saved
 from longleaf.runs import Run
@@ -12,14 +12,14 @@ from longleaf.storage.store import Store
 
 
 class FakeSnapshotRanks:
-    """Implements ports.SegmentSource, and `save` of Ranks. Writes go to `store`."""
+    """Stands for SegmentsOnRanks, and has `save` of Ranks. Writes go to `store`."""
 
     def __init__(self, store: Store, num_ranks: int = 2) -> None:
         self.store = store
         self.members = tuple(range(10, 10 + num_ranks))
         self.epoch = 1
         self.segments: dict[int, PlacedSegment] = {}
-        self.contexts: list[ContextUse] = []
+        self.uses: dict[int, float] = {}
         self.orders: list[tuple[int, Save]] = []
         """All orders, with the member."""
         self.most_at_once = 0
@@ -38,8 +38,8 @@ class FakeSnapshotRanks:
     def placed(self, segment_id: int) -> PlacedSegment | None:
         return self.segments.get(segment_id)
 
-    def uses(self) -> Sequence[ContextUse]:
-        return self.contexts
+    def last_uses(self) -> Mapping[int, float]:
+        return self.uses
 
     async def save(self, member: int, order: Save) -> Saved:
         self.orders.append((member, order))

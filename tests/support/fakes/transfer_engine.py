@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord, SnapshotRecord
+from coordinator.persistence.catalog.records import SnapshotRecord
 from longleaf.errors import (
     AlreadyExists,
     DataLoss,
@@ -14,8 +14,10 @@ from longleaf.errors import (
     StorageUnavailable,
 )
 from longleaf.fingerprint import Fingerprint
+from longleaf.storage.context_record import ContextRecord
 from longleaf.storage.manifest import PieceRef, SegmentManifest, decode_manifest
 from longleaf.storage.names import Attempt
+from longleaf.storage.segment_record import SegmentRecord
 from longleaf.types import Context
 
 BLOCK_SIZE = 4

@@ -90,6 +90,11 @@ class EchoBlockTable:
         """Applies the step; returns the sampled tokens by sequence."""
         for segment in plan.release_segments:
             del self._starts[segment], self._segments[segment], self._token_ids[segment]
+        for segment, end in plan.cut_segments:
+            self._segments[segment] = [
+                until(run, end, self._block_size) for run in self._segments[segment] if run.start < end
+            ]
+            self._token_ids[segment] = {at: token for at, token in self._token_ids[segment].items() if at < end}
         for sequence in plan.release_sequences:
             self._last.pop(sequence, None)
         match plan.work:

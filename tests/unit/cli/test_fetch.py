@@ -35,10 +35,16 @@ def test_wrong_fingerprint_is_refused_and_no_folder_is_created(tmp_path):
 
 
 def test_files_of_an_interrupted_copy_are_discarded(tmp_path):
-    (tmp_path / "model.partial").mkdir()
-    (tmp_path / "model.partial" / "model.safetensors.index.json").write_text("{")
+    (tmp_path / ".model.longleaf-partial").mkdir()
+    (tmp_path / ".model.longleaf-partial" / "model.safetensors.index.json").write_text("{")
     assert fetch(f"file://{SOURCE}", tmp_path / "model", "--fingerprint=").exit_code == 0
     assert not (tmp_path / "model" / "model.safetensors.index.json").exists()
+
+
+def test_folder_that_the_user_made_beside_the_copy_is_not_touched(tmp_path):
+    (tmp_path / "model.partial").mkdir()
+    assert fetch(f"file://{SOURCE}", tmp_path / "model", "--fingerprint=").exit_code == 0
+    assert (tmp_path / "model.partial").is_dir()
 
 
 @pytest.mark.parametrize("url", ["file:///nowhere/model", "no-such-storage://model"])

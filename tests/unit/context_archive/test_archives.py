@@ -14,7 +14,6 @@ from longleaf.context_archive.reader import ArchiveReader, IdsSection
 from longleaf.context_archive.records import (
     MAX_HEAD_BYTES,
     ContextHead,
-    KvPart,
     KvSection,
     SegmentHead,
     decode_segment,
@@ -22,7 +21,8 @@ from longleaf.context_archive.records import (
     max_segment_bytes,
 )
 from longleaf.errors import InvalidArgument
-from longleaf.storage.context_metadata import sound_ends
+from longleaf.storage.context_record import sound_ends
+from longleaf.storage.manifest import PieceRef
 from tests.support.archives import FORM, bytes_from, packable, unpack
 
 HEAD = packable().head
@@ -178,9 +178,18 @@ RUN = ((0, 1),)
 
 
 def with_keys(*runs: tuple[tuple[int, int], ...], windows: Any = None, form: str = FORM) -> SegmentHead:
-    parts = tuple(KvPart(some, 1, "0" * 64) for some in runs)
-    windows = windows and KvPart(windows, 1, "0" * 64)
+    parts = tuple(PieceRef(runs=some, num_bytes=1, digest="0" * 64) for some in runs)
+    windows = windows and PieceRef(runs=windows, num_bytes=1, digest="0" * 64)
     return SegmentHead(num_used=11, num_tokens=11, rope=ROPE, keys=KvSection(form, parts, windows))
+
+
+def test_pieces_are_described_without_their_names() -> None:
+    piece = PieceRef(name="services/a/segments/a-1/1/piece-00000.safetensors", runs=RUN, num_bytes=9, digest="00")
+    described = {"runs": [[0, 1]], "num_bytes": 9, "digest": "00"}
+    content = msgspec.msgpack.decode(encode(with_keys(RUN)))["keys"]["pieces"][0]
+    assert list(content) == list(described)
+    assert msgspec.msgpack.encode(replace(piece, name="")) == msgspec.msgpack.encode(described)
+    assert list(msgspec.msgpack.decode(msgspec.msgpack.encode(piece))) == ["name", *described]
 
 
 @pytest.mark.parametrize(

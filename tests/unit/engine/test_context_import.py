@@ -8,16 +8,18 @@ from msgspec.structs import replace
 from coordinator.engine.context_transfer import ContextExport, ContextImport
 from coordinator.engine.engine import Engine
 from coordinator.kv_cache.contexts import ContextTable, NamedContext
-from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord, SnapshotRecord
-from coordinator.persistence.snapshots.ports import KvFormat
+from coordinator.persistence.catalog.records import SnapshotRecord
+from coordinator.persistence.snapshots.kv_format import KvFormat
 from coordinator.persistence.snapshots.snapshot_index import RetentionPolicy
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, StorageUnavailable
 from longleaf.positions import Rope
 from longleaf.rank_protocol.snapshots import max_header_bytes
 from longleaf.rank_protocol.step import Prefill, Restore
+from longleaf.storage.context_record import ContextRecord
 from longleaf.storage.manifest import PieceRef, SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
+from longleaf.storage.segment_record import SegmentRecord
 from tests.support.catalog import context, segment
 from tests.support.coming import comes
 from tests.support.fakes.ranks import FakeRanks
@@ -90,8 +92,8 @@ def test_pieces_that_no_rank_can_load_are_rejected() -> None:
         start=6,
         num_tokens=9,
         rope=Rope(),
-        pieces=(PieceRef(place.piece(0), ((6, 15),), most, ""),),
-        windows=PieceRef(place.windows(0), ((9, 15),), 2 * 64 + max_header_bytes(1, 1), ""),
+        pieces=(PieceRef(name=place.piece(0), runs=((6, 15),), num_bytes=most, digest=""),),
+        windows=PieceRef(name=place.windows(0), runs=((9, 15),), num_bytes=2 * 64 + max_header_bytes(1, 1), digest=""),
         token_ids=bytes(36),
     )
     assert manifest.windows is not None
@@ -115,7 +117,10 @@ async def test_context_with_pieces_ending_inside_a_block_is_recomputed() -> None
         importing = await arrive(service)
         reported = segment(number := importing.new_segment(), BOOK.num_tokens)
         attempt, runs = importing.new_attempt(number), [(0, 5), (5, 30)]
-        pieces = tuple(PieceRef(attempt.piece(i), (run,), run[1] - run[0], "00") for i, run in enumerate(runs))
+        pieces = tuple(
+            PieceRef(name=attempt.piece(i), runs=(run,), num_bytes=run[1] - run[0], digest="00")
+            for i, run in enumerate(runs)
+        )
         storage.pieces |= {piece.name: frozenset(range(*piece.runs[0])) for piece in pieces}
         manifest = SegmentManifest(
             service=attempt.service,

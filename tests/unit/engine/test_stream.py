@@ -1,6 +1,7 @@
 """The events that a reader gets for a request that waits for a recovery."""
 
 import pytest
+from msgspec import structs
 
 from coordinator.engine.stream import MAX_UNREAD, Stream
 from coordinator.engine.stream_registry import StreamRegistry
@@ -54,7 +55,14 @@ async def test_draft_counts_are_joined_with_their_tokens_and_reported_once() -> 
     made = stream()
     for event in output:
         made.put(event)
-        assert await anext(made) == event
+        assert await anext(made) is event
+
+
+async def test_events_of_several_samples_keep_their_order_and_join_within_a_sample() -> None:
+    end = structs.replace(ENDED, sample=1)
+    output = [Tokens(4, tokens((1,)), 1), Tokens(7, tokens((2,))), Tokens(5, tokens((3,)), 1), end, ENDED]
+    joined = Tokens(4, tokens((1, 3)), 1, (), 0, 0, (1,))
+    assert await read(*output) == [joined, output[1], end, ENDED]
 
 
 async def test_tokens_count_individually_until_the_reader_is_behind() -> None:

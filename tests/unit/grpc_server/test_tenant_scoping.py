@@ -1,11 +1,19 @@
 """The view of a tenant: its own names, and no figures of other tenants."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from coordinator.auth.caller import CALLER, Caller
-from coordinator.grpc_server.tenant_scoping import redact_cluster, redact_event, redact_report, unscope_error
+from coordinator.grpc_server.tenant_scoping import (
+    redact_cluster,
+    redact_event,
+    redact_report,
+    scope_request,
+    unscope_error,
+)
+from coordinator.telemetry.observers import CURRENT, CallRecord
 from longleaf.credentials import Role
 from longleaf.errors import (
     CheckpointChanged,
@@ -18,7 +26,23 @@ from longleaf.errors import (
     Unauthenticated,
     Unavailable,
 )
-from longleaf.types import Cluster, Drafting, IngestProgress, ModelInfo, Recovering, Started
+from longleaf.sampling import GREEDY
+from longleaf.types import (
+    Cluster,
+    Drafting,
+    ExportContext,
+    ForkContext,
+    Generate,
+    GetContextText,
+    ImportHeader,
+    IngestHeader,
+    IngestProgress,
+    ModelInfo,
+    Recovering,
+    Resume,
+    Started,
+    Verify,
+)
 
 RECOVERING = Recovering(lost_tokens=8, recovered_tokens=12, total_tokens=64)
 
@@ -47,6 +71,39 @@ def test_total_draft_acceptance_is_only_for_admins(role: Role) -> None:
 
 def test_names_are_those_of_the_tenant(role: Role) -> None:
     assert redact_event(Started(1, 0, request_id="acme/one")) == Started(1, 0, request_id="one")
+
+
+@pytest.mark.parametrize(
+    ("request_", "scoped", "context"),
+    [
+        (
+            Generate(input="x", context="a", request_id="r", sampling=GREEDY),
+            Generate(input="x", context="acme/a", request_id="acme/r", sampling=GREEDY, tenant="acme", client="peer"),
+            "acme/a",
+        ),
+        (
+            Generate(input="x", sampling=GREEDY, client="mine"),
+            Generate(input="x", sampling=GREEDY, tenant="acme", client="mine"),
+            "",
+        ),
+        (Resume("r", 7), Resume("acme/r", 7), ""),
+        (IngestHeader(context="a"), IngestHeader(context="acme/a", tenant="acme", client="peer"), "acme/a"),
+        (ImportHeader(), ImportHeader(tenant="acme"), ""),
+        (ImportHeader(context="a"), ImportHeader(context="acme/a", tenant="acme"), "acme/a"),
+        (ForkContext("a", "b", 3), ForkContext("acme/a", "acme/b", 3), "acme/b"),
+        (ExportContext(context="a"), ExportContext(context="acme/a"), "acme/a"),
+        (GetContextText("a", "tokens", 0, 1), GetContextText("acme/a", "tokens", 0, 1), "acme/a"),
+        (Verify(text="x"), Verify(text="x", client="peer"), ""),
+    ],
+)
+def test_requests_name_objects_of_their_tenant(request_: Any, scoped: Any, context: str, role: Role) -> None:
+    record = CallRecord("/a/Method", "peer", {})
+    token = CURRENT.set(record)
+    try:
+        assert scope_request(request_, "peer") == scoped
+    finally:
+        CURRENT.reset(token)
+    assert record.context == context
 
 
 @pytest.mark.parametrize(

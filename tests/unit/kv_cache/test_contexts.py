@@ -46,7 +46,7 @@ def test_context_grows_by_sealed_segments() -> None:
     store.append("a", TokenPath(), 10, now=5.0)
     store.append("a", store.contexts.get("a").path, 3, now=7.0)
     context = store.contexts.get("a")
-    assert (context.num_tokens, context.created, context.updated) == (13, 5.0, 7.0)
+    assert (context.num_tokens, context.record.created, context.record.updated) == (13, 5.0, 7.0)
     assert sum(store.shares(context)) == 13
     assert all(segment.is_sealed for segment in context.path.segments)
     store.audit()
@@ -110,7 +110,12 @@ def test_fork_shares_segments_and_copies_nothing(num_tokens: int | None, parts: 
     fork = store.contexts.fork("a", "b", num_tokens, now=9.0)
     assert [end for _, _, end in fork.path.parts()] == parts
     assert fork.path.segments == store.contexts.get("a").path.segments[: len(parts)]
-    assert (fork.num_tokens, sum(store.shares(fork)), fork.created, fork.updated) == (parts[-1], parts[-1], 9.0, 9.0)
+    assert (fork.num_tokens, sum(store.shares(fork)), fork.record.created, fork.record.updated) == (
+        parts[-1],
+        parts[-1],
+        9.0,
+        9.0,
+    )
     assert store.placer.num_free == free
     store.audit()
 
@@ -125,7 +130,7 @@ def test_fork_outlives_its_source_and_grows_separately() -> None:
     store.append("b", fork.path, 5, now=11.0)
     store.audit()
     assert next((s.id, start, end) for s, start, end in fork.path.parts()) == (first.id, 0, 4)
-    assert (fork.num_tokens, sum(store.shares(fork)), fork.updated) == (9, 9, 11.0)
+    assert (fork.num_tokens, sum(store.shares(fork)), fork.record.updated) == (9, 9, 11.0)
     branch = store.contexts.fork("b", "c", 3, now=12.0)
     store.contexts.delete("b")
     assert branch.path == TokenPath((first,), 3)

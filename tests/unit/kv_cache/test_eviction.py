@@ -10,6 +10,7 @@ from coordinator.kv_cache.eviction import ContextEvictor
 from coordinator.kv_cache.segment_placement import SegmentPlacement
 from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import EMPTY_PATH
+from longleaf.types import ContextSettings
 
 SIZE = 4
 
@@ -98,7 +99,7 @@ def test_least_recently_used_contexts_are_evicted_first() -> None:
     for name in ("a", "b", "c", "d"):
         pool.append(name, 8)
     pool.contexts.mark_used(pool.contexts.get("a"))
-    pool.contexts.get("b").is_pinned = True
+    pool.contexts.change("b", ContextSettings(is_pinned=True), 1.0)
     pool.in_use = {"c"}
     assert pool.evictor.num_spare == BlockCount(4)
     assert not pool.segments.make_room(BlockCount(9))

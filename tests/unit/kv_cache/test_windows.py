@@ -203,7 +203,8 @@ def append(bench: Asker, *counts: int, context: str = "doc") -> None:
 
 
 def num_window_blocks(bench: Asker) -> int:
-    return bench.placer.window_pool.num_used
+    """The blocks in use, without those of cached questions."""
+    return bench.placer.window_pool.num_used - bench.scheduler.segments.num_reclaimable.windows
 
 
 @pytest.mark.parametrize("num_appends", [600, pytest.param(3000, marks=pytest.mark.slow)])

@@ -34,6 +34,7 @@ from longleaf.types import (
     Cluster,
     Context,
     ContextSettings,
+    Conversation,
     Delta,
     Drafting,
     Event,
@@ -46,6 +47,7 @@ from longleaf.types import (
     IngestPiece,
     IngestProgress,
     Loss,
+    Message,
     ModelInfo,
     PositionInfo,
     Progress,
@@ -325,9 +327,10 @@ SAMPLING = SamplingParams(
 )
 def test_requests_survive(request_: Generate) -> None:
     sampling: Any = {name: getattr(request_.sampling, name) for name in SamplingParams.__struct_fields__}
-    values = msgspec.structs.asdict(request_) | {"sampling": sampling}
+    values = msgspec.structs.asdict(request_) | sampling
     assert values.pop("tenant") == DEFAULT_TENANT  # the service knows it; it does not travel
-    data = codec.encode_generate(**values).SerializeToString()
+    resumption = {name: values.pop(name) for name in ("request_id", "resume_seconds")}
+    data = codec.encode_generate(values.pop("input"), values.pop("context"), values, **resumption).SerializeToString()
     assert codec.decode_generate(service_pb.GenerateRequest.FromString(data), 42) == request_
 
 
@@ -345,7 +348,40 @@ def test_requests_survive(request_: Generate) -> None:
 )
 def test_values_outside_their_field_are_refused_before_sending(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match="provenance|hidden|max_draft_token_count"):
-        codec.encode_generate("x", context="moby", use_chat_template=None, sampling={}, **options)
+        codec.encode_generate("x", "moby", cast(Any, options))
+
+
+def conversation(*turns: tuple[str, str]) -> dict[str, Any]:
+    return {"messages": [{"role": f"ROLE_{role.upper()}", "parts": [{"text": text}]} for role, text in turns]}
+
+
+QUERY, REPLY = ("user", "Who?"), ("assistant", "I.")
+
+
+@pytest.mark.parametrize(
+    ("turns", "context", "error"),
+    [
+        ((), "", r"conversation\.messages: has 0 messages; allowed are 1 to 512"),
+        ((QUERY,) * 513, "", r"conversation\.messages: has 513 messages"),
+        ((QUERY, REPLY), "", r"messages\[1\]\.role: has the role assistant; the last message must have the role user"),
+        ((("user", ""), REPLY, QUERY), "", r"messages\[0\]\.parts: have no text"),
+        ((REPLY, QUERY), "contexts/book", r"messages\[0\]\.role: .* the first message after the context"),
+        ((("unspecified", ""), QUERY), "", r"messages\[0\]\.role: is missing"),
+    ],
+)
+def test_service_validates_conversations_of_any_client(turns: Any, context: str, error: str) -> None:
+    request = service_pb.GenerateRequest(conversation=conversation(*turns), context=context)
+    with pytest.raises(InvalidArgument, match=error):
+        codec.decode_generate(request, 42)
+
+
+def test_system_messages_may_precede_the_first_turn_after_a_context() -> None:
+    turns = (("system", "Be short."), ("system", ""), QUERY, REPLY, QUERY)
+    decoded = codec.decode_generate(
+        service_pb.GenerateRequest(conversation=conversation(*turns), context="contexts/book"), 42
+    )
+    assert isinstance(decoded, Generate)
+    assert decoded.input == Conversation(tuple(Message(role, text) for role, text in cast(Any, turns)))
 
 
 SOURCES = (

@@ -9,11 +9,12 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.kv_cache.positions import Positions
-from coordinator.persistence.catalog.records import CatalogContents, SegmentRecord
+from coordinator.persistence.catalog.records import CatalogContents
 from coordinator.persistence.catalog.stale_contexts import StaleContext
 from coordinator.persistence.checkpoint_migration import retokenized
 from longleaf.errors import AlreadyExists, CheckpointChanged, DataLoss, NotFound, ResourceExhausted
 from longleaf.positions import Rope, Rotary
+from longleaf.storage.segment_record import SegmentRecord
 from tests.support.catalog import context
 from tests.support.lasting import MemoryLasting
 from tests.unit.persistence.test_context_adoption import ask, ingest, running

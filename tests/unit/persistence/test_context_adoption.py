@@ -10,12 +10,13 @@ from msgspec.structs import replace
 
 from coordinator.engine.engine import Engine
 from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
-from coordinator.persistence.catalog.records import SegmentRecord, SnapshotRecord
-from coordinator.persistence.record_mapping import renumbered
+from coordinator.persistence.catalog.records import SnapshotRecord
+from coordinator.persistence.context_store import renumbered
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, NotFound, StorageUnavailable
 from longleaf.positions import Rope
 from longleaf.sampling import SamplingParams
+from longleaf.storage.segment_record import SegmentRecord
 from tests.support.catalog import context, segment
 from tests.support.fakes.ranks import FakeRanks
 from tests.support.gated import GatedRanks

@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from math import inf
 
 import pytest
 
 from coordinator.engine.engine import Engine
 from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
 from coordinator.persistence.catalog.records import Change
-from coordinator.persistence.snapshots.ports import ContextUse, PlacedSegment
-from coordinator.persistence.snapshots.segments_on_ranks import SegmentsOnRanks
+from coordinator.persistence.snapshots.segments_on_ranks import PlacedSegment, SegmentsOnRanks
 from coordinator.persistence.snapshots.snapshot_index import RetentionPolicy
 from longleaf.errors import StorageUnavailable, Unavailable
 from longleaf.positions import EVERY_RANK, AttentionSpan, WindowSpec
@@ -154,18 +154,17 @@ async def test_format_covers_all_pools_or_is_empty_without_saving(
         assert service.snapshots.may_write == bool(message)
 
 
-async def test_context_uses_have_paths_and_times() -> None:
+async def test_segments_have_the_last_use_of_their_contexts() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         number = await ingest(service.engine)
         await service.engine.fork_context("book", "fork", 10)
         await ingest(service.engine, "fork", [7, 8])
+        _, fork = service.engine.named("fork").path.ids
+        assert on_ranks(service).last_uses() == {number: 12.0, fork: 12.0}
         await service.engine.update_context("fork", ContextSettings(is_pinned=True))
-        path = service.engine.named("fork").path.ids
-        assert len(path) == 2
-        assert on_ranks(service).uses() == [
-            ContextUse("book", 12.0, False, (number,)),
-            ContextUse("fork", 12.0, True, path),
-        ]
+        assert on_ranks(service).last_uses() == {number: inf, fork: inf}
+        await service.engine.delete_context("fork")
+        assert on_ranks(service).last_uses() == {number: 12.0}
 
 
 async def test_saved_segment_is_restored_without_recompute() -> None:

@@ -1,11 +1,14 @@
 """Prompts with a common prefix share segments, and samples share their prompt."""
 
+from typing import Any
+
 import pytest
 
 from coordinator.engine_messages import Ended
 from coordinator.kv_cache.block_placer import BlockCount
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from longleaf.rank_protocol.step import Decode
+from tests.support.scheduler_machine import expected_answer
 from tests.support.scheduling import Asker, kinds
 
 
@@ -59,7 +62,7 @@ def test_prompts_build_on_each_other_and_on_contexts() -> None:
     for count in (60, 90, 120):
         jobs.append(bench.prompt(range(count)))
         bench.run()
-    assert [bench.cached(job) for job in jobs] == [40, 59, 89]
+    assert [bench.cached(job) for job in jobs] == [40, 60, 90]
     bench.scheduler.delete_context("doc")
     last = bench.prompt(range(120))
     bench.run()
@@ -223,3 +226,137 @@ def test_request_that_does_not_fit_beside_contexts_is_refused() -> None:
     bench.run()
     with pytest.raises(ResourceExhausted, match="contexts use too many"):
         bench.prompt(range(10), max_tokens=4)
+
+
+# --- conversations ---
+
+
+def converse(bench: Asker, context: str | None, num_turns: int, **options: Any) -> list[tuple[int, int]]:
+    """Each turn has all questions and answers so far, as chat templates render them, and a question of 10 tokens.
+    Returns the cached tokens of each turn and the most that could be cached: all but the token sampled last, the
+    end of the previous turn, and the new question."""
+    history, counts = list[int](), list[tuple[int, int]]()
+    start = bench.scheduler.contexts.get(context).num_tokens if context else 0
+    for turn in range(num_turns):
+        tokens = [*history, *range(300 + 10 * turn, 310 + 10 * turn)]
+        job = bench.prompt(tokens, context=context, **options)
+        plans = bench.run()
+        counts.append((bench.cached(job), start + max(0, len(history) - 1)))
+        answer = bench.answer(job)
+        assert answer == expected_answer(tokens[-1], len(answer))
+        num_computed = sum(plan.num_tokens for plan in plans)
+        assert num_computed <= start + len(tokens) - bench.cached(job) + len(answer) + 1  # one step runs ahead
+        history = [*tokens, *answer]
+    return counts
+
+
+@pytest.mark.parametrize("context", ["doc", None])
+@pytest.mark.parametrize("max_tokens", [6, 33])
+def test_turn_computes_only_its_question_and_the_last_token(context: str | None, max_tokens: int) -> None:
+    bench = Asker(blocks=(60, 60))
+    if context:
+        bench.ingest(context, 41)
+        bench.run()
+    counts = converse(bench, context, 5, max_tokens=max_tokens)
+    assert all(cached == most for cached, most in counts)
+
+
+def test_forks_of_a_context_share_its_conversations() -> None:
+    bench = Asker(blocks=(60, 60))
+    bench.ingest("doc", 41)
+    bench.run()
+    bench.scheduler.fork_context("doc", "fork")
+    converse(bench, "doc", 2)
+    again = converse(bench, "fork", 3)
+    assert [cached for cached, _ in again] == [41 + 9, 41 + 23, 41 + 27]
+    bench.ingest("fork", 5, append=True)
+    bench.run()
+    assert [cached for cached, _ in converse(bench, "fork", 2)] == [46, 46 + 13]
+    bench.scheduler.delete_context("doc")
+    bench.scheduler.audit()
+    assert [cached for cached, _ in converse(bench, "fork", 1)] == [46 + 9]
+
+
+def test_conversation_goes_with_its_context() -> None:
+    """The same applies to an answer that ends after the context was deleted."""
+    bench = Asker(blocks=(60, 60))
+    for _ in range(2):
+        bench.ingest("doc", 41)
+        bench.run()
+        converse(bench, "doc", 3)
+        job = bench.ask(20, context="doc", max_tokens=9)
+        plan = bench.schedule()
+        assert plan is not None
+        bench.scheduler.delete_context("doc")
+        bench.commit(plan)
+        bench.run()
+        assert len(bench.tokens(job)) == 9
+        assert bench.placer.num_free == bench.placer.num_blocks
+
+
+def test_turn_continues_a_cancelled_answer() -> None:
+    bench = Asker()
+    bench.ingest("doc", 41)
+    bench.run()
+    tokens = [*range(300, 320)]
+    job = bench.prompt(tokens, context="doc", max_tokens=30)
+    for _ in range(9):
+        bench.step()
+    given = bench.answer(job)
+    assert bench.scheduler.cancel(job)
+    bench.scheduler.audit()
+    later = bench.prompt([*tokens, *given, 7, 8, 9], context="doc")
+    bench.run()
+    assert bench.cached(later) == 41 + len(tokens) + len(given) - 1
+
+
+def test_ranks_forget_a_token_that_was_computed_after_the_end() -> None:
+    bench = Asker()
+    answer = bench.alone(20, 2)
+    job = bench.prompt(range(20), max_tokens=5, end_tokens=frozenset(answer[1:]))
+    plans = [bench.step(), bench.step(), bench.schedule(), bench.schedule()]
+    last, surplus = plans[2:]
+    assert last is not None and surplus is not None
+    bench.commit(last)
+    assert bench.tokens(job) == answer
+    later = bench.prompt([*range(20), *answer, 5])
+    plan = bench.schedule()
+    assert plan is not None
+    (tail,) = (one.segment for one in bench.scheduler.segments.placements if one.segment.end == 21)
+    assert plan.cut_segments == ((tail.id, 21),)
+    bench.commit(surplus)
+    bench.commit(plan)
+    bench.run()
+    assert (bench.cached(later), bench.tokens(later)) == (21, expected_answer(5, 4))
+
+
+@pytest.mark.parametrize("kind", ["hidden", "compared"])
+def test_keys_that_others_cannot_use_are_not_cached(kind: str) -> None:
+    bench = Asker()
+    bench.ingest("doc", 41)
+    bench.run()
+    options = {"hidden": ((3, 9),)} if kind == "hidden" else {"is_compared": True}
+    tokens = [*range(300, 340)]
+    for _ in range(2):
+        job = bench.prompt(tokens, context="doc", **options)
+        bench.run()
+        assert bench.cached(job) == 41
+    assert not list(bench.scheduler.segments.cached)
+    bench.prompt(tokens, context="doc")
+    bench.run()
+    job = bench.prompt(tokens, context="doc", **options)
+    bench.run()
+    assert bench.cached(job) == 41
+
+
+def test_evicted_context_loses_its_conversations() -> None:
+    bench = Asker(blocks=(14, 14), is_durable=True)
+    for context, count in (("doc", 41), ("other", 80)):
+        document = bench.ingest(context, count)
+        bench.run()
+        bench.acknowledge(document)
+        if context == "doc":
+            converse(bench, "doc", 2)
+            assert list(bench.scheduler.segments.cached)
+    assert bench.scheduler.contexts.get("doc").is_evicted
+    assert not list(bench.scheduler.segments.cached)

@@ -72,8 +72,8 @@ def test_next_plan_is_scheduled_before_the_result() -> None:
 
 def test_surplus_step_after_the_end_is_dropped() -> None:
     bench = Bench(blocks=(3,))
-    end = echo_token(3, 0)
-    job, waiting = bench.ask(4, max_tokens=5, ends=(end,)), bench.ask(8, max_tokens=1)
+    end = echo_token(2, 0)
+    job, waiting = bench.ask(3, max_tokens=5, ends=(end,)), bench.ask(8, max_tokens=1)
     first, surplus = bench.schedule(), bench.schedule()
     assert first is not None and surplus is not None
     bench.commit(first)

@@ -47,7 +47,7 @@ def test_newest_note_of_each_context_is_read(store):
         put_note(store, "a", context, number, is_deleted=number == 3)
     put_note(store, "b", "moby", 2)
     found = read_notes(store)
-    reported = {key: (note.number, note.is_deleted) for key, note in found.newest.items()}
+    reported = {key: (note.place.number, note.record is None) for key, note in found.newest.items()}
     assert reported == {("a", "moby"): (3, True), ("a", "emma"): (1, False), ("b", "moby"): (2, False)}
     assert not found.damaged
 
@@ -58,7 +58,7 @@ def test_damaged_note_is_reported_and_not_replaced_by_an_older_one(store):
     put_note(store, "a", "emma", 3)
     store.put(newest, [store.get(newest)[:-1]])
     found = read_notes(store)
-    assert [note.context for note in found.newest.values()] == ["emma"]
+    assert [note.place.context for note in found.newest.values()] == ["emma"]
     assert [error.name for error in found.damaged] == [newest]
 
 
@@ -102,7 +102,7 @@ def test_last_note_of_a_context_is_never_deleted(store, clock):
     assert names(store) == {*(f"services/a/notes/{c}/{n:020}" for c, n in (("emma", 3), ("moby", 2))), young}
     clock.now += GRACE + 1
     sweep(store, "a", clock.now, GRACE, set())
-    assert {key[1]: note.number for key, note in read_notes(store).newest.items()} == {"emma": 3, "moby": 9}
+    assert {key[1]: note.place.number for key, note in read_notes(store).newest.items()} == {"emma": 3, "moby": 9}
     assert len(names(store)) == 2
 
 

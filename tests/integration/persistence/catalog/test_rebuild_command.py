@@ -86,7 +86,7 @@ class Service:
                 for number, name in zip(change.segments, names, strict=True)
             ]
             await catalog.commit(replace(change, snapshots=tuple(snapshots)))
-            put_note(self.store, replace(self._own(note), number=note.number))
+            put_note(self.store, self._own(note))
         await catalog.note_epoch(EPOCH)
         retained = await catalog.load()
         await catalog.close()
@@ -97,8 +97,7 @@ class Service:
         return manifest_of(record, self.service_id, self.identity.digest, attempt)
 
     def _own(self, note: ContextNote) -> ContextNote:
-        segment = note.segment and f"{self.service_id}-{note.segment.rpartition('-')[2]}"
-        return replace(note, service=self.service_id, segment=segment)
+        return note._replace(place=note.place._replace(service=self.service_id))
 
     def rebuild_request(self, **others) -> Rebuild:
         return Rebuild(url=self.url, data_dir=str(self.data_dir), model=str(MODEL), **others)
@@ -223,7 +222,7 @@ def test_damage_on_storage_is_reported_and_the_rest_restored(service: Service) -
 
 
 def test_damaged_newest_note_restores_no_older_one(service: Service) -> None:
-    name = replace(deletion("book", 2), service=service.service_id).place.name
+    name = deletion("book", 2, service.service_id).place.name
     service.store.put(name, [service.store.get(name)[:-3]])
     report = run(service.rebuild_request(may_replace=True))
     assert [each.name for each in report.contexts] == ["twig"]

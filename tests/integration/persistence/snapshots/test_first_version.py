@@ -75,7 +75,7 @@ def test_catalog_is_rebuilt_from_a_first_version_snapshot() -> None:
     }
     assert [each.token_ids for each in made.contents.segments] == [token_ids(name) for name in KINDS]
     assert [each.form for each in made.contents.snapshots] == [form(name) for name in KINDS]
-    assert made.next_outgoing == 100
+    assert made.contents.next_outgoing == 100
     assert not made.skipped
 
 

@@ -12,15 +12,17 @@ from typing import Any
 import pytest
 
 from coordinator.kv_cache.token_paths import EMPTY_PATH, Segment
-from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord
-from coordinator.persistence.snapshots.ports import ContextUse, KvFormat
+from coordinator.persistence.catalog.records import Change
+from coordinator.persistence.snapshots.kv_format import KvFormat
 from coordinator.persistence.snapshots.snapshot_index import RetentionPolicy
 from coordinator.persistence.snapshots.snapshots import Snapshots
 from longleaf.errors import DataLoss, InvalidArgument, NotFound, RankLost, StorageUnavailable, Unavailable
 from longleaf.runs import Run
+from longleaf.storage.context_record import ContextRecord
 from longleaf.storage.inventory import read_notes
 from longleaf.storage.local import LocalFiles
 from longleaf.storage.names import segments_folder
+from longleaf.storage.segment_record import SegmentRecord
 from longleaf.storage.store import Buffer, Store, WriteResult
 from longleaf.types import Storage
 from tests.support.fakes.catalog import FakeCatalog
@@ -67,7 +69,7 @@ class Bench:
     def hold(self, number: int, version: int = 0) -> None:
         runs = [Run(0, 0, 8, (0, 1)), Run(1, 8, 10, (0,))]
         self.ranks.hold(segment(number), runs, version=version)
-        self.ranks.contexts.append(ContextUse(f"context-{number}", 1.0, False, (number,)))
+        self.ranks.uses[number] = 1.0
 
     async def ingest(self, number: int, name: str = "book") -> None:
         self.hold(number)
@@ -80,7 +82,7 @@ class Bench:
 
     def is_marked_deleted(self, name: str) -> bool:
         note = read_notes(self.store).newest.get((SERVICE, name))
-        return note is not None and note.is_deleted
+        return note is not None and note.record is None
 
 
 async def until(is_so: Callable[[], Any]) -> None:
@@ -199,8 +201,8 @@ async def test_deletion_during_a_full_resend_stays_deleted(tmp_path: Path) -> No
         await deleting
         await until(lambda: (SERVICE, "other") in read_notes(bench.store).newest)
         await until(lambda: bench.is_marked_deleted("book"))
-        assert not read_notes(bench.store).newest[SERVICE, "other"].is_deleted
-        numbers = [note.number for note in read_notes(bench.store).newest.values()]
+        assert read_notes(bench.store).newest[SERVICE, "other"].record is not None
+        numbers = [note.place.number for note in read_notes(bench.store).newest.values()]
         assert len(set(numbers)) == len(numbers)
 
 

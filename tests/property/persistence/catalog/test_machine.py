@@ -17,15 +17,16 @@ from coordinator.persistence.catalog.records import (
     CatalogContents,
     Change,
     CommitResult,
-    ContextRecord,
     OutboxEntry,
-    SegmentRecord,
     SnapshotRecord,
     UploadRecord,
 )
-from longleaf.document_text import DocumentText, TextFile, count_starts, packed
+from longleaf.document_text import DocumentText, TextFile, count_starts
 from longleaf.errors import DataLoss, NotFound
+from longleaf.little_endian import pack
 from longleaf.positions import Rope
+from longleaf.storage.context_record import ContextRecord
+from longleaf.storage.segment_record import SegmentRecord
 from tests.support.catalog import context, ids, remains
 from tests.support.fakes.catalog import FakeCatalog
 
@@ -75,7 +76,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.next_segment += 1
         parent, start = (before.segment, before.num_tokens) if before else (None, 0)
         token_ids = ids(self.next_segment, count)
-        starts, files = packed(array("Q", range(count_starts(count)))), (TextFile("a.txt", 0),)
+        starts, files = pack(array("Q", range(count_starts(count)))).tobytes(), (TextFile("a.txt", 0),)
         text = DocumentText(num_lead=0, starts=starts, num_bytes=count, files=files) if count % 2 else None
         reported = {"id": self.next_segment, "parent": parent, "start": start}
         return SegmentRecord(**reported, rope=rope, token_ids=token_ids, text=text)

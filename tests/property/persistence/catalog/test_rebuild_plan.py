@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from coordinator.persistence.catalog.rebuild_plan import StorageContents, rebuild
-from coordinator.persistence.catalog.records import CatalogContents, Change, ContextRecord, SegmentRecord
+from coordinator.persistence.catalog.records import CatalogContents, Change
 from longleaf.storage.context_note import ContextNote
+from longleaf.storage.context_record import ContextRecord
 from longleaf.storage.files import ObjectInfo
 from longleaf.storage.inventory import NoteListing
+from longleaf.storage.segment_record import SegmentRecord
 from tests.support.catalog import context, segment
 from tests.support.fakes.catalog import changed
 from tests.support.stored_contexts import SERVICE, deletion, manifest_name, manifest_of, note_of
@@ -62,7 +64,7 @@ class History:
         pieces = {piece.name: piece.num_bytes for each in manifests.values() for piece in each.pieces}
         objects = {**pieces, **dict.fromkeys(manifests, 9), **{note.place.name: 9 for note in self.notes}}
         return StorageContents(
-            notes=NoteListing({(SERVICE, note.context): note for note in self.notes}, []),
+            notes=NoteListing({(SERVICE, note.place.context): note for note in self.notes}, []),
             manifests=manifests,
             damaged={},
             others=(),
@@ -86,7 +88,7 @@ def test_the_catalog_is_what_it_was(steps: list[tuple[str, ...]]) -> None:
     assert made.contents.segments == history.contents.segments
     assert [each.segment for each in made.contents.snapshots] == [each.id for each in history.contents.segments]
     assert made.contents.next_segment == history.contents.next_segment
-    assert made.next_outgoing == len(history.notes)
+    assert made.contents.next_outgoing == len(history.notes)
 
 
 @given(steps=st.lists(INGESTS | FORKS, min_size=1, max_size=10), data=st.data())

@@ -35,7 +35,8 @@ def test_pieces_hold_each_position_once(found: tuple[list[Run], int], block_byte
     start, end = runs[0].start, runs[-1].end
     attempt = Attempt("service", "service-1", "a")
     reported = [
-        PieceRef(attempt.piece(i), tuple((r.start, r.end) for r in piece), 1, "") for i, piece in enumerate(pieces)
+        PieceRef(name=attempt.piece(i), runs=tuple((r.start, r.end) for r in piece), num_bytes=1, digest="")
+        for i, piece in enumerate(pieces)
     ]
     SegmentManifest(
         service="service",

@@ -54,8 +54,8 @@ class StorageBuilder:
     @property
     def stored(self) -> StorageContents:
         newest = dict[tuple[str, str], ContextNote]()
-        for note in sorted(self.notes, key=lambda note: note.number):
-            newest[note.service, note.context] = note
+        for note in sorted(self.notes, key=lambda note: note.place.number):
+            newest[note.place.service, note.place.context] = note
         pieces = [piece for manifest in self.manifests.values() for piece in manifest.pieces]
         entries = {piece.name: ObjectInfo(piece.name, PIECE_BYTES - (piece.name in self.cut), 0.0) for piece in pieces}
         named = [note.place.name for note in self.notes] + [damaged.name for damaged in self.damaged_notes]
@@ -105,7 +105,11 @@ def test_contexts_segments_and_numbers_are_restored(storage: StorageBuilder) -> 
         segment=3, manifest=manifest_name(manifest_of(ROOT)), form="float32", num_bytes=2 * PIECE_BYTES
     )
     assert [each.segment for each in rebuilt.contents.snapshots] == [3, 5, 9]
-    assert (rebuilt.contents.service_id, rebuilt.contents.next_segment, rebuilt.next_outgoing) == (SERVICE, 10, 4)
+    assert (rebuilt.contents.service_id, rebuilt.contents.next_segment, rebuilt.contents.next_outgoing) == (
+        SERVICE,
+        10,
+        4,
+    )
     assert (rebuilt.skipped, rebuilt.num_others) == ([], 0)
 
 
@@ -121,18 +125,18 @@ def test_deleted_context_stays_deleted_and_numbers_continue(storage: StorageBuil
     assert names(rebuilt) == ["twig"]
     assert [each.id for each in rebuilt.contents.segments] == [3, 5]
     assert not rebuilt.skipped
-    assert (rebuilt.next_outgoing, rebuilt.contents.next_segment) == (13, 10)
+    assert (rebuilt.contents.next_outgoing, rebuilt.contents.next_segment) == (13, 10)
 
 
 def test_damaged_newest_note_is_reported_and_counted(storage: StorageBuilder) -> None:
-    storage.notes = [note for note in storage.notes if note.context != "poem"]
+    storage.notes = [note for note in storage.notes if note.place.context != "poem"]
     storage.damaged_notes.append(NotePlace(SERVICE, "poem", 20))
     storage.damaged_notes.append(NotePlace(OTHER, "else", 99))
     rebuilt = storage.rebuilt()
     assert names(rebuilt) == ["book", "twig"]
     assert list(reasons(rebuilt)) == ["poem"]
     assert "checksum" in reasons(rebuilt)["poem"]
-    assert rebuilt.next_outgoing == 21
+    assert rebuilt.contents.next_outgoing == 21
 
 
 def test_missing_segment_skips_all_its_contexts(storage: StorageBuilder) -> None:
@@ -188,7 +192,7 @@ def test_other_services_are_ignored(storage: StorageBuilder) -> None:
     storage.put(manifest_of(segment(1, 5), OTHER))
     rebuilt = storage.rebuilt()
     assert names(rebuilt) == ["book", "poem", "twig"]
-    assert (rebuilt.contents.segments, rebuilt.next_outgoing) == ((ROOT, LEAF, ALONE), 4)
+    assert (rebuilt.contents.segments, rebuilt.contents.next_outgoing) == ((ROOT, LEAF, ALONE), 4)
 
 
 def test_numbers_of_pieces_without_a_manifest_are_not_reused(storage: StorageBuilder) -> None:
@@ -215,11 +219,9 @@ def test_invalid_notes_are_reported(storage: StorageBuilder, record, message: st
     assert message in reasons(rebuilt)["twig"]
 
 
-def test_note_without_a_segment_and_path_of_two_ropes_are_reported(storage: StorageBuilder) -> None:
-    storage.notes.append(replace(note_of(POEM, 30), segment=None))
+def test_path_of_two_ropes_is_reported(storage: StorageBuilder) -> None:
     storage.put(manifest_of(replace(LEAF, rope=Rope(4096, True))))
-    storage.notes.append(replace(note_of(BOOK, 31), segment="of-another-name"))
-    assert set(reasons(storage.rebuilt())) == {"poem", "twig", "book"}
+    assert set(reasons(storage.rebuilt())) == {"twig"}
 
 
 def test_only_service_is_selected_and_several_must_be_named(storage: StorageBuilder) -> None:

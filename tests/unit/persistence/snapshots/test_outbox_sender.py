@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
-from msgspec.structs import replace
 
 from coordinator.persistence.catalog.records import Change, OutboxEntry
 from coordinator.persistence.snapshots import storage_health
@@ -14,12 +13,14 @@ from coordinator.persistence.snapshots.outbox_sender import MAX_BATCH, OutboxSen
 from coordinator.persistence.snapshots.storage_health import StorageHealth
 from coordinator.persistence.snapshots.store import AsyncStore
 from longleaf.errors import DataLoss, StorageUnavailable
-from longleaf.storage.context_note import ContextNote, encode_note
+from longleaf.storage.context_note import encode_note
 from longleaf.storage.names import Attempt, NotePlace
 from longleaf.storage.store import Store
+from tests.support.catalog import context as context_record
 from tests.support.coming import comes
 from tests.support.fakes.catalog import FakeCatalog
 from tests.support.fakes.storage import FlakyFiles, MemoryFiles
+from tests.support.stored_contexts import deletion, note_of
 
 SERVICE = "0123456789abcdef0123456789abcdef"
 pytestmark = pytest.mark.timeout(30)
@@ -213,9 +214,9 @@ async def test_deletion_note_removes_previous_notes() -> None:
     """They contain the display name; a later context of the same name keeps its own records."""
 
     def note(context: str, number: int, *, is_deleted: bool = False) -> OutboxEntry:
-        reported = replace(
-            ContextNote.of_deletion(SERVICE, context, number), is_deleted=is_deleted, display_name="secret"
-        )
+        reported = note_of(context_record(context, 1, display_name="secret"), number, SERVICE)
+        if is_deleted:
+            reported = deletion(context, number, SERVICE)
         return OutboxEntry(reported.place.name, encode_note(reported))
 
     async with running_sender() as found:
@@ -229,10 +230,10 @@ async def test_deletion_note_removes_previous_notes() -> None:
 
 
 async def test_failed_deletion_of_notes_is_retried() -> None:
-    deletion = ContextNote.of_deletion(SERVICE, "moby", 4)
+    gone = deletion("moby", 4, SERVICE)
     async with running_sender() as found:
         found.keep(NotePlace(SERVICE, "moby", 1).name)
         found.memory.num_refused = 2
-        await found.put(OutboxEntry(deletion.place.name, encode_note(deletion)))
+        await found.put(OutboxEntry(gone.place.name, encode_note(gone)))
         await found.all_sent()
-        assert found.names == {deletion.place.name}
+        assert found.names == {gone.place.name}

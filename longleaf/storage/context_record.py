@@ -1,4 +1,4 @@
-"""Metadata of a context: the fields that its catalog record, its notes on storage and its archives have in common."""
+"""Contexts as they are held in memory, and stored in catalogs, in notes on storage and in archives."""
 
 from itertools import pairwise
 from typing import Any
@@ -10,9 +10,9 @@ MAX_ENDS = 64
 
 
 class ContextMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a context without its segments. Times in seconds since the Unix epoch.
+    """The fields that all stored forms of a context have in common. Times in seconds since the Unix epoch.
 
-    Stored structs extend it. Their own fields are not keyword-only, so that they are encoded before these.
+    Own fields of the head of archives are not keyword-only, so that they are encoded before these.
     """
 
     num_tokens: int
@@ -29,9 +29,27 @@ class ContextMetadata(msgspec.Struct, frozen=True, kw_only=True):
     expires: float | None = None
     """None: never."""
 
+    @property
+    def expiry(self) -> float | None:
+        """Time of its deletion; None: never, as for pinned contexts."""
+        return None if self.is_pinned else self.expires
 
-def metadata_fields(context: object, **changes: Any) -> dict[str, Any]:
-    """The metadata, with `changes`, of a struct that extends ContextMetadata, or of an object with its attributes."""
+
+class ContextRecord(ContextMetadata, frozen=True, kw_only=True):
+    """A context without its segments. A context in memory refers to its record, and the catalog stores it."""
+
+    id: str
+    segment: int
+    """The id of the last segment of its path, which is cut at `num_tokens`."""
+    last_used: float
+    num_hits: int = 0
+    """The number of requests on it."""
+    upload_id: str = ""
+    """The client's upload id of its last document; empty if the client gave none."""
+
+
+def metadata_fields(context: ContextMetadata, **changes: Any) -> dict[str, Any]:
+    """The metadata of a context, with `changes`."""
     return {name: getattr(context, name) for name in ContextMetadata.__struct_fields__} | changes
 
 

@@ -1,34 +1,17 @@
-"""Inputs of snapshots, as seen by the code that writes them."""
+"""The layout of keys and values on the ranks, which the pieces of a snapshot must match."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
-from coordinator.kv_cache.token_paths import Segment
+from coordinator.persistence.snapshots.segments_on_ranks import PlacedSegment
 from longleaf.errors import InvalidArgument
 from longleaf.rank_protocol.snapshots import max_header_bytes
-from longleaf.runs import Run, ceil_div
+from longleaf.runs import Range, ceil_div
 from longleaf.storage.manifest import PieceRef, SegmentManifest
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
 """Names of the dtypes in which keys and values are stored."""
-
-
-@dataclass(frozen=True)
-class PlacedSegment:
-    """A sealed segment that is completely on the ranks. Two equal objects mean that it stayed there in between."""
-
-    segment: Segment
-    runs: tuple[Run, ...]
-    """In order of position."""
-    window_runs: tuple[Run, ...]
-    """Runs of EVERY_RANK, if every rank holds windows."""
-    members: tuple[int, ...]
-    """Member numbers, by rank."""
-    epoch: int
-    version: int
-    """Changes whenever the segment is evicted."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +32,7 @@ class KvFormat:
         sharded, _, windows = self.text.partition("|")
         found = 0
         for runs, text in ((segment.runs, sharded), (segment.window_runs, windows)):
-            found += _num_blocks([(run.start, run.end) for run in runs], self.block_size) * sum(_part_bytes(text))
+            found += _num_blocks([run.range for run in runs], self.block_size) * sum(_part_bytes(text))
         return found
 
     def check(self, manifest: SegmentManifest) -> None:
@@ -71,7 +54,7 @@ def _part_bytes(text: str) -> list[int]:
     return [ITEM_BYTES[dtype] * prod(map(int, sizes.split("x"))) for _, dtype, sizes in parts]
 
 
-def _num_blocks(ranges: Sequence[tuple[int, int]], block_size: int) -> int:
+def _num_blocks(ranges: Sequence[Range], block_size: int) -> int:
     return sum(ceil_div(end - start, block_size) for start, end in ranges)
 
 
@@ -80,25 +63,3 @@ def _check_size(piece: PieceRef, parts: Sequence[int], block_size: int, field: s
     most = num_blocks * sum(parts) + max_header_bytes(len(parts), len(piece.runs))
     if piece.num_bytes > most:
         raise InvalidArgument(field, f"{num_blocks:,} blocks have at most {most:,} bytes, not {piece.num_bytes:,}")
-
-
-@dataclass(frozen=True)
-class ContextUse:
-    """When a context was last used, in seconds since the Unix epoch, and the segments of its path."""
-
-    id: str
-    last_used: float
-    is_pinned: bool
-    segments: tuple[int, ...]
-
-
-class SegmentSource(Protocol):
-    """Segments on the ranks."""
-
-    def placed(self, segment_id: int) -> PlacedSegment | None:
-        """None if the segment is evicted, partly lost or moving, or unused."""
-        ...
-
-    def uses(self) -> Sequence[ContextUse]:
-        """Last uses of all contexts."""
-        ...

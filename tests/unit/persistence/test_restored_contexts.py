@@ -6,11 +6,10 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.kv_cache.block_placer import BlockPlacer
-from coordinator.kv_cache.contexts import LAST_ENDS, ContextTable
+from coordinator.kv_cache.contexts import LAST_ENDS, ContextTable, NamedContext
 from coordinator.kv_cache.segments import SegmentStore
-from coordinator.kv_cache.token_paths import EMPTY_PATH
-from coordinator.persistence.catalog.records import SegmentRecord
-from coordinator.persistence.record_mapping import context_of, segment_of
+from coordinator.kv_cache.token_paths import EMPTY_PATH, Segment
+from longleaf.storage.segment_record import SegmentRecord
 from tests.support.catalog import context
 
 
@@ -29,9 +28,9 @@ def test_restored_context_has_valid_continuation_points(ends: tuple[int, ...], e
     segments = SegmentStore(BlockPlacer([64], 4))
     contexts = ContextTable(segments)
     record = replace(context("book", 7, 30, capacity=2_000), ends=ends)
-    segment = segment_of(SegmentRecord(id=7, token_ids=array("I", range(30))), EMPTY_PATH, "default")
+    segment = Segment.of(SegmentRecord(id=7, token_ids=array("I", range(30))), EMPTY_PATH, "default")
     segments.adopt(segment)
-    contexts.adopt(context_of(record, segment.path))
+    contexts.adopt(NamedContext.of(record, segment.path))
     assert contexts.get("book").ends == expected
     assert len(expected) <= LAST_ENDS
     contexts.fork("book", "fork", 20, 1.0)
