@@ -56,6 +56,7 @@ class Verifier:
 
     def __init__(self, model: Model, block_table: BlockTable, config: EngineConfig, peers: Peers) -> None:
         self._model = model
+        self._has_shares = model.exchange is not None
         self._block_table = block_table
         self._peers = peers
         self._world_size = world_size = peers.world_size
@@ -96,7 +97,7 @@ class Verifier:
                 continue
             is_complete = len(chosen) > len(row.draft_ids)
             answer = self._answers.pop(row.sequence) if is_complete else None
-            if self._model.exchange is not None:
+            if self._has_shares:
                 self._share_answer(answer)
             if answer is not None:
                 found[row.sequence] = self._compare(row, answer)
@@ -104,7 +105,7 @@ class Verifier:
 
     def assist(self, rows: Sequence[Row]) -> None:
         """Takes part in the plain attention of rank 0 with the weights of this rank, if they are sharded."""
-        if self._model.exchange is None:
+        if not self._has_shares:
             return
         for row in rows:
             if row.is_compared and (answer := self._share_answer(None)) is not None:
