@@ -44,7 +44,7 @@ from workers.kv_cache.workspace_estimate import room_for_graphs
 from workers.kv_io.kv_io import ENDED, NOT_RESIDENT, KvIo, OpenStore
 from workers.kv_io.kv_piece import form_of
 from workers.model import model as models
-from workers.model.sharded_layers import RowExchange
+from workers.model.sharded_layers import RowExchange, processor_of
 from workers.model.sharded_model import load_share
 from workers.model.weight_shares import Share
 from workers.rank_runtime import StepHandle
@@ -207,7 +207,7 @@ class Rank:
         timings that an earlier epoch measured.
         """
         if self._exchange is not None:
-            self._exchange.enter(groups.world if groups is not None else None, self.device)
+            self._exchange.enter(groups.world if groups is not None else None, self.device, processor_of(self.device))
             self._verify_together(groups)
         loaded = (self.model, self.pool, self.backend, self.sampler, self.last_ids)
         resources = RankResources(self.config, self.device, *loaded, self.kv_io, self.graphs)

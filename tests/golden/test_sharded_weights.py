@@ -10,11 +10,15 @@ from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.cluster.rank_manager import RankManager
 from coordinator.cluster.replacement_supervisor import ReplacementSupervisor
 from coordinator.engine_messages import Prompt, Tokens
+from longleaf.attention import Partial
+from longleaf.errors import ModelRefused
 from longleaf.rank_protocol.verdict import judge
 from longleaf.sampling import SamplingParams
+from longleaf.topology import Topology
 from tests.support.golden.asking import MAX_TOKENS, answer, compare, ingest
 from tests.support.golden.plain import LOGIT_TOLERANCE, NEW_TOKENS, load_plain
 from tests.support.golden.states import CONTEXT_LEN, STATES, Logits, running
+from tests.support.on_threads import on_groups
 from tests.support.running import running_on
 from tests.support.thinned import thinned
 from tests.support.threads import config_for, make_spec
@@ -75,6 +79,17 @@ async def test_verification_notices_a_wrong_rank(goldens):
 
     async with running(config_for(golden.folder, world_size=3, weights="sharded"), spoil) as engine:
         assert not judge(await compare(engine, golden.prompt[:300])).passed
+
+
+def test_a_model_that_is_not_exact_is_refused_when_its_first_group_forms(goldens):
+    config = config_for(goldens("llama").folder, world_size=2, weights="sharded")
+    ranks = [Rank(make_spec(number, config)) for number in range(2)]
+    for number, rank in enumerate(ranks):
+        rank.load(number)
+    plain = ranks[1].backend.attend
+    ranks[1].backend.attend = lambda *inputs: Partial.identity(*plain(*inputs).out_THD.shape)
+    with pytest.raises(ModelRefused, match="LlamaForCausalLM is not exact here"):
+        on_groups(Topology(("here",) * 2), lambda number, groups: ranks[number].connect(groups))
 
 
 async def test_a_lost_share_of_a_sum_is_noticed(goldens):

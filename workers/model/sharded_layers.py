@@ -5,19 +5,22 @@ between ranks, which all have the same number of them: in prefill. A layer retur
 it is given, so the modules around it do not change.
 
 Addends are summed in the order of the shares, so that all ranks compute the same bits. Models choose experts by these
-numbers, and the parts of one expert are on all ranks.
+numbers, and the parts of one expert are on all ranks. For the same reason, ranks must have the same kind of processor:
+numbers that each rank computes itself, such as norms, must be equal.
 
 Shape letters: T rows of a rank, R rows to compute (T, or those of all ranks), F features, S shares.
 """
 
 import copy
+import platform
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from longleaf.comm import Comm
-from longleaf.errors import StartError
+from longleaf.errors import GroupFailed
 from workers.model.weight_shares import Share, share_sizes
 
 
@@ -31,14 +34,19 @@ class RowExchange:
         """The rank that holds each share; None if ranks hold the shares of their numbers."""
         self._has_own_rows = False
 
-    def enter(self, comm: Comm | None, device: str) -> None:
-        """Uses the ranks of an epoch. A collective call. Raises StartError unless they hold each share once."""
-        shares = [self.share.index]
-        if comm is not None:
-            shares = comm.all_gather(torch.tensor(shares, device=device)).flatten().tolist()
+    def enter(self, comm: Comm | None, device: str, processor: str) -> None:
+        """Uses the ranks of an epoch. A collective call. Raises GroupFailed unless they hold each share once, and have
+        the same kind of processor.
+        """
+        own = torch.tensor([[self.share.index, crc32(processor.encode())]], device=device)
+        shares, kinds = (own if comm is None else comm.all_gather(own).flatten(0, 1)).T.tolist()
+        if len(set(kinds)) > 1:
+            raise GroupFailed(
+                f"weights: the processors of the ranks differ, and may round differently; this rank has {processor}"
+            )
         if sorted(shares) != list(range(self.share.count)):
             present = ", ".join(map(str, shares))
-            raise StartError(
+            raise GroupFailed(
                 f"weights: a group needs {self.share.count} ranks with one share each, not shares {present}"
             )
         order = sorted(range(len(shares)), key=shares.__getitem__)
@@ -246,6 +254,13 @@ class ShardedExperts(nn.Module):
 def without_weightless(ids_RE: Tensor, weights_RE: Tensor, num_experts: int) -> Tensor:
     """The weights of routed rows, 0 for experts without weights: those only repeat their input, and add it once."""
     return weights_RE.masked_fill(ids_RE >= num_experts, 0)
+
+
+def processor_of(device: str) -> str:
+    """The kind of a device. Devices of the same kind round alike."""
+    if device == "cpu":
+        return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return torch.cuda.get_device_name(device)
 
 
 def replace_modules(root: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:

@@ -54,6 +54,27 @@ def test_tied_weights_count_once(tmp_path: Path) -> None:
     assert tied.weight_bytes == loaded.weight_bytes
 
 
+def test_weights_of_each_rank_are_reported_if_there_are_several(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama")
+    one, three, sharded = (
+        check(config(folder, kv_bytes=1 << 20, **settings), has_weights=False)
+        for settings in ({}, {"world_size": 3}, {"world_size": 3, "weights": "sharded"})
+    )
+    assert (one.share_bytes, one.share_note) == ((), "")
+    assert len(three.share_bytes) == 3
+    assert sharded.share_bytes == three.share_bytes
+    assert sharded.weight_bytes / 3 <= max(three.share_bytes) < 0.4 * three.weight_bytes
+
+
+def test_sharded_weights_leave_more_room_for_keys(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama")
+    whole, sharded = (
+        check(config(folder, world_size=2, weights=weights), has_weights=False).plans[0].rooms[0].kv_bytes
+        for weights in ("whole", "sharded")
+    )
+    assert sharded > whole - (1 << 28)  # memory that other processes take meanwhile
+
+
 def test_trained_length_is_that_of_the_scaled_rope(tmp_path: Path) -> None:
     """The config of a Ministral 3 reports only 4096 positions, of which 512 were stretched by 16."""
     folder = make_checkpoint(tmp_path, "ministral3", max_positions=4096)

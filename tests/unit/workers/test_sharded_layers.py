@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from longleaf.errors import StartError
+from longleaf.errors import GroupFailed
 from tests.support.loopback import loopback
 from tests.support.on_threads import on_ends
 from workers.model.sharded_layers import (
@@ -43,7 +43,7 @@ def computed(order, make, *inputs_N, own):
         share = Share(order[comm.rank], len(order))
         exchange = RowExchange(share)
         module = make(share, exchange)
-        exchange.enter(comm, "cpu")
+        exchange.enter(comm, "cpu", "cpu")
         exchange.set_rows(own=own)
         results = [module(*(one[comm.rank] for one in inputs_N)) for _ in range(2)]
         assert torch.equal(*results)
@@ -168,12 +168,22 @@ def test_experts_of_which_some_have_no_weights(order, own):
 
 def test_ranks_that_do_not_hold_each_share_once_are_refused(order):
     def work(comm):
-        with pytest.raises(StartError, match="a group needs 3 ranks with one share each, not shares 0, 0"):
-            RowExchange(Share(0, len(order))).enter(comm, "cpu")
+        with pytest.raises(GroupFailed, match="a group needs 3 ranks with one share each, not shares 0, 0"):
+            RowExchange(Share(0, len(order))).enter(comm, "cpu", "cpu")
 
     on_ends(loopback(2), work)
-    with pytest.raises(StartError, match="not shares 1"):
-        RowExchange(Share(1, len(order))).enter(None, "cpu")
+    with pytest.raises(GroupFailed, match="not shares 1"):
+        RowExchange(Share(1, len(order))).enter(None, "cpu", "cpu")
+
+
+def test_ranks_on_different_processors_are_refused(order):
+    """They might choose different experts."""
+
+    def work(comm):
+        with pytest.raises(GroupFailed, match=f"processors of the ranks differ.* this rank has kind {comm.rank % 2}"):
+            RowExchange(Share(order[comm.rank], len(order))).enter(comm, "cpu", f"kind {comm.rank % 2}")
+
+    on_ends(loopback(len(order)), work)
 
 
 def test_a_share_computes_nothing_outside_of_a_group(order):
