@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+import torch
 
 from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.cluster.rank_manager import RankManager
@@ -18,6 +19,7 @@ from longleaf.topology import Topology
 from tests.support.golden.asking import MAX_TOKENS, answer, compare, ingest
 from tests.support.golden.plain import LOGIT_TOLERANCE, NEW_TOKENS, load_plain
 from tests.support.golden.states import CONTEXT_LEN, STATES, Logits, running
+from tests.support.loopback import LoopbackComm
 from tests.support.on_threads import on_groups
 from tests.support.running import running_on
 from tests.support.thinned import thinned
@@ -103,6 +105,30 @@ async def test_a_lost_share_of_a_sum_is_noticed(goldens):
 
     async with running(config_for(golden.folder, world_size=2, weights="sharded"), spoil) as engine:
         assert await answer(engine, golden.prompt) != golden.tokens
+
+
+@pytest.mark.parametrize(("family", "per_layer"), [("llama", 4), pytest.param("phi3", 5, marks=pytest.mark.extended)])
+async def test_exchanges_of_a_decode_step(goldens, monkeypatch, family, per_layer):
+    """One for queries, keys and values, one merge, one for the output and one for the MLP (two without a plan); beside
+    the layers those of the embedding, the head and the tokens."""
+    golden, shapes = goldens(family), list[torch.Size]()
+    exchange = LoopbackComm._exchange
+
+    def counted(comm, tensor, read):
+        if comm.rank == 0:
+            shapes.append(tensor.shape)
+        return exchange(comm, tensor, read)
+
+    monkeypatch.setattr(LoopbackComm, "_exchange", counted)
+    settings = {"weights": "sharded", "merge": "gather", "max_draft_tokens": 0, "verify_model": False}
+    counts = list[int]()
+    async with running(config_for(golden.folder, world_size=2, **settings)) as engine:
+        for num_new in (5, 6):
+            before = len(shapes)
+            await answer(engine, golden.prompt[:40], num_new=num_new)
+            counts.append(len(shapes) - before)
+    num_layers = load_plain(golden.folder).config.num_hidden_layers
+    assert counts[1] - counts[0] == per_layer * num_layers + 3
 
 
 @pytest.mark.sampled(2)
