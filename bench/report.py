@@ -60,7 +60,7 @@ def read_results() -> dict[str, Any]:
     """All measurements, new and earlier, and the notes on surprising ones."""
     found = {
         name: json.loads(file(name).read_text())
-        for name in (*BENCHES, "needle", "provenance", "small", "conversation")
+        for name in (*BENCHES, "needle", "provenance", "provenance_smollm2", "small", "conversation")
         if file(name).is_file()
     }
     surprises = RESULTS / "surprises.md"

@@ -49,14 +49,14 @@ class AttributionContext(msgspec.Struct, frozen=True, kw_only=True):
     """Ids of the segments on its path."""
     ends: tuple[int, ...]
     """Position up to which each segment is used."""
-    last_ids: Sequence[int]
-    """Its last token ids, at most LAST_IDS."""
+    num_opening: int
+    """Tokens at its start that are no source: the chat template before the first document, or attention sinks."""
+    owner: object
+    """Exists as long as any context that ends in the same segment, which never changes."""
     block_size: int
     """Tokens of a block; a multiple of the tokens of a span."""
     full_layers: tuple[int, ...]
     """Layers with full attention."""
-    can_cut: bool
-    """Whether a prompt may continue from any position of the context."""
 
     @property
     def end(self) -> int:
@@ -69,9 +69,6 @@ class AttributionContext(msgspec.Struct, frozen=True, kw_only=True):
         return ContinuationPoint(
             tuple(each for each, start in zip(self.segments, starts, strict=False) if start < end), end
         )
-
-
-LAST_IDS = 16
 
 
 class ContinuationPoint(msgspec.Struct, frozen=True):
@@ -91,6 +88,8 @@ class SpanLayout(msgspec.Struct, frozen=True):
     """Layers whose attention is reported; empty: all layers with full attention."""
     num_spans: int = 0
     """Number of spans in the context."""
+    num_opening: int = 0
+    """Tokens at the start of the context that belong to no span."""
 
 
 class ProbeResult(msgspec.Struct, frozen=True):
@@ -130,10 +129,12 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     beginning: ContinuationPoint | None = None
     """Position to continue from, if not the current end of the context."""
     is_probe: bool = False
-    """Whether this is a probe. It scores its last `num_scored` tokens; if that is 0, it returns the mean attention of
-    all its tokens."""
+    """Whether this is a probe. It scores its last `num_scored` tokens, and returns the mean attention of its last
+    `num_reported` tokens."""
     num_scored: int = 0
     """Number of tokens, at the end of a probe, to score."""
+    num_reported: int = 0
+    """Number of tokens, at the end of a probe with `cuts`, whose attention is reported."""
 
     @property
     def is_whole(self) -> bool:
@@ -149,9 +150,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_rows(self) -> int:
         """Minimum number of tokens, at the end of the prompt, that are computed as rows with an output."""
-        if not self.is_probe:
-            return 1
-        return self.num_scored + 1 if self.num_scored else len(self.token_ids)
+        return max(1, self.num_scored + 1 if self.num_scored else 0, self.num_reported)
 
     @property
     def num_open(self) -> int:

@@ -1,4 +1,4 @@
-"""What a measurement on a GPU ran on."""
+"""The machine, the GPU and the versions of a measurement."""
 
 import platform
 import subprocess

@@ -1,14 +1,18 @@
 """One question with its sources, and whether these are where its fact stands."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from bench.needle.documents import Question
 from longleaf.client import Client
-from longleaf.types import Delta, Finished, Provenance, Ranking, Source
+from longleaf.types import Delta, Event, Finished, Provenance, Ranking, Source
 
 MAX_TOKENS = 96
+LINE_TOKENS = 32
+"""Most tokens of an answer of one line."""
+MOST_SPANS = 64
+"""Most spans that the service reports. A document of up to 4,096 tokens has no more."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -31,8 +35,8 @@ class Attributed(msgspec.Struct, frozen=True):
     is_right: bool
     rank: int | None
     """Rank of the first source that contains the fact, from 0; None: no returned source contains it."""
-    has_largest_drop: bool
-    """The source with the largest drop among the returned ones contains the fact."""
+    has_largest_drop: bool | None
+    """The source with the largest drop among the returned ones contains the fact. None if they were not confirmed."""
     share: float
     """The share of the first source."""
     drop: float
@@ -44,12 +48,37 @@ def ask(
 ) -> Attributed:
     """Asks with sources, which are confirmed."""
     wanted = Provenance(ranking=method, confirm=True)
-    events = list(client.ask(context, question.text, max_tokens=MAX_TOKENS, provenance=wanted))
-    last = events[-1]
-    assert isinstance(last, Finished)
-    assert last.attribution is not None
-    answer = "".join(event.text for event in events if isinstance(event, Delta))
-    return judged(question, answer, last.attribution.sources, place, tokens, method)
+    answer, sources, _ = _answer(client.ask(context, question.text, max_tokens=MAX_TOKENS, provenance=wanted))
+    return judged(question, answer, sources, place, tokens, method)
+
+
+def ask_by_line(
+    client: Client, context: str, question: Question, place: Place | None, tokens: int
+) -> tuple[Attributed, Attributed]:
+    """Asks once for an answer of one line: its sources by contrast, and raw. They are not confirmed."""
+    wanted = Provenance(num_spans=MOST_SPANS, per_token=True)
+    events = client.ask(context, question.text, max_tokens=LINE_TOKENS, stop=["\n"], provenance=wanted)
+    answer, sources, raw = _answer(events)
+    by_contrast = judged(question, answer, sources, place, tokens, "contrast")
+    return by_contrast, judged(question, answer, raw, place, tokens, "raw")
+
+
+def _answer(events: Iterable[Event]) -> tuple[str, Sequence[Source], Sequence[Source]]:
+    """The answer, its sources, and the sources of its Deltas by their summed shares."""
+    text, sources, sums = "", tuple[Source, ...](), dict[int, Source]()
+    for event in events:
+        match event:
+            case Delta():
+                text += event.text
+                for source in event.attribution.sources if event.attribution else ():
+                    before = sums.get(source.token_start)
+                    share = source.share * len(event.token_ids) + (before.share if before else 0.0)
+                    sums[source.token_start] = msgspec.structs.replace(source, share=share)
+            case Finished() if event.attribution is not None:
+                sources = event.attribution.sources
+            case _:
+                pass
+    return text, sources, sorted(sums.values(), key=lambda source: -source.share)
 
 
 def judged(
@@ -58,13 +87,14 @@ def judged(
     """Compares the sources of an answer with the place of the fact."""
     meets = [place is not None and place.meets(source) for source in sources]
     drops = [source.drop or 0.0 for source in sources]
+    is_unconfirmed = any(source.drop is None for source in sources)
     return Attributed(
         task=question.task,
         tokens=tokens,
         method=method,
         is_right=question.is_answered(answer),
         rank=meets.index(True) if any(meets) else None,
-        has_largest_drop=bool(drops) and meets[drops.index(max(drops))],
+        has_largest_drop=None if is_unconfirmed else bool(drops) and meets[drops.index(max(drops))],
         share=sources[0].share if sources else 0.0,
         drop=max(drops, default=0.0),
     )

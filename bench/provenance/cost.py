@@ -1,4 +1,4 @@
-"""The additional cost of a token with sources. Neither side uses drafts, because rows with sources have none."""
+"""The additional cost of a token with sources. Neither side uses drafts, whose number would depend on the time."""
 
 import random
 from statistics import median

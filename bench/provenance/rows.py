@@ -22,16 +22,17 @@ def rows(answers: Iterable[Attributed]) -> list[Row]:
 
 
 def _row(tokens: int, method: str, task: str, is_right: bool, found: Sequence[Attributed]) -> Row:
-    return {
+    row: Row = {
         "tokens": tokens,
         "task": task,
         "method": method,
         "answers": "right" if is_right else "wrong",
         "top1": sum(each.rank == 0 for each in found),
         "top3": sum(each.rank is not None and each.rank < 3 for each in found),
-        "drop_is_largest": sum(each.has_largest_drop for each in found),
         "of": len(found),
     }
+    confirmed = [each.has_largest_drop for each in found if each.has_largest_drop is not None]
+    return row | ({"drop_is_largest": sum(confirmed)} if confirmed else {})
 
 
 def _apart(tokens: int, method: str, answers: Iterable[Attributed]) -> Row | None:

@@ -18,7 +18,6 @@ from coordinator.engine.stream import Stream
 from coordinator.engine.stream_registry import StreamRegistry
 from coordinator.engine.views import count_scheduled, view_cluster, view_context
 from coordinator.engine_messages import (
-    LAST_IDS,
     AttributionContext,
     DocumentPart,
     DocumentPrompt,
@@ -55,6 +54,9 @@ all ranks, so that other requests do not have to wait.
 """
 log = logging.getLogger(__name__)
 STOPPING = "the service is stopping"
+MIN_OPENING = 4
+"""Minimum number of tokens at the start of a context that are no source of an answer. Models use them as attention
+sinks (Xiao et al. 2024, arXiv 2309.17453)."""
 
 
 def unobserved(*_: object) -> None:
@@ -313,13 +315,14 @@ class Engine:
     def attribution_context(self, context_id: str) -> AttributionContext:
         """Return the data that attributes answers to the parts of a context. Raises NotFound."""
         path, readies = self.named(context_id).path, self._readies()
+        text = path.segments[0].text
         return AttributionContext(
             segments=path.ids,
             ends=tuple(end for _, _, end in path.parts()),
-            last_ids=path.token_ids(max(0, path.end - LAST_IDS)),
+            num_opening=min(path.end, max(MIN_OPENING, text.num_lead if text is not None else 0)),
+            owner=path.segments[-1],
             block_size=self._config.block_size,
             full_layers=readies[0].full_layers,
-            can_cut=readies[0].windows is None,
         )
 
     def last_upload_id(self, context_id: str) -> str:

@@ -26,7 +26,7 @@ class SpanTable:
     """The spans of a context, numbered along its path. Each segment is divided from its start."""
 
     bounds: Sequence[tuple[int, int]]
-    """[start, end) of each span, in tokens."""
+    """[start, end) of each span, in tokens, without the tokens of the opening; empty for spans inside it."""
     cuts: SpanLayout
     context: AttributionContext
     """The context as it was when the answer began."""
@@ -51,11 +51,9 @@ def spans_of(provenance: Provenance, attribution_context: AttributionContext) ->
             raise InvalidArgument(
                 f"provenance.layers[{i}]", f"layer {layer} does not attend to all keys; these do: {those}"
             )
-    if provenance.ranking == "contrast" and not attribution_context.can_cut:
-        message = "contrast starts inside the context, which is not supported with --window-keys replicated"
-        raise InvalidArgument("provenance.ranking", message)
+    opening = attribution_context.num_opening
     bounds = [
-        (at, min(at + size, end))
+        (max(opening, at), max(opening, min(at + size, end)))
         for start, end in zip((0, *attribution_context.ends[:-1]), attribution_context.ends, strict=True)
         for at in range(start, end, size)
     ]
@@ -65,7 +63,7 @@ def spans_of(provenance: Provenance, attribution_context: AttributionContext) ->
         )
         raise InvalidArgument("provenance.span_token_count", message)
     layers = tuple(sorted(set(provenance.layers)))
-    return SpanTable(bounds, SpanLayout(size, layers, len(bounds)), attribution_context)
+    return SpanTable(bounds, SpanLayout(size, layers, len(bounds), opening), attribution_context)
 
 
 class AttentionAccumulator:
@@ -95,10 +93,10 @@ class AttentionAccumulator:
         return self._all[:-NUM_OTHER_SHARES]
 
     @property
-    def others(self) -> tuple[float, float, float]:
-        """Mean shares of the prompt, the answer and the sinks."""
-        prompt, answer, sinks = self._all[-NUM_OTHER_SHARES:]
-        return float(prompt), float(answer), float(sinks)
+    def others(self) -> tuple[float, float, float, float]:
+        """Mean shares of the prompt, the answer, learned sinks and the context's opening."""
+        prompt, answer, sinks, opening = self._all[-NUM_OTHER_SHARES:]
+        return float(prompt), float(answer), float(sinks), float(opening)
 
     @property
     def _all(self) -> Shares:
@@ -127,20 +125,12 @@ class AttentionTotals:
 
 
 def top(values: Shares, count: int) -> list[int]:
-    """The spans with the largest values; among equals, the first ones. Sorts only the result, because it may run for
-    every token."""
+    """The spans with the largest positive values; among equals, the first ones. Sorts only the result, because it may
+    run for every token."""
     count = min(count, len(values))
     least = np.partition(values, len(values) - count)[len(values) - count] if count else 0.0
-    found = np.flatnonzero(values >= least)
+    found = np.flatnonzero((values >= least) & (values > 0))
     return [int(span) for span in found[np.argsort(-values[found], kind="stable")][:count]]
-
-
-def candidates(shares: Shares, contrast: Shares | None, count: int) -> list[int]:
-    """Spans to hide: alternately the best of both rankings, without duplicates."""
-    if contrast is None:
-        return top(shares, count)
-    pairs = zip(top(shares, count), top(contrast, count), strict=True)
-    return list(dict.fromkeys(span for pair in pairs for span in pair))[:count]
 
 
 def attribution(
@@ -155,7 +145,7 @@ def attribution(
     """The result for a client, with the `chosen` spans in their order."""
     if not sums.num_tokens:
         return Attribution()
-    shares, (prompt, answer, sinks) = sums.shares, sums.others
+    shares, (prompt, answer, sinks, opening) = sums.shares, sums.others
     assert len(shares) == len(spans), "ranks reported other spans"
     sources = list[Source]()
     for span in chosen:
@@ -182,5 +172,6 @@ def attribution(
         prompt_share=prompt,
         answer_share=answer,
         sink_share=sinks,
+        opening_share=opening,
         num_tokens=sums.num_tokens,
     )

@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from coordinator import engine_messages
-from coordinator.engine_messages import LAST_IDS
 from coordinator.handlers.attribution import (
     AttentionAccumulator,
     AttentionTotals,
-    Shares,
     SpanTable,
     attribution,
-    candidates,
     spans_of,
     top,
 )
+from coordinator.handlers.attribution_baseline import NUM_ROWS, Baselines
 from coordinator.text.text_map import TextMap
 from longleaf.errors import InvalidArgument, NotFinite, ResourceExhausted, Unavailable
 from longleaf.rank_protocol.step import Attention
@@ -55,12 +54,13 @@ def no_text(_: str) -> TextMap | None:
 class AttributionTracer:
     """Attribution of the answers of one request."""
 
-    def __init__(self, request: Generate, provenance: Provenance) -> None:
+    def __init__(self, request: Generate, provenance: Provenance, baselines: Baselines) -> None:
         """Raises InvalidArgument if the request names no context."""
         if request.context is None:
             raise InvalidArgument("provenance", "needs a context, and the request names none")
         self._context = request.context
         self._provenance = provenance
+        self._baselines = baselines
         self._reported = [AttentionTotals() for _ in range(request.num_samples)]
         self._num_open = 0
         """Samples that have not ended."""
@@ -71,8 +71,9 @@ class AttributionTracer:
         self._scheduling = engine_messages.DEFAULT_SCHEDULING
         self._token_ids: Sequence[int] = ()
         """Tokens of the prompt, if it must be read again."""
+        self._room = 0
+        """Number of tokens that fit after the context."""
         self._charge: Callable[[int], None] = lambda _: None
-        self._baseline: Shares | None = None
 
     def begin(
         self, engine: "Engine", prompt: engine_messages.Prompt, texts: TextMaps, charge: Callable[[int], None]
@@ -82,6 +83,8 @@ class AttributionTracer:
         self._engine, self._charge = engine, charge
         self._spans = spans_of(self._provenance, engine.attribution_context(self._context))
         self._text = texts(self._context)
+        room = engine.answer_room(self._context, 0, 1, is_whole=prompt.is_whole)
+        self._room = max(room, len(prompt.token_ids) + prompt.sampling.max_tokens)
         if self._provenance.confirm:
             self._token_ids = prompt.token_ids
         self._scheduling, self._num_open = prompt.scheduling, prompt.num_open
@@ -108,38 +111,30 @@ class AttributionTracer:
         if self._spans is None or not totals.sums.num_tokens:
             return replace(finished, attribution=Attribution())
         provenance, shares = self._provenance, totals.sums.shares
-        contrast = await self._contrast(shares) if provenance.confirm or provenance.ranking == "contrast" else None
-        ranked = contrast if provenance.ranking == "contrast" and contrast is not None else shares
-        chosen, drops = top(ranked, provenance.num_spans), None
-        if provenance.confirm:
-            chosen = candidates(shares, contrast, provenance.num_spans)
-            chosen.sort(key=lambda span: (-ranked[span], span))
+        contrast = shares - await self._baseline(self._spans) if provenance.ranking == "contrast" else None
+        chosen, drops = top(shares if contrast is None else contrast, provenance.num_spans), None
+        if provenance.confirm and chosen:
             drops = dict(zip(chosen, await self._drops(totals.token_ids, chosen), strict=True))
         found = attribution(totals.sums, self._spans, chosen, contrast=contrast, drops=drops, text=self._text)
         return replace(finished, attribution=found)
 
-    async def _contrast(self, shares: Shares) -> Shares | None:
-        """The shares minus those of the last tokens before the question; None if the context cannot be cut."""
-        assert self._spans is not None
-        if not self._spans.context.can_cut:
-            return None
-        if self._baseline is None:
-            self._baseline = await self._find_baseline(self._spans)
-        return shares - self._baseline
-
-    async def _find_baseline(self, spans: SpanTable) -> Shares:
-        baseline, last_ids = np.zeros(len(spans)), spans.context.last_ids
-        end = spans.context.end - len(last_ids)
-        if end < LAST_IDS:
-            return baseline
-        hidden = tuple((start, min(stop, end)) for start, stop in self._hidden if start < end)
-        probe = replace(self._probe(last_ids, end), cuts=spans.cuts, hidden=hidden)
-        [found] = await self._run([probe])
-        if found.attention is not None:
-            sums = AttentionAccumulator()
-            sums.add(found.attention)
-            baseline[: len(sums.shares)] = sums.shares
-        return baseline
+    async def _baseline(self, spans: SpanTable) -> NDArray[np.float32]:
+        """The shares of the context's spans for a neutral question, which is read after the context."""
+        context, hidden = spans.context, self._hidden
+        if not hidden and (stored := self._baselines.get(context, spans.cuts)) is not None:
+            return stored
+        token_ids = await self._baselines.token_ids()
+        fitting = token_ids[: self._room]
+        probe = self._probe(fitting, context.end)
+        num_reported = min(len(fitting), NUM_ROWS)
+        [found] = await self._run([replace(probe, cuts=spans.cuts, hidden=hidden, num_reported=num_reported)])
+        assert found.attention is not None, "ranks report the attention of a probe with spans"
+        sums = AttentionAccumulator()
+        sums.add(found.attention)
+        shares = sums.shares.astype(np.float32)
+        if not hidden and len(fitting) == len(token_ids):
+            self._baselines.put(context, spans.cuts, shares)
+        return shares
 
     async def _drops(self, answer: "array[int]", chosen: Sequence[int]) -> list[float]:
         """Decrease of the log probability of the answer, in nats, with each of the spans hidden."""

@@ -12,6 +12,7 @@ import msgspec
 from coordinator import engine_messages
 from coordinator.auth.caller import CALLER, OWNER
 from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
+from coordinator.handlers.attribution_baseline import NEUTRAL_QUESTION, Baselines
 from coordinator.handlers.attribution_tracing import AttributionTracer, TextMaps, no_text, submit_patiently
 from coordinator.handlers.journal_replay import replay_journal
 from coordinator.handlers.prompt_encoder import Prompts
@@ -66,6 +67,7 @@ class Generation:
         self._clock = clock
         self._wall_clock = wall_clock
         self._prompts = Prompts(engine, tokenizer, threads)
+        self._baselines = Baselines(lambda: self._prompts.question_ids(NEUTRAL_QUESTION))
         self._journal = journal
         self._observers = observers
         self._quotas = quotas
@@ -108,7 +110,7 @@ class Generation:
         continues after its last token when a client reads it. Raises StorageUnavailable."""
         for resident, output in self._journal.load() if self._journal is not None else ():
             request, request_id = resident.request, resident.request_id
-            tracing = _make_tracer(request)
+            tracing = self._make_tracer(request)
             answer = self._make_assembler(request_id, request, tracing, resident.token_ids)
             past_events, generated = await self._threads.run(
                 replay_journal, output, self._prompt(request, resident.token_ids), answer
@@ -118,7 +120,7 @@ class Generation:
 
     async def _events(self, request_id: str, request: Generate, deadline: float | None) -> AsyncGenerator[Event, None]:
         with nullcontext() if request.resume_seconds else self._run_unregistered(request_id):
-            tracing = _make_tracer(request)
+            tracing = self._make_tracer(request)
             self._quotas.check_generation()  # before the work that a long prompt causes
             token_ids = await self._prompts.ids_of(request)
             if request.until_full:
@@ -249,6 +251,12 @@ class Generation:
             max_draft_tokens=most if request.max_draft_tokens is None else min(most, request.max_draft_tokens),
         )
 
+    def _make_tracer(self, request: Generate) -> AttributionTracer | None:
+        """Raises InvalidArgument."""
+        if request.provenance is None:
+            return None
+        return AttributionTracer(request, request.provenance, self._baselines)
+
     def _make_assembler(
         self, request_id: str, request: Generate, tracing: AttributionTracer | None, token_ids: Sequence[int]
     ) -> ResponseAssembler:
@@ -262,11 +270,6 @@ class Generation:
         reasons = (self._engine.exactness_note, HIDDEN if request.hidden else "", scaling)
         note = "; ".join(filter(None, reasons))
         return ResponseAssembler(request_id, request, alphabet, ends, self._clock, note, tracing, before)
-
-
-def _make_tracer(request: Generate) -> AttributionTracer | None:
-    """Raises InvalidArgument."""
-    return AttributionTracer(request, request.provenance) if request.provenance is not None else None
 
 
 def _is_whole(request: Generate) -> bool:

@@ -47,6 +47,12 @@ class Prompts:
             return await self._conversation_ids(request, request.input, limit)
         return await self._text_ids(request, request.input, limit)
 
+    async def question_ids(self, text: str) -> Sequence[int]:
+        """The token ids of a question after a document. Raises InvalidArgument, or Unavailable during shutdown."""
+        pieces = await self._pieces([Message("user", text)], True, {}, "text", lambda _: "text")
+        limit = SizeLimit(self._engine, self._tokenizer.max_bytes_per_token, 0)
+        return await self._encode("text", await self._encoders(pieces, True), limit)
+
     async def _text_ids(self, request: Generate, text: str, limit: SizeLimit) -> Sequence[int]:
         if not text:
             raise InvalidArgument("text", "the question is empty" if request.context else "the prompt is empty")

@@ -20,12 +20,12 @@ class RowSelector:
 
     def next(self, jobs: Sequence[SequenceJob], most_probed: int) -> list[SequenceJob]:
         """The ready sequences that have rows in the next step, at least one. They have at most `most_probed` probe
-        rows, or a single probe, and at most MAX_TOLD_SPANS spans."""
+        rows, or a single probe, and at most MAX_ATTRIBUTED_SPANS spans."""
         most_probed, num_probed, num_spans, chosen = min(MAX_PROBED, most_probed), 0, 0, set[int]()
         ordered = sorted(jobs, key=lambda job: self._late.get(job.id, inf))
         for job in ordered:
             probed = job.prefill.num_unplaced if job.prompt.is_probe else 0
-            spans = job.prompt.cuts.num_spans if job.prompt.cuts is not None else 0
+            spans = job.num_spans
             if num_spans + spans > MAX_ATTRIBUTED_SPANS or (
                 probed and num_probed and num_probed + probed > most_probed
             ):

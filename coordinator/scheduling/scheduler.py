@@ -381,7 +381,7 @@ class Scheduler:
     def _commit_tokens(self, job: SequenceJob, result: StepResult) -> None:
         request_id, reason = job.request.id, "length"
         if not job.prompt.is_probe:
-            index, attention = job.num_generated, result.attention.get(job.id)
+            index, attention = job.num_generated, result.attention.get(job.id, ())
             sampled, num_appended = result.tokens[job.id], 0
             if len(sampled) > 1:
                 job.accept([token.id for token in sampled[:-1]])
@@ -389,10 +389,9 @@ class Scheduler:
                 num_appended += 1
                 if (reason := job.append_token(token.id)) is not None:
                     break  # tokens sampled after the end of the answer are dropped
-            attentions = () if attention is None else (attention,)
             counts = (self._drafter.record_tokens(job, sampled), min(num_appended, len(sampled) - 1))
             self.drafts.add(*counts, num_appended)
-            tokens = sampled[:num_appended]
+            tokens, attentions = sampled[:num_appended], attention[:num_appended]
             self._outcomes.append((request_id, Tokens(index, tokens, job.sample, attentions, *counts)))
         if reason is not None:
             self._outcomes.append((request_id, job.ended(reason, result)))

@@ -15,7 +15,16 @@ from coordinator.speculation.sequence_drafter import SequenceDrafter
 from longleaf.errors import LongleafError
 from longleaf.positions import OWN_ROPE
 from longleaf.rank_protocol.row_delta import row_delta
-from longleaf.rank_protocol.step import PenaltyHistory, Prefill, Row, SamplingTerms, Spans, StepResult, Work
+from longleaf.rank_protocol.step import (
+    MAX_ATTRIBUTED_SPANS,
+    PenaltyHistory,
+    Prefill,
+    Row,
+    SamplingTerms,
+    Spans,
+    StepResult,
+    Work,
+)
 from longleaf.types import TokenRange
 
 
@@ -116,9 +125,8 @@ class SequenceJob(Job):
 
     def ended(self, reason: EndReason, result: StepResult) -> Ended:
         """The message to the client at the end, without the times, which the engine adds."""
-        found = (
-            ProbeResult(result.scores.get(self.id, ()), result.attention.get(self.id)) if self.prompt.is_probe else None
-        )
+        attention = next(iter(result.attention.get(self.id, ())), None)
+        found = ProbeResult(result.scores.get(self.id, ()), attention) if self.prompt.is_probe else None
         return Ended(
             reason=reason,
             prompt_tokens=self.num_prompt,
@@ -218,8 +226,8 @@ class SequenceJob(Job):
         """The spans for which its rows report attention."""
         if (cuts := self.prompt.cuts) is None:
             return None
-        num_segments, is_probe = len(self.request.origin.segments), self.prompt.is_probe
-        return Spans(cuts.size, num_segments, self.num_prompt, cuts.layers, is_probe)
+        num_segments, num_rows = len(self.request.origin.segments), self.prompt.num_reported
+        return Spans(cuts.size, num_segments, self.num_prompt, cuts.layers, num_rows, cuts.num_opening)
 
     def _num_reference(self, num_requested: int) -> int:
         """Number of tokens to recompute for the comparison, once the plans have requested the complete answer; else
@@ -229,15 +237,28 @@ class SequenceJob(Job):
 
     @property
     def may_draft(self) -> bool:
-        """Its rows may have drafts. Probes and rows that report attention have none, because attention is reported per
-        row."""
-        return self.prompt.max_draft_tokens > 0 and self.prompt.cuts is None and not self.prompt.is_probe
+        """Its rows may have drafts."""
+        return self.max_drafts > 0
+
+    @property
+    def max_drafts(self) -> int:
+        """Maximum number of drafts of any of its rows. Attention is reported for each position of a row, and must fit
+        into the result of a step."""
+        if self.prompt.is_probe:
+            return 0
+        most, cuts = self.prompt.max_draft_tokens, self.prompt.cuts
+        return most if cuts is None else min(most, MAX_ATTRIBUTED_SPANS // max(1, cuts.num_spans) - 1)
+
+    @property
+    def num_spans(self) -> int:
+        """Maximum number of spans that it reports in a step."""
+        return 0 if self.prompt.cuts is None else self.prompt.cuts.num_spans * (1 + self.max_drafts)
 
     def most_drafts(self, block_size: int) -> int:
         """Maximum number of drafts for a row that was placed just now. Drafts take no new block, and a step yields one
         token more than the accepted drafts."""
         left = self.max_requested - self.num_requested
-        return min(self.prompt.max_draft_tokens, left, self.tail.num_spare(block_size))
+        return min(self.max_drafts, left, self.tail.num_spare(block_size))
 
     def with_drafts(self, row: Row, draft_ids: tuple[int, ...]) -> Row:
         """The row with drafts after its token. Drafts are not recorded in the segment until they are accepted."""

@@ -82,11 +82,12 @@ class AttributionColumns:
 class BlockSums:
     """Attribution parameters of a step's reads, and the kernels' report for one layer."""
 
-    def __init__(self, reads: Sequence[AttributedRead]) -> None:
-        """`reads` has one item for each read of the step, in the same order."""
+    def __init__(self, reads: Sequence[AttributedRead], num_entries: int = 0) -> None:
+        """`reads` has one item for each read of the step, in the same order. The output has room for at least
+        `num_entries` entries, of which the kernels write those of the reads."""
         self.reads = reads
         self.table = table(reads, len(AttributedRead._fields))
-        self._size = max((read.end for read in reads), default=0)
+        self._size = max((num_entries, *(read.end for read in reads)))
         self._room_KE2 = torch.empty(0, 0, 2)
         self._is_attributed = False
 

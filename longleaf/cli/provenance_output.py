@@ -8,9 +8,10 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
+from longleaf.citation import cite
 from longleaf.cli.options import option
 from longleaf.errors import InvalidArgument
-from longleaf.types import ContextText, Finished, GenerateOptions, Provenance, Source
+from longleaf.types import Attribution, ContextText, Finished, GenerateOptions, Provenance, Source
 
 if TYPE_CHECKING:
     from longleaf.client import Client
@@ -22,7 +23,9 @@ CONTROLS = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if ch
 """Control characters, with their replacement for `str.translate`."""
 
 
-NATS = "[percent: share of the attention; nats: decrease of the answer's log probability without the source]"
+SHARES = "share of attention"
+CONTRAST = ", ranked by its excess over that for a neutral question"
+NATS = "; nats: how much less likely the answer is without it (2.3: ten times)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +40,12 @@ class SourceFlags:
         bool,
         option(SOURCES, "Measure how much less likely the answer is without each source, in nats.", "--confirm"),
     ] = False
-    contrast: Annotated[
+    raw: Annotated[
         bool,
         option(
             SOURCES,
-            "Rank the spans by their attention minus the attention that the last tokens of the context give them.",
-            "--contrast",
+            "Rank the spans by their attention, without comparing it with that for a neutral question.",
+            "--raw",
         ),
     ] = False
     hide: Annotated[
@@ -57,12 +60,12 @@ class SourceFlags:
 
     def options(self) -> GenerateOptions:
         """Options for the client. Raises InvalidArgument."""
-        for name, is_given in (("--confirm", self.confirm), ("--contrast", self.contrast)):
+        for name, is_given in (("--confirm", self.confirm), ("--raw", self.raw)):
             if is_given and not self.sources:
                 raise InvalidArgument(name, "needs --sources")
         options = GenerateOptions(hidden=sorted(map(_range, self.hide or ())))
         if self.sources:
-            ranking = "contrast" if self.contrast else "raw"
+            ranking = "raw" if self.raw else "contrast"
             options["provenance"] = Provenance(num_spans=self.source_count, ranking=ranking, confirm=self.confirm)
         return options
 
@@ -142,11 +145,9 @@ class SourceList:
         num_tokens = self._client.get_context(self._context).tokens
         for source in joined(attribution.sources):
             self._console.print(self._source_text(source, num_tokens))
-        message = f"{attribution.context_share:.1%} on the context, {attribution.prompt_share:.1%} on the prompt, "
-        message += f"{attribution.answer_share:.1%} on the answer, {attribution.sink_share:.1%} on learned sinks"
-        self._console.print(Text(f"[attention: {message}]", style="dim"))
-        if any(source.drop is not None for source in attribution.sources):
-            self._console.print(Text(NATS, style="dim"))
+        self._console.print(Text(f"[attention: {_format_shares(attribution)}]", style="dim"))
+        if attribution.sources:
+            self._console.print(Text(f"[percent: {_legend(attribution.sources)}]", style="dim"))
 
     def _source_text(self, source: Source, num_tokens: int) -> Text:
         found = excerpt(self._client, self._context, source, num_tokens)
@@ -163,11 +164,29 @@ class SourceList:
         return text
 
 
+def _format_shares(attribution: Attribution) -> str:
+    """The shares of an answer's attention, except for learned sinks of models that have none."""
+    shares = [
+        (attribution.context_share, "the context"),
+        (attribution.opening_share, "its first tokens"),
+        (attribution.prompt_share, "the prompt"),
+        (attribution.answer_share, "the answer"),
+    ]
+    if attribution.sink_share:
+        shares.append((attribution.sink_share, "learned sinks"))
+    return ", ".join(f"{share:.1%} on {name}" for share, name in shares)
+
+
+def _legend(sources: Sequence[Source]) -> str:
+    """The meaning of the numbers of sources."""
+    order = CONTRAST if any(source.contrast is not None for source in sources) else ""
+    return SHARES + order + (NATS if any(source.drop is not None for source in sources) else "")
+
+
 def _place(source: Source, text: ContextText | None) -> str:
-    """The file and line if known, otherwise the tokens."""
-    if text is not None and text.file and text.line is not None:
-        return f"{text.file.translate(CONTROLS)}:{text.line}"
-    return f"tokens {source.token_start:,}-{source.token_end:,}"
+    """The file and lines if known, otherwise the tokens."""
+    place = cite(source, text).place.translate(CONTROLS) if text is not None else ""
+    return place or f"tokens {source.token_start:,}-{source.token_end:,}"
 
 
 def _numbers(source: Source) -> str:

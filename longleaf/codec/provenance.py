@@ -17,13 +17,13 @@ MAX_HIDDEN = 1024
 MAX_SPANS = 64
 encode_attribution, decode_attribution = derive(Attribution, generation_pb.Attribution)
 _encode_provenance, _decode_provenance = derive(Provenance, generation_pb.Provenance)
-"""Without a ranking: raw."""
+"""Without a ranking: contrast."""
 
 
 def encode_provenance(provenance: Provenance) -> generation_pb.Provenance:
     """Raises InvalidArgument when a value does not fit its field."""
     if provenance.ranking not in RANKINGS:
-        raise InvalidArgument("provenance.ranking", f"{provenance.ranking!r} is neither raw nor contrast")
+        raise InvalidArgument("provenance.ranking", f"{provenance.ranking!r} is neither contrast nor raw")
     check_range("provenance.span_count", provenance.num_spans, 1, MAX_SPANS)
     if provenance.span_tokens is not None:
         check_range("provenance.span_token_count", provenance.span_tokens, 1, 2**31 - 1)

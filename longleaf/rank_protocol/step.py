@@ -30,8 +30,11 @@ class Spans(msgspec.Struct, frozen=True, omit_defaults=True):
     """End position of the prompt. Positions after the segments and before it are the prompt, later ones the answer."""
     layers: tuple[int, ...] = ()
     """Layers to include, all of them full-attention layers; empty: all full-attention layers."""
-    of_all_rows: bool = False
-    """Report the mean over all rows of a step; otherwise only the row that is sampled from."""
+    num_rows: int = 0
+    """Report the mean over so many last rows of a step; 0: each row that is sampled from."""
+    num_lead: int = 0
+    """Tokens at the start of the first segment that belong to no span: the chat template before a document, and tokens
+    that act as attention sinks. Their share is reported separately."""
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
@@ -114,7 +117,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     draft_ids: tuple[int, ...] = ()
     """Draft tokens, computed at the positions after the others. A draft is accepted if it equals the token sampled at
     its position, up to the first mismatch. Runs and windows have their extent for the case that all are accepted; ranks
-    truncate them. Rows with scores or spans have no drafts.
+    truncate them. Rows with scores have no drafts.
     """
 
     @property
@@ -243,8 +246,8 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
         return sum(row.num_reference for row in self.work.rows) if isinstance(self.work, Decode) else 0
 
 
-NUM_OTHER_SHARES = 3
-"""Shares besides the spans: prompt, answer, sinks."""
+NUM_OTHER_SHARES = 4
+"""Shares besides the spans: prompt, answer, learned sinks, and the lead of the context (`Spans.num_lead`)."""
 MAX_ATTRIBUTED_SPANS = 1 << 19
 """Maximum number of spans in the results of a step, over all rows."""
 SPAN_BYTES = 12
@@ -257,8 +260,8 @@ class Attention(msgspec.Struct, frozen=True, array_like=True):
     """Attention of a row, or the mean over rows, of a sequence. Arrays as bytes in native byte order."""
 
     means: bytes
-    """float32, mean over the heads of all included layers: the share of each span, then of the prompt, the answer, and
-    sinks; the sum is 1."""
+    """float32, mean over the heads of all included layers: the share of each span, then of the prompt, the answer,
+    learned sinks, and the lead of the context; the sum is 1."""
     largest: bytes
     """float32, the largest share of a single head per span; for a mean over rows, the largest in any of them."""
     heads: bytes
@@ -289,8 +292,9 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     """Whether all keys and values of a chunk are finite, on all ranks; otherwise the chunk must not be read."""
     comparisons: dict[int, Verification] = msgspec.field(default_factory=dict[int, Verification])
     """By sequence, for the compared answers that this step completed; their durations are part of `seconds`."""
-    attention: dict[int, Attention] = msgspec.field(default_factory=dict[int, Attention])
-    """By sequence, for rows with spans."""
+    attention: dict[int, tuple[Attention, ...]] = msgspec.field(default_factory=dict[int, tuple[Attention, ...]])
+    """By sequence with spans: for each of its tokens, that of the row which it was sampled from; or the mean over
+    rows."""
     scores: dict[int, tuple[float, ...]] = msgspec.field(default_factory=dict[int, tuple[float, ...]])
     """By sequence, natural logarithms of the probabilities of scored tokens, from the model's unmodified distribution.
     """

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-Ranking = Literal["raw", "contrast"]
+Ranking = Literal["contrast", "raw"]
 TokenRange = tuple[int, int]
 """Tokens [start, end) of a context, counted from 0."""
 MIN_SPAN_TOKENS = 32
@@ -23,8 +23,9 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     """Layers to include, which must be full-attention layers; empty: all of them."""
     per_token: bool = False
     """Each Delta also has the attribution of its tokens, ranked `raw`."""
-    ranking: Ranking = "raw"
-    """`raw`: by share of attention; `contrast`: by the share minus that of the tokens before the question."""
+    ranking: Ranking = "contrast"
+    """`contrast`: by the share of attention minus the baseline, the share that the same span gets for a neutral
+    question; `raw`: only by the share. Spans without a positive value are not returned."""
     confirm: bool = False
     """After the answer, its first 256 tokens are evaluated again with each source hidden in turn."""
 
@@ -45,7 +46,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     largest_head: int
     """Number of that head in its layer."""
     contrast: float | None = None
-    """`share` minus the share of the tokens before the question; None if not computed."""
+    """`share` minus the share that a neutral question gives to the span; None for the ranking `raw`."""
     drop: float | None = None
     """Decrease of the answer's log likelihood while this span is hidden, in nats (natural logarithm); None unless
     `confirm` was requested."""
@@ -56,7 +57,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attribution(msgspec.Struct, frozen=True, kw_only=True):
-    """Attribution of the tokens of an answer. The four shares add up to 1."""
+    """Attribution of the tokens of an answer. The five shares add up to 1."""
 
     sources: tuple[Source, ...] = ()
     """Spans in order of rank, the highest first."""
@@ -67,6 +68,9 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
     answer_share: float = 0.0
     """Share of the answer itself."""
     sink_share: float = 0.0
-    """Share of attention sinks, for models that have them."""
+    """Share of learned sinks, for models that have them."""
     num_tokens: int = 0
     """Number of attributed tokens."""
+    opening_share: float = 0.0
+    """Share of the context's first tokens, which are never a source: the chat template before the first document, and
+    at least 4 tokens. Many models give them the attention that they have no use for (attention sinks)."""

@@ -247,20 +247,22 @@ class Source(_message.Message):
     def __init__(self, token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., share: _Optional[float] = ..., largest_share: _Optional[float] = ..., largest_layer: _Optional[int] = ..., largest_head: _Optional[int] = ..., contrast: _Optional[float] = ..., drop: _Optional[float] = ..., bytes: _Optional[_Union[ByteRange, _Mapping]] = ..., file: _Optional[str] = ...) -> None: ...
 
 class Attribution(_message.Message):
-    __slots__ = ("sources", "context_share", "prompt_share", "answer_share", "sink_share", "token_count")
+    __slots__ = ("sources", "context_share", "prompt_share", "answer_share", "sink_share", "token_count", "opening_share")
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_SHARE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_SHARE_FIELD_NUMBER: _ClassVar[int]
     ANSWER_SHARE_FIELD_NUMBER: _ClassVar[int]
     SINK_SHARE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    OPENING_SHARE_FIELD_NUMBER: _ClassVar[int]
     sources: _containers.RepeatedCompositeFieldContainer[Source]
     context_share: float
     prompt_share: float
     answer_share: float
     sink_share: float
     token_count: int
-    def __init__(self, sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., context_share: _Optional[float] = ..., prompt_share: _Optional[float] = ..., answer_share: _Optional[float] = ..., sink_share: _Optional[float] = ..., token_count: _Optional[int] = ...) -> None: ...
+    opening_share: float
+    def __init__(self, sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., context_share: _Optional[float] = ..., prompt_share: _Optional[float] = ..., answer_share: _Optional[float] = ..., sink_share: _Optional[float] = ..., token_count: _Optional[int] = ..., opening_share: _Optional[float] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("token_index", "token_ids", "text", "logprobs", "sample_index", "attribution")

@@ -9,9 +9,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from longleaf.rank_protocol.step import Decode, Spans
+from longleaf.rank_protocol.step import NUM_OTHER_SHARES, Decode, Spans
 from longleaf.runs import ceil_div
 from tests.support.golden.attended import Dense, expected, unpack_attention
+from tests.support.golden.drafted import SAMPLINGS, Drafting, guess, never
 from tests.support.golden.epochs import Service
 from tests.support.golden.plain import LOGIT_TOLERANCE, draw_ids
 from tests.support.golden.states import Logits
@@ -20,6 +21,8 @@ from tests.support.threads import config_for
 
 CUT, START, SIZE, STEPS = 610, 960, 32, 3
 """Where the second segment branches off the first one, where the question begins, tokens of a span and of an answer."""
+NUM_LEAD = 45
+"""Ends inside a block."""
 TOLERANCE = 2e-5
 """Of a share: the model itself is float32."""
 FAMILIES = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "llama4", "gemma3", "qwen2", "cohere2", "olmo2")
@@ -69,20 +72,26 @@ def check(attention, wanted):
     assert ties.sum() <= 1  # where two heads have as much
 
 
+def check_only(attention, wanted):
+    [found] = attention
+    check(found, wanted)
+
+
 @pytest.mark.sampled(5)
+@pytest.mark.parametrize("num_lead", [0, NUM_LEAD])
 @pytest.mark.parametrize(("family", "world_size"), thinned(EVERY, len(COVER)))
-def test_shares_are_those_of_dense_attention(goldens, family, world_size):
+def test_shares_are_those_of_dense_attention(goldens, family, world_size, num_lead):
     golden = goldens(family)
     service = service_of(golden, world_size)
     question = golden.prompt[START:]
-    spans = Spans(SIZE, 2, len(golden.prompt))
-    one_layer = Spans(SIZE, 2, len(golden.prompt), full_layers(service)[-1:])
+    spans = Spans(SIZE, 2, len(golden.prompt), num_lead=num_lead)
+    one_layer = replace(spans, layers=full_layers(service)[-1:])
     last_ids = golden.prompt[START - 8 : START]
     rows = [
         service.begin((0, 1), question, START, 0, spans=spans),
         service.begin((0, 1), question, START, 0),
         service.begin((0, 1), question, START, 0, spans=one_layer),
-        service.begin((0, 1), last_ids, START - 8, -1, spans=replace(spans, of_all_rows=True)),
+        service.begin((0, 1), last_ids, START - 8, -1, spans=replace(spans, num_rows=5)),
     ]
     first, plain, other, before = (row.sequence for row in rows)
     results, _ = steps(service, rows)
@@ -92,10 +101,10 @@ def test_shares_are_those_of_dense_attention(goldens, family, world_size):
     for i, result in enumerate(results):
         assert result.attention.keys() == ({first, other, before} if i == 0 else {first, other})
         last = len(golden.prompt) - 1 + i
-        check(result.attention[first], expected(weights, [last], (0, CUT), START, spans))
-        check(result.attention[other], expected(weights, [last], (0, CUT), START, one_layer))
-    rows_before = range(START - 8, START)
-    check(results[0].attention[before], expected(weights, rows_before, (0, CUT), START - 8, spans))
+        check_only(result.attention[first], expected(weights, [last], (0, CUT), START, spans))
+        check_only(result.attention[other], expected(weights, [last], (0, CUT), START, one_layer))
+    rows_before = range(START - 5, START)
+    check_only(results[0].attention[before], expected(weights, rows_before, (0, CUT), START - 8, spans))
 
 
 @pytest.mark.sampled(3)
@@ -108,7 +117,7 @@ def test_compiled_kernels_leave_no_key_to_look_at_again(goldens, monkeypatch, fa
     monkeypatch.setattr("workers.step.attention_attribution.AttributionAccumulator._of_layer", never)
     golden = goldens(family)
     service = service_of(golden, world_size, kv_dtype=kv_dtype)
-    spans = Spans(SIZE, 2, len(golden.prompt))
+    spans = Spans(SIZE, 2, len(golden.prompt), num_lead=NUM_LEAD)
     asking = [
         service.begin((0, 1), golden.prompt[START:], START, 0, spans=spans, hidden=hidden) for hidden in ((), HIDDEN)
     ]
@@ -123,10 +132,11 @@ def test_keys_are_looked_at_in_tiles_of_any_size(goldens, monkeypatch, world_siz
     for tile in (4096, SIZE * 3 - 1):
         monkeypatch.setattr("workers.step.attention_attribution.TILE_KEYS", tile)
         service = service_of(golden, world_size, kernels="torch")
-        spans = Spans(SIZE, 2, len(golden.prompt), of_all_rows=True)
+        spans = Spans(SIZE, 2, len(golden.prompt), num_rows=len(golden.prompt) - START, num_lead=NUM_LEAD)
         row = service.begin((0, 1), golden.prompt[START:], START, 0, spans=spans)
         [result], _ = steps(service, [row], 1)
-        found.append(unpack_attention(result.attention[row.sequence]))
+        [attention] = result.attention[row.sequence]
+        found.append(unpack_attention(attention))
     whole, tiled = found
     torch.testing.assert_close(tiled.means, whole.means, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(tiled.largest, whole.largest, atol=1e-6, rtol=1e-5)
@@ -138,16 +148,16 @@ def test_keys_are_looked_at_in_tiles_of_any_size(goldens, monkeypatch, world_siz
 def test_shares_add_up_to_one_and_to_ask_changes_no_bit(goldens, family, world_size, settings):
     golden = goldens(family)
     found = []
-    for spans in (None, Spans(SIZE, 2, len(golden.prompt))):
+    for spans in (None, Spans(SIZE, 2, len(golden.prompt), num_lead=NUM_LEAD)):
         service = service_of(golden, world_size, **settings)
         row = service.begin((0, 1), golden.prompt[START:], START, 0, spans=spans)
         results, logits = steps(service, [row, service.begin((0,), golden.prompt[:9], CUT, 0)])
         found.append(([result.tokens for result in results], logits))
         for result in results:
             assert len(result.attention) == (spans is not None)
-            for attention in result.attention.values():
+            for [attention] in result.attention.values():
                 means = unpack_attention(attention).means
-                assert len(means) == ceil_div(CUT, SIZE) + ceil_div(START - CUT, SIZE) + 3
+                assert len(means) == ceil_div(CUT, SIZE) + ceil_div(START - CUT, SIZE) + NUM_OTHER_SHARES
                 assert abs(float(means.double().sum()) - 1) <= 1e-5
     (tokens, logits), (attributed_tokens, attributed_logits) = found
     assert tokens == attributed_tokens
@@ -162,7 +172,7 @@ def test_what_is_hidden_is_read_by_no_layer(goldens, family, world_size, window_
     service = service_of(golden, world_size, window_keys=window_keys)
     question, end = golden.prompt[START:], len(golden.prompt)
     hidden = [HIDDEN, (), HIDDEN[1:3], ((0, START),)]
-    spans = Spans(SIZE, 2, end)
+    spans = Spans(SIZE, 2, end, num_lead=NUM_LEAD)
     rows = [service.begin((0, 1), question, START, 0, hidden=ranges, spans=spans) for ranges in hidden]
     scored = [service.begin((0, 1), question, START, num_scored=9, hidden=ranges) for ranges in hidden]
     logits, rank = [], service.epoch.ranks[0]
@@ -178,11 +188,11 @@ def test_what_is_hidden_is_read_by_no_layer(goldens, family, world_size, window_
         assert (scores - logprobs).abs().max() <= 2 * LOGIT_TOLERANCE * wanted.std()
         assert other.sequence not in result.tokens
         if weights:
-            attention = result.attention[row.sequence]
-            check(attention, expected(weights, [-1], (0, CUT), START, spans))
+            check_only(result.attention[row.sequence], expected(weights, [-1], (0, CUT), START, spans))
     if family != "mistral":
-        means = unpack_attention(result.attention[rows[-1].sequence]).means
-        assert means[:-3].abs().max() == 0
+        [attention] = result.attention[rows[-1].sequence]
+        means = unpack_attention(attention).means
+        assert means[:-NUM_OTHER_SHARES].abs().max() == 0
 
 
 @pytest.mark.sampled(5)
@@ -197,3 +207,38 @@ def test_what_is_hidden_from_a_chunk_is_read_by_no_layer(goldens, family, world_
     _, logits = steps(service, [row], 1)
     wanted, _ = dense_of(golden, service)(prompt, HIDDEN, START)
     assert (logits[0] - wanted[-1]).abs().max() <= LOGIT_TOLERANCE * wanted.std()
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize("settings", [{}, {"kv_dtype": "int8"}, {"kernels": "torch"}])
+@pytest.mark.parametrize(("family", "world_size"), [("llama", 1), ("gemma3", 3), ("gpt_oss", 2), ("deepseek_v3", 2)])
+def test_drafted_tokens_have_the_shares_that_they_have_without_drafts(goldens, family, world_size, settings, share):
+    golden, spans = goldens(family), Spans(SIZE, 2, len(goldens(family).prompt), num_lead=NUM_LEAD)
+    path, question = (0, 1), golden.prompt[START:]
+
+    def answer(draft):
+        drafting = Drafting(service_of(golden, world_size, **settings), draft)
+        rows = [drafting.ask(path, question, START, sampling, spans=spans) for sampling in SAMPLINGS[:2]]
+        rows.append(drafting.ask(path, question, START, SAMPLINGS[0]))
+        return drafting, drafting.answer(rows, 24)
+
+    wanted, answers = answer(never)
+    found, drafted_answers = answer(guess(answers, 5, share))
+    assert drafted_answers == answers
+    assert found.num_refused or share == 1.0
+    assert found.num_steps < wanted.num_steps or share == 0.0
+    tolerance = 10 * TOLERANCE if "kv_dtype" in settings else TOLERANCE  # keys on the border are rounded otherwise
+    for sequence in wanted.sequences[:2]:
+        pairs = zip(reported(found, sequence), reported(wanted, sequence), strict=True)
+        for mine, theirs in pairs:
+            assert (mine.means - theirs.means).abs().max() <= tolerance
+            assert (mine.largest - theirs.largest).abs().max() <= 10 * tolerance
+    assert not reported(found, found.sequences[2])
+
+
+def reported(drafting, sequence):
+    """The attention of each token of an answer."""
+    parts = [(result.tokens.get(sequence, ()), result.attention.get(sequence, ())) for result in drafting.results]
+    assert all(len(tokens) == len(attention) for tokens, attention in parts if attention)
+    return [unpack_attention(attention) for _, found in parts for attention in found]

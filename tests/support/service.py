@@ -175,7 +175,9 @@ class FakeEngine:
         num_prompt = resident + len(prompt.token_ids)
         spans = echo_spans((0,), self.num_tokens(prompt.context or ""), prompt.cuts.size) if prompt.cuts else []
         if prompt.is_probe:
-            found = engine_messages.ProbeResult(echo_scores(prompt.token_ids[-prompt.num_scored :], prompt.hidden))
+            scores = echo_scores(prompt.token_ids[-prompt.num_scored :] if prompt.num_scored else (), prompt.hidden)
+            attention = echo_attention(spans, prompt.hidden, num_prompt - 1) if spans else None
+            found = engine_messages.ProbeResult(scores, attention)
             return self._stream([engine_messages.Ended("length", num_prompt, resident, 0, 0.0, 0.0, 0.0, found=found)])
         script: list[engine_messages.Event] = [
             engine_messages.Admitted(num_prompt, resident),
@@ -225,10 +227,10 @@ class FakeEngine:
         return engine_messages.AttributionContext(
             segments=(1,),
             ends=(len(token_ids),),
-            last_ids=token_ids[-engine_messages.LAST_IDS :],
+            num_opening=4,
+            owner=self,
             block_size=128,
             full_layers=(FULL_LAYER,),
-            can_cut=True,
         )
 
     def num_tokens(self, context_id: str) -> int:

@@ -19,6 +19,8 @@ CUT, ASKED, END, SIZE, STEPS = 110, 170, 175, 32, 2
 answer.
 """
 PROMPT = draw_ids(END)
+NUM_LEAD = 45
+"""Ends inside a block."""
 TOLERANCE = 2e-5
 NUM_MULTIPROCESSORS = 2
 
@@ -72,13 +74,13 @@ def test_shares_are_those_of_dense_attention_and_to_ask_changes_no_bit(
 
     monkeypatch.setattr("workers.step.attention_attribution.AttributionAccumulator._of_layer", never)
     folder = make_checkpoint(tmp_path / family, family, seed=1, **SIZES, **({} if family == "llama" else HEADS))
-    spans = Spans(SIZE, 2, END)
+    spans = Spans(SIZE, 2, END, num_lead=NUM_LEAD)
     *_, plain_tokens, plain_logits, _, _ = answered(folder, world_size, None, **settings)
     found, tokens, logits, full_layers, launches = answered(folder, world_size, spans, **settings)
     assert tokens == plain_tokens and torch.equal(logits, plain_logits)
     assert "add_shares" in launches.names
     _, weights = Dense(folder, full_layers)((*PROMPT, *tokens[:-1]))
-    for i, attention in enumerate(found):
+    for i, [attention] in enumerate(found):
         shares, wanted = unpack_attention(attention), expected(weights, [END - 1 + i], (0, CUT), ASKED, spans)
         assert abs(float(shares.means.double().sum()) - 1) <= 1e-5
         tolerance = 1e-3 if settings else TOLERANCE  # keys in 8 bits are others

@@ -138,6 +138,10 @@ class DecodeRunner:
         self._drafts.cut_back(sampled, tokens, begun.blocks)
         self._verifier.record_logits(sampled, tokens, begun.logits_RV)
         broken = self._sampler.broken
+        attention = begun.attention.attention() if begun.attention else {}
+        for row, found in zip(sampled, tokens, strict=True):
+            if row.draft_ids and row.sequence in attention:  # rows behind a refused draft gave no token
+                attention[row.sequence] = attention[row.sequence][: len(found)]
         return msgspec.structs.replace(
             result,
             tokens={row.sequence: found for row, found in zip(sampled, tokens, strict=True) if found},
@@ -145,7 +149,7 @@ class DecodeRunner:
             comparisons=self._verifier.compare(
                 row for row, found in zip(sampled, tokens, strict=True) if len(found) > len(row.draft_ids)
             ),
-            attention=begun.attention.attention() if begun.attention else {},
+            attention=attention,
             scores=_by_sequence(work.rows, begun.scores.wait().tolist()) if begun.scores else {},
         )
 

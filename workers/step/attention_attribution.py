@@ -23,7 +23,7 @@ from longleaf.runs import ceil_div
 from workers.host_copies import AsyncHostCopy, numbers_on
 from workers.kv_cache.slots import KvPool
 from workers.model.hook import LayerCall
-from workers.step.attribution_plan import SINK, AttributionGroup, BlockPlan, SpanKeys
+from workers.step.attribution_plan import SINK, AttributionGroup, BlockPlan, CutEntries, SpanKeys
 
 TILE_KEYS = 4096
 """Keys per tile: the scores of a tile are materialized."""
@@ -34,8 +34,7 @@ class SpanSums:
 
     def __init__(self, group: AttributionGroup, device: str) -> None:
         self.group = group
-        rows = [row for _, run, _ in group.rows for row in range(run.row, run.row + run.end - run.start)]
-        self.rows_R = numbers_on(device, rows)
+        self.rows_R = numbers_on(device, group.row_numbers)
         shape = (len(group.rows), group.num_columns)
         self.means_AN = torch.zeros(shape, device=device)
         """Sums over heads, float32, until all layers are counted."""
@@ -82,16 +81,17 @@ class SpanAttention:
         self._groups = groups
         self._copy = AsyncHostCopy(numbers_3N)
 
-    def attention(self) -> dict[int, Attention]:
-        """Attention by sequence. Waits for the copy to the host."""
-        rest_3N, found = self._copy.wait(), dict[int, Attention]()
+    def attention(self) -> dict[int, tuple[Attention, ...]]:
+        """Attention of the reported rows of each sequence, in order. Waits for the copy to the host."""
+        rest_3N, found = self._copy.wait(), dict[int, tuple[Attention, ...]]()
         for requested in self._groups:
             for attribution_row in requested.rows:
                 num_spans = requested.view.num_spans
                 means_N, largest_N, heads_N = rest_3N[:, : requested.num_columns]
                 rest_3N = rest_3N[:, requested.num_columns :]
                 numbers = (means_N, largest_N[:num_spans], heads_N[:num_spans].view(torch.int32))
-                found[attribution_row.sequence] = Attention(*(each.numpy().tobytes() for each in numbers))
+                attention = Attention(*(each.numpy().tobytes() for each in numbers))
+                found[attribution_row.sequence] = (*found.get(attribution_row.sequence, ()), attention)
         return found
 
 
@@ -126,6 +126,7 @@ class AttributionAccumulator:
                 sums.add(layer, self._of_layer(layer, sums, q_THD, lse_TH, call))
                 continue
             sinks = call.sink_H if self._has_sink else None
+            self._write_cuts(layer, sums, self._plan.cuts[number], reported_KE2, q_THD, call)
             sums.add_blocks(layer, self._backend, reported_KE2, lse_TH, sinks, self._plan.columns[number])
 
     def reports(self) -> SpanAttention | None:
@@ -140,15 +141,40 @@ class AttributionAccumulator:
             numbers_3N = torch.stack((found_W3N[:, 0].sum(dim=0), largest_N, heads_N))
         return SpanAttention([sums.group for sums in self._sums], numbers_3N)
 
+    def _write_cuts(
+        self,
+        layer: int,
+        sums: SpanSums,
+        cuts: Sequence[CutEntries],
+        reported_KE2: Tensor,
+        q_THD: Tensor,
+        call: LayerCall,
+    ) -> None:
+        """Writes the entries of keys that the kernels do not report separately: at most one block."""
+        if not cuts:
+            return
+        q_KDM, group = self._queries(layer, sums, q_THD, call)
+        for cut in cuts:
+            scores_KSM = self._scores(layer, cut.keys, q_KDM, call)
+            peaks_KM = scores_KSM.amax(dim=1)
+            sums_KM = (scores_KSM - peaks_KM.unsqueeze(1)).exp_().sum(dim=1)
+            first = cut.start * group
+            reported_KE2[:, first : first + q_KDM.shape[2]] = torch.stack((peaks_KM, sums_KM), dim=-1)
+
+    def _queries(self, layer: int, sums: SpanSums, q_THD: Tensor, call: LayerCall) -> tuple[Tensor, int]:
+        """The scaled queries of the attributed rows, [K, D, M], float32, and their number per key head."""
+        num_kv_heads = self._pool.num_kv_heads(layer)
+        q_RKGD = q_THD[sums.rows_R].unflatten(1, (num_kv_heads, -1)).float() * call.scale
+        return q_RKGD.transpose(0, 1).flatten(1, 2).transpose(1, 2), q_RKGD.shape[2]
+
     def _of_layer(self, layer: int, sums: SpanSums, q_THD: Tensor, lse_TH: Tensor, call: LayerCall) -> Tensor:
         """The share of each row and head that falls on the columns, [R, H, N], float32."""
         requested, num_kv_heads = sums.group, self._pool.num_kv_heads(layer)
-        q_RKGD = q_THD[sums.rows_R].unflatten(1, (num_kv_heads, -1)).float() * call.scale
-        num_rows, _, group, _ = q_RKGD.shape
-        q_KDM = q_RKGD.transpose(0, 1).flatten(1, 2).transpose(1, 2)
+        q_KDM, group = self._queries(layer, sums, q_THD, call)
+        num_rows = q_KDM.shape[2] // group
         lse_K1M = lse_TH[sums.rows_R].unflatten(1, (num_kv_heads, -1)).transpose(0, 1).flatten(1, 2).unsqueeze(1)
         masses_KNM = q_KDM.new_zeros(num_kv_heads, requested.num_columns, num_rows * group)
-        for keys in _tiles(requested.context):
+        for keys in _tiles([*requested.context, *requested.cut]):
             _count(masses_KNM, self._weights(layer, keys, q_KDM, lse_K1M, call, 0, group), keys)
         first = 0
         for _, run, own in requested.rows:
@@ -167,15 +193,18 @@ class AttributionAccumulator:
         self, layer: int, keys: SpanKeys, q_KDM: Tensor, lse_K1M: Tensor, call: LayerCall, ahead: int, group: int
     ) -> Tensor:
         """The share of each key, [K, S, M]; `ahead` of the keys are after the first row."""
-        k_KSD = self._pool.keys_between(layer, keys.slot, keys.slot + keys.num_keys)
-        scores_KSM = torch.matmul(k_KSD, q_KDM)  # twice as fast on a CPU as the transposed product
-        if call.softcap is not None:
-            scores_KSM = scores_KSM.div_(call.softcap).tanh_().mul_(call.softcap)
+        scores_KSM = self._scores(layer, keys, q_KDM, call)
         if ahead > 0:
             num_rows = q_KDM.shape[2] // group
             unseen_RS = hidden(num_rows, keys.num_keys, keys.num_keys - 1 - ahead, None, str(q_KDM.device))
             scores_KSM.masked_fill_(unseen_RS.repeat_interleave(group, dim=0).T, float("-inf"))
         return scores_KSM.sub_(lse_K1M).exp_()
+
+    def _scores(self, layer: int, keys: SpanKeys, q_KDM: Tensor, call: LayerCall) -> Tensor:
+        """The score of each key, [K, S, M]."""
+        k_KSD = self._pool.keys_between(layer, keys.slot, keys.slot + keys.num_keys)
+        scores_KSM = torch.matmul(k_KSD, q_KDM)  # twice as fast on a CPU as the transposed product
+        return scores_KSM if call.softcap is None else scores_KSM.div_(call.softcap).tanh_().mul_(call.softcap)
 
 
 def _tiles(found: Iterable[SpanKeys]) -> Iterator[SpanKeys]:

@@ -1,13 +1,15 @@
 """Selects the rows of a decode step that report attention attribution, and maps this rank's keys to columns.
 
 The attention on a span is a sum over its keys, so each rank reports the keys that it holds. The selection is made once
-per step, on integers. Columns are the spans of a context along its path, then prompt, answer and sink.
+per step, on integers. Columns are the spans of a context along its path, then prompt, answer, learned sinks and lead.
 
 Kernels that report sums per block of keys get a `BlockPlan`. Spans are whole blocks, except for the last one of a
 segment. Behind the context, the prompt may end inside a block: there the kernel reports the two parts separately, split
-at the edge of the read.
+at the edge of the read. The lead of a context may also end inside a block. The sums of that block's parts are computed
+separately, from its keys (`CutEntries`), because a read has only one edge.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -26,7 +28,7 @@ from longleaf.runs import ceil_div, joined, without
 from workers.kv_cache.block_table import BlockTable, SegmentRange
 from workers.step.row_grouping import Query
 
-PROMPT, ANSWER, SINK = 0, 1, 2
+PROMPT, ANSWER, SINK, LEAD = 0, 1, 2, 3
 """Columns behind the spans."""
 
 
@@ -53,7 +55,8 @@ class SpanKeys(NamedTuple):
 
 
 class AttributionRow(NamedTuple):
-    """The rows of one sequence that report attribution; several rows are averaged."""
+    """Rows of one sequence that report attribution; several rows are averaged. A sequence with drafts has one item for
+    each of its rows."""
 
     sequence: int
     run: QueryRun
@@ -70,6 +73,7 @@ class SpanView(NamedTuple):
     hidden: tuple[Positions, ...]
     size: int
     layers: tuple[int, ...]
+    num_lead: int = 0
 
     @property
     def num_spans(self) -> int:
@@ -82,10 +86,17 @@ class AttributionGroup(NamedTuple):
     view: SpanView
     context: list[SpanKeys]
     rows: list[AttributionRow]
+    cut: Sequence[SpanKeys] = ()
+    """Further keys of the context: those of the block in which its lead ends, if it does not end with a block."""
 
     @property
     def num_columns(self) -> int:
         return self.view.num_spans + NUM_OTHER_SHARES
+
+    @property
+    def row_numbers(self) -> list[int]:
+        """All rows, in order."""
+        return [row for each in self.rows for row in _rows(each)]
 
 
 def attribution_groups(
@@ -94,32 +105,49 @@ def attribution_groups(
     """The attributions that rows request, in the same order on all ranks. Layers with a limited reach never count."""
     found: dict[SpanView, AttributionGroup] = {}
     for row, query in queries:
-        if row.spans is None or not (row.spans.of_all_rows or row.token_index >= 0):
+        if row.spans is None or not (row.spans.num_rows or row.token_index >= 0):
             continue
         layers = tuple(layer for layer in full_layers if not row.spans.layers or layer in row.spans.layers)
         if not layers:
             continue
         segments = set(row.path[: row.spans.num_segments])
         parts = tuple(part for part in query.parts if part.segment in segments)
-        view = SpanView(parts, row.hidden, row.spans.size, layers)
+        view = SpanView(parts, row.hidden, row.spans.size, layers, row.spans.num_lead)
         if view not in found:
-            found[view] = AttributionGroup(view, list(_context_keys(block_table, view)), [])
+            cut_start = view.num_lead // BLOCK * BLOCK
+            cut_end = ceil_div(view.num_lead, BLOCK) * BLOCK
+            context = [
+                *_context_keys(block_table, view, 0, cut_start),
+                *_context_keys(block_table, view, cut_end, sys.maxsize),
+            ]
+            cut = list(_context_keys(block_table, view, cut_start, cut_end))
+            found[view] = AttributionGroup(view, context, [], cut)
         behind = [part for part in query.parts if part.segment not in segments]
         own = list(_own_keys(block_table, behind, row.spans, view.num_spans))
-        found[view].rows.append(AttributionRow(row.sequence, _counted(query.run, row.spans), own))
+        found[view].rows.extend(AttributionRow(row.sequence, run, own) for run in _counted(row, query.run))
     return list(found.values())
 
 
-def _counted(run: QueryRun, spans: Spans) -> QueryRun:
-    """The rows that count."""
-    return run if spans.of_all_rows else QueryRun(run.end - 1, run.end, run.row + run.end - 1 - run.start)
+def _counted(row: Row, run: QueryRun) -> Iterator[QueryRun]:
+    """The rows that count: the last ones together, or each one that is sampled from."""
+    if row.spans is not None and row.spans.num_rows:
+        start = max(run.start, run.end - row.spans.num_rows)
+        yield QueryRun(start, run.end, run.row + start - run.start)
+        return
+    for position in range(run.end - 1 - len(row.draft_ids), run.end):
+        yield QueryRun(position, position + 1, run.row + position - run.start)
 
 
-def _context_keys(block_table: BlockTable, view: SpanView) -> Iterator[SpanKeys]:
+def _context_keys(block_table: BlockTable, view: SpanView, start: int, end: int) -> Iterator[SpanKeys]:
+    """The keys at positions [start, end) that the rows see."""
     column = 0
     for part in view.parts:
-        for low, high in without(part.start, part.end, view.hidden):
-            for resident in joined(block_table.resident_extents(part.segment, low, high)):
+        for low, high in without(max(part.start, start), min(part.end, end), view.hidden):
+            lead = min(max(view.num_lead, low), high)
+            for resident in joined(block_table.resident_extents(part.segment, low, lead)):
+                num_keys = resident.end - resident.start
+                yield SpanKeys(resident.start, resident.slot, num_keys, view.num_spans + LEAD, 0, num_keys)
+            for resident in joined(block_table.resident_extents(part.segment, lead, high)):
                 number, before = divmod(resident.start - part.start, view.size)
                 yield SpanKeys(
                     resident.start, resident.slot, resident.end - resident.start, column + number, before, view.size
@@ -138,12 +166,23 @@ def _own_keys(
                 yield SpanKeys(resident.start, resident.slot, count, num_spans + other, 0, count)
 
 
+class CutEntries(NamedTuple):
+    """Entries behind those of the reads: the sums of a group's rows over keys of a block that belongs to several
+    columns."""
+
+    keys: SpanKeys
+    start: int
+    """Index of the first row's entry, for one query per key head; the other rows follow."""
+
+
 class BlockPlan(NamedTuple):
     """The block sums that kernels report in a step, and the columns to which they are added."""
 
     sums: BlockSums
     columns: list[AttributionColumns]
     """One item for each group of sequences that are reported together."""
+    cuts: list[list[CutEntries]]
+    """Entries of each group that the kernels do not report."""
 
 
 class BlockSpansColumns(Exception):
@@ -175,10 +214,19 @@ def block_plan(reads: Sequence[Read], groups: Sequence[AttributionGroup]) -> Blo
                     if reads[piece.read].slot_start < piece.low and piece.low % BLOCK:
                         edges.setdefault(piece.read, set()).add(piece.low)
     attributed = list(_attributed(reads, rows, {read: min(found) for read, found in edges.items()}))
+    num_entries, cuts = max((read.end for read in attributed), default=0), list[list[CutEntries]]()
+    for requested in groups:
+        cuts.append([])
+        for keys in requested.cut:
+            cuts[-1].append(CutEntries(keys, num_entries))
+            num_entries += len(requested.row_numbers)
     try:
-        return BlockPlan(BlockSums(attributed), [_columns(reads, attributed, seen, requested) for requested in groups])
+        columns = [
+            _columns(reads, attributed, seen, requested, cut) for requested, cut in zip(groups, cuts, strict=True)
+        ]
     except BlockSpansColumns:
         return None
+    return BlockPlan(BlockSums(attributed, num_entries), columns, cuts)
 
 
 def _rows(attribution_row: AttributionRow) -> range:
@@ -217,9 +265,14 @@ def _attributed(reads: Sequence[Read], rows: Sequence[int], edges: dict[int, int
 
 
 def _columns(
-    reads: Sequence[Read], attributed: Sequence[AttributedRead], seen: dict[int, list[int]], columns: AttributionGroup
+    reads: Sequence[Read],
+    attributed: Sequence[AttributedRead],
+    seen: dict[int, list[int]],
+    columns: AttributionGroup,
+    cuts: Sequence[CutEntries],
 ) -> AttributionColumns:
     runs, attribution_rows = list[tuple[int, ...]](), list[tuple[int, ...]]()
+    num_rows = 0
     context = dict[tuple[int, ...], list[tuple[int, ...]]]()
     for attribution_row in columns.rows:
         first = len(runs)
@@ -231,6 +284,8 @@ def _columns(
             for number, *rest in (*context[alike], *own):
                 read = attributed[number]
                 runs.append((row, read.start + (row - read.first_row) * read.num_entries, read.num_entries, *rest))
+            runs += [(row, cut.start + num_rows, 1, 0, 1, cut.keys.column, 0, NO_EDGE) for cut in cuts]
+            num_rows += 1
         rows = _rows(attribution_row)
         attribution_rows.append((rows.start, rows.stop, first, len(runs)))
     return AttributionColumns(table(runs, 8), table(attribution_rows, 4))

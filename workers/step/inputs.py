@@ -264,8 +264,8 @@ class InputBuilder:
 
 def check_drafts(row: Row) -> None:
     """Raises ValueError for drafts where there must be none."""
-    if row.draft_ids and (row.token_index < 0 or row.num_scored or row.spans is not None):
-        raise ValueError(f"a row of sequence {row.sequence} has drafts, but is scored or reports attention")
+    if row.draft_ids and (row.token_index < 0 or row.num_scored):
+        raise ValueError(f"a row of sequence {row.sequence} has drafts, but is scored or not sampled from")
 
 
 def own_piece(work: Prefill, rank: int) -> tuple[Run, Sequence[int]]:

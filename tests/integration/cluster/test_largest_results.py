@@ -44,7 +44,8 @@ async def test_largest_possible_step_result_is_accepted(max_sequences: int, max_
         1,
         tokens=dict.fromkeys(range(LARGEST, LARGEST + max_sequences), tokens),
         attention=dict.fromkeys(
-            range(LARGEST, LARGEST + max_sequences), attention(MAX_ATTRIBUTED_SPANS // max_sequences)
+            range(LARGEST, LARGEST + max_sequences),
+            (attention(MAX_ATTRIBUTED_SPANS // max_sequences // (1 + max_drafts)),) * (1 + max_drafts),
         ),
         scores=dict.fromkeys(range(LARGEST, LARGEST + max_sequences), (-1e300,) * (MAX_PROBED // max_sequences)),
     )

@@ -1,6 +1,8 @@
 """Attribution of answers over real sockets, on ranks whose attention is computed by arithmetic."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,25 +11,28 @@ import numpy as np
 import pytest
 
 from coordinator.engine.engine import Engine
+from coordinator.handlers.attribution_baseline import NEUTRAL_QUESTION, NUM_ROWS
 from longleaf.client import AsyncClient
 from longleaf.credentials import Quotas
 from longleaf.errors import InvalidArgument, NotFound
 from longleaf.positions import AttentionSpan, WindowSpec
-from longleaf.rank_protocol.step import NUM_OTHER_SHARES, Decode, Prefill, Row
+from longleaf.rank_protocol.step import NUM_OTHER_SHARES, Decode, Prefill, Row, Spans
 from longleaf.runs import union
 from longleaf.types import Attribution, Delta, Event, Finished, Provenance, Source, Started
 from tests.support import gated
 from tests.support.fakes.echo_model import echo_attention, echo_scores, echo_spans
 from tests.support.fakes.ranks import FakeRanks
+from tests.support.service import byte_tokenizer
 from tests.support.tenants import ACME, credential_of, credentials
 
 pytestmark = pytest.mark.timeout(60)
 
 STARTS, END, SIZE = (0, 200), 250, 32
 """Positions of the context's documents; no document is a whole number of spans."""
-SPANS = echo_spans(STARTS, END, SIZE)
+SPANS = [(max(4, start), end) for start, end in echo_spans(STARTS, END, SIZE)]
+"""The first 4 tokens belong to no span."""
 QUESTION = (7, 8, 9)
-PROVENANCE = Provenance(span_tokens=SIZE, num_spans=64)
+PROVENANCE = Provenance(span_tokens=SIZE, num_spans=64, ranking="raw")
 
 
 class Service:
@@ -37,7 +42,8 @@ class Service:
         self.engine, self.ranks, self.client = engine, ranks, client
 
     async def ask(self, provenance: Provenance | None = PROVENANCE, **options: Any) -> list[Event]:
-        return [e async for e in self.client.generate(QUESTION, context="moby", provenance=provenance, **options)]
+        options = {"context": "moby", "provenance": provenance} | options
+        return [event async for event in self.client.generate(QUESTION, **options)]
 
     @property
     def rows(self) -> list[Row]:
@@ -84,8 +90,9 @@ def shares(sources: Sequence[Source]) -> dict[tuple[int, int], float]:
 
 
 def check_attribution(found: Attribution, expected: np.ndarray[Any, Any]) -> None:
-    assert shares(found.sources) == pytest.approx(dict(zip(SPANS, expected[:-NUM_OTHER_SHARES], strict=True)), abs=1e-6)
-    others = (found.prompt_share, found.answer_share, found.sink_share)
+    spans = zip(SPANS, expected[:-NUM_OTHER_SHARES], strict=True)
+    assert shares(found.sources) == pytest.approx({span: share for span, share in spans if share}, abs=1e-6)
+    others = (found.prompt_share, found.answer_share, found.sink_share, found.opening_share)
     assert others == pytest.approx(tuple(expected[-NUM_OTHER_SHARES:]), abs=1e-6)
     assert found.context_share + sum(others) == pytest.approx(1.0, abs=1e-5)
 
@@ -100,10 +107,10 @@ async def test_answer_reports_the_sources_of_its_tokens(service: Service) -> Non
     assert all(source.contrast is None and source.drop is None for source in found.sources)
     assert {source.largest_layer for source in found.sources} == {3}
     largest = max(np.frombuffer(echo_attention(SPANS, (), END + 2 + i).largest, np.float32)[0] for i in range(9))
-    assert next(s for s in found.sources if not s.token_start).largest_share == pytest.approx(largest)
+    assert next(s for s in found.sources if s.token_start == 4).largest_share == pytest.approx(largest)
     assert {event.attribution for event in events if isinstance(event, Delta)} == {None}
     requested = [row.spans for row in service.rows if row.spans is not None]
-    assert [(each.size, each.num_segments, each.prompt_end) for each in requested] == [(SIZE, 2, END + len(QUESTION))]
+    assert requested == [Spans(SIZE, 2, END + len(QUESTION), num_lead=4)]
 
 
 async def test_attribution_is_neither_computed_nor_sent_unless_requested(service: Service) -> None:
@@ -113,7 +120,7 @@ async def test_attribution_is_neither_computed_nor_sent_unless_requested(service
 
 
 async def test_each_delta_reports_its_own_tokens(service: Service) -> None:
-    each = Provenance(span_tokens=SIZE, num_spans=64, per_token=True)
+    each = Provenance(span_tokens=SIZE, num_spans=64, per_token=True, ranking="raw")
     events = await service.ask(each, max_tokens=5)
     at = 0
     for delta in (event for event in events if isinstance(event, Delta)):
@@ -160,7 +167,7 @@ async def test_sources_are_confirmed_by_hiding_each(service: Service, hidden: tu
     requested = Provenance(span_tokens=SIZE, num_spans=3, confirm=True)
     events = await service.ask(requested, max_tokens=5, hidden=hidden)
     found, token_ids = attribution(finished(events)), answer(events)
-    assert len(found.sources) == 3
+    assert 0 < len(found.sources) <= 3
     for source in found.sources:
         span = (source.token_start, source.token_end)
         drop = sum(echo_scores(token_ids, hidden)) - sum(echo_scores(token_ids, union([*hidden, span])))
@@ -169,36 +176,81 @@ async def test_sources_are_confirmed_by_hiding_each(service: Service, hidden: tu
     scored = [row for row in service.rows if row.num_scored]
     assert {row.token_ids for row in scored} == {(*QUESTION, *token_ids)}
     assert {row.num_scored for row in scored} == {5}
-    assert len(scored) == 4
+    assert len(scored) == 1 + len(found.sources)
     assert {row.hidden for row in scored} >= {hidden}
     works = [plan.work for plan in service.ranks.plans if isinstance(plan.work, Decode)]
     assert sum(any(row.num_scored for row in work.rows) for work in works) == 1, "they run in a batch"
 
 
-async def test_contrast_subtracts_the_attention_of_tokens_before_the_question(service: Service) -> None:
-    requested = Provenance(span_tokens=SIZE, num_spans=64, ranking="contrast")
-    found = attribution(finished(await service.ask(requested, max_tokens=4)))
-    cut = END - 16
-    [probe] = [row for row in service.rows if row.spans is not None and row.spans.of_all_rows]
-    assert (probe.start, len(probe.token_ids), probe.token_index) == (cut, 16, -1)
-    spans = echo_spans(STARTS, cut, SIZE)
-    baseline = np.frombuffer(echo_attention(spans, (), END - 1).means, np.float32)[:-NUM_OTHER_SHARES]
-    expected = mean(0, 4)[:-NUM_OTHER_SHARES]
-    expected[: len(baseline)] -= baseline
-    assert {(s.token_start, s.token_end): s.contrast for s in found.sources} == pytest.approx(
-        dict(zip(SPANS, expected, strict=True)), abs=1e-6
-    )
+def baselines(service: Service) -> list[Row]:
+    """The rows that measured one."""
+    return [row for row in service.rows if row.spans is not None and row.spans.num_rows]
+
+
+async def test_sources_are_ranked_by_contrast_with_a_neutral_question(service: Service) -> None:
+    found = attribution(finished(await service.ask(Provenance(span_tokens=SIZE, num_spans=64), max_tokens=4)))
+    [probe] = baselines(service)
+    assert probe.token_index == -1
+    assert probe.spans == Spans(SIZE, 2, probe.start + probe.num_tokens, num_rows=NUM_ROWS, num_lead=4)
+    chunks = [plan.work for plan in service.ranks.plans if isinstance(plan.work, Prefill) and plan.work.start == END]
+    question = [token_id for chunk in chunks for token_id in chunk.token_ids] + [*probe.token_ids]
+    assert NEUTRAL_QUESTION in byte_tokenizer().decode(question)
+    baseline = echo_attention(SPANS, (), END + len(question) - 1)
+    expected = mean(0, 4) - np.frombuffer(baseline.means, np.float32)
+    spans = zip(SPANS, expected[:-NUM_OTHER_SHARES], strict=True)
+    contrasts = {(source.token_start, source.token_end): source.contrast for source in found.sources}
+    assert contrasts == pytest.approx({span: contrast for span, contrast in spans if contrast > 0}, abs=1e-6)
+    assert 0 < len(contrasts) < len(SPANS)
     ranked = [source.contrast or 0.0 for source in found.sources]
     assert ranked == sorted(ranked, reverse=True)
 
 
-async def test_short_context_has_no_contrast(service: Service) -> None:
-    await service.client.ingest("short", [1] * 31)
-    requested = Provenance(ranking="contrast")
-    events = [e async for e in service.client.generate(QUESTION, context="short", provenance=requested, max_tokens=2)]
-    [source] = attribution(finished(events)).sources
-    assert source.contrast == source.share
-    assert (source.token_start, source.token_end) == (0, 31)
+async def test_baseline_is_measured_once_for_each_context(service: Service) -> None:
+    requested = Provenance(span_tokens=SIZE)
+    first = attribution(finished(await service.ask(requested, max_tokens=4)))
+    assert attribution(finished(await service.ask(requested, max_tokens=4))) == first
+    await service.client.fork_context("moby", "whole")
+    await service.ask(requested, max_tokens=4, context="whole")
+    assert len(baselines(service)) == 1, "a fork has the same tokens"
+    await service.client.fork_context("moby", "part", num_tokens=END - 1)
+    await service.client.ingest("whole", [3] * 40, append=True)
+    starts = list[int]()
+    for name in ("part", "whole", "part", "whole", "moby"):
+        await service.ask(requested, max_tokens=4, context=name)
+        starts = [row.start for row in baselines(service)]
+    assert [start - starts[0] for start in starts] == [0, -1, 40]
+    await service.ask(Provenance(span_tokens=SIZE, layers=(3,)), max_tokens=4)
+    await service.ask(requested, max_tokens=4, hidden=[(40, 50)])
+    await service.ask(requested, max_tokens=4, hidden=[(40, 50)])
+    assert [row.hidden for row in baselines(service)[3:]] == [(), ((40, 50),), ((40, 50),)], "those are not stored"
+
+
+async def test_baseline_is_freed_with_the_last_context_of_its_segment(service: Service) -> None:
+    await service.ask(Provenance(span_tokens=SIZE), max_tokens=4)
+    await service.client.fork_context("moby", "fork")
+    owner = weakref.ref(service.engine.attribution_context("moby").owner)
+    await service.client.delete_context("moby")
+    gc.collect()
+    assert owner() is not None
+    await service.client.delete_context("fork")
+    await service.client.ingest("next", [3] * 40)  # the plan of a step names the released segments
+    gc.collect()
+    assert owner() is None
+
+
+async def test_baseline_fits_after_a_context_without_room(tmp_path: Path) -> None:
+    ranks = FakeRanks(2, 400, vocab=128)
+    async with (
+        gated.serving(ranks, tmp_path / "model", block_size=64) as (_, address),
+        AsyncClient(address) as client,
+    ):
+        await client.ingest("moby", [1 + i % 100 for i in range(4096 - len(QUESTION) - 1)])
+        options: dict[str, Any] = {"context": "moby", "provenance": Provenance(span_tokens=SIZE), "max_tokens": 1}
+        found = attribution(finished([event async for event in client.generate(QUESTION, **options)]))
+    assert found.sources
+    works = [plan.work for plan in ranks.plans if isinstance(plan.work, Decode)]
+    [probe] = [row for work in works for row in work.rows if row.spans is not None and row.spans.num_rows]
+    assert len(probe.token_ids) == 4
 
 
 async def test_resumed_answer_counts_each_token_once(service: Service) -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from coordinator import engine_messages
-from coordinator.handlers.attribution import AttentionAccumulator, attribution, candidates, spans_of, top
+from coordinator.handlers.attribution import AttentionAccumulator, attribution, spans_of, top
+from coordinator.handlers.attribution_baseline import Baselines
 from coordinator.handlers.attribution_tracing import AttributionTracer
 from coordinator.handlers.response_assembler import ResponseAssembler
 from coordinator.text.detokenizer import Alphabet
@@ -24,7 +25,7 @@ from tests.support.service import byte_tokenizer
 
 SPANS = echo_spans((0, 40), 90, 32)
 CONTEXT = engine_messages.AttributionContext(
-    segments=(1, 2), ends=(40, 90), last_ids=(), block_size=64, full_layers=(3,), can_cut=True
+    segments=(1, 2), ends=(40, 90), num_opening=4, owner=None, block_size=64, full_layers=(3,)
 )
 LETTERS = "abc"
 BYTES = byte_tokenizer()
@@ -65,7 +66,7 @@ def test_exactly_the_delivered_tokens_are_counted(
     samples, output = reporting
     sampling = SamplingParams(max_tokens=20, stop=tuple(stops))
     request = Generate(input="", context="doc", sampling=sampling, num_samples=len(samples), provenance=Provenance())
-    tracing = AttributionTracer(request, Provenance())
+    tracing = AttributionTracer(request, Provenance(), Baselines())
     answer = ResponseAssembler("", request, alphabet(), frozenset(), lambda: 0.0, True, tracing)
     deltas, ends, retained = list[Delta](), list[Finished](), dict[tuple[int, int], bool]()
     for number, event in enumerate(output):
@@ -88,7 +89,7 @@ def test_exactly_the_delivered_tokens_are_counted(
             np.testing.assert_allclose(found.sums.others, means[-NUM_OTHER_SHARES:], rtol=1e-6)
 
 
-MEANS = st.lists(st.integers(0, 9), min_size=6, max_size=6)
+MEANS = st.lists(st.integers(0, 9), min_size=7, max_size=7)
 
 
 @given(st.lists(st.tuples(MEANS, MEANS, st.lists(st.integers(0, 5), min_size=6, max_size=6)), min_size=1, max_size=5))
@@ -105,22 +106,19 @@ def test_the_largest_is_that_of_any_token_with_its_head(tellings: list[tuple[lis
         assert (layer, head) == (7, first)
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=20), st.lists(st.floats(-1, 1), min_size=20, max_size=20))
-def test_candidates_are_the_first_of_both_rankings(shares: list[float], others: list[float]) -> None:
-    raw, contrast = np.array(shares), np.array(others[: len(shares)])
-    for count in range(1, len(shares) + 2):
-        chosen = candidates(raw, contrast, count)
-        assert len(set(chosen)) == len(chosen) == min(count, len(shares))
-        assert chosen[0] == top(raw, 1)[0]
-        half = set(top(raw, (count + 1) // 2)) | set(top(contrast, count // 2))
-        assert set(chosen) >= half or len(half) < count
-        assert candidates(raw, None, count) == top(raw, count)
+@given(st.lists(st.floats(-1, 1), min_size=1, max_size=20), st.integers(0, 22))
+def test_the_largest_positive_values_are_chosen(values: list[float], count: int) -> None:
+    found = top(np.array(values), count)
+    ranked = sorted((i for i, value in enumerate(values) if value > 0), key=lambda i: (-values[i], i))
+    assert found == ranked[:count]
 
 
 def test_spans_restart_at_each_segment() -> None:
     spans = spans_of(Provenance(span_tokens=32), CONTEXT)
-    assert list(spans.bounds) == SPANS == [(0, 32), (32, 40), (40, 72), (72, 90)]
+    assert list(spans.bounds) == [(4, 32), (32, 40), (40, 72), (72, 90)]
     assert spans_of(Provenance(), CONTEXT).cuts.size == 64
+    opening = spans_of(Provenance(span_tokens=32), replace(CONTEXT, num_opening=50))
+    assert list(opening.bounds) == [(50, 50), (50, 50), (50, 72), (72, 90)]
     assert CONTEXT.cut(40) == engine_messages.ContinuationPoint((1,), 40)
     assert CONTEXT.cut(41) == engine_messages.ContinuationPoint((1, 2), 41)
     assert attribution(AttentionAccumulator(), spans, []).num_tokens == 0

@@ -184,7 +184,7 @@ class OpRecorder(TorchDispatchMode):
         """Raises CaptureRefused for operations that a graph could not hold."""
         name, packet, inputs = func.name(), func.overloadpacket, tensors((args, kwargs))
         if func.namespace != "aten":
-            raise refused(name, "what it does is not known")
+            raise refused(name, "its effect is unknown")
         if packet is aten.lift_fresh and not (self._takes_numbers and inputs[0].dim() == 0):
             raise refused(name, "numbers of the host become a tensor")
         if torch.Tag.nondeterministic_seeded in func.tags:

@@ -44,8 +44,8 @@ def echo_attention(spans: Sequence[Positions], hidden: Sequence[Positions], posi
     """Attention of a row at a position: zero for completely hidden spans, otherwise a value that depends on the
     position."""
     weights = [0 if _is_hidden(span, hidden) else 1 + (7 * i + position) % 5 for i, span in enumerate(spans)]
-    total = sum(weights) + 4
-    means = array("f", [*(weight / total for weight in weights), 1 / total, 1 / total, 2 / total])
+    total = sum(weights) + 7
+    means = array("f", [*(weight / total for weight in weights), 1 / total, 1 / total, 2 / total, 3 / total])
     largest = array("f", [min(1.0, NUM_HEADS * weight / total) for weight in weights])
     heads = array("i", [(FULL_LAYER << 16) + position % NUM_HEADS] * len(weights))
     return Attention(means.tobytes(), largest.tobytes(), heads.tobytes())

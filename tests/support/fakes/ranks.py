@@ -148,20 +148,22 @@ class FakeRanks:
             },
         )
 
-    def _attention(self, plan: StepPlan) -> dict[int, Attention]:
+    def _attention(self, plan: StepPlan) -> dict[int, tuple[Attention, ...]]:
         """Return the attention of the rows that request it; empty for models with windows, which do not support it."""
         if self.windows is not None or not isinstance(plan.work, Decode):
             return {}
         rows = self._sequences.complete(plan).work
         assert isinstance(rows, Decode)
-        found = dict[int, Attention]()
+        found = dict[int, tuple[Attention, ...]]()
         for row in rows.rows:
             self._starts.setdefault(row.path[-1], row.start)
             if (requested := row.spans) is None:
                 continue
             starts = [self._starts[segment] for segment in row.path[: requested.num_segments + 1]]
             spans = echo_spans(starts[:-1], starts[-1], requested.size)
-            found[row.sequence] = echo_attention(spans, row.hidden, row.start + row.num_tokens - 1)
+            last = row.start + row.num_tokens - 1
+            positions = range(last - len(row.draft_ids), last + 1)
+            found[row.sequence] = tuple(echo_attention(spans, row.hidden, position) for position in positions)
         return found
 
     def _check(self, work: Restore) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longleaf.rank_protocol.step import Attention, Positions, Spans
+from longleaf.rank_protocol.step import NUM_OTHER_SHARES, Attention, Positions, Spans
 from tests.support.golden.plain import load_plain
 
 Ids = tuple[int, ...]
@@ -66,14 +66,16 @@ def expected(weights: dict[int, Tensor], rows: Sequence[int], starts: Sequence[i
     """
     edges = [p for a, b in zip(starts, [*starts[1:], end], strict=True) for p in range(a, b, spans.size)]
     edges += [end, spans.prompt_end]
+    lead = spans.num_lead
+    edges = [max(edge, lead) for edge in edges]
     accumulator, codes = [], []
     for layer, weights_HRT in weights.items():
         if spans.layers and layer not in spans.layers:
             continue
         mean_HT = weights_HRT[:, list(rows)].mean(dim=1).double()
         parts = [mean_HT[:, a:b].sum(dim=1) for a, b in zip(edges, [*edges[1:], None], strict=True)]
-        accumulator.append(torch.stack([*parts, 1 - mean_HT.sum(dim=1)], dim=1))
+        accumulator.append(torch.stack([*parts, 1 - mean_HT.sum(dim=1), mean_HT[:, :lead].sum(dim=1)], dim=1))
         codes += [layer * 65536 + head for head in range(len(mean_HT))]
     sums_HN = torch.cat(accumulator)
-    largest, heads = sums_HN[:, :-3].max(dim=0)
+    largest, heads = sums_HN[:, :-NUM_OTHER_SHARES].max(dim=0)
     return Shares(sums_HN.mean(dim=0), largest, torch.tensor(codes)[heads])

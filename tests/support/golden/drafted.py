@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longleaf.positions import EVERY_RANK, OWN_ROPE
 from longleaf.rank_protocol.row_delta import row_delta
-from longleaf.rank_protocol.step import Decode, PenaltyHistory, Row, SamplingTerms, StepResult
+from longleaf.rank_protocol.step import Decode, PenaltyHistory, Row, SamplingTerms, Spans, StepResult
 from longleaf.runs import Run, join, until
 from longleaf.sampling import SamplingParams, Token
 from tests.support.golden.epochs import Service
@@ -59,10 +59,18 @@ class Drafting:
         self.accepted: list[tuple[int, Row, int]] = []
         """The number of a step, a row of it, and the end of the accepted tokens."""
 
-    def ask(self, path: Ids, question: Ids, start: int, sampling: SamplingParams, before: Ids = ()) -> Row:
+    def ask(
+        self,
+        path: Ids,
+        question: Ids,
+        start: int,
+        sampling: SamplingParams,
+        before: Ids = (),
+        spans: Spans | None = None,
+    ) -> Row:
         """The first row of a new sequence. Its answer is compared if the tokens before the question are given."""
         seen = PenaltyHistory(question, ()) if sampling.has_penalties else None
-        row = self._service.begin(path, question, start, 0)
+        row = self._service.begin(path, question, start, 0, spans=spans)
         self.sequences.append(row.sequence)
         self.outputs.append([])
         self._is_compared.append(bool(before))

@@ -53,19 +53,31 @@ async def test_sources_are_printed_under_the_answer(asking: Terminal) -> None:
     assert first.startswith("tokens ")
     assert "%" in first and "nats" not in first
     assert any("of the book" in line for line in rest)
-    assert rest[-1].startswith("[attention: ")
-    [prompt] = asking.engine.prompts
+    assert rest[-2].startswith("[attention: ")
+    assert rest[-1].startswith("[percent: share of attention, ranked by its excess")
+    prompt, baseline = asking.engine.prompts
     assert prompt.cuts is not None
     assert prompt.cuts.size == 64
+    assert baseline.is_probe
 
 
 async def test_confirmed_sources_have_drops(asking: Terminal) -> None:
     _, out, _ = await asking.run("ask", "moby", "who?", "--sources", "--confirm", "--source-count", "1")
     assert "nats" in out
-    *_, last = await asking.json("ask", "moby", "who?", "--sources", "--confirm", "--contrast", "--source-count", "3")
+    *_, last = await asking.json("ask", "moby", "who?", "--sources", "--confirm", "--source-count", "3")
     found = last["attribution"]["sources"]
-    assert len(found) == 3
+    assert 0 < len(found) <= 3
     assert all(each["drop"] > 0 and each["contrast"] is not None for each in found)
+
+
+async def test_raw_sources_are_not_compared_with_a_neutral_question(asking: Terminal) -> None:
+    _, out, _ = await asking.run("ask", "moby", "who?", "--sources", "--raw", "--source-count", "2")
+    assert out.splitlines()[-1] == "[percent: share of attention]"
+    *_, last = await asking.json("ask", "moby", "who?", "--sources", "--raw")
+    found = last["attribution"]["sources"]
+    assert found
+    assert all(each.get("contrast") is None for each in found)
+    assert not any(prompt.is_probe for prompt in asking.engine.prompts)
 
 
 async def test_without_sources_no_attribution_is_requested_or_printed(asking: Terminal) -> None:
@@ -80,7 +92,7 @@ async def test_without_sources_no_attribution_is_requested_or_printed(asking: Te
     ("options", "message"),
     [
         (("--confirm",), "--confirm: needs --sources"),
-        (("--contrast",), "--contrast: needs --sources"),
+        (("--raw",), "--raw: needs --sources"),
         (("--hide", "3"), "--hide: '3' is not A-B"),
         (("--hide", "a-b"), "--hide: 'a-b' is not A-B"),
         (("--hide", "3-3"), "hidden[0]"),

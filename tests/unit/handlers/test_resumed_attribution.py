@@ -58,7 +58,7 @@ async def test_resumed_generation_uses_the_context_at_the_time_of_its_request(
     folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = msgspec.structs.replace(CONFIG, block_size=32)
-    asks = msgspec.structs.replace(asked(SAMPLING, context="doc"), provenance=Provenance(span_tokens=32))
+    asks = msgspec.structs.replace(asked(SAMPLING, context="doc"), provenance=Provenance(span_tokens=32, ranking="raw"))
     is_requested, is_free, document = (
         asyncio.Event(),
         asyncio.Event(),

@@ -30,7 +30,7 @@ class ProbeBench(Bench):
         return replace(
             result,
             seconds=result.seconds + self.seconds_per_probed_token * num_probed,
-            attention={row.sequence: attention_of(row) for row in rows if row.spans},
+            attention={row.sequence: (attention_of(row),) for row in rows if row.spans},
             scores={
                 row.sequence: tuple(map(float, row.token_ids[-row.num_scored :])) for row in rows if row.num_scored
             },
@@ -57,7 +57,7 @@ def probe(count: int, num_scored: int = 0, **changes: object) -> Prompt:
         is_probe=True,
         cuts=SpanLayout(4),
     )
-    return replace(prompt, num_scored=num_scored, **changes)
+    return replace(prompt, num_scored=num_scored, num_reported=0 if num_scored else count, **changes)
 
 
 def rows(plans: list[StepPlan]) -> list[Row]:
@@ -89,7 +89,7 @@ def test_probe_is_one_row_with_its_scored_tokens(bench: ProbeBench, count: int, 
     assert bench.found(job).scores == tuple(map(float, range(count - num_scored, count)))
     assert bench.found(job).attention == Attention(bytes([40 + count - 1]), b"", b"")
     assert row.spans is not None
-    assert row.spans.of_all_rows
+    assert row.spans.num_rows == (0 if num_scored else count)
     assert bench.tokens(job) == []
 
 
