@@ -2,8 +2,6 @@
 
 import pytest
 
-from longleaf.cli.provenance_output import joined
-from longleaf.types import Source
 from tests.support.service import BYTES
 from tests.support.terminal import Terminal
 
@@ -16,41 +14,12 @@ def asking(terminal: Terminal) -> Terminal:
     return terminal
 
 
-def source(start: int, end: int, share: float, drop: float | None = None) -> Source:
-    return Source(
-        token_start=start,
-        token_end=end,
-        share=share,
-        largest_share=share,
-        largest_layer=int(start),
-        largest_head=0,
-        contrast=share,
-        drop=drop,
-        bytes=(start, end),
-        file="a",
-    )
-
-
-def test_adjacent_sources_are_merged() -> None:
-    one, two, three, other = (
-        source(32, 64, 0.25, 1.0),
-        source(0, 32, 0.125, 3.0),
-        source(64, 70, 0.0),
-        source(99, 100, 0.2),
-    )
-    first, second = joined([other, one, two, three])
-    assert first == other
-    assert (second.token_start, second.token_end, second.share, second.drop) == (0, 70, 0.375, 3.0)
-    assert (second.contrast, second.bytes, second.largest_layer) == (0.375, (0, 70), 32)
-    assert joined([]) == []
-
-
 async def test_sources_are_printed_under_the_answer(asking: Terminal) -> None:
     code, out, _ = await asking.run("ask", "moby", "who?", "--sources", "--source-count", "2")
     assert code == 0
     answer, first, *rest = out.splitlines()
     assert answer == "Grüße"
-    assert first.startswith("tokens ")
+    assert first.startswith("[1] tokens ")
     assert "%" in first and "nats" not in first
     assert any("of the book" in line for line in rest)
     assert rest[-2].startswith("[attention: ")
