@@ -55,6 +55,11 @@ export async function deleteContext(id) {
   await call(context(id), { method: "DELETE" });
 }
 
+/** Tokens [start, end) of a document as text, with their position in it. */
+export async function contextText(id, start, end, signal) {
+  return (await call(`${context(id)}/text?${new URLSearchParams({ token_start: start, token_end: end })}`, { signal })).json();
+}
+
 /** The event stream of the cluster. */
 export function watchCluster(signal) {
   return call("v1/cluster", { signal });
