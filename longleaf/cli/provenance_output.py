@@ -103,28 +103,27 @@ def excerpt(client: "Client", context: str, source: Source, num_tokens: int) -> 
 class SourceList:
     """Prints the sources of answers about a context, and explains their numbers once."""
 
-    def __init__(self, client: "Client", context: str) -> None:
+    def __init__(self, client: "Client") -> None:
         self._client = client
-        self._context = context
         self._console = Console(highlight=False, soft_wrap=True)
         self._explained = ""
 
-    def print(self, finished: Finished) -> None:
-        """Prints the sources of a finished answer, if it has any."""
+    def print(self, context: str, finished: Finished) -> None:
+        """Prints the sources of a finished answer about a context, if they were requested."""
         attribution = finished.attribution
         if attribution is None:
             return
-        num_tokens = self._client.get_context(self._context).tokens
+        num_tokens = self._client.get_context(context).tokens
         for number, source in enumerate(joined(attribution.sources), 1):
-            self._console.print(self._source_text(number, source, num_tokens))
+            self._console.print(self._source_text(number, context, source, num_tokens))
         self._console.print(Text(f"[attention: {_format_shares(attribution)}]", style="dim"))
         legend = _legend(attribution.sources)
         if attribution.sources and legend != self._explained:
             self._console.print(Text(f"[percent: {legend}]", style="dim"))
             self._explained = legend
 
-    def _source_text(self, number: int, source: Source, num_tokens: int) -> Text:
-        found = excerpt(self._client, self._context, source, num_tokens)
+    def _source_text(self, number: int, context: str, source: Source, num_tokens: int) -> Text:
+        found = excerpt(self._client, context, source, num_tokens)
         citation = cite(source, found.own if found is not None else None)
         head = f"[{number}] {citation.label.translate(CONTROLS)}  {_numbers(source)}"
         if found is None:
