@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -12,6 +12,9 @@ from longleaf.rank_protocol.step import Attention
 from longleaf.rank_protocol.verdict import Verification
 from longleaf.sampling import SamplingParams, Token
 from longleaf.types import UNCHANGED, ContextSettings, Progress, Recovering, SchedulingOptions, TokenRange
+
+if TYPE_CHECKING:
+    from coordinator.scheduling.jobs import IngestJob
 
 EndReason = Literal["end_token", "length", "stop_token"]
 
@@ -277,7 +280,10 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 class Sealed(msgspec.Struct, frozen=True):
-    """The document of an ingest has been prefilled and is waiting to be persisted."""
+    """The document of an ingest has been prefilled and is waiting to be persisted. The engine keeps this event: see
+    `Scheduler.acknowledge`."""
+
+    job: "IngestJob"
 
 
 class Acknowledged(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from coordinator.cluster.model_consistency import check_joiner
 from coordinator.cluster.ports import EpochEnd, Kill, LocationOf, MemberEvent, MemberLost
 from coordinator.task_set import TaskSet
 from longleaf.errors import StartError
-from longleaf.rank_protocol.member_messages import Hello, Load
+from longleaf.rank_protocol.member_messages import Died, Hello, Load
 from longleaf.rank_protocol.rank_spec import ConnectInfo
 
 log = logging.getLogger(__name__)
@@ -174,8 +174,10 @@ class MemberRegistry:
         with suppress(RuntimeError):  # the loop is closed, and with it every consumer of the event
             self._loop.call_soon_threadsafe(self.remove_lost, number, reason)
 
-    def remove_lost(self, number: int, reason: str) -> None:
-        """Remove a member that has ended and report the loss once; for a killed member, with the reason of the kill."""
+    def remove_lost(self, number: int, reason: str, report: Died | None = None) -> None:
+        """Remove a member that has ended and report the loss once; for a killed member, with the reason of the kill.
+        `report` is the member's own report of its end, if it sent one.
+        """
         member = self._members.pop(number, None)
         if member is None:
             return
@@ -184,7 +186,7 @@ class MemberRegistry:
         rank = self.ranks.index(number) if number in self.ranks else None
         epoch = self.epoch if rank is not None else 0
         if not self._is_over:  # after `close` the member left on request
-            self.publish(MemberLost(number, rank, epoch, member.node, member.loss_reason, self._has_supervisor))
+            self.publish(MemberLost(number, rank, epoch, member.node, member.loss_reason, self._has_supervisor, report))
 
     async def close(self) -> None:
         """Cancel the running operations on members. Members that end from now on are not reported as lost."""

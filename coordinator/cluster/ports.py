@@ -10,7 +10,7 @@ from longleaf.config import EngineConfig
 from longleaf.errors import LongleafError
 from longleaf.formatting import human_seconds
 from longleaf.rank_protocol.group_messages import Ready
-from longleaf.rank_protocol.member_messages import Hello
+from longleaf.rank_protocol.member_messages import Died, Hello
 from longleaf.rank_protocol.rank_spec import ConnectInfo
 from longleaf.rank_protocol.snapshots import Fetch, Save, Saved
 from longleaf.types import Loss
@@ -80,6 +80,8 @@ class MemberLost:
     reason: str
     is_replaced: bool
     """Whether a replacement process will be started."""
+    report: Died | None = None
+    """The member's own report of its end; None if the member sent none."""
 
     def __str__(self) -> str:
         who = f"member {self.member}" + (f" on node {self.node}" if self.node else "")

@@ -296,14 +296,14 @@ class RankManager:
             case GroupFailure():
                 self._group.on_group_failure(message)
             case Died():
-                self._group.on_died(message)
-                self.registry.remove_lost(number, message.reason)
+                self._group.check_blamed(message)
+                self.registry.remove_lost(number, message.reason, message)
         member.num_missed_heartbeats = 0
         self.registry.notify_waiters()
 
     def _on_member_event(self, event: MemberEvent) -> None:
         if isinstance(event, MemberLost):
-            self._group.on_process_exit(event.member, event.reason)
+            self._group.on_member_lost(event.member, event.reason, event.report)
 
     # --- close ---
 

@@ -471,9 +471,9 @@ class Engine:
         for fault in scheduler.pop_faults():
             log.error("unexpected error; only the request that caused it ends", exc_info=fault)
         events = [*outcomes, *scheduler.pop_outcomes()]
-        for request_id, outcome in events:
+        for _, outcome in events:
             if isinstance(outcome, Sealed):
-                self._store.seal(request_id)
+                self._store.seal(outcome.job)
         for request_id in self._readers.publish(events):
             self._pause(request_id, True)
         if scheduler.num_waiting:

@@ -23,7 +23,7 @@ class Stream:
     A reader that keeps up gets the events unchanged. For another one, the stream holds at most one event of each kind
     and sample: progress is replaced, tokens are joined, and Recovering is dropped when the request continues. With many
     joined tokens, `is_full` is set; `on_read` is called when the reader has consumed them. An error is raised after
-    earlier events; the error of a sample is raised after the events of all samples.
+    previous events; the error of a sample is raised after the events of all samples.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Stream:
             case Progress():
                 self._progress = event
             case Tokens(sample=sample):
-                earlier = self._unread.get((Tokens, sample))
-                self._unread[Tokens, sample] = earlier.joined(event) if isinstance(earlier, Tokens) else event
+                previous = self._unread.get((Tokens, sample))
+                self._unread[Tokens, sample] = previous.joined(event) if isinstance(previous, Tokens) else event
             case Ended(sample=sample):
                 self._unread[Ended, sample] = event
         self._changed.set()

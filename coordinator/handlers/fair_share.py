@@ -31,6 +31,11 @@ class ShareLimit(NamedTuple):
 def shares_of(account: Account, tenant_share: float) -> Iterator[ShareLimit]:
     """The limits that apply to an account. With a `tenant_share` of 1 the tenant has no limit."""
     yield ShareLimit(CLIENT_SHARE, *account)
+    yield from tenant_shares_of(account, tenant_share)
+
+
+def tenant_shares_of(account: Account, tenant_share: float) -> Iterator[ShareLimit]:
+    """As `shares_of`, without a limit for the client."""
     if tenant_share < 1:
         yield ShareLimit(tenant_share, account[0])
 

@@ -17,7 +17,8 @@ from coordinator.handlers.attribution_tracing import AttributionTracer, TextMaps
 from coordinator.handlers.journal_replay import replay_journal
 from coordinator.handlers.prompt_encoder import Prompts
 from coordinator.handlers.response_assembler import ResponseAssembler
-from coordinator.handlers.resumable_generations import CallLater, ResumableGenerations, call_later, request_digest
+from coordinator.handlers.resumable_generations import ResumableGenerations, request_digest
+from coordinator.handlers.resumable_sessions import CallLater, call_later
 from coordinator.persistence.journal.entries import GenerationEntry
 from coordinator.persistence.journal.journal import Journal, JournalWriter
 from coordinator.telemetry.observers import CURRENT, NO_OBSERVERS, EventSink, Observers

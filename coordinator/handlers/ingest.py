@@ -1,6 +1,5 @@
 """Ingests, from the first chunk to the acknowledged context."""
 
-import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -15,20 +14,21 @@ from coordinator.auth.caller import CALLER, OWNER
 from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
 from coordinator.handlers.document_tokenizer import STEP_BYTES, DocumentTokenizer
 from coordinator.handlers.prompt_encoder import SYSTEM, Prompts
+from coordinator.handlers.resumable_sessions import IDLE_SECONDS, next_message
 from coordinator.handlers.size_limits import SizeLimit
-from coordinator.handlers.uploads import PrefillTask, Upload, UploadLease, Uploads
+from coordinator.handlers.uploads import PrefillTask, Upload, Uploads
 from coordinator.text.tokenizer import Tokenizer
 from coordinator.text.tokenizer_pool import TokenizerPool
 from coordinator.text.vocabulary import STEP_TOKENS
 from longleaf.errors import (
     AlreadyExists,
+    Cancelled,
     CheckpointChanged,
     ContextLost,
     DeadlineExceeded,
     InvalidArgument,
     NotFound,
 )
-from longleaf.formatting import human_seconds
 from longleaf.types import (
     Context,
     IngestHeader,
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from coordinator.engine.engine import Engine
     from coordinator.engine.stream import Stream
 
-IDLE_SECONDS = 120.0
-"""Seconds for which an open stream may send nothing while a document arrives."""
 REPORT_BYTES = 1 << 18
 """Bytes of text received between two reports."""
 REPORT_TOKENS = 1 << 16
@@ -93,11 +91,9 @@ class Ingest:
             yield made
             return
         upload = upload or await self._create_upload(header, None if seconds is None else arrived + seconds)
-        async with self._uploads.lease(upload) as owner, aclosing(self._resume(owner, pieces)) as reports:
+        async with self._uploads.lease(upload) as lease, aclosing(lease.run(self._resume(upload, pieces))) as reports:
             async for report in reports:
-                owner.check()
                 yield report
-                owner.check()
 
     async def cancel(self, context: str, upload_id: str) -> None:
         """Ends an ingest and deletes its data. Raises NotFound, including when the context has already been created."""
@@ -107,9 +103,9 @@ class Ingest:
         latest = upload.prefill.latest if upload is not None and upload.prefill is not None else None
         is_there = (latest is not None and latest.context is not None) or self._finished_report(header) is not None
         if upload is not None and not is_there:
-            upload.cancel()
-            async with self._uploads.lease(upload):  # the upload ends with this owner
-                self._uploads.forget(upload)
+            cancelled = Cancelled(f"the ingest into contexts/{context} was cancelled")
+            async with self._uploads.lease(upload, cancelled):  # the upload ends with this owner
+                self._uploads.sessions.forget(upload)
         if is_there or (upload is None and not was_kept):
             raise NotFound(f"upload {upload_id} of contexts/{context}")
 
@@ -126,7 +122,7 @@ class Ingest:
         except (NotFound, ContextLost):
             is_there = False
         if not is_there:  # deleted since: the name is free, or belongs to another context
-            self._uploads.forget(upload)
+            self._uploads.sessions.forget(upload)
         return upload if is_there else None
 
     def _finished_report(self, header: IngestHeader) -> IngestProgress | None:
@@ -184,39 +180,34 @@ class Ingest:
                 raise AlreadyExists(f"contexts/{header.context}")
         return SizeLimit(self._engine, self._tokenizer.max_bytes_per_token, resident)
 
-    async def _resume(
-        self, owner: UploadLease, pieces: AsyncIterator[IngestPiece]
-    ) -> AsyncGenerator[IngestProgress, None]:
-        upload = owner.upload
+    async def _resume(self, upload: Upload, pieces: AsyncIterator[IngestPiece]) -> AsyncGenerator[IngestProgress, None]:
         await upload.wait_idle()
         if upload.document is not None:  # without a local name: the ids must be freed once the prefill owns them
-            async with aclosing(self._receive(owner, upload.document, pieces)) as reports:
+            async with aclosing(self._receive(upload, upload.document, pieces)) as reports:
                 async for report in reports:
                     yield report
             yield _report("prefilling", upload.document, total=upload.document.num_tokens)
             upload.begin(self._prefill(upload, upload.document))
-            self._uploads.update_size(upload)
+            self._uploads.sessions.update_size(upload)
         assert upload.prefill is not None
         async for report in upload.prefill.progress():
             yield report
-        owner.check()  # a prefill that was stopped yields no report
 
     async def _receive(
-        self, owner: UploadLease, document: DocumentTokenizer, pieces: AsyncIterator[IngestPiece]
+        self, upload: Upload, document: DocumentTokenizer, pieces: AsyncIterator[IngestPiece]
     ) -> AsyncGenerator[IngestProgress, None]:
         """Raises DeadlineExceeded if the stream is idle for too long, and InvalidArgument if the context expires in the
         meantime."""
-        upload, progress = owner.upload, _report("receiving", document)
+        progress = _report("receiving", document)
         self._quotas.charge_input(upload.pop_num_new_tokens())
         yield progress
         while (piece := await self._next(pieces, upload.header.settings.ingest_expiry)) is not None:
-            owner.check()  # a stream that lost the upload counts nothing
-            self._uploads.update_size(upload, _num_bytes(piece))
-            steps = _add_piece(owner, document, piece)
+            self._uploads.sessions.update_size(upload, _num_bytes(piece))
+            steps = _add_piece(upload, document, piece)
             del piece  # it may be large, and the next one may take long to arrive
             async for _ in steps:
                 self._quotas.charge_input(upload.pop_num_new_tokens())
-                self._uploads.update_size(upload)
+                self._uploads.sessions.update_size(upload)
                 self._check_tokens(upload.header)
                 if self._uploads.durable is not None:
                     self._uploads.durable.persist(upload.header, document)
@@ -227,9 +218,8 @@ class Ingest:
             del steps
         # Once this report is sent, it is certain that the client ended the stream and that the stream did not break.
         yield _report("tokenizing", document)
-        owner.check()
         document.check_size()
-        await owner.work(document.finish)
+        await upload.run_on_document(document.finish)
         self._quotas.charge_input(upload.pop_num_new_tokens())
 
     async def _next(self, pieces: AsyncIterator[IngestPiece], expires: float | None = None) -> IngestPiece | None:
@@ -238,13 +228,11 @@ class Ingest:
         if left <= 0:
             raise expired()
         try:
-            async with asyncio.timeout(min(left, self._idle_seconds)):
-                return await anext(pieces, None)
-        except TimeoutError:
+            return await next_message(pieces, min(left, self._idle_seconds), "ingest")
+        except DeadlineExceeded:
             if left < self._idle_seconds:
                 raise expired() from None
-            message = f"the stream of this ingest sent nothing for {human_seconds(self._idle_seconds)}"
-            raise DeadlineExceeded(message) from None
+            raise
 
     def _prefill(self, upload: Upload, document: DocumentTokenizer) -> PrefillTask:
         """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
@@ -302,10 +290,8 @@ class Ingest:
             raise
 
 
-async def _add_piece(owner: UploadLease, document: DocumentTokenizer, piece: IngestPiece) -> AsyncIterator[None]:
-    """Adds a chunk; yields after each step of work. Raises InvalidArgument, and Unavailable if another stream owns the
-    upload."""
-    owner.check()
+async def _add_piece(upload: Upload, document: DocumentTokenizer, piece: IngestPiece) -> AsyncIterator[None]:
+    """Adds a chunk; yields after each step of work. Raises InvalidArgument."""
     match piece:
         case IngestHeader():
             raise InvalidArgument("config", "must be in the first request only")
@@ -313,13 +299,13 @@ async def _add_piece(owner: UploadLease, document: DocumentTokenizer, piece: Ing
             for start in range(0, len(piece), STEP_BYTES):
                 document.receive(piece[start : start + STEP_BYTES])
                 if document.should_flush:
-                    await owner.work(document.digest)
+                    await upload.run_on_document(document.digest)
                     yield
         case _:
-            if owner.upload.header.system:
+            if upload.header.system:
                 raise InvalidArgument(SYSTEM, "requires a document of text; token_ids are used unchanged")
             for start in range(0, len(piece), STEP_TOKENS):
-                await owner.work(document.add_ids, piece[start : start + STEP_TOKENS], start)
+                await upload.run_on_document(document.add_ids, piece[start : start + STEP_TOKENS], start)
                 yield
     yield
 

@@ -9,6 +9,7 @@ from functools import partial
 from blake3 import blake3
 
 from coordinator.handlers.fair_share import shares_of
+from coordinator.handlers.resumable_sessions import CallLater, call_later
 from coordinator.task_set import TaskSet
 from longleaf.errors import (
     Cancelled,
@@ -26,14 +27,6 @@ MAX_RESUMABLE = 256
 MAX_WEIGHT = 1 << 14
 """Maximum number of tokens, alternatives and attribution sources of one generation that are kept for replay."""
 RETRY_SECONDS = 2.0
-
-
-CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
-"""Calls a function after a number of seconds, on the event loop."""
-
-
-def call_later(seconds: float, function: Callable[[], None]) -> asyncio.TimerHandle:
-    return asyncio.get_running_loop().call_later(seconds, function)
 
 
 class ResumableGeneration:

@@ -107,10 +107,12 @@ class NamedContext:
         forked._move(path, ends[-LAST_ENDS:])
         return forked
 
-    def grow(self, segment: Segment, now: float, upload_id: str) -> tuple[int, ...]:
-        """Appends a segment. Returns the ends whose windows are no longer held."""
+    def append(self, segment: Segment, now: float, settings: ContextSettings, upload_id: str) -> tuple[int, ...]:
+        """Appends the segment of a document, and applies the settings of its ingest. Returns the ends whose windows are
+        no longer held."""
         ends = (*self.ends, segment.end)
         self._move(segment.path, ends[-LAST_ENDS:], updated=now, upload_id=upload_id)
+        self.change(settings, now)
         return ends[:-LAST_ENDS]
 
     def _move(self, path: TokenPath, ends: tuple[int, ...], **changes: Any) -> None:
@@ -211,17 +213,20 @@ class ContextTable:
         assert segment.before == context.path
         self._segments.retain(segment.path, context.path)
         self._tenants[tenant_of(context_id)].grow(segment.end - context.num_tokens, (segment,))
-        for end in context.grow(segment, now, upload_id):
+        for end in context.append(segment, now, settings, upload_id):
             self._segments.unpin_windows(context.path, end)
         self.mark_used(context)
-        self.change(context_id, settings, now)
+        self._update_expiry(context)
 
     def change(self, context_id: str, settings: ContextSettings, now: float) -> NamedContext:
         """Raises NotFound."""
         context = self.get(context_id)
         context.change(settings, now)
-        self._expiries.add(context_id, context.record.expiry)
+        self._update_expiry(context)
         return context
+
+    def _update_expiry(self, context: NamedContext) -> None:
+        self._expiries.add(context.id, context.record.expiry)
 
     def restore(self, context: NamedContext, settings: ContextSettings) -> None:
         """Reverts a change, unless the context has been deleted since."""
@@ -272,7 +277,7 @@ class ContextTable:
         self._register(context)
         self.evict(context)
         self.mark_used(context)
-        self.change(context.id, UNCHANGED, context.record.updated)
+        self._update_expiry(context)
 
     def evict(self, context: NamedContext) -> None:
         """Evicts a context: it needs no keys for now. Segments that nothing else needs are evicted."""

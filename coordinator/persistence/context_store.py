@@ -232,43 +232,36 @@ class ContextStore:
             context.record_hit(self._wall_clock())
             self._used.add(context.id)
 
-    def seal(self, request_id: int) -> None:
+    def seal(self, job: IngestJob) -> None:
         """Commit the context of a document that has been prefilled, and then acknowledge the ingest."""
-        self._tasks.start(self._seal(request_id))
+        self._tasks.start(self._seal(job))
 
-    async def _seal(self, request_id: int) -> None:
+    async def _seal(self, job: IngestJob) -> None:
         async with self._turn:
-            await self._seal_next(request_id)
+            if job.is_running:  # else the ingest has ended meanwhile
+                await self._seal_next(job)
         self._on_change()
 
-    async def _seal_next(self, request_id: int) -> None:
-        job, now = self._scheduler.sealed(request_id), self._wall_clock()
-        if job is None:
-            return
-        after = self._with_document(job, now)
-        segment = job.tail.segment.record
-        try:
-            uploads = ((after.id, job.document.upload_id),) if job.document.upload_id else ()
-            change = Change(segments=(segment,), contexts=(after.record,), dropped_uploads=uploads)
-            await self._commit(change)
-        except LongleafError as error:
-            self._scheduler.fail(request_id, error)
-        except Exception as error:
-            log.error("cannot save context %s: unexpected error", after.id, exc_info=error)
-            self._scheduler.fail(
-                request_id, Unavailable(f"contexts/{after.id} was not saved; see the log of the service")
-            )
-        else:
-            if not self._scheduler.acknowledge(request_id, now):
-                await self._restore_dropped(after.id)
-
-    def _with_document(self, job: IngestJob, now: float) -> NamedContext:
-        """Return a copy of the context that includes the document."""
+    async def _seal_next(self, job: IngestJob) -> None:
+        now, segment, document = self._wall_clock(), job.tail.segment, job.document
         known = self._contexts.find(job.context)
         after = copy.copy(known) if known else NamedContext.new(job.context, now, job.request.capacity)
-        after.grow(job.tail.segment, now, job.document.upload_id)
-        after.change(job.document.settings, now)
-        return after
+        after.append(segment, now, document.settings, document.upload_id)
+        try:
+            uploads = ((after.id, document.upload_id),) if document.upload_id else ()
+            change = Change(segments=(segment.record,), contexts=(after.record,), dropped_uploads=uploads)
+            await self._commit(change)
+        except LongleafError as error:
+            self._scheduler.fail(job.request.id, error)
+        except Exception as error:
+            log.error("cannot save context %s: unexpected error", after.id, exc_info=error)
+            message = f"contexts/{after.id} was not saved; see the log of the service"
+            self._scheduler.fail(job.request.id, Unavailable(message))
+        else:
+            if job.is_running:
+                self._scheduler.acknowledge(job, now)
+            else:
+                await self._restore_dropped(after.id)
 
     async def _restore_dropped(self, context_id: str) -> None:
         """Restore the stored state of a context that was dropped while its change was being committed."""

@@ -364,9 +364,9 @@ class Scheduler:
         if isinstance(job, IngestJob):
             self._outcomes.append((job.request.id, Progress(num_computed, total)))
             if job.prefill.is_over and self._is_durable:
-                self._outcomes.append((job.request.id, Sealed()))
+                self._outcomes.append((job.request.id, Sealed(job)))
             elif job.prefill.is_over:
-                self._acknowledge(job, now)
+                self.acknowledge(job, now)
         elif isinstance(job, SequenceJob):
             if job.represents_all_samples:
                 start = job.request.start
@@ -391,8 +391,8 @@ class Scheduler:
                     break  # tokens sampled after the end of the answer are dropped
             counts = (self._drafter.record_tokens(job, sampled), min(num_appended, len(sampled) - 1))
             self.drafts.add(*counts, num_appended)
-            tokens, attentions = sampled[:num_appended], attention[:num_appended]
-            self._outcomes.append((request_id, Tokens(index, tokens, job.sample, attentions, *counts)))
+            event = Tokens(index, sampled[:num_appended], job.sample, attention[:num_appended], *counts)
+            self._outcomes.append((request_id, event))
         if reason is not None:
             self._outcomes.append((request_id, job.ended(reason, result)))
             self._lifecycle.end_answer(job)
@@ -459,19 +459,14 @@ class Scheduler:
 
     # --- contexts ---
 
-    def sealed(self, request_id: int) -> IngestJob | None:
-        """The document that waits to be acknowledged; None if its ingest has ended since."""
-        request = self._requests.get(request_id)
-        job = request.jobs[0] if request else None
-        return job if isinstance(job, IngestJob) and job.prefill.is_over else None
-
-    def acknowledge(self, request_id: int, now: float) -> bool:
-        """Creates the context of a Sealed document once the document is durable; `now` is in seconds since the epoch.
-        Returns False if its ingest has ended since. See `pop_outcomes`."""
-        if (job := self.sealed(request_id)) is None:
-            return False
-        self._acknowledge(job, now)
-        return True
+    def acknowledge(self, job: IngestJob, now: float) -> None:
+        """Creates the context of a Sealed document once the document is durable, or appends to it. The job must be
+        running; `now` is in seconds since the epoch. See `pop_outcomes`."""
+        assert job.is_running and job.prefill.is_over
+        document, capacity = job.document, job.request.capacity
+        self.contexts.append(document.context, job.tail.segment, now, document.settings, capacity, document.upload_id)
+        self._outcomes.append((job.request.id, Acknowledged(document.context)))
+        self._lifecycle.finish(job)
 
     def is_ingesting_into(self, context_id: str) -> bool:
         """Whether a document is being ingested into a context, which may not exist yet."""
@@ -480,13 +475,6 @@ class Scheduler:
     def preload(self) -> None:
         """Activates the most recently used contexts, as many as fit."""
         self._faults += self._activation.preload()
-
-    def _acknowledge(self, job: IngestJob, now: float) -> None:
-        document = job.document
-        segment, capacity = job.tail.segment, job.request.capacity
-        self.contexts.append(document.context, segment, now, document.settings, capacity, document.upload_id)
-        self._outcomes.append((job.request.id, Acknowledged(document.context)))
-        self._lifecycle.finish(job)
 
     def fork_context(
         self, source: str, context_id: str, num_tokens: int | None = None, now: float = 0.0

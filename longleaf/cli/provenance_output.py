@@ -171,5 +171,9 @@ def _parts(own: ContextText, around: ContextText) -> tuple[str, str, str]:
             return all_bytes[:first].decode(), own.text, all_bytes[last:].decode()
     if own.text in around.text:
         before, _, behind = around.text.partition(own.text)
+        if own.byte_start is not None and around.byte_start is not None:
+            # without the chat template before the document, whose tokens have a text, but no bytes of it
+            bytes_before, num_bytes = before.encode(), own.byte_start - around.byte_start
+            before = bytes_before[max(0, len(bytes_before) - num_bytes) :].decode(errors="ignore")
         return before, own.text, behind
     return "", own.text, ""

@@ -32,7 +32,8 @@ class DurableMachine(RecoveringMachine):
     @property
     def sealed(self) -> list[int]:
         """Documents that wait to be kept."""
-        return [job for job in self.documents if job in self.open and self.scheduler.sealed(job) is not None]
+        jobs = self.scheduler._running
+        return [job for job in self.documents if job in self.open and job in jobs and jobs[job].prefill.is_over]
 
     @precondition(lambda self: self.sealed)
     @rule(data=st.data(), is_saved=st.booleans())
@@ -51,10 +52,10 @@ class DurableMachine(RecoveringMachine):
         self._look()
 
     def _acknowledge(self, job: int) -> None:
-        document = self.scheduler.sealed(job)
-        assert document is not None
+        document = self.scheduler._running[job]
+        assert isinstance(document, IngestJob)
         self.next_segment = max(self.next_segment, document.tail.segment.id + 1)
-        assert self.scheduler.acknowledge(job, 9.0)
+        self.scheduler.acknowledge(document, 9.0)
 
     def _schedule(self) -> bool:
         return super()._schedule() or (bool(self.sealed) and not self._keep_all() and super()._schedule())

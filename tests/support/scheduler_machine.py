@@ -214,7 +214,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_samples=SAMPLES,
         scheduling=SCHEDULING_PARAMS,
         ends=st.booleans(),
-        earlier=st.none() | st.integers(0, 99),
+        previous=st.none() | st.integers(0, 99),
     )
     def ask(
         self,
@@ -224,11 +224,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_samples: int,
         scheduling: SchedulingParams,
         ends: bool,
-        earlier: int | None = None,
+        previous: int | None = None,
     ) -> None:
-        """Asks a question: the first one of a conversation, or one after the `earlier` one and its answer."""
-        if earlier is not None and self.turns:
-            context, turn = self.turns[earlier % len(self.turns)]
+        """Asks a question: the first one of a conversation, or one after the `previous` one and its answer."""
+        if previous is not None and self.turns:
+            context, turn = self.turns[previous % len(self.turns)]
             tokens = [*turn, *tokens]
         scheduling = self._now(scheduling)
         answer = expected_answer(tokens[-1] if tokens else 0, max_tokens)

@@ -140,6 +140,11 @@ class Bench:
         for job, outcome in outcomes:
             self.seen.setdefault(job, []).append(outcome)
 
+    def acknowledge(self, document: int) -> None:
+        """The sealed document of an ingest is durable."""
+        [sealed] = [outcome for outcome in self.seen[document] if isinstance(outcome, Sealed)]
+        self.scheduler.acknowledge(sealed.job, 9.0)
+
     def step(self) -> StepPlan | None:
         """Plans and does one step, if there is something to do."""
         if (plan := self.schedule()) is not None:

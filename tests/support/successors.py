@@ -7,7 +7,7 @@ from pathlib import Path
 
 from coordinator.engine.engine import Engine
 from coordinator.handlers.generation import Generation
-from coordinator.handlers.resumable_generations import CallLater, call_later
+from coordinator.handlers.resumable_sessions import CallLater, call_later
 from coordinator.persistence.journal.journal import Journal
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer

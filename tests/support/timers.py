@@ -13,7 +13,7 @@ class Handle:
 
 
 class Timers:
-    """Implements coordinator.handlers.resumable_generations.CallLater."""
+    """Implements coordinator.handlers.resumable_sessions.CallLater."""
 
     def __init__(self) -> None:
         self.now = 0.0

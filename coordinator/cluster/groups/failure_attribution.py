@@ -26,7 +26,6 @@ class FailureCollector:
         self.members = tuple(members)
         self._kill = kill
         self._under_way = under_way
-        self._died: dict[int, str] = {}
         self._failed: dict[int, str] = {}
         self._broken: dict[int, tuple[int, str]] = {}
         """Step and reason."""
@@ -39,16 +38,12 @@ class FailureCollector:
         self.verdict: asyncio.Future[EpochEnd] = self._loop.create_future()
 
     def record_exit(self, member: int, reason: str) -> None:
-        """The member's process has ended. Sets the verdict, unless the member reported a reason itself: then `_decide`
-        evaluates all reports."""
-        if member not in self.members:
-            return
-        self._died.setdefault(member, reason)
-        if member not in self._failed:
-            self._conclude_lost(member)
+        """The member's process has ended, and the member sent no report. Sets the verdict."""
+        if member in self.members:
+            self._conclude_lost(member, reason)
 
     def record_failure(self, member: int, reason: str, blamed: int | None = None) -> None:
-        """The member reported its own end; `blamed` is the rank whose death caused it, if any."""
+        """The member reported its own end, and no exit follows; `blamed` is the rank whose death caused it, if any."""
         if member in self.members:
             self._failed.setdefault(member, reason)
             self._record_blame(member, reason, blamed)
@@ -90,14 +85,14 @@ class FailureCollector:
             for member in silent:
                 self._kill(member, self._blamed[member])
         elif gone or self._failed:
-            self._conclude_lost((gone or list(self._failed))[0])
+            member = (gone or list(self._failed))[0]
+            self._conclude_lost(member, self._failed[member])
         else:
             member = next((one for one in self._broken if one not in self._accusers), next(iter(self._broken)))
             step, reason = self._broken[member]
             self.conclude(GroupFailed(f"rank {self.members.index(member)}: {reason}"), steps_of(step))
 
-    def _conclude_lost(self, member: int) -> None:
-        reason = self._failed.get(member) or self._died[member]
+    def _conclude_lost(self, member: int, reason: str) -> None:
         step = self._step or next((step for step, _ in self._broken.values()), 0)
         self.conclude(RankLost(self.members.index(member), reason), steps_of(step) or self._under_way())
 

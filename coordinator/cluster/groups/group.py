@@ -64,7 +64,7 @@ class RankGroup:
         self._is_fenced = False
         for member in members:
             if member.loss_reason:
-                self.on_process_exit(member.number, member.loss_reason)
+                self.on_member_lost(member.number, member.loss_reason)
 
     @property
     def verdict(self) -> asyncio.Future[EpochEnd]:
@@ -201,32 +201,29 @@ class RankGroup:
         if message.epoch > self.epoch or (message.epoch == self.epoch and not (is_ours and self._has(message))):
             raise ValueError(f"invalid message from member {message.member}: GroupFailure of another epoch")
         if is_ours:
-            self._check_blamed(message)
+            self.check_blamed(message)
             self._failures.record_group_failure(message.member, message.step, message.reason, message.blamed)
             self._fence()
-
-    def on_died(self, message: Died) -> None:
-        """Handle the last message of a dying member. Raises ValueError for an impossible message."""
-        self._check_blamed(message)
-        if message.refused and self._has(message):
-            self._failures.conclude(StartError(message.reason))
-        self._failures.record_failure(
-            message.member, message.reason + self._registry.location_of(message.member), message.blamed
-        )
-        self._fence()
 
     def _has(self, message: GroupFailure | Died) -> bool:
         return message.member in self.members
 
-    def _check_blamed(self, message: GroupFailure | Died) -> None:
+    def check_blamed(self, message: GroupFailure | Died) -> None:
+        """Raises ValueError if the message blames a rank that does not exist."""
         if not 0 <= (message.blamed or 0) < len(self.members):
             raise ValueError(f"invalid message from member {message.member}: it blames rank {message.blamed}")
 
     # --- end ---
 
-    def on_process_exit(self, member: int, reason: str) -> None:
-        """Record that the process of a member has ended."""
-        self._failures.record_exit(member, reason + self._registry.location_of(member))
+    def on_member_lost(self, member: int, reason: str, report: Died | None = None) -> None:
+        """Record the loss of a member; `report` is its own report of its end, if it sent one."""
+        described = reason + self._registry.location_of(member)
+        if report is None:
+            self._failures.record_exit(member, described)
+        else:
+            if report.refused and self._has(report):
+                self._failures.conclude(StartError(reason))
+            self._failures.record_failure(member, described, report.blamed)
         self._fence()
 
     def conclude(self, error: LongleafError, steps: tuple[int, ...] = ()) -> None:

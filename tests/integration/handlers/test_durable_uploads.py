@@ -407,7 +407,7 @@ async def test_tokens_of_work_left_by_a_stream_count(tmp_path: Path, monkeypatch
             exporting.append(reading.cancel)
             await asyncio.wait([reading])
         await one.run(HEADER, ends=False)
-        (upload,) = one.uploads._all
+        (upload,) = one.uploads.sessions
         assert upload.document is not None
         assert sum(taken) == upload.document.num_tokens > 0
 

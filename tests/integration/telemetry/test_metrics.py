@@ -49,7 +49,7 @@ async def test_client_activity_is_counted_by_tenant(tmp_path: Path) -> None:
                 "e2e_request_latency_seconds",
             ):
                 assert seen.value(f"longleaf_{name}_count", tenant=tenant) == answers, name
-            # the context, and what was asked before
+            # the context, and questions that were asked before
             assert seen.value("longleaf_cached_prompt_tokens_total", tenant=tenant) >= answers * (len(TEXT) + 2)
             assert seen.value("longleaf_prompt_tokens_total", tenant=tenant) >= 2 * answers * len(TEXT)
             calls = {"tenant": tenant, "kind": "Generate", "outcome": "ok", "code": "OK"}

@@ -1,7 +1,12 @@
 """`longleaf ask --sources`."""
 
+from typing import cast
+
 import pytest
 
+from longleaf.cli.provenance_output import excerpt
+from longleaf.client import Client
+from longleaf.types import ContextText, Source
 from tests.support.service import BYTES
 from tests.support.terminal import Terminal
 
@@ -12,6 +17,25 @@ TEXT = "".join(f"line {i} of the book\n" for i in range(20))
 def asking(terminal: Terminal) -> Terminal:
     terminal.engine.contexts["moby"] = BYTES.encode(TEXT).ids
     return terminal
+
+
+class TemplatedText:
+    """A client of a context whose first 9 tokens are the chat template, and the others one letter each."""
+
+    def get_context_text(self, name: str, token_start: int, token_end: int) -> ContextText:
+        text = "<template>"[token_start:9] + TEXT[max(0, token_start - 9) : token_end - 9]
+        first, last = (max(0, position - 9) for position in (token_start, token_end))
+        places = {"token_start": token_start, "token_end": token_end, "byte_start": first, "byte_end": last}
+        return ContextText(text=text, file="a", line=1, **places)
+
+
+@pytest.mark.parametrize(("start", "before"), [(9, ""), (12, TEXT[:3]), (60, TEXT[27:51])])
+def test_excerpt_does_not_show_the_chat_template(start: int, before: str) -> None:
+    client = cast(Client, TemplatedText())
+    shares = {"share": 0.5, "largest_share": 0.5, "largest_layer": 0, "largest_head": 0}
+    found = excerpt(client, "moby", Source(token_start=start, token_end=start + 32, **shares), 9 + len(TEXT))
+    assert found is not None
+    assert (found.before, found.text) == (before, TEXT[start - 9 : start + 23])
 
 
 async def test_sources_are_printed_under_the_answer(asking: Terminal) -> None:

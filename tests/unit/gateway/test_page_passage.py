@@ -22,8 +22,9 @@ TEXT = "\ufeffÜber <b>Äpfel</b> und 🍏🍎."
 START = 100
 
 
-def found(start: int | None = START) -> dict[str, Any]:
-    return {"text": TEXT, "byte_start": start}
+def found(start: int | None = START, template: str = "") -> dict[str, Any]:
+    end = None if start is None else start + len(TEXT.encode())
+    return {"text": template + TEXT, "byte_start": start, "byte_end": end}
 
 
 def byte_range(part: str) -> list[int]:
@@ -39,6 +40,8 @@ def test_text_is_divided_at_the_bytes_of_the_source() -> None:
         [found(), {"bytes": byte_range(TEXT)}],
         [found(None), {"bytes": byte_range("Äpfel"), "text": "und"}],
         [found(), {"bytes": None, "text": "und"}],
+        [found(0, "<system>ä"), {"bytes": [each - START for each in byte_range("Äpfel")]}],
+        [found(0, "<system>ä"), {"bytes": None, "text": "und"}],
         [found(), {"bytes": [0, 9]}],
         [found(), {"bytes": [START, 9_999], "text": "absent"}],
     ]
@@ -52,6 +55,8 @@ def test_text_is_divided_at_the_bytes_of_the_source() -> None:
         ["\ufeffÜber <b>Äpfel</b> und ", "🍏🍎.", ""],
         ["", TEXT, ""],
         ["\ufeffÜber <b>Äpfel</b> ", "und", " 🍏🍎."],
+        ["\ufeffÜber <b>Äpfel</b> ", "und", " 🍏🍎."],
+        ["\ufeffÜber <b>", "Äpfel", "</b> und 🍏🍎."],
         ["\ufeffÜber <b>Äpfel</b> ", "und", " 🍏🍎."],
         ["", TEXT, ""],
         ["", TEXT, ""],

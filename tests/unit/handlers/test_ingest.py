@@ -79,7 +79,7 @@ def expiring(expires: float, upload_id: str = "", *, is_pinned: bool = False) ->
 async def made(tmp_path: Path) -> AsyncIterator[IngestBench]:
     made = IngestBench(tmp_path, SILENCE, max_uploads=4, max_bytes=80_000)
     yield made
-    made.uploads.audit()
+    made.uploads.sessions.audit()
     await made.threads.close()
 
 
@@ -87,18 +87,18 @@ async def made(tmp_path: Path) -> AsyncIterator[IngestBench]:
 async def test_silent_stream_times_out_and_leaves_nothing(made: IngestBench, pieces: tuple[IngestPiece, ...]) -> None:
     with pytest.raises(DeadlineExceeded, match=r"sent nothing for 50 ms"):
         await made.run(*pieces, ends=False)
-    assert made.uploads.num_bytes == 0
+    assert made.uploads.sessions.num_bytes == 0
     assert not made.engine.contexts
 
 
 async def test_resumable_ingest_continues_after_a_silent_stream(made: IngestBench) -> None:
     with pytest.raises(DeadlineExceeded):
         await made.run(header("mine"), b"call me ", ends=False)
-    assert made.uploads.num_bytes > 0
+    assert made.uploads.sessions.num_bytes > 0
     reports = await made.run(header("mine"), b"Ishmael")
     assert (reports[0].received_bytes, reports[-1].phase) == (8, "ready")
     assert len(made.engine.contexts["moby"]) == 2 + len("call me Ishmael")
-    assert made.uploads.num_bytes == 0, "the engine has the document"
+    assert made.uploads.sessions.num_bytes == 0, "the engine has the document"
 
 
 @pytest.mark.parametrize(
@@ -173,14 +173,14 @@ async def test_piece_is_counted_before_it_is_processed(made: IngestBench, monkey
     for piece in (b"a" * 40_001, array("I", [5]) * 10_001):
         with pytest.raises(ResourceExhausted, match="the limit of client '' is 40,000"):
             await made.run(header(), piece)
-    assert made.uploads.num_bytes == 0
+    assert made.uploads.sessions.num_bytes == 0
 
 
 async def test_document_continues_when_space_is_available(tmp_path: Path) -> None:
     made = IngestBench(tmp_path, 60.0, max_bytes=80_000)
     other = asyncio.create_task(made.run(header("other", context="other"), (1,) * 8000, ends=False))
     while True:
-        if made.uploads.num_bytes >= 32_000:
+        if made.uploads.sessions.num_bytes >= 32_000:
             break
         await asyncio.sleep(0.001)
     with pytest.raises(ResourceExhausted, match=r"use 40,0\d\d bytes of memory; the limit is 40,000") as caught:
@@ -191,7 +191,7 @@ async def test_document_continues_when_space_is_available(tmp_path: Path) -> Non
     reports = await made.run(header("mine"), (2,) * 9)
     assert reports[0].received_tokens == 1000
     assert made.engine.contexts["moby"] == [1] * 1000 + [2] * 9
-    made.uploads.audit()
+    made.uploads.sessions.audit()
     await made.threads.close()
 
 
@@ -213,7 +213,7 @@ async def test_document_shorter_than_its_size_is_refused(made: IngestBench) -> N
     with pytest.raises(InvalidArgument, match=r"config\.total_size_bytes: 15 bytes are declared, .* after 7"):
         await made.run(header(size=15), b"call me")
     assert not made.engine.schedulings, "the engine never received it"
-    assert made.uploads.num_bytes == 0
+    assert made.uploads.sessions.num_bytes == 0
     assert (await made.run(header(size=7), b"call me"))[-1].phase == "ready"
 
 
@@ -235,7 +235,7 @@ async def test_data_beyond_the_size_is_refused(made: IngestBench, monkeypatch: p
         InvalidArgument, match=r"config\.total_size_bytes: 6 bytes are declared, but 7 have been received"
     ):
         await made.run(header("mine", size=6), b"call me")
-    assert made.uploads.num_bytes == 0
+    assert made.uploads.sessions.num_bytes == 0
     assert (await anext(made.ingest.run(stream(header("mine"), ends=False)))).received_bytes == 0, "it is not retained"
 
 
@@ -263,7 +263,7 @@ async def test_ingest_ends_when_its_context_expires(tmp_path: Path, upload_id: s
     with pytest.raises(InvalidArgument, match=r"config\.expire_time") as caught:
         await made.run(expiring(made.date + 0.05, upload_id), b"call me", ends=False)
     assert caught.value.field == "config.expire_time"
-    assert made.uploads.num_bytes == 0
+    assert made.uploads.sessions.num_bytes == 0
     assert not made.engine.schedulings
     assert (await made.run(header(upload_id), b"other"))[0].received_bytes == 0
     await made.threads.close()

@@ -14,8 +14,9 @@ from msgspec.structs import replace
 from coordinator.auth.caller import CALLER, Caller
 from coordinator.auth.quotas import QuotaEnforcer
 from coordinator.auth.tenant_usage import TenantUsage
+from coordinator.handlers.resumable_sessions import KEEP_SECONDS, TRIM_SECONDS
 from coordinator.handlers.transfer.exports import Exports
-from coordinator.handlers.transfer.imports import KEEP_SECONDS, TRIM_SECONDS, ImportSessions
+from coordinator.handlers.transfer.imports import ImportSessions
 from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.context_archive import reader
 from longleaf.context_archive.records import PIECE_BYTES, RUN_BYTES, SEGMENT_BYTES
@@ -361,7 +362,7 @@ async def test_archives_are_decoded_off_the_event_loop_and_counted(
     await import_until(imports, WHOLE, header, len(WHOLE) - 50)
     assert kinds == ["head", *["segment", "manifest"] * 2]
     assert threading.get_ident() not in threads
-    (session,) = imports._all
+    (session,) = imports._sessions
     num_described = SEGMENT_BYTES * 2 + PIECE_BYTES * 6 + RUN_BYTES * 6
     assert session.importer.num_buffered_bytes >= num_described + 2 * 4 * 11
 
@@ -567,7 +568,7 @@ async def test_concurrent_imports_are_limited(make_imports: MakeImports) -> None
     open_streams = [imports.run(sending(header, WHOLE)) for header in headers[:3]]
     await anext(open_streams[0])
     await anext(open_streams[1])
-    with pytest.raises(ResourceExhausted, match="imports: 2 are running"):
+    with pytest.raises(ResourceExhausted, match="imports: 2 are open"):
         await anext(open_streams[2])
     for stream in open_streams:
         await stream.aclose()
@@ -600,7 +601,7 @@ async def test_imports_of_one_tenant_do_not_exclude_others(make_imports: MakeImp
     open_streams = [imports.run(sending(header, WHOLE)) for header in acme]
     for stream in open_streams[:2]:
         await anext(stream)
-    with pytest.raises(ResourceExhausted, match="2 of tenant acme are running; the limit is 2"):
+    with pytest.raises(ResourceExhausted, match="2 of tenant acme are open or resumable; the limit is 2"):
         await anext(open_streams[2])
     for stream in open_streams:
         await stream.aclose()

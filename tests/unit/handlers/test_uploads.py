@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.handlers.document_tokenizer import DocumentTokenizer
+from coordinator.handlers.resumable_sessions import Lease
 from coordinator.handlers.size_limits import SizeLimit
 from coordinator.handlers.uploads import PrefillTask, Upload, Uploads
 from coordinator.text.template import DirectRenderer
@@ -73,7 +74,7 @@ def make(tmp_path: Path, threads: TokenizerPool) -> Callable[..., Upload]:
 
 def leave(uploads: Uploads, upload: Upload) -> bool:
     uploads.add(upload)
-    return uploads.release(upload.acquire())
+    return uploads.sessions.release(upload, uploads.sessions.acquire(upload))
 
 
 def retained(uploads: Uploads, *upload_ids: str) -> list[bool]:
@@ -85,10 +86,10 @@ def test_upload_is_retained_from_the_end_of_its_stream(make: Callable[..., Uploa
     uploads = uploads_on(clock, keep_seconds=10)
     upload = make("a")
     uploads.add(upload)
-    owner = upload.acquire()
+    lease = uploads.sessions.acquire(upload)
     clock.now = 100
     assert retained(uploads, "a") == [True], "it does not expire while its stream is open"
-    assert uploads.release(owner)
+    assert uploads.sessions.release(upload, lease)
     clock.now = 110
     assert retained(uploads, "a") == [True]
     clock.now = 110.5
@@ -100,7 +101,7 @@ def test_oldest_upload_is_evicted(make: Callable[..., Upload]) -> None:
     uploads = uploads_on(clock, max_uploads=4)
     for clock.now, name in enumerate("abc"):
         assert leave(uploads, make(name))
-        uploads.audit()
+        uploads.sessions.audit()
     assert retained(uploads, "a", "b", "c") == [False, True, True]
 
 
@@ -109,7 +110,7 @@ def test_upload_memory_is_bounded(make: Callable[..., Upload]) -> None:
     uploads = uploads_on(clock, max_bytes=10_000)
     for clock.now, name in enumerate("abc"):
         leave(uploads, make(name, 1000))
-        uploads.audit()
+        uploads.sessions.audit()
     assert retained(uploads, "a", "b", "c") == [False, True, True]
     clock.now = 3
     assert not leave(uploads, make("d", 3000)), "an upload above the limit is not retained"
@@ -134,11 +135,9 @@ def test_replaced_stream_does_not_release_the_upload(make: Callable[..., Upload]
     uploads = uploads_on(clock, keep_seconds=10)
     upload = make("a")
     uploads.add(upload)
-    old, new = upload.acquire(), upload.acquire()
-    assert uploads.release(old)
-    with pytest.raises(Unavailable, match="another stream"):
-        old.check()
-    new.check()
+    old, new = uploads.sessions.acquire(upload), uploads.sessions.acquire(upload)
+    assert uploads.sessions.release(upload, old)
+    assert (old.is_current, new.is_current) == (False, True)
     clock.now = 100
     assert retained(uploads, "a") == [True]
 
@@ -195,36 +194,36 @@ def test_retained_uploads_expire_by_timer(make: Callable[..., Upload]) -> None:
     leave(uploads, make("a", 1000))
     clock.turn_to(50)
     leave(uploads, make("b", 1000))
-    assert uploads.num_bytes == 8000
+    assert uploads.sessions.num_bytes == 8000
     clock.turn_to(110)
-    assert uploads.num_bytes == 4000
+    assert uploads.sessions.num_bytes == 4000
     clock.turn_to(160)
     clock.turn_to(190)
-    assert uploads.num_bytes == 0
+    assert uploads.sessions.num_bytes == 0
     assert not clock.to_come, "no timer remains"
-    uploads.audit()
+    uploads.sessions.audit()
 
 
 def test_number_of_uploads_is_bounded_per_client(make: Callable[..., Upload]) -> None:
     clock = Clock()
     uploads = uploads_on(clock, max_uploads=6)
     uploads_of = {client: [make(f"{client}{i}", client=client) for i in range(3)] for client in "ab"}
+    leases: list[Lease] = []
     for upload in uploads_of["a"]:
         uploads.add(upload)
-        upload.acquire()
+        leases.append(uploads.sessions.acquire(upload))
     with pytest.raises(ResourceExhausted, match="3 of client 'a' are open or resumable") as caught:
         uploads.add(make("a3", client="a"))
     assert caught.value.retry_seconds
     for upload in uploads_of["b"]:
         uploads.add(upload)
-        upload.acquire()
+        uploads.sessions.acquire(upload)
     with pytest.raises(ResourceExhausted, match="6 are open"):
         uploads.add(make("c", client="c"))
-    assert (owner := uploads_of["a"][0].owner) is not None
-    assert uploads.release(owner)
+    assert uploads.sessions.release(uploads_of["a"][0], leases[0])
     uploads.add(make("c", client="c"))
     assert retained(uploads, "a0", "a1") == [False, True], "the upload without a client was evicted"
-    uploads.audit()
+    uploads.sessions.audit()
 
 
 def test_number_of_uploads_is_bounded_per_tenant(make: Callable[..., Upload]) -> None:
@@ -237,11 +236,11 @@ def test_number_of_uploads_is_bounded_per_tenant(make: Callable[..., Upload]) ->
     for client in "fghi":
         upload = make(client, client=client, tenant="acme")
         uploads.add(upload)
-        upload.acquire()
+        uploads.sessions.acquire(upload)
     with pytest.raises(ResourceExhausted, match="4 of tenant acme are open or resumable; the limit is 4"):
         uploads.add(make("j", client="j", tenant="acme"))
     assert retained(uploads, "bolt's") == [True]
-    uploads.audit()
+    uploads.sessions.audit()
 
 
 def test_upload_of_the_largest_tenant_is_evicted(make: Callable[..., Upload]) -> None:
@@ -251,7 +250,7 @@ def test_upload_of_the_largest_tenant_is_evicted(make: Callable[..., Upload]) ->
         leave(uploads, make(name, client=name, tenant=tenant))
     leave(uploads, make("b2", client="2", tenant="bolt"))
     assert retained(uploads, "b", "a", "a2", "a3", "b2") == [True, False, True, True, True]
-    uploads.audit()
+    uploads.sessions.audit()
 
 
 def test_upload_bytes_are_bounded_per_tenant(make: Callable[..., Upload]) -> None:
@@ -260,10 +259,10 @@ def test_upload_bytes_are_bounded_per_tenant(make: Callable[..., Upload]) -> Non
     for client in "ab":
         upload = make(client, 1000, client, "acme")
         uploads.add(upload)
-        uploads.update_size(upload)
+        uploads.sessions.update_size(upload)
     uploads.add(third := make("c", 1, "c", "acme"))
     with pytest.raises(ResourceExhausted, match="those of tenant acme use 8,004 bytes of memory; the limit is 8,000"):
-        uploads.update_size(third)
+        uploads.sessions.update_size(third)
     assert retained(uploads, "bolt's") == [True]
 
 
@@ -273,26 +272,26 @@ def test_bytes_of_open_uploads_are_bounded_per_client(make: Callable[..., Upload
     for name, num_tokens, client in (("old", 1000, "a"), ("a", 1000, "a"), ("b", 2000, "b")):
         upload = make(name, num_tokens, client)
         uploads.add(upload)
-        uploads.update_size(upload)
-        uploads.audit()
+        uploads.sessions.update_size(upload)
+        uploads.sessions.audit()
         if name == "old":
-            uploads.release(upload.acquire())
+            uploads.sessions.release(upload, uploads.sessions.acquire(upload))
     second = make("second", 1000, "a")
     uploads.add(second)
-    uploads.update_size(second)
+    uploads.sessions.update_size(second)
     assert retained(uploads, "old") == [False], "it was evicted for another upload of its client"
     third = make("third", 1, "a")
     uploads.add(third)
     with pytest.raises(
         ResourceExhausted, match="those of client 'a' use 8,004 bytes of memory; the limit is 8,000"
     ) as caught:
-        uploads.update_size(third)
+        uploads.sessions.update_size(third)
     assert caught.value.retry_seconds
     other = make("other", 1, "c")
     uploads.add(other)
     with pytest.raises(ResourceExhausted, match="all uploads use too much memory; the limit is 16,000"):
-        uploads.update_size(other)
-    uploads.audit()
+        uploads.sessions.update_size(other)
+    uploads.sessions.audit()
 
 
 def test_document_larger_than_the_limit_is_not_retried(make: Callable[..., Upload]) -> None:
@@ -300,7 +299,7 @@ def test_document_larger_than_the_limit_is_not_retried(make: Callable[..., Uploa
     upload = make("a", 2001)
     uploads.add(upload)
     with pytest.raises(ResourceExhausted, match="it uses 8,004 bytes of memory; the limit of .* is 8,000") as caught:
-        uploads.update_size(upload)
+        uploads.sessions.update_size(upload)
     assert caught.value.retry_seconds is None
 
 
@@ -309,14 +308,14 @@ def test_ended_uploads_are_not_counted(make: Callable[..., Upload]) -> None:
     for upload_id in ("", "failed"):
         upload = make(upload_id, 1000)
         uploads.add(upload)
-        uploads.update_size(upload)
-        owner = upload.acquire()
-        assert uploads.num_bytes == 4000
-        uploads.forget(upload)
-        assert uploads.num_bytes == 4000, "its open stream still holds it"
-        assert not uploads.release(owner)
-        assert uploads.num_bytes == 0
-        uploads.audit()
+        uploads.sessions.update_size(upload)
+        lease = uploads.sessions.acquire(upload)
+        assert uploads.sessions.num_bytes == 4000
+        uploads.sessions.forget(upload)
+        assert uploads.sessions.num_bytes == 4000, "its open stream still holds it"
+        assert not uploads.sessions.release(upload, lease)
+        assert uploads.sessions.num_bytes == 0
+        uploads.sessions.audit()
 
 
 async def reports(gate: asyncio.Event, error: Exception | None = None) -> AsyncGenerator[IngestProgress, None]:

@@ -255,7 +255,7 @@ def unsealed_streams(engine: Engine) -> list[bool]:
     """For each open request, whether its segment is not sealed yet."""
     scheduler = engine._scheduler
     assert scheduler is not None
-    return [scheduler.sealed(request.id) is None for request in scheduler._requests]
+    return [not job.prefill.is_over for job in scheduler._requests.jobs()]
 
 
 async def test_concurrent_changes_are_all_written() -> None:

@@ -33,7 +33,7 @@ class Crowd(Asker, Group):
     def keep(self, context: str, count: int, append: bool = False) -> None:
         document = self.ingest(context, count, append)
         self.run()
-        assert self.scheduler.acknowledge(document, 9.0)
+        self.acknowledge(document)
         self._see(self.scheduler.pop_outcomes())
 
     @property
@@ -215,7 +215,7 @@ def test_document_is_appended_to_the_context_of_deferred_questions() -> None:
     crowd.scheduler.audit()
     assert crowd.deferred == [], "the document needs the context"
     crowd.run()
-    assert crowd.scheduler.acknowledge(document, 9.0)
+    crowd.acknowledge(document)
     crowd.check_answers([doc])
 
 

@@ -94,7 +94,7 @@ def bench_with_evicted_contexts(windows: WindowSpec | None = None) -> Bench:
     for name in ("bad", "good"):
         job = bench.ingest(name, 40)
         bench.run()
-        assert bench.scheduler.acknowledge(job, 1.0)
+        bench.acknowledge(job)
         bench.scheduler.contexts.evict(bench.scheduler.contexts.get(name))
     return bench
 

@@ -237,7 +237,7 @@ def test_unread_waiting_job_does_not_prevent_eviction() -> None:
     for name in ("old", "new"):
         document = bench.ingest(name, 16)
         bench.run()
-        assert bench.scheduler.acknowledge(document, 9.0)
+        bench.acknowledge(document)
     running, waiting, unread = bench.ask(1, 2), bench.ask(30, 2), bench.ask(1, 2, "new")
     bench.scheduler.pause(unread, True)
     bench.run()
@@ -252,7 +252,7 @@ def test_a_prompt_that_has_no_room_beside_a_context_waits_only_for_questions_tha
     bench = Asker(blocks=(15,), is_durable=True, max_sequences=1)
     document = bench.ingest("doc", 20)
     bench.run()
-    assert bench.scheduler.acknowledge(document, 9.0)
+    bench.acknowledge(document)
     bench.ask(1, 2)
     bench.step()
     long = bench.prompt(range(100, 140), 8)

@@ -354,7 +354,7 @@ def test_evicted_context_loses_its_conversations() -> None:
     for context, count in (("doc", 41), ("other", 80)):
         document = bench.ingest(context, count)
         bench.run()
-        assert bench.scheduler.acknowledge(document, 9.0)
+        bench.acknowledge(document)
         if context == "doc":
             converse(bench, "doc", 2)
             assert list(bench.scheduler.segments.cached)
