@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from gateway import cluster, static
 from gateway.bodies import BodyReader
 from gateway.contexts import resources, text, upload
+from gateway.contexts.extraction import ExtractionSlots
 from gateway.errors import HttpProblem, problem_of
 from gateway.guards import OriginGuardMiddleware
 from gateway.models import ModelNameCache
@@ -66,6 +67,7 @@ def make_app(client: ProxyClient, config: GatewayConfig, ending: asyncio.Event) 
     app.state.client, app.state.model = client, ModelNameCache()
     app.state.bodies, app.state.ending = BodyReader(), ending
     app.state.public_url = config.public_url
+    app.state.extractions = ExtractionSlots()
     guarded = OriginGuardMiddleware(app, config.allow_host, config.public_url, config.allow_origin)
     if not config.allow_origin:
         return guarded

@@ -1,12 +1,16 @@
 """The gateway's certificate, which is reloaded for new connections when its files change."""
 
 import asyncio
+import os
 import ssl
 import tempfile
 from pathlib import Path
 
 from longleaf.pem import KeyPair, parse_pair
 from longleaf.reloading_files import LOOK_SECONDS, ReloadingFiles
+
+KEY_FOLDER = "/tmp"
+"""In memory on Kubernetes, unlike the folder of TMPDIR, which has uploads."""
 
 
 class Certificate:
@@ -32,7 +36,8 @@ class Certificate:
 
     def _load(self, pair: KeyPair) -> None:
         """Uses temporary files, because `ssl` only loads files, and the original ones may be incomplete by now."""
-        with tempfile.TemporaryDirectory(prefix="longleaf-") as folder:
+        shared = KEY_FOLDER if os.access(KEY_FOLDER, os.W_OK) else None
+        with tempfile.TemporaryDirectory(prefix="longleaf-", dir=shared) as folder:
             path = Path(folder) / "pair.pem"
             path.touch(0o600)
             path.write_bytes(pair.key + b"\n" + pair.chain)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
+from longleaf.document_text import is_place
 from longleaf.types import ContextText, Source
 
 
@@ -34,7 +35,10 @@ class Citation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """The file and its lines, such as `guide.txt:12-14`; empty if they are unknown."""
+        """The file and its lines, such as `guide.txt:12-14`, or its page, such as `report.pdf, page 7`; empty if they
+        are unknown."""
+        if is_place(self.file):
+            return self.file
         if not self.file or self.line_start is None:
             return ""
         end = f"-{self.line_end}" if self.line_end != self.line_start else ""

@@ -1,8 +1,10 @@
 """Mapping from a document's tokens to its text: byte offsets, and the files that the text was assembled from."""
 
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 
@@ -29,6 +31,15 @@ class TextFile(msgspec.Struct, frozen=True):
     name: str
     start: int
     """In bytes."""
+
+
+class NamedPart(msgspec.Struct, frozen=True):
+    """A part of a document that belongs to a file, or to a place in it, such as a page."""
+
+    name: str
+    """Name of the file, or of the place, such as "report.pdf, page 7"."""
+    content: str | Path
+    """The text, or the file with it, in UTF-8."""
 
 
 class DocumentText(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,3 +127,16 @@ def file_at(files: Sequence[TextFile], byte: int) -> TextFile | None:
     """The file that contains a byte of the text; None before the first file."""
     index = bisect_right(files, byte, key=lambda file: file.start)
     return files[index - 1] if index else None
+
+
+_PLACE = re.compile(r", (?:page|slide|chapter|cell) [0-9]+$")
+
+
+def place_name(file: str, label: str) -> str:
+    """The name of a place in a file, for `TextFile`: "report.pdf, page 7". Without a label, the name of the file."""
+    return f"{file}, {label}" if label else file
+
+
+def is_place(name: str) -> bool:
+    """Whether a name is that of a place in a file, which is more useful than the line in its extracted text."""
+    return _PLACE.search(name) is not None

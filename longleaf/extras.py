@@ -5,10 +5,11 @@ from typing import Literal
 
 from longleaf.errors import StartError
 
-Extra = Literal["server", "http", "gguf"]
+Extra = Literal["server", "http", "gguf", "documents"]
 PARTS: dict[Extra, tuple[str, tuple[str, ...]]] = {
     "server": ("the server", ("ray", "torch", "transformers")),
     "gguf": ("the reader of GGUF files", ("accelerate", "gguf")),
+    "documents": ("the readers of documents", ("docx", "lxml", "pathspec", "pptx", "pypdfium2")),
     "http": ("the HTTP gateway", ("starlette", "uvicorn")),
 }
 """Name of the part, and packages that only this part installs."""

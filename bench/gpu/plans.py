@@ -76,7 +76,8 @@ def answers(asked: Sequence[Asked], num_ranks: int, block_size: int) -> Iterator
         if not here:
             continue
         rows = [row(i, asked[i], step - asked[i].begin, num_ranks, block_size, i * each) for i in here]
-        yield StepPlan(EPOCH, next(numbers), Decode(tuple(rows)), tuple(gone), tuple(gone))
+        released = tuple(gone)
+        yield StepPlan(EPOCH, next(numbers), Decode(tuple(rows)), released, release_sequences=released)
         gone = [i for i in here if asked[i].begin + asked[i].num_tokens == step + 1]
 
 

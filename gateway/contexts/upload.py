@@ -3,31 +3,36 @@
 import asyncio
 import math
 from codecs import getincrementaldecoder
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from email.message import Message
 from typing import Any, cast
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from gateway.bodies import json_fields
 from gateway.callers import client_of, peer_of, with_deadline
-from gateway.contexts.resources import check_new, context_from_path, context_problem, described
-from gateway.errors import HttpProblem, problem_of
+from gateway.contexts.file_upload import FORM, FileOptions, is_file_upload, upload_files
+from gateway.contexts.resources import check_new, context_from_path, context_problem
+from gateway.contexts.upload_events import UploadEvents
+from gateway.errors import HttpProblem
 from gateway.models import model_name
-from gateway.sse import EventResponse, event, wait_disconnected
-from longleaf.errors import InvalidArgument, LongleafError, Unavailable
-from longleaf.types import MAX_TIME, ContextOptions, ContextSettings, IngestHeader, IngestProgress
+from gateway.sse import EventResponse, wait_disconnected
+from longleaf.document_text import MAX_FILE_NAME
+from longleaf.documents.errors import NotText, Unreadable
+from longleaf.documents.kinds import MEDIA_TYPES, TITLES, kind_of
+from longleaf.documents.text_files import UTF8_BOM, describe_invalid, printable
+from longleaf.errors import LongleafError, Unavailable
+from longleaf.types import MAX_TIME, ContextOptions, ContextSettings, IngestHeader, TextFile
 
 IDLE_SECONDS = 110.0
 """Timeout for the next part of a body; shorter than that of the service."""
 BUFFERED_BYTES = 1 << 16
-PARAMETERS = frozenset("append upload_id display_name pinned ttl capacity system priority".split())
-PROGRESS_FIELDS = "phase received_bytes received_tokens processed total tokens_per_second"
-CHARSETS = frozenset({"", "utf-8", "utf8", "us-ascii", "ascii"})
-NAMES = {"system": "system", "config.total_size_bytes": "Upload-Length", "text": "body"}
+PARAMETERS = frozenset(
+    "append upload_id display_name pinned ttl capacity system priority filename file_headers plain_text".split()
+)
 
 
 class UploadBody:
@@ -51,10 +56,21 @@ class UploadBody:
     def acknowledge(self, offset: int) -> None:
         """Does nothing, because no parts are kept."""
 
+    async def without_bom(self, header: IngestHeader) -> IngestHeader:
+        """Drops a byte order mark at the beginning, and returns the header with the remaining length. Raises
+        Unavailable if nothing arrives."""
+        self._first = await self._next()
+        if not self._first.startswith(UTF8_BOM):
+            return header
+        self._first = self._first[len(UTF8_BOM) :]
+        total = header.total_bytes
+        return header if total is None else replace(header, total_bytes=total - len(UTF8_BOM))
+
     async def begin(self, is_whole: bool) -> None:
         """Waits for the first part, for which `pieces_from` also waits. Raises HttpProblem if it cannot belong to a
         document (`is_whole`: no data follows the body), and Unavailable if nothing arrives."""
-        self._first = await self._next()
+        if self._first is None:
+            self._first = await self._next()
         if self.offset == 0:
             is_last = is_whole and self.is_over
             if is_last and not self._first:
@@ -62,7 +78,7 @@ class UploadBody:
             try:
                 getincrementaldecoder("utf-8")().decode(self._first, final=is_last)
             except UnicodeDecodeError as error:
-                raise _no_document(f"is not UTF-8 at byte {error.start}: {error.reason}") from None
+                raise _no_document(_not_text(self._first, error)) from None
         self._has_begun.set()
 
     async def pieces_from(self, offset: int) -> AsyncIterator[bytes]:
@@ -103,6 +119,16 @@ class UploadBody:
             await wait_disconnected(receive)
 
 
+def _not_text(first: bytes, error: UnicodeDecodeError) -> str:
+    """The reason why a body is not UTF-8 text, with the content type to send if its kind is known."""
+    try:
+        kind = kind_of("", first)
+    except Unreadable as reason:
+        return describe_invalid("utf-8", error) if isinstance(reason, NotText) else str(reason)
+    types = [name for name, each in MEDIA_TYPES.items() if each == kind]
+    return f"is {TITLES[kind]}: send it as {types[0]}" if types else describe_invalid("utf-8", error)
+
+
 def _no_document(message: str) -> HttpProblem:
     return HttpProblem(400, f"body: {message}", param="body", code="invalid_value")
 
@@ -111,9 +137,16 @@ async def upload(request: Request) -> Response:
     """Starts or resumes an upload; see docs/http.md."""
     check_new(request.path_params["id"])
     client, offset = client_of(request), _number(request, "upload-offset") or 0
-    header = _header(request, offset)
+    header, options = _header(request, offset), _file_options(request)
     model = await model_name(request, client)
+    kind, charset = _content_type(request)
+    if is_file_upload(kind, charset, options.plain_text):
+        if offset:
+            raise HttpProblem(400, "Upload-Offset: only UTF-8 text may be sent in slices", param="Upload-Offset")
+        return await upload_files(request, header, model, kind, charset, options)
     body = UploadBody(request.receive, offset)
+    if offset == 0 and not header.upload_id:
+        header = await body.without_bom(header)
     steps = client.ingest_once(header, body)
     try:
         first = await anext(steps)
@@ -129,45 +162,12 @@ async def upload(request: Request) -> Response:
         if isinstance(error, LongleafError):
             raise context_problem(error) from None
         raise
-    reporting = UploadEvents(model, header, body, first)
+    reporting = UploadEvents(model, header, first, body)
     left = (
         body.wait_left if first.phase == "receiving" else wait_disconnected
     )  # the body of a complete upload is not read again
     # EventResponse is callable like a Response, but not a subclass
     return cast(Response, EventResponse(reporting.events(steps), reporting.waiting, left))
-
-
-class UploadEvents:
-    """The events of an upload."""
-
-    def __init__(self, model: str, header: IngestHeader, body: UploadBody, first: IngestProgress) -> None:
-        self._model, self._header, self._body, self._latest = model, header, body, first
-
-    def waiting(self) -> str:
-        """Comment text while there are no events."""
-        return f"{self._latest.phase}, {self._latest.processed} of {self._latest.total} tokens"
-
-    async def events(self, steps: AsyncGenerator[IngestProgress, None]) -> AsyncGenerator[bytes, None]:
-        yield event(self._progress_json(self._latest))
-        try:
-            async with aclosing(steps):
-                async for self._latest in steps:
-                    yield event(self._progress_json(self._latest))
-        except LongleafError as error:
-            yield self._ended(error)
-
-    def _ended(self, error: LongleafError) -> bytes:
-        header, body = self._header, self._body
-        is_cut = isinstance(error, InvalidArgument) and error.field == "config.total_size_bytes"
-        if is_cut and header.upload_id and body.is_over and body.offset < (header.total_bytes or 0):
-            return event({"phase": "incomplete", "received_bytes": body.offset})
-        return event(problem_of(error, NAMES).body, "error")
-
-    def _progress_json(self, progress: IngestProgress) -> dict[str, Any]:
-        fields = json_fields(progress, PROGRESS_FIELDS)
-        if progress.context is not None:
-            fields["context"] = described(progress.context, self._model)
-        return fields
 
 
 async def upload_state(request: Request) -> Response:
@@ -189,22 +189,31 @@ async def upload_state(request: Request) -> Response:
     return Response(headers=headers)
 
 
-def _charset(request: Request) -> str:
-    """Charset of the request's content type, in lower case; empty if there is none."""
+def _content_type(request: Request) -> tuple[str, str]:
+    """Media type and charset of the request, in lower case; empty if there is none."""
     kind = Message()
     kind["content-type"] = request.headers.get("content-type", "")
-    return str(kind.get_param("charset", "")).lower()
+    declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return declared, str(kind.get_param("charset", "")).lower()
+
+
+def _file_options(request: Request) -> FileOptions:
+    """Raises HttpProblem."""
+    given = dict(request.query_params)
+    headers = _flag(given, "file_headers") if "file_headers" in given else None
+    name = printable(given.get("filename", ""))
+    if len(name.encode()) > MAX_FILE_NAME:
+        raise HttpProblem(400, f"filename: has more than {MAX_FILE_NAME:,} bytes", param="filename")
+    return FileOptions(name, headers, _flag(given, "plain_text"))
 
 
 def _header(request: Request, offset: int) -> IngestHeader:
     """The ingest header from the request's parameters; the body starts at `offset` of the document. Raises
     HttpProblem."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if request.method == "POST" and (kind.endswith("json") or kind.startswith("multipart/")):
+    kind, _ = _content_type(request)
+    is_other = kind.endswith("json") or (kind.startswith("multipart/") and kind != FORM)
+    if request.method == "POST" and is_other and kind not in MEDIA_TYPES:
         raise HttpProblem(415, "the body must be the document itself, such as text/plain")
-    charset = _charset(request)
-    if request.method == "POST" and charset not in CHARSETS:
-        raise HttpProblem(415, f"charset {charset[:100]} is not supported: documents must be UTF-8")
     given = dict(request.query_params)
     if unknown := given.keys() - PARAMETERS:
         raise HttpProblem(400, f"unknown parameter: {min(unknown)}", param=min(unknown))
@@ -233,6 +242,7 @@ def _header(request: Request, offset: int) -> IngestHeader:
         system=given.get("system", ""),
         priority=_whole(given, "priority") if "priority" in given else 0,
         client=peer_of(request),
+        files=(TextFile(name, 0),) if (name := printable(given.get("filename", ""))) else (),
     )
 
 

@@ -1,7 +1,7 @@
 // Adding documents: files are chosen or dropped, then named, then uploaded.
 import { contexts, titleOf } from "./contexts.js";
 import { Dialog } from "./dialog.js";
-import { complaint, filesOf, freeName, nameOf, objection } from "./files.js";
+import { chosenIn, complaint, filesOf, freeName, inspect, isFolder, nameOf } from "./files.js";
 import { bytes, tokens, words } from "./format.js";
 import { html, useEffect, useRef, useState } from "./html.js";
 import { service } from "./service.js";
@@ -18,32 +18,35 @@ export function longestDocument() {
 }
 
 /** Whether a file almost certainly has too many tokens. */
-const isTooLong = ({ size }, held) => size > MOST_BYTES_PER_TOKEN * Math.max(0, service.longest - held);
+const isTooLong = ({ size, type }, held) => !type && size > MOST_BYTES_PER_TOKEN * Math.max(0, service.longest - held);
 
-/** Files in the naming dialog: [{file, id, append, objection}]. */
+/** Files and folders in the naming dialog: [{file, name, size, type, id, append, objection}]. */
 const chosen = new Store([]);
 
-/** Files are appended to the document `end`; without it, each becomes a new document. */
+/** Files and folders are appended to the document `end`; without it, each becomes a new document. */
 async function choose(files, end) {
   const taken = new Set([...contexts.ids, ...uploads.store.value.map(({ what }) => what.id)]);
   const rows = [];
   for (const file of files) {
     const id = end?.id ?? freeName(nameOf(file.name), taken);
     taken.add(id);
-    rows.push({ file, id, end, append: !!end, objection: await objection(file) });
+    const { body, ...kind } = await inspect(file);
+    rows.push({ file: body, name: file.name, size: body.size, ...kind, id, end, append: !!end });
   }
   chosen.set(rows);
 }
 
 export function AddButton({ isMain, end, children = "Add documents…" }) {
-  const input = useRef(null);
+  const [input, folder] = [useRef(null), useRef(null)];
+  const pick = ({ currentTarget }) => {
+    const picked = chosenIn(currentTarget);
+    currentTarget.value = ""; // so that the same file can be chosen again
+    choose(picked, end);
+  };
   return html`<button class=${isMain ? "main" : ""} onClick=${() => input.current.click()}>${children}</button>
-    <input ref=${input} class="unseen" type="file" multiple=${!end} tabindex="-1" aria-hidden="true"
-      onChange=${({ currentTarget: { files } }) => {
-        const picked = [...files];
-        input.current.value = ""; // so that the same file can be chosen again
-        choose(picked, end);
-      }} />`;
+    <input ref=${input} class="unseen" type="file" multiple=${!end} tabindex="-1" aria-hidden="true" onChange=${pick} />
+    ${!end && html`<button onClick=${() => folder.current.click()}>Add a folder…</button>
+      <input ref=${folder} class="unseen" type="file" webkitdirectory tabindex="-1" aria-hidden="true" onChange=${pick} />`}`;
 }
 
 /** An overlay while files are dragged over the page. */
@@ -61,13 +64,13 @@ export function DropZone() {
       if (!bears(event)) return;
       event.preventDefault();
       setOver(false);
-      choose(filesOf(event.dataTransfer));
+      filesOf(event.dataTransfer).then((files) => choose(files));
     };
     const listeners = { dragover: over, dragleave: out, drop };
     for (const [name, listener] of Object.entries(listeners)) addEventListener(name, listener);
     return () => Object.entries(listeners).forEach(([name, listener]) => removeEventListener(name, listener));
   }, []);
-  return isOver && html`<div class="veil"><p>Drop files to add them</p></div>`;
+  return isOver && html`<div class="veil"><p>Drop files or folders to add them</p></div>`;
 }
 
 /** The error of a row, or "". */
@@ -100,7 +103,7 @@ export function NameForm() {
       ? "The file is appended to the document. This cannot be undone: fork the document first to keep the original."
       : "Programs use the name to ask about the document. It is also in the address of its page."} ${longestDocument()}</p>
     <ul class="rows">
-      ${rows.map((row, index) => html`<${NameRow} key=${row.file} ...${{ row, rows, index, change }} />`)}
+      ${rows.map((row, index) => html`<${NameRow} key=${`${index} ${row.name}`} ...${{ row, rows, index, change }} />`)}
     </ul>
     <div class="choices">
       <button type="button" onClick=${close}>Cancel</button>
@@ -114,7 +117,7 @@ function NameRow({ row, rows, index, change }) {
   const other = !problem && contexts.find(row.id);
   const note = `name-note-${index}`;
   return html`<li>
-    <p><b>${row.file.name}</b> <span class="quiet">${bytes(row.file.size)}</span></p>
+    <p><b>${row.name}</b> <span class="quiet">${isFolder(row.file) ? `${row.file.files.length} files, ` : ""}${bytes(row.size)}</span></p>
     ${!row.objection && !row.end && html`<label class="field">Name
       <input value=${row.id} autofocus=${index === 0} spellcheck=${false} autocomplete="off" autocapitalize="none" maxlength="80"
         aria-invalid=${problem || (other && !row.append) ? "true" : null} aria-describedby=${note}
@@ -122,7 +125,7 @@ function NameRow({ row, rows, index, change }) {
     </label>`}
     <div id=${note} aria-live="polite">
       ${problem && html`<p class="error">${problem}</p>`}
-      ${!problem && isTooLong(row.file, row.end?.tokens ?? 0) && html`<p class="error">The file is probably too long for this model.</p>`}
+      ${!problem && isTooLong(row, row.end?.tokens ?? 0) && html`<p class="error">The file is probably too long for this model.</p>`}
       ${other && !row.end && html`<p>${titleOf(other)} has this name.
         <span class="choices near">
           <button type="button" onClick=${() => change(row, { id: freeName(row.id, contexts.ids), append: false })}>

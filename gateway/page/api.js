@@ -1,6 +1,7 @@
 // Calls of the gateway's HTTP API. Paths are relative, so that the page also works below a proxy's path prefix.
 import { credential } from "./credential.js";
 import { Refusal, Unreachable } from "./errors.js";
+import { bodyOf } from "./files.js";
 
 const context = (id) => `v1/contexts/${encodeURIComponent(id)}`;
 
@@ -85,6 +86,17 @@ export async function lookAtUpload(file, signal) {
 /** Cancels an upload, even during prefill, and discards it. */
 export async function endUpload({ id, uploadId }) {
   await call(`${context(id)}?${new URLSearchParams({ upload_id: uploadId })}`, { method: "DELETE" });
+}
+
+/** Sends a whole file or folder, whose text the gateway extracts. The response is an event stream with the progress. */
+export function sendWhole(file, source, signal) {
+  const isForm = file.type === "multipart/form-data"; // the browser adds the boundary to its type
+  return call(`${uploadPath(file)}&${new URLSearchParams({ filename: file.fileName })}`, {
+    method: "POST",
+    body: bodyOf(source),
+    signal,
+    headers: isForm ? {} : { "content-type": file.type },
+  });
 }
 
 /** Sends the bytes at `offset`. The response is an event stream with the progress. */

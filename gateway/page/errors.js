@@ -86,7 +86,7 @@ const SENTENCES = {
       : `This is not possible now: ${messageOf(error)}`,
   410: (error) => `The stored document is damaged: ${messageOf(error)} Add the file again.`,
   413: (error) => `This is too large: ${messageOf(error)}`,
-  415: () => "Only plain text is supported. Save the document as text, and add that file.",
+  415: (error) => `This file cannot be read: ${messageOf(error)}`,
   421: () => "The service does not accept this address. Open the page at the address that you received from the operator.",
   429: (error) =>
     error.retryAfter === null

@@ -1,5 +1,5 @@
 // One upload: sent in parts from the offset of the service, so that an interruption costs at most one part.
-import { lookAtUpload, sendPart } from "./api.js";
+import { lookAtUpload, sendPart, sendWhole } from "./api.js";
 import { isAbort, passes, Refusal, refusalOf, Unreachable } from "./errors.js";
 import { service } from "./service.js";
 import { eventsOf } from "./sse.js";
@@ -12,10 +12,11 @@ const SECONDS = 1;
 const LONGEST_PAUSE = 15;
 const NOTHING = { received: 0, receivedTokens: 0, processed: 0, total: 0, rate: 0, byteRate: 0 };
 
-/** `what` is {id, uploadId, append, title, fileName, size}; `file` may be missing after a reload.
+/** `what` is {id, uploadId, append, title, fileName, size, type}; `file` may be missing after a reload. A file with a
+ * `type`, or a folder, is sent whole, and the gateway extracts its text.
  *
- * Its `store` has the phase: "queued", "sending", "reading", "recovering", "waiting" (and `until`), "file" (choose it
- * again), "failed" (and `error`), "stopping", "done" (and `context`); and the numbers of NOTHING. */
+ * Its `store` has the phase: "queued", "sending", "extracting" (and `place`), "reading", "recovering", "waiting" (and `until`), "file" (choose it
+ * again), "failed" (and `error`), "stopping", "done" (and `context`); `leftOut` with the reasons for files without text; and the numbers of NOTHING. */
 export class Upload {
   #abort = new AbortController();
   #offset = null;
@@ -26,7 +27,7 @@ export class Upload {
     this.what = what;
     if (isNew) this.#offset = 0;
     this.file = file;
-    this.store = new Store({ phase: "queued", error: null, until: null, context: null, ...NOTHING });
+    this.store = new Store({ phase: "queued", error: null, until: null, context: null, place: "", leftOut: [], ...NOTHING });
     /** Resolves when the next upload may start: all bytes were sent, or this one needs the user. */
     this.sent = new Promise((resolve) => (this.#sent = resolve));
   }
@@ -53,6 +54,7 @@ export class Upload {
 
   /** Sends one part, or follows the progress. Resolves to whether this was the last step. */
   async #step(signal) {
+    if (this.what.type) return this.#whole(signal);
     const { size } = this.what;
     if (this.#offset === null) this.#offset = await this.#look(signal);
     if (this.#offset < size && !this.file) {
@@ -78,6 +80,32 @@ export class Upload {
       this.#take(progress);
     }
     throw new Unreachable("the stream ended");
+  }
+
+  /** Sends a whole file, and follows its extraction. Repeating it continues the upload. */
+  async #whole(signal) {
+    if (!this.file) {
+      this.store.patch({ phase: "file" });
+      return true;
+    }
+    this.store.patch({ phase: "sending", until: null });
+    const response = await sendWhole(this.what, this.file, signal);
+    this.#sent();
+    for await (const { type, data } of eventsOf(response)) {
+      if (data === undefined) continue;
+      const progress = JSON.parse(data);
+      if (type === "error") throw refusalOf(progress.error);
+      if (progress.phase === "ready") return this.#done(progress.context);
+      if (progress.phase === "extracting") this.#extract(progress);
+      else this.#take({ ...progress, received_bytes: this.what.size });
+    }
+    throw new Unreachable("the stream ended");
+  }
+
+  #extract({ file, place, left_out = [] }) {
+    const name = [file, place].filter(Boolean).join(", ");
+    const leftOut = left_out.map((each) => `${each.file} ${each.reason}`);
+    this.store.patch({ phase: "extracting", received: this.what.size, place: name, ...(leftOut.length ? { leftOut } : {}) });
   }
 
   async #look(signal) {

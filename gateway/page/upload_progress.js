@@ -2,7 +2,7 @@
 import { useNow } from "./clock.js";
 import { contexts } from "./contexts.js";
 import { isFinal, Refusal, sentence } from "./errors.js";
-import { freeName } from "./files.js";
+import { chosenIn, freeName, inspect } from "./files.js";
 import { bytes, count, duration, percent, tokens } from "./format.js";
 import { html, useRef, useState } from "./html.js";
 import { useStore } from "./store.js";
@@ -27,6 +27,7 @@ function OneUpload({ upload }) {
     <${Bar} ...${{ what, state }} />
     <${Numbers} ...${{ what, state }} />
     ${isAllThere(state) && html`<p class="quiet">The upload is complete. Processing continues if you close this page.</p>`}
+    ${state.leftOut.length > 0 && html`<p class="quiet">Left out: ${state.leftOut.slice(0, 5).join("; ")}${state.leftOut.length > 5 && html` and ${state.leftOut.length - 5} more`}</p>`}
     ${state.phase === "waiting" && html`<${Waiting} state=${state} />`}
     ${state.phase === "file" && html`<${ChooseAgain} ...${{ upload, state }} />`}
     ${state.phase === "failed" && html`<${Failed} ...${{ upload, state }} />`}
@@ -55,15 +56,16 @@ function Bar({ what, state }) {
   </div>`;
 }
 
-const PHASES = { queued: "Queued", recovering: "A rank was lost; restoring its part", sending: "Sending", reading: "Reading", stopping: "Stopping" };
+const PHASES = { queued: "Queued", recovering: "A rank was lost; restoring its part", sending: "Sending", extracting: "Extracting text", reading: "Reading", stopping: "Stopping" };
 
 function Numbers({ what, state }) {
-  const { phase, received, processed, rate } = state;
+  const { phase, received, processed, rate, place } = state;
   const all = allTokens(what, state);
   const left = timeLeft(what, state);
   const goesOn = phase === "sending" || phase === "reading";
   return html`<p class="numbers">
     ${PHASES[phase] && html`<span>${PHASES[phase]}</span>`}
+    ${phase === "extracting" && place && html`<span>${place}</span>`}
     <span>${received < what.size ? `${bytes(received)} of ${bytes(what.size)}` : bytes(what.size)} sent</span>
     ${all.tokens > 0 && html`<span>${count(processed)} of ${all.isGuess ? "about " : ""}${tokens(all.tokens)} read</span>`}
     ${goesOn && rate > 0 && html`<span>${count(rate)} tokens/s</span>`}
@@ -79,19 +81,21 @@ function Waiting({ state: { error, until } }) {
 function ChooseAgain({ upload, state: { received } }) {
   const input = useRef(null);
   const [isOther, setOther] = useState(false);
-  const { fileName, size } = upload.what;
-  const take = ({ currentTarget: { files } }) => {
-    const [file] = files;
+  const { fileName, size, type } = upload.what;
+  const isFolderUpload = type === "multipart/form-data";
+  const take = async ({ currentTarget }) => {
+    const [file] = chosenIn(currentTarget);
+    currentTarget.value = "";
     if (!file) return;
-    if (file.size === size) uploads.again(upload, { file });
+    const { body } = await inspect(file);
+    if (body.size === size) uploads.again(upload, { file: body });
     else setOther(true);
-    input.current.value = "";
   };
   return html`<p>The page was reloaded during the upload. ${received > 0 ? `The service has the first ${bytes(received)}.` : ""} Choose
       ${" "}<b>${fileName}</b> again to continue.</p>
     ${isOther && html`<p class="error" role="alert">This file has a different size: choose ${fileName} with ${bytes(size)}.</p>`}
     <button class="main" onClick=${() => input.current.click()}>Choose ${fileName}…</button>
-    <input ref=${input} class="unseen" type="file" tabindex="-1" aria-hidden="true" onChange=${take} />`;
+    <input ref=${input} class="unseen" type="file" webkitdirectory=${isFolderUpload} tabindex="-1" aria-hidden="true" onChange=${take} />`;
 }
 
 function Failed({ upload, state: { error } }) {

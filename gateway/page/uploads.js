@@ -12,10 +12,10 @@ class Uploads {
   store = new Store([]);
   #line = Promise.resolve();
 
-  /** Adds uploads of files with their chosen names: [{file, id, append}]. */
+  /** Adds uploads of files with their chosen names: [{file, name, size, type, id, append}]. */
   add(wanted) {
-    const made = wanted.map(({ file, id, append }) => {
-      const what = { id, append, uploadId: randomId(), title: titleOf(file.name), fileName: file.name, size: file.size };
+    const made = wanted.map(({ file, name, size, type, id, append }) => {
+      const what = { id, append, uploadId: randomId(), title: titleOf(name), fileName: name, size, type };
       return new Upload(what, file, { isNew: true });
     });
     this.store.set([...this.store.value, ...made]);

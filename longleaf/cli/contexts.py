@@ -15,6 +15,8 @@ from longleaf.cli.ingest import summary
 from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
 from longleaf.cli.rebuild import rebuild
 from longleaf.cli.recompute import recompute
+from longleaf.document_text import is_place
+from longleaf.documents.text_files import printable, without_controls
 from longleaf.errors import InvalidArgument
 from longleaf.formatting import human_angle, human_bytes, human_count
 from longleaf.types import Context, ContextOptions, ContextText, PositionInfo
@@ -110,7 +112,7 @@ def show_text(
     if as_json:
         print_json(text)
     else:
-        print(text.text)
+        print(without_controls(text.text) if sys.stdout.isatty() else text.text)
         print(_place(text), file=sys.stderr)
 
 
@@ -128,8 +130,8 @@ def _place(text: ContextText) -> str:
     where = f"tokens {text.token_start:,} to {text.token_end:,}"
     if text.byte_start is not None and text.byte_end is not None:
         where += f", bytes {text.byte_start:,} to {text.byte_end:,}"
-    line = f"line {text.line:,}" if text.line is not None else ""
-    return ", ".join(part for part in (text.file, line, where) if part)
+    line = f"line {text.line:,}" if text.line is not None and not is_place(text.file) else ""
+    return ", ".join(part for part in (printable(text.file), line, where) if part)
 
 
 @app.command("fork")

@@ -10,11 +10,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from longleaf.cli.document_files import empty_files, find_invalid_utf8
+from longleaf.cli.document_files import choose_name, collect, named_files, report_collection, text_paths
 from longleaf.cli.flags import takes_server
 from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
 from longleaf.cli.token_files import TokenFormat, read_ids
-from longleaf.errors import InvalidArgument
 from longleaf.formatting import human_bytes
 from longleaf.topology import count_ranks
 from longleaf.types import Context, IngestOptions, IngestProgress
@@ -31,11 +30,18 @@ def ingest(
     files: Annotated[
         list[str],
         typer.Argument(
-            help="UTF-8 text files, which are joined without a separator; - is standard input.", metavar="FILE..."
+            help="Text files, PDF, .docx, .pptx, HTML, EPUB, notebooks, zip and tar archives, or folders; - is "
+            "standard input.",
+            metavar="FILE...",
         ),
     ],
-    name: Annotated[str, typer.Option("--name", help="Name of the context.")],
     server: ServerOptions,
+    name: Annotated[
+        str,
+        typer.Option(
+            "--name", help="Name of the context.", show_default="the name of the file or folder, if one is given"
+        ),
+    ] = "",
     append: Annotated[bool, typer.Option("--append", help="Append to an existing context.")] = False,
     system: Annotated[
         str,
@@ -46,6 +52,26 @@ def ingest(
             show_default="",
         ),
     ] = "",
+    file_headers: Annotated[
+        bool | None,
+        typer.Option(
+            "--file-headers/--no-file-headers",
+            help="Begin the text of each file with a line with its name, so that the model can attribute "
+            "statements to files. Without these lines, files are joined without a separator.",
+            show_default="with several files",
+        ),
+    ] = None,
+    encoding: Annotated[
+        str,
+        typer.Option(
+            help="Charset of text files, such as iso-8859-1. A byte order mark takes precedence.",
+            show_default="utf-8",
+            metavar="CHARSET",
+        ),
+    ] = "",
+    plain_text: Annotated[
+        bool, typer.Option("--plain-text", help="Ingest HTML pages and notebooks as they are, with all markup.")
+    ] = False,
     token_ids: Annotated[
         TokenFormat | None,
         typer.Option(
@@ -91,52 +117,44 @@ def ingest(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ingest text files as a context.
+    """Ingest files and folders as a context.
 
     The service reads the document once, and keeps its attention keys and values, so that any number of questions can be
-    asked about it.
+    asked about it. The text of files that are not plain text is extracted on this machine, in a confined process.
+
+    Of a folder, hidden files, links, files excluded by .gitignore and files without text are left out, and counted.
 
     Examples:
 
-      longleaf ingest book.txt --name book
-      pdftotext report.pdf - | longleaf ingest - --name report
+      longleaf ingest book.txt
+      longleaf ingest report.pdf slides.pptx notes/ --name work
     """
     from longleaf.client.documents import size_of
 
+    name = choose_name(name, files, append)
     given = {"ttl": ttl, "display_name": display_name or None, "is_pinned": pin or None, "capacity": capacity}
     given |= {"append": append, "upload_id": upload_id, "priority": priority, "client": client, "timeout": timeout}
     given |= {"system": system}
     options = cast(IngestOptions, {key: value for key, value in given.items() if value is not None})
-    texts = [sys.stdin.buffer if file == "-" else Path(file) for file in files]
-    total = size_of(texts)  # reports a missing file before the upload
-    document = read_ids(files, token_ids) if token_ids else texts
-    if len(files) > 1:
-        for file in empty_files(files):
-            print(f"{file} is empty", file=sys.stderr)
+    if token_ids:
+        paths = [sys.stdin.buffer if file == "-" else Path(file) for file in files]
+        size_of(paths)  # reports a missing file before any is read
+        document, total, sent = read_ids(files, token_ids), None, list[Path]()
+    else:
+        collection = collect(files, encoding=encoding, as_text=plain_text, is_shown=not as_json)
+        report_collection(collection, name)
+        document = collection.parts(file_headers)
+        total, sent = size_of(document), text_paths(collection)
     with (
-        _files_named(files),
+        named_files(files, sent),
         connect(server, retries=PATIENT) as service,
-        progress_bar(None if token_ids else total, is_shown=not as_json) as on_progress,
+        progress_bar(total, is_shown=not as_json) as on_progress,
     ):
         context = service.ingest(name, document, on_progress=on_progress, **options)
     if as_json:
         print_json(context)
     else:
         print(summary(context))
-
-
-@contextmanager
-def _files_named(files: list[str]) -> Generator[None, None, None]:
-    """Replaces the field in errors about the document by the names of the files."""
-    try:
-        yield
-    except InvalidArgument as error:
-        if error.field == "text" and (found := find_invalid_utf8(files)) is not None:
-            raise found from None
-        if error.field.partition(".")[0] in ("text", "token_ids"):
-            names = ", ".join("standard input" if file == "-" else file for file in files)
-            raise InvalidArgument(names, error.description) from None
-        raise
 
 
 def summary(context: Context) -> str:

@@ -9,6 +9,7 @@ from typing import Protocol, SupportsIndex, TypeVar, cast, runtime_checkable
 
 from longleaf.codec import BytesLike, as_bytes, check_utf8, is_sequence
 from longleaf.daemon_threads import call_in_thread
+from longleaf.document_text import NamedPart
 from longleaf.errors import InvalidArgument, Unavailable
 from longleaf.types import IngestHeader, IngestPiece
 
@@ -36,8 +37,8 @@ class IdArray(Protocol):
     def tolist(self) -> list[int]: ...
 
 
-Part = str | BytesLike | Path | Readable | Sequence[int] | IdArray
-"""Text, UTF-8 bytes (split anywhere), a file path, an open file, or token ids."""
+Part = str | BytesLike | NamedPart | Path | Readable | Sequence[int] | IdArray
+"""Text, UTF-8 bytes (split anywhere), text with the name of its file, a file path, an open file, or token ids."""
 Document = Part | Iterable[Part] | AsyncIterable[Part]
 """One part, or several that are concatenated without separator: all of text, or all of token ids."""
 
@@ -58,7 +59,7 @@ async def pieces_of(document: Document) -> AsyncGenerator[IngestPiece, None]:
 
 def is_part(document: object) -> bool:
     """Whether it is a single part and not a sequence of parts."""
-    if isinstance(document, str | BytesLike | Path | Readable | IdArray):
+    if isinstance(document, str | BytesLike | NamedPart | Path | Readable | IdArray):
         return True
     parts = cast(Sequence[object], document) if isinstance(document, Sequence) else ()
     return bool(parts) and isinstance(parts[0], SupportsIndex) and not isinstance(parts[0], IdArray)
@@ -68,14 +69,16 @@ def _is_reusable(document: object) -> bool:
     """Whether it can be read again: open files, pipes and iterators cannot."""
     if isinstance(document, Readable):
         return False
-    if isinstance(document, Path):
-        return document.is_file()
+    if isinstance(document, Path | NamedPart):
+        content = _content(document)
+        return content.is_file() if isinstance(content, Path) else True
     if is_part(document):
         return True
     return isinstance(document, Sequence) and all(_is_reusable(part) for part in cast(Sequence[object], document))
 
 
 async def _pieces_of_part(part: object) -> AsyncGenerator[IngestPiece, None]:
+    part = _content(part)
     match part:
         case str():
             source = _cut(check_utf8(part, "text").encode(), PIECE_BYTES)
@@ -98,6 +101,10 @@ async def _pieces_of_part(part: object) -> AsyncGenerator[IngestPiece, None]:
     else:
         for piece in source:
             yield piece
+
+
+def _content(part: object) -> object:
+    return part.content if isinstance(part, NamedPart) else part
 
 
 class UploadSource:
@@ -229,6 +236,8 @@ def size_of(document: Document) -> int | None:
     match document:
         case str():
             return len(check_utf8(document, "text").encode())
+        case NamedPart():
+            return size_of(document.content)
         case bytes() | bytearray() | memoryview():
             return len(as_bytes(cast(BytesLike, document), "text"))
         case Path():

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import cast
 
 from longleaf.client.documents import Document, Part, Readable, is_part, size_of
-from longleaf.document_text import MAX_FILE_NAME, MAX_FILES, TextFile
+from longleaf.document_text import MAX_FILE_NAME, MAX_FILES, NamedPart, TextFile
 
 MAX_NAMES_BYTES = 1 << 19
 """Limit for all names together: they are sent in one request, with the offsets."""
@@ -16,7 +16,7 @@ def files_of(document: Document) -> tuple[TextFile, ...]:
     offset is unknown in advance: after a pipe, or in an iterator. Raises InvalidArgument for an unreadable file."""
     whole = is_part(document) or not isinstance(document, list | tuple)
     parts = (cast(Part, document),) if whole else cast(Sequence[Part], document)
-    if not any(isinstance(part, Path) for part in parts):
+    if not any(isinstance(part, Path | NamedPart) for part in parts):
         return ()
     files = list[TextFile]()
     for name, start in _starts(parts):
@@ -41,15 +41,16 @@ def _starts(parts: Sequence[Part]) -> Iterator[tuple[str, int | None]]:
 def _size(part: Part) -> int | None:
     """The size in bytes; None if unknown in advance."""
     size = size_of(part)
-    if size is not None or not (isinstance(part, Path) and part.is_file()):
+    path = part.content if isinstance(part, NamedPart) else part
+    if size is not None or not (isinstance(path, Path) and path.is_file()):
         return size
-    with part.open("rb") as file:  # files of procfs report size 0 but have content
+    with path.open("rb") as file:  # files of procfs report size 0 but have content
         return None if file.read(1) else 0
 
 
 def _name(part: Part) -> str:
     """The client's name for the file, cut to its last MAX_FILE_NAME bytes. Empty if the part is not a file."""
-    name = str(part) if isinstance(part, Path) else getattr(part, "name", "") if isinstance(part, Readable) else ""
-    if not isinstance(name, str) or name.startswith("<"):
+    name = str(part) if isinstance(part, Path) else getattr(part, "name", "")
+    if not isinstance(part, Path | NamedPart | Readable) or not isinstance(name, str) or name.startswith("<"):
         return ""
     return name.encode(errors="replace")[-MAX_FILE_NAME:].decode(errors="ignore")

@@ -3,7 +3,7 @@
 Only `longleaf.codec` converts them to protobuf messages and back.
 """
 
-from longleaf.document_text import TextFile
+from longleaf.document_text import NamedPart, TextFile
 from longleaf.rank_protocol.verdict import Verification
 from longleaf.types.archives import (
     ArchiveChunk,
@@ -109,6 +109,7 @@ __all__ = [
     "Loss",
     "Message",
     "ModelInfo",
+    "NamedPart",
     "PositionInfo",
     "Precision",
     "Progress",

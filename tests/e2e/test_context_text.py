@@ -8,6 +8,7 @@ import pytest
 from longleaf.client import Client
 from longleaf.demo.haystack import make_haystack
 from tests.e2e.test_restart import serving
+from tests.support import document_samples as samples
 from tests.support import forked
 
 PROSE = make_haystack(7, 3_000, 2, 0).text.encode()
@@ -33,10 +34,15 @@ def check(client: Client, name: str, text: bytes, file: str, begins: int) -> Non
 @pytest.mark.extended
 def test_text_survives_restart_and_export_with_its_context(tmp_path: Path) -> None:
     book, notes, archive = tmp_path / "book.txt", tmp_path / "notes.txt", tmp_path / "twig.archive"
+    report = tmp_path / "report.pdf"
+    report.write_bytes(samples.pdf(["First page", "Second page"]))
     book.write_bytes(PROSE)
     notes.write_bytes(NOTES)
     with serving(tmp_path / "data", 2) as (service, client):
-        longleaf("ingest", str(book), str(notes), "--name", "book", "--server", client.server)
+        longleaf("ingest", str(book), str(notes), "--no-file-headers", "--name", "book", "--server", client.server)
+        longleaf("ingest", str(report), "--name", "report", "--server", client.server)
+        found = client.get_context_text("report", byte_start=len("First page\n\n"), byte_end=22)
+        assert (found.text[:6], found.file) == ("Second", f"{report}, page 2")
         check(client, "book", PROSE + NOTES, str(notes), len(PROSE))
         cut = client.get_context_text("book", byte_start=0, byte_end=1_003).token_end
         client.fork_context("book", "twig", num_tokens=cut)

@@ -18,6 +18,7 @@ NEEDS_AN_EXTRA = {
     ("contexts", "rebuild", "--from", "x", "--data-dir", "y"): (
         "longleaf contexts rebuild needs the server: pip install 'longleaf[server]'"
     ),
+    ("ingest", "/"): "ingesting the folder / needs the readers of documents: pip install 'longleaf[documents]'",
     ("gateway",): "longleaf gateway needs the HTTP gateway: pip install 'longleaf[http]'",
 }
 """Commands, and the error that each prints in the base installation, with exit code 2."""

@@ -1,7 +1,9 @@
 """Uploads that are interrupted, refused, or use a taken name."""
 
 import re
+from pathlib import Path
 
+from tests.support import document_samples as samples
 from tests.support.browser import OF_A_STATUS, Reader
 from tests.support.gateway_fakes import Behind
 
@@ -157,14 +159,65 @@ def test_open_document_can_be_appended_to(reader: Reader, behind: Behind):
 
 def test_non_text_file_is_rejected_before_upload(reader: Reader):
     page = reader.page
-    bad = [("a.pdf", b"%PDF-1.7"), ("b.txt", b"\xff\xfea\x00"), ("c.txt", b"caf\xe9 au lait"), ("d.txt", b"")]
+    bad = [("c.txt", b"caf\xe9 au lait"), ("d.txt", b"")]
     files = [{"name": name, "mimeType": "text/plain", "buffer": content} for name, content in bad]
     page.locator("input[type=file]").first.set_input_files(files)
-    for sentence in ("This is a PDF.", "This is UTF-16.", "This is not UTF-8 text.", "The file is empty."):
+    for sentence in ("This is not text in UTF-8", "The file is empty."):
         page.get_by_text(sentence).wait_for()
     assert page.get_by_role("button", name="Upload").is_disabled()
     assert sent(reader) == []
     reader.audit()
+
+
+def test_files_of_other_kinds_are_extracted(reader: Reader, behind: Behind):
+    page = reader.page
+    contents = [
+        ("Report.pdf", samples.pdf(["amber-12 = 4711"])),
+        ("Notes.docx", samples.docx(["jade-7 = 0815"])),
+        ("Wide.txt", "onyx-3 = 2718\n".encode("utf-16")),
+        ("Mark.txt", b"\xef\xbb\xbfopal-9 = 1618\n"),
+    ]
+    files = [{"name": name, "mimeType": "", "buffer": content} for name, content in contents]
+    page.locator("input[type=file]").first.set_input_files(files)
+    page.get_by_role("button", name="Upload").click()
+    for title in ("Report", "Notes", "Wide", "Mark"):
+        page.get_by_role("link", name=title).wait_for()
+    assert set(behind.tokens()) == {"report", "notes", "wide", "mark"}
+    assert behind.tokens()["mark"] == 1 + len("opal-9 = 1618\n")
+    page.get_by_role("link", name="Report").click()
+    assert reader.ask("What is the value of amber-12?") == "amber-12 is 4711"
+    reader.audit()
+
+
+def test_folder_becomes_one_document(reader: Reader, behind: Behind, tmp_path: Path):
+    folder = tmp_path / "My Notes"
+    folder.mkdir()
+    (folder / "a.md").write_text("amber-12 = 4711\n")
+    (folder / "b.pdf").write_bytes(samples.pdf(["jade-7 = 0815"]))
+    (folder / "c.png").write_bytes(b"\x89PNG\r\n\x1a\n\0")
+    (folder / ".env").write_text("secret")
+    page = reader.page
+    page.locator("input[webkitdirectory]").first.set_input_files(folder)
+    page.get_by_role("dialog").get_by_text("3 files").wait_for()
+    assert page.get_by_label("Name").input_value() == "my-notes"
+    page.get_by_role("button", name="Upload").click()
+    page.get_by_role("heading", name="My Notes").wait_for()
+    assert reader.ask("What is the value of amber-12?") == "amber-12 is 4711"
+    assert set(behind.tokens()) == {"my-notes"}
+    reader.audit()
+
+
+def test_file_that_cannot_be_extracted_is_reported(reader: Reader):
+    page = reader.page
+    files = [{"name": "scan.pdf", "mimeType": "application/pdf", "buffer": samples.pdf([""])}]
+    page.locator("input[type=file]").first.set_input_files(files)
+    page.get_by_role("button", name="Upload").click()
+    page.get_by_role("alert").filter(has_text="has 1 page and no text").wait_for()
+    files = [{"name": "x.pdf", "mimeType": "application/pdf", "buffer": b"GIF89a\0\0"}]
+    page.locator("input[type=file]").first.set_input_files(files)
+    page.get_by_role("button", name="Upload").click()
+    page.get_by_role("alert").filter(has_text="This file cannot be read: x.pdf is a GIF image.").wait_for()
+    reader.audit(OF_A_STATUS.format(415))
 
 
 def test_non_text_content_found_during_upload_is_reported(reader: Reader):
@@ -186,7 +239,7 @@ def test_file_dropped_anywhere_on_the_page_is_added(reader: Reader):
     )
     transfer = page.evaluate_handle(f"() => {{ {made} }}")
     page.dispatch_event("main", "dragover", {"dataTransfer": transfer})
-    page.get_by_text("Drop files to add them").wait_for()
+    page.get_by_text("Drop files or folders to add them").wait_for()
     page.dispatch_event("main", "drop", {"dataTransfer": transfer})
     assert page.get_by_label("Name").input_value() == "dropped"
     page.get_by_role("button", name="Upload").click()

@@ -139,8 +139,7 @@ async def test_invalid_documents_are_refused(url: str) -> None:
         for headers, status in (({"content-type": "application/json"}, 415), ({"content-type": "multipart/form"}, 415)):
             assert (await client.post("/v1/contexts/x", content=b"{}", headers=headers)).status_code == status
         for charset, status in (
-            ("iso-8859-1", 415),
-            ('"UTF-16"', 415),
+            ("klingon", 415),
             ("UTF-8", 400),
             ('"utf8"; x=y', 400),
             ("us-ascii", 400),
@@ -148,7 +147,7 @@ async def test_invalid_documents_are_refused(url: str) -> None:
             headers = {"content-type": f"text/plain; charset={charset}"}
             answer = await client.post("/v1/contexts/x", content=b"ab\xfc", headers=headers)
             assert answer.status_code == status, charset
-            assert status == 400 or "documents must be UTF-8" in answer.json()["error"]["message"]
+            assert status == 400 or "is not a known charset" in answer.json()["error"]["message"]
         for name, value in (("what", "1"), ("ttl", "nan"), ("ttl", "1e308"), ("capacity", "x"), ("pinned", "maybe")):
             answer = await client.post("/v1/contexts/x", params={name: value}, headers=PLAIN)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)

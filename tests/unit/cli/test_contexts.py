@@ -104,7 +104,7 @@ async def test_several_files_form_one_document(
     (tmp_path / "a").write_bytes("Grü".encode()[:3])  # cut inside a character
     (tmp_path / "c").write_bytes(b"e")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Grü".encode()[3:] + "ß".encode())))
-    await terminal.json("ingest", str(tmp_path / "a"), "-", str(tmp_path / "c"), "--name", "moby")
+    await terminal.json("ingest", str(tmp_path / "a"), "-", str(tmp_path / "c"), "--name", "moby", "--no-file-headers")
     assert terminal.engine.contexts["moby"][2:] == [i for (i,) in ANSWER]
 
 

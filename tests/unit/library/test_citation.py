@@ -34,6 +34,11 @@ def test_unknown_file_has_no_place() -> None:
     assert (found.place, found.line_start, found.line_end) == ("", None, None)
 
 
+def test_place_of_extracted_text_is_its_page() -> None:
+    text = ContextText(text="x", token_start=4, token_end=9, file="report.pdf, page 7", line=3)
+    assert cite(SOURCE, text).place == cite(SOURCE, text).label == "report.pdf, page 7"
+
+
 def test_label_is_the_best_known_position() -> None:
     def label(**text: Any) -> str:
         return cite(SOURCE, ContextText(token_start=4, token_end=9, **text)).label

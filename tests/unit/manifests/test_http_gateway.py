@@ -81,7 +81,7 @@ def test_secured_gateway_verifies_the_service_with_its_authority(tmp_path):
 def test_gateway_has_no_key_of_the_service_and_no_credential(whole):
     secrets = [one["secret"]["secretName"] for one in gateway_of(whole).spec["volumes"] if "secret" in one]
     assert secrets == ["longleaf-gateway-certificate"]
-    assert environment(container(whole)).keys() == {"PUBLIC_URL"} and "envFrom" not in container(whole)
+    assert environment(container(whole)).keys() == {"PUBLIC_URL", "TMPDIR"} and "envFrom" not in container(whole)
 
 
 def test_gateway_reaches_only_the_service_and_dns(whole):

@@ -57,8 +57,8 @@ class DraftingBench(Bench):
 
     def _result(self, plan: StepPlan) -> StepResult:
         """The attention of each token names its position."""
-        result, work = super()._result(plan), plan.work
-        rows = self.sequences.complete(plan).work.rows if isinstance(work, Decode) else ()
+        result, work = super()._result(plan), self.sequences.complete(plan).work
+        rows = work.rows if isinstance(work, Decode) else ()
         attention = {
             row.sequence: tuple(attention_at(row.start + row.num_known + i) for i in range(1 + len(row.draft_ids)))
             for row in rows

@@ -1,0 +1,277 @@
+"""Uploads of files that are not plain UTF-8 text, and of several files: they are spooled, extracted, and ingested."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import ExitStack, aclosing, suppress
+from dataclasses import dataclass
+from typing import Any, BinaryIO, cast
+
+from msgspec.structs import replace
+from python_multipart.exceptions import FormParserError
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.callers import client_of, peer_of, with_deadline
+from gateway.contexts.extraction import ExtractionSlots, UploadedFile, UploadSlot, extract_files
+from gateway.contexts.resources import context_problem
+from gateway.contexts.upload_events import NAMES, UploadEvents
+from gateway.errors import HttpProblem, problem_of
+from gateway.sse import EventResponse, event, wait_disconnected
+from longleaf.client.documents import UploadSource, size_of
+from longleaf.client.files import files_of as offsets_of
+from longleaf.client.proxy_client import ProxyClient
+from longleaf.documents.collection import Collection
+from longleaf.documents.errors import NotText, Unreadable
+from longleaf.documents.kinds import HEAD_BYTES, MEDIA_TYPES, WITH_PACKAGES, check_declared, kind_of
+from longleaf.documents.text_files import check_encoding, printable
+from longleaf.errors import InvalidArgument, LongleafError, StartError
+from longleaf.extras import require_extra
+from longleaf.types import IngestHeader, IngestProgress
+
+IDLE_SECONDS = 110.0
+"""Timeout for the next part of a body."""
+MAX_FILES = 1000
+"""Files of a form."""
+MAX_FIELDS = 16
+FORM = "multipart/form-data"
+UTF8 = frozenset(("", "utf-8", "utf8", "us-ascii", "ascii"))
+MAX_REPORTED = 100
+"""Files that the events name as left out."""
+NOTHING: dict[str, Any] = {
+    "received_bytes": 0,
+    "received_tokens": 0,
+    "processed": 0,
+    "total": 0,
+    "tokens_per_second": 0.0,
+}
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """Parameters of an upload of files."""
+
+    filename: str = ""
+    file_headers: bool | None = None
+    plain_text: bool = False
+
+
+def is_file_upload(media_type: str, charset: str, plain_text: bool) -> bool:
+    """Whether a body is extracted, and not forwarded as it is."""
+    is_unchanged = plain_text and MEDIA_TYPES.get(media_type) in ("html", "notebook")
+    return media_type == FORM or charset not in UTF8 or (media_type in MEDIA_TYPES and not is_unchanged)
+
+
+async def upload_files(
+    request: Request, header: IngestHeader, model: str, media_type: str, charset: str, options: FileOptions
+) -> Response:
+    """Receives the files, checks their kinds, and returns the events of their extraction and ingest."""
+    slots: ExtractionSlots = request.app.state.extractions
+    client = client_of(request)
+    header = replace(header, total_bytes=None, files=())
+    if charset not in UTF8:
+        charset = _encoding(charset)
+    with ExitStack() as stack:
+        slot = stack.enter_context(slots.slot(request.headers.get("authorization") or peer_of(request)))
+        await _check_admission(client, header)
+        is_form = media_type == FORM
+        files = await (
+            _form(request, slot, stack) if is_form else _body(request, slot, stack, media_type, charset, options)
+        )
+        for each in files:
+            await asyncio.to_thread(_check_kind, each, len(files) == 1, options.plain_text)
+        resources = stack.pop_all()
+    reporting = FileEvents(client, header, model, options, slots, resources)
+    response = EventResponse(reporting.events(files), reporting.waiting, wait_disconnected)
+
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+        with resources:
+            await response(scope, receive, send)
+
+    return cast(Response, respond)  # which is callable like a Response
+
+
+class FileEvents:
+    """The events of the extraction and of the ingest."""
+
+    def __init__(
+        self,
+        client: ProxyClient,
+        header: IngestHeader,
+        model: str,
+        options: FileOptions,
+        slots: ExtractionSlots,
+        resources: ExitStack,
+    ) -> None:
+        """`resources` closes the files and frees the slot; that happens early once the service has the text."""
+        self._client, self._header, self._model, self._options = client, header, model, options
+        self._slots, self._resources = slots, resources
+        self._ingesting: UploadEvents | None = None
+
+    def waiting(self) -> str:
+        """Comment text while there are no events."""
+        return "extracting" if self._ingesting is None else self._ingesting.waiting()
+
+    async def events(self, files: list[UploadedFile]) -> AsyncGenerator[bytes, None]:
+        found = Collection()
+        yield event({"phase": "extracting", **NOTHING})
+        try:
+            steps = extract_files(files, self._slots, as_text=self._options.plain_text, found=found)
+            async with aclosing(steps):
+                async for section in steps:
+                    if section is not None:
+                        place = {"file": section.file, "place": section.label}
+                        yield event({"phase": "extracting", **NOTHING, **place})
+        except LongleafError as error:
+            yield event(problem_of(error, NAMES).body, "error")
+            return
+        document = found.parts(self._options.file_headers)
+        yield event({"phase": "extracting", **NOTHING, **_summary(found)})
+        header = replace(self._header, total_bytes=size_of(document), files=offsets_of(document))
+        async with aclosing(UploadSource(document)) as source, aclosing(self._ingest(header, source)) as events:
+            del found, document
+            async for content in events:
+                if self._ingesting is not None and self._ingesting.is_sent:
+                    self._resources.close()
+                yield content
+
+    async def _ingest(self, header: IngestHeader, source: UploadSource) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._client.ingest_once(header, source)) as steps:
+            try:
+                first = await anext(steps)
+            except LongleafError as error:
+                yield event(problem_of(error, NAMES).body, "error")
+                return
+            self._ingesting = UploadEvents(self._model, header, first)
+            async with aclosing(self._ingesting.events(steps)) as events:
+                async for content in events:
+                    yield content
+
+
+def _summary(found: Collection) -> dict[str, Any]:
+    left_out = [{"file": each.file, "reason": each.reason} for each in (*found.left_out, *found.remarks)]
+    return {"files": len(found.files), "left_out": left_out[:MAX_REPORTED], "left_out_count": len(found.left_out)}
+
+
+async def _check_admission(client: ProxyClient, header: IngestHeader) -> None:
+    """Raises HttpProblem if the service refuses the upload, such as for a name or a quota, before its files arrive. An
+    upload that exists is not changed, and an unknown one is not created."""
+    steps = client.ingest_once(header, _NoPieces())
+    try:
+        async with aclosing(steps):
+            first: IngestProgress = await with_deadline(anext(steps))
+    except LongleafError as error:
+        if isinstance(error, InvalidArgument) and error.field == "config.files":
+            return  # the upload exists, with the places of its text, which are not known yet
+        raise context_problem(error) from None
+    is_new = first.phase == "receiving" and not (first.received_bytes or first.received_tokens)
+    if header.upload_id and is_new:
+        with suppress(LongleafError):
+            await with_deadline(client.cancel_ingest(header.context, header.upload_id))
+
+
+class _NoPieces:
+    """A document that is not sent."""
+
+    error: Exception | None = None
+
+    async def pieces_from(self, offset: int) -> AsyncIterator[bytes]:
+        del offset
+        await asyncio.Event().wait()
+        yield b""
+
+    def acknowledge(self, offset: int) -> None:
+        """Does nothing."""
+
+
+async def _body(
+    request: Request, slot: UploadSlot, stack: ExitStack, media_type: str, charset: str, options: FileOptions
+) -> list[UploadedFile]:
+    """The body as one file, on disk."""
+    temporary = tempfile.TemporaryFile()  # noqa: SIM115, `stack` closes it
+    file = cast(BinaryIO, stack.enter_context(temporary))
+    num_bytes = 0
+    async for part in _limited(request, slot):
+        num_bytes += len(part)
+        await asyncio.to_thread(file.write, part)
+    if not num_bytes:
+        raise HttpProblem(400, "body: the document is empty", param="body", code="invalid_value")
+    await asyncio.to_thread(file.flush)
+    declared = media_type if media_type in MEDIA_TYPES else ""
+    encoding = "" if charset in UTF8 else charset
+    return [UploadedFile(options.filename or "document", file, declared, encoding)]
+
+
+async def _form(request: Request, slot: UploadSlot, stack: ExitStack) -> list[UploadedFile]:
+    """The files of a form, on disk. Fields without a file are ignored."""
+    parser = MultiPartParser(
+        request.headers, _limited(request, slot), max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=1 << 16
+    )
+    try:
+        form = await parser.parse()
+    except (MultiPartException, FormParserError) as error:
+        message = getattr(error, "message", str(error))
+        raise HttpProblem(400, f"body: is not a valid form: {message}", param="body", code="invalid_value") from None
+    files = list[UploadedFile]()
+    for _, part in form.multi_items():
+        if isinstance(part, UploadFile):
+            stack.callback(part.file.close)
+            part.file.fileno()  # small files are in memory until then, and the process needs a descriptor
+            part.file.flush()
+            declared, _, rest = (part.content_type or "").partition(";")
+            charset = rest.partition("charset=")[2].strip(' "').lower()
+            name = printable(part.filename or "file")[:512]
+            encoding = "" if charset in UTF8 else _encoding(charset)
+            files.append(UploadedFile(name, part.file, declared.strip().lower(), encoding))
+    if not files:
+        raise HttpProblem(400, "body: the form has no file", param="body", code="invalid_value")
+    return files
+
+
+async def _limited(request: Request, slot: UploadSlot) -> AsyncGenerator[bytes, None]:
+    """The parts of the body. Raises HttpProblem for too many bytes, and if nothing arrives."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > slot.slots.limits.file_bytes:
+        raise HttpProblem(413, f"the body has more than {slot.slots.limits.file_bytes:,} bytes")
+    stream = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(IDLE_SECONDS):
+                part = await anext(stream, None)
+        except TimeoutError:
+            raise HttpProblem(408, "the body was not received in time", headers={"connection": "close"}) from None
+        if part is None:
+            return
+        slot.grow(len(part))
+        yield part
+
+
+def _check_kind(each: UploadedFile, is_single: bool, plain_text: bool) -> None:
+    """Raises HttpProblem if the only file is of a kind that is not read, or if its reader is not installed. Of several
+    files, such ones are left out later."""
+    each.file.seek(0)
+    head = each.file.read(HEAD_BYTES)
+    try:
+        kind = kind_of(each.name, head, as_text=plain_text)
+        if (declared := MEDIA_TYPES.get(each.declared)) is not None:
+            check_declared(declared, kind)
+            kind = declared if kind == "text" else kind
+        if kind in WITH_PACKAGES:
+            require_extra("documents", f"reading {each.name}")
+    except NotText:
+        return  # the extraction decides: the charset may have zero bytes
+    except Unreadable as error:
+        if is_single:
+            raise HttpProblem(415, f"{each.name} {error}", param="body", code="unsupported_file") from None
+    except StartError as error:
+        raise HttpProblem(415, str(error), param="body", code="unsupported_file") from None
+
+
+def _encoding(charset: str) -> str:
+    try:
+        return check_encoding(charset, "charset")
+    except InvalidArgument as error:
+        raise HttpProblem(415, f"charset: {error.description}", param="content-type") from None

@@ -1,0 +1,1 @@
+"""Text of files: recognition, extraction in a confined process, folders and archives."""

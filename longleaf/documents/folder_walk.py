@@ -1,0 +1,115 @@
+"""Files of a folder, without hidden ones, links, and those that its .gitignore files exclude."""
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from longleaf.documents.text_files import printable
+from longleaf.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
+
+MAX_FILES = 10_000
+MAX_ENTRIES = 1_000_000
+"""Entries of all folders, ignored ones included."""
+MAX_DEPTH = 64
+IGNORE_FILE = ".gitignore"
+MAX_IGNORE_BYTES = 1 << 20
+
+
+class FoundFile(NamedTuple):
+    """A file of a folder, or one that is left out."""
+
+    path: Path
+    name: str
+    """The name of the folder, then the path in it, with slashes."""
+    refused: str = ""
+    """Why it is left out, as a predicate; empty if it is not."""
+
+
+class FolderWalk:
+    """Walks one folder, in the order of names."""
+
+    def __init__(self, folder: Path, max_files: int = MAX_FILES) -> None:
+        self._folder, self._max_files = folder, max_files
+        self._title = folder.resolve().name or "root"
+        self._num_files = self._num_entries = 0
+
+    def files(self) -> Iterator[FoundFile]:
+        """Raises InvalidArgument for too many files, and if the folder cannot be read."""
+        yield from self._walk(self._folder, "", [])
+
+    def _walk(self, folder: Path, inside: str, rules: "list[tuple[str, GitIgnoreSpec]]") -> Iterator[FoundFile]:
+        try:
+            with os.scandir(folder) as entries:
+                found = sorted(entries, key=lambda entry: entry.name)
+        except OSError as error:
+            reason = f"cannot be read: {error.strerror}"
+            if not inside:
+                raise InvalidArgument(printable(str(folder)), reason) from None
+            yield FoundFile(folder, self._name(inside), reason)
+            return
+        rules = [*rules, *_rules_in(folder, inside)]
+        for entry in found:
+            self._num_entries += 1
+            if self._num_entries > MAX_ENTRIES:
+                raise InvalidArgument(printable(str(self._folder)), f"has more than {MAX_ENTRIES:,} entries")
+            yield from self._entry(entry, inside, rules)
+
+    def _entry(
+        self, entry: "os.DirEntry[str]", inside: str, rules: "list[tuple[str, GitIgnoreSpec]]"
+    ) -> Iterator[FoundFile]:
+        path, relative = Path(entry.path), f"{inside}{entry.name}"
+        is_folder = entry.is_dir(follow_symlinks=False)
+        refused = _refused(entry, relative + "/" * is_folder, rules)
+        if refused:
+            yield FoundFile(path, self._name(relative + "/" * is_folder), refused)
+        elif not is_folder:
+            self._num_files += 1
+            if self._num_files > self._max_files:
+                message = f"has more than {self._max_files:,} files: give a smaller folder, or exclude some in "
+                message += IGNORE_FILE
+                raise InvalidArgument(printable(str(self._folder)), message)
+            yield FoundFile(path, self._name(relative))
+        elif relative.count("/") >= MAX_DEPTH:
+            yield FoundFile(path, self._name(f"{relative}/"), f"is more than {MAX_DEPTH} levels deep")
+        else:
+            yield from self._walk(path, f"{relative}/", rules)
+
+    def _name(self, relative: str) -> str:
+        return printable(f"{self._title}/{relative}")
+
+
+def _rules_in(folder: Path, inside: str) -> "list[tuple[str, GitIgnoreSpec]]":
+    """The rules of the folder, with the path to which they are relative."""
+    from pathspec import GitIgnoreSpec
+
+    file = folder / IGNORE_FILE
+    try:
+        if not stat.S_ISREG(file.lstat().st_mode):
+            return []
+        with file.open("rb") as content:
+            lines = content.read(MAX_IGNORE_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    try:
+        return [(inside, GitIgnoreSpec.from_lines(lines))]
+    except ValueError as error:
+        raise InvalidArgument(printable(str(file)), f"has an invalid pattern: {printable(str(error))}") from None
+
+
+def _refused(entry: "os.DirEntry[str]", relative: str, rules: "list[tuple[str, GitIgnoreSpec]]") -> str:
+    if entry.is_symlink():
+        return "is a link"
+    if entry.name.startswith("."):
+        return "is hidden"
+    if not (entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)):
+        return "is not a regular file"
+    for inside, spec in reversed(rules):  # the rules of the innermost folder take precedence
+        include = spec.check_file(relative.removeprefix(inside)).include
+        if include is not None:
+            return f"is excluded by {IGNORE_FILE}" if include else ""
+    return ""

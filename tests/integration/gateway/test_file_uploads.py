@@ -1,0 +1,186 @@
+"""Files over HTTP that are not plain text: their extraction, its limits, and refusals before it."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+from gateway.contexts.extraction import ExtractionSlots
+from gateway.errors import HttpProblem
+from longleaf.documents.limits import ExtractionLimits
+from tests.support import document_samples as samples
+from tests.support.service import Served, byte_tokenizer
+
+PDF = {"content-type": "application/pdf"}
+
+
+def events_of(answer: httpx2.Response) -> list[dict[str, Any]]:
+    lines = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def text_of(service: Served, context: str) -> str:
+    return byte_tokenizer().decode(service.engine.contexts[context])
+
+
+async def test_pdf_becomes_a_context(service: Served, url: str) -> None:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        answer = await client.post("/v1/contexts/a?filename=r.pdf", content=samples.pdf(["One", "Two"]), headers=PDF)
+        events = events_of(answer)
+        assert [each["phase"] for each in events][:2] == ["extracting", "extracting"]
+        assert events[-1]["phase"] == "ready", answer.text
+        assert {"files": 1, "left_out": [], "left_out_count": 0}.items() <= next(
+            each for each in events if "files" in each
+        ).items()
+        assert text_of(service, "a").endswith("One\n\nTwo\n\n")
+        again = await client.post("/v1/contexts/a", content=samples.pdf(["x"]), headers=PDF)
+        assert (again.status_code, again.json()["error"]["code"]) == (409, "already_exists")
+
+
+async def test_files_of_a_form_become_one_context(service: Served, url: str) -> None:
+    """Each begins with its name, those that cannot be read are left out, and charsets are those of the parts."""
+    files = [
+        ("file", ("notes/a.md", b"# A", "text/markdown")),
+        ("file", ("notes/b.docx", samples.docx(["Badge"]), "application/octet-stream")),
+        ("file", ("notes/c.txt", "Grüße".encode("latin-1"), "text/plain; charset=iso-8859-1")),
+        ("file", ("notes/d.png", b"\x89PNG\r\n\x1a\n\0", "image/png")),
+        ("other", (None, b"ignored")),
+    ]
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        answer = await client.post("/v1/contexts/notes", files=files)
+        assert events_of(answer)[-1]["phase"] == "ready", answer.text
+        summary = next(each for each in events_of(answer) if "files" in each)
+        assert summary["left_out"] == [{"file": "notes/d.png", "reason": "is a PNG image"}]
+        assert text_of(service, "notes").endswith(
+            "===== notes/a.md =====\n\n# A\n\n===== notes/b.docx =====\n\nBadge\n\n\n\n===== notes/c.txt =====\n\nGrüße"
+        )
+        answer = await client.post("/v1/contexts/bare?file_headers=false", files=files[:1])
+        assert text_of(service, "bare").endswith("# A")
+        assert "=====" not in text_of(service, "bare")
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        ("Grüße".encode("latin-1"), "text/plain; charset=iso-8859-1"),
+        ("Grüße".encode("utf-16"), "text/plain; charset=utf-16"),
+        ("\ufeffGrüße".encode(), "text/plain"),
+        ("\ufeffGrüße".encode(), "text/plain; charset=utf-8"),
+    ],
+)
+async def test_declared_charset_is_honoured(service: Served, url: str, content: bytes, kind: str) -> None:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        answer = await client.post("/v1/contexts/a", content=content, headers={"content-type": kind})
+        assert events_of(answer)[-1]["phase"] == "ready", answer.text
+        assert text_of(service, "a").endswith("Grüße")
+        assert "\ufeff" not in text_of(service, "a")
+
+
+async def test_html_is_extracted_unless_it_is_plain_text(service: Served, url: str) -> None:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        for query, text in (("", "Hi\n\n"), ("?plain_text=true", "<p>Hi")):
+            answer = await client.post(
+                f"/v1/contexts/a{query}", content=b"<p>Hi", headers={"content-type": "text/html"}
+            )
+            assert events_of(answer)[-1]["phase"] == "ready", answer.text
+            assert text_of(service, "a").endswith(text)
+            await client.delete("/v1/contexts/a")
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "query", "status", "message"),
+    [
+        ("application/pdf", b"\x89PNG\r\n\x1a\n\0", "", 415, "document is a PNG image"),
+        ("application/pdf", b"text", "", 415, "document is a text file, but was declared as a PDF"),
+        ("application/pdf", b"", "", 400, "body: the document is empty"),
+        ("text/plain", samples.pdf(["x"]) + b"\xff", "", 400, "body: is a PDF: send it as application/pdf"),
+        ("text/plain; charset=klingon", b"x", "", 415, "charset: 'klingon' is not a known charset"),
+        ("multipart/form-data", b"x", "", 400, "body: is not a valid form: Missing boundary"),
+        ("multipart/form-data; boundary=b", b"--b--\r\n", "", 400, "body: the form has no file"),
+        ("application/pdf", samples.pdf(["x"]), "?file_headers=x", 400, "file_headers: must be true or false"),
+    ],
+)
+async def test_bad_files_are_refused_before_extraction(
+    service: Served, url: str, kind: str, content: bytes, query: str, status: int, message: str
+) -> None:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        answer = await client.post(f"/v1/contexts/a{query}", content=content, headers={"content-type": kind})
+    assert (answer.status_code, answer.json()["error"]["message"][: len(message)]) == (status, message)
+    assert not service.engine.contexts
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "message"),
+    [
+        ("application/pdf", samples.pdf([""]), "document: has 1 page and no text"),
+        (
+            "application/zip",
+            samples.zipped({"a.png": b"\x89PNG\r\n\x1a\n\0"}),
+            "document: has no members that can be read",
+        ),
+        ("application/zip", samples.zipped({f"{i}.bin": b"\0" * (100 << 20) for i in range(11)}), "decompressed bytes"),
+    ],
+)
+async def test_failed_extraction_is_an_error_event(
+    service: Served, url: str, kind: str, content: bytes, message: str
+) -> None:
+    """The gateway serves further requests."""
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        answer = await client.post("/v1/contexts/a", content=content, headers={"content-type": kind})
+        assert answer.status_code == 200
+        assert message in events_of(answer)[-1]["error"]["message"]
+        assert (await client.get("/v1/contexts")).json()["data"] == []
+
+
+async def test_upload_id_repeats_an_upload(service: Served, url: str) -> None:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        for _ in range(2):
+            answer = await client.post("/v1/contexts/a?upload_id=u1", content=samples.pdf(["One"]), headers=PDF)
+            assert answer.status_code == 200, answer.text
+            assert events_of(answer)[-1]["phase"] == "ready", answer.text
+        headers = {**PDF, "upload-offset": "5", "upload-length": "100"}
+        answer = await client.post("/v1/contexts/b?upload_id=u2", content=b"x", headers=headers)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Upload-Offset")
+
+
+async def test_slots_limit_uploads_and_bytes() -> None:
+    slots = ExtractionSlots(ExtractionLimits(file_bytes=10))
+    entered = [slots.slot(caller) for caller in "aaaabbbb"]
+    for each in entered:
+        each.__enter__().grow(5)
+    with pytest.raises(HttpProblem, match="extracting as many"), slots.slot("c"):
+        pass
+    for each in entered[4:]:
+        each.__exit__(None, None, None)
+    with pytest.raises(HttpProblem, match="extracting as many"), slots.slot("a"):
+        pass
+    with slots.slot("c") as slot:
+        slot.grow(10)
+        with pytest.raises(HttpProblem, match="the body has more than 10 bytes"):
+            slot.grow(1)
+    for each in entered[:4]:
+        each.__exit__(None, None, None)
+    slots.audit()
+
+
+async def test_disconnect_ends_the_extraction(service: Served, url: str) -> None:
+    """A caller that leaves frees its slot: far more uploads than slots succeed one after another."""
+    slow = samples.zipped({f"{i}.bin": bytes(1 << 20) for i in range(200)})
+    for _ in range(6):
+        async with (
+            httpx2.AsyncClient(base_url=url, timeout=60) as client,
+            client.stream(
+                "POST", "/v1/contexts/a", content=slow, headers={"content-type": "application/zip"}
+            ) as answer,
+        ):
+            async for _ in answer.aiter_lines():
+                break
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        async with asyncio.timeout(60):
+            while True:
+                answer = await client.post("/v1/contexts/b", content=samples.pdf(["One"]), headers=PDF)
+                if answer.status_code != 503:
+                    break
+    assert events_of(answer)[-1]["phase"] == "ready"

@@ -1,0 +1,63 @@
+"""Files of a folder."""
+
+from pathlib import Path
+
+import pytest
+
+from longleaf.documents.folder_walk import FolderWalk
+from longleaf.errors import InvalidArgument
+
+
+def walk(folder: Path, **options: int) -> dict[str, str]:
+    return {file.name: file.refused for file in FolderWalk(folder, **options).files()}
+
+
+def test_ignored_hidden_and_linked_files_are_left_out(tmp_path: Path) -> None:
+    """Rules of an inner folder take precedence over those of an outer one."""
+    root = tmp_path / "tree"
+    for name in ("a.py", "b.log", "build/x.py", "sub/c.log", "sub/keep.log", "sub/deep/keep.log", ".git/config"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("x")
+    (root / ".gitignore").write_text("*.log\n/build/\n")
+    (root / "sub" / ".gitignore").write_text("!keep.log\n")
+    (root / "link").symlink_to("/etc/passwd")
+    (root / "loop").symlink_to(root)
+    assert walk(root) == {
+        "tree/.git/": "is hidden",
+        "tree/.gitignore": "is hidden",
+        "tree/a.py": "",
+        "tree/b.log": "is excluded by .gitignore",
+        "tree/build/": "is excluded by .gitignore",
+        "tree/link": "is a link",
+        "tree/loop": "is a link",
+        "tree/sub/.gitignore": "is hidden",
+        "tree/sub/c.log": "is excluded by .gitignore",
+        "tree/sub/deep/keep.log": "",
+        "tree/sub/keep.log": "",
+    }
+
+
+def test_number_of_files_is_limited(tmp_path: Path) -> None:
+    for i in range(3):
+        (tmp_path / str(i)).write_text("x")
+    assert len(walk(tmp_path, max_files=3)) == 3
+    with pytest.raises(InvalidArgument, match="has more than 2 files: give a smaller folder, or exclude some in"):
+        walk(tmp_path, max_files=2)
+
+
+def test_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="gone: cannot be read: No such file or directory"):
+        walk(tmp_path / "gone")
+
+
+def test_pipes_are_left_out_and_deep_folders_are_cut(tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "pipe")
+    deep = tmp_path
+    for _ in range(70):
+        deep /= "d"
+    deep.mkdir(parents=True)
+    found = walk(tmp_path)
+    assert found.pop(f"{tmp_path.name}/pipe") == "is not a regular file"
+    assert list(found.values()) == ["is more than 64 levels deep"]
