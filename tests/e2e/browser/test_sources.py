@@ -1,11 +1,13 @@
 """Sources on the page: numbered marks under an answer, which open the text of the document."""
 
+import re
 from typing import Any
 
 import pytest
 
 from tests.e2e.browser.test_accessibility import CHECK, CONTRAST
 from tests.support.browser import OF_A_STATUS, Reader
+from tests.support.document_samples import pdf
 from tests.support.gateway_fakes import Behind
 
 FILLER = "Nothing of note is written here, and nothing will be. Ü 世 🍏\n"
@@ -21,10 +23,11 @@ def book(behind: Behind) -> Behind:
     return behind
 
 
-def ask_with_sources(reader: Reader) -> Any:
-    """The marks under the answer."""
+def ask_with_sources(reader: Reader, title: str = "notes") -> Any:
+    """The marks under the answer about the document with this title."""
     page = reader.page
-    page.get_by_role("link", name="notes").click()
+    page.get_by_role("link", name=title, exact=False).click()
+    page.get_by_role("heading", name=title, exact=True).wait_for()
     page.get_by_role("switch", name="Show sources").check()
     assert "4711" in reader.ask(QUESTION)
     marks = page.get_by_role("group", name="Sources of this answer").get_by_role("button")
@@ -56,6 +59,25 @@ def test_mark_opens_the_highlighted_text_of_the_document(reader: Reader, book: B
         dialog.wait_for(state="detached")
         assert mark.evaluate("(each) => each === document.activeElement")
     assert any("amber falcon is 4711" in text for text in texts)
+    reader.audit()
+
+
+def test_sources_of_uploaded_files_are_named_by_file_and_place(reader: Reader, behind: Behind):
+    page = reader.page
+    pages = ["Nothing of note is written here. " * 5] * 3
+    files = [
+        ("Plain Notes.txt", BOOK.encode()),
+        ("report.pdf", pdf([*pages, "The access code for amber falcon is 4711.", *pages])),
+    ]
+    for name, content in files:
+        page.get_by_role("button", name="Add documents…").first.wait_for()
+        page.locator("input[type=file]").first.set_input_files(
+            [{"name": name, "mimeType": "application/octet-stream", "buffer": content}]
+        )
+        page.get_by_role("dialog").get_by_role("button", name="Upload").click()
+    for title, label in (("Plain Notes", r"Plain Notes\.txt:\d+-\d+"), ("report", "report\\.pdf, page 4")):
+        marks = ask_with_sources(reader, title)
+        assert any(re.search(label, mark.get_attribute("aria-label")) for mark in marks.all())
     reader.audit()
 
 
