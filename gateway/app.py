@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from gateway import cluster, static
 from gateway.bodies import BodyReader
-from gateway.contexts import resources, upload
+from gateway.contexts import resources, text, upload
 from gateway.contexts.extraction import ExtractionSlots
 from gateway.errors import HttpProblem, problem_of
 from gateway.guards import OriginGuardMiddleware
@@ -40,6 +40,7 @@ ROUTES = (
     ("/v1/contexts/{id}", "PATCH", resources.update_context),
     ("/v1/contexts/{id}", "DELETE", resources.delete_context),
     ("/v1/contexts/{id}/fork", "POST", resources.fork_context),
+    ("/v1/contexts/{id}/text", "GET", text.get_text),
     ("/v1/cluster", "GET", cluster.cluster),
 )
 METHODS = ("GET", "HEAD", "POST", "PATCH", "DELETE")
@@ -65,6 +66,7 @@ def make_app(client: ProxyClient, config: GatewayConfig, ending: asyncio.Event) 
     app.router.redirect_slashes = False
     app.state.client, app.state.model = client, ModelNameCache()
     app.state.bodies, app.state.ending = BodyReader(), ending
+    app.state.public_url = config.public_url
     app.state.extractions = ExtractionSlots()
     guarded = OriginGuardMiddleware(app, config.allow_host, config.public_url, config.allow_origin)
     if not config.allow_origin:

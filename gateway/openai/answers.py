@@ -12,6 +12,7 @@ from starlette.responses import Response
 from gateway.bodies import MemoryLease, json_response
 from gateway.errors import HttpProblem, problem_of
 from gateway.openai.models import MISSING
+from gateway.openai.sources import SourceReader
 from gateway.sse import DONE, EventResponse, cancel_on_disconnect, event
 from longleaf.errors import LongleafError, Unavailable
 from longleaf.sampling import Logprobs
@@ -39,16 +40,18 @@ class ChunkFormatter(Protocol):
         """The chunk of a Delta."""
         ...
 
-    def finish(self, finished: Finished) -> dict[str, Any]:
-        """The chunk that finishes a sample."""
+    def finish(self, finished: Finished, fields: dict[str, Any]) -> dict[str, Any]:
+        """The chunk that finishes a sample, with additional fields of its choice."""
         ...
 
     def last(self, usage: dict[str, Any], exactness: dict[str, Any]) -> dict[str, Any]:
         """The chunk with the usage."""
         ...
 
-    def whole(self, deltas: list[list[Delta]], ends: list[Finished], usage: dict[str, Any]) -> dict[str, Any]:
-        """The complete answer, if it is not streamed."""
+    def whole(
+        self, deltas: list[list[Delta]], ends: list[Finished], fields: list[dict[str, Any]], usage: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The complete answer, if it is not streamed, with additional fields of each choice."""
         ...
 
 
@@ -87,6 +90,7 @@ class PendingCompletion(NamedTuple):
 
     events: AsyncGenerator[Event, None]
     formatter: ChunkFormatter
+    sources: SourceReader
     is_streamed: bool
     names: Names
     """HTTP names of the service's fields, and of `context`."""
@@ -95,7 +99,7 @@ class PendingCompletion(NamedTuple):
 async def answer(request: Request, asking: PendingCompletion, share: MemoryLease) -> Response:
     """The answer, streamed or whole. Errors before its first byte become the status. `share` is released at the first
     event, because the prompt is not needed after that. Raises HttpProblem."""
-    events, formatter, is_streamed, names = asking
+    events, formatter, sources, is_streamed, names = asking
     try:
         try:
             first = await cancel_on_disconnect(request, anext(events))
@@ -103,7 +107,7 @@ async def answer(request: Request, asking: PendingCompletion, share: MemoryLease
             raise Unavailable("the service ended the stream before the answer") from None
         share.release()
         if not is_streamed:
-            return json_response(await cancel_on_disconnect(request, _whole(events, formatter)))
+            return json_response(await cancel_on_disconnect(request, _whole(events, formatter, sources)))
     except LongleafError as error:
         await events.aclose()
         raise _problem(error, names) from None
@@ -113,7 +117,7 @@ async def answer(request: Request, asking: PendingCompletion, share: MemoryLease
     waiting = WaitStatus()
     waiting.record(first)
     # EventResponse is callable like a Response, but not a subclass
-    return cast(Response, EventResponse(_stream(first, events, formatter, waiting.record, names), waiting))
+    return cast(Response, EventResponse(_stream(first, events, formatter, sources, waiting.record, names), waiting))
 
 
 def _problem(error: LongleafError, names: Names) -> HttpProblem:
@@ -124,6 +128,7 @@ async def _stream(
     first: Event,
     events: AsyncGenerator[Event, None],
     formatter: ChunkFormatter,
+    sources: SourceReader,
     note: Callable[[Event], None],
     names: Names,
 ) -> AsyncGenerator[bytes, None]:
@@ -139,7 +144,7 @@ async def _stream(
                         yield event(formatter.delta(item))
                     case Finished():
                         ends.append(item)
-                        yield event(formatter.finish(item))
+                        yield event(formatter.finish(item, await sources.choice_fields(item)))
                     case _:
                         note(item)
         if len(ends) < formatter.num_samples:
@@ -152,7 +157,9 @@ async def _stream(
     yield DONE
 
 
-async def _whole(events: AsyncGenerator[Event, None], formatter: ChunkFormatter) -> dict[str, Any]:
+async def _whole(
+    events: AsyncGenerator[Event, None], formatter: ChunkFormatter, sources: SourceReader
+) -> dict[str, Any]:
     deltas: list[list[Delta]] = [[] for _ in range(formatter.num_samples)]
     ends = dict[int, Finished]()
     async with aclosing(events):
@@ -167,7 +174,8 @@ async def _whole(events: AsyncGenerator[Event, None], formatter: ChunkFormatter)
     if len(ends) < formatter.num_samples:
         raise Unavailable("the service ended the stream before the end of the answer")
     ordered = [ends[sample] for sample in sorted(ends)]
-    return formatter.whole(deltas, ordered, usage_of(ordered)) | exactness_of(ordered)
+    fields = [await sources.choice_fields(end) for end in ordered]
+    return formatter.whole(deltas, ordered, fields, usage_of(ordered)) | exactness_of(ordered)
 
 
 def exactness_of(ends: list[Finished]) -> dict[str, Any]:

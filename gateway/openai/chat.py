@@ -21,10 +21,12 @@ from gateway.openai.answers import (
 from gateway.openai.lengths import with_length
 from gateway.openai.models import target_of
 from gateway.openai.requests import ChatCompletionRequest, decode_chat
+from gateway.openai.sources import NAMES as SOURCE_NAMES
+from gateway.openai.sources import annotation_fields, source_reader
 from longleaf.sampling import Logprobs
 from longleaf.types import Delta, Finished
 
-NAMES = {"return_token_bytes": "logprobs", "text": "messages"}
+NAMES = {"return_token_bytes": "logprobs", "text": "messages", **SOURCE_NAMES}
 
 
 async def chat(request: Request) -> Response:
@@ -40,6 +42,7 @@ async def _start_completion(request: Request, share: MemoryLease) -> PendingComp
     target = target_of(served, requested.model, requested.context)
     given = requested.max_completion_tokens if requested.max_tokens is None else requested.max_tokens
     options = with_length(requested.options(peer_of(request)), given)
+    sources = source_reader(client, request, requested.sources, target.context)
     if requested.chat_template_kwargs is not None:
         options |= {"chat_template_kwargs": requested.chat_template_kwargs}
     if requested.logprobs:
@@ -48,7 +51,7 @@ async def _start_completion(request: Request, share: MemoryLease) -> PendingComp
     names = NAMES | {"context": "model" if requested.context is None else "context"}
     if requested.max_tokens is None and requested.max_completion_tokens is not None:
         names["sampling.max_token_count"] = "max_completion_tokens"
-    return PendingCompletion(events, ChatChunkFormatter(target.model, requested), requested.stream, names)
+    return PendingCompletion(events, ChatChunkFormatter(target.model, requested), sources, requested.stream, names)
 
 
 class ChatChunkFormatter:
@@ -58,6 +61,7 @@ class ChatChunkFormatter:
         self.num_samples = request.n
         self.with_usage = request.stream_options is not None and request.stream_options.include_usage
         self._has_logprobs = request.logprobs
+        self._lengths = [0] * request.n
         self._base: dict[str, Any] = {"id": new_id("chatcmpl"), "object": "", "created": now(), "model": model}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -69,30 +73,40 @@ class ChatChunkFormatter:
         return [self._chunk([_choice(sample, first)]) for sample in range(self.num_samples)]
 
     def delta(self, delta: Delta) -> dict[str, Any]:
+        self._lengths[delta.sample] += len(delta.text)
         choice = _choice(delta.sample, {"content": delta.text})
         if self._has_logprobs:
             choice["logprobs"] = _logprobs([delta])
         return self._chunk([choice])
 
-    def finish(self, finished: Finished) -> dict[str, Any]:
-        chunk = self._chunk([_choice(finished.sample, {}, reason_of(finished))])
-        return chunk | exactness_of([finished])
+    def finish(self, finished: Finished, fields: dict[str, Any]) -> dict[str, Any]:
+        annotations = annotation_fields(fields, self._lengths[finished.sample])
+        choice = _choice(finished.sample, annotations, reason_of(finished))
+        return self._chunk([choice | fields]) | exactness_of([finished])
 
     def last(self, usage: dict[str, Any], exactness: dict[str, Any]) -> dict[str, Any]:
         return self._chunk([]) | {"usage": usage, **exactness}
 
-    def whole(self, deltas: list[list[Delta]], ends: list[Finished], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(
+        self, deltas: list[list[Delta]], ends: list[Finished], fields: list[dict[str, Any]], usage: dict[str, Any]
+    ) -> dict[str, Any]:
         choices = [
             {
                 "index": i,
-                "message": {"role": "assistant", "content": "".join(d.text for d in reported), "refusal": None},
+                "message": _message("".join(delta.text for delta in reported), more),
                 "logprobs": _logprobs(reported) if self._has_logprobs else None,
                 "finish_reason": reason_of(end),
+                **more,
             }
-            for i, (reported, end) in enumerate(zip(deltas, ends, strict=True))
+            for i, (reported, end, more) in enumerate(zip(deltas, ends, fields, strict=True))
         ]
         base = {**self._base, "object": "chat.completion", "system_fingerprint": None}
         return {**base, "choices": choices, "usage": usage}
+
+
+def _message(content: str, fields: dict[str, Any]) -> dict[str, Any]:
+    annotations = annotation_fields(fields, len(content))
+    return {"role": "assistant", "content": content, "refusal": None, **annotations}
 
 
 def _choice(sample: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:

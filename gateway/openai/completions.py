@@ -23,6 +23,8 @@ from gateway.openai.answers import (
 from gateway.openai.lengths import with_length
 from gateway.openai.models import target_of
 from gateway.openai.requests import TextCompletionRequest, decode_text
+from gateway.openai.sources import NAMES as SOURCE_NAMES
+from gateway.openai.sources import source_reader
 from longleaf.sampling import TokenLogprob
 from longleaf.types import Delta, Finished
 
@@ -32,6 +34,7 @@ NAMES = {
     "text": "prompt",
     "token_ids": "prompt",
     "input": "prompt",
+    **SOURCE_NAMES,
 }
 
 
@@ -47,13 +50,14 @@ async def _start_completion(request: Request, share: MemoryLease) -> PendingComp
     requested, prompt = await body_of(request, share, decode_text)
     target = target_of(served, requested.model, requested.context)
     options = with_length(requested.options(peer_of(request)), requested.max_tokens)
+    sources = source_reader(client, request, requested.sources, target.context)
     if requested.logprobs is not None:
         options |= {"num_logprobs": requested.logprobs, "with_token_bytes": True}
     if target.context is None:
         options |= {"use_chat_template": False}
     events = client.generate(prompt, context=target.context, **options)
     names = NAMES | {"context": "model" if requested.context is None else "context"}
-    return PendingCompletion(events, TextChunkFormatter(target.model, requested), requested.stream, names)
+    return PendingCompletion(events, TextChunkFormatter(target.model, requested), sources, requested.stream, names)
 
 
 class TextChunkFormatter:
@@ -92,14 +96,17 @@ class TextChunkFormatter:
             self._lengths[sample].add(entry.token_bytes or b"")
         return found
 
-    def finish(self, finished: Finished) -> dict[str, Any]:
-        return self._chunk([self._choice(finished.sample, [], reason_of(finished))]) | exactness_of([finished])
+    def finish(self, finished: Finished, fields: dict[str, Any]) -> dict[str, Any]:
+        choice = self._choice(finished.sample, [], reason_of(finished))
+        return self._chunk([choice | fields]) | exactness_of([finished])
 
     def last(self, usage: dict[str, Any], exactness: dict[str, Any]) -> dict[str, Any]:
         return self._chunk([]) | {"usage": usage, **exactness}
 
-    def whole(self, deltas: list[list[Delta]], ends: list[Finished], usage: dict[str, Any]) -> dict[str, Any]:
-        choices = [self._choice(i, deltas[i], reason_of(end)) for i, end in enumerate(ends)]
+    def whole(
+        self, deltas: list[list[Delta]], ends: list[Finished], fields: list[dict[str, Any]], usage: dict[str, Any]
+    ) -> dict[str, Any]:
+        choices = [self._choice(i, deltas[i], reason_of(end)) | fields[i] for i, end in enumerate(ends)]
         return {**self._base, "choices": choices, "usage": usage}
 
 

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from gateway.bodies import converted
 from gateway.errors import HttpProblem
+from gateway.openai.sources import SourcesRequest, sources_fields
 from longleaf.types import Conversation, GenerateOptions, Message
 
 HARMLESS = frozenset("store metadata service_tier parallel_tool_calls safety_identifier prompt_cache_key".split())
@@ -65,6 +66,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     repetition_penalty: float | None = None
     priority: int = 0
     request_id: str = ""
+    sources: SourcesRequest | None = None
 
     def options(self, peer: str) -> GenerateOptions:
         """The client's options, except answer length and logprobs."""
@@ -84,6 +86,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             "priority": self.priority,
             "request_id": self.request_id,
             "client": self.user or peer,
+            "provenance": self.sources.provenance() if self.sources is not None else None,
         }
         return cast(GenerateOptions, given)
 
@@ -177,6 +180,9 @@ def cleaned(raw: dict[str, Any], known: tuple[str, ...], more: set[str] | None =
         if name not in known and name not in (more or ()):
             raise HttpProblem(400, f"unknown parameter: {name[:100]}", param=name[:100], code="unknown_parameter")
         found[name] = _integer(value)
+    if "sources" in found and "sources" in known:
+        fields = sources_fields(found.pop("sources"))
+        found |= {} if fields is None else {"sources": {name: _integer(value) for name, value in fields.items()}}
     return found
 
 

@@ -56,6 +56,11 @@ export async function deleteContext(id) {
   await call(context(id), { method: "DELETE" });
 }
 
+/** Tokens [start, end) of a document as text, with their position in it. */
+export async function contextText(id, start, end, signal) {
+  return (await call(`${context(id)}/text?${new URLSearchParams({ token_start: start, token_end: end })}`, { signal })).json();
+}
+
 /** The event stream of the cluster. */
 export function watchCluster(signal) {
   return call("v1/cluster", { signal });
@@ -67,8 +72,8 @@ export function complete(body, signal) {
 }
 
 /** All of these values identify an upload. */
-function uploadPath({ id, uploadId, append, title }) {
-  const query = new URLSearchParams({ upload_id: uploadId, append, ...(append ? {} : { display_name: title }) });
+function uploadPath({ id, uploadId, append, title, fileName }) {
+  const query = new URLSearchParams({ upload_id: uploadId, append, filename: fileName, ...(append ? {} : { display_name: title }) });
   return `${context(id)}?${query}`;
 }
 
@@ -86,7 +91,7 @@ export async function endUpload({ id, uploadId }) {
 /** Sends a whole file or folder, whose text the gateway extracts. The response is an event stream with the progress. */
 export function sendWhole(file, source, signal) {
   const isForm = file.type === "multipart/form-data"; // the browser adds the boundary to its type
-  return call(`${uploadPath(file)}&${new URLSearchParams({ filename: file.fileName })}`, {
+  return call(uploadPath(file), {
     method: "POST",
     body: bodyOf(source),
     signal,

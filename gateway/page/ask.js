@@ -7,7 +7,8 @@ import { html, useEffect, useLayoutEffect, useRef, useState } from "./html.js";
 import { Markdown } from "./markdown.js";
 import { CHAT } from "./route.js";
 import { service } from "./service.js";
-import { Settings, settings } from "./settings.js";
+import { Settings, settings, SourceSwitch } from "./settings.js";
+import { Sources } from "./sources.js";
 import { useStore } from "./store.js";
 
 export function Ask({ id, created }) {
@@ -22,7 +23,7 @@ export function Ask({ id, created }) {
 }
 
 function Turn({ turn, conversation, isLast }) {
-  const { question, answer, phase, error } = turn;
+  const { question, answer, phase, error, sources } = turn;
   const isBusy = phase === "waiting" || phase === "writing";
   return html`<li>
     <p class="question">${question}</p>
@@ -31,6 +32,7 @@ function Turn({ turn, conversation, isLast }) {
     ${phase === "stopped" && html`<p class="quiet">Stopped${answer ? "" : " before the answer began"}.</p>`}
     ${phase === "failed" && html`<${AnswerError} ...${{ error, conversation, isLast }} />`}
     ${turn.reason === "length" && !isBusy && html`<p class="cut">The answer was cut off after ${cutAfter(turn)}. Ask for the rest.</p>`}
+    ${!isBusy && answer && sources && html`<${Sources} id=${conversation.id} sources=${sources} />`}
     ${!isBusy && answer && html`<${Foot} turn=${turn} />`}
   </li>`;
 }
@@ -129,6 +131,7 @@ function Field({ conversation, turns }) {
         : html`<button type="submit" key="ask" class="main" disabled=${!text.trim()}>Ask</button>`}
     </div>
     <div class="quiet line"><span id="question-keys">Enter asks, Shift and Enter begins a line, Escape stops.</span>
+      ${!isChat && html`<${SourceSwitch} />`}
       ${!isFirst && !service.looksUp && html`<label><input type="checkbox" checked=${goingOn.value}
         onChange=${(event) => goingOn.store.set(event.currentTarget.checked)} /> Remember this conversation</label>`}
       ${!isFirst && !isBusy && html`<button type="button" class="plain" onClick=${() => {

@@ -7,7 +7,7 @@ import { isAbort, refusalOf, Unreachable } from "./errors.js";
 import { CHAT } from "./route.js";
 import { load, save } from "./saved_conversations.js";
 import { service } from "./service.js";
-import { requestFields, systemMessages } from "./settings.js";
+import { requestFields, sourceFields, systemMessages } from "./settings.js";
 import { eventsOf } from "./sse.js";
 import { Store } from "./store.js";
 
@@ -23,8 +23,8 @@ export const goingOn = {
   },
 };
 
-/** The turns about one context, or without one (CHAT): [{question, answer, phase, note, error, body, reason, usage,
- * seconds, firstSeconds}], phase being "waiting", "writing", "done", "stopped" or "failed". `body` is the request. */
+/** The turns about one context, or without one (CHAT): [{question, answer, phase, note, error, body, reason, sources,
+ * usage, seconds, firstSeconds}], phase being "waiting", "writing", "done", "stopped" or "failed". `body` is the request. */
 export class Conversation {
   store;
   #abort = null;
@@ -45,14 +45,15 @@ export class Conversation {
     const started = performance.now();
     const since = () => (performance.now() - started) / 1000;
     this.#abort = new AbortController();
-    const turn = { question, answer: "", phase: "waiting", note: "", error: null, body, usage: null, seconds: null, firstSeconds: null };
+    const turn = { question, answer: "", phase: "waiting", note: "", error: null, body, sources: null, usage: null, seconds: null, firstSeconds: null };
     this.store.set([...this.store.value, turn]);
     say("Asked.");
     try {
       await this.#read(await complete({ ...body, stream_options: { include_usage: true } }, this.#abort.signal), since);
       this.#end({ phase: "done", seconds: since() });
-      const { answer, reason } = this.store.value.at(-1);
-      say(`Answered${reason === "length" ? ", but cut off" : ""}: ${answer.slice(0, LONGEST_SAID)}`);
+      const { answer, reason, sources } = this.store.value.at(-1);
+      const found = sources?.length ? `, with ${sources.length} ${sources.length === 1 ? "source" : "sources"}` : "";
+      say(`Answered${reason === "length" ? ", but cut off" : ""}${found}: ${answer.slice(0, LONGEST_SAID)}`);
     } catch (error) {
       this.#end({ seconds: since(), ...(isAbort(error) ? { phase: "stopped" } : { phase: "failed", error }) });
       if (isAbort(error)) say("Stopped.");
@@ -98,7 +99,7 @@ export class Conversation {
       ]);
     const messages = [...(service.looksUp ? [] : systemMessages()), ...before, { role: "user", content: question }];
     const model = this.id === CHAT ? service.model : `${service.model}:${this.id}`;
-    return { model, messages, ...requestFields(this.#room(messages)) };
+    return { model, messages, ...requestFields(this.#room(messages)), ...(this.id === CHAT ? {} : sourceFields()) };
   }
 
   /** A lower bound of the tokens that are left for an answer. A token has at least one byte of text. */
@@ -119,7 +120,7 @@ export class Conversation {
           if (usage) this.#patch({ usage });
           const text = choices[0]?.delta?.content;
           if (text) writer.add(text, since());
-          if (choices[0]?.finish_reason) this.#patch({ reason: choices[0].finish_reason });
+          if (choices[0]?.finish_reason) this.#patch({ reason: choices[0].finish_reason, sources: choices[0].sources ?? null });
         }
       }
     } finally {

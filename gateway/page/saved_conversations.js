@@ -33,12 +33,20 @@ export function save(id, created, turns) {
   }
 }
 
-const sizeOf = ({ question, answer }) => question.length + answer.length + 200;
+const sizeOf = ({ question, answer, sources }) => question.length + answer.length + 200 + (sources ? JSON.stringify(sources).length : 0);
 
 /** A turn that is not being answered. */
-function settled({ question, answer, phase, reason, usage, seconds, firstSeconds }) {
+function settled({ question, answer, phase, reason, sources, usage, seconds, firstSeconds }) {
   const end = phase === "done" ? "done" : "stopped";
-  return { question, answer, phase: end, note: "", error: null, reason, usage: usage ?? null, seconds: seconds ?? null, firstSeconds: firstSeconds ?? null };
+  return { question, answer, phase: end, note: "", error: null, reason, sources: places(sources), usage: usage ?? null, seconds: seconds ?? null, firstSeconds: firstSeconds ?? null };
+}
+
+/** Sources without their text, which the document has; null if there are none. */
+function places(sources) {
+  const isRange = (range) => Array.isArray(range) && range.length === 2 && range.every(Number.isInteger);
+  const isSource = (each) => typeof each?.label === "string" && typeof each.share === "number" && isRange(each.tokens);
+  if (!Array.isArray(sources) || !sources.every(isSource)) return null;
+  return sources.map(({ label, share, tokens, bytes }) => ({ label, share, tokens, bytes: isRange(bytes) ? bytes : null }));
 }
 
 /** Removes the conversations that were used least recently. */

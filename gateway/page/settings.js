@@ -1,11 +1,13 @@
-// Settings of all conversations: system prompt, temperature, length of answers. This browser stores them; with a
+// Settings of all conversations: system prompt, temperature, length of answers, sources. This browser stores them; with a
 // credential only for as long as the tab is open.
 import { credential } from "./credential.js";
 import { html } from "./html.js";
 import { Store, useStore } from "./store.js";
 
 const KEPT = "longleaf.settings";
-const DEFAULTS = { system: "", temperature: "", length: "" };
+const DEFAULTS = { system: "", temperature: "", length: "", sources: "" };
+// Spans that are requested as sources of an answer.
+const NUM_SOURCES = 5;
 const LONGEST_SYSTEM = 20_000;
 // Limit of an answer unless the reader sets one, because a model may never generate its end token.
 export const MOST_TOKENS = 4096;
@@ -51,12 +53,21 @@ export function requestFields(room) {
   };
 }
 
+/** The field that asks for the sources of an answer about a document. */
+export const sourceFields = () => (settings.value.sources ? { sources: { count: NUM_SOURCES } } : {});
+
+export function SourceSwitch() {
+  const { sources } = useStore(settings);
+  return html`<label><input type="checkbox" role="switch" checked=${!!sources}
+    onChange=${({ currentTarget }) => change({ sources: currentTarget.checked ? "on" : "" })} /> Show sources</label>`;
+}
+
 /** The system message, as a list of at most one. */
 export const systemMessages = () => (settings.value.system.trim() ? [{ role: "system", content: settings.value.system.trim() }] : []);
 
 export function Settings() {
   const { system, temperature: warmth, length: most } = useStore(settings);
-  const isChanged = Object.keys(DEFAULTS).some((name) => settings.value[name].trim());
+  const isChanged = [system, warmth, most].some((value) => value.trim());
   const isWarmthWrong = warmth.trim() && temperature() === null;
   const isLengthWrong = most.trim() && length() === null;
   return html`<details class="settings"><summary>Settings${isChanged ? " (changed)" : ""}</summary>

@@ -29,6 +29,7 @@ ERASE_LINE = "\r\x1b[K"
 NUM_SOURCES = 5
 NONE = "none"
 """Argument of commands that removes the context or the system message."""
+SWITCH = {"on": True, "off": False}
 MAX_DIGITS = 10
 """Digits of a number that a command takes."""
 
@@ -102,11 +103,11 @@ def answer_lines(session: ChatSession, lines: Iterable[str], output: "PipeOutput
             answer(session, question, output)
 
 
-def answer(session: ChatSession, question: str, output: "PipeOutput | TerminalOutput") -> None:
+def answer(session: ChatSession, question: str, output: "PipeOutput | TerminalOutput") -> Turn:
     """Asks a question, prints the answer, and adds both to the conversation, unless it fails. An interrupt stops the
     answer; the part that has arrived stays in the conversation. Raises LongleafError and KeyboardInterrupt."""
     try:
-        _ask(session, question, output)
+        return _ask(session, question, output)
     except InvalidArgument as error:
         if not session.refuses_conversation(error):
             raise
@@ -114,10 +115,10 @@ def answer(session: ChatSession, question: str, output: "PipeOutput | TerminalOu
             f"note: {error.description}; questions of this conversation are sent without earlier ones", file=sys.stderr
         )
         with session.asking_singly():
-            _ask(session, question, output)
+            return _ask(session, question, output)
 
 
-def _ask(session: ChatSession, question: str, output: "PipeOutput | TerminalOutput") -> None:
+def _ask(session: ChatSession, question: str, output: "PipeOutput | TerminalOutput") -> Turn:
     turn = session.begin(question)
     try:
         _print_answer(session, turn, output)
@@ -125,6 +126,7 @@ def _ask(session: ChatSession, question: str, output: "PipeOutput | TerminalOutp
         session.keep(turn)
         raise
     session.keep(turn)
+    return turn
 
 
 def _print_answer(session: ChatSession, turn: Turn, output: "PipeOutput | TerminalOutput") -> None:
@@ -222,6 +224,7 @@ class ChatTerminal:
         self._client = client
         self._session = session
         self._output = output
+        self._source_list = SourceList(client)
         self._is_over = False
         commands = (
             ChatCommand("/help", "list the commands", self._help),
@@ -232,9 +235,9 @@ class ChatTerminal:
             ),
             ChatCommand(f"/system [TEXT|{NONE}]", "show, set or remove the system message", self._system),
             ChatCommand(
-                "/sources [N]",
-                f"show N parts of the context (default {NUM_SOURCES}) that the last answer attended to; generates it "
-                "again",
+                "/sources [N|on|off]",
+                f"show N sources of the last answer (default {NUM_SOURCES}), which is generated again if they were not "
+                "measured; or show them after each answer",
                 self._sources,
             ),
             ChatCommand("/reset", "begin a new conversation", self._reset),
@@ -271,7 +274,9 @@ class ChatTerminal:
         if not text:
             return
         if not message.startswith("/"):
-            answer(self._session, text, self._output)
+            turn = answer(self._session, text, self._output)
+            if isinstance(self._output, TerminalOutput):  # JSON has them in the last event
+                self._print_sources(turn)
             return
         name, _, argument = text.partition(" ")
         command = self._commands.get(name)
@@ -307,18 +312,28 @@ class ChatTerminal:
 
     def _sources(self, argument: str) -> None:
         session = self._session
+        if argument in SWITCH:
+            session.request_sources(NUM_SOURCES if SWITCH[argument] else None)
+            print("[applies from the next question on]")
+            return
         if session.context is None:
             raise InvalidArgument("/sources", "needs a context: /context NAME opens one")
         if not session.turns:
             raise InvalidArgument("/sources", "needs an answer: ask a question first")
         if argument and not (argument.isdecimal() and len(argument) < MAX_DIGITS):
-            raise InvalidArgument("/sources", f"{argument} is not a number")
+            raise InvalidArgument("/sources", f"{argument} is not a number, on or off")
         turn = session.turns[-1]
+        if not argument and turn.finished is not None and turn.finished.attribution is not None:
+            self._print_sources(turn)
+            return
         again = session.trace(turn, int(argument) if argument else NUM_SOURCES)
         if again.text != turn.text:
             print(f"note: the repetition differs, and these are its sources: {again.text.translate(CONTROLS)}")
-        if again.finished is not None:
-            SourceList(self._client, session.context).print(again.finished)
+        self._print_sources(again)
+
+    def _print_sources(self, turn: Turn) -> None:
+        if self._session.context is not None and turn.finished is not None:
+            self._source_list.print(self._session.context, turn.finished)
 
     def _reset(self, _: str) -> None:
         self._session.reset()

@@ -57,6 +57,8 @@ class ChatSession:
         """The answered questions, including stopped answers with text."""
         self.is_single = False
         """The model answers single questions only: earlier turns are not sent."""
+        self.num_sources: int | None = None
+        """Number of spans of the context that are requested as sources of each answer."""
 
     def messages(self) -> list[Message]:
         """The system message, and all turns."""
@@ -73,7 +75,10 @@ class ChatSession:
         before = self._messages([] if self.is_single else self.turns)
         seed = self._options.get("seed")
         seed = secrets.randbelow(MAX_SEED) if seed is None else seed
-        return Turn(question, [*before, Message("user", question)], self._options | {"seed": seed})
+        options = self._options | {"seed": seed}
+        if self.context is not None and self.num_sources is not None:
+            options["provenance"] = Provenance(num_spans=self.num_sources)
+        return Turn(question, [*before, Message("user", question)], options)
 
     def ask(self, turn: Turn) -> Generator[Event, None, None]:
         """Streams the answer. Raises the errors of `Client.chat`."""
@@ -113,6 +118,10 @@ class ChatSession:
     def instruct(self, system: str) -> None:
         """Changes the system message; an empty one removes it."""
         self.system = system
+
+    def request_sources(self, num_spans: int | None) -> None:
+        """Requests so many spans as sources of each further answer about a context; None requests none."""
+        self.num_sources = num_spans
 
     def trace(self, turn: Turn, num_spans: int) -> Turn:
         """Generates the answer of a turn again, with the same seed and length and with the spans of the context that it

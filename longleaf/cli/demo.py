@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from longleaf.citation import joined
 from longleaf.cli.ingest import progress_bar
 from longleaf.cli.model_option import MODEL_HELP, Yes, resolve
 from longleaf.cli.options import AsJson, print_json
-from longleaf.cli.provenance_output import CONTROLS, Excerpt, excerpt, joined
+from longleaf.cli.provenance_output import CONTROLS, Excerpt, excerpt
 from longleaf.config import Launcher
 from longleaf.demo.haystack import DEFAULT_TOKENS
 from longleaf.extras import require_extra

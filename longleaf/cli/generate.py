@@ -4,6 +4,7 @@ import shutil
 import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
+from functools import partial
 from typing import Annotated, TextIO
 
 import typer
@@ -48,7 +49,7 @@ def ask(
     options = flags.options(as_json) | traced.options()
     with connect(server) as client:
         answer = client.ask(context, read_input(question, "question"), **options)
-        show(answer, as_json, flags.samples, SourceList(client, context).print)
+        show(answer, as_json, flags.samples, partial(SourceList(client).print, context))
 
 
 @takes_flags(Flags)

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
-from longleaf.citation import cite
+from longleaf.citation import cite, joined
 from longleaf.cli.options import option
 from longleaf.errors import InvalidArgument
 from longleaf.types import Attribution, ContextText, Finished, GenerateOptions, Provenance, Source
@@ -77,34 +76,6 @@ def _range(typed: str) -> tuple[int, int]:
     return int(start), int(end)
 
 
-def joined(sources: Sequence[Source]) -> list[Source]:
-    """Joins adjacent sources. Shares are added. The drop is the largest one, because each was measured separately."""
-    found = list[tuple[int, Source]]()
-    for rank, source in sorted(enumerate(sources), key=lambda each: each[1].token_start):
-        if found and found[-1][1].token_end == source.token_start:
-            best, last = found.pop()
-            found.append((min(best, rank), _join(last, source)))
-        else:
-            found.append((rank, source))
-    return [source for _, source in sorted(found, key=lambda each: each[0])]
-
-
-def _join(one: Source, two: Source) -> Source:
-    drops = [each.drop for each in (one, two) if each.drop is not None]
-    contrasts = [each.contrast for each in (one, two) if each.contrast is not None]
-    larger = max(one, two, key=lambda each: each.largest_share)
-    return replace(
-        larger,
-        token_start=one.token_start,
-        token_end=two.token_end,
-        share=one.share + two.share,
-        contrast=sum(contrasts) if contrasts else None,
-        drop=max(drops, default=None),
-        bytes=(one.bytes[0], two.bytes[1]) if one.bytes and two.bytes else None,
-        file=one.file,
-    )
-
-
 class Excerpt(NamedTuple):
     """The text of a source, its position, and the surrounding text."""
 
@@ -130,30 +101,34 @@ def excerpt(client: "Client", context: str, source: Source, num_tokens: int) -> 
 
 
 class SourceList:
-    """Prints the sources of an answer about a context."""
+    """Prints the sources of answers about a context, and explains their numbers once."""
 
-    def __init__(self, client: "Client", context: str) -> None:
+    def __init__(self, client: "Client") -> None:
         self._client = client
-        self._context = context
         self._console = Console(highlight=False, soft_wrap=True)
+        self._explained = ""
 
-    def print(self, finished: Finished) -> None:
-        """Prints the sources of a finished answer, if it has any."""
+    def print(self, context: str, finished: Finished) -> None:
+        """Prints the sources of a finished answer about a context, if they were requested."""
         attribution = finished.attribution
         if attribution is None:
             return
-        num_tokens = self._client.get_context(self._context).tokens
-        for source in joined(attribution.sources):
-            self._console.print(self._source_text(source, num_tokens))
+        num_tokens = self._client.get_context(context).tokens
+        for number, source in enumerate(joined(attribution.sources), 1):
+            self._console.print(self._source_text(number, context, source, num_tokens))
         self._console.print(Text(f"[attention: {_format_shares(attribution)}]", style="dim"))
-        if attribution.sources:
-            self._console.print(Text(f"[percent: {_legend(attribution.sources)}]", style="dim"))
+        legend = _legend(attribution.sources)
+        if attribution.sources and legend != self._explained:
+            self._console.print(Text(f"[percent: {legend}]", style="dim"))
+            self._explained = legend
 
-    def _source_text(self, source: Source, num_tokens: int) -> Text:
-        found = excerpt(self._client, self._context, source, num_tokens)
+    def _source_text(self, number: int, context: str, source: Source, num_tokens: int) -> Text:
+        found = excerpt(self._client, context, source, num_tokens)
+        citation = cite(source, found.own if found is not None else None)
+        head = f"[{number}] {citation.label.translate(CONTROLS)}  {_numbers(source)}"
         if found is None:
-            return Text(f"{_place(source, None)}  {_numbers(source)}")
-        text = Text(f"{_place(source, found.own)}  {_numbers(source)}\n", style="cyan")
+            return Text(head)
+        text = Text(f"{head}\n", style="cyan")
         body = Text()
         for part, style in found.parts:
             body.append(part.translate(CONTROLS), style)
@@ -181,12 +156,6 @@ def _legend(sources: Sequence[Source]) -> str:
     """The meaning of the numbers of sources."""
     order = CONTRAST if any(source.contrast is not None for source in sources) else ""
     return SHARES + order + (NATS if any(source.drop is not None for source in sources) else "")
-
-
-def _place(source: Source, text: ContextText | None) -> str:
-    """The file and lines if known, otherwise the tokens."""
-    place = cite(source, text).place.translate(CONTROLS) if text is not None else ""
-    return place or f"tokens {source.token_start:,}-{source.token_end:,}"
 
 
 def _numbers(source: Source) -> str:

@@ -117,7 +117,7 @@ def test_commands_change_the_conversation(served: Served, book: str, tmp_path: P
     with chat(served, tmp_path, "--max-tokens", "12") as terminal:
         terminal.expect("> ")
         terminal.type("/help\n")
-        terminal.expect("/sources [N]")
+        terminal.expect("/sources [N|on|off]")
         terminal.type("/sources\n")
         terminal.expect("error: /sources: needs a context: /context NAME opens one")
         terminal.type("/context\n")
@@ -208,6 +208,36 @@ def test_sources_are_those_of_ask(served: Served, book: str, tmp_path: Path) -> 
         terminal.type("/sources 3\n")
         listed = terminal.expect("[attention: ")
     assert [line.strip() for line in listed.splitlines() if "book.txt:" in line] == [line.strip() for line in places]
+
+
+def test_sources_are_shown_after_each_answer_and_explained_once(served: Served, book: str, tmp_path: Path) -> None:
+    options = ("--max-tokens", "6", "--sources", "--source-count", "5")
+    expected = served.run("ask", book, "Which author wrote?", *options).stdout
+    [first] = [line for line in expected.splitlines() if line.startswith("[1] ")]
+    with chat(served, tmp_path, book, "--max-tokens", "6") as terminal:
+        terminal.expect("> ")
+        terminal.type("/sources on\n")
+        terminal.expect("[applies from the next question on]")
+        terminal.type("Which author wrote?\n")
+        listed = terminal.expect("[percent: share of attention")
+        terminal.type("/reset\n")
+        terminal.expect("[a new conversation]")
+        terminal.type("Which author wrote?\n")
+        again = terminal.expect("[attention: ")
+        terminal.type("/sources\n")
+        again += terminal.expect("[attention: ")
+        terminal.type("/sources off\n")
+        again += terminal.expect("[applies from the next question on]")
+        terminal.type("/reset\n")
+        terminal.expect("[a new conversation]")
+        terminal.type("Which author wrote?\n")
+        terminal.expect("; ask for the rest]")
+        terminal.type("/sources never\n")
+        without = terminal.expect("error: /sources: never is not a number, on or off")
+    assert first.strip() in listed
+    assert again.count(first.strip()) == 2
+    assert "[percent" not in again
+    assert "[1]" not in without
 
 
 def test_answers_of_chat_and_ask_are_equal(served: Served, book: str) -> None:

@@ -4,7 +4,7 @@ from typing import cast
 
 import pytest
 
-from longleaf.cli.provenance_output import excerpt, joined
+from longleaf.cli.provenance_output import excerpt
 from longleaf.client import Client
 from longleaf.types import ContextText, Source
 from tests.support.service import BYTES
@@ -17,35 +17,6 @@ TEXT = "".join(f"line {i} of the book\n" for i in range(20))
 def asking(terminal: Terminal) -> Terminal:
     terminal.engine.contexts["moby"] = BYTES.encode(TEXT).ids
     return terminal
-
-
-def source(start: int, end: int, share: float, drop: float | None = None) -> Source:
-    return Source(
-        token_start=start,
-        token_end=end,
-        share=share,
-        largest_share=share,
-        largest_layer=int(start),
-        largest_head=0,
-        contrast=share,
-        drop=drop,
-        bytes=(start, end),
-        file="a",
-    )
-
-
-def test_adjacent_sources_are_merged() -> None:
-    one, two, three, other = (
-        source(32, 64, 0.25, 1.0),
-        source(0, 32, 0.125, 3.0),
-        source(64, 70, 0.0),
-        source(99, 100, 0.2),
-    )
-    first, second = joined([other, one, two, three])
-    assert first == other
-    assert (second.token_start, second.token_end, second.share, second.drop) == (0, 70, 0.375, 3.0)
-    assert (second.contrast, second.bytes, second.largest_layer) == (0.375, (0, 70), 32)
-    assert joined([]) == []
 
 
 class TemplatedText:
@@ -61,7 +32,8 @@ class TemplatedText:
 @pytest.mark.parametrize(("start", "before"), [(9, ""), (12, TEXT[:3]), (60, TEXT[27:51])])
 def test_excerpt_does_not_show_the_chat_template(start: int, before: str) -> None:
     client = cast(Client, TemplatedText())
-    found = excerpt(client, "moby", source(start, start + 32, 0.5), 9 + len(TEXT))
+    shares = {"share": 0.5, "largest_share": 0.5, "largest_layer": 0, "largest_head": 0}
+    found = excerpt(client, "moby", Source(token_start=start, token_end=start + 32, **shares), 9 + len(TEXT))
     assert found is not None
     assert (found.before, found.text) == (before, TEXT[start - 9 : start + 23])
 
@@ -71,7 +43,7 @@ async def test_sources_are_printed_under_the_answer(asking: Terminal) -> None:
     assert code == 0
     answer, first, *rest = out.splitlines()
     assert answer == "Grüße"
-    assert first.startswith("tokens ")
+    assert first.startswith("[1] tokens ")
     assert "%" in first and "nats" not in first
     assert any("of the book" in line for line in rest)
     assert rest[-2].startswith("[attention: ")

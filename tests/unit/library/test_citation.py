@@ -1,8 +1,11 @@
 """Sources as a reader sees them."""
 
-import pytest
+from typing import Any
 
-from longleaf.citation import Citation, cite
+import pytest
+from msgspec.structs import replace
+
+from longleaf.citation import cite, joined
 from longleaf.types import ContextText, Source
 
 SOURCE = Source(token_start=4, token_end=9, share=0.25, largest_share=0.5, largest_layer=0, largest_head=0, drop=1.5)
@@ -32,5 +35,54 @@ def test_unknown_file_has_no_place() -> None:
 
 
 def test_place_of_extracted_text_is_its_page() -> None:
-    found = Citation(file="report.pdf, page 7", line_start=3, line_end=4, share=0.5, drop=None, text="x")
-    assert found.place == "report.pdf, page 7"
+    text = ContextText(text="x", token_start=4, token_end=9, file="report.pdf, page 7", line=3)
+    assert cite(SOURCE, text).place == cite(SOURCE, text).label == "report.pdf, page 7"
+
+
+def test_label_is_the_best_known_position() -> None:
+    def label(**text: Any) -> str:
+        return cite(SOURCE, ContextText(token_start=4, token_end=9, **text)).label
+
+    assert label(text="x\ny", file="a.txt", line=1_200) == "a.txt:1200-1201"
+    assert label(text="x\ny", line=1_200) == "lines 1,200-1,201"
+    assert label(text="x", line=3) == "line 3"
+    assert label(text="x") == cite(SOURCE, None).label == "tokens 4-9"
+
+
+def test_citation_of_unread_text_has_its_numbers() -> None:
+    found = cite(SOURCE, None)
+    assert (found.text, found.bytes, found.tokens, found.share, found.drop) == ("", None, (4, 9), 0.25, 1.5)
+
+
+def source(start: int, end: int, share: float, drop: float | None = None) -> Source:
+    return Source(
+        token_start=start,
+        token_end=end,
+        share=share,
+        largest_share=share,
+        largest_layer=int(start),
+        largest_head=0,
+        contrast=share,
+        drop=drop,
+        bytes=(start, end),
+        file="a",
+    )
+
+
+def test_adjacent_sources_are_merged() -> None:
+    one, two, three, other = (
+        source(32, 64, 0.25, 1.0),
+        source(0, 32, 0.125, 3.0),
+        source(64, 70, 0.0),
+        source(99, 100, 0.2),
+    )
+    first, second = joined([other, one, two, three])
+    assert first == other
+    assert (second.token_start, second.token_end, second.share, second.drop) == (0, 70, 0.375, 3.0)
+    assert (second.contrast, second.bytes, second.largest_layer) == (0.375, (0, 70), 32)
+    assert joined([]) == []
+
+
+def test_sources_of_different_files_are_not_merged() -> None:
+    one, two = source(0, 32, 0.25), replace(source(32, 64, 0.125), file="b")
+    assert joined([one, two]) == [one, two]
