@@ -166,7 +166,8 @@ class ContinuationIndex:
                 break
             end -= TOKENS_PER_LINK
             for segment in islice(reversed(self._segments.get(link, {}).values()), MAX_CANDIDATES):
-                if segment.id not in tried and _continues(segment.path, origin):
+                is_own = segment.rope == rope and segment.tenant == tenant
+                if is_own and segment.id not in tried and _continues(segment.path, origin):
                     tried.add(segment.id)
                     common = _common(self._placements, segment.path, token_ids, origin.end)
                     best = max(best, common, key=lambda path: path.end)

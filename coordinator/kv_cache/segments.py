@@ -55,7 +55,7 @@ class SegmentStore:
         self.num_reclaimable = BlockCount()
         """Blocks that `make_room` can free without evicting contexts."""
 
-    def create(self, before: TokenPath, rope: Rope = OWN_ROPE, tenant: str = DEFAULT_TENANT) -> SegmentPlacement:
+    def create(self, before: TokenPath, rope: Rope, tenant: str) -> SegmentPlacement:
         """Creates a growing segment of a tenant, with one reference, which belongs to the caller. The path before it
         must have the same rope."""
         placement = SegmentPlacement(Segment(self._next_id, before, rope, tenant))
@@ -286,7 +286,8 @@ class SegmentStore:
         placement = self.placements.find(last.id)
         if placement is not None and placement.num_references == placement.num_cache_references:
             for segment in [*self.cached]:
-                if self._continuations.origin(segment).segments[-1:] == (last,):
+                is_orphan = segment.id in self._cached  # dropping one may evict a segment, which drops others
+                if is_orphan and self._continuations.origin(segment).segments[-1:] == (last,):
                     self._forget_cached(segment)
 
     # --- statistics ---

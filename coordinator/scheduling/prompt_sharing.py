@@ -93,6 +93,7 @@ class Sharing:
         """Starts the answers of a job whose chunks are processed. Returns the jobs of the other samples. Each sample
         then has a separate segment."""
         read, reservation, rope = job.tail.segment, job.tail.reservation, job.rope
+        tenant = job.request.scheduling.tenant
         if job.tail.placement.runs:
             if job.is_sharing:
                 self._segments.cache(read, job.request.origin)
@@ -100,12 +101,13 @@ class Sharing:
                 self._segments.close(read)
             self._set_path(job, read.path)
             self._segments.drop(read)
-            job.resume(GrowingSegment(self._segments.create(read.path, rope), reservation))
+            job.resume(GrowingSegment(self._segments.create(read.path, rope, tenant), reservation))
         each = self._limits.num_blocks(job.prefill, job.num_answer_left, num_tails=1)
         others = job.answer()
         for other in others:
             self._segments.retain(other.request.origin)
             self._segments.retain(other.prefill.path, other.request.origin)
-            other.resume(GrowingSegment(self._segments.create(other.prefill.path, rope), reservation.split(each)))
+            tail = self._segments.create(other.prefill.path, rope, tenant)
+            other.resume(GrowingSegment(tail, reservation.split(each)))
         self._placer.release(reservation.split(reservation.left - each))
         return others

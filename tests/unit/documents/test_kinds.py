@@ -36,6 +36,7 @@ from tests.support import document_samples as samples
         ("MZ", b"MZ is the code of Mozambique", "text"),
         ("x", b"", "text"),
     ],
+    ids=lambda value: "bytes" if isinstance(value, bytes) else value,  # files contain the time at which they were made
 )
 def test_kind_follows_from_content_and_name(name: str, content: bytes, kind: Kind) -> None:
     assert kind_of(name, content) == kind
@@ -53,6 +54,7 @@ def test_markup_may_be_read_as_text() -> None:
         (samples.zipped({"mimetype": "application/vnd.oasis.opendocument.text"}, 0), "is an OpenDocument file: "),
         (b"a\0b", "is not text: byte 1 is zero"),
     ],
+    ids=lambda value: "bytes" if isinstance(value, bytes) else value,
 )
 def test_other_formats_are_named(content: bytes, reason: str) -> None:
     with pytest.raises(Unreadable, match=reason):

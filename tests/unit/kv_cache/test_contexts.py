@@ -9,6 +9,7 @@ from coordinator.kv_cache.contexts import ContextTable, NamedContext
 from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import Segment, TokenPath
 from longleaf.errors import AlreadyExists, InvalidArgument, NotFound
+from longleaf.positions import OWN_ROPE
 from longleaf.tenants import DEFAULT_TENANT
 from longleaf.types import ContextSettings
 
@@ -21,7 +22,7 @@ class Store:
 
     def segment(self, before: TokenPath, count: int) -> Segment:
         """A segment with one reference, from `create`."""
-        placement, start = self.segments.create(before), before.end
+        placement, start = self.segments.create(before, OWN_ROPE, DEFAULT_TENANT), before.end
         reservation = self.placer.reserve(self.placer.blocks_needed(count, 0))
         assert reservation is not None
         placement.extend(range(count), self.placer.place_chunk(start, start + count, 0, reservation))
@@ -68,7 +69,7 @@ def test_deleted_context_is_freed_after_its_last_reader() -> None:
 
 def test_segment_unknown_to_ranks_is_not_reported_as_forgotten() -> None:
     store = Store()
-    store.segments.drop(store.segments.create(TokenPath()).segment)
+    store.segments.drop(store.segments.create(TokenPath(), OWN_ROPE, DEFAULT_TENANT).segment)
     assert store.segments.pop_forgotten() == ()
 
 

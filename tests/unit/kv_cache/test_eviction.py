@@ -10,6 +10,8 @@ from coordinator.kv_cache.eviction import ContextEvictor
 from coordinator.kv_cache.segment_placement import SegmentPlacement
 from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import EMPTY_PATH
+from longleaf.positions import OWN_ROPE
+from longleaf.tenants import DEFAULT_TENANT
 from longleaf.types import ContextSettings
 
 SIZE = 4
@@ -27,7 +29,7 @@ class Pool:
 
     def append(self, context: str, count: int) -> None:
         known = self.contexts.find(context)
-        placement = self.segments.create(known.path if known else EMPTY_PATH)
+        placement = self.segments.create(known.path if known else EMPTY_PATH, OWN_ROPE, DEFAULT_TENANT)
         reservation = self.placer.reserve(self.placer.blocks_needed(count, 0))
         assert reservation is not None
         start = placement.segment.end
@@ -125,7 +127,7 @@ def test_context_with_several_cached_prompts_is_evicted() -> None:
     pool.append("a", 8)
     path = pool.contexts.get("a").path
     for first in (100, 200):
-        holding = pool.segments.create(path)
+        holding = pool.segments.create(path, OWN_ROPE, DEFAULT_TENANT)
         reservation = pool.placer.reserve(pool.placer.blocks_needed(8, 0))
         assert reservation is not None
         holding.extend(range(first, first + 8), pool.placer.place_chunk(8, 16, 0, reservation))

@@ -23,7 +23,7 @@ def imported_segment(segments: SegmentStore, number: int, tenant: str, ids: "arr
 
 
 def read(segments: SegmentStore, before: TokenPath, tenant: str, ids: "array[int]") -> Segment:
-    segment = segments.create(before, tenant=tenant).segment
+    segment = segments.create(before, OWN_ROPE, tenant).segment
     segment.extend(ids)
     segments.seal(segment)
     return segment

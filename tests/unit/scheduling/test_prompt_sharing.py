@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.engine_messages import Ended
+from coordinator.engine_messages import Ended, SchedulingParams
 from coordinator.kv_cache.block_placer import BlockCount
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from longleaf.rank_protocol.step import Decode
@@ -292,6 +292,23 @@ def test_conversation_goes_with_its_context() -> None:
         bench.run()
         assert len(bench.tokens(job)) == 9
         assert bench.placer.num_free == bench.placer.num_blocks
+
+
+@pytest.mark.parametrize("block_size", [4, 64])
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_tenants_do_not_find_the_answers_of_others(block_size: int, num_samples: int) -> None:
+    """Otherwise the number of cached tokens would confirm a guessed answer."""
+    for owner, reader in (("acme", "default"), ("default", "acme"), ("acme", "bolt"), ("acme", "acme")):
+        bench = Asker(block_size=block_size)
+        prompt = [*range(200, 250)]
+        of_owner, of_reader = SchedulingParams(tenant=owner), SchedulingParams(tenant=reader)
+        first = bench.prompt(prompt, max_tokens=40, num_samples=num_samples, scheduling=of_owner)
+        bench.run()
+        assert {one.segment.tenant for one in bench.scheduler.segments.placements} == {owner}
+        answer = bench.answer(first)
+        job = bench.prompt([*prompt, *answer, 7], scheduling=of_reader)
+        bench.run()
+        assert bench.cached(job) == (len(prompt) + len(answer) - 1 if owner == reader else 0)
 
 
 def test_turn_continues_a_cancelled_answer() -> None:
