@@ -7,6 +7,7 @@ import pytest
 from coordinator.kv_cache.block_placer import BlockPlacer
 from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import Segment, TokenPath
+from longleaf.positions import OWN_ROPE
 
 IDS = array("I", range(12))
 OTHER = array("I", range(100, 112))
