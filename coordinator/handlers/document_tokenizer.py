@@ -83,7 +83,10 @@ class DocumentTokenizer:
         if self._ids or starts is None or not starts.is_whole(len(self.token_ids)):
             return None
         return DocumentText(
-            num_lead=starts.num_lead, starts=pack(starts.starts).tobytes(), num_bytes=self.num_bytes, files=self._files
+            num_lead=starts.num_lead(self.token_ids),
+            starts=pack(starts.starts).tobytes(),
+            num_bytes=self.num_bytes,
+            files=self._files,
         )
 
     def resume(self, token_ids: "array[int]", stable: StablePrefix, starts: "array[int] | None" = None) -> None:

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import cast
 
 from tokenizers import Encoding
@@ -19,15 +19,28 @@ class TokenOffsets:
     tokens without bytes of their own) the tokenizer's own offsets count, which are at characters.
     """
 
-    def __init__(self, num_lead: int, spell: Spell | None, first: str = "") -> None:
-        """`num_lead` tokens are before the text. `first` is a token that the first window may begin with, and that no
-        text has."""
-        self.num_lead = num_lead
+    def __init__(self, num_lead: int, spell: Spell | None, first: str = "", tail: str = "") -> None:
+        """`num_lead` tokens are before the text, and then those of `tail`, which are encoded together with it. `first`
+        is a token that the first window may begin with, and that no text has."""
+        self._num_lead = num_lead
+        self._tail_bytes = len(tail.encode())
         self._first = first
         self._spell = spell
         self.starts = array("Q", bytes(8 * count_starts(num_lead)))
         """Of type `Q`."""
         self._is_lost = False
+
+    def num_lead(self, token_ids: Sequence[int]) -> int:
+        """Number of tokens of a document before the first one with bytes of its text."""
+        if self._spell is None:
+            return self._num_lead
+        num_bytes, position = 0, self._num_lead
+        for token_id in islice(token_ids, self._num_lead, None):
+            num_bytes += len(self._spell(token_id, False))
+            if num_bytes > self._tail_bytes:
+                break
+            position += 1
+        return position
 
     def resume(self, starts: "array[int]", num_tokens: int) -> None:
         """The first `num_tokens` tokens were noted elsewhere. Where they were not, as early versions did not, nothing

@@ -109,7 +109,7 @@ class Tokenizer:
         ids, tail = Opening()
         if is_first:
             ids, tail = self.usual_opening() if opening is None else opening
-        starts = TokenOffsets(len(ids), self.alphabet.spell, self._break)
+        starts = TokenOffsets(len(ids), self.alphabet.spell, self._break, tail)
         if is_first and ids and self.chat_template is not None:
             return Encoder(self._plain, ids, lead=self._break + tail, num_lead=1, starts=starts)
         return Encoder(self._plain, ids, lead=tail, starts=starts)

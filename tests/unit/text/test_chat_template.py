@@ -70,6 +70,19 @@ def test_document_offsets_are_counted_from_its_own_text(tmp_path: Path) -> None:
     assert retained[1] == len(text.removeprefix("<|im_start|>abc ").encode())
 
 
+@pytest.mark.parametrize("text", ["xy z", "\nabc"])
+def test_tokens_of_the_template_are_before_the_text_of_a_document(text: str, tmp_path: Path) -> None:
+    """Also those that are encoded together with it. A token with characters of both belongs to the text."""
+    tokenizer = load(tmp_path, CHATML)
+    encoder = tokenizer.document_encoder(is_first=True)
+    ids = encoded(encoder, text)
+    assert encoder.starts is not None
+    num_lead = encoder.starts.num_lead(ids)
+    opening = PRESET + "<|im_start|>user\n"
+    assert opening.startswith(tokenizer.decode(ids[:num_lead], keep_special=True))
+    assert len(tokenizer.decode(ids[: num_lead + 1], keep_special=True)) > len(opening)
+
+
 @pytest.mark.parametrize(
     ("source", "turns", "message", "text"),
     [
