@@ -77,7 +77,7 @@ def introduce(context: "zmq.Context[Socket]", control: RankManager, rank: int) -
 def form(ranks: Sequence[Socket]) -> None:
     """The ranks' answers to the requests to load the model and to join the first epoch."""
     for rank, connection in enumerate(ranks):
-        assert decode_to_rank(connection.recv()) == Load()
+        assert decode_to_rank(connection.recv()) == Load(rank)
         connection.send(encode(Loaded(rank)))
     assert decode_to_rank(ranks[0].recv()) == OpenStore(1)
     ranks[0].send(encode(StoreOpened(0, 1, 1)))
