@@ -24,7 +24,7 @@ from gateway.sse import EventResponse, event, wait_disconnected
 from longleaf.client.documents import UploadSource, size_of
 from longleaf.client.files import files_of as offsets_of
 from longleaf.client.proxy_client import ProxyClient
-from longleaf.documents.collection import Collection
+from longleaf.documents.collection import Collection, Part
 from longleaf.documents.errors import NotText, Unreadable
 from longleaf.documents.kinds import HEAD_BYTES, MEDIA_TYPES, WITH_PACKAGES, check_declared, kind_of
 from longleaf.documents.text_files import check_encoding, printable
@@ -128,15 +128,19 @@ class FileEvents:
         except LongleafError as error:
             yield event(problem_of(error, NAMES).body, "error")
             return
-        document = found.parts(self._options.file_headers)
+        document, header = await asyncio.to_thread(self._document, found)
         yield event({"phase": "extracting", **NOTHING, **_summary(found)})
-        header = replace(self._header, total_bytes=size_of(document), files=offsets_of(document))
         async with aclosing(UploadSource(document)) as source, aclosing(self._ingest(header, source)) as events:
             del found, document
             async for content in events:
                 if self._ingesting is not None and self._ingesting.is_sent:
                     self._resources.close()
                 yield content
+
+    def _document(self, found: Collection) -> tuple[list[Part], IngestHeader]:
+        """The parts, which are many, and the header with their offsets."""
+        document = found.parts(self._options.file_headers)
+        return document, replace(self._header, total_bytes=size_of(document), files=offsets_of(document))
 
     async def _ingest(self, header: IngestHeader, source: UploadSource) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._client.ingest_once(header, source)) as steps:
