@@ -12,6 +12,7 @@ from gateway.errors import HttpProblem, unavailable
 from longleaf.documents.collection import Collection, SourceFile, files_of
 from longleaf.documents.extraction_process import ExtractionProcess, FileSection, LeftOut, extract
 from longleaf.documents.limits import LIMITS, ExtractionLimits
+from longleaf.documents.text_budget import TextBudget
 from longleaf.errors import InvalidArgument, StartError
 
 MAX_UPLOADS = 8
@@ -125,28 +126,58 @@ async def extract_files(
 ) -> AsyncGenerator[FileSection | None, None]:
     """Adds the texts of the files to `found`, and yields the latest section at intervals. Of several files, those that
     cannot be read are left out; a single one raises InvalidArgument. Closing the generator ends the process."""
+    run = _Run()
+    # a task of its own, so that a client that does not read its events delays no other upload
+    work = asyncio.create_task(_extract_all(files, slots, as_text, run, found))
+    try:
+        while not work.done():
+            await asyncio.wait([work], timeout=REPORT_SECONDS)
+            yield run.section
+        work.result()
+    finally:
+        work.cancel()
+        await asyncio.wait([work])
+        if not work.cancelled():
+            work.exception()  # otherwise asyncio logs it
+
+
+async def _extract_all(
+    files: Sequence[UploadedFile], slots: ExtractionSlots, as_text: bool, run: _Run, found: Collection
+) -> None:
+    budget = TextBudget(slots.limits)
     for each in files:
-        run = _Run()
-        async with slots.processes:
-            work = asyncio.create_task(asyncio.to_thread(_extract, each, slots.limits, as_text, run, found))
-            try:
-                while not work.done():
-                    await asyncio.wait([work], timeout=REPORT_SECONDS)
-                    yield run.section
-                work.result()
-            except InvalidArgument as error:
-                if len(files) == 1:
-                    raise
-                found.left_out.append(LeftOut(each.name, error.description))
-            finally:
-                run.cancel()
-                if not work.done():
-                    await asyncio.wait([work])
+        try:
+            async with slots.processes:
+                await _extract_in_thread(each, slots.limits, as_text, run, budget, found)
+        except InvalidArgument as error:
+            if len(files) == 1:
+                raise
+            if budget.is_exceeded:
+                raise InvalidArgument("body", f"{error.description}: upload fewer files at a time") from None
+            found.left_out.append(LeftOut(each.name, error.description))
     if not found.files:
         raise InvalidArgument("body", "has no file with text")
 
 
-def _extract(each: UploadedFile, limits: ExtractionLimits, as_text: bool, run: _Run, found: Collection) -> None:
+async def _extract_in_thread(
+    each: UploadedFile, limits: ExtractionLimits, as_text: bool, run: _Run, budget: TextBudget, found: Collection
+) -> None:
+    """Cancellation ends the process, and returns after the thread, which uses the file."""
+    work = asyncio.create_task(asyncio.to_thread(_extract, each, limits, as_text, run, budget, found))
+    try:
+        await asyncio.wait([work])
+    except asyncio.CancelledError:
+        run.cancel()
+        await asyncio.wait([work])
+        if not work.cancelled():
+            work.exception()  # otherwise asyncio logs it
+        raise
+    work.result()
+
+
+def _extract(
+    each: UploadedFile, limits: ExtractionLimits, as_text: bool, run: _Run, budget: TextBudget, found: Collection
+) -> None:
     try:
         each.file.seek(0)
         extracted = extract(
@@ -156,6 +187,7 @@ def _extract(each: UploadedFile, limits: ExtractionLimits, as_text: bool, run: _
             encoding=each.encoding,
             as_text=as_text,
             declared=each.declared,
+            budget=budget,
             on_start=run.start,
             on_section=run.report,
         )
