@@ -18,6 +18,8 @@ from longleaf.errors import InvalidArgument, StartError
 MAX_UPLOADS = 8
 """Uploads that are received or extracted, or whose text has not been sent to the service. Further ones get 503."""
 MAX_UPLOADS_PER_CALLER = 4
+MAX_UPLOADS_PER_ADDRESS = 6
+"""Limit for one address with several credentials, which may be made up if the service requires none."""
 MAX_SPOOLED_BYTES = 1 << 30
 """Limit of all files that have been received and not yet been extracted, on disk."""
 NUM_PROCESSES = 2
@@ -26,21 +28,26 @@ REPORT_SECONDS = 0.5
 
 
 class ExtractionSlots:
-    """Limits the uploads that are extracted, in total and for each caller."""
+    """Limits the uploads that are extracted, in total, for each caller, and for each address."""
 
     def __init__(self, limits: ExtractionLimits = LIMITS) -> None:
         self.limits = limits
         self.processes = asyncio.Semaphore(NUM_PROCESSES)
-        self._callers = Counter[str]()
+        self._callers, self._addresses = Counter[str](), Counter[str]()
         self._num_bytes = 0
 
     @contextmanager
-    def slot(self, caller: str) -> Generator["UploadSlot", None, None]:
-        """A slot for one upload. Raises HttpProblem if none is free."""
-        if self._callers.total() >= MAX_UPLOADS or self._callers[caller] >= MAX_UPLOADS_PER_CALLER:
+    def slot(self, caller: str, address: str) -> Generator["UploadSlot", None, None]:
+        """A slot for one upload of a caller at an address. Raises HttpProblem if none is free."""
+        if (
+            self._callers.total() >= MAX_UPLOADS
+            or self._callers[caller] >= MAX_UPLOADS_PER_CALLER
+            or self._addresses[address] >= MAX_UPLOADS_PER_ADDRESS
+        ):
             raise unavailable("the gateway is extracting as many documents as it can: try again later")
         self._callers[caller] += 1
-        slot = UploadSlot(self, caller)
+        self._addresses[address] += 1
+        slot = UploadSlot(self, caller, address)
         try:
             yield slot
         finally:
@@ -52,23 +59,27 @@ class ExtractionSlots:
             raise unavailable("the gateway is receiving as many documents as it can: try again later")
         self._num_bytes += num_bytes
 
-    def remove(self, caller: str, num_bytes: int) -> None:
+    def remove(self, caller: str, address: str, num_bytes: int) -> None:
         """Frees a slot with its spooled bytes."""
         self._num_bytes -= num_bytes
         self._callers[caller] -= 1
+        self._addresses[address] -= 1
         self._callers += Counter()  # drops callers without uploads
+        self._addresses += Counter()
 
     def audit(self) -> None:
         """Checks that nothing is counted while no upload is open."""
         assert not self._callers
+        assert not self._addresses
         assert self._num_bytes == 0, f"{self._num_bytes} bytes are still counted"
 
 
 class UploadSlot:
     """The share of one upload."""
 
-    def __init__(self, slots: ExtractionSlots, caller: str) -> None:
-        self.slots, self._caller, self._num_bytes, self._is_released = slots, caller, 0, False
+    def __init__(self, slots: ExtractionSlots, caller: str, address: str) -> None:
+        self.slots, self._caller, self._address = slots, caller, address
+        self._num_bytes, self._is_released = 0, False
 
     def grow(self, num_bytes: int) -> None:
         """Counts further bytes of the body. Raises HttpProblem."""
@@ -82,7 +93,7 @@ class UploadSlot:
         """Frees the slot. Idempotent."""
         if not self._is_released:
             self._is_released = True
-            self.slots.remove(self._caller, self._num_bytes)
+            self.slots.remove(self._caller, self._address, self._num_bytes)
 
 
 @dataclass(frozen=True)

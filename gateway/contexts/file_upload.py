@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.callers import client_of, peer_of, with_deadline
+from gateway.callers import caller_of, client_of, peer_of, with_deadline
 from gateway.contexts.extraction import ExtractionSlots, UploadedFile, UploadSlot, extract_files
 from gateway.contexts.resources import context_problem
 from gateway.contexts.upload_events import NAMES, UploadEvents
@@ -34,6 +34,8 @@ from longleaf.types import IngestHeader, IngestProgress
 
 IDLE_SECONDS = 110.0
 """Timeout for the next part of a body."""
+BODY_SECONDS = 1200.0
+"""Timeout for a whole body, which occupies a slot."""
 MAX_FILES = 1000
 """Files of a form."""
 MAX_FIELDS = 16
@@ -74,9 +76,9 @@ async def upload_files(
     header = replace(header, total_bytes=None, files=())
     if charset not in UTF8:
         charset = _encoding(charset)
+    await _check_admission(client, header)  # before a slot is occupied, because it may refuse the credential
     with ExitStack() as stack:
-        slot = stack.enter_context(slots.slot(request.headers.get("authorization") or peer_of(request)))
-        await _check_admission(client, header)
+        slot = stack.enter_context(slots.slot(caller_of(request), peer_of(request)))
         is_form = media_type == FORM
         files = await (
             _form(request, slot, stack) if is_form else _body(request, slot, stack, media_type, charset, options)
@@ -240,13 +242,16 @@ async def _limited(request: Request, slot: UploadSlot) -> AsyncGenerator[bytes, 
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > slot.slots.limits.file_bytes:
         raise HttpProblem(413, f"the body has more than {slot.slots.limits.file_bytes:,} bytes")
-    stream = request.stream()
+    stream, clock = request.stream(), asyncio.get_running_loop().time
+    end = clock() + BODY_SECONDS
     while True:
         try:
-            async with asyncio.timeout(IDLE_SECONDS):
+            async with asyncio.timeout_at(min(end, clock() + IDLE_SECONDS)):
                 part = await anext(stream, None)
         except TimeoutError:
-            raise HttpProblem(408, "the body was not received in time", headers={"connection": "close"}) from None
+            message = f"the body was not received in time: within {BODY_SECONDS:,.0f} s, and each part within "
+            message += f"{IDLE_SECONDS:,.0f} s"
+            raise HttpProblem(408, message, headers={"connection": "close"}) from None
         if part is None:
             return
         slot.grow(len(part))
