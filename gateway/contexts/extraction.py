@@ -204,6 +204,8 @@ def _extract(
         )
     except OSError as error:
         raise StartError(f"a file cannot be extracted: {error.strerror}") from None
+    finally:
+        each.file.close()  # early, because a form has many
     found.files += [SourceFile(file.name, sections=file.sections) for file in files_of(extracted)]
     found.left_out += extracted.left_out
     found.remarks += extracted.remarks

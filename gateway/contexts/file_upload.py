@@ -36,7 +36,7 @@ IDLE_SECONDS = 110.0
 """Timeout for the next part of a body."""
 BODY_SECONDS = 1200.0
 """Timeout for a whole body, which occupies a slot."""
-MAX_FILES = 1000
+MAX_FILES = 256
 """Files of a form."""
 MAX_FIELDS = 16
 FORM = "multipart/form-data"

@@ -50,6 +50,12 @@ async def test_file_that_is_too_large_alone_is_left_out() -> None:
     assert [each.reason for each in found.left_out] == ["has more than 100 bytes of text"]
 
 
+async def test_files_are_closed_when_they_are_extracted() -> None:
+    files = [uploaded("a.txt", b"text"), uploaded("b.png", b"\x89PNG\r\n\x1a\n\0")]
+    await extracted(files, ExtractionSlots())
+    assert all(each.file.closed for each in files)
+
+
 async def test_client_that_does_not_read_delays_no_other_upload(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extraction, "REPORT_SECONDS", 0.0)
     slots = ExtractionSlots()

@@ -206,6 +206,15 @@ async def test_whole_body_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> N
             pass
 
 
+async def test_number_of_files_of_a_form_is_limited(service: Served, url: str) -> None:
+    files = [("file", (f"{i}.txt", b"x", "text/plain")) for i in range(257)]
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        answer = await client.post("/v1/contexts/a", files=files)
+    assert answer.status_code == 400
+    assert "Maximum number of files is 256" in answer.json()["error"]["message"]
+    assert not service.engine.contexts
+
+
 async def test_disconnect_ends_the_extraction(service: Served, url: str) -> None:
     """A caller that leaves frees its slot: far more uploads than slots succeed one after another."""
     slow = samples.zipped({f"{i}.bin": bytes(1 << 20) for i in range(200)})
