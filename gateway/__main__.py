@@ -17,6 +17,7 @@ import uvloop
 from longleaf.errors import InvalidArgument, StartError
 from longleaf.logs import Logs, RepeatSuppressor, formatter_of
 from longleaf.options import config_from_argument
+from longleaf.resources import allow_files
 from longleaf.service_settings import GatewayConfig, TelemetryConfig
 
 LISTENING = "listening on "
@@ -38,6 +39,7 @@ def main(argument: str) -> int:
     logs = Logs(telemetry, ("gateway", "longleaf"))
     for logger in ("gateway", "uvicorn.error", "asyncio"):
         logging.getLogger(logger).addFilter(RepeatSuppressor())
+    allow_files()
     try:
         config.check()
         uvloop.run(serve(config, lambda url, metrics: announce(config, url, metrics)))

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable
+from hashlib import sha256
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -18,18 +19,34 @@ def client_of(request: Request) -> ProxyClient:
     """The client for this request. Raises Unauthenticated for a malformed credential, and PermissionDenied if it would
     be forwarded in plain text."""
     client: ProxyClient = request.app.state.client
-    given = request.headers.get("authorization")
-    if given is None:
+    credential = _credential_of(request)
+    if credential is None:
         return client
-    scheme, _, credential = given.partition(" ")
-    credential = credential.strip()
-    if scheme.lower() != "bearer" or not credential:
-        raise Unauthenticated("authorization has another form")
     try:
         return client.with_credential(credential)
     except InvalidArgument as error:
         is_malformed = "plain text" not in error.description
         raise (Unauthenticated if is_malformed else PermissionDenied)(f"the credential {error.description}") from None
+
+
+def caller_of(request: Request) -> str:
+    """The key of limits for each caller: a hash of the credential, or the address without one. Raises Unauthenticated
+    for a malformed credential."""
+    credential = _credential_of(request)
+    # a hash, because credentials are not stored
+    return peer_of(request) if credential is None else sha256(credential.encode()).hexdigest()
+
+
+def _credential_of(request: Request) -> str | None:
+    """None without one. Raises Unauthenticated for a malformed one."""
+    given = request.headers.get("authorization")
+    if given is None:
+        return None
+    scheme, _, credential = given.partition(" ")
+    credential = credential.strip()
+    if scheme.lower() != "bearer" or not credential:
+        raise Unauthenticated("authorization has another form")
+    return credential
 
 
 def peer_of(request: Request) -> str:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.callers import client_of, peer_of, with_deadline
+from gateway.callers import caller_of, client_of, peer_of, with_deadline
 from gateway.contexts.extraction import ExtractionSlots, UploadedFile, UploadSlot, extract_files
 from gateway.contexts.resources import context_problem
 from gateway.contexts.upload_events import NAMES, UploadEvents
@@ -24,7 +24,7 @@ from gateway.sse import EventResponse, event, wait_disconnected
 from longleaf.client.documents import UploadSource, size_of
 from longleaf.client.files import files_of as offsets_of
 from longleaf.client.proxy_client import ProxyClient
-from longleaf.documents.collection import Collection
+from longleaf.documents.collection import Collection, Part
 from longleaf.documents.errors import NotText, Unreadable
 from longleaf.documents.kinds import HEAD_BYTES, MEDIA_TYPES, WITH_PACKAGES, check_declared, kind_of
 from longleaf.documents.text_files import check_encoding, printable
@@ -34,7 +34,9 @@ from longleaf.types import IngestHeader, IngestProgress
 
 IDLE_SECONDS = 110.0
 """Timeout for the next part of a body."""
-MAX_FILES = 1000
+BODY_SECONDS = 1200.0
+"""Timeout for a whole body, which occupies a slot."""
+MAX_FILES = 256
 """Files of a form."""
 MAX_FIELDS = 16
 FORM = "multipart/form-data"
@@ -74,9 +76,9 @@ async def upload_files(
     header = replace(header, total_bytes=None, files=())
     if charset not in UTF8:
         charset = _encoding(charset)
+    await _check_admission(client, header)  # before a slot is occupied, because it may refuse the credential
     with ExitStack() as stack:
-        slot = stack.enter_context(slots.slot(request.headers.get("authorization") or peer_of(request)))
-        await _check_admission(client, header)
+        slot = stack.enter_context(slots.slot(caller_of(request), peer_of(request)))
         is_form = media_type == FORM
         files = await (
             _form(request, slot, stack) if is_form else _body(request, slot, stack, media_type, charset, options)
@@ -128,15 +130,19 @@ class FileEvents:
         except LongleafError as error:
             yield event(problem_of(error, NAMES).body, "error")
             return
-        document = found.parts(self._options.file_headers)
+        document, header = await asyncio.to_thread(self._document, found)
         yield event({"phase": "extracting", **NOTHING, **_summary(found)})
-        header = replace(self._header, total_bytes=size_of(document), files=offsets_of(document))
         async with aclosing(UploadSource(document)) as source, aclosing(self._ingest(header, source)) as events:
             del found, document
             async for content in events:
                 if self._ingesting is not None and self._ingesting.is_sent:
                     self._resources.close()
                 yield content
+
+    def _document(self, found: Collection) -> tuple[list[Part], IngestHeader]:
+        """The parts, which are many, and the header with their offsets."""
+        document = found.parts(self._options.file_headers)
+        return document, replace(self._header, total_bytes=size_of(document), files=offsets_of(document))
 
     async def _ingest(self, header: IngestHeader, source: UploadSource) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._client.ingest_once(header, source)) as steps:
@@ -236,13 +242,16 @@ async def _limited(request: Request, slot: UploadSlot) -> AsyncGenerator[bytes, 
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > slot.slots.limits.file_bytes:
         raise HttpProblem(413, f"the body has more than {slot.slots.limits.file_bytes:,} bytes")
-    stream = request.stream()
+    stream, clock = request.stream(), asyncio.get_running_loop().time
+    end = clock() + BODY_SECONDS
     while True:
         try:
-            async with asyncio.timeout(IDLE_SECONDS):
+            async with asyncio.timeout_at(min(end, clock() + IDLE_SECONDS)):
                 part = await anext(stream, None)
         except TimeoutError:
-            raise HttpProblem(408, "the body was not received in time", headers={"connection": "close"}) from None
+            message = f"the body was not received in time: within {BODY_SECONDS:,.0f} s, and each part within "
+            message += f"{IDLE_SECONDS:,.0f} s"
+            raise HttpProblem(408, message, headers={"connection": "close"}) from None
         if part is None:
             return
         slot.grow(len(part))

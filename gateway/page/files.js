@@ -2,7 +2,7 @@
 
 const LOOK = 64 * 1024;
 // limits of the gateway
-const MOST_FILES = 1000;
+const MOST_FILES = 256;
 const MOST_BYTES = 256 * 1024 * 1024;
 const OFFICE = "application/vnd.openxmlformats-officedocument";
 const TYPES = {

@@ -107,12 +107,14 @@ def _tar_member(archive: tarfile.TarFile, info: tarfile.TarInfo, limits: Extract
 
 def refused_name(name: str) -> str:
     """The reason for which a member with this name is left out; empty if there is none."""
+    if len(name) > MAX_NAME:
+        return f"has a name of more than {MAX_NAME} characters"
     path = PurePosixPath(name.replace("\\", "/"))
     if path.is_absolute() or ".." in path.parts or path.drive or name[1:2] == ":":
         return "has a name that leads out of the archive"
     if any(part.startswith(".") and part != "." for part in path.parts) or "__MACOSX" in path.parts:
         return "is hidden"
-    return f"has a name of more than {MAX_NAME} characters" if len(name) > MAX_NAME else ""
+    return ""
 
 
 def _reason(error: Exception) -> str:

@@ -161,8 +161,10 @@ class Collector:
                     return
                 try:
                     kind = kind_of(name, head, as_text=self._as_text)
-                except NotText:  # a text with zero bytes is one if it is asked for
-                    kind = "text"
+                except NotText as error:
+                    if not self._encoding:
+                        raise InvalidArgument(name, str(error)) from None
+                    kind = "text"  # charsets such as UTF-16 have zero bytes
                 except Unreadable as error:
                     raise InvalidArgument(name, str(error)) from None
                 if kind != "text":
@@ -191,6 +193,8 @@ class Collector:
             raise InvalidArgument(name, str(error)) from None
         if not text:
             raise InvalidArgument(name, "is empty")
+        if (zero := text.find("\0", 0, HEAD_BYTES)) >= 0:
+            raise InvalidArgument(name, f"is not text: character {zero:,} is zero")
         self._collection.files.append(SourceFile(name, sections=(FileSection(name, "", text),)))
 
     def _add_stream(self, stream: BinaryIO) -> None:

@@ -3,10 +3,13 @@
 from collections.abc import Callable, Iterator
 from importlib import import_module
 
-from longleaf.documents.archives import ArchiveBudget, ArchiveMember, tar_members, zip_members
+from longleaf.documents.archives import MAX_NAME, ArchiveBudget, ArchiveMember, tar_members, zip_members
 from longleaf.documents.errors import LimitExceeded, Unreadable
 from longleaf.documents.kinds import HEAD_BYTES, MEDIA_TYPES, TITLES, Kind, check_declared, kind_of
 from longleaf.documents.messages import (
+    MAX_LABEL,
+    MAX_PATH,
+    MAX_REASON,
     MAX_TEXT,
     ExtractionEnded,
     ExtractionRequest,
@@ -17,8 +20,10 @@ from longleaf.documents.messages import (
     TextFound,
 )
 from longleaf.documents.sections import Reader, ranges
-from longleaf.documents.text_files import decode, without_controls
+from longleaf.documents.text_files import decode, printable, without_controls
 
+MAX_NUMBERS = 400
+"""Characters of the numbers of pages in a remark."""
 READERS: dict[Kind, str] = {
     "pdf": "pdf",
     "docx": "word",
@@ -55,6 +60,7 @@ class Extraction:
         self._request, self._limits = request, request.limits
         self._budget = ArchiveBudget(request.limits)
         self._num_bytes = 0
+        self._num_sections = 0
         self._num_texts = 0
 
     def messages(self, data: bytes) -> Iterator[Message]:
@@ -72,7 +78,7 @@ class Extraction:
                 raise Unreadable("has no members that can be read" if kind in ARCHIVES else "has no text")
             yield ExtractionEnded()
         except (Unreadable, LimitExceeded) as error:
-            yield ExtractionEnded(str(error))
+            yield ExtractionEnded(str(error)[:MAX_REASON])
         except MemoryError:
             yield ExtractionEnded(f"needs more than {self._limits.memory_bytes:,} bytes of memory")
 
@@ -107,7 +113,8 @@ class Extraction:
         self._num_texts += 1
         if empty and kind == "pdf":
             pages = "page" if len(empty) == 1 else "pages"
-            yield Remark(path, f"has no text on {pages} {ranges(empty)}, which may be scanned")
+            self._count_section()
+            yield Remark(path, f"has no text on {pages} {_shortened(ranges(empty))}, which may be scanned")
 
     def _text(self, path: str, text: str) -> Iterator[Message]:
         if not text:
@@ -121,23 +128,38 @@ class Extraction:
         if self._num_bytes > self._limits.text_bytes:
             raise LimitExceeded(f"has more than {self._limits.text_bytes:,} bytes of text")
         for start in range(0, len(text), MAX_TEXT):
-            yield TextFound(label, text[start : start + MAX_TEXT])
+            self._count_section()
+            yield TextFound(label[:MAX_LABEL], text[start : start + MAX_TEXT])
+
+    def _count_section(self) -> None:
+        """Counts a section, or a member without text. Raises LimitExceeded."""
+        self._num_sections += 1
+        if self._num_sections > self._limits.num_sections:
+            raise LimitExceeded(f"has more than {self._limits.num_sections:,} sections")
 
     def _archive(self, kind: Kind, data: bytes, path: str, depth: int) -> Iterator[Message]:
         if depth > self._limits.depth:
             raise Unreadable(f"is an archive on level {depth}; the limit is {self._limits.depth}")
         for member in ARCHIVES[kind](data, self._budget):
-            yield from self._member(member, f"{path}/{member.name}" if path else member.name, depth)
+            name = printable(member.name[:MAX_NAME])
+            yield from self._member(member, (f"{path}/{name}" if path else name)[:MAX_PATH], depth)
 
     def _member(self, member: ArchiveMember, path: str, depth: int) -> Iterator[Message]:
         if member.refused:
-            yield MemberSkipped(path, member.refused)
+            self._count_section()
+            yield MemberSkipped(path, member.refused[:MAX_REASON])
             return
         try:
             kind = kind_of(member.name, member.data[:HEAD_BYTES], as_text=self._request.as_text)
             yield from self._file(kind, member.data, path, depth + 1)
         except Unreadable as error:
-            yield MemberSkipped(path, str(error))
+            self._count_section()
+            yield MemberSkipped(path, str(error)[:MAX_REASON])
+
+
+def _shortened(numbers: str) -> str:
+    """A list of numbers that fits into a remark."""
+    return numbers if len(numbers) <= MAX_NUMBERS else f"{numbers[:MAX_NUMBERS].rpartition(',')[0]} and others"
 
 
 def _no_text(kind: Kind, num_sections: int) -> str:

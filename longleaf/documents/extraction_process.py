@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from typing import BinaryIO
 
 import msgspec
 
+from longleaf.documents.errors import LimitExceeded
 from longleaf.documents.limits import LIMITS, ExtractionLimits
 from longleaf.documents.messages import (
     LENGTH_BYTES,
@@ -27,13 +29,12 @@ from longleaf.documents.messages import (
     TextFound,
     decode,
 )
+from longleaf.documents.text_budget import TextBudget
 from longleaf.documents.text_files import printable
 from longleaf.errors import Cancelled, InvalidArgument
 from longleaf.formatting import human_number
 
 READ_BYTES = 1 << 20
-MAX_LEFT_OUT = 20_000
-"""Reports of members without text."""
 STARTER = (
     "import sys; sys.path[:] = sys.argv[2].split(chr(10)); from longleaf.documents.child import main; main(sys.argv[1])"
 )
@@ -95,7 +96,7 @@ class ExtractionProcess:
         self._is_cancelled.set()
         self._process.kill()
 
-    def messages(self) -> Iterator[Message]:
+    def messages(self) -> Generator[Message]:
         """The messages of the process, up to ExtractionEnded, added with the reason if the process ends without
         it. Raises Cancelled."""
         try:
@@ -168,11 +169,13 @@ def extract(
     encoding: str = "",
     as_text: bool = False,
     declared: str = "",
+    budget: TextBudget | None = None,
     on_start: Callable[[ExtractionProcess], None] | None = None,
     on_section: Callable[[FileSection], None] | None = None,
 ) -> ExtractedFile:
-    """The text of a file, with the places in it; see `ExtractionRequest` for the parameters. `on_start` receives the
-    process, which another thread may cancel. Raises InvalidArgument naming the file, and Cancelled."""
+    """The text of a file, with the places in it; see `ExtractionRequest` for the parameters. Several files may share a
+    budget. `on_start` receives the process, which another thread may cancel. Raises InvalidArgument naming the file,
+    and Cancelled."""
     shown = printable(name)
     request = ExtractionRequest(name=name, limits=limits, encoding=encoding, as_text=as_text, declared=declared)
     if (size := os.fstat(file.fileno()).st_size) > limits.file_bytes:
@@ -180,14 +183,19 @@ def extract(
     process = ExtractionProcess(file, request)
     if on_start is not None:
         on_start(process)
-    result = _Result(shown, limits)
+    result = _Result(shown, budget or TextBudget(limits))
     reason = "cannot be read: its reader failed"
-    for message in process.messages():
-        if isinstance(message, ExtractionEnded):
-            reason = message.reason
-        elif (section := result.add(message)) is not None and on_section is not None:
-            on_section(section)
+    with closing(process.messages()) as messages:
+        try:
+            for message in messages:
+                if isinstance(message, ExtractionEnded):
+                    reason = message.reason
+                elif (section := result.add(message)) is not None and on_section is not None:
+                    on_section(section)
+        except LimitExceeded as error:
+            raise InvalidArgument(shown, str(error)) from None
     if reason:
+        result.discard()
         where = f"{result.path}: " if result.path else ""
         raise InvalidArgument(shown, f"{where}{printable(reason)}")
     return result.extracted()
@@ -196,40 +204,56 @@ def extract(
 class _Result:
     """Collects the messages. The process is not trusted: names are made printable, and amounts are limited."""
 
-    def __init__(self, name: str, limits: ExtractionLimits) -> None:
-        self._name, self._limits = name, limits
+    def __init__(self, name: str, budget: TextBudget) -> None:
+        self._name, self._budget = name, budget
         self._sections = list[FileSection]()
         self._left_out = list[LeftOut]()
         self._remarks = list[LeftOut]()
         self._by: tuple[Mechanism, ...] = ()
-        self._num_bytes = 0
+        self._num_added = self._num_bytes = 0
+        self._file, self._file_bytes = name, len(name.encode())
         self.path = ""
         """The member that is being read."""
 
     def add(self, message: Message) -> FileSection | None:
-        """Returns the section of a text. Raises ValueError for more than the limits allow."""
+        """Returns the section of a text. Raises LimitExceeded for more than the limits allow."""
         match message:
             case Confined(by):
                 self._by = by
             case MemberStarted(path):
                 self.path = printable(path)
+                self._file = self._file_of(self.path)  # all sections of a member share this string
+                self._file_bytes = len(self._file.encode())
             case TextFound(label, text):
-                self._num_bytes += len(text.encode(errors="replace"))
-                if self._num_bytes > self._limits.text_bytes:
-                    raise InvalidArgument(self._name, f"has more than {self._limits.text_bytes:,} bytes of text")
-                section = FileSection(self._file(self.path), printable(label)[:100], text)
+                # the name counts for each section, because the names of places contain it
+                self._count(self._file_bytes + len(label) + len(text.encode(errors="replace")))
+                section = FileSection(self._file, printable(label), text)
                 self._sections.append(section)
                 return section
-            case MemberSkipped(path, reason) if len(self._left_out) < MAX_LEFT_OUT:
-                self._left_out.append(LeftOut(self._file(printable(path)), printable(reason)))
-            case Remark(path, remark) if len(self._remarks) < MAX_LEFT_OUT:
-                self._remarks.append(LeftOut(self._file(printable(path)), printable(remark)))
-            case _:
+            case MemberSkipped(path, reason):
+                self._left_out.append(self._counted(path, reason))
+            case Remark(path, remark):
+                self._remarks.append(self._counted(path, remark))
+            case ExtractionEnded():
                 pass
         return None
+
+    def discard(self) -> None:
+        """Frees the share of the budget."""
+        self._budget.remove(self._num_added, self._num_bytes)
 
     def extracted(self) -> ExtractedFile:
         return ExtractedFile(tuple(self._sections), tuple(self._left_out), tuple(self._remarks), self._by)
 
-    def _file(self, path: str) -> str:
+    def _counted(self, path: str, predicate: str) -> LeftOut:
+        found = LeftOut(self._file_of(printable(path)), printable(predicate))
+        self._count(len(found.file.encode()) + len(found.reason.encode()))
+        return found
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_added += 1
+        self._num_bytes += num_bytes
+        self._budget.add(num_bytes)
+
+    def _file_of(self, path: str) -> str:
         return f"{self._name}/{path}" if path else self._name

@@ -1,6 +1,7 @@
 """Files of a folder, without hidden ones, links, and those that its .gitignore files exclude."""
 
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,11 @@ MAX_ENTRIES = 1_000_000
 MAX_DEPTH = 64
 IGNORE_FILE = ".gitignore"
 MAX_IGNORE_BYTES = 1 << 20
+MAX_WILDCARDS = 4
+"""Runs of stars in a pattern: the time for a name grows with its length to this power."""
+MAX_WILDCARDS_OF_NAME = 3
+"""Runs of stars between two slashes."""
+_STARS = re.compile(r"\*+")
 
 
 class FoundFile(NamedTuple):
@@ -52,7 +58,13 @@ class FolderWalk:
                 raise InvalidArgument(printable(str(folder)), reason) from None
             yield FoundFile(folder, self._name(inside), reason)
             return
-        rules = [*rules, *_rules_in(folder, inside)]
+        own, num_refused = _rules_in(folder, inside)
+        if num_refused:
+            patterns = "1 pattern" if num_refused == 1 else f"{num_refused:,} patterns"
+            reason = f"has {patterns} with too many stars, not applied: the limit is {MAX_WILDCARDS_OF_NAME} between "
+            reason += f"slashes, and {MAX_WILDCARDS} in all"
+            yield FoundFile(folder / IGNORE_FILE, self._name(inside + IGNORE_FILE), reason)
+        rules = [*rules, *own]
         for entry in found:
             self._num_entries += 1
             if self._num_entries > MAX_ENTRIES:
@@ -83,20 +95,27 @@ class FolderWalk:
         return printable(f"{self._title}/{relative}")
 
 
-def _rules_in(folder: Path, inside: str) -> "list[tuple[str, GitIgnoreSpec]]":
-    """The rules of the folder, with the path to which they are relative."""
+def _has_many_stars(pattern: str) -> bool:
+    names = [len(_STARS.findall(name)) for name in pattern.split("/")]
+    return sum(names) > MAX_WILDCARDS or max(names) > MAX_WILDCARDS_OF_NAME
+
+
+def _rules_in(folder: Path, inside: str) -> "tuple[list[tuple[str, GitIgnoreSpec]], int]":
+    """The rules of the folder, with the path to which they are relative, and the number of patterns left out."""
     from pathspec import GitIgnoreSpec
 
     file = folder / IGNORE_FILE
     try:
         if not stat.S_ISREG(file.lstat().st_mode):
-            return []
+            return [], 0
         with file.open("rb") as content:
             lines = content.read(MAX_IGNORE_BYTES).decode(errors="replace").splitlines()
     except OSError:
-        return []
+        return [], 0
+    lines = [line for line in lines if not line.startswith("#")]
+    used = [line for line in lines if not _has_many_stars(line)]
     try:
-        return [(inside, GitIgnoreSpec.from_lines(lines))]
+        return [(inside, GitIgnoreSpec.from_lines(used))], len(lines) - len(used)
     except ValueError as error:
         raise InvalidArgument(printable(str(file)), f"has an invalid pattern: {printable(str(error))}") from None
 

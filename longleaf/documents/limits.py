@@ -20,6 +20,9 @@ class ExtractionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Levels of archives: an archive in an archive has level 2."""
     num_pages: int = 20_000
     """Pages, slides or cells."""
+    num_sections: int = 65_536
+    """Sections with text, and members without text, of the file with all members. A section with more than MAX_TEXT
+    characters counts as several."""
     memory_bytes: int = 1 << 30
     """Address space of the process, besides the file."""
     cpu_seconds: int = 60

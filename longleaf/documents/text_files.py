@@ -18,6 +18,7 @@ _BOMS = (
 )
 _NOT_CHARSETS = frozenset("idna punycode unicode-escape raw-unicode-escape undefined".split())
 """Codecs of Python that decode text, but are not charsets of files."""
+_CHARSET = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:+ -]{0,39}")
 CONTROLS = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 """Control characters, for `str.translate`."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -27,6 +28,8 @@ def check_encoding(name: str, field: str) -> str:
     """Python's name of a charset. Raises InvalidArgument naming `field` if it is unknown."""
     found, is_charset = None, True
     try:
+        if not _CHARSET.fullmatch(name):  # Python keeps the names of all lookups, failed ones included
+            raise LookupError
         found = codecs.lookup(name)
         is_charset = found.name.replace("_", "-") not in _NOT_CHARSETS
         b" ".decode(name)  # a codec from bytes to bytes, such as hex, is a LookupError

@@ -477,6 +477,36 @@ def test_there_are_at_least_forty_cases() -> None:
     assert len(HOSTILE) >= 40
 
 
+@pytest.mark.parametrize("levels", [0, 2])
+def test_number_of_sections_is_limited(levels: int, tmp_path: Path) -> None:
+    """Over all members of nested archives."""
+    one = samples.notebook([("markdown", "x")] * 20)
+    (tmp_path / "file").write_bytes(quine_like(samples.zipped({f"{i}.ipynb": one for i in range(4)}), levels))
+    with (tmp_path / "file").open("rb") as file:
+        assert len(extract(file, "a.zip", limits=ExtractionLimits(num_sections=80)).sections) == 80
+    with (
+        (tmp_path / "file").open("rb") as file,
+        pytest.raises(InvalidArgument, match=r"a\.zip: .*has more than 79 sections"),
+    ):
+        extract(file, "a.zip", limits=ExtractionLimits(num_sections=79))
+
+
+def test_long_names_of_members_are_cut(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        archive.addfile(tarfile.TarInfo("\u4e00" * 10_000))
+        archive.addfile(tarfile.TarInfo("b/" * 5_000))
+        info = tarfile.TarInfo("a.txt")
+        info.size = 1
+        archive.addfile(info, io.BytesIO(b"x"))
+    (tmp_path / "file").write_bytes(out.getvalue())
+    with (tmp_path / "file").open("rb") as file:
+        found = extract(file, "a.tar")
+    assert [(len(each.file), each.reason) for each in found.left_out] == [
+        (len("a.tar/") + 512, "has a name of more than 512 characters")
+    ] * 2
+
+
 def test_slow_reader_is_ended(tmp_path: Path) -> None:
     """The kernel ends a process that computes for too long, and the parent one that does not end."""
     (tmp_path / "file").write_bytes(samples.pdf(["x"] * 90))

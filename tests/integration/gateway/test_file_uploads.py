@@ -2,11 +2,16 @@
 
 import asyncio
 import json
+from contextlib import ExitStack
 from typing import Any
 
 import httpx2
 import pytest
+from starlette.requests import Request
+from starlette.types import Message
 
+from gateway.callers import caller_of
+from gateway.contexts import file_upload
 from gateway.contexts.extraction import ExtractionSlots
 from gateway.errors import HttpProblem
 from longleaf.documents.limits import ExtractionLimits
@@ -147,22 +152,67 @@ async def test_upload_id_repeats_an_upload(service: Served, url: str) -> None:
 
 async def test_slots_limit_uploads_and_bytes() -> None:
     slots = ExtractionSlots(ExtractionLimits(file_bytes=10))
-    entered = [slots.slot(caller) for caller in "aaaabbbb"]
+    entered = [slots.slot(caller, f"address of {caller}") for caller in "aaaabbbb"]
     for each in entered:
         each.__enter__().grow(5)
-    with pytest.raises(HttpProblem, match="extracting as many"), slots.slot("c"):
+    with pytest.raises(HttpProblem, match="extracting as many"), slots.slot("c", "address of c"):
         pass
     for each in entered[4:]:
         each.__exit__(None, None, None)
-    with pytest.raises(HttpProblem, match="extracting as many"), slots.slot("a"):
+    with pytest.raises(HttpProblem, match="extracting as many"), slots.slot("a", "another address"):
         pass
-    with slots.slot("c") as slot:
+    with slots.slot("c", "address of c") as slot:
         slot.grow(10)
         with pytest.raises(HttpProblem, match="the body has more than 10 bytes"):
             slot.grow(1)
     for each in entered[:4]:
         each.__exit__(None, None, None)
     slots.audit()
+
+
+async def test_one_address_never_has_all_slots() -> None:
+    """Even with a credential for each upload, which a service without credentials accepts."""
+    slots = ExtractionSlots()
+    with ExitStack() as stack:
+        for caller in "abcdef":
+            stack.enter_context(slots.slot(caller, "192.0.2.1"))
+        with pytest.raises(HttpProblem, match="extracting as many"):
+            stack.enter_context(slots.slot("g", "192.0.2.1"))
+        stack.enter_context(slots.slot("g", "192.0.2.2"))
+    slots.audit()
+
+
+def request_of(**headers: str) -> Request:
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    given = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": given, "client": ("192.0.2.1", 5)}
+    return Request(scope, receive)
+
+
+def test_caller_is_the_credential_in_any_spelling() -> None:
+    callers = {caller_of(request_of(authorization=given)) for given in ("Bearer x", "bearer  x", "BEARER x ")}
+    assert len(callers) == 1
+    assert caller_of(request_of(authorization="Bearer y")) not in callers
+    assert caller_of(request_of()) == "192.0.2.1"
+
+
+async def test_whole_body_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_upload, "BODY_SECONDS", 0.0)
+    with ExtractionSlots().slot("a", "a") as slot, pytest.raises(HttpProblem, match="within 0 s, and each part within"):
+        async for _ in file_upload._limited(request_of(), slot):
+            pass
+
+
+async def test_number_of_files_of_a_form_is_limited(service: Served, url: str) -> None:
+    files = [("file", (f"{i}.txt", b"x", "text/plain")) for i in range(257)]
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        answer = await client.post("/v1/contexts/a", files=files)
+    assert answer.status_code == 400
+    assert "Maximum number of files is 256" in answer.json()["error"]["message"]
+    assert not service.engine.contexts
 
 
 async def test_disconnect_ends_the_extraction(service: Served, url: str) -> None:

@@ -45,6 +45,23 @@ def test_number_of_files_is_limited(tmp_path: Path) -> None:
         walk(tmp_path, max_files=2)
 
 
+def test_patterns_with_many_stars_are_reported(tmp_path: Path) -> None:
+    """They would take time without end for a long name."""
+    (tmp_path / ("a" * 200)).write_text("x")
+    (tmp_path / "b.log").write_text("x")
+    (tmp_path / ".gitignore").write_text(f"# {'* ' * 9}\n{'*a' * 20}*b\n*a*a*a*b\n{'a*/' * 5}\n**/*.log\n")
+    found = [(file.path.name, file.refused) for file in FolderWalk(tmp_path).files()]
+    assert found == [
+        (
+            ".gitignore",
+            "has 3 patterns with too many stars, not applied: the limit is 3 between slashes, and 4 in all",
+        ),
+        (".gitignore", "is hidden"),
+        ("a" * 200, ""),
+        ("b.log", "is excluded by .gitignore"),
+    ]
+
+
 def test_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="gone: cannot be read: No such file or directory"):
         walk(tmp_path / "gone")

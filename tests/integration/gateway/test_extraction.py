@@ -1,0 +1,87 @@
+"""Extraction of uploaded files: limits of all files together, clients that do not read, cancellation."""
+
+import asyncio
+import gc
+import tempfile
+from contextlib import aclosing
+from typing import Any, BinaryIO, cast
+
+import pytest
+
+from gateway.contexts import extraction
+from gateway.contexts.extraction import ExtractionSlots, UploadedFile, extract_files
+from longleaf.documents.collection import Collection
+from longleaf.documents.limits import ExtractionLimits
+from longleaf.errors import InvalidArgument
+from tests.support import document_samples as samples
+
+
+def uploaded(name: str, data: bytes) -> UploadedFile:
+    file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115, its collection closes it
+    file.write(data)
+    file.flush()
+    return UploadedFile(name, file)
+
+
+async def extracted(files: list[UploadedFile], slots: ExtractionSlots) -> Collection:
+    found = Collection()
+    async for _ in extract_files(files, slots, as_text=False, found=found):
+        pass
+    return found
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (ExtractionLimits(text_bytes=50), "body: has more than 50 bytes of text and names: upload fewer"),
+        (ExtractionLimits(num_sections=2), "body: has more than 2 sections: upload fewer files at a time"),
+    ],
+)
+async def test_limits_apply_to_all_files_together(limits: ExtractionLimits, message: str) -> None:
+    await extracted([uploaded(f"{i}.txt", b"a" * 15) for i in range(2)], ExtractionSlots(limits))
+    with pytest.raises(InvalidArgument, match=message):
+        await extracted([uploaded(f"{i}.txt", b"a" * 15) for i in range(3)], ExtractionSlots(limits))
+
+
+async def test_file_that_is_too_large_alone_is_left_out() -> None:
+    files = [uploaded("a.txt", b"a" * 200), uploaded("b.txt", b"b" * 90)]
+    found = await extracted(files, ExtractionSlots(ExtractionLimits(text_bytes=100)))
+    assert [each.name for each in found.files] == ["b.txt"]
+    assert [each.reason for each in found.left_out] == ["has more than 100 bytes of text"]
+
+
+async def test_files_are_closed_when_they_are_extracted() -> None:
+    files = [uploaded("a.txt", b"text"), uploaded("b.png", b"\x89PNG\r\n\x1a\n\0")]
+    await extracted(files, ExtractionSlots())
+    assert all(each.file.closed for each in files)
+
+
+async def test_client_that_does_not_read_delays_no_other_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extraction, "REPORT_SECONDS", 0.0)
+    slots = ExtractionSlots()
+    stalled = [
+        extract_files([uploaded(f"{i}.txt", b"text")], slots, as_text=False, found=Collection()) for i in range(4)
+    ]
+    for each in stalled:
+        await anext(each)  # and no further one
+    async with asyncio.timeout(60):
+        found = await extracted([uploaded("b.txt", b"text")], slots)
+    assert len(found.files) == 1
+    for each in stalled:
+        await each.aclose()
+
+
+async def test_closing_ends_the_process_without_a_log_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    monkeypatch.setattr(extraction, "REPORT_SECONDS", 0.0)
+    slots = ExtractionSlots()
+    slow = samples.zipped({f"{i}.bin": bytes(1 << 20) for i in range(200)})
+    for _ in range(3):
+        files = [uploaded(f"{i}.zip", slow) for i in range(2)]
+        async with aclosing(extract_files(files, slots, as_text=False, found=Collection())) as steps:
+            await anext(steps)
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not reported
+    assert not slots.processes.locked()
