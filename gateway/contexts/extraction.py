@@ -138,7 +138,7 @@ async def extract_files(
     """Adds the texts of the files to `found`, and yields the latest section at intervals. Of several files, those that
     cannot be read are left out; a single one raises InvalidArgument. Closing the generator ends the process."""
     run = _Run()
-    # a task of its own, so that a client that does not read its events delays no other upload
+    # a separate task, so that a client that does not read its events delays no other upload
     work = asyncio.create_task(_extract_all(files, slots, as_text, run, found))
     try:
         while not work.done():

@@ -97,7 +97,7 @@ async def upload_files(
 
 
 class FileEvents:
-    """The events of the extraction and of the ingest."""
+    """The events of extraction and ingest."""
 
     def __init__(
         self,

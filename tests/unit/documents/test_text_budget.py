@@ -53,10 +53,10 @@ def test_discarded_file_frees_its_share() -> None:
         result = _Result("a", budget)
         result.add(TextFound("", "12345678"))
         result.discard()
-    kept = _Result("a", budget)
-    kept.add(TextFound("", "1234567"))
+    retained = _Result("a", budget)
+    retained.add(TextFound("", "1234567"))
     with pytest.raises(LimitExceeded):
-        kept.add(TextFound("", "12"))
+        retained.add(TextFound("", "12"))
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_document_offsets_are_counted_from_its_own_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["xy z", "\nabc"])
 def test_tokens_of_the_template_are_before_the_text_of_a_document(text: str, tmp_path: Path) -> None:
-    """Also those that are encoded together with it. A token with characters of both belongs to the text."""
+    """This includes tokens that are encoded together with it. A token with characters of both belongs to the text."""
     tokenizer = load(tmp_path, CHATML)
     encoder = tokenizer.document_encoder(is_first=True)
     ids = encoded(encoder, text)
