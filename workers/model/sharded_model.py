@@ -34,7 +34,7 @@ from workers.model.sharded_layers import (
     replace_modules,
 )
 from workers.model.weight_parts import WeightPlan, plan_weights
-from workers.model.weight_reader import DTYPES, Loaded, open_weights, read_share
+from workers.model.weight_reader import DTYPES, LoadedShare, open_weights, read_share
 from workers.model.weight_shares import Share
 from workers.model.weights import check_weights, large_blocks_apart, loading_to_device
 
@@ -90,7 +90,7 @@ class _Attempt:
     """A module with the share of its weights, built by one of the auto classes of transformers."""
 
     module: PreTrainedModel
-    loaded: Loaded
+    loaded: LoadedShare
     plan: WeightPlan
     known: Outline
 

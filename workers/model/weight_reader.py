@@ -169,7 +169,7 @@ def _read_header(reader: WeightReader, descriptor: int) -> dict[str, TensorSlice
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedShare:
     """The outcome of reading a share of the weights."""
 
     missing: tuple[str, ...]
@@ -178,7 +178,9 @@ class Loaded:
     """Bytes read from files."""
 
 
-def read_share(module: PreTrainedModel, folder: Path, cuts: dict[str, Cut], share: Share, dtype: torch.dtype) -> Loaded:
+def read_share(
+    module: PreTrainedModel, folder: Path, cuts: dict[str, Cut], share: Share, dtype: torch.dtype
+) -> LoadedShare:
     """Reads a share of the weights into `module`, whose parameters are on the meta device and have their full shapes.
     Parameters that no cut names are read in full. Raises ModelRefused and the errors of transformers.
     """
@@ -218,7 +220,7 @@ def read_share(module: PreTrainedModel, folder: Path, cuts: dict[str, Cut], shar
             ranges = cuts[name].ranges(parameter.shape[cuts[name].dim], share)
             own = [parameter.narrow(cuts[name].dim, start, end - start) for start, end in ranges]
             _replace_parameter(module, name, torch.cat(own, dim=cuts[name].dim))
-    return Loaded(tuple(sorted(info.missing_keys)), tuple(sorted(info.mismatched_keys)), reader.num_bytes)
+    return LoadedShare(tuple(sorted(info.missing_keys)), tuple(sorted(info.mismatched_keys)), reader.num_bytes)
 
 
 def _replace_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -23,5 +23,5 @@ from longleaf.rank_protocol.member_messages import Hello
 def test_ranks_are_numbered_node_by_node(nodes: str, before: tuple[int, ...], expected: tuple[int, ...]) -> None:
     """Each letter is a member and names its node; a dot is a lost member."""
     hellos = [Hello(number, node, "127.0.0.1", 1) for number, node in enumerate(nodes) if node != "."]
-    members = [Member(hello.member, hello) for hello in hellos]
+    members = [Member(hello.member, hello=hello) for hello in hellos]
     assert tuple(member.number for member in in_rank_order(members, before)) == expected
