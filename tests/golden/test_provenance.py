@@ -211,30 +211,57 @@ def test_what_is_hidden_from_a_chunk_is_read_by_no_layer(goldens, family, world_
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("share", [1.0, 0.7, 0.0])
-@pytest.mark.parametrize("settings", [{}, {"kv_dtype": "int8"}, {"kernels": "torch"}])
+@pytest.mark.parametrize("settings", [{}, {"kernels": "torch"}])
 @pytest.mark.parametrize(("family", "world_size"), [("llama", 1), ("gemma3", 3), ("gpt_oss", 2), ("deepseek_v3", 2)])
 def test_drafted_tokens_have_the_shares_that_they_have_without_drafts(goldens, family, world_size, settings, share):
-    golden, spans = goldens(family), Spans(SIZE, 2, len(goldens(family).prompt), num_lead=NUM_LEAD)
-    path, question = (0, 1), golden.prompt[START:]
-
-    def answer(draft):
-        drafting = Drafting(service_of(golden, world_size, **settings), draft)
-        rows = [drafting.ask(path, question, START, sampling, spans=spans) for sampling in SAMPLINGS[:2]]
-        rows.append(drafting.ask(path, question, START, SAMPLINGS[0]))
-        return drafting, drafting.answer(rows, 24)
-
-    wanted, answers = answer(never)
-    found, drafted_answers = answer(guess(answers, 5, share))
+    golden = goldens(family)
+    _, wanted, answers = drafted(golden, world_size, never, **settings)
+    _, found, drafted_answers = drafted(golden, world_size, guess(answers, 5, share), **settings)
     assert drafted_answers == answers
     assert found.num_refused or share == 1.0
     assert found.num_steps < wanted.num_steps or share == 0.0
-    tolerance = 10 * TOLERANCE if "kv_dtype" in settings else TOLERANCE  # keys on the border are rounded otherwise
     for sequence in wanted.sequences[:2]:
         pairs = zip(reported(found, sequence), reported(wanted, sequence), strict=True)
         for mine, theirs in pairs:
-            assert (mine.means - theirs.means).abs().max() <= tolerance
-            assert (mine.largest - theirs.largest).abs().max() <= 10 * tolerance
+            assert (mine.means - theirs.means).abs().max() <= TOLERANCE
+            assert (mine.largest - theirs.largest).abs().max() <= 10 * TOLERANCE
     assert not reported(found, found.sequences[2])
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize(("family", "world_size"), [("llama", 1), ("gemma3", 3), ("gpt_oss", 2)])
+def test_in_8_bits_drafts_do_not_raise_the_error_of_shares(goldens, family, world_size, share):
+    """The error against dense attention, beside that of rows without drafts over the same stored keys. The scales of a
+    block of keys depend on all rows of a step, so shares of two answers differ by that error."""
+    golden, settings = goldens(family), {"kv_dtype": "int8"}
+    *_, answers = drafted(golden, world_size, never, **settings)
+    service, found, _ = drafted(golden, world_size, guess(answers, 5, share), **settings)
+    dense, last = dense_of(golden, service), len(golden.prompt) - 1
+    for number, sequence in enumerate(found.sequences[:2]):
+        _, weights = dense((*golden.prompt, *(token.id for token in found.outputs[number][:-1])))
+        mine = reported(found, sequence)
+        alone = map(unpack_attention, found.attention_alone(number, golden.prompt[START:], START, spans_of(golden)))
+        wanted = [expected(weights, [last + i], (0, CUT), START, spans_of(golden)) for i in range(len(mine))]
+        error, allowed = (
+            sum(torch.linalg.vector_norm(each.means - true.means) for each, true in zip(shares, wanted, strict=True))
+            for shares in (mine, alone)
+        )
+        assert 0 < error <= 1.1 * allowed
+    assert not reported(found, found.sequences[2])
+
+
+def spans_of(golden):
+    return Spans(SIZE, 2, len(golden.prompt), num_lead=NUM_LEAD)
+
+
+def drafted(golden, world_size, draft, **settings):
+    """Two answers with attention and one without."""
+    service, question = service_of(golden, world_size, **settings), golden.prompt[START:]
+    drafting = Drafting(service, draft)
+    rows = [drafting.ask((0, 1), question, START, each, spans=spans_of(golden)) for each in SAMPLINGS[:2]]
+    rows.append(drafting.ask((0, 1), question, START, SAMPLINGS[0]))
+    return service, drafting, drafting.answer(rows, 24)
 
 
 def reported(drafting, sequence):

@@ -122,6 +122,15 @@ class Drafting:
             row.sequence, (), start, (), runs, len(reported), None, num_reference, OWN_ROPE, windows, draft_ids=drafts
         )
 
+    def attention_alone(self, number: int, question: Ids, start: int, spans: Spans) -> list[bytes]:
+        """The attention of each token of an answer, computed again by a row without drafts over the stored keys."""
+        service, first = self._service, start + len(question) - 1
+        path = service._tails[self.sequences[number]].path
+        token_ids = (question[-1], *(token.id for token in self.outputs[number][:-1]))
+        rows = tuple(service.begin(path, (token,), first + i, 0, spans=spans) for i, token in enumerate(token_ids))
+        attention = service.epoch.execute(Decode(rows)).attention
+        return [attention[row.sequence][0] for row in rows]
+
     @property
     def ranks(self) -> Sequence[Rank]:
         return self._service.epoch.ranks
