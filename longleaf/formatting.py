@@ -1,5 +1,5 @@
 """Numbers for people: with units and thousands separators, without exponents. Machine-readable output has bare
-numbers."""
+numbers. And names and messages that quote a file, for terminals."""
 
 from collections.abc import Sequence
 from decimal import Decimal
@@ -7,6 +7,11 @@ from itertools import pairwise
 from math import isfinite
 
 _PERIODS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+
+
+def printable(text: str) -> str:
+    """A name or a message, with each control character replaced, for terminals, headers and sources."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in text.encode(errors="replace").decode())
 
 
 def human_seconds(seconds: float) -> str:

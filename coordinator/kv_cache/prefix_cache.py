@@ -135,7 +135,7 @@ class ContinuationIndex:
     def add(self, segment: Segment, origin: TokenPath) -> bool:
         """Adds a sealed segment whose path continues `origin`. Returns False if it is too short for a link."""
         root = _origin_link(origin, segment.rope, segment.tenant)
-        links = _first_links(root, segment.path.token_ids(origin.end))
+        links = _first_links(root, segment.path.token_ids(origin.end, origin.end + MAX_LINKS * TOKENS_PER_LINK))
         # the last link before the segment is added too, because prompts may differ before the first link in it
         num_before = (segment.start - origin.end) // TOKENS_PER_LINK
         links = links[max(0, min(num_before, MAX_LINKS) - 1) :]

@@ -27,9 +27,10 @@ from longleaf.client.proxy_client import ProxyClient
 from longleaf.documents.collection import Collection, Part
 from longleaf.documents.errors import NotText, Unreadable
 from longleaf.documents.kinds import HEAD_BYTES, MEDIA_TYPES, WITH_PACKAGES, check_declared, kind_of
-from longleaf.documents.text_files import check_encoding, printable
+from longleaf.documents.text_files import check_encoding
 from longleaf.errors import InvalidArgument, LongleafError, StartError
 from longleaf.extras import require_extra
+from longleaf.formatting import printable
 from longleaf.types import IngestHeader, IngestProgress
 
 IDLE_SECONDS = 110.0

@@ -23,8 +23,9 @@ from gateway.sse import EventResponse, wait_disconnected
 from longleaf.document_text import MAX_FILE_NAME
 from longleaf.documents.errors import NotText, Unreadable
 from longleaf.documents.kinds import MEDIA_TYPES, TITLES, kind_of
-from longleaf.documents.text_files import UTF8_BOM, describe_invalid, printable
+from longleaf.documents.text_files import UTF8_BOM, describe_invalid
 from longleaf.errors import LongleafError, Unavailable
+from longleaf.formatting import printable
 from longleaf.types import MAX_TIME, ContextOptions, ContextSettings, IngestHeader, TextFile
 
 IDLE_SECONDS = 110.0

@@ -14,7 +14,7 @@ from longleaf.checkpoints.gguf_header import GgufHeader, read_header
 from longleaf.checkpoints.interaction import Interaction
 from longleaf.errors import InvalidArgument, ModelRefused, StartError, Unavailable
 from longleaf.extras import require_extra
-from longleaf.formatting import human_bytes
+from longleaf.formatting import human_bytes, printable
 from longleaf.model_report import Dequantized
 from longleaf.resources import memory
 
@@ -79,8 +79,7 @@ def _convert(file: Path, header: GgufHeader, folder: Path, dtype: WeightDtype, i
         if report.is_full:
             raise StartError(f"{folder.parent} has no space left for {human_bytes(result_bytes)} of weights")
         if report.reason:
-            reason = "".join(char if char.isprintable() else "\ufffd" for char in report.reason)  # it quotes the file
-            raise ModelRefused(f"{file} cannot be converted: {reason}")
+            raise ModelRefused(f"{file} cannot be converted: {printable(report.reason)}")  # it quotes the file
         (partial / NOTE).write_bytes(msgspec.json.encode(Dequantized(file.name, header.kinds, dtype)))
         partial.rename(folder)
     finally:

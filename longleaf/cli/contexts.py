@@ -16,9 +16,9 @@ from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
 from longleaf.cli.rebuild import rebuild
 from longleaf.cli.recompute import recompute
 from longleaf.document_text import is_place
-from longleaf.documents.text_files import printable, without_controls
+from longleaf.documents.text_files import without_controls
 from longleaf.errors import InvalidArgument
-from longleaf.formatting import human_angle, human_bytes, human_count
+from longleaf.formatting import human_angle, human_bytes, human_count, printable
 from longleaf.types import Context, ContextOptions, ContextText, PositionInfo
 
 app = CommandGroup(help="List, show, fork, change, export, import and delete contexts.")

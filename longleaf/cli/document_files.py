@@ -14,9 +14,9 @@ from rich.text import Text
 from longleaf.document_text import NamedPart
 from longleaf.documents.collection import STANDARD_INPUT, Collection, Collector
 from longleaf.documents.names import context_name
-from longleaf.documents.text_files import check_encoding, find_invalid_utf8, printable
+from longleaf.documents.text_files import check_encoding, find_invalid_utf8
 from longleaf.errors import InvalidArgument
-from longleaf.formatting import human_count, human_list
+from longleaf.formatting import human_count, human_list, printable
 
 if TYPE_CHECKING:
     from longleaf.documents.extraction_process import FileSection

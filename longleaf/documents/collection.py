@@ -14,9 +14,10 @@ from longleaf.documents.extraction_process import ExtractedFile, FileSection, Le
 from longleaf.documents.folder_walk import FolderWalk
 from longleaf.documents.kinds import HEAD_BYTES, WITH_PACKAGES, Kind, kind_of
 from longleaf.documents.limits import LIMITS, ExtractionLimits
-from longleaf.documents.text_files import bom_of, decode, find_invalid_utf8, printable
+from longleaf.documents.text_files import bom_of, decode, find_invalid_utf8
 from longleaf.errors import InvalidArgument
 from longleaf.extras import require_extra
+from longleaf.formatting import printable
 
 STANDARD_INPUT = "standard input"
 COPY_BYTES = 1 << 20

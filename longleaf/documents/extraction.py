@@ -20,7 +20,8 @@ from longleaf.documents.messages import (
     TextFound,
 )
 from longleaf.documents.sections import Reader, ranges
-from longleaf.documents.text_files import decode, printable, without_controls
+from longleaf.documents.text_files import decode, without_controls
+from longleaf.formatting import printable
 
 MAX_NUMBERS = 400
 """Characters of the numbers of pages in a remark."""

@@ -30,9 +30,8 @@ from longleaf.documents.messages import (
     decode,
 )
 from longleaf.documents.text_budget import TextBudget
-from longleaf.documents.text_files import printable
 from longleaf.errors import Cancelled, InvalidArgument
-from longleaf.formatting import human_number
+from longleaf.formatting import human_number, printable
 
 READ_BYTES = 1 << 20
 STARTER = (

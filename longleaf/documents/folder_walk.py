@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from longleaf.documents.text_files import printable
 from longleaf.errors import InvalidArgument
+from longleaf.formatting import printable
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from longleaf.documents.errors import NotText
 from longleaf.errors import InvalidArgument
+from longleaf.formatting import printable
 
 PIECE_BYTES = 1 << 18
 UTF8_BOM = codecs.BOM_UTF8
@@ -82,11 +83,6 @@ def without_controls(text: str) -> str:
     """Extracted text with line feeds as line ends, and without control characters and lone surrogates."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\f", "\n\n").translate(CONTROLS)
     return _SURROGATES.sub("\ufffd", text)
-
-
-def printable(name: str) -> str:
-    """A file name, without control characters, for terminals, headers and sources."""
-    return "".join(char if char.isprintable() else "\ufffd" for char in name.encode(errors="replace").decode())
 
 
 def find_invalid_utf8(path: Path) -> str:

@@ -1,7 +1,7 @@
 """Loads an unmodified transformers causal LM and proves that all its attention goes through the hook."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,11 +229,16 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
         raise
     except Exception as error:  # any error in the files refuses the folder
         raise refusal(folder, error, config) from error
-    if report["missing_keys"]:
-        raise ModelRefused(f"{folder} lacks weights of a causal language model: {sorted(report['missing_keys'])[:3]}")
-    for name, stored, wanted in sorted(report["mismatched_keys"]):
-        raise ModelRefused(f"{folder}: {name} has shape {[*stored]}, but the config requires {[*wanted]}")
+    check_complete(folder, report["missing_keys"], report["mismatched_keys"])
     return prove(module, device)
+
+
+def check_complete(folder: str, missing: Iterable[str], mismatched: Iterable[tuple[str, Any, Any]]) -> None:
+    """Raises ModelRefused if a checkpoint lacks weights, or has some of another shape (name, stored, wanted)."""
+    if names := sorted(missing)[:3]:
+        raise ModelRefused(f"{folder} lacks weights of a causal language model: {names}")
+    for name, stored, wanted in sorted(mismatched):
+        raise ModelRefused(f"{folder}: {name} has shape {[*stored]}, but the config requires {[*wanted]}")
 
 
 def _read(

@@ -63,10 +63,7 @@ def load_share(folder: str, dtype: DtypeName, device: str, share: Share) -> Shar
             break
         found = _attempt(folder, config, dtype, device, share, number)
     module, loaded = found.module, found.loaded
-    if loaded.missing:
-        raise ModelRefused(f"{folder} lacks weights of a causal language model: {list(loaded.missing)[:3]}")
-    for name, stored, wanted in loaded.mismatched:
-        raise ModelRefused(f"{folder}: {name} has shape {[*stored]}, but the config requires {[*wanted]}")
+    models.check_complete(folder, loaded.missing, loaded.mismatched)
     local_bytes = sum(parameter.nbytes for parameter in module.parameters())
     numbers = f"{human_bytes(local_bytes)} on rank {share.index} of {share.count}, {human_bytes(loaded.num_bytes)} read"
     log.info("weights: sharded, %s", numbers)

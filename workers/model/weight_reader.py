@@ -215,12 +215,12 @@ def read_share(
         # private functions of transformers, which `from_pretrained` calls in this order
         info, _ = type(module)._load_pretrained_model(module, slices, None, config)
         info = type(module)._finalize_model_loading(module, config, info)
-        for name in late & cuts.keys():
+        for name in late:
             parameter = module.get_parameter(name)
             ranges = cuts[name].ranges(parameter.shape[cuts[name].dim], share)
             own = [parameter.narrow(cuts[name].dim, start, end - start) for start, end in ranges]
             _replace_parameter(module, name, torch.cat(own, dim=cuts[name].dim))
-    return LoadedShare(tuple(sorted(info.missing_keys)), tuple(sorted(info.mismatched_keys)), reader.num_bytes)
+    return LoadedShare(tuple(info.missing_keys), tuple(info.mismatched_keys), reader.num_bytes)
 
 
 def _replace_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -5,6 +5,7 @@ by at most 2 %: matrix products are faster over aligned slices, and grouped prod
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 MAX_ALIGNMENT = 64
 MAX_UNEVENNESS = 0.02
@@ -34,8 +35,7 @@ def share_edges(size: int, count: int, least_alignment: int = 1) -> tuple[int, .
 
 def share_sizes(size: int, count: int) -> list[int]:
     """The number of elements of each share."""
-    edges = share_edges(size, count)
-    return [end - start for start, end in zip(edges, edges[1:], strict=False)]
+    return [end - start for start, end in pairwise(share_edges(size, count))]
 
 
 @dataclass(frozen=True, slots=True)

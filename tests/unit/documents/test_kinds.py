@@ -10,8 +10,9 @@ from longleaf.document_text import NamedPart, TextFile, is_place, place_name
 from longleaf.documents.collection import Collector
 from longleaf.documents.errors import NotText, Unreadable
 from longleaf.documents.kinds import Kind, kind_of
-from longleaf.documents.text_files import check_encoding, decode, find_invalid_utf8, printable, without_controls
+from longleaf.documents.text_files import check_encoding, decode, find_invalid_utf8, without_controls
 from longleaf.errors import InvalidArgument
+from longleaf.formatting import printable
 from tests.support import document_samples as samples
 
 
