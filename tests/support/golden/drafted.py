@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longleaf.positions import EVERY_RANK, OWN_ROPE
 from longleaf.rank_protocol.row_delta import row_delta
-from longleaf.rank_protocol.step import Decode, PenaltyHistory, Row, SamplingTerms, Spans, StepResult
+from longleaf.rank_protocol.step import Attention, Decode, PenaltyHistory, Row, SamplingTerms, Spans, StepResult
 from longleaf.runs import Run, join, until
 from longleaf.sampling import SamplingParams, Token
 from tests.support.golden.epochs import Service
@@ -122,7 +122,7 @@ class Drafting:
             row.sequence, (), start, (), runs, len(reported), None, num_reference, OWN_ROPE, windows, draft_ids=drafts
         )
 
-    def attention_alone(self, number: int, question: Ids, start: int, spans: Spans) -> list[bytes]:
+    def attention_alone(self, number: int, question: Ids, start: int, spans: Spans) -> list[Attention]:
         """The attention of each token of an answer, computed again by a row without drafts over the stored keys."""
         service, first = self._service, start + len(question) - 1
         path = service._tails[self.sequences[number]].path
