@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from bench.harness.subjects import Subject, subject_of
 from zoo.checkpoints import make_checkpoint
 
 LARGE, SMALL = "random-llama-570mb", "random-llama-19mb"
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     LARGE: {"num_layers": 8, "hidden": 1280, "num_heads": 10, "num_kv_heads": 2, "ffn": 3584},
     SMALL: {"num_layers": 6, "hidden": 256, "num_heads": 4, "num_kv_heads": 2, "ffn": 768},
 }

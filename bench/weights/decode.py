@@ -44,22 +44,36 @@ async def measure(measured: Subject, batches: Sequence[int], num_tokens: int, re
 async def alternate(
     fleets: dict[WeightsChoice, Generations], questions: list[tuple[int, ...]], num_tokens: int, repeats: int
 ) -> Row:
-    """The median over turns of the time per token relative to whole weights. The first turn is not counted."""
-    ratios, rates = list[float](), list[tuple[float, float]]()
+    """Times per token relative to whole weights, as medians over turns: of the time that passes, and of the processor
+    time of all ranks, which other programs hardly change. The first turn is not counted.
+    """
+    found = list[Row]()
     for turn in range(repeats + 1):
         order = WAYS if turn % 2 else WAYS[::-1]
-        now = {way: await rate(fleets[way], questions, num_tokens) for way in order}
-        log(f"{len(questions)} at once, turn {turn}: {now['sharded']:.2f} against {now['whole']:.2f} tokens/s")
-        if turn:
-            ratios.append(now["whole"] / now["sharded"])
-            rates.append((now["sharded"], now["whole"]))
+        now = {way: await _measured(fleets[way], questions, num_tokens) for way in order}
+        (rate_sharded, used_sharded), (rate_whole, used_whole) = (now[way] for way in WAYS)
+        log(
+            f"{len(questions)} at once, turn {turn}: {rate_sharded:.2f} against {rate_whole:.2f} tokens/s, "
+            f"{used_sharded:.2f} against {used_whole:.2f} s of processors"
+        )
+        one = {"time": rate_whole / rate_sharded, "processors": used_sharded / used_whole}
+        found.append({**one, "sharded": rate_sharded, "whole": rate_whole})
+    ratios = [one["time"] for one in found[1:]]
     name = f"rows_{len(questions)}"
     return {
         name: round(median(ratios), 3),
         f"{name}_min": round(min(ratios), 3),
         f"{name}_max": round(max(ratios), 3),
-        f"{name}_tokens_per_s": [round(median(one), 2) for one in zip(*rates, strict=True)],
+        f"{name}_processors": round(median(one["processors"] for one in found[1:]), 3),
+        f"{name}_tokens_per_s": [round(median(one[way] for one in found[1:]), 2) for way in WAYS],
     }
+
+
+async def _measured(fleet: Generations, questions: list[tuple[int, ...]], num_tokens: int) -> tuple[float, float]:
+    """Tokens per second, and seconds of processors from the questions to the last tokens."""
+    before = fleet.processor_seconds()
+    tokens_per_s = await rate(fleet, questions, num_tokens)
+    return tokens_per_s, fleet.processor_seconds() - before
 
 
 def run(measured: Subject, batches: Sequence[int], num_tokens: int, repeats: int) -> Row:

@@ -25,7 +25,7 @@ MAX_BYTES = 2_400_000_000
 """Of anonymous and shared memory on each rank."""
 KV_BYTES = 1 << 28
 DOCUMENT_TOKENS, QUESTION_TOKENS, NEW_TOKENS = 200, 8, 8
-SHAPE = {"num_layers": 8, "hidden": 4096, "num_heads": 32, "num_kv_heads": 8, "ffn": 11264, "vocab_size": 8192}
+SHAPE: dict[str, Any] = {"num_layers": 8, "hidden": 4096, "num_heads": 32, "num_kv_heads": 8, "ffn": 11264, "vocab_size": 8192}
 """6.0 GB in float32."""
 SAMPLE_SECONDS = 0.02
 COMMAND = (
