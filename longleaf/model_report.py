@@ -71,11 +71,11 @@ class ExchangeReport(msgspec.Struct, frozen=True, kw_only=True):
     """Exchanges between ranks in a decode step."""
 
     merges: int
-    """Of partial attention, one per layer; some algorithms merge in several rounds."""
+    """Merges of partial attention, one per layer; some algorithms need several rounds."""
     gathers: int
-    """With sharded weights: of the outputs of linear layers, the head included."""
+    """Gathers of the outputs of sharded linear layers, the head included."""
     sums: int
-    """With sharded weights: of the addends of MLPs, experts and embeddings."""
+    """Sums of the addends of sharded MLPs, experts and embeddings."""
 
     @property
     def whole(self) -> int:

@@ -44,8 +44,8 @@ async def measure(measured: Subject, batches: Sequence[int], num_tokens: int, re
 async def alternate(
     fleets: dict[WeightsChoice, Generations], questions: list[tuple[int, ...]], num_tokens: int, repeats: int
 ) -> Row:
-    """Times per token relative to whole weights, as medians over turns: of the time that passes, and of the processor
-    time of all ranks, which other programs hardly change. The first turn is not counted.
+    """Times per token relative to whole weights, as medians over turns, in elapsed time and in processor time of all
+    ranks. Other programs hardly change the latter. The first turn is not counted.
     """
     found = list[Row]()
     for turn in range(repeats + 1):

@@ -25,7 +25,14 @@ MAX_BYTES = 2_400_000_000
 """Of anonymous and shared memory on each rank."""
 KV_BYTES = 1 << 28
 DOCUMENT_TOKENS, QUESTION_TOKENS, NEW_TOKENS = 200, 8, 8
-SHAPE: dict[str, Any] = {"num_layers": 8, "hidden": 4096, "num_heads": 32, "num_kv_heads": 8, "ffn": 11264, "vocab_size": 8192}
+SHAPE: dict[str, Any] = {
+    "num_layers": 8,
+    "hidden": 4096,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "ffn": 11264,
+    "vocab_size": 8192,
+}
 """6.0 GB in float32."""
 SAMPLE_SECONDS = 0.02
 COMMAND = (
@@ -99,7 +106,7 @@ def _serve(measured: Subject, expected: list[int]) -> Row:
 
 
 class PeakMemory:
-    """The peaks of anonymous and shared memory, by process, of the descendants of a process. To be entered."""
+    """The peaks of anonymous and shared memory, by process, below a root process. To be entered."""
 
     def __init__(self, root: psutil.Process) -> None:
         self._root = root

@@ -24,7 +24,7 @@ SAMPLE_SECONDS = 0.001
 
 def measure_bytes(folder: Path, count: int) -> Row:
     """Bytes that ranks hold and read, brought into the page cache, and took as anonymous memory, as the largest over
-    shares. Each share is loaded alone, in a process of its own, from files that are not in the page cache.
+    shares. Each share is loaded in a separate process, from files that are not in the page cache.
     """
     file = folder / "model.safetensors"
     found = list[Row]()
@@ -83,8 +83,8 @@ def _load(there: Connection, folder: str, index: int, count: int) -> None:
     there.recv()
     found = load_share(folder, "auto", "cpu", Share(index, count))
     sizes = [parameter.nbytes for parameter in build_on_meta(models.read_config(folder), "auto").parameters()]
-    held = sum(parameter.nbytes for parameter in found.model.module.parameters())
-    there.send({"held": held, "read": found.num_bytes_read, "whole": sum(sizes), "largest": max(sizes)})
+    local_bytes = sum(parameter.nbytes for parameter in found.model.module.parameters())
+    there.send({"held": local_bytes, "read": found.num_bytes_read, "whole": sum(sizes), "largest": max(sizes)})
     there.recv()
 
 

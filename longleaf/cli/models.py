@@ -231,7 +231,7 @@ def describe_shares(attention: AttentionReport) -> str:
 
 def describe_exchanges(found: ExchangeReport) -> str:
     """Exchanges of a decode step with both kinds of weights."""
-    layers = f"{found.gathers} of outputs, {found.sums} of sums, {found.merges} merges, 1 of tokens"
+    layers = f"{found.gathers} gathers, {found.sums} sums, {found.merges} merges, 1 of tokens"
     return f"{found.whole} per decode step; {found.sharded} with --weights sharded ({layers})"
 
 

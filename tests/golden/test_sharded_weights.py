@@ -116,7 +116,7 @@ EXCHANGES = {
     "phi3": 5 * 4 + 3,  # fused projections have no plan: two for the MLP
     "gpt2": 5 * 4 + 4,  # two embeddings
     "mixtral": 4 * 4 + 3,
-    "glm4_moe": 4 * 4 + 3 + 3,  # three layers also have a shared expert
+    "glm4_moe": 4 * 4 + 3 + 3,  # shared experts in three layers
     "gemma4": 25,  # and layers of their own for inputs of each layer
     "deepseek_v3": 5 * 4 + 3 + 3,  # queries through a latent
     "glm4_moe_lite": 29,

@@ -69,9 +69,9 @@ class LayerExchanges:
     """Exchanges of the sharded layers of a model in one decode step, as counted in the preflight."""
 
     gathers: int
-    """Of the outputs of linear layers, the head included."""
+    """Gathers of the outputs of linear layers, the head included."""
     sums: int
-    """Of the addends of pairs, experts and embeddings."""
+    """Sums of the addends of pairs, experts and embeddings."""
 
     @property
     def total(self) -> int:

@@ -82,7 +82,7 @@ def test_ranks_may_share_gpus(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("given", ["whole", "sharded"])
-def test_a_given_choice_is_kept(folder, monkeypatch, given):
+def test_a_given_choice_is_final(folder, monkeypatch, given):
     monkeypatch.setattr(weights_choice, "memory", lambda: Memory(1 << 40, 1 if given == "whole" else 1 << 40))
     assert chosen(service(folder, weights=given)) == (given, [])
 

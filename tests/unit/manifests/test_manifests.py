@@ -80,7 +80,9 @@ def test_large_models_are_sharded_over_all_ranks(overlay, billions, num_ranks):
     values = environment(serve(documents))
     assert (values["WEIGHTS"], values["WORLD_SIZE"], values["DEVICE"]) == ("sharded", str(num_ranks), "cuda")
     assert 2 * billions / num_ranks < 0.7 * 80  # GB of a GPU, in bfloat16
-    (claim,) = (one for one in of_kind(documents, "PersistentVolumeClaim") if one["metadata"]["name"].endswith("models"))
+    (claim,) = (
+        one for one in of_kind(documents, "PersistentVolumeClaim") if one["metadata"]["name"].endswith("models")
+    )
     assert 2e9 * billions < int(claim["spec"]["resources"]["requests"]["storage"].removesuffix("Gi")) * 2**30
 
 
