@@ -41,7 +41,7 @@ GraphsChoice = Literal["auto", "off"]
 SnapshotsChoice = Literal["seal", "demand", "off"]
 """When snapshots of keys and values are written: after a document is read, on request, or never."""
 WindowKeys = Literal["sharded", "replicated"]
-WeightsChoice = Literal["whole", "sharded"]
+WeightsChoice = Literal["auto", "whole", "sharded"]
 SamplingDefaults = Literal["greedy", "model"]
 """Defaults for sampling parameters that a request omits: greedy decoding, or the values of generation_config.json."""
 
@@ -102,10 +102,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Option(
             SERVICE,
             "Weights of the model on each rank; whole: all of them; sharded: an equal part, so that a model may be "
-            "larger than the memory of one rank. Sharded ranks exchange more in every layer, and after a loss they "
-            "wait for the replacement.",
+            "larger than the memory of one rank; auto: sharded where whole ones do not fit into 90 % of the memory of "
+            "each rank of this machine. Sharded ranks exchange more in every layer, and after a loss they wait for the "
+            "replacement.",
         ),
-    ] = "whole"
+    ] = "auto"
+    """Commands replace auto before ranks start (`longleaf.weights_choice`); elsewhere it means whole."""
     allow_long: Annotated[
         bool, Option(SERVICE, "Accept more tokens than the model was trained for; answers may get worse.")
     ] = False

@@ -15,6 +15,7 @@ import os
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from math import prod
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,7 +50,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 
 class _TensorLocation(msgspec.Struct, frozen=True):
-    """Location of a tensor according to the header of a safetensors file."""
+    """Location of a tensor in a safetensors file. In the header, offsets count from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -135,8 +136,23 @@ def weight_files(folder: Path) -> Sequence[str]:
     return sorted({name for name in named.values() if name.endswith(".safetensors")})
 
 
-def _read_weights(path: Path) -> list[tuple[str, bytes]]:
-    """Name and digest of each tensor of a safetensors file."""
+def count_numbers(folder: Path) -> dict[str, int]:
+    """The numbers in the weights of the model in `folder`, by the name of their type in safetensors files; empty if
+    there are none in this format. Raises ModelRefused, which names the file.
+    """
+    found = dict[str, int]()
+    for name in weight_files(folder):
+        with _opened(folder / name) as (_, places):
+            for place in places.values():
+                found[place.dtype] = found.get(place.dtype, 0) + prod(place.shape)
+    return found
+
+
+@contextmanager
+def _opened(path: Path) -> Generator[tuple[int, dict[str, _TensorLocation]], None, None]:
+    """The descriptor of an open safetensors file, and the location of each tensor, with offsets from the start of the
+    file. Errors of reading in the body are converted to ModelRefused as well.
+    """
     with _reading(path):
         if not path.is_file():
             raise ModelRefused(f"{path.parent} lacks {path.name}")
@@ -148,19 +164,26 @@ def _read_weights(path: Path) -> list[tuple[str, bytes]]:
             raise ValueError("its header is too long")
         header = msgspec.json.decode(_read_at(descriptor, LENGTH_BYTES, length), type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
-        digests: list[tuple[str, bytes]] = []
+        places = dict[str, _TensorLocation]()
         for name, entry in header.items():
             place = msgspec.json.decode(entry, type=_TensorLocation)
             begin, end = place.data_offsets
             if not 0 <= begin <= end <= size - start:
                 raise ValueError(f"it ends before the end of its tensor {name}")
-            digests.append((name, _read_tensor(descriptor, name, place, start + begin)))
-        return digests
+            places[name] = msgspec.structs.replace(place, data_offsets=(start + begin, start + end))
+        yield descriptor, places
 
 
-def _read_tensor(descriptor: int, name: str, place: _TensorLocation, start: int) -> bytes:
-    """The digest of the tensor whose bytes start at `start` of an open file."""
-    size = place.data_offsets[1] - place.data_offsets[0]
+def _read_weights(path: Path) -> list[tuple[str, bytes]]:
+    """Name and digest of each tensor of a safetensors file."""
+    with _opened(path) as (descriptor, places):
+        return [(name, _read_tensor(descriptor, name, place)) for name, place in places.items()]
+
+
+def _read_tensor(descriptor: int, name: str, place: _TensorLocation) -> bytes:
+    """The digest of a tensor of an open file."""
+    start, end = place.data_offsets
+    size = end - start
     digest = _hasher(msgspec.msgpack.encode((name, place.dtype, place.shape, size)))
     last = size - PIECE_BYTES
     reads = [(0, size)] if last <= 2 * PIECE_BYTES else [(at, PIECE_BYTES) for at in (0, last // 2, last)]

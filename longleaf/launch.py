@@ -20,6 +20,7 @@ from longleaf.formatting import human_seconds
 from longleaf.options import to_argument
 from longleaf.rank_choice import choose_ranks, this_machine
 from longleaf.service_settings import GatewayConfig, ServiceConfig
+from longleaf.weights_choice import with_weights
 
 LISTENING = "listening on "
 """Prefix of the line with the address, which the service prints when it is ready."""
@@ -49,16 +50,17 @@ def ready_command(config: ServiceConfig) -> list[str]:
     return _python("coordinator", config)
 
 
-def ready_config(config: ServiceConfig) -> ServiceConfig:
+def ready_config(config: ServiceConfig, notify: Callable[[str], None] = lambda _: None) -> ServiceConfig:
     """The settings as the service takes them: valid, complete and independent of the working directory, because ranks
-    may be in another folder.
+    may be in another folder. `notify` receives the choices that the user should know.
 
     Raises InvalidArgument naming the first setting that is invalid, and StartError if the server is not installed.
     """
     require_extra("server", "longleaf serve")
-    config = choose_ranks(config, this_machine())
+    machine = this_machine()
+    config = choose_ranks(config, machine)
     config.check()
-    return config.with_absolute_paths()
+    return with_weights(config, machine.num_gpus, notify).with_absolute_paths()
 
 
 def gateway_command(config: GatewayConfig) -> list[str]:
@@ -99,6 +101,11 @@ class ServiceProcess:
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
         self._reader.start()
         return self
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._process.pid
 
     def _read(self, output: IO[str]) -> None:
         """Drains the pipe, because a full pipe would block the service."""

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from longleaf.config import WindowKeys
+from longleaf.config import WeightsChoice, WindowKeys
 from longleaf.fingerprint import Fingerprint
 
 
@@ -67,6 +67,27 @@ class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Number of context ends that fit; generations use them too."""
 
 
+class ExchangeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Exchanges between ranks in a decode step."""
+
+    merges: int
+    """Merges of partial attention, one per layer; some algorithms need several rounds."""
+    gathers: int
+    """Gathers of the outputs of sharded linear layers, the head included."""
+    sums: int
+    """Sums of the addends of sharded MLPs, experts and embeddings."""
+
+    @property
+    def whole(self) -> int:
+        """The number with whole weights: the merges, and one of the sampled tokens."""
+        return self.merges + 1
+
+    @property
+    def sharded(self) -> int:
+        """The number with sharded weights."""
+        return self.whole + self.gathers + self.sums
+
+
 class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     """Result of loading the checkpoint on a rank."""
 
@@ -88,6 +109,10 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the weights on each rank if they are sharded; empty for one rank."""
     share_note: str = ""
     """Reason why the weights cannot be sharded; empty if they can."""
+    weights: WeightsChoice = "whole"
+    """The weights of each rank in `plans`."""
+    exchanges: ExchangeReport | None = None
+    """Exchanges of a decode step; None for one rank, and if the weights cannot be sharded."""
     has_weights: bool = False
     """Whether the weights were loaded."""
     is_exact: bool | None = None

@@ -67,6 +67,39 @@ def num_gpus(root: Path = ROOT) -> int:
     return min(found, len(named))
 
 
+def gpu_memory(root: Path = ROOT) -> list[int]:
+    """The memory of each GPU of this machine in bytes, from the drivers of NVIDIA and AMD; empty if it is unknown."""
+    return _nvidia_memory() or [
+        int(text)
+        for path in sorted(root.glob("sys/class/drm/card*/device/mem_info_vram_total"))
+        if (text := _read(path))
+    ]
+
+
+def _nvidia_memory() -> list[int]:
+    """From the management library of the driver (NVML), which needs no context on the GPUs."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return []
+    if library.nvmlInit_v2():
+        return []
+    try:
+        count, found = ctypes.c_uint(), list[int]()
+        if library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return []
+        for index in range(count.value):
+            device, sizes = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # total, free, used
+            if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) or library.nvmlDeviceGetMemoryInfo(
+                device, ctypes.byref(sizes)
+            ):
+                return []
+            found.append(sizes[0])
+        return found
+    finally:
+        library.nvmlShutdown()
+
+
 def end_with_parent() -> None:
     """Makes the kernel kill this process when the thread that started it ends (Linux only)."""
     if sys.platform == "linux":

@@ -13,11 +13,19 @@ from typing import get_args
 
 import msgspec
 
-from longleaf.config import EngineConfig, WindowKeys
+from longleaf.config import EngineConfig, WeightsChoice, WindowKeys
 from longleaf.errors import ModelRefused, StartError
 from longleaf.kernels import registry
-from longleaf.model_report import AttentionKind, AttentionReport, CapacityPlan, RankPlan, ReplicatedReport
+from longleaf.model_report import (
+    AttentionKind,
+    AttentionReport,
+    CapacityPlan,
+    ExchangeReport,
+    RankPlan,
+    ReplicatedReport,
+)
 from longleaf.positions import UNLIMITED_TOKENS, WindowSpec
+from longleaf.weights_choice import choose_weights, memory_of_rank
 from workers.exactness import check_exact
 from workers.kv_cache.pools import (
     kv_bytes_per_token,
@@ -53,10 +61,12 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
         )
         bytes_per_token = kv_bytes_per_token(model.layers, model.dtype, config)
         note = verify(model, config) if has_weights else UNKNOWN
-        shares, share_note = measure_shares(config)
+        shares, share_note, exchanges = measure_shares(config)
     except ModelRefused as error:
         return AttentionReport(reason=str(error))
     weight_bytes = sum(p.numel() * p.itemsize for p in model.module.parameters())
+    if config.weights == "auto":
+        config = msgspec.structs.replace(config, weights=chosen_weights(weight_bytes, config) if shares else "whole")
     if config.kv_bytes:
         pools = pools or [config.kv_bytes] * config.world_size
     if config.has_shares and share_note:
@@ -73,6 +83,8 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
         weight_bytes=weight_bytes,
         share_bytes=shares,
         share_note=share_note,
+        weights=config.weights,
+        exchanges=exchanges,
         has_weights=has_weights,
         is_exact=None if note else True,
         exactness_note=note,
@@ -80,17 +92,30 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
     )
 
 
-def measure_shares(config: EngineConfig) -> tuple[tuple[int, ...], str]:
-    """Bytes of the weights on each of several ranks if they are sharded, or the reason why they cannot be."""
+def measure_shares(config: EngineConfig) -> tuple[tuple[int, ...], str, ExchangeReport | None]:
+    """Bytes of the weights on each of several ranks if they are sharded, or the reason why they cannot be; and the
+    exchanges of a decode step.
+    """
     count = config.world_size
     if count == 1:
-        return (), ""
+        return (), "", None
     try:
         known = outline(config.model, config.dtype)
         weight_plan = plan_weights(known, count)
     except ModelRefused as error:
-        return (), str(error)
-    return tuple(share_bytes(known, weight_plan, Share(index, count)) for index in range(count)), ""
+        return (), str(error), None
+    found = weight_plan.exchanges
+    exchanges = ExchangeReport(merges=len(known.model.layers), gathers=found.gathers, sums=found.sums)
+    return tuple(share_bytes(known, weight_plan, Share(index, count)) for index in range(count)), "", exchanges
+
+
+def chosen_weights(weight_bytes: int, config: EngineConfig) -> WeightsChoice:
+    """The weights that `serve` chooses for ranks on this machine."""
+    num_gpus = count_gpus() if config.device != "cpu" else 0
+    rank_memory = memory_of_rank(config, num_gpus)
+    if rank_memory is None:
+        return "whole"
+    return choose_weights(weight_bytes, rank_memory, config.world_size, config.kv_bytes or 0)
 
 
 def verify(model: Model, config: EngineConfig) -> str:

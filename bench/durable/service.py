@@ -52,10 +52,6 @@ class TimedService(ServiceProcess):
         self.began = time.perf_counter()
         return super().__enter__()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def kill(self) -> None:
         """All its processes at once, as a machine would end them, and waits until they are gone."""
         main = psutil.Process(self.pid)

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import psutil
+
 from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.cluster.rank_manager import RankManager
 from coordinator.engine.engine import Engine
@@ -45,9 +47,11 @@ class DecodeSteps:
 class Generations:
     """Generations on an engine, and how long greedy ones take."""
 
-    def __init__(self, engine: Engine, steps: DecodeSteps) -> None:
+    def __init__(self, engine: Engine, steps: DecodeSteps, pids: Sequence[int] = ()) -> None:
+        """`pids` are the processes of the ranks."""
         self._engine = engine
         self._steps = steps
+        self._ranks = [psutil.Process(pid) for pid in pids]
 
     @property
     def max_tokens(self) -> int:
@@ -81,6 +85,11 @@ class Generations:
                 found += event.token_ids
         return tuple(found)
 
+    def processor_seconds(self) -> float:
+        """Processor time of all ranks so far. Unlike the time that passes, it hardly depends on other programs."""
+        times = [rank.cpu_times() for rank in self._ranks]
+        return sum(one.user + one.system for one in times)
+
     def take_steps(self) -> list[Step]:
         """The decode steps since the last call."""
         return self._steps.take()
@@ -97,7 +106,7 @@ async def running(config: EngineConfig) -> AsyncIterator[Generations]:
         await fleet.launch(config, control.invitations, control.on_process_exit)
         await engine.start()
         loop = asyncio.create_task(engine.run())
-        yield Generations(engine, steps)
+        yield Generations(engine, steps, [hello.pid for hello in control.hellos])
     finally:
         await engine.close()
         if loop is not None:

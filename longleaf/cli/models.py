@@ -20,7 +20,15 @@ from longleaf.errors import LongleafError, ModelRefused
 from longleaf.extras import require_extra
 from longleaf.fingerprint import Fingerprint, read_fingerprint
 from longleaf.formatting import human_bytes
-from longleaf.model_report import AttentionKind, AttentionReport, CapacityPlan, Dequantized, ModelReport, TextReport
+from longleaf.model_report import (
+    AttentionKind,
+    AttentionReport,
+    CapacityPlan,
+    Dequantized,
+    ExchangeReport,
+    ModelReport,
+    TextReport,
+)
 from longleaf.runs import join
 from longleaf.topology import count_ranks
 from longleaf.types import Cluster
@@ -47,7 +55,10 @@ def check(
     model: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")],
     world_size: Annotated[int, typer.Option("--world-size", "--ranks", help="Number of ranks to plan for.")] = 1,
     weights: Annotated[
-        WeightsChoice, typer.Option(help="Plan for all weights on each rank, or for an equal part.")
+        WeightsChoice,
+        typer.Option(
+            help="Plan for all weights on each rank, or for an equal part; auto: for those that `serve` chooses here."
+        ),
     ] = _DEFAULTS.weights,
     kv_bytes: Annotated[
         int | None,
@@ -198,6 +209,8 @@ def show(found: ModelReport, *, is_running: bool) -> None:
     sizes.add_row("weights", f"{human_bytes(attention.weight_bytes)} on each rank{read}")
     if attention.share_bytes or attention.share_note:
         sizes.add_row("", describe_shares(attention))
+    if attention.exchanges is not None:
+        sizes.add_row("exchanges", describe_exchanges(attention.exchanges))
     for number, plan in enumerate(found.plans):
         mode = f", with --window-keys {plan.window_keys}" if len(found.plans) > 1 else ""
         sizes.add_row("" if number else "fits", _plan_summary(plan, is_running) + mode)
@@ -211,8 +224,15 @@ def describe_shares(attention: AttentionReport) -> str:
     """The weights of a rank if they are sharded."""
     if attention.share_note:
         return f"cannot be sharded: {attention.share_note}"
-    largest = human_bytes(max(attention.share_bytes))
-    return f"at most {largest} on each of {count_ranks(len(attention.share_bytes))}, with --weights sharded"
+    largest, ranks = human_bytes(max(attention.share_bytes)), count_ranks(len(attention.share_bytes))
+    planned = ", as planned here" if attention.weights == "sharded" else ""
+    return f"at most {largest} on each of {ranks}, with --weights sharded{planned}"
+
+
+def describe_exchanges(found: ExchangeReport) -> str:
+    """Exchanges of a decode step with both kinds of weights."""
+    layers = f"{found.gathers} gathers, {found.sums} sums, {found.merges} merges, 1 of tokens"
+    return f"{found.whole} per decode step; {found.sharded} with --weights sharded ({layers})"
 
 
 def describe_dequantized(source: Dequantized) -> str:

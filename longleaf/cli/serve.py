@@ -34,8 +34,16 @@ def serve(config: ServiceConfig, yes: Yes = False, as_json: AsJson = False) -> N
     """
     require_extra("server", "longleaf serve")
     config = with_local_model(config, yes=yes, is_quiet=as_json or config.telemetry.log_format == "json")
-    config = ready_config(msgspec.structs.replace(config, as_json=as_json))
-    if config.telemetry.log_format == "text":
-        ranks = count_ranks(config.engine.world_size)
-        print(f"starting {ranks} ({config.launcher}) …", file=sys.stderr, flush=True)
+    is_text = config.telemetry.log_format == "text"
+    notify = _print if is_text else _ignore  # lines between JSON objects could not be parsed
+    config = ready_config(msgspec.structs.replace(config, as_json=as_json), notify)
+    notify(f"starting {count_ranks(config.engine.world_size)} ({config.launcher}) …")
     exec_command(ready_command(config))
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _ignore(line: str) -> None:
+    del line

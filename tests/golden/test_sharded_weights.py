@@ -25,7 +25,9 @@ from tests.support.running import running_on
 from tests.support.thinned import thinned
 from tests.support.threads import config_for, make_spec
 from workers.__main__ import main
+from workers.model.meta_model import outline
 from workers.model.sharded_model import load_share
+from workers.model.weight_parts import plan_weights
 from workers.model.weight_shares import Share
 from workers.rank import Rank
 from zoo.families import FAMILIES
@@ -107,10 +109,25 @@ async def test_a_lost_share_of_a_sum_is_noticed(goldens):
         assert await answer(engine, golden.prompt) != golden.tokens
 
 
-@pytest.mark.parametrize(("family", "per_layer"), [("llama", 4), pytest.param("phi3", 5, marks=pytest.mark.extended)])
-async def test_exchanges_of_a_decode_step(goldens, monkeypatch, family, per_layer):
-    """One for queries, keys and values, one merge, one for the output and one for the MLP (two without a plan); beside
-    the layers those of the embedding, the head and the tokens."""
+NUM_LAYERS = 4
+EXCHANGES = {
+    "llama": 4 * 4
+    + 3,  # per layer: queries, keys and values; merge; output; MLP. Beside layers: embedding, head, tokens
+    "phi3": 5 * 4 + 3,  # fused projections have no plan: two for the MLP
+    "gpt2": 5 * 4 + 4,  # two embeddings
+    "mixtral": 4 * 4 + 3,
+    "glm4_moe": 4 * 4 + 3 + 3,  # shared experts in three layers
+    "gemma4": 25,  # and layers of their own for inputs of each layer
+    "deepseek_v3": 5 * 4 + 3 + 3,  # queries through a latent
+    "glm4_moe_lite": 29,
+}
+"""By family, for models of 4 layers."""
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("family", EXCHANGES)
+async def test_exchanges_of_a_decode_step(goldens, monkeypatch, family):
+    """The preflight counts those that the ranks begin."""
     golden, shapes = goldens(family), list[torch.Size]()
     exchange = LoopbackComm._exchange
 
@@ -127,8 +144,9 @@ async def test_exchanges_of_a_decode_step(goldens, monkeypatch, family, per_laye
             before = len(shapes)
             await answer(engine, golden.prompt[:40], num_new=num_new)
             counts.append(len(shapes) - before)
-    num_layers = load_plain(golden.folder).config.num_hidden_layers
-    assert counts[1] - counts[0] == per_layer * num_layers + 3
+    plan = plan_weights(outline(str(golden.folder), "float32"), 2)
+    derived = NUM_LAYERS + plan.exchanges.total + 1
+    assert counts[1] - counts[0] == derived == EXCHANGES[family]
 
 
 @pytest.mark.sampled(2)

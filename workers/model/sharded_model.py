@@ -55,7 +55,12 @@ def load_share(folder: str, dtype: DtypeName, device: str, share: Share) -> Shar
     config = models.read_config(folder)
     if getattr(config, "quantization_config", None):
         raise ModelRefused(f"{folder} has quantized weights, which --weights sharded does not support")
-    check_weights(Path(folder), config)
+    try:
+        check_weights(Path(folder), config)
+    except ModelRefused:
+        raise
+    except Exception as error:  # any error in the index refuses the folder
+        raise models.refusal(folder, error, config) from error
     dtype = _dtype_of(folder, config, dtype)
     found = _attempt(folder, config, dtype, device, share, 0)
     for number in range(1, len(models.auto_classes(config))):

@@ -15,7 +15,7 @@ experts and embeddings are tried on random weights of a small width before they 
 import copy
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +65,20 @@ class SlicedExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerExchanges:
+    """Exchanges of the sharded layers of a model in one decode step, as counted in the preflight."""
+
+    gathers: int
+    """Gathers of the outputs of linear layers, the head included."""
+    sums: int
+    """Sums of the addends of pairs, experts and embeddings."""
+
+    @property
+    def total(self) -> int:
+        return self.gathers + self.sums
+
+
+@dataclass(frozen=True, slots=True)
 class WeightPlan:
     """The division of the weights of a model, by the names of its modules."""
 
@@ -75,6 +89,7 @@ class WeightPlan:
     embeddings: tuple[str, ...]
     cuts: dict[str, Cut]
     """The divided parameters, by name. All others are on every rank."""
+    exchanges: LayerExchanges
 
 
 def plan_weights(outline: Outline, num_shares: int) -> WeightPlan:
@@ -127,7 +142,14 @@ class _Planner:
             for name in pair.inputs:
                 cuts |= self._linear_cuts(name, by_outputs=True)
             cuts |= self._linear_cuts(pair.output, by_outputs=False)
-        return WeightPlan(tuple(groups), tuple(pairs), tuple(experts), tuple(embeddings), cuts)
+        sums = [*(pair.output for pair in pairs), *(one.name for one in experts), *embeddings]
+        exchanges = LayerExchanges(self._num_calls(names[0] for names in groups), self._num_calls(sums))
+        return WeightPlan(tuple(groups), tuple(pairs), tuple(experts), tuple(embeddings), cuts, exchanges)
+
+    def _num_calls(self, names: Iterable[str]) -> int:
+        """The number of calls of these modules in a pass that includes the head."""
+        whole = next(one for one in self._passes if one.is_whole)
+        return sum(called is self._parts[name] for name in names for called, _ in whole.calls)
 
     def _is_regular(self, part: nn.Module) -> bool:
         """Whether a module is called in every pass, with all rows."""

@@ -151,7 +151,8 @@ def open_weights(folder: Path) -> Iterator[tuple[dict[str, TensorSlice], WeightR
 
 def _read_header(reader: WeightReader, descriptor: int) -> dict[str, TensorSlice]:
     """The tensors of an open file. Raises ValueError, or KeyError for an unknown dtype."""
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # slices only: reading ahead would read the others
+    if hasattr(os, "posix_fadvise"):  # slices only: reading ahead would read the others
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     length = int.from_bytes(os.pread(descriptor, LENGTH_BYTES, 0), "little")
     start = LENGTH_BYTES + length
     if length > MAX_HEADER_BYTES:

@@ -23,8 +23,8 @@ MANIFESTS = Path(__file__).resolve().parents[3] / "k8s"
 CLOSING: tuple[Document, ...] = (
     {
         "patch": """
-- {op: test, path: /spec/headGroupSpec/template/spec/containers/1/args/11, value: --insecure}
-- {op: remove, path: /spec/headGroupSpec/template/spec/containers/1/args/11}
+- {op: test, path: /spec/headGroupSpec/template/spec/containers/1/args/12, value: --insecure}
+- {op: remove, path: /spec/headGroupSpec/template/spec/containers/1/args/12}
 """,
         "target": {"kind": "RayCluster", "name": "longleaf"},
     },

@@ -11,11 +11,13 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from coordinator.text.compat_check import check as check_text
-from longleaf.cli.models import kinds_table, spans
+from longleaf import weights_choice
+from longleaf.cli.models import describe_exchanges, kinds_table, spans
 from longleaf.cli.options import dtype_names
 from longleaf.config import EngineConfig
 from longleaf.fingerprint import read_fingerprint
-from longleaf.model_report import AttentionKind, ReplicatedReport
+from longleaf.model_report import AttentionKind, ExchangeReport, ReplicatedReport
+from longleaf.resources import Memory
 from tests.support.terminal import Terminal
 from workers.compat_check import check
 from workers.model import model as models
@@ -64,6 +66,26 @@ def test_weights_of_each_rank_are_reported_if_there_are_several(tmp_path: Path) 
     assert len(three.share_bytes) == 3
     assert sharded.share_bytes == three.share_bytes
     assert sharded.weight_bytes / 3 <= max(three.share_bytes) < 0.4 * three.weight_bytes
+
+
+@pytest.mark.parametrize(("free_of_weights", "weights"), [(2.0, "sharded"), (3.0, "whole")])
+def test_the_plan_is_for_the_weights_that_serve_chooses(tmp_path, monkeypatch, free_of_weights, weights) -> None:
+    folder = make_checkpoint(tmp_path, "llama")
+    weight_bytes = check(config(folder), has_weights=False).weight_bytes
+    free = int(free_of_weights * weight_bytes)
+    monkeypatch.setattr(weights_choice, "memory", lambda: Memory(1 << 40, free))
+    assert check(config(folder, world_size=2, kv_bytes=1 << 12), has_weights=False).weights == weights
+    assert check(config(folder, world_size=2, weights="whole"), has_weights=False).weights == "whole"
+
+
+def test_exchanges_of_a_decode_step_are_printed(tmp_path: Path) -> None:
+    """4 layers: a gather of queries, keys and values and one of outputs, a sum of the MLP, and a merge in each."""
+    folder = make_checkpoint(tmp_path, "llama")
+    assert check(config(folder), has_weights=False).exchanges is None
+    found = check(config(folder, world_size=3), has_weights=False).exchanges
+    assert found == ExchangeReport(merges=4, gathers=2 * 4 + 1, sums=4 + 1)
+    expected = "5 per decode step; 19 with --weights sharded (9 gathers, 5 sums, 4 merges, 1 of tokens)"
+    assert describe_exchanges(found) == expected
 
 
 def test_sharded_weights_leave_more_room_for_keys(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tests.support.manifests.validation import all_errors
 
 ROOT = MANIFESTS.parent
 RAY = re.search(r"^ray==(.+)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE).group(1)
-CLOSED = ("gpu-1x8", "gpu-2x8")
+CLOSED = ("gpu-1x8", "gpu-1x8-70b", "gpu-2x8", "gpu-2x8-405b")
 
 
 @pytest.fixture

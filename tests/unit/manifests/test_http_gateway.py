@@ -16,7 +16,7 @@ from tests.support.manifests.rules import problems
 from tests.support.manifests.validation import all_errors
 
 RAY = re.search(r"^ray==(.+)$", (MANIFESTS.parent / "requirements.lock").read_text(), re.MULTILINE).group(1)
-CLOSED = ("gpu-1x8", "gpu-2x8")
+CLOSED = ("gpu-1x8", "gpu-1x8-70b", "gpu-2x8", "gpu-2x8-405b")
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def broken():
 
 
 def test_all_sizes_in_the_readme_exist():
-    assert set(OVERLAYS) == {"cpu", "gpu-1x8", "gpu-2x8"}
+    assert set(OVERLAYS) == {"cpu", "gpu-1x8", "gpu-1x8-70b", "gpu-2x8", "gpu-2x8-405b"}
 
 
 def test_every_document_is_valid_for_its_kind(documents):
@@ -72,6 +72,18 @@ def test_images_get_every_package_of_the_wheel():
     assert [names for names in copied if names] == [set(packages)] * 2
     context = (ROOT / ".dockerignore").read_text().splitlines()
     assert {f"!{name}" for name in packages} <= set(context)
+
+
+@pytest.mark.parametrize(("overlay", "billions", "num_ranks"), [("gpu-1x8-70b", 70.6, 8), ("gpu-2x8-405b", 405.9, 16)])
+def test_large_models_are_sharded_over_all_ranks(overlay, billions, num_ranks):
+    documents = RENDERED[overlay]
+    values = environment(serve(documents))
+    assert (values["WEIGHTS"], values["WORLD_SIZE"], values["DEVICE"]) == ("sharded", str(num_ranks), "cuda")
+    assert 2 * billions / num_ranks < 0.7 * 80  # GB of a GPU, in bfloat16
+    (claim,) = (
+        one for one in of_kind(documents, "PersistentVolumeClaim") if one["metadata"]["name"].endswith("models")
+    )
+    assert 2e9 * billions < int(claim["spec"]["resources"]["requests"]["storage"].removesuffix("Gi")) * 2**30
 
 
 def test_number_of_gpu_hosts_equals_number_of_pods():

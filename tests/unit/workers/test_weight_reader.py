@@ -1,6 +1,7 @@
 """Shares of weights read from files: the bits of the whole parameters, and no more bytes than needed."""
 
 import json
+import os
 import struct
 
 import pytest
@@ -10,6 +11,7 @@ from longleaf.errors import ModelRefused
 from tests.support.golden.plain import load_plain
 from workers.model.meta_model import build_on_meta, outline
 from workers.model.model import read_config
+from workers.model.sharded_model import load_share
 from workers.model.weight_parts import plan_weights, take
 from workers.model.weight_reader import open_weights, read_share
 from workers.model.weight_shares import Share
@@ -79,6 +81,23 @@ def test_a_wrong_header_is_refused(tmp_path, header, reason):
     write(tmp_path / "model.safetensors", header, bytes(8))
     with pytest.raises(ModelRefused, match=reason), open_weights(tmp_path):
         pass
+
+
+def test_an_index_that_cannot_be_read_is_refused(tmp_path):
+    folder = make_checkpoint(tmp_path, "llama")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(ModelRefused, match="cannot be loaded as a causal language model: Expecting property name"):
+        load_share(str(folder), "float32", "cpu", Share(0, 2))
+
+
+def test_weights_are_read_where_the_system_takes_no_advice(tmp_path, monkeypatch):
+    """POSIX_FADV_RANDOM is missing on macOS."""
+    folder = make_checkpoint(tmp_path, "llama")
+    monkeypatch.delattr(os, "posix_fadvise")
+    monkeypatch.delattr(os, "POSIX_FADV_RANDOM")
+    with open_weights(folder) as (tensors, _):
+        assert tensors["model.norm.weight"][...].shape == (64,)
 
 
 def test_a_file_that_ends_early_is_refused(tmp_path):

@@ -1,0 +1,1 @@
+"""Weights divided over ranks against whole weights."""

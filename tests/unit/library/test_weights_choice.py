@@ -1,0 +1,93 @@
+"""The choice between whole and sharded weights by the memory of a rank."""
+
+import json
+
+import pytest
+from msgspec.structs import replace
+
+from longleaf import weights_choice
+from longleaf.config import EngineConfig
+from longleaf.resources import Memory
+from longleaf.service_settings import ServiceConfig
+from longleaf.weights_choice import choose_weights, whole_bytes, with_weights
+from tests.support.small_weights import write_tensors
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("weight_bytes", "rank_memory", "world_size", "kv_bytes", "expected"),
+    [
+        (70 * GB, 80 * GB, 8, 0, "whole"),
+        (73 * GB, 80 * GB, 8, 0, "sharded"),
+        (60 * GB, 80 * GB, 8, 12 * GB, "whole"),
+        (60 * GB, 80 * GB, 8, 13 * GB, "sharded"),
+        (140 * GB, 80 * GB, 8, 0, "sharded"),
+        (140 * GB, 80 * GB, 1, 0, "whole"),
+        (6 * GB, 3 * GB, 4, 0, "sharded"),
+    ],
+)
+def test_weights_are_sharded_where_whole_ones_do_not_fit(weight_bytes, rank_memory, world_size, kv_bytes, expected):
+    assert choose_weights(weight_bytes, rank_memory, world_size, kv_bytes) == expected
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint with 1000 numbers in 16 bits."""
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
+    write_tensors(tmp_path / "model.safetensors", {"a": ("BF16", [10, 60]), "b": ("BF16", [400])})
+    return tmp_path
+
+
+def service(folder, **settings):
+    engine = {"model": str(folder), "world_size": 4, **settings}
+    return ServiceConfig(engine=EngineConfig(**engine))
+
+
+def chosen(config, num_gpus=0):
+    notes = []
+    return with_weights(config, num_gpus, notes.append).engine.weights, notes
+
+
+def test_the_size_of_the_weights_follows_from_their_type(folder):
+    assert [whole_bytes(folder, dtype) for dtype in ("auto", "float32", "float16")] == [2000, 4000, 2000]
+    (folder / "config.json").write_text(json.dumps({"torch_dtype": "float32"}))
+    assert whole_bytes(folder, "auto") == 4000
+    (folder / "config.json").write_text("{}")
+    assert whole_bytes(folder, "auto") == 2000
+    (folder / "config.json").write_text(json.dumps({"quantization_config": {}}))
+    assert whole_bytes(folder, "auto") == 0
+    (folder / "model.safetensors").write_bytes(b"")
+    assert whole_bytes(folder, "auto") == 0
+
+
+def test_ranks_on_cpus_divide_the_available_memory(folder, monkeypatch):
+    for free, expected in ((4 * 2300, "whole"), (4 * 2200, "sharded")):
+        monkeypatch.setattr(weights_choice, "memory", lambda free=free: Memory(1 << 40, free))
+        assert chosen(service(folder))[0] == expected
+
+
+def test_the_choice_is_announced_with_the_bytes_of_each_rank(folder, monkeypatch):
+    monkeypatch.setattr(weights_choice, "memory", lambda: Memory(1 << 40, 6144))
+    expected = "weights: sharded, about 500 B on each of 4 ranks: all 2.0 KiB do not fit into the 1.5 KiB of a rank"
+    assert chosen(service(folder)) == ("sharded", [expected])
+
+
+def test_ranks_may_share_gpus(folder, monkeypatch):
+    monkeypatch.setattr(weights_choice, "gpu_memory", lambda: [9000, 4000])
+    assert chosen(service(folder), 4)[0] == "whole"
+    assert chosen(service(folder), 2)[0] == "sharded"
+    monkeypatch.setattr(weights_choice, "gpu_memory", list)
+    assert chosen(service(folder), 2) == ("whole", [])
+
+
+@pytest.mark.parametrize("given", ["whole", "sharded"])
+def test_a_given_choice_is_final(folder, monkeypatch, given):
+    monkeypatch.setattr(weights_choice, "memory", lambda: Memory(1 << 40, 1 if given == "whole" else 1 << 40))
+    assert chosen(service(folder, weights=given)) == (given, [])
+
+
+def test_weights_are_whole_where_the_memory_is_unknown(folder, monkeypatch):
+    monkeypatch.setattr(weights_choice, "memory", lambda: Memory(1, 1))
+    assert chosen(replace(service(folder), ray_address="auto")) == ("whole", [])
+    assert chosen(service(folder, world_size=1)) == ("whole", [])
