@@ -15,7 +15,6 @@ from bench.harness.memory import PROCESS, parse
 from bench.weights import page_cache
 from longleaf.config import apply_environment, rank_environment
 from workers.model import model as models
-from workers.model.meta_model import build_on_meta
 from workers.model.sharded_model import load_share
 from workers.model.weight_shares import Share
 
@@ -82,7 +81,7 @@ def _load(there: Connection, folder: str, index: int, count: int) -> None:
     there.send("ready")
     there.recv()
     found = load_share(folder, "auto", "cpu", Share(index, count))
-    sizes = [parameter.nbytes for parameter in build_on_meta(models.read_config(folder), "auto").parameters()]
+    sizes = [parameter.nbytes for parameter in models.build_on_meta(models.read_config(folder), "auto").parameters()]
     local_bytes = sum(parameter.nbytes for parameter in found.model.module.parameters())
     there.send({"held": local_bytes, "read": found.num_bytes_read, "whole": sum(sizes), "largest": max(sizes)})
     there.recv()

@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from longleaf.config import DtypeName
 from longleaf.errors import ModelRefused
-from workers.model import hook
 from workers.model import model as models
 from workers.model.model import Model
+from workers.model.quantized_weights import pop_quantization
 
 WEIGHT = 2.0**-10
 """Value of all weights. Not 0, so that operations outside of attention that mix rows may be detected."""
@@ -44,8 +43,8 @@ def outline(folder: str, dtype: DtypeName, number: int = 0) -> Outline:
     Raises ModelRefused.
     """
     config = models.read_config(folder)
-    if getattr(config, "quantization_config", None):
-        raise ModelRefused(f"{folder} has quantized weights: use --load to check whether they can be served")
+    if pop_quantization(config) is not None and dtype == "auto" and config.dtype is None:
+        dtype = "bfloat16"  # as when the weights are dequantized
     try:
         module = build(config, dtype, number)
     except ModelRefused:
@@ -60,7 +59,7 @@ def outline(folder: str, dtype: DtypeName, number: int = 0) -> Outline:
 
 def build(config: PreTrainedConfig, wanted: DtypeName, number: int = 0) -> PreTrainedModel:
     """Builds the model with parameters of one number each, and buffers as after loading."""
-    module = build_on_meta(config, wanted, number)
+    module = models.build_on_meta(config, wanted, number)
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             stretched = torch.tensor(WEIGHT, dtype=parameter.dtype).expand(parameter.shape)
@@ -72,18 +71,6 @@ def build(config: PreTrainedConfig, wanted: DtypeName, number: int = 0) -> PreTr
     module.initialize_weights()
     module.set_experts_implementation("eager")  # the grouped implementation refuses expanded weights
     return module
-
-
-def build_on_meta(config: PreTrainedConfig, wanted: DtypeName, number: int = 0) -> PreTrainedModel:
-    """Builds the model without numbers, on the meta device. If neither `wanted` nor the config names a dtype, it is
-    float32.
-    """
-    named = config.dtype if wanted == "auto" else wanted
-    dtype: torch.dtype = getattr(torch, str(named or torch.float32).removeprefix("torch."))
-    with torch.device("meta"), no_init_weights():
-        return models.auto_classes(config)[number].from_config(
-            config, dtype=dtype, attn_implementation=hook.NAME, trust_remote_code=False
-        )
 
 
 class StretchedProducts(TorchFunctionMode):

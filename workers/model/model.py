@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from longleaf.config import DtypeName
@@ -25,8 +26,11 @@ from longleaf.errors import ModelRefused
 from longleaf.kernels.backend import lies_in
 from longleaf.positions import AttentionSpan, Rotary
 from workers.model import hook, latent
+from workers.model.quantized_weights import Quantization, pop_quantization
 from workers.model.rotary import Ropes, Rows, replace_rotary
 from workers.model.sharded_layers import RowExchange
+from workers.model.weight_reader import dtype_of, read_share
+from workers.model.weight_shares import Share
 from workers.model.weights import SAFE_WEIGHTS, check_weights, large_blocks_apart, loading_to_device
 
 PROBES = ((3, 5), (4, 11))
@@ -219,9 +223,15 @@ def reach_of(config: PreTrainedConfig, layer: int, window: int | None) -> Attent
 def load(folder: str, dtype: DtypeName, device: str) -> Model:
     """Loads the checkpoint in `folder`. Raises ModelRefused with the reason when it cannot be served exactly."""
     config = read_config(folder)
+    quantization = pop_quantization(config)
     try:
         check_weights(Path(folder), config)
-        attempts = (_read(folder, config, dtype, device, loader) for loader in auto_classes(config))
+        numbers = range(len(auto_classes(config)))
+        if quantization is None:
+            attempts = (_read(folder, config, dtype, device, number) for number in numbers)
+        else:
+            dtype = dtype_of(folder, config, dtype, quantization)
+            attempts = (_dequantize(folder, config, dtype, device, number, quantization) for number in numbers)
         module, report = next(attempts)
         if report["missing_keys"]:
             module, report = next(attempts, (module, report))
@@ -242,12 +252,13 @@ def check_complete(folder: str, missing: Iterable[str], mismatched: Iterable[tup
 
 
 def _read(
-    folder: str, config: PreTrainedConfig, dtype: DtypeName, device: str, loader: Any
+    folder: str, config: PreTrainedConfig, dtype: DtypeName, device: str, number: int
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model that an auto class builds, and its report about the weights. The annotations of auto classes lack
     output_loading_info.
     """
     with large_blocks_apart(), loading_to_device(device):
+        loader: Any = auto_classes(config)[number]
         return loader.from_pretrained(
             folder,
             config=config,
@@ -257,6 +268,28 @@ def _read(
             ignore_mismatched_sizes=True,  # they are refused by name
             **UNTRUSTED,
             **SAFE_WEIGHTS,
+        )
+
+
+def _dequantize(
+    folder: str, config: PreTrainedConfig, dtype: DtypeName, device: str, number: int, quantization: Quantization
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The same with quantized weights, which are dequantized while they are read."""
+    module = build_on_meta(config, dtype, number)
+    with large_blocks_apart(), loading_to_device(device):
+        loaded = read_share(module, Path(folder), {}, Share(0, 1), module.dtype, quantization)
+    return module, {"missing_keys": loaded.missing, "mismatched_keys": loaded.mismatched}
+
+
+def build_on_meta(config: PreTrainedConfig, wanted: DtypeName, number: int = 0) -> PreTrainedModel:
+    """Builds the model without numbers, on the meta device. If neither `wanted` nor the config names a dtype, it is
+    float32.
+    """
+    named = config.dtype if wanted == "auto" else wanted
+    dtype: torch.dtype = getattr(torch, str(named or torch.float32).removeprefix("torch."))
+    with torch.device("meta"), no_init_weights():
+        return auto_classes(config)[number].from_config(
+            config, dtype=dtype, attn_implementation=hook.NAME, trust_remote_code=False
         )
 
 

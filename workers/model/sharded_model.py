@@ -19,8 +19,9 @@ from longleaf.errors import ModelRefused
 from longleaf.formatting import human_bytes
 from workers.model import latent
 from workers.model import model as models
-from workers.model.meta_model import Outline, build_on_meta, outline
+from workers.model.meta_model import Outline, outline
 from workers.model.model import Model
+from workers.model.quantized_weights import Quantization, pop_quantization
 from workers.model.rotary import replace_rotary
 from workers.model.sharded_layers import (
     OutputGroup,
@@ -34,7 +35,7 @@ from workers.model.sharded_layers import (
     replace_modules,
 )
 from workers.model.weight_parts import WeightPlan, plan_weights
-from workers.model.weight_reader import DTYPES, LoadedShare, open_weights, read_share
+from workers.model.weight_reader import LoadedShare, dtype_of, read_share
 from workers.model.weight_shares import Share
 from workers.model.weights import check_weights, large_blocks_apart, loading_to_device
 
@@ -53,38 +54,25 @@ class ShardedModel:
 def load_share(folder: str, dtype: DtypeName, device: str, share: Share) -> ShardedModel:
     """Loads a share of the checkpoint in `folder`. Raises ModelRefused with the reason when it cannot be served."""
     config = models.read_config(folder)
-    if getattr(config, "quantization_config", None):
-        raise ModelRefused(f"{folder} has quantized weights, which --weights sharded does not support")
+    quantization = pop_quantization(config)
     try:
         check_weights(Path(folder), config)
     except ModelRefused:
         raise
     except Exception as error:  # any error in the index refuses the folder
         raise models.refusal(folder, error, config) from error
-    dtype = _dtype_of(folder, config, dtype)
-    found = _attempt(folder, config, dtype, device, share, 0)
+    dtype = dtype_of(folder, config, dtype, quantization)
+    found = _attempt(folder, config, dtype, device, share, 0, quantization)
     for number in range(1, len(models.auto_classes(config))):
         if not found.loaded.missing:
             break
-        found = _attempt(folder, config, dtype, device, share, number)
+        found = _attempt(folder, config, dtype, device, share, number, quantization)
     module, loaded = found.module, found.loaded
     models.check_complete(folder, loaded.missing, loaded.mismatched)
     local_bytes = sum(parameter.nbytes for parameter in module.parameters())
     numbers = f"{human_bytes(local_bytes)} on rank {share.index} of {share.count}, {human_bytes(loaded.num_bytes)} read"
     log.info("weights: sharded, %s", numbers)
     return ShardedModel(_assemble(found, device, share), found.plan, loaded.num_bytes)
-
-
-def _dtype_of(folder: str, config: PreTrainedConfig, wanted: DtypeName) -> DtypeName:
-    """The wanted dtype; like transformers, that of the first floating-point tensor if neither it nor the config names
-    one.
-    """
-    if wanted != "auto" or config.dtype is not None:
-        return wanted
-    with open_weights(Path(folder)) as (tensors, _):
-        dtypes = [DTYPES[tensor.get_dtype()] for tensor in tensors.values()]
-    first: Any = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
-    return str(first).removeprefix("torch.")  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +86,23 @@ class _Attempt:
 
 
 def _attempt(
-    folder: str, config: PreTrainedConfig, dtype: DtypeName, device: str, share: Share, number: int
+    folder: str,
+    config: PreTrainedConfig,
+    dtype: DtypeName,
+    device: str,
+    share: Share,
+    number: int,
+    quantization: Quantization | None,
 ) -> _Attempt:
     """Reads the share into the module of an auto class. Raises ModelRefused."""
     known = outline(folder, dtype, number)
     plan = plan_weights(known, share.count)
-    module = build_on_meta(config, dtype, number)
+    module = models.build_on_meta(config, dtype, number)
     for name in plan.embeddings:
         _shift_padding(module.get_submodule(name), share)
     try:
         with large_blocks_apart(), loading_to_device(device):
-            loaded = read_share(module, Path(folder), plan.cuts, share, module.dtype)
+            loaded = read_share(module, Path(folder), plan.cuts, share, module.dtype, quantization)
     except ModelRefused:
         raise
     except Exception as error:  # any error in the files refuses the folder

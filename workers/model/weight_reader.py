@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -27,9 +27,10 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
-from longleaf.config import apply_environment, loading_environment
+from longleaf.config import DtypeName, apply_environment, loading_environment
 from longleaf.errors import ModelRefused
 from longleaf.fingerprint import LENGTH_BYTES, MAX_HEADER_BYTES, weight_files
+from workers.model.quantized_weights import Quantization, StoredTensor, dequantize
 from workers.model.weight_shares import Cut, Share
 
 DTYPES = {
@@ -169,6 +170,22 @@ def _read_header(reader: WeightReader, descriptor: int) -> dict[str, TensorSlice
     return found
 
 
+def dtype_of(
+    folder: str, config: PreTrainedConfig, wanted: DtypeName, quantization: Quantization | None = None
+) -> DtypeName:
+    """The wanted dtype, or that of the config. If neither is named, it is bfloat16 for quantized weights, and otherwise
+    that of the first floating-point tensor, as in transformers.
+    """
+    if wanted != "auto" or config.dtype is not None:
+        return wanted
+    if quantization is not None:
+        return "bfloat16"
+    with open_weights(Path(folder)) as (tensors, _):
+        dtypes = [DTYPES[tensor.get_dtype()] for tensor in tensors.values()]
+    first: Any = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
+    return str(first).removeprefix("torch.")  # pyright: ignore[reportReturnType]
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedShare:
     """The outcome of reading a share of the weights."""
@@ -180,13 +197,20 @@ class LoadedShare:
 
 
 def read_share(
-    module: PreTrainedModel, folder: Path, cuts: dict[str, Cut], share: Share, dtype: torch.dtype
+    module: PreTrainedModel,
+    folder: Path,
+    cuts: dict[str, Cut],
+    share: Share,
+    dtype: torch.dtype,
+    quantization: Quantization | None = None,
 ) -> LoadedShare:
     """Reads a share of the weights into `module`, whose parameters are on the meta device and have their full shapes.
-    Parameters that no cut names are read in full. Raises ModelRefused and the errors of transformers.
+    Parameters that no cut names are read in full. Quantized weights are dequantized. Raises ModelRefused and the errors
+    of transformers.
     """
     mapping: Any = get_model_conversion_mapping(module)
-    with open_weights(folder) as (tensors, reader):
+    with open_weights(folder) as (stored, reader):
+        tensors = stored if quantization is None else dequantize(stored, quantization, dtype)
         targets = _targets(module, mapping, tensors)
         converters = {name: _converter(mapping, pattern) for name, (_, pattern) in targets.items()}
         # other conversions need all of a tensor, which is cut afterwards
@@ -262,14 +286,14 @@ def _keeps_slices(converter: WeightConverter | None, cut: Cut) -> bool:
 
 
 def _restricted(
-    tensor: TensorSlice,
+    tensor: StoredTensor,
     target: str,
     pattern: str | None,
     converter: WeightConverter | None,
     cuts: dict[str, Cut],
     shapes: dict[str, tuple[int, ...]],
     share: Share,
-) -> TensorSlice:
+) -> StoredTensor:
     """The slice of a tensor that is needed for a share of its parameter `target`."""
     if target not in cuts:
         return tensor

@@ -9,8 +9,8 @@ import torch
 
 from longleaf.errors import ModelRefused
 from tests.support.golden.plain import load_plain
-from workers.model.meta_model import build_on_meta, outline
-from workers.model.model import read_config
+from workers.model.meta_model import outline
+from workers.model.model import build_on_meta, read_config
 from workers.model.sharded_model import load_share
 from workers.model.weight_parts import plan_weights, take
 from workers.model.weight_reader import open_weights, read_share

@@ -1,0 +1,347 @@
+"""Layouts of quantized weights in checkpoints, and the weights that they represent.
+
+A layout combines several stored tensors into one weight. Products are computed in float32, and rounded once to the
+dtype of the model.
+
+Sources of the formats: transformers (`integrations/finegrained_fp8.py` and `mxfp4.py`), compressed-tensors
+(`compressors/`), and AutoAWQ and AutoGPTQ for the order of packed integers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+WORD_BITS = 32
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of the format E2M1 by their 4 bits."""
+AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
+"""Position in bits, within a word of AWQ, of each of eight neighboring outputs."""
+
+Shapes = Mapping[str, Sequence[int]]
+"""Shapes of the stored tensors of a weight by their role, such as `scale`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """The dim of a stored tensor that corresponds to a dim of the weight, and the elements of the weight per entry."""
+
+    dim: int
+    unit: int = 1
+
+
+Axes = Mapping[int, Axis]
+"""Axes of a stored tensor by dim of the weight. All of it is needed for any range of the other dims."""
+
+
+class Layout(Protocol):
+    """The representation of a weight by stored tensors. Weights are [..., outputs, inputs] if nothing else is said."""
+
+    @property
+    def name(self) -> str:
+        """The name for users, such as `fp8 128x128`."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        ...
+
+    def axes(self, role: str) -> Axes:
+        """The axes of the stored tensor of a role."""
+        ...
+
+    def combine(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        """The part of the weight, in float32 and of this shape, that parts of the stored tensors represent. They may
+        hold more at the end of a dim, where the last entry is not full.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledNumbers:
+    """Numbers of 8 bits with a scale for each block, channel or tensor: `weight`, `scale` and maybe `zero_point`."""
+
+    kind: str
+    shape: tuple[int, ...]
+    block: tuple[int, int]
+    """Outputs and inputs per scale."""
+
+    @classmethod
+    def of(cls, kind: str, shapes: Shapes, block: Sequence[int] | None) -> "ScaledNumbers":
+        """The layout of stored tensors. `block`: the stated size; None: it divides the weight evenly. Raises
+        ValueError if the shapes disagree.
+        """
+        shape, scale = tuple(shapes["weight"]), tuple(shapes["scale"])
+        if len(shape) < 2:
+            raise ValueError(f"the weight has the shape {list(shape)}, which is not one of a matrix")
+        *lead, rows, columns = shape
+        num_rows, num_columns = _grid(scale, lead)
+        if block is None:
+            if not num_rows or not num_columns or rows % num_rows or columns % num_columns:
+                raise ValueError(f"scales of the shape {list(scale)} do not divide a weight of {list(shape)}")
+            block = rows // num_rows, columns // num_columns
+        if (num_rows, num_columns) != (ceil(rows / block[0]), ceil(columns / block[1])):
+            raise ValueError(f"scales have the shape {list(scale)} for a weight of {list(shape)}, {_times(block)} each")
+        return cls(kind, shape, (block[0], block[1]))
+
+    @property
+    def name(self) -> str:
+        rows, columns = self.shape[-2:]
+        if self.block == (rows, columns):
+            return f"{self.kind} by tensor"
+        return f"{self.kind} by channel" if self.block == (1, columns) else f"{self.kind} {_times(self.block)}"
+
+    def axes(self, role: str) -> Axes:
+        last = len(self.shape) - 1
+        lead = {dim: Axis(dim) for dim in range(last - 1)}
+        if role == "weight":
+            return lead | {last - 1: Axis(last - 1), last: Axis(last)}
+        return lead | {last - 1: Axis(last - 1, self.block[0]), last: Axis(last, self.block[1])}
+
+    def combine(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        numbers = parts["weight"].to(torch.float32)
+        if "zero_point" in parts:
+            numbers = numbers - self._spread(parts["zero_point"].to(torch.float32), shape)
+        return numbers * self._spread(_scales(parts["scale"]), shape)
+
+    def _spread(self, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Scales for each element of a part; those of a channel or a tensor are broadcast."""
+        *lead, _, _ = shape
+        grid = scales.reshape(*lead, *_grid(scales.shape, lead))
+        for dim, unit in ((-2, self.block[0]), (-1, self.block[1])):
+            if grid.shape[dim] > 1 or unit < self.shape[dim]:
+                grid = grid.repeat_interleave(unit, dim=dim).narrow(dim, 0, shape[dim])
+        return grid
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFloats:
+    """Numbers of 4 bits, E2M1, two per byte, the first in the low bits: `packed`, `scale`, and maybe a `divisor` or
+    `factor` of all scales.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    block: int
+    """Inputs per scale."""
+
+    @classmethod
+    def of(cls, kind: str, shapes: Shapes, block: int) -> "PackedFloats":
+        """The layout of stored tensors. Raises ValueError if the shapes disagree."""
+        *lead, num_bytes = shapes["packed"]
+        shape, scale = (*lead, 2 * num_bytes), list(shapes["scale"])
+        if len(shape) < 2 or shape[-1] % block or scale != [*lead, shape[-1] // block]:
+            raise ValueError(f"scales have the shape {scale} for a weight of {list(shape)}, one per {block} inputs")
+        return cls(kind, shape, block)
+
+    @property
+    def name(self) -> str:
+        return self.kind
+
+    def axes(self, role: str) -> Axes:
+        if role not in ("packed", "scale"):
+            return {}
+        last = len(self.shape) - 1
+        return {dim: Axis(dim) for dim in range(last)} | {last: Axis(last, 2 if role == "packed" else self.block)}
+
+    def combine(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        numbers, scale = _unpack_fp4(parts["packed"]), _scales(parts["scale"])
+        if "divisor" in parts:
+            scale = scale / parts["divisor"].to(torch.float32).reshape(())
+        if "factor" in parts:
+            scale = scale * parts["factor"].to(torch.float32).reshape(())
+        return numbers * scale.repeat_interleave(self.block, dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """MXFP4 of gpt-oss: `blocks` [experts, outputs, groups, 16] of bytes and `scale` [experts, outputs, groups]. The
+    weight is [experts, inputs, outputs].
+    """
+
+    shape: tuple[int, ...]
+    name: str = field(default="mxfp4", init=False)
+
+    @classmethod
+    def of(cls, shapes: Shapes) -> "PackedExperts":
+        """The layout of stored tensors. Raises ValueError if the shapes disagree."""
+        blocks, scale = list(shapes["blocks"]), list(shapes["scale"])
+        if len(blocks) != 4 or blocks[3] != 16 or scale != blocks[:3]:
+            raise ValueError(f"scales have the shape {scale} for blocks of {blocks}")
+        return cls((blocks[0], 32 * blocks[2], blocks[1]))
+
+    def axes(self, role: str) -> Axes:
+        del role
+        return {0: Axis(0), 1: Axis(2, 32), 2: Axis(1)}
+
+    def combine(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        numbers = _unpack_fp4(parts["blocks"]) * _scales(parts["scale"])[..., None]
+        return numbers.flatten(2).transpose(1, 2).contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedIntegers:
+    """Integers of 4 or 8 bits in words of 32: `packed`, `scale`, maybe `zero_point`, and maybe `groups`, which has the
+    group of each input if their order is not that of the groups.
+    """
+
+    kind: str
+    """compressed-tensors, gptq or awq: the order of the integers."""
+    shape: tuple[int, ...]
+    num_bits: int
+    group: int
+    """Inputs per scale."""
+    has_groups: bool
+    zero_offset: int
+    """Added to stored zero points; without any, the zero point is half of the range."""
+
+    @classmethod
+    def of(
+        cls,
+        kind: str,
+        shapes: Shapes,
+        shape: Sequence[int] | None = None,
+        num_bits: int | None = None,
+        zero_offset: int = 0,
+    ) -> "PackedIntegers":
+        """The layout of stored tensors. `shape` and `num_bits` are derived from words that are full if they are not
+        stated. Raises ValueError if the shapes disagree.
+        """
+        packed, scale, zero_point = (list(shapes.get(role, ())) for role in ("packed", "scale", "zero_point"))
+        if len(packed) != 2 or len(scale) != 2 or not all((*packed, *scale)):
+            raise ValueError(f"the words have the shape {packed}, the scales {scale}")
+        if kind != "compressed-tensors":  # these are transposed
+            scale = scale[::-1]
+        if shape is None:
+            per_word = WORD_BITS // (num_bits or 4)
+            shape = (packed[1] * per_word, packed[0]) if kind == "awq" else (packed[1], packed[0] * per_word)
+        if len(shape) != 2 or min(shape) < 1:
+            raise ValueError(f"the weight has the shape {list(shape)}")
+        rows, columns = shape
+        expected = {bits: _packed_shapes(kind, rows, columns, scale[1], bits) for bits in (4, 8)}
+        num_bits = next((bits for bits in (4, 8) if expected[bits][0] == packed and num_bits in (None, bits)), None)
+        if num_bits is None:
+            raise ValueError(f"words of the shape {packed} hold no weight of {list(shape)} in 4 or 8 bits")
+        if scale[0] != rows or columns % scale[1]:
+            raise ValueError(f"scales have the shape {list(shapes['scale'])} for a weight of {list(shape)}")
+        if zero_point and zero_point != expected[num_bits][1]:
+            raise ValueError(f"zero points have the shape {zero_point} for scales of {list(shapes['scale'])}")
+        if "groups" in shapes and list(shapes["groups"]) != [columns]:
+            raise ValueError(f"groups have the shape {list(shapes['groups'])} for {columns:,} inputs")
+        has_groups = "groups" in shapes
+        return cls(kind, (rows, columns), num_bits, columns // scale[1], has_groups, zero_offset)
+
+    @property
+    def name(self) -> str:
+        groups = "by channel" if self.group == self.shape[1] else f"in groups of {self.group}"
+        return f"{self.kind} int{self.num_bits} {groups}"
+
+    def axes(self, role: str) -> Axes:
+        per_word, groups = WORD_BITS // self.num_bits, self.group
+        if role == "groups":
+            return {1: Axis(0)}
+        by_group = {} if self.has_groups else {1: Axis(0 if self._is_transposed else 1, groups)}
+        match self.kind, role:
+            case "compressed-tensors", "packed":
+                return {0: Axis(0), 1: Axis(1, per_word)}
+            case "compressed-tensors", "zero_point":
+                return {0: Axis(0, per_word)} | by_group
+            case "compressed-tensors", _:
+                return {0: Axis(0)} | by_group
+            case "gptq", "packed":
+                return {0: Axis(1), 1: Axis(0, per_word)}
+            case _, "packed":
+                return {0: Axis(1, per_word), 1: Axis(0)}
+            case _, "zero_point":
+                return {0: Axis(1, per_word)} | by_group
+            case _:
+                return {0: Axis(1)} | by_group
+
+    def combine(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        rows, columns = shape
+        packed, scale, zero = parts["packed"], parts["scale"].to(torch.float32), None
+        match self.kind:
+            case "compressed-tensors":
+                numbers = self._unpack(packed, 1)
+                zero = self._unpack(parts["zero_point"], 0) if "zero_point" in parts else None
+            case "gptq":
+                numbers = self._unpack(packed, 0).T
+                zero = self._unpack(parts["zero_point"], 1).T if "zero_point" in parts else None
+            case _:
+                numbers = self._unpack(packed, 1).T
+                zero = self._unpack(parts["zero_point"], 1).T if "zero_point" in parts else None
+        scale = scale.T if self._is_transposed else scale
+        groups = parts["groups"].long() if self.has_groups else torch.arange(columns) // self.group
+        if self.has_groups and not 0 <= int(groups.min()) <= int(groups.max()) < scale.shape[1]:
+            raise ValueError(f"an input has a group outside of 0 to {scale.shape[1] - 1}")
+        if zero is None:
+            numbers = numbers[:rows, :columns] - (1 << (self.num_bits - 1))
+        else:
+            numbers = numbers[:rows, :columns] - (zero[:rows, groups] + self.zero_offset)
+        return numbers.to(torch.float32) * scale[:rows, groups]
+
+    @property
+    def _is_transposed(self) -> bool:
+        return self.kind != "compressed-tensors"
+
+    def _unpack(self, words: Tensor, dim: int) -> Tensor:
+        """The integers of words along a dim, from 0."""
+        per_word = WORD_BITS // self.num_bits
+        shifts = AWQ_SHIFTS if self.kind == "awq" else range(0, WORD_BITS, self.num_bits)
+        found = [(words >> shift) & ((1 << self.num_bits) - 1) for shift in shifts]
+        shape = list(words.shape)
+        shape[dim] *= per_word
+        return torch.stack(found, dim=dim + 1).reshape(shape)
+
+
+def _packed_shapes(kind: str, rows: int, columns: int, num_groups: int, num_bits: int) -> tuple[list[int], list[int]]:
+    """The shapes of the words of a weight and of its zero points."""
+
+    def words(count: int) -> int:
+        return ceil(count * num_bits / WORD_BITS)
+
+    match kind:
+        case "compressed-tensors":
+            return [rows, words(columns)], [words(rows), num_groups]
+        case "gptq":
+            return [words(columns), rows], [num_groups, words(rows)]
+        case _:
+            return [columns, words(rows)], [num_groups, words(rows)]
+
+
+def _grid(scale: Sequence[int], lead: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of scales of this shape: [lead..., rows, columns], of each row, or one for all."""
+    lead = list(lead)
+    own = list(scale[len(lead) :]) if list(scale[: len(lead)]) == lead else None
+    match own:
+        case [rows, columns]:
+            return rows, columns
+        case [rows]:
+            return rows, 1
+        case []:
+            return 1, 1
+        case _:
+            raise ValueError(f"scales have the shape {list(scale)}")
+
+
+def _times(block: Sequence[int]) -> str:
+    return "x".join(map(str, block))
+
+
+def _scales(stored: Tensor) -> Tensor:
+    """Scales in float32. Bytes are exponents of 2 with a bias of 127 (E8M0)."""
+    if stored.dtype == torch.uint8:
+        exponents = stored.to(torch.float32) - 127
+        return torch.where(stored == 255, torch.nan, exponents.exp2())
+    return stored.to(torch.float32)
+
+
+def _unpack_fp4(packed: Tensor) -> Tensor:
+    """The numbers of bytes [..., n] as float32 [..., 2 n]."""
+    values = torch.tensor(FP4_VALUES)
+    found = torch.stack([values[(packed & 15).long()], values[(packed >> 4).long()]], dim=-1)
+    return found.flatten(-2)

@@ -1,0 +1,262 @@
+"""Reads quantized weights of a checkpoint as if they were stored in the dtype of the model.
+
+The layouts are found by the names of the stored tensors, as the tools write them that quantize. Of a slice, only the
+entries are read that it needs. Whatever is not understood is refused by name before a weight is read.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import lcm
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from longleaf.errors import ModelRefused
+from workers.model.dequantization import (
+    Layout,
+    PackedExperts,
+    PackedFloats,
+    PackedIntegers,
+    ScaledNumbers,
+)
+
+METHODS = ("fp8", "compressed-tensors", "mxfp4", "awq", "gptq", "modelopt")
+"""Values of `quant_method` of which the layouts are known."""
+NUMBERS = {"F8_E4M3": "fp8", "F8_E5M2": "fp8 e5m2", "I8": "int8"}
+"""Types of 8 bits, with their names for users."""
+FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
+"""Types of dequantized weights, as safetensors files name them."""
+IGNORED = (
+    "input_scale",
+    "input_global_scale",
+    "output_scale",
+    "activation_scale",
+    "k_scale",
+    "v_scale",
+    "q_scale",
+    "kv_cache_scaling_factor",
+)
+"""Last parts of the names of scales of activations and keys, which stay in the dtype of the model."""
+ROLES = {
+    "weight_scale_inv": "scale",
+    "weight_scale": "scale",
+    "weight_zero_point": "zero_point",
+    "weight_packed": "packed",
+    "weight_shape": "shape",
+    "weight_g_idx": "groups",
+    "weight_global_scale": "divisor",
+    "weight_scale_2": "factor",
+    "qweight": "packed",
+    "qzeros": "zero_point",
+    "scales": "scale",
+    "g_idx": "groups",
+}
+"""Roles of stored tensors by the last part of their names, beside `weight` itself."""
+EXPERT_ROLES = {"_blocks": "blocks", "_scales": "scale"}
+"""Roles by the end of the names, in MXFP4 of gpt-oss."""
+
+Ranges = Sequence[tuple[int, int]]
+Quantization = dict[str, Any]
+"""The description of a quantization in a config, with its `quant_method`."""
+
+
+class StoredTensor(Protocol):
+    """A tensor in a file, of which slices can be read."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+    def restricted_to(self, dim: int, ranges: Ranges) -> "StoredTensor": ...
+
+    def __getitem__(self, index: object) -> Tensor: ...
+
+
+class DequantizedTensor:
+    """A weight in a quantized layout, or the slice of it that belongs to a share; any index reads it. Stands in for the
+    slices of the safetensors library.
+    """
+
+    def __init__(self, name: str, layout: Layout, stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> None:
+        self._name = name
+        self._layout = layout
+        self._stored = stored
+        self._dtype = dtype
+        self._dim = 0
+        self._ranges: Ranges = [(0, layout.shape[0])]
+
+    @property
+    def layout(self) -> str:
+        """Its name for users."""
+        return self._layout.name
+
+    def restricted_to(self, dim: int, ranges: Ranges) -> "DequantizedTensor":
+        """The slice with these ranges of a dim."""
+        found = DequantizedTensor(self._name, self._layout, self._stored, self._dtype)
+        found._dim, found._ranges = dim, ranges
+        return found
+
+    def get_shape(self) -> list[int]:
+        """The shape of the whole weight."""
+        return list(self._layout.shape)
+
+    def get_dtype(self) -> str:
+        """The dtype of the dequantized weight, as safetensors files name it."""
+        return FLOATS[self._dtype]
+
+    def __getitem__(self, index: object) -> Tensor:
+        """Reads the slice for any index. Raises ModelRefused if a number is not finite."""
+        dim, shape = self._dim, self.get_shape()
+        axes = {role: self._layout.axes(role).get(dim) for role in self._stored}
+        unit = lcm(*(axis.unit for axis in axes.values() if axis is not None))
+        read = _joined([(start // unit * unit, min(-(-end // unit) * unit, shape[dim])) for start, end in self._ranges])
+        parts = dict[str, Tensor]()
+        for role, tensor in self._stored.items():
+            axis, stored_shape = axes[role], tensor.get_shape()
+            if axis is not None and axis.dim < len(stored_shape) and stored_shape[axis.dim] > 1:
+                needed = [(start // axis.unit, -(-end // axis.unit)) for start, end in read]
+                tensor = tensor.restricted_to(axis.dim, needed)
+            parts[role] = tensor[...]
+        found_indices, wanted = _indices(read), _indices(self._ranges)
+        shape[dim] = len(found_indices)
+        try:
+            found = self._layout.combine(parts, tuple(shape))
+        except ValueError as error:
+            raise ModelRefused(f"{self._name} ({self.layout}): {error}") from None
+        if len(found_indices) != len(wanted):
+            found = found.index_select(dim, torch.searchsorted(found_indices, wanted))
+        found = found.to(self._dtype)
+        if not found.isfinite().all():
+            raise ModelRefused(f"{self._name} ({self.layout}): a number or a scale is not finite in {self._dtype}")
+        return found
+
+
+def pop_quantization(config: PreTrainedConfig) -> Quantization | None:
+    """Removes the description of the quantization from a config, so that transformers builds the model without it, and
+    returns it; None if the weights are not quantized. Raises ModelRefused for an unknown method.
+    """
+    found: Any = None
+    for part in (config, config.get_text_config()):
+        if (stated := getattr(part, "quantization_config", None)) is not None:
+            found = found or stated
+        if hasattr(part, "quantization_config"):
+            delattr(part, "quantization_config")
+    if not found:
+        return None
+    settings: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    method = getattr(settings.get("quant_method"), "value", settings.get("quant_method"))
+    if method not in METHODS:
+        raise ModelRefused(f"the quantization {method!r} is not supported: only {', '.join(METHODS)} are")
+    return {**settings, "quant_method": method}
+
+
+def dequantize(
+    tensors: Mapping[str, StoredTensor], settings: Quantization, dtype: torch.dtype
+) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint, with the quantized ones under the names and shapes of their weights. Raises
+    ModelRefused for tensors of an unknown layout.
+    """
+    method = settings["quant_method"]
+    groups = dict[str, dict[str, StoredTensor]]()
+    found = dict[str, StoredTensor]()
+    for name, tensor in tensors.items():
+        weight, role = _role(name, method)
+        if role is None:
+            found[name] = tensor
+        elif role:
+            groups.setdefault(weight, {})[role] = tensor
+    for weight, stored in groups.items():
+        if weight in found:
+            stored["weight"] = tensors[weight]
+        try:
+            layout = _layout(method, stored, settings)
+        except ValueError as error:
+            raise ModelRefused(f"{weight} ({method}): {error}") from None
+        needed = {role: tensor for role, tensor in stored.items() if role != "shape"}
+        found[weight] = DequantizedTensor(weight, layout, needed, dtype)
+    for name, tensor in found.items():
+        if not isinstance(tensor, DequantizedTensor) and tensor.get_dtype() in (*NUMBERS, "U8", "I32"):
+            raise ModelRefused(f"{name} has the type {tensor.get_dtype()}, and no scales of {method} belong to it")
+    return found
+
+
+def layouts(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
+    """The number of dequantized tensors by their layout, the most frequent first."""
+    counts = Counter(tensor.layout for tensor in tensors.values() if isinstance(tensor, DequantizedTensor))
+    return dict(counts.most_common())
+
+
+def _role(name: str, method: str) -> tuple[str, str | None]:
+    """The weight to which a stored tensor belongs, and its role; empty for tensors that are not needed, None for those
+    that are weights themselves.
+    """
+    parent, _, leaf = name.rpartition(".")
+    if leaf in IGNORED:
+        return name, ""
+    if method == "mxfp4":
+        for end, role in EXPERT_ROLES.items():
+            if leaf.endswith(end):
+                return name.removesuffix(end), role
+    if leaf in ROLES:
+        return f"{parent}.weight", ROLES[leaf]
+    if method == "fp8" and leaf.endswith("_scale_inv"):  # experts in one tensor
+        return name.removesuffix("_scale_inv"), "scale"
+    return name, None
+
+
+def _layout(method: str, stored: Mapping[str, StoredTensor], settings: Quantization) -> Layout:
+    """The layout of the stored tensors of a weight. Raises ValueError."""
+    shapes = {role: tensor.get_shape() for role, tensor in stored.items()}
+    if "scale" not in shapes:
+        raise ValueError("its scales are missing")
+    if method == "mxfp4" and "blocks" in shapes:
+        return PackedExperts.of(shapes)
+    if "packed" in shapes and stored["packed"].get_dtype() == "I32":
+        if method in ("awq", "gptq"):
+            return _transposed_integers(method, shapes, settings)
+        return PackedIntegers.of("compressed-tensors", shapes, _stored_shape(stored))
+    numbers = stored.get("packed") or stored.get("weight")
+    if numbers is None:
+        raise ValueError("its numbers are missing")
+    if numbers.get_dtype() == "U8":
+        shapes = {**shapes, "packed": numbers.get_shape()}
+        is_mx = stored["scale"].get_dtype() == "U8"
+        return PackedFloats.of("mxfp4" if is_mx else "nvfp4", shapes, 32 if is_mx else 16)
+    if numbers.get_dtype() not in NUMBERS:
+        raise ValueError(f"its numbers have the type {numbers.get_dtype()}")
+    block = settings.get("weight_block_size") if method == "fp8" else None
+    return ScaledNumbers.of(NUMBERS[numbers.get_dtype()], shapes, block if isinstance(block, list) else None)
+
+
+def _transposed_integers(method: str, shapes: Mapping[str, list[int]], settings: Quantization) -> PackedIntegers:
+    """The layout of AWQ or GPTQ."""
+    num_bits = settings.get("bits", 4)
+    if num_bits not in (4, 8) or (method, num_bits) == ("awq", 8):
+        raise ValueError(f"{num_bits} bits per number are not supported")
+    if method == "awq" and settings.get("version", "gemm") != "gemm":
+        raise ValueError(f"version {settings['version']!r} is not supported, only gemm")
+    is_less_one = method == "gptq" and settings.get("checkpoint_format", "gptq") != "gptq_v2"  # zero points minus 1
+    return PackedIntegers.of(method, shapes, num_bits=num_bits, zero_offset=int(is_less_one))
+
+
+def _stored_shape(stored: Mapping[str, StoredTensor]) -> list[int]:
+    if "shape" not in stored or stored["shape"].get_shape() != [2]:
+        raise ValueError("its shape is missing")
+    return [int(size) for size in stored["shape"][...]]
+
+
+def _joined(ranges: Ranges) -> list[tuple[int, int]]:
+    """Ranges in ascending order without overlaps."""
+    found = list[tuple[int, int]]()
+    for start, end in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def _indices(ranges: Ranges) -> Tensor:
+    return torch.cat([torch.arange(start, end) for start, end in ranges])
