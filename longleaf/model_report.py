@@ -113,6 +113,9 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     """The weights of each rank in `plans`."""
     exchanges: ExchangeReport | None = None
     """Exchanges of a decode step; None for one rank, and if the weights cannot be sharded."""
+    quantized: dict[str, int] = {}
+    """Number of stored tensors by quantized layout, such as `fp8 128x128`; empty if the weights are not quantized. They
+    are dequantized to `dtype`, in which all sizes are given."""
     has_weights: bool = False
     """Whether the weights were loaded."""
     is_exact: bool | None = None
@@ -121,6 +124,12 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why it is unknown; empty otherwise."""
     plans: tuple[CapacityPlan, ...] = ()
     """For sharded keys, and for replicated windows if there are layers without full attention."""
+
+
+def describe_layouts(quantized: dict[str, int], dtype: str) -> str:
+    """The stored and the computed types of quantized weights."""
+    kinds = ", ".join(f"{count} {layout}" for layout, count in quantized.items())
+    return f"stored quantized (tensors: {kinds}), computed in {dtype}"
 
 
 class Dequantized(msgspec.Struct, frozen=True):

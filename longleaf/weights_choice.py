@@ -20,6 +20,8 @@ REMAINING = 0.1
 """Share of the memory of a rank that its weights must leave for keys, values and steps."""
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes of a number, by the names of types in safetensors files."""
+QUANTIZED_NUMBERS = {"U8": 2, "I32": 8}
+"""Numbers of 4 bits in an element of packed types, by their names in safetensors files."""
 DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 log = logging.getLogger(__name__)
@@ -44,8 +46,7 @@ def with_weights(config: ServiceConfig, num_gpus: int, notify: Callable[[str], N
     """The settings with `whole` or `sharded` instead of `auto`. The model is a local folder. `num_gpus`: the GPUs of
     this machine. `notify` receives a message if the weights are sharded.
 
-    Weights remain whole if the memory of the ranks is unknown, as on an existing Ray cluster, and if they are
-    quantized, which sharded ranks do not support.
+    Weights remain whole if the memory of the ranks is unknown, as on an existing Ray cluster.
     """
     engine = config.engine
     if engine.weights != "auto":
@@ -80,8 +81,8 @@ def memory_of_rank(engine: EngineConfig, num_gpus: int) -> int | None:
 
 
 def whole_bytes(folder: Path, dtype: DtypeName) -> int:
-    """Bytes of all weights of a checkpoint in `dtype`, from the headers of its files; 0 if they are unknown or
-    quantized. Ranks report files that cannot be read.
+    """Bytes of all weights of a checkpoint in `dtype`, from the headers of its files; 0 if they are unknown. Packed
+    numbers are counted as if they had 4 bits. Ranks report files that cannot be read.
     """
     try:
         counts = count_numbers(folder)
@@ -89,8 +90,12 @@ def whole_bytes(folder: Path, dtype: DtypeName) -> int:
     except (ModelRefused, OSError, ValueError, msgspec.MsgspecError) as error:
         log.debug("weights of unknown size: %s", error)
         return 0
-    if config.quantization_config is not None or not set(counts) <= set(ITEM_BYTES):
-        return 0
     named = (config.dtype or config.torch_dtype or "auto") if dtype == "auto" else dtype
+    if config.quantization_config:
+        numbers = sum(count * QUANTIZED_NUMBERS.get(stored, 1) for stored, count in counts.items())
+        stated: int | None = DTYPE_BYTES.get(named)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        return numbers * (stated or ITEM_BYTES["BF16"])
+    if not set(counts) <= set(ITEM_BYTES):
+        return 0
     size: int | None = DTYPE_BYTES.get(named)  # pyright: ignore[reportArgumentType, reportCallIssue]
     return sum(count * (size or ITEM_BYTES[stored]) for stored, count in counts.items())

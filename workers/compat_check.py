@@ -9,6 +9,7 @@ missing, that no operation outside of attention mixes rows, and that the logits 
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import get_args
 
 import msgspec
@@ -42,7 +43,9 @@ from workers.kv_cache.pools import (
 from workers.model import model as models
 from workers.model.meta_model import meta_model, outline
 from workers.model.model import LayerSpec, Model
+from workers.model.quantized_weights import pop_quantization
 from workers.model.weight_parts import plan_weights, share_bytes
+from workers.model.weight_reader import quantized_layouts
 from workers.model.weight_shares import Share
 from workers.rank import choose_device, count_gpus
 
@@ -62,6 +65,8 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
         bytes_per_token = kv_bytes_per_token(model.layers, model.dtype, config)
         note = verify(model, config) if has_weights else UNKNOWN
         shares, share_note, exchanges = measure_shares(config)
+        quantization = pop_quantization(models.read_config(config.model))
+        quantized = quantized_layouts(Path(config.model), quantization)
     except ModelRefused as error:
         return AttentionReport(reason=str(error))
     weight_bytes = sum(p.numel() * p.itemsize for p in model.module.parameters())
@@ -85,6 +90,7 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
         share_note=share_note,
         weights=config.weights,
         exchanges=exchanges,
+        quantized=quantized,
         has_weights=has_weights,
         is_exact=None if note else True,
         exactness_note=note,

@@ -28,6 +28,7 @@ from longleaf.model_report import (
     ExchangeReport,
     ModelReport,
     TextReport,
+    describe_layouts,
 )
 from longleaf.runs import join
 from longleaf.topology import count_ranks
@@ -215,6 +216,8 @@ def show(found: ModelReport, *, is_running: bool) -> None:
         mode = f", with --window-keys {plan.window_keys}" if len(found.plans) > 1 else ""
         sizes.add_row("" if number else "fits", _plan_summary(plan, is_running) + mode)
     console.print(sizes)
+    if attention.quantized:
+        print(f"weights: {describe_layouts(attention.quantized, attention.dtype)}. {EXACTNESS}")
     if found.dequantized is not None:
         print(describe_dequantized(found.dequantized))
     print("fingerprint:", found.fingerprint.digest if found.fingerprint else f"none: {found.unread}")
@@ -235,13 +238,13 @@ def describe_exchanges(found: ExchangeReport) -> str:
     return f"{found.whole} per decode step; {found.sharded} with --weights sharded ({layers})"
 
 
+EXACTNESS = "Exact means equal to transformers' `generate` on the dequantized weights."
+
+
 def describe_dequantized(source: Dequantized) -> str:
     """The origin of the weights, and the meaning of exactness."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in source.kinds.items())
-    return (
-        f"weights: dequantized to {source.dtype} from {source.file} (tensors: {kinds}). Exact means equal to "
-        "transformers' `generate` on the dequantized weights."
-    )
+    return f"weights: dequantized to {source.dtype} from {source.file} (tensors: {kinds}). {EXACTNESS}"
 
 
 def exactness_of(attention: AttentionReport) -> str:

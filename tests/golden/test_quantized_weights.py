@@ -2,17 +2,25 @@
 whole and by shares.
 """
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from longleaf.errors import ModelRefused
 from tests.support import quantized
 from tests.support.quantized import Writer, is_experts, is_matrix, quantize
 from workers.model.model import load
 from workers.model.quantized_weights import DequantizedTensor, dequantize
+from workers.model.sharded_model import load_share
 from workers.model.weight_reader import open_weights
+from workers.model.weight_shares import Share
 from zoo.checkpoints import make_checkpoint
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [32, 16], "activation_scheme": "dynamic"}
@@ -47,17 +55,21 @@ def make(folder: Path, layout: str) -> dict[str, torch.Tensor]:
     return quantize(folder, settings, write, is_experts if layout == "mxfp4" else is_matrix)
 
 
-def read(folder: Path, settings: dict[str, Any], dim: int | None = None, index: int = 0, count: int = 1) -> dict:
+def read(folder: Path, settings: dict[str, Any], *, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """All weights."""
     with open_weights(folder) as (stored, _):
-        found = {}
+        return {name: tensor[...] for name, tensor in dequantize(stored, settings, dtype).items()}
+
+
+def read_slices(folder: Path, settings: dict[str, Any], dim: int, index: int, count: int) -> dict[str, torch.Tensor]:
+    """A slice of each quantized weight that has this dim."""
+    found = dict[str, torch.Tensor]()
+    with open_weights(folder) as (stored, _):
         for name, tensor in dequantize(stored, settings, torch.float32).items():
-            if dim is not None:
-                size = tensor.get_shape()[dim] if dim < len(tensor.get_shape()) else 0
-                if not isinstance(tensor, DequantizedTensor) or not size:
-                    continue
-                tensor = tensor.restricted_to(dim, [(size * index // count, size * (index + 1) // count)])
-            found[name] = tensor[...]
-        return found
+            if isinstance(tensor, DequantizedTensor) and dim < len(tensor.get_shape()):
+                size = tensor.get_shape()[dim]
+                found[name] = tensor.restricted_to(dim, [(size * index // count, size * (index + 1) // count)])[...]
+    return found
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -74,7 +86,7 @@ def test_weights_are_those_that_the_numbers_represent(tmp_path: Path, layout: st
 def test_slices_are_those_of_the_whole_weight(tmp_path: Path, layout: str, count: int) -> None:
     expected = make(tmp_path, layout)
     for dim in range(3 if layout == "mxfp4" else 2):
-        shares = [read(tmp_path, LAYOUTS[layout][1], dim, index, count) for index in range(count)]
+        shares = [read_slices(tmp_path, LAYOUTS[layout][1], dim, index, count) for index in range(count)]
         assert shares[0]
         for name in shares[0]:
             assert torch.equal(torch.cat([share[name] for share in shares], dim=dim), expected[name]), (name, dim)
@@ -82,8 +94,6 @@ def test_slices_are_those_of_the_whole_weight(tmp_path: Path, layout: str, count
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loaded_model_has_the_dequantized_weights(tmp_path: Path, layout: str) -> None:
-    from safetensors.torch import save_file
-
     plain = tmp_path / "plain"
     make_checkpoint(plain, LAYOUTS[layout][0], num_layers=2)
     expected = make(tmp_path / "quantized", layout)
@@ -93,3 +103,107 @@ def test_loaded_model_has_the_dequantized_weights(tmp_path: Path, layout: str) -
     assert found.keys() == wanted.keys()
     for name, weight in wanted.items():
         assert torch.equal(found[name], weight), name
+
+
+@pytest.mark.parametrize("layout", ["fp8 32x16", "fp8 by channel", "mxfp4", "nvfp4", "int4 with zero points", "awq"])
+def test_each_rank_has_its_share_of_the_dequantized_weights(tmp_path: Path, layout: str) -> None:
+    plain = tmp_path / "plain"
+    make_checkpoint(plain, LAYOUTS[layout][0], num_layers=2)
+    expected = make(tmp_path / "quantized", layout)
+    save_file(expected, plain / "model.safetensors", metadata={"format": "pt"})
+    for index in range(3):
+        wanted = load_share(str(plain), "float32", "cpu", Share(index, 3))
+        found = load_share(str(tmp_path / "quantized"), "float32", "cpu", Share(index, 3))
+        assert found.num_bytes_read < wanted.num_bytes_read
+        for one, other in zip(found.model.module.parameters(), wanted.model.module.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_fp8_equals_the_dequantization_of_transformers(tmp_path: Path) -> None:
+    make(tmp_path, "fp8 32x16")
+    stored, found = load_file(tmp_path / "model.safetensors"), read(tmp_path, FP8, dtype=torch.bfloat16)
+    operation = Fp8Dequantize(None)
+    scales = [name for name in stored if name.endswith("_scale_inv")]
+    assert scales
+    for name in scales:
+        weight = name.removesuffix("_scale_inv")
+        assert torch.equal(found[weight], operation._dequantize_one(stored[weight], stored[name], torch.bfloat16))
+
+
+def test_mxfp4_equals_the_dequantization_of_transformers(tmp_path: Path) -> None:
+    make(tmp_path, "mxfp4")
+    stored = load_file(tmp_path / "model.safetensors")
+    found = read(tmp_path, LAYOUTS["mxfp4"][1], dtype=torch.bfloat16)
+    blocks = [name for name in stored if name.endswith("_blocks")]
+    assert blocks
+    for name in blocks:
+        weight = name.removesuffix("_blocks")
+        assert torch.equal(found[weight], convert_moe_packed_tensors(stored[name], stored[f"{weight}_scales"]))
+
+
+def damaged(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
+    """Replaces or removes a stored tensor."""
+    stored = load_file(folder / "model.safetensors")
+    assert name in stored
+    del stored[name]
+    save_file(stored | ({name: tensor} if tensor is not None else {}), folder / "model.safetensors", {"format": "pt"})
+
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "tensor", "words"),
+    [
+        ("fp8 32x16", f"{UP}.weight_scale_inv", torch.ones(6, 3), "have the shape [6, 3] for a weight of [192, 64]"),
+        ("fp8 32x16", f"{UP}.weight_scale_inv", torch.full((6, 4), torch.nan), "is not finite"),
+        ("fp8 32x16", f"{UP}.weight_scale_inv", torch.full((6, 4), torch.inf), "is not finite"),
+        ("fp8 32x16", f"{UP}.weight_scale_inv", None, "has the type F8_E4M3, and no scales"),
+        ("fp8 32x16", f"{UP}.weight", None, "numbers are missing"),
+        ("int4 in groups of 32", f"{UP}.weight_shape", torch.tensor([192, 640]), "hold no weight of [192, 640]"),
+        ("int4 in groups of 32", f"{UP}.weight_shape", torch.tensor([-192, 64]), "has the shape [-192, 64]"),
+        ("int4 in groups of 32", f"{UP}.weight_shape", None, "its shape is missing"),
+        ("int4 in groups of 32", f"{UP}.weight_packed", torch.ones(192, 7, dtype=torch.int32), "hold no weight"),
+        ("int4 in groups of 32", f"{UP}.weight_scale", torch.ones(192, 3), "scales have the shape [192, 3]"),
+        ("int8 in shuffled groups", f"{UP}.weight_g_idx", torch.full((64,), 9), "a group outside of 0 to 3"),
+        ("int8 in shuffled groups", f"{UP}.weight_g_idx", torch.ones(63, dtype=torch.int32), "groups have the shape"),
+        ("nvfp4", f"{UP}.weight_scale", torch.ones(192, 3), "have the shape [192, 3]"),
+        ("nvfp4", f"{UP}.weight_global_scale", torch.zeros(1), "is not finite"),
+        ("awq", f"{UP}.qzeros", torch.ones(2, 5, dtype=torch.int32), "zero points have the shape [2, 5]"),
+        ("gptq", f"{UP}.scales", None, "its scales are missing"),
+        ("gptq", f"{UP}.qweight", torch.ones(8, 192), "its numbers have the type F32"),
+        (
+            "mxfp4",
+            "model.layers.0.mlp.experts.down_proj_scales",
+            torch.full((4, 64, 6), 255, dtype=torch.uint8),
+            "is not finite",
+        ),
+    ],
+)
+def test_damaged_tensor_is_refused_by_name(
+    tmp_path: Path, layout: str, name: str, tensor: torch.Tensor | None, words: str
+) -> None:
+    make(tmp_path, layout)
+    damaged(tmp_path, name, tensor)
+    with pytest.raises(ModelRefused) as refused:
+        load(str(tmp_path), "float32", "cpu")
+    assert words in str(refused.value)
+    weight = name.removesuffix("_scales") if layout == "mxfp4" else f"{UP}.weight"
+    assert weight in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"quant_method": "awq", "bits": 3}, "3 bits per number are not supported"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv' is not supported"),
+        ({"quant_method": "bitsandbytes"}, "the quantization 'bitsandbytes' is not supported: only fp8,"),
+        ({"quant_method": "fp8"}, "its numbers have the type I32"),
+    ],
+)
+def test_unknown_quantization_is_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+    make(tmp_path, "awq")
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, "quantization_config": settings}))
+    with pytest.raises(ModelRefused, match=re.escape(words)):
+        load(str(tmp_path), "float32", "cpu")

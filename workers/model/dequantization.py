@@ -19,7 +19,7 @@ WORD_BITS = 32
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of the format E2M1 by their 4 bits."""
 AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
-"""Position in bits, within a word of AWQ, of each of eight neighboring outputs."""
+"""Bit positions of eight neighboring outputs in a word of AWQ."""
 
 Shapes = Mapping[str, Sequence[int]]
 """Shapes of the stored tensors of a weight by their role, such as `scale`."""
@@ -38,7 +38,7 @@ Axes = Mapping[int, Axis]
 
 
 class Layout(Protocol):
-    """The representation of a weight by stored tensors. Weights are [..., outputs, inputs] if nothing else is said."""
+    """The representation of a weight by stored tensors. The dims of weights are [..., outputs, inputs] by default."""
 
     @property
     def name(self) -> str:
@@ -299,7 +299,7 @@ class PackedIntegers:
 
 
 def _packed_shapes(kind: str, rows: int, columns: int, num_groups: int, num_bits: int) -> tuple[list[int], list[int]]:
-    """The shapes of the words of a weight and of its zero points."""
+    """The shapes of packed weights and zero points."""
 
     def words(count: int) -> int:
         return ceil(count * num_bits / WORD_BITS)
@@ -314,7 +314,7 @@ def _packed_shapes(kind: str, rows: int, columns: int, num_groups: int, num_bits
 
 
 def _grid(scale: Sequence[int], lead: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of scales of this shape: [lead..., rows, columns], of each row, or one for all."""
+    """Number of rows and columns of scales: the shape is [lead..., rows, columns], [lead..., rows], or [lead...]."""
     lead = list(lead)
     own = list(scale[len(lead) :]) if list(scale[: len(lead)]) == lead else None
     match own:

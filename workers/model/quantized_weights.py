@@ -213,7 +213,7 @@ def _layout(method: str, stored: Mapping[str, StoredTensor], settings: Quantizat
         raise ValueError("its scales are missing")
     if method == "mxfp4" and "blocks" in shapes:
         return PackedExperts.of(shapes)
-    if "packed" in shapes and stored["packed"].get_dtype() == "I32":
+    if "packed" in shapes and stored["packed"].get_dtype() == "I32" and method in ("awq", "gptq", "compressed-tensors"):
         if method in ("awq", "gptq"):
             return _transposed_integers(method, shapes, settings)
         return PackedIntegers.of("compressed-tensors", shapes, _stored_shape(stored))

@@ -5,6 +5,7 @@ that read only slices. Slices are read with pread: over memory maps, the kernel 
 quarter of a file brings nearly all of it into memory.
 """
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,9 +31,11 @@ from transformers.modeling_utils import LoadStateDictConfig
 from longleaf.config import DtypeName, apply_environment, loading_environment
 from longleaf.errors import ModelRefused
 from longleaf.fingerprint import LENGTH_BYTES, MAX_HEADER_BYTES, weight_files
-from workers.model.quantized_weights import Quantization, StoredTensor, dequantize
+from longleaf.model_report import describe_layouts
+from workers.model.quantized_weights import Quantization, StoredTensor, dequantize, layouts
 from workers.model.weight_shares import Cut, Share
 
+log = logging.getLogger("longleaf.weights")  # messages logged while a rank loads are shown to users
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -186,6 +189,16 @@ def dtype_of(
     return str(first).removeprefix("torch.")  # pyright: ignore[reportReturnType]
 
 
+def quantized_layouts(folder: Path, quantization: Quantization | None) -> dict[str, int]:
+    """The number of quantized tensors of a checkpoint by layout, according to the headers of its files. Raises
+    ModelRefused for tensors of an unknown layout.
+    """
+    if quantization is None:
+        return {}
+    with open_weights(folder) as (tensors, _):
+        return layouts(dequantize(tensors, quantization, torch.bfloat16))
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedShare:
     """The outcome of reading a share of the weights."""
@@ -211,6 +224,9 @@ def read_share(
     mapping: Any = get_model_conversion_mapping(module)
     with open_weights(folder) as (stored, reader):
         tensors = stored if quantization is None else dequantize(stored, quantization, dtype)
+        if quantization is not None:
+            found = describe_layouts(layouts(tensors), str(dtype).removeprefix("torch."))
+            log.info("weights: %s", found)
         targets = _targets(module, mapping, tensors)
         converters = {name: _converter(mapping, pattern) for name, (_, pattern) in targets.items()}
         # other conversions need all of a tensor, which is cut afterwards

@@ -174,7 +174,7 @@ def test_check_without_weights_needs_little_memory(tmp_path: Path) -> None:
         ({"model_type": "bert"}, "not causal"),
         ({"model_type": "no-such-model"}, "cannot be loaded"),
         ({"model_type": "t5"}, "no causal language model of type t5"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "--load"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "the quantization 'bitsandbytes' is not supported"),
         ({"hidden_size": "wide"}, "field 'hidden_size': TypeError: Field 'hidden_size' expected int, got str"),
         (
             {"num_attention_heads": 5},

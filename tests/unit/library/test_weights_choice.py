@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 from msgspec.structs import replace
+from safetensors.torch import save_file
 
 from longleaf import weights_choice
 from longleaf.config import EngineConfig
@@ -55,8 +57,8 @@ def test_the_size_of_the_weights_follows_from_their_type(folder):
     assert whole_bytes(folder, "auto") == 4000
     (folder / "config.json").write_text("{}")
     assert whole_bytes(folder, "auto") == 2000
-    (folder / "config.json").write_text(json.dumps({"quantization_config": {}}))
-    assert whole_bytes(folder, "auto") == 0
+    (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    assert whole_bytes(folder, "float32") == 4000
     (folder / "model.safetensors").write_bytes(b"")
     assert whole_bytes(folder, "auto") == 0
 
@@ -91,3 +93,10 @@ def test_weights_are_whole_where_the_memory_is_unknown(folder, monkeypatch):
     monkeypatch.setattr(weights_choice, "memory", lambda: Memory(1, 1))
     assert chosen(replace(service(folder), ray_address="auto")) == ("whole", [])
     assert chosen(service(folder, world_size=1)) == ("whole", [])
+
+
+def test_packed_numbers_are_counted(tmp_path):
+    words = {"a.qweight": torch.zeros(10, 20, dtype=torch.int32), "a.scales": torch.zeros(10, dtype=torch.float16)}
+    save_file(words, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "awq"}}))
+    assert whole_bytes(tmp_path, "auto") == 2 * (8 * 200 + 10)
