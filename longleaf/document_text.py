@@ -143,6 +143,6 @@ def is_place(name: str) -> bool:
 
 
 def place_prefix(name: str) -> str:
-    """The common start of the names of all places of a file: "report.pdf, "; empty unless the name is that of a place."""
+    """The common start of the names of all places of a file: "report.pdf, "; empty for names of other kinds."""
     found = _PLACE.search(name)
     return name[: found.end()] if found else ""

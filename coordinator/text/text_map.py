@@ -64,8 +64,8 @@ class TextMap:
         return self._token_at(byte_start), self._token_at(byte_end - 1) + 1
 
     def file_names(self, byte_start: int, byte_end: int) -> tuple[str, str]:
-        """Return the names of the files with the first and with the last byte; empty where a file is unknown, and the
-        second one also where both are in the same file.
+        """Return the name of the file with the first byte, and that of the file with the last byte if it is another.
+        Empty names stand for unknown files, and for the second file if there is none.
         """
         first = self._file_name(byte_start)
         last = self._file_name(max(byte_start, byte_end - 1))
