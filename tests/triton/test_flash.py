@@ -223,10 +223,10 @@ def test_the_fastest_that_is_there_and_right_is_used(slower, best, note, monkeyp
     monkeypatch.setattr(varlen, "SOURCES", sources)
 
     def seconds(kernels, device):
-        return slower if kernels._source.needs_regular_shapes else 1.0
+        return slower if kernels.source.needs_regular_shapes else 1.0
 
     found = flash.fastest(4, torch.device("cpu"), seconds=seconds)
-    assert found._source.kernel is {"right": right, "regular": regular}[best]
+    assert found.source.kernel is {"right": right, "regular": regular}[best]
     (message,) = caplog.messages
     assert message.startswith(f"flash kernels of prefill: {best} ({note}")
     assert "not there: ImportError: no module named flash_attn; refused: " in message
@@ -235,7 +235,24 @@ def test_the_fastest_that_is_there_and_right_is_used(slower, best, note, monkeyp
 @pytest.mark.usefixtures("whole")
 def test_a_single_source_is_not_measured(monkeypatch):
     monkeypatch.setattr(varlen, "SOURCES", {"right": lambda: PretendedFlash().source})
-    flash.fastest(4, torch.device("cpu"), seconds=None)
+    monkeypatch.setattr(flash, "seconds_of_a_chunk", None)
+    flash.fastest(4, torch.device("cpu"))
+
+
+def test_the_time_of_plans_is_spread_over_their_uses(monkeypatch):
+    """A source that needs 10 s for each new number of keys, and 1 s for each call."""
+    now, seen = [0.0], set()
+
+    class Timed:
+        def attend(self, q, k, v, reads, scale):
+            keys = reads[0].slot_end
+            now[0] += 1.0 if keys in seen else 11.0
+            seen.add(keys)
+
+    monkeypatch.setattr(flash.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(flash, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(flash, "CHUNK_PASTS", (64, 32))
+    assert flash.seconds_of_a_chunk(Timed(), torch.device("cpu")) == 1.0 + 10.0 / flash.PLAN_USES
 
 
 @pytest.fixture

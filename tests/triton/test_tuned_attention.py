@@ -87,7 +87,7 @@ def test_the_benchmark_checks_a_variant(group, number, monkeypatch):
     monkeypatch.setattr(variants, "CHECKED_KEYS", 3200)
     monkeypatch.setattr("longleaf.kernels.gpu.backend.count_multiprocessors", lambda: 2)
     small = group._replace(cases=[group.cases[0]._replace(num_rows=min(group.cases[0].num_rows, 8))])
-    row = variants.checked_attention(small, number, "cpu")
+    row = variants.checked(small, number, "cpu")
     assert row["is_right"], row
 
 

@@ -32,8 +32,10 @@ BROKEN = 2500
 UNSEEN = slice(2420, 2450)
 """Slots with non-finite test data."""
 SCALE = 0.25
-CHUNK_ROWS, CHUNK_PAST, CHUNK_HEADS, CHUNK_REPEATS = 4096, 16384, (32, 8, 128), 4
+CHUNK_ROWS, CHUNK_PASTS, CHUNK_HEADS, CHUNK_REPEATS = 4096, (16384, 12288), (32, 8, 128), 4
 """A chunk of a usual model, of which the time decides between flash kernels."""
+PLAN_USES = 320
+"""Calls over which the time of a plan for a number of rows and keys is spread: ten chunks of 32 layers."""
 ALIKE = 1.05
 """Times within this factor are alike, so that the choice is the same at each start."""
 
@@ -60,7 +62,7 @@ class FlashKernels(TritonKernels):
     def __init__(self, num_multiprocessors: int, source: FlashSource, launcher: Launcher = launch) -> None:
         super().__init__(num_multiprocessors, launcher)
         self._num_multiprocessors = num_multiprocessors
-        self._source = source
+        self.source = source
 
     @staticmethod
     def load() -> "FlashKernels":
@@ -84,7 +86,7 @@ class FlashKernels(TritonKernels):
         if found is None:
             return super().attend(q_THD, k_KSD, v_KSV, reads, scale, softcap)
         k_SKD, v_SKD = k_KSD.transpose(0, 1), v_KSV.transpose(0, 1)
-        parts = [self._source.kernel(q_THD, k_SKD, v_SKD, one, scale) for one in found.launches]
+        parts = [self.source.kernel(q_THD, k_SKD, v_SKD, one, scale) for one in found.launches]
         for out_THD, lse_HT in parts:
             if lse_HT.shape != q_THD.shape[1::-1] or not lse_HT.is_contiguous():
                 raise RuntimeError(f"{tuple(lse_HT.shape)} is no lse of queries {tuple(q_THD.shape)}")
@@ -98,10 +100,10 @@ class FlashKernels(TritonKernels):
         """The part of some reads for flash kernels, computed once for all layers with the same pattern; None if there
         is none."""
         num_rows, num_heads, _ = q_THD.shape
-        if num_rows < varlen_plan.MIN_ROWS or not varlen.can_take(q_THD, k_KSD, v_KSV, self._source.max_dim):
+        if num_rows < varlen_plan.MIN_ROWS or not varlen.can_take(q_THD, k_KSD, v_KSV, self.source.max_dim):
             return None
         reads = reads if isinstance(reads, Reads) else Reads(reads)
-        needs_regular_shapes = self._source.needs_regular_shapes
+        needs_regular_shapes = self.source.needs_regular_shapes
         key = (q_THD.device, self._num_multiprocessors, num_rows, num_heads, needs_regular_shapes)
         if key not in reads.cache:
             plan = varlen_plan.plan(
@@ -170,8 +172,9 @@ def fastest(
     launcher: Launcher = launch,
     seconds: Callable[[FlashKernels, torch.device], float] | None = None,
 ) -> FlashKernels:
-    """The backend with the fastest of `varlen.SOURCES` that is available and correct on a device, the first of those
-    that are about as fast; `seconds` measures them if there are several. Raises RuntimeError, with the reasons, if there is none."""
+    """The backend with the fastest of `varlen.SOURCES` that is available and correct on a device, or the first of those
+    that are about as fast. `seconds` measures them if there are several. Raises RuntimeError, with the reasons, if none
+    is."""
     right, reasons = right_ones(num_multiprocessors, device, launcher)
     if not right:
         raise RuntimeError("no flash kernels: " + "; ".join(reasons))
@@ -206,22 +209,28 @@ def right_ones(
 
 
 def seconds_of_a_chunk(kernels: FlashKernels, device: torch.device) -> float:
-    """Seconds of the attention of a chunk after earlier tokens, the shortest of several."""
-    num_rows, past, (num_heads, num_kv_heads, dim) = CHUNK_ROWS, CHUNK_PAST, CHUNK_HEADS
+    """Seconds of the attention of a chunk after earlier tokens, the shortest of several calls, and a share of the time
+    that the first call with another number of keys takes longer."""
+    num_rows, (num_heads, num_kv_heads, dim) = CHUNK_ROWS, CHUNK_HEADS
     generator = torch.Generator(device).manual_seed(0)
     q, k, v = (
         torch.randn(*shape, dim, dtype=torch.bfloat16, device=device, generator=generator)
-        for shape in ((num_rows, num_heads), (num_kv_heads, past + num_rows), (num_kv_heads, past + num_rows))
+        for shape in ((num_rows, num_heads), *((num_kv_heads, max(CHUNK_PASTS) + num_rows),) * 2)
     )
-    reads = Reads([Read(0, num_rows, 0, past), Read(0, num_rows, past, past + num_rows, offset=0)])
-    took: list[float] = []
-    for _ in range(CHUNK_REPEATS):
-        torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        kernels.attend(q, k, v, reads, dim**-0.5)
-        torch.cuda.synchronize(device)
-        took.append(time.perf_counter() - begin)
-    return min(took)
+
+    def durations(past: int) -> list[float]:
+        reads = Reads([Read(0, num_rows, 0, past), Read(0, num_rows, past, past + num_rows, offset=0)])
+        took: list[float] = []
+        for _ in range(CHUNK_REPEATS):
+            begin = time.perf_counter()
+            kernels.attend(q, k, v, reads, dim**-0.5)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            took.append(time.perf_counter() - begin)
+        return took
+
+    usual, other = (durations(past) for past in CHUNK_PASTS)  # the first one may compile for all numbers of keys
+    return min(usual) + (other[0] - min(other)) / PLAN_USES
 
 
 def what_is_wrong(kernels: FlashKernels, device: torch.device, dtype: torch.dtype) -> str | None:
