@@ -3,6 +3,8 @@ results.
 """
 
 import logging
+import sys
+import types
 
 import pytest
 import torch
@@ -307,6 +309,24 @@ def test_cudnn_passes_the_self_test(dense_cudnn):
     for dtype in varlen.TYPES:
         assert flash.what_is_wrong(kernels, torch.device("cpu"), dtype) is None
     assert {rows for rows, _, _ in dense_cudnn} == {256}
+
+
+def test_flash_attn_4_is_called_with_the_lengths_of_sequences(monkeypatch):
+    """Its public function, here with the results of a source that has the same rules."""
+    pretended, module = PretendedFlash(), types.ModuleType("flash_attn.cute")
+
+    def run(q, k, v, *, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, softmax_scale, **options):
+        assert options == {"causal": options["causal"], "return_lse": True}
+        launch = varlen.Launch(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, options["causal"])
+        return pretended(q, k, v, launch, softmax_scale)
+
+    module.flash_attn_varlen_func = run
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    monkeypatch.setattr(varlen_plan, "MIN_REGULAR_ROWS", 2)
+    monkeypatch.setattr(varlen_plan, "MIN_REGULAR_KEYS", 16)
+    check(*tensors(0, 9), [FULL, SQUARE], source=varlen.flash_attn_4())
+    assert {one.is_causal for one in pretended.launches} == {False, True}
 
 
 def test_cudnn_is_refused_where_torch_lacks_it():

@@ -39,7 +39,7 @@ MIN_REGULAR_ROWS, MIN_REGULAR_KEYS = 256, 1024
 SIGNIFICANT_BITS = 3
 """Of a regular number of keys."""
 MAX_PARTS = 3
-"""Regular parts of the keys of a read: what remains is at most an eighth of an eighth of an eighth."""
+"""Maximum regular parts of the keys of a read. Each leaves less than a quarter, so that all leave less than a 64th."""
 PIECE_KEYS = 4096
 """Keys that one program checks for non-finite numbers."""
 
