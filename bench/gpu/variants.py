@@ -1,5 +1,5 @@
-"""Measures alternative sizes and kernels: of sampling, of attention over keys that rows share, in float32, in 8 bits,
-over latents and over short contexts, of the merge of its partials, and of the store in 8 bits.
+"""Measures alternative sizes and kernels for sampling, for attention over keys that rows share, in float32, in 8 bits,
+over latents and over short contexts, for the merge of partials, and for the store in 8 bits.
 
     python3 -m bench.gpu.variants --json > variants.json
     python3 -m bench.gpu.variants --only float32         groups whose name holds this

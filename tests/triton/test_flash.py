@@ -211,8 +211,6 @@ def test_flash_kernels_that_are_wrong_are_not_used(name, monkeypatch):
         flash.fastest(4, torch.device("cpu"))
 
 
-@INVALID
-@pytest.mark.usefixtures("whole")
 @pytest.mark.parametrize(
     ("slower", "best", "note"),
     [(2.0, "right", "regular took 2 times"), (1.02, "right", "regular took 1 times"), (0.5, "regular", "right took 2")],
@@ -223,6 +221,7 @@ def test_the_fastest_that_is_there_and_right_is_used(slower, best, note, monkeyp
     sources = {name: WRONG[name][0] for name in ("not there", "refused")}
     sources |= {"right": lambda: right.source, "regular": lambda: regular.regular_source}
     monkeypatch.setattr(varlen, "SOURCES", sources)
+    monkeypatch.setattr(flash, "what_is_wrong", lambda kernels, *_: refuses() if kernels.source[0] is refuses else None)
 
     def seconds(kernels, device):
         return slower if kernels.source.needs_regular_shapes else 1.0
@@ -306,8 +305,7 @@ def test_plans_of_cudnn_do_not_depend_on_the_chunk(dense_cudnn):
 @pytest.mark.usefixtures("whole")
 def test_cudnn_passes_the_self_test(dense_cudnn):
     kernels = FlashKernels(4, CUDNN)
-    for dtype in varlen.TYPES:
-        assert flash.what_is_wrong(kernels, torch.device("cpu"), dtype) is None
+    assert flash.what_is_wrong(kernels, torch.device("cpu"), torch.bfloat16) is None
     assert {rows for rows, _, _ in dense_cudnn} == {256}
 
 
