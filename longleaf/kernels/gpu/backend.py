@@ -114,7 +114,8 @@ class TritonKernels:
         chosen = constants.with_rows(chosen, constants.INT8_TILE_ROWS, is_attributed=is_attributed)
         if work.tile_rows > constants.INT8_TILE_ROWS:
             tile = tuned.tiles[work.tile_rows]
-            chosen = {**tuning.int8_constants_of(tile, chosen), "TILE_ROWS": tile.rows}
+            chosen = tuning.int8_constants_of(tile, chosen)
+            chosen["TILE_ROWS"] = tile.rows
         parts = empty_partial(work.num_part_rows, num_kv_heads, dim, q_THD)
         self._launch(
             attend_items_int8,
