@@ -80,8 +80,10 @@ def _limit_resources(limits: ExtractionLimits, file_bytes: int) -> None:
     for name, value in wanted.items():
         hard = resource.getrlimit(name)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        # a second more, because the kernel sends SIGKILL at the hard limit, as for a lack of memory
+        last = value + 1 if name == resource.RLIMIT_CPU and value != hard else value
         try:
-            resource.setrlimit(name, (value, value))
+            resource.setrlimit(name, (value, last))
         except (OSError, ValueError):  # macOS has no limit of the address space
             continue
 
