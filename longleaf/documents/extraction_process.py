@@ -211,7 +211,7 @@ def extract(
 class _Result:
     """Collects the messages. The process is not trusted: names are made printable, and amounts are limited."""
 
-    def __init__(self, name: str, budget: TextBudget, limits: ExtractionLimits) -> None:
+    def __init__(self, name: str, budget: TextBudget, limits: ExtractionLimits = LIMITS) -> None:
         self._name, self._budget, self._limits = name, budget, limits
         self._sections = list[FileSection]()
         self._left_out = list[LeftOut]()

@@ -363,6 +363,17 @@ def html_nested_deeply() -> bytes:
     return b"<p>text</p>" + b"<div>" * 200_000
 
 
+@hostile("line.html", "")
+def html_of_one_long_line() -> bytes:
+    """The time of the reader grows with its length."""
+    return b"<p>" + b"<b>- </b>" * 50_000 + b"<b>word</b> " * 50_000
+
+
+@hostile("row.html", "")
+def html_of_one_long_row() -> bytes:
+    return b"<p>text</p><table><tr>" + b"<td> </td>" * 100_000
+
+
 @hostile("attributes.html", "")
 def html_with_a_huge_attribute() -> bytes:
     return b'<p title="' + b"x" * (5 * MIB) + b'">text</p>'
