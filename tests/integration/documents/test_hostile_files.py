@@ -199,6 +199,19 @@ def tar_with_a_huge_extended_header() -> bytes:
     return info.tobuf() + b"\0" * 4096
 
 
+@hostile("headers.tar", "is not a tar archive, or a damaged one: maximum recursion depth")
+def tar_of_extended_headers() -> bytes:
+    header = tarfile.TarInfo("x")
+    header.type = tarfile.XHDTYPE
+    return header.tobuf() * 20_000
+
+
+@hostile("charset.html", "")
+def html_in_a_codec_that_is_no_charset() -> bytes:
+    """The confined process cannot import it."""
+    return b"<html><meta charset='undefined'><p>text"
+
+
 @hostile("cut.tar.bz2", "is not a tar archive, or a damaged one")
 def tar_cut_in_the_middle() -> bytes:
     return samples.tarred({"a.txt": bytes(range(256)) * 100}, "w:bz2")[:60]

@@ -77,6 +77,7 @@ async def test_files_of_a_form_become_one_context(service: Served, url: str) -> 
     [
         ("Grüße".encode("latin-1"), "text/plain; charset=iso-8859-1"),
         ("Grüße".encode("utf-16"), "text/plain; charset=utf-16"),
+        ("Grüße".encode("utf-16-le"), "text/plain; charset=utf-16le"),
         ("\ufeffGrüße".encode(), "text/plain"),
         ("\ufeffGrüße".encode(), "text/plain; charset=utf-8"),
     ],
