@@ -1,6 +1,7 @@
 """Uploads of files that are not plain UTF-8 text, and of several files: they are spooled, extracted, and ingested."""
 
 import asyncio
+import logging
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import ExitStack, aclosing, suppress
@@ -20,7 +21,7 @@ from gateway.contexts.extraction import UploadedFile, extract_files
 from gateway.contexts.resources import context_problem
 from gateway.contexts.upload_events import NAMES, EventBuffer, UploadEvents
 from gateway.contexts.upload_slots import UploadSlot, UploadSlots
-from gateway.errors import HttpProblem, problem_of
+from gateway.errors import HttpProblem, problem_of, unavailable
 from gateway.sse import EventResponse, event, wait_disconnected
 from longleaf.client.documents import UploadSource, size_of
 from longleaf.client.files import files_of as offsets_of
@@ -45,6 +46,7 @@ FORM = "multipart/form-data"
 UTF8 = frozenset(("", "utf-8", "utf8", "us-ascii", "ascii"))
 MAX_REPORTED = 100
 """Files that the events name as left out."""
+log = logging.getLogger("gateway")
 NOTHING: dict[str, Any] = {
     "received_bytes": 0,
     "received_tokens": 0,
@@ -82,11 +84,15 @@ async def upload_files(
     with ExitStack() as stack:
         slot = stack.enter_context(slots.slot(caller_of(request), peer_of(request)))
         is_form = media_type == FORM
-        files = await (
-            _form(request, slot, stack) if is_form else _body(request, slot, stack, media_type, charset, options)
-        )
-        for each in files:
-            await asyncio.to_thread(_check_kind, each, len(files) == 1, options.plain_text)
+        try:
+            files = await (
+                _form(request, slot, stack) if is_form else _body(request, slot, stack, media_type, charset, options)
+            )
+            for each in files:
+                await asyncio.to_thread(_check_kind, each, len(files) == 1, options.plain_text)
+        except OSError as error:
+            log.error("uploads cannot be stored in %s: %s", tempfile.gettempdir(), error.strerror)
+            raise unavailable("the gateway cannot store the files: try again later") from None
         resources = stack.pop_all()
     reporting = FileEvents(client, header, model, options, slot, resources)
     response = EventResponse(reporting.events(files), reporting.waiting, wait_disconnected)

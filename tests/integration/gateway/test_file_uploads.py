@@ -13,12 +13,13 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from gateway.callers import caller_of
-from gateway.contexts import file_upload
+from gateway.contexts import extraction, file_upload
 from gateway.contexts.extraction import UploadedFile
 from gateway.contexts.file_upload import FileEvents, FileOptions
 from gateway.contexts.upload_slots import UploadSlots
 from gateway.errors import HttpProblem
 from gateway.server import client_for
+from longleaf.documents.extraction_process import ExtractedFile, FileSection
 from longleaf.service_settings import GatewayConfig
 from longleaf.types import IngestHeader
 from tests.support import document_samples as samples
@@ -252,3 +253,33 @@ async def test_client_that_does_not_read_its_events_frees_its_slot(service: Serv
                     await released.wait()
                 left = [json.loads(content.removeprefix(b"data: ")) async for content in events]
     assert [each["phase"] for each in left][-1] == "ready"
+
+
+@pytest.mark.parametrize("content", [b"%PDF-1.7", b"x" * 2_000_000])
+async def test_full_disk_is_503(service: Served, url: str, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    def full(*_: object, **__: object) -> BinaryIO:
+        return cast(BinaryIO, open("/dev/full", "r+b", buffering=0))
+
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(tempfile, "TemporaryFile", full)
+            sent = (
+                {"files": {"file": ("a.txt", content)}} if len(content) > 100 else {"content": content, "headers": PDF}
+            )
+            answer = await client.post("/v1/contexts/a", **sent)  # type: ignore[arg-type]
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable"), answer.text
+        answer = await client.post("/v1/contexts/a", content=samples.pdf(["One"]), headers=PDF)
+        assert events_of(answer)[-1]["phase"] == "ready"
+
+
+async def test_extraction_without_a_filter_is_logged(
+    service: Served, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unfiltered(*_: object, **__: object) -> ExtractedFile:
+        return ExtractedFile((FileSection("a.pdf", "", "text"),), confined_by=("limits", "namespaces"))
+
+    monkeypatch.setattr(extraction, "extract", unfiltered)
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        answer = await client.post("/v1/contexts/a", content=samples.pdf(["One"]), headers=PDF)
+    assert events_of(answer)[-1]["phase"] == "ready"
+    assert extraction.UNFILTERED in caplog.messages
