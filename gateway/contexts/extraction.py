@@ -69,7 +69,7 @@ async def extract_files(
 ) -> AsyncGenerator[FileSection | None, None]:
     """Waits for the turn of the slot, adds the texts of the files to `found`, and yields the latest section at
     intervals. Of several files, those that cannot be read are left out; a single one raises InvalidArgument. Raises
-    HttpProblem if the upload gives way to others. Closing the generator ends the process."""
+    HttpProblem if the upload is evicted. Closing the generator ends the process."""
     run = _Run()
     # a separate task, so that a client that does not read its events delays no other upload
     work = asyncio.create_task(_extract_in_turn(files, slot, as_text, run, found))

@@ -264,8 +264,7 @@ async def _form(request: Request, slot: UploadSlot, stack: ExitStack) -> list[Up
 
 
 async def _limited(request: Request, slot: UploadSlot) -> AsyncGenerator[bytes, None]:
-    """The parts of the body. Raises HttpProblem for too many bytes, if nothing arrives, and if the upload gives way to
-    others."""
+    """The parts of the body. Raises HttpProblem for too many bytes, if nothing arrives, and on eviction."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > slot.limits.file_bytes:
         raise HttpProblem(413, f"the body has more than {slot.limits.file_bytes:,} bytes")

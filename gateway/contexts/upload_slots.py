@@ -1,7 +1,7 @@
 """Limits of uploads whose files are extracted: open uploads, spooled bytes, processes, and texts in memory.
 
-If there are too many, the address and then the caller with most of them give way, so that one caller's uploads delay
-those of another caller by at most one extraction.
+If there are too many, an upload of the address and then the caller with most of them is evicted. One caller's uploads
+delay those of another caller by at most one extraction.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from gateway.errors import HttpProblem, unavailable
 from longleaf.documents.limits import LIMITS, ExtractionLimits
 
 MAX_UPLOADS = 256
-"""Open uploads, each of which has an open file."""
+"""Open uploads, with one open file each."""
 MAX_UPLOADS_PER_CALLER = 4
 MAX_SPOOLED_BYTES = 1 << 30
 """Files that have been received and not yet been extracted, on disk."""
@@ -121,8 +121,7 @@ class UploadSlot:
 
     @contextmanager
     def waiting_until(self, end: float | None) -> Generator[asyncio.Timeout, None, None]:
-        """The timeout for a wait, to be entered. Raises HttpProblem instead of TimeoutError if the upload gives way to
-        others."""
+        """The timeout for a wait, to be entered. Raises HttpProblem, not TimeoutError, if the upload is evicted."""
         if self._is_evicted:
             raise unavailable(BUSY)
         self._timeout = asyncio.timeout_at(end)
@@ -137,7 +136,7 @@ class UploadSlot:
 
     async def wait_turn(self) -> None:
         """Returns when the upload may be extracted; `end_extraction` must follow. Raises HttpProblem if the upload
-        gives way to others."""
+        is evicted."""
         self.stage = "waiting"
         self._slots.start_waiting()
         with self.waiting_until(None) as timeout:
@@ -166,7 +165,7 @@ class UploadSlot:
 
 
 def _counts(slot: UploadSlot, uploads: Iterable[UploadSlot]) -> tuple[int, int]:
-    """The numbers of uploads from the slot's address, and of its caller."""
+    """Two numbers of uploads: those from the slot's address, and those by its caller."""
     uploads = list(uploads)
     return sum(each.address == slot.address for each in uploads), sum(each.caller == slot.caller for each in uploads)
 

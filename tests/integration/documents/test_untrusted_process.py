@@ -81,7 +81,7 @@ def test_names_and_reasons_are_printable(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("then", [HOUR, f"os.close(1)\n{HOUR}", f"os.kill(os.getpid(), {int(signal.SIGSTOP)})"])
 def test_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch, then: str) -> None:
-    """Also one that has closed its output, or is stopped."""
+    """It may have closed its output, or be stopped."""
     monkeypatch.setattr(extraction_process, "WITHIN", 0.0)
     limits = ExtractionLimits(seconds=0.5)
     assert attempt(monkeypatch, b"", then, limits=limits) == "took more than 0.5 s"
@@ -92,7 +92,7 @@ def test_process_that_reports_its_end_and_runs_on_is_killed(monkeypatch: pytest.
     assert isinstance(found, ExtractedFile)
 
 
-def test_killed_process_is_not_said_to_need_processor_time(tmp_path: Path) -> None:
+def test_reason_of_a_killed_process_is_not_processor_time(tmp_path: Path) -> None:
     """The kernel kills it first if memory runs out."""
     (tmp_path / "a.txt").write_text("x")
 

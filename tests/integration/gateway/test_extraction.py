@@ -102,7 +102,7 @@ async def test_slow_files_of_one_caller_leave_a_process_to_others() -> None:
     slots = UploadSlots()
     slow = samples.zipped({f"{i}.bin": bytes(1 << 20) for i in range(100)})
     with ExitStack() as stack:
-        held = [
+        stalled = [
             extract_files(
                 [uploaded(f"{i}.zip", slow) for i in range(20)],
                 stack.enter_context(slots.slot("a", "a")),
@@ -111,12 +111,12 @@ async def test_slow_files_of_one_caller_leave_a_process_to_others() -> None:
             )
             for _ in range(4)
         ]
-        running = [asyncio.create_task(anext(each)) for each in held]
+        running = [asyncio.create_task(anext(each)) for each in stalled]
         await asyncio.wait(running)
         async with asyncio.timeout(60):
             for _ in range(3):
                 assert len((await extracted([uploaded("b.txt", b"text")], slots, "b")).files) == 1
-        for each in held:
+        for each in stalled:
             await each.aclose()
     slots.audit()
 

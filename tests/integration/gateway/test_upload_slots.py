@@ -56,7 +56,7 @@ async def test_body_and_uploads_of_a_caller_are_limited() -> None:
     slots.audit()
 
 
-async def test_largest_address_and_caller_gives_way_when_the_disk_is_full() -> None:
+async def test_largest_address_and_caller_is_evicted_when_the_disk_is_full() -> None:
     slots = UploadSlots()
     with ExitStack() as stack:
         small_upload, large = slots_of(stack, slots, "aA", 10) + slots_of(stack, slots, "bB", 40)
@@ -74,7 +74,7 @@ async def test_largest_address_and_caller_gives_way_when_the_disk_is_full() -> N
     slots.audit()
 
 
-async def test_callers_of_one_address_give_way_to_each_other() -> None:
+async def test_callers_of_one_address_evict_each_other() -> None:
     """As behind a reverse proxy."""
     slots = UploadSlots()
     with ExitStack() as stack:
@@ -86,12 +86,12 @@ async def test_callers_of_one_address_give_way_to_each_other() -> None:
     slots.audit()
 
 
-@pytest.mark.parametrize("held", ["aA aA aA aA bB bB bB bB", "aA bA cA dA eA fB gB hB"])
-async def test_idle_bodies_hold_no_slot(held: str) -> None:
+@pytest.mark.parametrize("stalled", ["aA aA aA aA bB bB bB bB", "aA bA cA dA eA fB gB hB"])
+async def test_idle_bodies_hold_no_slot(stalled: str) -> None:
     """A caller without uploads is served, however many idle ones there are, and with however many credentials."""
     slots = UploadSlots()
     with ExitStack() as stack:
-        idle = [asyncio.create_task(wait(each)) for each in slots_of(stack, slots, held, 10)]
+        idle = [asyncio.create_task(wait(each)) for each in slots_of(stack, slots, stalled, 10)]
         await started()
         (slot,) = slots_of(stack, slots, "zZ", 10)
         await slot.wait_turn()
@@ -137,7 +137,7 @@ async def test_one_address_never_has_all_texts() -> None:
     slots.audit()
 
 
-async def test_waiting_upload_gives_way_and_a_running_one_does_not() -> None:
+async def test_waiting_upload_is_evicted_and_a_running_one_is_not() -> None:
     slots = UploadSlots()
     with ExitStack() as stack:
         running, waiting = slots_of(stack, slots, "aA aA", 40)
